@@ -5,10 +5,8 @@ repeatable.
 import runtime  # noqa: F401  before torch (see there)
 
 import contextlib
-import functools
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -35,30 +33,37 @@ for name in ("CI", "BUILD_NUMBER"):
 # full lines, whatever the width of the terminal that starts the tests
 os.environ.pop("COLUMNS", None)
 
-import draw
 import footprints
+import selection
 import zygote
 
 if sys.platform == "linux":
     subprocess.Popen = zygote.ForkingPopen
 
+from proof.mutate import cover
 from runtime.pool import WorkerPool
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--all",
-        action="store_true",
-        help="every case of long tables and every slow test, not this commit's draw (tests/draw.py)",
+    group = parser.getgroup("bevatron", "which tests run (tests/selection.py)")
+    group.addoption("--all", action="store_true", help="every test, not the core alone")
+    group.addoption("--part", metavar="K/M", help="with --all: the K-th of M parts of about the same length")
+    group.addoption(
+        "--changed",
+        nargs="?",
+        const="",
+        metavar="COMMIT",
+        help="the core, and each test that runs what has changed since COMMIT (that of tests/green.xz)",
     )
-    parser.addoption(
-        "--record", metavar="FOLDER", help="note which test runs which functions (tests/footprints.py)"
-    )
+    group.addoption("--minutes", type=float, help="with --changed: how long that may take, without the core")
+    group.addoption("--without-core", action="store_true", help="with --changed: only what the core has not")
+    group.addoption("--record", metavar="FOLDER", help="note which test runs what (tests/footprints.py)")
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "slow(core=()): left to --all, but for the cases with these ids")
     if folder := config.getoption("record"):
         worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
         if worker != "alone" or not config.getoption("numprocesses", None):
@@ -66,51 +71,53 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("all") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return  # all were asked for, or some by name
-    files = {item.nodeid: item.path.relative_to(config.rootpath).as_posix() for item in items}
-    left = draw.leave_out(files, draw.commit_seed())
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
-    items[:] = [item for item in items if item.nodeid not in left]
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left out"] = len(left)
-    else:
-        config.left_out = len(left)
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return  # what is named
+    known = cover.read_footprints() if cover.GREEN.exists() else cover.NOTHING
+    try:
+        chosen, note = choose(config, items, known)
+    except selection.SelectionError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    files = selection.longest_first(chosen, known)  # with two processes, none is alone at the end
+    items[:] = [item for item in items if item.nodeid in chosen]
+    items.sort(key=lambda item: files.index(item.nodeid.partition("::")[0]))
+    (config.workeroutput if hasattr(config, "workeroutput") else config.__dict__)["selection_note"] = note
+
+
+def choose(config, items, known) -> tuple[set[str], str]:
+    """The node ids that this run takes, and a line that says so."""
+    names = [item.nodeid for item in items]
+    if config.getoption("all"):
+        part = config.getoption("part") or "1/1"
+        return selection.part_of(names, part, known), f"--all: part {part}"
+
+    marks = {item.nodeid: item.get_closest_marker("slow") for item in items}
+    core = selection.core_of({name: mark and mark.kwargs for name, mark in marks.items()})
+    commit = config.getoption("changed")
+    if commit is None:
+        return core, f"the core; {len(names) - len(core)} slow tests are left to --all"
+
+    if not (commit := commit or known.commit):
+        raise selection.SelectionError("--changed: tests/green.xz is not there; name a commit")
+    changed = selection.changes_since(commit)
+    more = selection.in_order(selection.tests_of_changes(names, changed, known))
+    more = [name for name in more if name not in core]
+    chosen = selection.that_fit(more, config.getoption("minutes"), known)
+    left = f"; {len(more) - len(chosen)} more have no time" if len(chosen) < len(more) else ""
+    note = f"{len(chosen)} slow tests run what has changed since {commit[:7]}{left}"
+    return set(chosen) | (set() if config.getoption("without_core") else core), note
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Every worker of pytest-xdist draws the same cases."""
-    node.config.left_out = getattr(node, "workeroutput", {}).get("left out", 0)
+    """Every worker of pytest-xdist chooses the same tests."""
+    node.config.selection_note = getattr(node, "workeroutput", {}).get("selection_note", "")
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if left_out := getattr(config, "left_out", 0):
-        terminalreporter.write_line(
-            f"{left_out} slow tests and cases of long tables were left out by this commit's draw; "
-            "--all runs them"
-        )
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """`--numprocesses 2` (scripts/test.sh): one process runs the files that ask for `ranks`, so that there is
-    one pool of them; the other runs the rest, file by file.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class PoolAndFiles(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "ranks" if asks_for_ranks(config.rootpath / file) else file
-
-    return PoolAndFiles(config, log)
-
-
-@functools.cache
-def asks_for_ranks(file: pathlib.Path) -> bool:
-    """Whether a function in it has the fixture `ranks` as an argument."""
-    return re.search(r"^def \w+\([^)]*\branks\b", file.read_text(), re.MULTILINE) is not None
+    if note := getattr(config, "selection_note", ""):
+        terminalreporter.write_line(note)
 
 
 @pytest.fixture(scope="session")

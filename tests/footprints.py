@@ -3,96 +3,38 @@
     bash scripts/test.sh --all --record FOLDER       runs every test and notes its footprint and its seconds
     python tests/footprints.py FOLDER [FOLDER ...]   packs what was noted (in parts, if so) into tests/green.xz
 
-tests/green.xz is of the commit at which every test was last seen to pass. From it `--changed` (tests/chosen.py)
+tests/green.xz is of the commit at which every test was last seen to pass. From it `--changed` (tests/selection.py)
 knows which tests run what has changed since, and `--all --part K/M` how long each file takes.
 
 A footprint is of all processes of a test: of this one, of ranks of the pool, of programs that it starts.
-The tracer is that of planted bugs (proof/mutate/hooks/mutate_trace.py), with one mark a call, not a line.
+The tracer is proof/mutate/hooks/mutate_trace.py: from a footprint a planted bug knows the tests that it can meet.
 What fixtures of a module run counts for each test of its file.
 """
 
 import argparse
-import ast
-import hashlib
 import json
-import lzma
 import os
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HOOKS = ROOT / "proof" / "mutate" / "hooks"
-GREEN = Path(__file__).with_name("green.xz")
+sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+
+from proof.mutate.cover import GREEN, HOOKS, REST, Footprints, functions_of, write_footprints  # noqa: E402
+from proof.mutate.hooks import mutate_trace  # noqa: E402
+
+NO_TEXT = (".png", ".xz", ".bin")
 ROWS = 12000
-REST = "<rest>"  # what a file holds outside of functions; of a file that is not Python, all of it
-
-sys.path.append(str(HOOKS))
-import mutate_trace  # noqa: E402
-
-
-# ---- the parts of a file -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function, or a method: Class.method. first, last: its lines, decorators included."""
-
-    name: str
-    first: int
-    last: int
-    digest: str
-
-
-def digest_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def functions_of(text: str) -> list[Function]:
-    """The functions of a Python file, outermost ones alone: what one holds inside belongs to it."""
-    functions = []
-    lines = text.splitlines()
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-                body = "\n".join(lines[first - 1 : child.end_lineno])
-                functions.append(Function(prefix + child.name, first, child.end_lineno, digest_of(body)))
-            elif isinstance(child, ast.ClassDef):
-                visit(child, f"{prefix}{child.name}.")
-            else:
-                visit(child, prefix)
-
-    visit(ast.parse(text), "")
-    return functions
-
-
-def parts_of(file: str, text: str) -> dict[str, str]:
-    """{name of a function, or REST: digest of its text}."""
-    if not file.endswith(".py"):
-        return {REST: digest_of(text)}
-    lines = text.splitlines()
-    parts = {}
-    for function in functions_of(text):
-        name = function.name
-        while name in parts:  # a second definition of the name, in another branch
-            name += "'"
-        parts[name] = function.digest
-        for number in range(function.first - 1, function.last):
-            lines[number] = ""
-    parts[REST] = digest_of("\n".join(line for line in lines if line.strip()))
-    return parts
 
 
 def tracked_files(root: Path = ROOT) -> list[str]:
     """The files of the checkout that git knows and that are text."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
-    return [name for name in listed.stdout.split("\0") if name and not name.endswith((".png", ".xz", ".bin"))]
+    return [name for name in listed.stdout.split("\0") if name and not name.endswith(NO_TEXT)]
 
 
 # ---- recording ---------------------------------------------------------------------------------------------
@@ -112,7 +54,7 @@ class Recorder:
         for name in tracked_files():
             first[str(ROOT / name)] = width
             width += 2 + (ROOT / name).read_text(errors="replace").count("\n")
-        plan = {"width": width, "first": first, "lines": False}
+        plan = {"width": width, "first": first}
         (folder / "lines.json").write_text(json.dumps(plan))
         with open(folder / "hits", "wb") as hits:  # a sparse file
             hits.truncate(mutate_trace.HEAD + ROWS * width)
@@ -169,48 +111,9 @@ class Recorder:
 # ---- packing -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Footprints:
-    """What the tests ran at a commit.
-
-    parts: {file: {function or REST: digest}}; columns: (file, function) of each bit of a footprint;
-    tests: {node id: (seconds, outcome, footprint)}.
-    """
-
-    commit: str
-    summary: dict
-    parts: dict[str, dict[str, str]]
-    columns: list[tuple[str, str]]
-    tests: dict[str, tuple[float, str, int]]
-
-
-def read_footprints(file: Path = GREEN) -> Footprints:
-    tree = json.loads(lzma.decompress(file.read_bytes()))
-    tests = {}
-    for name, seconds, outcome, bits in tree["tests"]:
-        tests[name] = (seconds, outcome, int(bits, 16))
-    columns = [tuple(column) for column in tree["columns"]]
-    return Footprints(tree["commit"], tree["summary"], tree["parts"], columns, tests)
-
-
-def write_footprints(footprints: Footprints, file: Path = GREEN) -> None:
-    tests = []
-    for name, (seconds, outcome, bits) in footprints.tests.items():
-        tests.append([name, seconds, outcome, f"{bits:x}"])
-    tree = {
-        "commit": footprints.commit,
-        "summary": footprints.summary,
-        "parts": footprints.parts,
-        "columns": footprints.columns,
-        "tests": tests,
-    }
-    file.write_bytes(lzma.compress(json.dumps(tree).encode(), preset=9))
-
-
-def pack(folders: list[Path]) -> Footprints:
-    """Reads what recorders of this checkout have left."""
+def pack(folders: list[Path], commit: str) -> Footprints:
+    """Reads what recorders have left of this checkout, which is at `commit`."""
     texts = {name: (ROOT / name).read_text(errors="replace") for name in tracked_files()}
-    parts = {name: parts_of(name, text) for name, text in texts.items()}
 
     # the columns: every function and every rest; which of them a line belongs to
     columns: list[tuple[str, str]] = []
@@ -231,12 +134,11 @@ def pack(folders: list[Path]) -> Footprints:
     for folder in folders:
         for recorded in sorted(folder.glob("*/tests.jsonl")):
             tests |= read_record(recorded.parent, column_of_line)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     outcomes = defaultdict(int)
     for _, outcome, _ in tests.values():
         outcomes[outcome] += 1
     summary = {**outcomes, "minutes": round(sum(seconds for seconds, _, _ in tests.values()) / 60, 1)}
-    return Footprints(commit.stdout.strip(), summary, parts, columns, tests)
+    return Footprints(commit, summary, columns, tests)
 
 
 def read_record(folder: Path, column_of_line: dict[str, list[int]]) -> dict[str, tuple[float, str, int]]:
@@ -269,7 +171,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python tests/footprints.py", description=__doc__.partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path)
     folders = parser.parse_args(argv).folders
-    footprints = pack(folders)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    footprints = pack(folders, head.stdout.strip())
     failed = [name for name, (_, outcome, _) in footprints.tests.items() if outcome == "failed"]
     if failed:
         print(f"error: {len(failed)} tests failed, such as {failed[0]}: nothing is green", file=sys.stderr)

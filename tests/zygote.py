@@ -22,6 +22,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import os
 import re
@@ -56,7 +57,7 @@ PRELOADED = (
 # programs that start others: each keeps a zygote of its own, since only a child of theirs can fork one for them
 STARTERS = ("scripts.launch", "scripts.bench", "scripts.scaling", "torch.distributed.run")
 # what is read while Python, torch, a BLAS or Triton is loaded
-LOAD_TIME_PREFIXES = ("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TRITON_", "TORCH_", "LD_")
+LOAD_TIME_PREFIXES = ("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TRITON_", "TORCH_", "LD_", "LC_", "LANG")
 LOAD_TIME_EXEMPT = (
     "PYTHONPATH",
     "OMP_NUM_THREADS",  # applied to torch in the fork
@@ -310,14 +311,26 @@ def become(channel: socket.socket, fds: list[int]) -> Start:
     reply = fcntl.fcntl(channel.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
     channel.detach()
     place_descriptors(fds, [0, 1, 2, *start.pass_fds], keep=reply)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = sys.__stderr__ = open(
-        2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
-    )
+    sys.stdin = sys.__stdin__ = text_stream(0, "r", sys.stdin)
+    sys.stdout = sys.__stdout__ = text_stream(1, "w", sys.stdout)
+    sys.stderr = sys.__stderr__ = text_stream(2, "w", sys.stderr)
     with socket.socket(fileno=reply) as answer:
         answer.send(os.getpid().to_bytes(4, "little"))
     return start
+
+
+def text_stream(number: int, mode: str, like: io.TextIOWrapper) -> io.TextIOWrapper:
+    """A standard stream as Python opens it. like: that of this process, of the same locale."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) and mode == "w"
+    stream = io.TextIOWrapper(
+        open(number, mode + "b", buffering=0 if is_unbuffered else -1, closefd=False),
+        encoding=like.encoding,
+        errors=like.errors,
+        line_buffering=not is_unbuffered and (os.isatty(number) or number == 2),
+        write_through=is_unbuffered,
+    )
+    stream.mode = mode
+    return stream
 
 
 def place_descriptors(sources: list[int], targets: list[int], keep: int) -> None:
@@ -360,7 +373,9 @@ def with_own_zygote(channel: socket.socket) -> Start:
         program = os.getpid()
         if os.fork():
             theirs.close()
-            ForkingPopen.zygote = Zygote(ours, start.environment)
+            high = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH_FD))
+            ours.close()
+            ForkingPopen.zygote = Zygote(high, start.environment)
             subprocess.Popen = ForkingPopen
             return start
         die_with_parent(program)
@@ -378,11 +393,15 @@ def run(start: Start, path: list[str]) -> None:
     more = [entry for entry in start.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [first[start.kind], *(os.path.join(start.folder, entry) for entry in more), *path]
     sys.argv = list(start.argv)
-    sys.orig_argv = [sys.executable, *(() if start.kind == "file" else (start.kind,)), *start.argv]
+    before = {"-c": ["-c", start.program], "-m": ["-m", start.program], "file": [start.program]}
+    sys.orig_argv = [sys.executable, *before[start.kind], *start.argv[1:]]
 
     if threads := start.environment.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
 
+    sys.modules["torch"].seed()  # forks of one process would draw alike
+    sys.modules["numpy"].random.seed()
+    sys.excepthook = without_our_frames
     main = types.ModuleType("__main__")
     if start.kind == "-c":
         code = compile(start.program, "<string>", "exec")
@@ -400,6 +419,13 @@ def run(start: Start, path: list[str]) -> None:
         code = spec.loader.get_code(spec.name)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
+
+
+def without_our_frames(kind: type[BaseException], error: BaseException, traceback) -> None:
+    """The excepthook of a fork: what python prints, which begins with the program's own frame."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
 
 
 def preload() -> list[str]:

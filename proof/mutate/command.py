@@ -4,11 +4,13 @@ Without --draw: the table of planted bugs (proof/mutate/table.py), each a class 
 codebases had, against scripts.verify. A bug that verify does not see is a hole in the proof: exit 1.
 
 With --draw: N mutants of the whole core (model/, parallel/, optim/, data/, checkpoint/, the step and the
-evaluation), drawn by the seed. Each meets the unit tests that run its line, then verify on layouts that
-use its file. A failure counts only if the same command passes without the mutant (proof/mutate/control.py).
-Exit 1 if fewer than 95 % of the mutants that are not explained in equivalent.yaml are killed. --map
-measures first which test runs which line: once, and again for new tests. --part K/M and --resume
-FILE.jsonl spread a draw over several runs.
+evaluation), drawn by the seed. Each meets the unit tests that run its function (tests/green.xz says which),
+then verify on layouts that use its file. A failure counts only if the same command passes without the mutant
+(proof/mutate/control.py). Exit 1 if fewer than 95 % of the mutants that are not explained in equivalent.yaml
+are killed. --part K/M and --resume FILE.jsonl spread a draw over several runs.
+
+With --tests core or all, only unit tests are asked, also about the bugs of the table: those of the core
+(bash scripts/test.sh), or every one.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from config.terminal import ParagraphHelp
 from proof.mutate import cover, table
 from proof.mutate.checkout import ROOT, copy_checkout
 from proof.mutate.control import Controls
-from proof.mutate.draw import Mutant, core_files, draw
+from proof.mutate.draw import Mutant, draw
 from proof.mutate.judge import BUDGET_S, Verdict, append_verdict, count_kills, judge, read_verdicts
 from proof.mutate.report import make_report, read_explanations
 
@@ -29,12 +31,9 @@ from proof.mutate.report import make_report, read_explanations
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     args = make_parser().parse_args(argv)
-    if args.map is not None:
-        measure(args.map)
-        return 0
-    if args.draw is None:
+    if args.draw is None and args.tests is None:
         return table.run(args.only, args.world, args.part)
-    return judge_draw(args)
+    return judge_all(args)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,40 +66,31 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="show the mutants of --draw and judge none")
     parser.add_argument(
-        "--map",
-        nargs="*",
-        metavar="TESTS",
-        help="measure which test runs which line (no names: every test file that is not yet measured)",
+        "--tests",
+        choices=("core", "all"),
+        help="ask the unit tests alone, of the core or all, also of the bugs of the table",
     )
     return parser
 
 
-def measure(names: list[str]) -> None:
-    """Measures which test runs which line, for these test files or all that are not yet measured."""
-    unmeasured = [name for name in cover.test_files() if not cover.record_path(name).exists()]
-    for name in names or unmeasured:
-        started = time.perf_counter()
-        record = cover.measure(name, core_files(ROOT))
-        cover.save_record(name, record)
-
-        seconds = time.perf_counter() - started
-        left_out = f", left out: {', '.join(record['left_out'])}" if record["left_out"] else ""
-        print(f"{name}: {len(record['tests'])} tests ({seconds:.0f} s){left_out}", flush=True)
-
-
-def judge_draw(args: argparse.Namespace) -> int:
-    """Judges the mutants of a draw and prints the report; returns the exit code."""
-    mutants = part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), args.part)
+def judge_all(args: argparse.Namespace) -> int:
+    """Judges the mutants of a draw, or of the table, and prints the report; returns the exit code."""
+    if args.draw is None:
+        mutants = table.mutants(args.only, args.world)
+    else:
+        mutants = draw(ROOT, args.draw, args.seed, tuple(args.only))
+    mutants = part_of(mutants, args.part)
     if args.list:
         print(*(mutant.difference() for mutant in mutants), sep="\n")
         return 0
 
-    coverage = cover.CoverageMap.read()
-    if not coverage.records:
+    if not cover.GREEN.exists():
         raise ConfigError(
-            "--draw: it is not known which test runs which line; "
-            "run python -m scripts.mutate --map first (minutes, once)"
+            f"{cover.GREEN.name}: it is not known which test runs which function; run "
+            "bash scripts/test.sh --all --record FOLDER and python tests/footprints.py FOLDER first"
         )
+    only = cover.core_tests() if args.tests == "core" else None
+    coverage = cover.CoverageMap(cover.read_footprints(), only)
     verdicts = judge_mutants(mutants, coverage, args)
 
     judged = [verdicts[mutant.key] for mutant in mutants if mutant.key in verdicts]
@@ -131,7 +121,14 @@ def judge_mutants(
 
             # another process may have added to the file
             kills = count_kills(read_verdicts(args.resume) if args.resume else verdicts.values())
-            verdict = judge(mutant, controls, coverage, budget_s=args.budget, kills=kills)
+            verdict = judge(
+                mutant,
+                controls,
+                coverage,
+                budget_s=args.budget,
+                verify=args.tests is None,
+                kills=kills,
+            )
             verdicts[mutant.key] = verdict
 
             outcome = verdict.stage or "SURVIVED"

@@ -17,6 +17,8 @@ from config import OPTIMIZERS, ConfigError
 from config.parts import part_of
 from proof.mutate.checkout import ROOT, checkout_files
 from proof.mutate.control import has_verdict, last_output_line, run_command
+from proof.mutate.draw import Mutant, make_mutant
+from proof.mutate.source import Edit, Source
 
 INITIAL_WEIGHTS = "initial weights"  # in the place of a layout: what verify checks before it runs one
 LIMIT_S = 600.0
@@ -2174,6 +2176,17 @@ def plant(bug: Mutation, folder: Path) -> None:
     planted.write_text(text.replace(bug.old, bug.new))
 
 
+def mutants(only: Sequence[str], world: int) -> list[Mutant]:
+    """The bugs whose text has all the words of `only` and that need at most `world` ranks, for unit tests."""
+    found = []
+    for bug in chosen(only, world):
+        source = Source.parse((ROOT / bug.file).read_text())
+        start, end = source.text.index(bug.old), source.text.rindex(bug.old) + len(bug.old)
+        edit = Edit(start, end, source.text[start:end].replace(bug.old, bug.new))
+        found.append(make_mutant(bug.file, source, bug.what, edit))
+    return found
+
+
 def caught(bug: Mutation) -> tuple[bool, str]:
     """Returns whether verify failed on the planted copy, and the line in which it said why.
 
@@ -2204,17 +2217,19 @@ def caught(bug: Mutation) -> tuple[bool, str]:
     return result.code == 1, wrong[0] if wrong else ""
 
 
-def run(only: Sequence[str], world: int, part: str = "1/1") -> int:
-    """Checks the bugs whose text has all the words of `only` and that need at most `world` ranks.
-
-    part: of these, the ones that part_of gives. Returns the exit code.
-    """
-
-    def is_chosen(bug: Mutation) -> bool:
+def chosen(only: Sequence[str], world: int) -> list[Mutation]:
+    """The bugs whose text has all the words of `only` and that need at most `world` ranks."""
+    bugs = []
+    for bug in TABLE:
         text = f"{bug.what} {bug.file} {bug.layout}"
-        return bug.world <= world and all(word in text for word in only)
+        if bug.world <= world and all(word in text for word in only):
+            bugs.append(bug)
+    return bugs
 
-    bugs = part_of([bug for bug in TABLE if is_chosen(bug)], part)
+
+def run(only: Sequence[str], world: int, part: str = "1/1") -> int:
+    """Checks the chosen bugs (see `chosen`) of a part of them. Returns the exit code."""
+    bugs = part_of(chosen(only, world), part)
     num_caught = 0
     started = time.perf_counter()
     for bug in bugs:

@@ -3,7 +3,6 @@ by what the tests say.
 """
 
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from proof.mutate.operators import OPERATORS
 from proof.mutate.source import Edit, Source
 from proof.verify.cells import every_word
 
+ROOT = Path(__file__).parents[2]
 BY_HAND = [
     ("constants", "x = 1", {"x = 0", "x = 2"}),
     ("constants", "x = 4", {"x = 0", "x = 2", "x = 3", "x = 5", "x = 8"}),
@@ -227,18 +227,25 @@ def test_flaky():
 NAMES = [f"tests/test_toy.py::{name}" for name in ("test_here", "test_in_another_process", "test_flaky")]
 
 
+def toy_map(seconds: dict[str, float], only=None) -> cover.CoverageMap:
+    """As if these tests had been seen to run `larger`, and another one to fail in it."""
+    columns = [("model/toy.py", cover.REST), ("model/toy.py", "larger"), ("model/other.py", "larger")]
+    tests = {name: (time, "passed", 0b10) for name, time in seconds.items()}
+    tests |= {"tests/test_toy.py::test_fails": (0.1, "failed", 0b10), "tests/test_toy.py::test_other": (0.1, "passed", 0b100)}
+    return cover.CoverageMap(cover.Footprints("c", {}, columns, tests), only)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(controls of a compiled copy of a toy checkout, its map), measured in its own processes. test_flaky
-    passes while it is measured, and never again; it is the slowest, and so the last that a mutant meets."""
+    """(controls of a compiled copy of a toy checkout, its map). test_flaky never passes where a mutant is
+    judged; it is the slowest, and so the last that a mutant meets.
+    """
     root = tmp_path_factory.mktemp("toy")
     toy(root, BODY, TEST)
     with pytest.MonkeyPatch.context() as patch, checkout.copy_checkout(root) as base:
-        for where in (cover, checkout):
-            patch.setattr(where, "ROOT", root)
+        patch.setattr(checkout, "ROOT", root)
         patch.setattr(cover, "CACHE", root / ".cache")
-        known = cover.CoverageMap({"tests/test_toy.py": cover.measure("tests/test_toy.py", ["model/toy.py"])})
-        yield control.Controls(base), known
+        yield control.Controls(base), toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))))
         assert (base / "checkout/model/toy.py").read_text() == BODY
 
 
@@ -249,12 +256,27 @@ def judged(measured, old: str, new: str) -> judge.Verdict:
     return judge.judge(one, controls, known, verify=False)
 
 
-def test_lines_are_measured_in_every_process(measured):
+def test_a_line_has_the_tests_that_run_its_function(measured):
     _, known = measured
-    assert sorted(name for _, name in known.tests_of_line("model/toy.py", BODY, 5)) == sorted(NAMES)
-    assert known.tests_of_line("model/toy.py", BODY, 4) == []  # the loop never runs
+    assert [name for _, name in known.tests_of_line("model/toy.py", BODY, 5)] == NAMES
     moved = "# a line above\n\n" + BODY
     assert known.tests_of_line("model/toy.py", moved, 7) == known.tests_of_line("model/toy.py", BODY, 5)
+    assert known.tests_of_line("model/toy.py", moved, 1) == known.tests_of_line("model/toy.py", BODY, 5)
+    assert known.tests_of_line("model/toy.py", "def another():\n    pass\n", 2) == []
+
+
+def test_of_the_core_alone(measured):
+    known = toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))), only=frozenset(NAMES[1:2]))
+    assert known.tests_of_line("model/toy.py", BODY, 5) == [(0.2, NAMES[1])]
+    core = cover.core_tests()
+    assert "tests/proof/test_mutate.py::test_of_the_core_alone" in core
+
+
+def test_bugs_of_the_table_are_mutants_for_unit_tests():
+    for bug, mutant in zip(table.TABLE, table.mutants((), world=8)):
+        text = (ROOT / bug.file).read_text()
+        assert mutant.edit.apply_to(text) == text.replace(bug.old, bug.new) != text
+        assert mutant.operator == bug.what and mutant.file == bug.file
 
 
 def test_a_mutant_is_killed_by_a_test_that_passes_without_it(measured):
@@ -270,8 +292,7 @@ def test_what_no_test_can_see_survives_and_a_flaky_test_kills_nothing(measured):
 
 
 def test_a_run_that_does_not_end_is_stopped_with_all_that_it_started(tmp_path):
-    child = "import subprocess; p = subprocess.Popen(['sleep', '99']); print(p.pid, flush=True); p.wait()"
-    ran = control.run_command([sys.executable, "-c", child], tmp_path, 0.8, tmp_path / "log")
+    ran = control.run_command(["sh", "-c", "sleep 99 & echo $!; wait"], tmp_path, 0.8, tmp_path / "log")
     assert ran.code is None and ran.seconds >= 0.8
     stat = Path("/proc", ran.output.strip(), "stat")
     for _ in range(100):  # a signal takes a moment
@@ -284,8 +305,7 @@ def test_a_run_that_does_not_end_is_stopped_with_all_that_it_started(tmp_path):
 @pytest.mark.parametrize("seconds, stage", [(1.0, "test"), (40.0, "")])
 def test_a_hang_is_a_kill_where_the_control_ends_well_within(measured, tmp_path, monkeypatch, seconds, stage):
     """The limit of one test of a second is 65 s."""
-    record = measured[1].records["tests/test_toy.py"]
-    known = cover.CoverageMap({"tests/test_toy.py": record | {"tests": [[NAMES[0], 1.0]] * 4}})
+    known = toy_map({NAMES[0]: 1.0})
     monkeypatch.setattr(judge, "run_tests", lambda *_: (control.CommandResult(None, 65.0, ""), NAMES[0]))
     monkeypatch.setattr(control, "run_tests", lambda *_: (control.CommandResult(0, seconds, ""), NAMES[0]))
     fresh = control.Controls(measured[0].base, tmp_path / "controls.json")
@@ -340,9 +360,9 @@ def test_verify_kills_by_a_verdict_alone(measured, tmp_path, monkeypatch, mutate
     controls = control.Controls(base, tmp_path / "controls.json")
     if stage is None:
         with pytest.raises(ConfigError, match=r"^scripts\.verify toy --world 2 --only dp2"):
-            judge.judge(one, controls, cover.CoverageMap({}))
+            judge.judge(one, controls, toy_map({}))
         return
-    v = judge.judge(one, controls, cover.CoverageMap({}))
+    v = judge.judge(one, controls, toy_map({}))
     assert (v.stage, v.hung, left) == (stage, stage != "" and mutated == "hung", [])
     assert v.by.startswith("no verdict of" if mutated in ("refused", "killed") else "toy" if stage else "")
 

@@ -1,5 +1,5 @@
-"""Which lines does a test run, in whatever process? Every process of a test run maps one file and sets one
-byte a line.
+"""Which functions does a test run, and which files does it open, in whatever process? Every process of a test
+run maps one file and sets one byte a function.
 
 The file `hits` is a number of 4 bytes, the test that runs now (0: none yet), and a row of bytes for each
 test. Ranks that are forked, started anew or killed all write to the same pages, so that nothing is lost
@@ -15,35 +15,27 @@ import threading
 from pathlib import Path
 
 HEAD = 4  # bytes of the number
-ROWS = 4096  # tests that one traced run can have, and row 0
 
 
 def start(folder: str) -> None:
-    """Trace this thread, those it starts and the processes that it forks. folder has `lines.json`: {"width":
-    bytes of a row, "first": {a source file: the place of its line 0 in a row}, "lines": whether each line is
-    marked, or the first lines of functions alone, and the files that are opened or started (tests/footprints.py)}.
+    """Trace this thread, those it starts and the processes that it forks.
+
+    folder has `lines.json`: {"width": bytes of a row, "first": {a file: the place of its line 0 in a row}}. A
+    call marks the first line of its function; a file that is opened, or named to a program, marks its line 0.
     """
     plan = json.loads(Path(folder, "lines.json").read_text())
-    first, width, every_line = plan["first"], plan["width"], plan.get("lines", True)
+    first, width = plan["first"], plan["width"]
     file = os.open(Path(folder, "hits"), os.O_RDWR)
     hits = mmap.mmap(file, 0)
     os.close(file)
 
-    def call(frame, event, arg):
+    def mark(place):
+        hits[HEAD + int.from_bytes(hits[:HEAD], "little") * width + place] = 1
+
+    def mark_call(frame, event, arg):
         place = first.get(frame.f_code.co_filename)
-        if place is None:
-            return None
-        at = HEAD + int.from_bytes(hits[:HEAD], "little") * width + place
-        hits[at + frame.f_lineno] = 1
-        if not every_line:
-            return None
-
-        def line(frame, event, arg):
-            if event == "line":
-                hits[at + frame.f_lineno] = 1
-            return line
-
-        return line
+        if place is not None:
+            mark(place + frame.f_code.co_firstlineno)
 
     def mark_file(event, args):
         if event == "open":
@@ -56,9 +48,8 @@ def start(folder: str) -> None:
             if isinstance(word, (str, os.PathLike)):
                 place = first.get(os.path.abspath(word))
                 if place is not None:
-                    hits[HEAD + int.from_bytes(hits[:HEAD], "little") * width + place] = 1
+                    mark(place)
 
-    if not every_line:
-        sys.addaudithook(mark_file)
-    threading.settrace(call)
-    sys.settrace(call)
+    sys.addaudithook(mark_file)
+    threading.settrace(mark_call)
+    sys.settrace(mark_call)

@@ -1,5 +1,5 @@
 """Every interpreter that has this folder on its path starts here: with BEVATRON_TRACE set it records the
-lines that it runs.
+functions that it runs.
 """
 
 import os
