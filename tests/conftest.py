@@ -63,7 +63,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow(core=()): left to --all, but for the cases with these ids")
+    config.addinivalue_line("markers", "slow(every=N, core=IDS): left to --all, but for such cases")
     if folder := config.getoption("record"):
         worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
         if worker != "alone" or not config.getoption("numprocesses", None):

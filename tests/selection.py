@@ -5,9 +5,9 @@
     bash scripts/test.sh --changed [COMMIT]  the core, and each test that runs what has changed since COMMIT
     bash scripts/test.sh tests/optim         what is named, slow or not
 
-A mark stands where the test does. `@pytest.mark.slow` leaves a test to --all. `@pytest.mark.slow(core=["a", "b"])`
-leaves the cases of a table to --all but those with these ids. Slow is what the core can spare: what it alone
-guards is in the core, however long it takes (tests/footprints.py has the figures).
+A mark stands where the test does. `@pytest.mark.slow` leaves a test to --all. Of a table the core takes every
+fifth case with `@pytest.mark.slow(every=5)`, and those with certain ids with `@pytest.mark.slow(core=["a", "b"])`.
+Slow is what the core can spare: it still runs every function that --all runs, and sees the same planted bugs.
 
 What a test runs is known from tests/green.xz (tests/footprints.py), which also names the commit at which every
 test was last seen to pass. `--changed` without a commit begins there. With --minutes it takes the tests that fit,
@@ -16,7 +16,7 @@ first some for every function that has changed, and says how many are left.
 
 import re
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -43,22 +43,27 @@ def case_of(name: str) -> str:
 
 
 def core_of(marks: Mapping[str, dict | None]) -> set[str]:
-    """The tests of the core. marks: {node id: arguments of its mark slow, None without one}.
+    """The tests of the core. marks: {node id: arguments of its mark slow, None without one}, in their order.
 
     Raises SelectionError for an id in `core` that no case has.
     """
-    core = {name for name, mark in marks.items() if mark is None}
-    wanted: dict[str, set[str]] = {}
+    chosen = set()
+    place: Counter[str] = Counter()
+    missing: dict[str, set[str]] = {}
     for name, mark in marks.items():
-        if mark is not None and mark.get("core"):
-            cases = wanted.setdefault(name.partition("[")[0], set(mark["core"]))
-            if case_of(name) in mark["core"]:
-                core.add(name)
-                cases.discard(case_of(name))
-    for function, missing in wanted.items():
-        if missing:
-            raise SelectionError(f"{function}: its mark slow names cases that it does not have: {sorted(missing)}")
-    return core
+        function, case = name.partition("[")[0], case_of(name)
+        if mark is None:
+            chosen.add(name)
+            continue
+        ids = missing.setdefault(function, set(mark.get("core", ())))
+        if case in mark.get("core", ()) or ("every" in mark and place[function] % mark["every"] == 0):
+            chosen.add(name)
+        ids.discard(case)
+        place[function] += 1
+    for function, ids in missing.items():
+        if ids:
+            raise SelectionError(f"{function}: its mark slow names cases that it does not have: {sorted(ids)}")
+    return chosen
 
 
 # ---- parts -------------------------------------------------------------------------------------------------

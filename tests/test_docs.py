@@ -458,7 +458,7 @@ NOT_RUN = {  # start of a command, or a word in it: why
         "installs packages; the run and the sample that it makes are the first ones here"
     ),
     "s3://": "needs a bucket; tests/test_stores.py has a server of one",
-    "bash scripts/test.sh": "installs packages and runs all tests",
+    "bash scripts/test.sh": "installs packages and runs the core of the tests",
     "bash scripts/scaling/": "installs packages and trains for minutes; tests/scaling/ runs its parts",
     "python -m scripts.scaling fit": "needs a ladder; tests/scaling/ fits",
     "python -m scripts.scaling next": "needs a ladder, and trains for minutes",

@@ -5,12 +5,8 @@ read.
 import ast
 import dataclasses
 import functools
-import json
-import math
 import pathlib
 import re
-
-import draw
 
 import config
 
@@ -268,54 +264,3 @@ def test_a_reference_stands_beside_each_kernel():
     for path in (ROOT / "kernels").glob("*.py"):
         if "@triton.jit" in path.read_text():
             assert (ROOT / "tests" / "kernels" / f"test_{path.name}").exists(), path
-
-
-def test_long_tables_are_drawn_by_commit_and_every_case_comes(tmp_path, monkeypatch):
-    """tests/draw.py: a share of each function's cases, the same ones for a seed, and over many seeds all of
-    them.
-    """
-    monkeypatch.setattr(draw, "SLOW", tmp_path / "slow.json")
-    (tmp_path / "slow.json").write_text("{}")
-    file = next(iter(draw.SHARES))
-    cases = {f"{file}::{name}[{i}]": file for name in ("test_a", "test_b") for i in range(9)} | {
-        f"{file}::test_c": file
-    }
-    cases |= {f"tests/other.py::test_d[{i}]": "tests/other.py" for i in range(9)}
-    runs = [set(cases) - draw.leave_out(cases, seed) for seed in range(60)]
-    kept = math.ceil(draw.SHARES[file] * 9)
-    for run in runs:
-        assert sum("test_a" in case for case in run) == sum("test_b" in case for case in run) == kept < 9
-        assert f"{file}::test_c" in run and sum("test_d" in case for case in run) == 9
-    assert draw.leave_out(cases, 1) == draw.leave_out(cases, 1) != draw.leave_out(cases, 2)
-    assert set().union(*runs) == set(cases)
-    assert all((ROOT / path).exists() for path in draw.SHARES)
-
-
-def test_slow_tests_take_turns_within_a_budget(tmp_path, monkeypatch):
-    """Others always run. What pytest prints is read: setups too, and without the words around it."""
-    monkeypatch.setattr(draw, "SLOW", tmp_path / "slow.json")
-    (tmp_path / "log").write_text(
-        "== slowest durations ==\n40.00s call     tests/a.py::test_slow[x y]\n"
-        "20.00s call     tests/a.py::test_slow[z]\n"
-        "25.00s setup    tests/b.py::test_set_up\n3.00s call     tests/b.py::test_fast\n1 passed in 9.00s\n"
-    )
-    draw.main(str(tmp_path / "log"))
-    assert json.loads(draw.SLOW.read_text()) == {
-        "tests/a.py::test_slow": 30.0,
-        "tests/b.py::test_set_up": 25.0,
-    }
-
-    monkeypatch.setattr(draw, "BUDGET_S", 100.0)
-    slow = {f"tests/a.py::test_slow[{i}]": "tests/a.py" for i in range(9)}
-    fast = {f"tests/b.py::test_fast[{i}]": "tests/b.py" for i in range(9)}
-    runs = [{*slow, *fast} - draw.leave_out(slow | fast, seed) for seed in range(60)]
-    for run in runs:
-        assert run >= set(fast) and len(run & set(slow)) == 3
-    assert set().union(*runs) == {*slow, *fast}
-
-
-def test_every_slow_test_is_there():
-    """Of a test that was renamed slow.json knows nothing any more: it would always run."""
-    for function in json.loads(draw.SLOW.read_text()):
-        file, _, name = function.partition("::")
-        assert f"def {name}(" in (ROOT / file).read_text(), function

@@ -30,6 +30,11 @@ def test_the_core_is_what_is_not_slow_and_the_named_cases():
     assert selection.core_of(marks) == {"a", "c[1]", "d[x[y]]"}
 
 
+def test_every_third_case_of_a_table_and_one_by_name():
+    marks = {f"{function}[{case}]": {"every": 3, "core": ["4"]} for function in "ab" for case in range(6)}
+    assert selection.core_of(marks) == {f"{function}[{case}]" for function in "ab" for case in (0, 3, 4)}
+
+
 def test_a_mark_that_names_no_case_is_refused():
     with pytest.raises(SelectionError, match=r"c: its mark slow names cases .*\['3'\]"):
         selection.core_of({"c[1]": {"core": ["3"]}, "c[2]": {"core": ["3"]}})

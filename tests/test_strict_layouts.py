@@ -1,11 +1,10 @@
 """Nothing is used before it has arrived: layouts that start every kind of exchange, in strict mode.
 
-gloo, over which all other proofs run, forgives what NCCL does not (parallel/wire/strict.py). So these are no
-part of a draw (tests/draw.py): every run of the tests takes all of them.
+gloo, over which all other proofs run, forgives what NCCL does not (parallel/wire/strict.py). So these belong to
+the core of the tests.
 """
 
 import pytest
-from draw import ALWAYS, SHARES
 
 from proof import lattice
 from proof.verify.cells import chosen
@@ -19,10 +18,6 @@ STRICT = (
     ("mixtral-tiny", 4, "dp2 tp2 ep4 zero1 mb1"),
     ("deepseek-v3-tiny", 4, "pp2 tp2 ep2 sp zero3 mb1"),
 )
-
-
-def test_no_case_is_left_out():
-    assert "tests/test_strict_layouts.py" not in SHARES and "tests/test_strict_layouts.py" in ALWAYS
 
 
 @pytest.mark.parametrize("name,world,words", STRICT)

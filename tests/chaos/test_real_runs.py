@@ -1,4 +1,4 @@
-"""scripts.bench chaos in real runs: a small draw, other rounds for every commit; and planted bugs."""
+"""scripts.bench chaos in real runs: a small draw, and planted bugs."""
 
 import shutil
 import subprocess
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from draw import commit_seed
 
 from proof.mutate.checkout import checkout_files
 
@@ -21,7 +20,7 @@ def chaos(*words, root=ROOT):
 
 @pytest.mark.parametrize("layout, rounds", [("one-async", 2), ("tp2-async", 1)])
 def test_a_small_draw_is_survived(layout, rounds):
-    done = chaos("--rounds", str(rounds), "--seed", str(commit_seed()), "--layouts", layout)
+    done = chaos("--rounds", str(rounds), "--seed", "1", "--layouts", layout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"ok: {rounds} rounds, ")
 

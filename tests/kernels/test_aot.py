@@ -12,7 +12,7 @@ import triton_kernels
 from kernels import triton_
 
 HERE = pathlib.Path(__file__).parent
-PARTS = 4  # of the kernels, each of which is one test: tests/draw.py takes some of them
+PARTS = 4  # of the kernels, each of which is one test
 SPILLS = {
     ("attention_dkv_64_64_window", "sm_100"): 2,
     ("attention_dkv_256_256", "sm_100"): 26,

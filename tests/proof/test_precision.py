@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from draw import commit_seed
 
 import config
 import train
@@ -88,7 +87,7 @@ def test_the_core(provers, name, world, cell):
 @pytest.mark.parametrize("which", range(DRAWN))
 def test_a_draw(provers, which):
     every = choose_cells(LLAMA, 2)
-    cell = every[(commit_seed() + which * len(every) // DRAWN) % len(every)]
+    cell = every[which * len(every) // DRAWN]
     print(cell.words(2))
     holds(provers(LLAMA, 2), cell)
 
