@@ -1,8 +1,11 @@
 """RMSNorm and LayerNorm against torch's, alone and with the residual add."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
+from training import bound
 
 from kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
@@ -131,3 +134,40 @@ def test_what_triton_has_no_kernel_for_is_said_once(interpreted, capfd):
         torch.testing.assert_close(rms_norm(x, w, EPS), F.rms_norm(x, (4,), w, EPS))
     said = capfd.readouterr().err.splitlines()
     assert said == ["norm: no kernel for float64; the slower torch reference runs instead"]
+
+
+@pytest.mark.gpu("norm.forward_kernel", "norm.backward_kernel")
+@pytest.mark.parametrize(
+    "kind, where",
+    [(kind, where) for kind in ("rms", "layer") for where in ("alone", "after a residual")] + [("rms", "heads")],
+)
+def test_at_training_sizes(training, kind, where):
+    """A residual's sum is rounded once before the statistics."""
+    shape = training.tokens, training.hidden
+    if where == "heads":
+        shape = training.batch, training.seq, training.heads, training.head_dim
+    d, rows = shape[-1], math.prod(shape[:-1])
+    tensors = {"x": training.randn(*shape), "w": 1 + 0.1 * training.randn(d)}
+    if kind == "layer":
+        tensors["b"] = 0.1 * training.randn(d)
+    dys = (training.randn(*shape),)
+    once = int(where == "after a residual")
+    bounds = {"y": bound(1 + once), "dx": bound(1 + once), "dw": bound(once, rows)}
+    if kind == "layer":
+        bounds["db"] = bound(0, rows)
+    if once:
+        tensors["r"] = training.randn(*shape)
+        dys = *dys, training.randn(*shape)
+        bounds |= {"y1": bound(1), "dr": bound(2)}
+
+    def ours(x, w, b=None, r=None):
+        extra = (w,) if b is None else (w, b)
+        if r is None:
+            return (rms_norm if b is None else layer_norm)(x, *extra, EPS)
+        return (add_rms_norm if b is None else add_layer_norm)(x, r, *extra, EPS)
+
+    def exact(x, w, b=None, r=None):
+        return definition(x, w, b) if r is None else (definition(x + r, w, b), x + r)
+
+    weights = tuple(name for name in "wb" if name in tensors)
+    training.check_function(ours, exact, tensors, dys, bounds, weights=weights)
