@@ -10,6 +10,7 @@ from training import bound
 from kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 EPS = 1e-5
+FUNCTIONS = {"rms": (rms_norm, add_rms_norm), "layer": (layer_norm, add_layer_norm)}
 
 
 def case(dtype=torch.float64, shape=(2, 5, 7)):
@@ -18,14 +19,14 @@ def case(dtype=torch.float64, shape=(2, 5, 7)):
     return x, r, w, b
 
 
-def definition(x, w, b):
+def definition(x, w, b=None):
     return F.rms_norm(x, w.shape, w, EPS) if b is None else F.layer_norm(x, w.shape, w, b, EPS)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_gradcheck(kind):
     x, r, w, b = case()
-    one, two = (rms_norm, add_rms_norm) if kind == "rms" else (layer_norm, add_layer_norm)
+    one, two = FUNCTIONS[kind]
     extra = (w,) if kind == "rms" else (w, b)
     assert torch.autograd.gradcheck(lambda x, *p: one(x, *p, EPS), (x, *extra))
     assert torch.autograd.gradcheck(lambda x, r, *p: two(x, r, *p, EPS), (x, r, *extra))
@@ -146,28 +147,23 @@ def test_at_training_sizes(training, kind, where):
     shape = training.tokens, training.hidden
     if where == "heads":
         shape = training.batch, training.seq, training.heads, training.head_dim
-    d, rows = shape[-1], math.prod(shape[:-1])
-    tensors = {"x": training.randn(*shape), "w": 1 + 0.1 * training.randn(d)}
+    rows = math.prod(shape[:-1])
+    parameters = {"w": 1 + 0.1 * training.randn(shape[-1])}
     if kind == "layer":
-        tensors["b"] = 0.1 * training.randn(d)
-    dys = (training.randn(*shape),)
+        parameters["b"] = 0.1 * training.randn(shape[-1])
+
+    one, two = FUNCTIONS[kind]
+    tensors, dys = {"x": training.randn(*shape)}, [training.randn(*shape)]
+    ours, exact = lambda x, *p: one(x, *p, EPS), definition
     once = int(where == "after a residual")
-    bounds = {"y": bound(1 + once), "dx": bound(1 + once), "dw": bound(once, rows)}
-    if kind == "layer":
-        bounds["db"] = bound(0, rows)
+    bounds = {"y": bound(1 + once), "dx": bound(1 + once), "dw": bound(once, rows), "db": bound(0, rows)}
     if once:
         tensors["r"] = training.randn(*shape)
-        dys = *dys, training.randn(*shape)
+        dys.append(training.randn(*shape))
+        ours, exact = lambda x, r, *p: two(x, r, *p, EPS), lambda x, r, *p: (definition(x + r, *p), x + r)
         bounds |= {"y1": bound(1), "dr": bound(2)}
-
-    def ours(x, w, b=None, r=None):
-        extra = (w,) if b is None else (w, b)
-        if r is None:
-            return (rms_norm if b is None else layer_norm)(x, *extra, EPS)
-        return (add_rms_norm if b is None else add_layer_norm)(x, r, *extra, EPS)
-
-    def exact(x, w, b=None, r=None):
-        return definition(x, w, b) if r is None else (definition(x + r, w, b), x + r)
-
-    weights = tuple(name for name in "wb" if name in tensors)
-    training.check_function(ours, exact, tensors, dys, bounds, weights=weights)
+    if kind == "rms":
+        del bounds["db"]
+    training.check_function(
+        ours, exact, tensors | parameters, tuple(dys), bounds, weights=tuple(parameters)
+    )

@@ -145,7 +145,7 @@ def results_of(
     dys: tuple[Tensor, ...],
     weights: tuple[str, ...] = (),
 ) -> Named:
-    """The outputs y, y1, ... of function(**tensors), and the gradients dNAME of the tensors for dys.
+    """The outputs y, y1, ... of function(*tensors), and the gradients dNAME of the tensors for dys.
 
     weights: names of tensors that have an fp32 buffer for their gradient, as in training, filled with START.
     """
@@ -153,7 +153,7 @@ def results_of(
     for name in weights:
         leaves[name].main_grad = torch.full_like(tensors[name], START, dtype=FP32)
         leaves[name].grad_is_written = True
-    output = function(**leaves)
+    output = function(*leaves.values())
     outputs = output if isinstance(output, tuple) else (output,)
     torch.autograd.backward(outputs, dys)
 
