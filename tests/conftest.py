@@ -46,6 +46,22 @@ def pytest_addoption(parser):
         action="store_true",
         help="every case of long tables and every slow test, not this commit's draw (tests/draw.py)",
     )
+    parser.addoption(
+        "--memory-share",
+        type=float,
+        metavar="F",
+        help="the share of the GPU's memory that this process may take, where several run beside each other",
+    )
+
+
+def pytest_configure(config):
+    share = config.getoption("memory_share")
+    if share is None:
+        return
+    if not 0 < share <= 1:
+        raise pytest.UsageError(f"--memory-share {share:g}: give a share of the GPU's memory, above 0 up to 1")
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -130,8 +130,13 @@ FLASH_BLOCKS = {
 FLASH_GRADIENTS = {"DK": ("BLOCK_N", "HEAD_DIM"), "DV": ("BLOCK_N", "VALUE_DIM")}
 
 
-def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
-    """As kernels/attention_launch.py launches it: by the copy engine where the chip has one."""
+def flash(
+    name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS, add: bool = False
+) -> Case:
+    """As kernels/attention_launch.py launches it: by the copy engine where the chip has one.
+
+    add: to gradients in fp32, as a ring does.
+    """
     kernel, table = ATTENTION[name]
     largest = attention_blocks.padded(max(d, e))
     described = dict(FLASH_BLOCKS)
@@ -139,6 +144,8 @@ def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS
     if name == "attention_five":
         described |= FLASH_GRADIENTS
         types["DQ"] = "*fp32"
+    if add:
+        types |= dict.fromkeys(("DQ", "DK", "DV"), "*fp32")
     of_chip, types_of_chip = {}, {}
     for chip in chips:
         shared = SHARED_BYTES[chip] - RESERVED_BYTES
@@ -146,14 +153,15 @@ def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS
         if size is None:
             continue
         tma = chip in TMA
-        way = {"ADD": False}
+        way = {"ADD": add}
         if name == "attention":
             way = {"AHEAD": chip // 10 in attention_launch.SCORES_AHEAD}
         meta = {"TMA": tma, **way, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), size))}
         of_chip[chip] = meta
         dims = meta | {"HEAD_DIM": d, "VALUE_DIM": e}
         types_of_chip[chip] = {
-            n: f"tensordesc<bf16[1,1,{dims[rows]},{attention_blocks.padded(dims[dim])}]>"
+            n: f"tensordesc<{'fp32' if add and n in FLASH_GRADIENTS else 'bf16'}"
+            f"[1,1,{dims[rows]},{attention_blocks.padded(dims[dim])}]>"
             for n, (rows, dim) in (described.items() if tma else ())
         }
     return Case(
@@ -674,6 +682,18 @@ CASES = {
             (192, 128, True, (90,)),
             (256, 256, False, SMALL),
         )
+    },
+    **{
+        f"{name}_{d}_{e}{'_window' * bounded}_add": flash(name, d, e, bounded, chips, add=True)
+        for name in ATTENTION
+        for d, e, bounded, chips in (
+            (64, 64, False, (90,)),
+            (128, 128, False, CHIPS),
+            (128, 128, True, (90,)),
+            (192, 128, False, (90,)),
+            (256, 256, False, (90,)),
+        )
+        if name != "attention" and flash(name, d, e, bounded, chips).chips
     },
 }
 

@@ -1,7 +1,14 @@
-"""A weight as the training code has it: with an fp32 (fp64) buffer that its gradient is added to."""
+"""A weight as the training code has it, with an fp32 (fp64) buffer that its gradient is added to; kernels
+in the interpreter where there is no GPU, and their sizes.
+"""
+
+import importlib
 
 import pytest
 import torch
+from training import TINY, Training
+
+from benchmarks.interpreted import SMALL_TILES
 
 
 @pytest.fixture
@@ -38,6 +45,25 @@ def interpreted(monkeypatch):
         return torch.device("cuda")
     monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
     return torch.device("cpu")
+
+
+@pytest.fixture
+def small_tiles(interpreted, monkeypatch):
+    """Tiles of products as small as the tensor cores allow, where there is no GPU. Its value: the device."""
+    if interpreted.type == "cpu":
+        for module, table, tile in SMALL_TILES:
+            owner = importlib.import_module(f"kernels.{module}")
+            monkeypatch.setattr(owner, table, getattr(owner, table) | tile)
+    return interpreted
+
+
+@pytest.fixture
+def training(small_tiles, request, record_property):
+    """The sizes of training; tiny ones where there is no GPU (tests/kernels/training.py)."""
+    torch.set_float32_matmul_precision("highest")
+    kernels = frozenset(name for mark in request.node.iter_markers("gpu") for name in mark.args)
+    sizes = TINY if small_tiles.type == "cpu" else {}
+    return Training(small_tiles, kernels, record_property, **sizes)
 
 
 WAYS = ("five products", "seven products")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from training import START, bound
 
 from kernels import linear as kernel
 from kernels.embedding import embedding
@@ -157,6 +158,43 @@ def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n)
     if dtype != torch.float32:  # where fp32 is added to fp32 the library's GEMM does it
         assert torch.equal(kernel.write_wgrad(into, dy, x, True), got)
         assert torch.equal(kernel.write_wgrad(into, dy, x, False), written)
+
+
+@pytest.mark.gpu("linear.wgrad_kernel")
+def test_a_linear_at_training_sizes(training):
+    training.check_function(
+        linear,
+        F.linear,
+        {"x": training.randn(training.tokens, training.hidden), "w": training.randn(training.ffn, training.hidden)},
+        (training.randn(training.tokens, training.ffn),),
+        {"y": bound(1, training.hidden), "dx": bound(1, training.ffn), "dw": bound(0, training.tokens)},
+        weights=("w",),
+        is_ours=training.device.type == "cpu",  # on a GPU the library's weight gradient, where it adds fp32
+    )
+
+
+@pytest.mark.gpu("linear.wgrad_kernel")
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("way", [kernel.launch_wgrad, kernel.write_by_library])
+def test_weight_gradient_at_training_sizes(training, way, add):
+    """By each of the ways of a GPU; add: to what is there, else the first of a step."""
+    is_ours = way is kernel.launch_wgrad
+    if training.device.type == "cpu" and not is_ours:
+        pytest.skip("torch's CPU has no product of 16 bits that is added to fp32")
+    dy, x = (training.randn(training.tokens, n) for n in (training.ffn, training.hidden))
+    if is_ours and (why := kernel.skewed(dy, x)):
+        pytest.skip(why)
+
+    def ours():
+        into = torch.full((training.ffn, training.hidden), START if add else float("nan"), device=x.device)
+        return {"dw": way(into, dy, x, add) - START * add}
+
+    training.check(
+        ours,
+        lambda: {"dw": dy.float().t() @ x.float()},
+        {"dw": bound(0, training.tokens)},
+        is_ours=is_ours,
+    )
 
 
 # ---- the GPU's library -------------------------------------------------------------------------------------
