@@ -18,6 +18,7 @@ padding) over 989 TFLOP/s dense bf16.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -46,7 +47,8 @@ USABLE_MEMORY = 0.88  # share of the GPU's memory; the rest: workspaces of libra
 GPU_STEPS = {"warm": 4, "steps": 10}
 CPU_STEPS = {"warm": 1, "steps": 2}
 NO_RESULT = {"ms": None, "problem": None}
-MIN_LAYERS = 2
+MIN_LAYERS = {"bf16": 2, "fp8": 3}  # by dtype: in fp8 the first and the last stay in bf16
+TOO_LARGE = "the fewest layers do not fit the memory"
 FEWER_LAYERS = 3  # that a model loses where it does not fit
 GIB = 2**30
 CPU_MEMORY = 2 * GIB  # of the stand-in for a GPU in a rehearsal
@@ -145,7 +147,7 @@ def run_plan(
         left = seconds_left()
         is_too_late = left < 1 or (left < entry.min_s and not args.tiny)
         if shape is None:
-            row |= NO_RESULT | {"problem": f"{MIN_LAYERS} layers do not fit the memory"}
+            row |= NO_RESULT | {"problem": TOO_LARGE}
         elif is_too_late:
             row |= NO_RESULT | {"problem": f"no time left ({max(left, 0):.0f} s)"}
         else:
@@ -155,7 +157,7 @@ def run_plan(
             row["shape"] = asdict(shape)
             if row["ms"]:
                 row |= derived_figures(row, shape, peak_flops_of_gpu(machine.card, "bf16"))
-            smaller = with_fewer_layers(shape)
+            smaller = with_fewer_layers(shape, dtype_of(entry.contestant))
             if row["problem"] == "out of memory" and smaller is not None:
                 pending.insert(0, (entry, smaller))
         yield row
@@ -218,24 +220,28 @@ def describe_machine(device: str) -> Machine:
     )
 
 
+@functools.cache
 def fitted_shape(model: str, contestant: str, memory_bytes: int, is_tiny: bool) -> Shape | None:
     """The shape of a model with the layers that fit, as a contestant trains it. None: it does not fit."""
-    dtype = "fp8" if "fp8" in contestant.split("+") else "bf16"
-    return fit_layers(Shape.gpu_models(is_tiny)[model], memory_bytes, dtype)
+    return fit_layers(Shape.gpu_models(is_tiny)[model], memory_bytes, dtype_of(contestant))
+
+
+def dtype_of(contestant: str) -> str:
+    return "fp8" if "fp8" in contestant.split("+") else "bf16"
 
 
 def fit_layers(shape: Shape, memory_bytes: int, dtype: str = "bf16") -> Shape | None:
-    """The shape with as many of its layers as fit by plan/memory.py. None: MIN_LAYERS do not fit."""
-    for layers in range(shape.layers, MIN_LAYERS - 1, -1):
+    """The shape with as many of its layers as fit by plan/memory.py. None: the fewest do not fit."""
+    for layers in range(shape.layers, MIN_LAYERS[dtype] - 1, -1):
         smaller = replace(shape, layers=layers)
         if planned_bytes(smaller, dtype) <= USABLE_MEMORY * memory_bytes:
             return smaller
     return None
 
 
-def with_fewer_layers(shape: Shape) -> Shape | None:
+def with_fewer_layers(shape: Shape, dtype: str) -> Shape | None:
     """What is tried where a shape that was planned to fit does not. None: there is nothing smaller."""
-    layers = max(shape.layers - FEWER_LAYERS, MIN_LAYERS)
+    layers = max(shape.layers - FEWER_LAYERS, MIN_LAYERS[dtype])
     return replace(shape, layers=layers) if layers < shape.layers else None
 
 

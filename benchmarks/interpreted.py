@@ -6,8 +6,6 @@ Tiles are as small as the tensor cores allow: the interpreter takes as long for 
 """
 
 import importlib
-import runpy
-import sys
 
 SMALL_TILES = (  # (module of kernels/, its table, tile)
     ("linear", "TILE", {"M": 16, "N": 32, "K": 16, "GROUP": 2}),
@@ -24,15 +22,9 @@ SMALL_TILES = (  # (module of kernels/, its table, tile)
 
 def interpret_kernels() -> None:
     """Makes the public functions of kernels/ run their Triton kernels on a CPU, in this process."""
-    importlib.import_module("tests.interpreter")  # before kernels/: it imports Triton, and repairs it
+    importlib.import_module("interpreter")  # of tests/: it repairs Triton's
     kernels = importlib.import_module("kernels.triton_")
     kernels.DEVICES = ("cpu",)
     for module, table, tile in SMALL_TILES:
         owner = importlib.import_module(f"kernels.{module}")
         setattr(owner, table, getattr(owner, table) | tile)
-
-
-if __name__ == "__main__":
-    interpret_kernels()
-    sys.argv = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

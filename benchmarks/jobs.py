@@ -31,7 +31,7 @@ class Job:
     """Rows that one process reports: run(report, done).
 
     run: calls report(starting=NAME) before a row, and report(row=NAME, state=..., ...) for it. It leaves out
-    the rows in `done`. limit_s: how long it may say nothing. alternative: runs in its place where memory was
+    the rows in `done`; a job of one row has its name, and is left out as a whole. limit_s: how long it may say nothing. alternative: runs in its place where memory was
     too small. goes_on: a new process does what is behind a row that crashed or hung.
     """
 
@@ -63,7 +63,8 @@ def run_in_child(job: Job, done: frozenset[str], messages: str, log: str) -> Non
             file.write(json.dumps(message) + "\n")
 
         try:
-            job.run(report, done)
+            if job.name not in done:
+                job.run(report, done)
             report(complete=True)
             code = 0
         except BaseException:
@@ -188,7 +189,9 @@ def run_jobs(
                     continue
                 was_doing = one.doing
                 yield one.lost_row(one.how_it_ended() if has_ended else f"hung for {one.job.limit_s:.0f} s")
-                if was_doing and one.job.goes_on:
+                if not (was_doing and one.job.goes_on):
+                    yield {"job": one.job.name, "complete": True}
+                else:
                     waiting.insert(0, (one.job, one.done))
             if seconds_left() <= 0:
                 return

@@ -250,7 +250,7 @@ def prepare(device: str) -> None:
 
 
 def report_model(
-    report: Report, done: frozenset[str], *, name: str, device: str, is_tiny: bool, folder: Path
+    report: Report, name: str, device: str, is_tiny: bool, folder: Path
 ) -> None:
     """Reports the model's row: wrong, and absent where this machine does not take it."""
     report(starting=name)
