@@ -268,7 +268,7 @@ def test_choice_at_training_sizes(training, kind):
     )
 
 
-@pytest.mark.gpu("router.router_backward_kernel", "linear.wgrad_kernel")
+@pytest.mark.gpu("router.router_backward_kernel")
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid groups"])
 def test_gradients_at_training_sizes(training, kind):
     """The choice is given: rounding of x W^T may not change it."""
