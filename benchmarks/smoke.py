@@ -3,11 +3,10 @@
     python -m scripts.bench smoke --device cuda --minutes 9.5 --site SITE --out OUT
     python -m scripts.bench smoke --device cpu --tiny --minutes 10      a rehearsal, interpreted kernels
 
-Seven phases, in the order of what decides. Each has a time box (BOXES; they sum to --minutes), and leaves
+Six phases, in the order of what decides. Each has a time box (BOXES; they sum to --minutes), and leaves
 what it does not need to those after it:
 
     imports      one process, which warms the disk; another makes the corpus
-    kernels      each family beside torch in fp32, forward and backward (smoke_kernels.py)
     models       five steps of small models with the kernels and without (smoke_models.py)
     train        train.py on a larger model, with a profiler trace, deterministic or not: tokens/s
     exchanges    every verb of parallel/wire/comm.py over NCCL: one rank, and one rank a GPU
@@ -18,7 +17,7 @@ Whatever may crash or hang has a process of its own, several beside each other (
 and the run goes on: it never stops at a failure. Rows are appended to OUT/smoke.jsonl as they come. The table
 is OUT/smoke.md, also where the run is ended by SIGTERM. The exit code is 1 if a row failed.
 
---only kernels,models/dense takes whole phases, or single tasks of them.
+--only tests,models/dense takes whole phases, or single tasks of them.
 """
 
 import argparse
@@ -41,12 +40,11 @@ from benchmarks.travel import describe_peers, travel_line
 RESERVE_S = 6.0  # for the table, and for what a killed process leaves behind
 BOXES = {  # seconds of a run of 9.5 minutes; a shorter one divides its own in the same way
     "imports": 25,
-    "kernels": 150,
     "models": 130,
     "train": 100,
     "exchanges": 25,
     "contestants": 72,
-    "tests": 62,
+    "tests": 212,
 }
 MOST_JOBS = 8  # beside each other: each takes its part of the GPU's memory
 

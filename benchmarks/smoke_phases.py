@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import card, smoke_families, smoke_models
+from benchmarks import card, smoke_models
 from benchmarks.process import Outcome, Task, run_tasks
 from benchmarks.shape import Shape
 
@@ -84,15 +84,6 @@ def imports(run: SmokeRun, seconds_left: SecondsLeft) -> Rows:
     for task, outcome in run_tasks(tasks, most=2, seconds_left=seconds_left):
         problem = outcome.problem()
         yield {"row": task.name, "ok": problem is None, "problem": problem, "s": round(outcome.seconds, 1)}
-
-
-def kernels(run: SmokeRun, seconds_left: SecondsLeft) -> Rows:
-    tasks = []
-    for family in smoke_families.FAMILIES:
-        if run.takes("kernels", family):
-            command = run.command("benchmarks.smoke_kernels", family, *run.memory_share())
-            tasks.append(Task(family, command, run.env(), seconds_left()))
-    yield from rows_of_tasks(tasks, run.jobs, seconds_left)
 
 
 def models(run: SmokeRun, seconds_left: SecondsLeft) -> Rows:
@@ -253,7 +244,6 @@ def reason_of(test: str, output: str) -> str:
 
 PHASES: dict[str, Phase] = {
     "imports": imports,
-    "kernels": kernels,
     "models": models,
     "train": training,
     "exchanges": exchanges,

@@ -2,7 +2,6 @@
 kernel, a crash and a hang are rows of its table.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -11,25 +10,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import triton_kernels
 
-from benchmarks import smoke, smoke_exchanges, smoke_kernels, smoke_models, smoke_phases, travel
-from benchmarks.gpu_case import Inputs
-from benchmarks.interpreted import SMALL_TILES
+from benchmarks import smoke, smoke_exchanges, smoke_models, smoke_phases, travel
 from benchmarks.process import Task
-from benchmarks.smoke_families import FAMILIES
 from benchmarks.smoke_table import make_table
-from kernels import norm, permute, swiglu, triton_
+from kernels import triton_
 from parallel.wire.comm import Group
 
 ROOT = Path(__file__).parents[2]
 PEERS_MIB = 48  # of wheels and the extension, as docs/benchmarks.md lists them
-QUICK = "kernels/norm,kernels/grouped,kernels/attention-masked,models/dense,models/graphs,exchanges"
+QUICK = "models/dense,models/graphs,exchanges"
 MACHINE = {"card": "a card", "driver": "580", "torch": "2.11"}
 
 needs_interpreter = pytest.mark.skipif(
@@ -61,39 +55,6 @@ def rows_in(out):
     return [json.loads(line) for line in (out / "smoke.jsonl").read_text().splitlines()]
 
 
-# ---- what it checks ----------------------------------------------------------------------------------------
-
-
-class Launch:
-    """In the place of a kernel: notes that it was launched, and computes nothing."""
-
-    def __init__(self, name, launched):
-        self.name = name
-        self.launched = launched
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.launched.add(self.name)
-
-
-def test_every_kernel_is_launched_by_a_family(monkeypatch):
-    """With the head dims of the run on a card, which decide what attention launches."""
-    if not triton_.TRITON_AVAILABLE:
-        pytest.skip("no Triton for this platform")
-    monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
-    launched: set[str] = set()
-    places = triton_kernels.places()
-    for place in places:
-        monkeypatch.setattr(place.module, place.name, Launch(place.full_name, launched))
-    size = replace(smoke_kernels.TINY, hidden=2 * smoke_kernels.SIZE.head_dim)
-    assert size.head_dim == smoke_kernels.SIZE.head_dim
-    inputs = Inputs(size, torch.device("cpu"), torch.bfloat16)
-    for family in FAMILIES.values():
-        for _, check in family(inputs):
-            check.ours()
-    known = {place.full_name for place in places}
-    assert len(known) > 40 and launched == known
-
-
 # ---- the rehearsal -----------------------------------------------------------------------------------------
 
 
@@ -110,15 +71,13 @@ def test_rehearsal(travelled, tmp_path, request):
     assert not failed and end.returncode == 0, (failed, end.stderr[-2000:])
 
     done = Counter(row["phase"] for row in rows if row["ok"])
-    expected = set(smoke.BOXES) if is_whole else {"kernels", "models", "exchanges"}
-    assert set(done) == expected and done["kernels"] >= 9 and done["exchanges"] >= 20
-    checks = {row["row"]: row for row in rows if row["phase"] == "kernels"}
-    assert 0 < checks["rms_norm"]["error"] < checks["rms_norm"]["bound"] < 0.01  # it was computed
+    expected = set(smoke.BOXES) if is_whole else {"models", "exchanges"}
+    assert set(done) == expected and done["exchanges"] >= 20
     assert {row["row"]: row["ok"] for row in rows if row["phase"] == "models"}["graphs"] is None
 
     assert end.stdout.startswith("travels: ") and "1.0 MiB of peers/; fits" in end.stdout.splitlines()[0]
     table = (tmp_path / "smoke.md").read_text()
-    assert table in end.stdout and "## What failed\n\nnothing" in table and "| rms_norm | ok | " in table
+    assert table in end.stdout and "## What failed\n\nnothing" in table and "| dense | ok | " in table
     if is_whole:
         assert len(list(tmp_path.glob("deterministic-*.trace-rank0.json.gz"))) == 2
         assert all(row["tokens/s"] > 0 for row in rows if row["phase"] == "train")
@@ -159,94 +118,7 @@ def test_the_peers_that_are_there_are_named(tmp_path):
     assert line.startswith("peers: torchtitan 0.2.2; not there: ") and "docs/benchmarks.md" in line
 
 
-@needs_interpreter
-def test_products_in_fp8_run_with_the_small_tiles(first_check, monkeypatch):
-    for module, table, tile in SMALL_TILES:
-        owner = importlib.import_module(f"kernels.{module}")
-        monkeypatch.setattr(owner, table, getattr(owner, table) | tile)
-    assert first_check("fp8-grouped")["ok"]
-
-
-# ---- wrong kernels -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def first_check(monkeypatch):
-    """first_check(family): the row of its first check, the kernels interpreted."""
-
-    def run(family):
-        monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
-        inputs = Inputs(smoke_kernels.TINY, torch.device("cpu"), torch.bfloat16)
-        _, check = next(FAMILIES[family](inputs))
-        return smoke_kernels.checked(check)
-
-    return run
-
-
-def replaced(monkeypatch, module, name, change):
-    """Plants: `change` is made to what a launch returns."""
-    launch = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: change(launch(*args)))
-
-
-@needs_interpreter
-def test_a_wrong_scale_is_a_failing_row(first_check, monkeypatch):
-    assert first_check("activation")["ok"]
-    replaced(monkeypatch, swiglu, "launch_swiglu_backward", lambda dx: dx * 1.01)
-    row = first_check("activation")
-    assert row["ok"] is False and row["result"] == "dgate_up" and row["error"] > row["bound"] > 0
-
-
-@needs_interpreter
-def test_what_is_left_unwritten_is_a_failing_row(first_check, monkeypatch):
-    def forget(y):
-        y[-1] = torch.empty_like(y[-1])
-        return y
-
-    replaced(monkeypatch, swiglu, "launch_swiglu", forget)
-    row = first_check("activation")
-    assert row["ok"] is False and row["error"] != row["error"]  # NaN: torch.empty was poisoned
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-@needs_interpreter
-def test_another_result_each_time_is_a_failing_row(first_check, monkeypatch):
-    replaced(monkeypatch, permute, "launch_sum_rows", lambda y: y + torch.rand_like(y) * 1e-2)
-    assert first_check("permute") == {"ok": False, "result": "y", "problem": "two runs differ"}
-
-
-@needs_interpreter
-def test_a_kernel_that_raises_is_a_failing_row(first_check, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no such instruction\nand more")
-
-    monkeypatch.setattr(norm, "launch_forward", fail)
-    row = first_check("norm")
-    assert row == {"ok": False, "problem": "RuntimeError: no such instruction", "is_lost": False}
-
-
-def test_without_triton_nothing_passes(monkeypatch, capsys):
-    """The torch references would be compared with torch."""
-    monkeypatch.setattr(triton_, "TRITON_AVAILABLE", False)
-    monkeypatch.setattr(triton_, "print_once", print)
-    assert smoke_kernels.main(["norm", "--device", "cpu", "--tiny"]) == 1
-    row = json.loads(capsys.readouterr().out.splitlines()[0])
-    assert row["ok"] is False and "no Triton" in row["problem"]
-
-
-def test_bounds_follow_the_dtype():
-    """One rounding is within its bound, and a tenth of its error beyond that of none; so is a sum in fp32."""
-    x = torch.randn(10000, generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
-        error = smoke_kernels.relative_error((x * 2).to(dtype), x * 2)
-        assert smoke_kernels.bound(dtype, 0) < error / 10 < error < smoke_kernels.bound(dtype, 1)
-    terms = 1 << 15
-    a, b = (torch.randn(64, terms, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
-    total = torch.zeros(64)
-    for left, right in zip(a.t(), b.t()):  # one term after another: the worst order
-        total += left * right
-    error = smoke_kernels.relative_error(total, (a.double() * b.double()).sum(1).float())
-    assert 0 < error < smoke_kernels.bound(torch.float32, 0, terms)
+# ---- wrong models ------------------------------------------------------------------------------------------
 
 
 @needs_interpreter
@@ -360,14 +232,14 @@ def test_boxes_sum_to_the_minutes_and_time_is_passed_on(monkeypatch, tmp_path):
 
 @needs_interpreter
 def test_a_run_that_is_killed_leaves_its_table(tmp_path):
-    argv = ["smoke", "--device", "cpu", "--tiny", "--only", "kernels/norm,models", "--out", str(tmp_path)]
+    argv = ["smoke", "--device", "cpu", "--tiny", "--only", "models", "--out", str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.Popen(
         [sys.executable, "-m", "scripts.bench", *argv], cwd=ROOT, env=env, stdout=subprocess.DEVNULL
     )
     try:
         for _ in range(900):
-            if (tmp_path / "smoke.jsonl").exists() and len(rows_in(tmp_path)) >= 5:
+            if (tmp_path / "smoke.jsonl").exists() and len(rows_in(tmp_path)) >= 1:
                 break
             time.sleep(0.1)
         run.send_signal(signal.SIGTERM)
@@ -375,7 +247,7 @@ def test_a_run_that_is_killed_leaves_its_table(tmp_path):
     finally:
         run.kill()
     text = (tmp_path / "smoke.md").read_text()
-    assert "5 ok" in text.splitlines()[0] and "| rms_norm | ok | " in text
+    assert " ok" in text.splitlines()[0] and " | ok | " in text
 
 
 def test_an_unknown_phase_is_one_line(tmp_path):
