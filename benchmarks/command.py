@@ -43,7 +43,6 @@ import subprocess
 import sys
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
-import torch
 
 from benchmarks import card, checkpoint, data, kernels, machine, race, shape, watching, words
 from benchmarks.chaos import command as chaos

@@ -23,6 +23,7 @@ MOVED = (*NUMBERS, torch.int8, torch.bool)  # those that are sent, and not summe
 ROWS = 1000  # of a message: not a power of two
 WIDTH = 24
 TIMEOUT_S = 20.0
+NAMED = ("row", "starting")
 
 
 class Alone(int):
@@ -314,12 +315,15 @@ def report_exchanges(
         at = torch.device("cuda", rank)
         torch.cuda.set_device(at)
 
+    prefix = "1 rank: " if world == 1 else f"{world} ranks: "
+
     def report_of_first(**message: object) -> None:
         if rank == 0:
-            report(**message)
+            report(**{key: f"{prefix}{value}" if key in NAMED else value for key, value in message.items()})
 
     report(starting="joining")
     place = join(at, rank, world, meet)
-    run_checks(place, report_of_first, done if world == 1 else frozenset())
+    names = frozenset(name.removeprefix(prefix) for name in done)
+    run_checks(place, report_of_first, names if world == 1 else frozenset())  # ranks check the same
     report(starting="leaving")
     leave_job()

@@ -37,7 +37,7 @@ from pathlib import Path
 from benchmarks import card
 from benchmarks.commit import commit_id
 from benchmarks.first_jobs import Run, card_job, jobs_of
-from benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, START_S, Section, jobs_beside, plan_text
+from benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
 from benchmarks.first_table import make_table, progress_line
 from benchmarks.jobs import JobPlace, run_jobs
 from benchmarks.launches import Chip
@@ -104,7 +104,10 @@ def main(args: argparse.Namespace) -> int:
         with terminates_cleanly(), tempfile.TemporaryDirectory() as scratch:
             try:
                 end = started + 60 * args.minutes - RESERVE_S
-                for message in run_sections(args, sections, machine, results, Path(scratch), out / "logs", end):
+                messages = run_sections(
+                    args, sections, machine, results, scratch=Path(scratch), logs=out / "logs", end=end
+                )
+                for message in messages:
                     is_row = results.add(message)
                     file.write(json.dumps(message) + "\n")
                     if is_row:
@@ -140,11 +143,12 @@ def run_sections(
     sections: list[Section],
     machine: card.Machine,
     results: Results,
+    *,
     scratch: Path,
     logs: Path,
     end: float,
 ) -> Iterator[dict]:
-    """Yields the rows, and the ends of jobs: each section in its box, then what is missing, while time is left."""
+    """Yields rows, and ends of jobs: each section in its box, then what is missing, while time is left."""
 
     def seconds_left() -> float:
         return end - time.monotonic()
@@ -170,12 +174,15 @@ def run_sections(
 
     expected = sum(section.expected_s for section in sections)
     scale = seconds_left() / expected if args.tiny else 1.0  # a rehearsal meets every section
-    only = [name for name in args.only.split(",") if "/" in name]
+    parts = [name for name in args.only.split(",") if "/" in name]
+    divided = {name.partition("/")[0] for name in parts}
     for is_boxed in (True, False):
         for section in sections:
             box = time.monotonic() + scale * section.expected_s * SLACK[section.beside]
             jobs_here = [
-                job for job in jobs_of(section, run) if not only or f"{section.name}/{job.name}" in only
+                job
+                for job in jobs_of(section, run)
+                if section.name not in divided or f"{section.name}/{job.name}" in parts
             ]
             results.planned[section.name] = [job.name for job in jobs_here]
             wanted = [job for job in jobs_here if (section.name, job.name) not in results.complete]

@@ -26,6 +26,7 @@ from benchmarks.jobs import Job, Report, begin_again_if_lost
 from benchmarks.launches import CHIPS, Chip
 from benchmarks.process import last_error_line
 from benchmarks.shape import Shape
+from config import ConfigError
 from kernels.attention_libraries import LIBRARIES
 from runtime.setup import peak_flops_of_gpu
 
@@ -125,6 +126,8 @@ def kernels_jobs(section: Section, run: Run) -> list[Job]:
         if "mark.gpu" in file.read_text():
             test = partial(report_tests, file=str(file), run=run)
             jobs.append(Job(file.name, test, run.limit_s("kernels")))
+    if not jobs:
+        raise ConfigError(f"--tests {run.tests}: no file of it has a test marked gpu")
     return jobs
 
 
@@ -134,7 +137,7 @@ def report_tests(report: Report, done: frozenset[str], *, file: str, run: Run) -
         sys.path.append(run.site)
     options = ["-m", "gpu", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:randomly"]
     share = [f"--memory-share={run.memory_share:.3f}"] if run.device == "cuda" else []
-    rows = TestRows(report, done)
+    rows = TestRows(Path(file).name, report, done)
     code = pytest.main([file, *options, *share, f"--rootdir={ROOT}"], plugins=[rows])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED and rows.num_found:
         return  # all of them are done
@@ -147,26 +150,31 @@ class TestRows:
 
     __test__ = False
 
-    def __init__(self, report: Report, done: frozenset[str]) -> None:
+    def __init__(self, file: str, report: Report, done: frozenset[str]) -> None:
+        self.file = file
         self.report = report
         self.done = done
         self.num_found = 0
         self.row: dict = {}
 
+    def name_of(self, nodeid: str) -> str:
+        """test_norm.py::test_x[1], wherever the file is."""
+        return f"{self.file}::{nodeid.partition('::')[2]}"
+
     @pytest.hookimpl(trylast=True)  # after -m
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self.num_found = len(items)
-        left_out = [item for item in items if name_of_test(item.nodeid) in self.done]
+        left_out = [item for item in items if self.name_of(item.nodeid) in self.done]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             problem = last_error_line(str(report.longrepr))
-            self.report(row=report.nodeid, state="wrong", problem=problem)
+            self.report(row=self.file, state="wrong", problem=problem)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.row = {"row": name_of_test(nodeid), "state": "ok"}
+        self.row = {"row": self.name_of(nodeid), "state": "ok"}
         self.report(starting=self.row["row"])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -184,12 +192,6 @@ class TestRows:
                 begin_again_if_lost(self.report)
 
 
-def name_of_test(nodeid: str) -> str:
-    """test_norm.py::test_x[1] of tests/kernels/test_norm.py::test_x[1]."""
-    path, _, test = nodeid.partition("::")
-    return f"{Path(path).name}::{test}"
-
-
 def models_jobs(section: Section, run: Run) -> list[Job]:
     jobs = []
     for name in small_models.MODELS:
@@ -199,7 +201,8 @@ def models_jobs(section: Section, run: Run) -> list[Job]:
 
 def report_small_model(report: Report, done: frozenset[str], *, name: str, run: Run) -> None:
     with own_kernels(run.device, run.memory_share):
-        small_models.report_model(report, name, run.device, run.is_tiny, run.scratch)
+        folder = Path(tempfile.mkdtemp(dir=run.scratch))  # one that was ended left a run behind
+        small_models.report_model(report, name, run.device, run.is_tiny, folder)
 
 
 def corpus_jobs(section: Section, run: Run) -> list[Job]:

@@ -14,7 +14,10 @@ SLACK = {True: 1.5, False: 3.0}  # {beside: a section's box over its expected ti
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of one kind. expected_s: on an H100. beside: several jobs at once. model, contestant: of a step."""
+    """Rows of one kind.
+
+    expected_s: on an H100, an estimate. beside: several jobs at once. model, contestant: of a step.
+    """
 
     name: str
     expected_s: float
@@ -32,9 +35,9 @@ def step(model: str, contestant: str, expected_s: float, what: str) -> Section:
 SECTIONS = (
     Section("rates", 25, "products, copies, attention, launches, the clock under load", "rates"),
     step("dense", "ours", 25, "the step that all others are compared with"),
-    Section("kernels", 90, "right or wrong: pytest -m gpu tests/kernels", "kernels", beside=True),
+    Section("kernels", 85, "right or wrong: pytest -m gpu tests/kernels", "kernels", beside=True),
     Section("corpus", 5, "the text of the small models", "corpus"),
-    Section("models", 50, "small models with the kernels and without", "models", beside=True),
+    Section("models", 45, "small models with the kernels and without", "models", beside=True),
     step("moe", "ours", 25, "64 experts, top 8"),
     Section("modelled", 10, "the step model's launches of these shapes (no GPU)", "modelled", beside=True),
     step("dense", "ours+fp8", 25, "tensorwise scales"),

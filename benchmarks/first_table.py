@@ -16,8 +16,7 @@ def cells_of(row: Mapping) -> dict[str, str]:
     """One row: every column that some kind of row has; what is empty everywhere is left out."""
     cells = {"row": row["row"], "state": row["state"]}
     if "value" in row:
-        unit = row.get("unit", "")
-        cells["rate"] = f"{row['value']:.2f} {unit}" if unit == "TB/s" else f"{row['value']:.4g} {unit}"
+        cells["rate"] = f"{row['value']:.4g} {row['unit']}"
     if "result" in row:
         cells["result"] = str(row["result"])
     for key in ("error", "bound"):
@@ -52,7 +51,8 @@ def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> st
     count = Counter(row["state"] for row in rows)
     summary = ", ".join(f"{count[state]} {state}" for state in STATES)
     where = ", ".join(f"{name} {value}" for name, value in facts.items() if value)
-    lines = [f"# First meeting: {summary}", "", f"{time.strftime('%Y-%m-%d %H:%M')}, {where}, {seconds:.0f} s", ""]
+    date = time.strftime("%Y-%m-%d %H:%M")
+    lines = [f"# First meeting: {summary}", "", f"{date}, {where}, {seconds:.0f} s", ""]
 
     wrong = [{"of": row["section"], **cells_of(row)} for row in rows if row["state"] == "wrong"]
     lines += ["## Wrong", "", *(markdown_table(wrong) or ["nothing"]), ""]

@@ -31,8 +31,9 @@ class Job:
     """Rows that one process reports: run(report, done).
 
     run: calls report(starting=NAME) before a row, and report(row=NAME, state=..., ...) for it. It leaves out
-    the rows in `done`; a job of one row has its name, and is left out as a whole. limit_s: how long it may say nothing. alternative: runs in its place where memory was
-    too small. goes_on: a new process does what is behind a row that crashed or hung.
+    the rows in `done`; a job of one row has its name, and is left out as a whole. limit_s: how long it may
+    say nothing. alternative: runs in its place where memory was too small. goes_on: a new process does what
+    is behind a row that crashed or hung.
     """
 
     name: str
@@ -54,9 +55,9 @@ def run_in_child(job: Job, done: frozenset[str], messages: str, log: str) -> Non
     """The whole life of a job's process: it leads a session, so that all that it starts can be ended."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(errors, 1)
-    os.dup2(errors, 2)
+    sys.stdout = sys.stderr = open(log, "a", buffering=1)
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
     with open(messages, "a", buffering=1) as file:
 
         def report(**message: object) -> None:
@@ -71,7 +72,6 @@ def run_in_child(job: Job, done: frozenset[str], messages: str, log: str) -> Non
             traceback.print_exc()
             code = 1
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # do not wait for a library's threads and exit hooks
 
 
@@ -86,11 +86,12 @@ def begin_again_if_lost(report: Report) -> None:
 
 
 class RunningJob:
-    """A started job."""
+    """A started job. is_wrong: whether a row of it was, in a process before this one."""
 
-    def __init__(self, job: Job, done: frozenset[str], place: JobPlace) -> None:
+    def __init__(self, job: Job, done: frozenset[str], is_wrong: bool, place: JobPlace) -> None:
         self.job = job
         self.done = done
+        self.is_wrong = is_wrong
         self.doing = ""  # the row that was begun and has not come
         self.is_complete = False
         self.again = False  # it asked for a new process
@@ -122,6 +123,7 @@ class RunningJob:
             if "row" in message:
                 self.done |= {message["row"]}
                 self.doing = ""
+                self.is_wrong |= message["state"] == "wrong"
                 yield {"job": self.job.name, **message}
 
     def is_stuck(self) -> bool:
@@ -139,6 +141,7 @@ class RunningJob:
         """The row of what it was doing when it ended."""
         name = self.doing or self.job.name
         self.done |= {name}
+        self.is_wrong = True
         return {"job": self.job.name, "row": name, "state": "wrong", "problem": problem}
 
     def how_it_ended(self) -> str:
@@ -162,7 +165,7 @@ def run_jobs(
     done: {job: rows that it leaves out}. When no seconds are left all are ended, without a row: what is
     missing had no time. If the caller stops early, or is interrupted, all are ended.
     """
-    waiting = [(job, done.get(job.name, frozenset())) for job in jobs]
+    waiting = [(job, done.get(job.name, frozenset()), False) for job in jobs]
     running: list[RunningJob] = []
     try:
         while waiting or running:
@@ -172,7 +175,7 @@ def run_jobs(
                 has_ended = not one.process.is_alive()
                 for row in one.new_rows():
                     if row.get("problem") == OUT_OF_MEMORY and one.job.alternative:
-                        waiting.insert(0, (one.job.alternative, frozenset()))
+                        waiting.insert(0, (one.job.alternative, frozenset(), False))
                         one.replaced = True
                     else:
                         yield row
@@ -181,10 +184,12 @@ def run_jobs(
                 running.remove(one)
                 one.kill()
                 if one.again:
-                    waiting.insert(0, (one.job, one.done))
+                    waiting.insert(0, (one.job, one.done, one.is_wrong))
                 if one.again or one.replaced:
                     continue
                 if one.is_complete:
+                    if not one.is_wrong:
+                        one.log.unlink(missing_ok=True)
                     yield {"job": one.job.name, "complete": True}
                     continue
                 was_doing = one.doing
@@ -192,7 +197,7 @@ def run_jobs(
                 if not (was_doing and one.job.goes_on):
                     yield {"job": one.job.name, "complete": True}
                 else:
-                    waiting.insert(0, (one.job, one.done))
+                    waiting.insert(0, (one.job, one.done, one.is_wrong))
             if seconds_left() <= 0:
                 return
             time.sleep(POLL_S)

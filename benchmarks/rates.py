@@ -43,18 +43,21 @@ SQUARE = 8192
 TERA = 1e12
 DIFFERENT = 1e-2  # relative error of a product that is not the right one
 
+ADA, HOPPER = (8, 9), (9, 0)  # from which on chips have fp8, and the copy engine
+
 Function = Callable[[], Any]  # one call, on tensors that it holds
 
 
 @dataclass(frozen=True)
 class Case:
-    """One rate. work: FLOPs or bytes of a call. rate: its name in the step model, "" without one."""
+    """One rate. work: FLOPs or bytes of a call. rate: its name in the step model. chips: from which on."""
 
     name: str
     unit: str
     work: float
     make: Callable[[], Function]
-    rate: str = ""
+    rate: str
+    chips: tuple[int, int] = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,15 @@ def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny:
     place = Place(torch.device(device), shapes["dense"], shapes["8b"], shapes["moe"])
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
+    capability = torch.cuda.get_device_capability() if device == "cuda" else HOPPER
     for case in rate_cases(place, is_tiny):
         if case.name in done:
             continue
         report(starting=case.name)
 
         def measured() -> dict:
+            if capability < case.chips:
+                return {"state": "absent", "problem": "needs a chip from sm_{}{} on".format(*case.chips)}
             seconds = seconds_of(case.make(), place.device)
             return {"state": "ok", "value": case.work / seconds / TERA, "ms": 1e3 * seconds}
 
@@ -90,7 +96,8 @@ def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny:
     for name, (function, rate) in LAUNCH_TIMES.items():
         if name not in done:
             report(starting=name)
-            report(row=name, **tried(lambda: {"state": "ok", "value": 1e6 * function(place)}), unit="us", rate=rate)
+            row = tried(lambda: {"state": "ok", "value": 1e6 * function(place)})
+            report(row=name, **row, unit="us", rate=rate)
     if "clock under load" not in done:
         report(starting="clock under load")
         report(row="clock under load", **tried(lambda: clock_under_load(place)))
@@ -159,9 +166,9 @@ def product_cases(place: Place, is_tiny: bool) -> Iterator[Case]:
     shapes["square"] = (side, side, side)
     for name, sizes in shapes.items():
         flops = 2 * sizes[0] * sizes[1] * sizes[2]
-        for way, (make, rate) in PRODUCTS.items():
+        for way, (make, rate, chips) in PRODUCTS.items():
             yield Case(f"{name} {sizes[0]} x {sizes[1]} x {sizes[2]}, {way}", "TFLOP/s", flops,
-                       partial(make, place, *sizes), rate)  # fmt: skip
+                       partial(make, place, *sizes), rate, chips)  # fmt: skip
 
 
 def forward(place: Place, tokens: int, outputs: int, inputs: int) -> Function:
@@ -205,13 +212,13 @@ def fp8_product(fast: bool, place: Place, tokens: int, outputs: int, inputs: int
     return product
 
 
-PRODUCTS = {  # {way: (how it is made, its rate in the step model)}
-    "forward": (forward, "library"),
-    "input gradient": (input_gradient, "library"),
-    "weight gradient": (weight_gradient, "library, weights"),
-    "own weight gradient": (own_weight_gradient, "own"),
-    "fp8": (partial(fp8_product, True), "library fp8"),
-    "fp8, exact sums": (partial(fp8_product, False), "library fp8, exact sums"),
+PRODUCTS = {  # {way: (how it is made, its rate in the step model, from which chip on)}
+    "forward": (forward, "library", (8, 0)),
+    "input gradient": (input_gradient, "library", (8, 0)),
+    "weight gradient": (weight_gradient, "library, weights", (8, 0)),
+    "own weight gradient": (own_weight_gradient, "own", HOPPER),
+    "fp8": (partial(fp8_product, True), "library fp8", ADA),
+    "fp8, exact sums": (partial(fp8_product, False), "library fp8, exact sums", ADA),
 }
 
 
@@ -222,7 +229,7 @@ def grouped_cases(place: Place) -> Iterator[Case]:
     flops = 2 * rows * outputs * shape.hidden
     for name, (make, rate) in GROUPED.items():
         yield Case(f"grouped {rows} x {outputs} x {shape.hidden}, {name}", "TFLOP/s", flops,
-                   partial(make, place), rate)  # fmt: skip
+                   partial(make, place), rate, HOPPER)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -306,6 +313,8 @@ def attention_cases(place: Place) -> Iterator[Case]:
         flops = 4 * pairs * (shape.hidden // shape.heads)
         size = f"{shape.seq} tokens, {shape.heads}/{shape.kv or shape.heads} heads"
         for name, (backend, rate) in ATTENTION.items():
+            if name == "cuDNN" and place.device.type == "cpu":
+                continue
             make = partial(attention_forward, place, shape, backend)
             yield Case(f"attention {name}, {size}, forward", "TFLOP/s", flops, make, rate)
             make = partial(attention_backward, place, shape, backend)
@@ -369,7 +378,8 @@ def memory_cases(place: Place) -> Iterator[Case]:
         ("permute.sum_kernel", (place.mixture.top_k + 1) * routed, unpermute),
         ("fp8.cast_kernel", 1.5 * hidden_bytes, quantize),
     ):
-        yield Case(kernel, "TB/s", nbytes, partial(make, place), kernel)
+        chips = ADA if kernel.startswith("fp8") else (8, 0)
+        yield Case(kernel, "TB/s", nbytes, partial(make, place), kernel, chips)
     # 4 tensors read and 3 written in fp32, and the copy
     adamw_bytes = (7 * 4 + 2) * parameters
     yield Case("adam.adamw_kernel", "TB/s", adamw_bytes, partial(adamw, place, parameters),
@@ -408,9 +418,8 @@ def gated(place: Place) -> Function:
 
 
 def gated_backward(place: Place) -> Function:
-    dy, gate_up = place.randn(place.dense.tokens, place.dense.ffn), place.randn(
-        place.dense.tokens, 2 * place.dense.ffn
-    )
+    dy = place.randn(place.dense.tokens, place.dense.ffn)
+    gate_up = place.randn(place.dense.tokens, 2 * place.dense.ffn)
     return lambda: swiglu.launch_swiglu_backward(dy, gate_up)
 
 
@@ -518,4 +527,5 @@ def clock_under_load(place: Place) -> dict:
     value = calls * 2 * SQUARE**3 / (start.elapsed_time(end) / 1e3) / 1e12
     assert query is not None, "a call takes less than half of the time"
     output, _ = query.communicate(timeout=10)
-    return {"unit": "TFLOP/s", "value": value, "state": "ok", "note": f"at the end of {LOAD_S:g} s: {output.strip()}"}
+    note = f"at the end of {LOAD_S:g} s: {output.strip()}"
+    return {"unit": "TFLOP/s", "value": value, "state": "ok", "note": note}

@@ -121,7 +121,7 @@ class Rates:
     points: Mapping[str, Points] = field(default_factory=dict)
 
     def computing(self, work: "Work", level: str) -> float:
-        """Seconds for the FLOPs; of a weight gradient with the end of each tile, which hides behind nothing."""
+        """Seconds for the FLOPs; of a weight gradient with its ends of tiles, which hide behind nothing."""
         if not work.rate:
             return 0.0
         weights = f"{work.rate}, weights"

@@ -48,7 +48,7 @@ def interpreted(monkeypatch):
 
 
 @pytest.fixture
-def small_tiles(interpreted, monkeypatch):
+def small_products(interpreted, monkeypatch):
     """Tiles of products as small as the tensor cores allow, where there is no GPU. Its value: the device."""
     if interpreted.type == "cpu":
         for module, table, tile in SMALL_TILES:
@@ -58,12 +58,12 @@ def small_tiles(interpreted, monkeypatch):
 
 
 @pytest.fixture
-def training(small_tiles, request, record_property):
+def training(small_products, request, record_property):
     """The sizes of training; tiny ones where there is no GPU (tests/kernels/training.py)."""
     torch.set_float32_matmul_precision("highest")
     kernels = frozenset(name for mark in request.node.iter_markers("gpu") for name in mark.args)
-    sizes = TINY if small_tiles.type == "cpu" else {}
-    return Training(small_tiles, kernels, record_property, **sizes)
+    sizes = TINY if small_products.type == "cpu" else {}
+    return Training(small_products, kernels, record_property, **sizes)
 
 
 WAYS = ("five products", "seven products")

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 from dense_mask import visible_keys
+from test_attention import check_documents_of_library
 
-from benchmarks.gpu_case import Inputs
+from benchmarks.gpu_case import Inputs, Size
 from benchmarks.gpu_products import AttentionSize, attention_cases, uneven_documents
-from benchmarks.smoke_families import attention_checks
-from benchmarks.smoke_kernels import TINY, run_check
 from data.pack import pack_windows
 from kernels import attention as kernel
 from kernels import attention_cudnn
@@ -424,24 +423,26 @@ def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation, capsys)
     monkeypatch.undo()
 
 
-def test_the_runs_on_a_card_take_every_library(monkeypatch, calls, cudnn_operation):
-    """The smoke run compares each with its own definition, and the table of kernels times each."""
+def test_a_card_runs_every_library(monkeypatch, calls, cudnn_operation, training):
+    """The tests marked gpu compare each with the definition, and the table of kernels times each."""
     monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 1)
     monkeypatch.setattr(attention_cudnn, "MOST_PADDING", 64)
     cudnn_operation()
     install(monkeypatch, "cudnn", frontend_stand_in(calls))
     install(monkeypatch, "flash_attn", flash_stand_in(calls))
     names = ["cuDNN (nvidia-cudnn-frontend)", "cuDNN (torch)", "flash_attn"]
-    inputs = Inputs(replace(TINY, seq=256, heads=2, kv=1), CPU, torch.bfloat16)
 
     torch.manual_seed(1)
-    checks = dict(attention_checks(inputs, "documents", kv=1, qk_dim=32, value_dim=32, documents=True))
-    assert list(checks)[1:] == [f"attention, documents, {name}" for name in names]
-    for name in list(checks)[1:]:
+    small = replace(training, device=CPU, batch=1, seq=256, head_dim=32)
+    for name in names:
         calls.clear()
-        row = run_check(checks[name])
-        assert row["ok"] and len(calls) == 1, (name, row)
+        check_documents_of_library(small, name)
+        of_their_trials = 4  # heads
+        assert [call[1][1] for call in calls].count(small.heads) == 1 and small.heads < of_their_trials
+    with pytest.raises(pytest.skip.Exception, match="not installed"):
+        check_documents_of_library(small, "flash_attn_interface")
 
+    inputs = Inputs(Size(batch=1, seq=256, hidden=64, heads=2, kv=1), CPU, torch.bfloat16)
     sizes = AttentionSize(1, 32, 32, documents=uneven_documents(256))
     cases = attention_cases("attention_documents", inputs, sizes)
     seen = sum(n * (n + 1) / 2 for n in (8, 64, 184))

@@ -99,9 +99,9 @@ def case(counts, o, n, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_triton(small_tiles, given, name, dtype, o, n, on_device):
-    counts = torch.tensor(SHARES[name], device=small_tiles) if on_device else SHARES[name]
-    x, weight, dy = (t.detach().to(small_tiles) for t in case(SHARES[name], o, n, dtype))
+def test_triton(small_products, given, name, dtype, o, n, on_device):
+    counts = torch.tensor(SHARES[name], device=small_products) if on_device else SHARES[name]
+    x, weight, dy = (t.detach().to(small_products) for t in case(SHARES[name], o, n, dtype))
     leaves, exact = (
         (x.requires_grad_(), given(weight, 1.0)),
         (x.detach().double().requires_grad_(), weight.double().requires_grad_()),
@@ -126,13 +126,13 @@ def test_triton(small_tiles, given, name, dtype, o, n, on_device):
 
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
 @pytest.mark.parametrize("name", SHARES)
-def test_triton_writes_instead_of_adding(small_tiles, name, o, n):
+def test_triton_writes_instead_of_adding(small_products, name, o, n):
     """Whatever was there, an expert without rows included, whose gradient is zero."""
-    x, _, dy = (t.detach().to(small_tiles) for t in case(SHARES[name], o, n, torch.bfloat16))
-    offsets = kernel.row_tiles(SHARES[name], sum(SHARES[name]), small_tiles).offsets
-    into = torch.full((len(SHARES[name]), o, n), float("nan"), device=small_tiles)
+    x, _, dy = (t.detach().to(small_products) for t in case(SHARES[name], o, n, torch.bfloat16))
+    offsets = kernel.row_tiles(SHARES[name], sum(SHARES[name]), small_products).offsets
+    into = torch.full((len(SHARES[name]), o, n), float("nan"), device=small_products)
     kernel.launch_wgrad(into, dy, x, offsets, add=False)
-    want = torch.zeros(into.shape, device=small_tiles)
+    want = torch.zeros(into.shape, device=small_products)
     kernel.launch_wgrad(want, dy, x, offsets, add=True)
     assert torch.equal(into, want) and want.any()
 
@@ -151,9 +151,9 @@ def test_the_table_of_tiles(interpreted, monkeypatch, counts):
     assert rows.tiles[1:1 + len(want), :3].tolist() == want
 
 
-def test_triton_returns_a_plain_tensors_gradient(small_tiles):
+def test_triton_returns_a_plain_tensors_gradient(small_products):
     x, weight, dy = (
-        t.detach().to(small_tiles).requires_grad_() for t in case((3, 0, 4), 8, 16, torch.bfloat16)
+        t.detach().to(small_products).requires_grad_() for t in case((3, 0, 4), 8, 16, torch.bfloat16)
     )
     got = torch.autograd.grad(grouped_linear(x, weight, (3, 0, 4)), weight, dy)[0]
     want = torch.autograd.grad(definition(x.double(), weight.double(), (3, 0, 4)), weight, dy.double())[0]
@@ -210,7 +210,7 @@ def test_rows_of_tokens(request, given, counts, name, way, dtype, bound, o, n):
     """Gathered and combined, forward and backward, beside matrices of 0 and 1 in fp64."""
     device = torch.device("cpu")
     if way == "triton":
-        device = request.getfixturevalue("small_tiles")
+        device = request.getfixturevalue("small_products")
     order, x, rows, weight = ordered_case(name, counts, o, n, dtype, device)
     t, m = len(x), len(rows)
     is_row_of = torch.zeros(m, t, dtype=torch.float64, device=device)  # [m, t]

@@ -137,12 +137,10 @@ def test_an_input_that_is_made_again_is_not_kept():
     "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)]
 )
 @pytest.mark.parametrize("t, m, n", [(37, 40, 72), (16, 16, 8), (5, 96, 16)])
-def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n):
+def test_triton_weight_gradient(interpreted, small_products, monkeypatch, dtype, bound, t, m, n):
     """Products are summed in fp32 and never rounded to the inputs' dtype on the way: the bound is fp32's for
     all.
     """
-    if interpreted.type == "cpu":
-        monkeypatch.setattr(kernel, "TILE", {"M": 16, "N": 32, "K": 16, "GROUP": 2})
     dy, x = (
         torch.randn(t, m, device=interpreted).to(dtype),
         torch.randn(t, 2 * n, device=interpreted).to(dtype)[:, :n],

@@ -30,9 +30,7 @@ def product(x, scale=1.0, add=None, beta=0.0):
 
 @pytest.mark.parametrize("m, n", [(16, 16), (24, 72), (72, 24), (48, 8)])
 @pytest.mark.parametrize("add", [False, True])
-def test_triton(interpreted, monkeypatch, m, n, add):
-    if interpreted.type == "cpu":
-        monkeypatch.setattr(kernel, "TILE", {"M": 32, "K": 16})
+def test_triton(interpreted, small_products, m, n, add):
     x, added = (
         torch.randn(m, n, device=interpreted).bfloat16(),
         torch.randn(m, m, device=interpreted).bfloat16(),

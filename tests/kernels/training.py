@@ -44,7 +44,7 @@ TINY = {
     "kv": 1,
     "vocab": 96,
     "rows": 24,
-    "experts": 4,
+    "experts": 8,
     "top_k": 2,
     "expert_ffn": 16,
     "params": 1500,
