@@ -115,6 +115,8 @@ def rates_jobs(section: Section, run: Run) -> list[Job]:
 
 
 def report_rates(report: Report, done: frozenset[str], *, run: Run) -> None:
+    if run.site:
+        sys.path.append(run.site)  # attention libraries
     with own_kernels(run.device, 1.0):
         rates.measure_rates(report, done, device=run.device, is_tiny=run.is_tiny)
 

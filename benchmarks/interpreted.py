@@ -1,6 +1,4 @@
-"""Runs a module with Triton's kernels in its interpreter: a GPU's command rehearsed on a CPU.
-
-    TRITON_INTERPRET=1 python -m benchmarks.interpreted benchmarks.smoke_models dense --device cpu --tiny
+"""Triton's kernels in its interpreter: what a GPU does, rehearsed on a CPU.
 
 Tiles are as small as the tensor cores allow: the interpreter takes as long for a tile that is mostly empty.
 """

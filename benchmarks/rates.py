@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.jobs import Report, begin_again_if_lost
 from benchmarks.shape import Shape
 from kernels import adam, attention, cross_entropy, fp8, grouped_gemm, linear, norm, permute, rope, swiglu
-from kernels.attention_mask import make_attention_mask
+from kernels.attention_libraries import LIBRARIES, library_attention, usable_libraries
+from kernels.attention_mask import DocumentCounts, make_attention_mask
 
 REPEATS = 10
 WARM_UP = 3
@@ -48,6 +49,10 @@ ADA, HOPPER = (8, 9), (9, 0)  # from which on chips have fp8, and the copy engin
 Function = Callable[[], Any]  # one call, on tensors that it holds
 
 
+class Absent(Exception):
+    """What cannot be measured here, and why."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One rate. work: FLOPs or bytes of a call. rate: its name in the step model. chips: from which on."""
@@ -62,12 +67,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Place:
-    """Where inputs are made: those of the dense model, and of a mixture."""
+    """Where inputs are made, and the shapes that they have."""
 
     device: torch.device
     dense: Shape
     large: Shape
     mixture: Shape
+    packed: Shape
 
     def randn(self, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(sizes, device=self.device, dtype=dtype)
@@ -76,7 +82,9 @@ class Place:
 def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny: bool) -> None:
     """Reports a row for each rate that is not done; one that fails is a row, too."""
     shapes = Shape.gpu_models(is_tiny)
-    place = Place(torch.device(device), shapes["dense"], shapes["8b"], shapes["moe"])
+    place = Place(
+        torch.device(device), shapes["dense"], shapes["8b"], shapes["moe"], shapes["packed-uneven"]
+    )
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
     capability = torch.cuda.get_device_capability() if device == "cuda" else HOPPER
@@ -87,7 +95,7 @@ def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny:
 
         def measured() -> dict:
             if capability < case.chips:
-                return {"state": "absent", "problem": "needs a chip from sm_{}{} on".format(*case.chips)}
+                raise Absent("needs a chip from sm_{}{} on".format(*case.chips))
             seconds = seconds_of(case.make(), place.device)
             return {"state": "ok", "value": case.work / seconds / TERA, "ms": 1e3 * seconds}
 
@@ -104,9 +112,11 @@ def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny:
 
 
 def tried(function: Callable[[], dict]) -> dict:
-    """What it returns, or why it failed: "wrong"."""
+    """What it returns, or why it could not."""
     try:
         return function()
+    except Absent as reason:
+        return {"state": "absent", "problem": str(reason)}
     except Exception as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
@@ -299,59 +309,83 @@ GROUPED = {
 
 # ---- attention ---------------------------------------------------------------------------------------------
 
-ATTENTION = {  # {name: (its backend of SDPA, its rate)}; own: none
-    "cuDNN": (SDPBackend.CUDNN_ATTENTION, "cudnn"),
-    "FlashAttention 2": (SDPBackend.FLASH_ATTENTION, "flash 2"),
-    "own": (None, "own attention"),
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention 2": SDPBackend.FLASH_ATTENTION}
+ATTENTION_RATES = {  # {what computes attention: its rate in the step model}; others have none
+    "cuDNN": "cudnn",
+    "FlashAttention 2": "flash 2",
+    "own": "own attention",
+    "cuDNN (nvidia-cudnn-frontend)": "cudnn",
+    "cuDNN (torch)": "cudnn",
+    "torch.nn.attention.varlen": "flash 2",
 }
 
 
 def attention_cases(place: Place) -> Iterator[Case]:
-    """Causal, of whole sequences: the heads of the dense model, and those of the 8B model."""
+    """Causal: whole sequences with the heads of the dense and of the 8B model, then documents."""
     for shape in (place.dense, place.large):
-        pairs = shape.batch * shape.heads * shape.seq * (shape.seq + 1) / 2
-        flops = 4 * pairs * (shape.hidden // shape.heads)
-        size = f"{shape.seq} tokens, {shape.heads}/{shape.kv or shape.heads} heads"
-        for name, (backend, rate) in ATTENTION.items():
-            if name == "cuDNN" and place.device.type == "cpu":
-                continue
-            make = partial(attention_forward, place, shape, backend)
-            yield Case(f"attention {name}, {size}, forward", "TFLOP/s", flops, make, rate)
-            make = partial(attention_backward, place, shape, backend)
-            yield Case(f"attention {name}, {size}, backward", "TFLOP/s", BACKWARD_PRODUCTS * flops, make,
-                       f"{rate} backward")  # fmt: skip
+        for name in (*BACKENDS, "own"):
+            if name != "cuDNN" or place.device.type == "cuda":
+                yield from cases_of_attention(place, shape, name)
+    for name in ("own", *(library.name for library in LIBRARIES)):
+        yield from cases_of_attention(place, place.packed, name)
+
+
+def cases_of_attention(place: Place, shape: Shape, name: str) -> Iterator[Case]:
+    """Forward and backward, with the FLOPs of the pairs of a query and a key that it sees."""
+    seen = sum(length * (length + 1) / 2 for length in shape.documents or (shape.seq,))
+    flops = 4 * shape.batch * seen * shape.hidden
+    lengths = "+".join(map(str, shape.documents or (shape.seq,)))
+    title = f"attention {name}, {lengths} tokens, {shape.heads}/{shape.kv or shape.heads} heads"
+    rate = ATTENTION_RATES.get(name, "")
+    yield Case(f"{title}, forward", "TFLOP/s", flops, partial(attention_forward, place, shape, name), rate)
+    make = partial(attention_backward, place, shape, name)
+    yield Case(f"{title}, backward", "TFLOP/s", BACKWARD_PRODUCTS * flops, make,
+               rate and f"{rate} backward")  # fmt: skip
 
 
 def attention_call(
-    place: Place, shape: Shape, backend: SDPBackend | None
+    place: Place, shape: Shape, name: str
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
-    """(a call, its q [b, s, h, d], k and v [b, s, g, d])."""
+    """(a call, its q [b, s, h, d], k and v [b, s, g, d]). Raises Absent for a library that is not here."""
     kv_heads, head_dim = shape.kv or shape.heads, shape.hidden // shape.heads
     q, k, v = (
         place.randn(shape.batch, shape.seq, heads, head_dim).requires_grad_()
         for heads in (shape.heads, kv_heads, kv_heads)
     )
-    if backend is None:
-        mask = make_attention_mask(0, shape.seq, 0, shape.seq, None, None, place.device, None)
+    if name in BACKENDS:
+
+        def by_sdpa() -> Tensor:
+            transposed = (x.transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel([BACKENDS[name]]):
+                return F.scaled_dot_product_attention(
+                    *transposed, is_causal=True, enable_gqa=kv_heads != shape.heads
+                )
+
+        return by_sdpa, (q, k, v)
+
+    documents = counts = None
+    if shape.documents:
+        lengths = torch.tensor(shape.documents, device=place.device)
+        documents = torch.arange(len(lengths), device=place.device).repeat_interleave(lengths)
+        documents = documents.expand(shape.batch, -1).contiguous()
+        counts = DocumentCounts(shape.batch * len(lengths), max(shape.documents))
+    mask = make_attention_mask(0, shape.seq, 0, shape.seq, None, documents, place.device, counts)
+    if name == "own":
         return lambda: attention._TritonAttention.apply(q, k, v, mask), (q, k, v)
 
-    def by_library() -> Tensor:
-        transposed = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(
-                *transposed, is_causal=True, enable_gqa=kv_heads != shape.heads
-            )
-
-    return by_library, (q, k, v)
+    for choice in usable_libraries(q, k, v, mask):
+        if choice.library.name == name:
+            return partial(library_attention, choice, q, k, v, mask), (q, k, v)
+    raise Absent("not installed, not for this chip, or refused by its trial")
 
 
-def attention_forward(place: Place, shape: Shape, backend: SDPBackend | None) -> Function:
-    function, _ = attention_call(place, shape, backend)
+def attention_forward(place: Place, shape: Shape, name: str) -> Function:
+    function, _ = attention_call(place, shape, name)
     return torch.no_grad()(function)
 
 
-def attention_backward(place: Place, shape: Shape, backend: SDPBackend | None) -> Function:
-    function, inputs = attention_call(place, shape, backend)
+def attention_backward(place: Place, shape: Shape, name: str) -> Function:
+    function, inputs = attention_call(place, shape, name)
     out = function()
     dy = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, inputs, dy, retain_graph=True)
