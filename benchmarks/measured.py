@@ -74,7 +74,7 @@ def modelled_components(row: Mapping, rates: Rates) -> dict[str, float]:
 
 
 def measured_components(row: Mapping, kernels: Iterable[str]) -> dict[str, float]:
-    """{component: ms} of a step. row: of a step, with the ms of its kernels. kernels: of the modelled step."""
+    """{component: ms}. row: of a step, with the ms of its kernels. kernels: names in the modelled step."""
     known = {}
     for full in (*KERNELS, *kernels):  # those of the modelled step come last, and count
         if full in KERNELS:
