@@ -217,14 +217,16 @@ def test_a_step_has_an_alternative_with_fewer_layers():
         if section.kind == "step":
             [job] = first_jobs.jobs_of(section, run)
             planned, smaller = (one.run.keywords["shape"] for one in (job, job.alternative))
-            assert smaller.layers == planned.layers - card.FEWER_LAYERS and job.alternative.alternative is None
+            assert smaller.layers == planned.layers - card.FEWER_LAYERS
+            assert job.alternative.alternative is None
 
 
 # ---- files and lines ---------------------------------------------------------------------------------------
 
 
 def test_what_is_missing_has_no_time():
-    sections = [section for section in first_plan.SECTIONS if section.name in ("rates", "kernels", "moe ours")]
+    names = ("rates", "kernels", "moe ours")
+    sections = [section for section in first_plan.SECTIONS if section.name in names]
     results = first.Results(complete={("kernels", "test_a.py"), ("rates", "rates")})
     results.planned = {"rates": ["rates"], "kernels": ["test_a.py", "test_b.py"]}
     rows = list(first.rows_without_time(sections, results))
