@@ -129,7 +129,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_plan(
-    machine: "Machine", args: argparse.Namespace, seconds_left: Callable[[], float]
+    machine: "GpuMachine", args: argparse.Namespace, seconds_left: Callable[[], float]
 ) -> Iterator[dict]:
     """Yields a row of results for each entry of the plan that the options ask for.
 
@@ -182,7 +182,7 @@ def chosen_entries(args: argparse.Namespace) -> list[Entry]:
 
 
 @dataclass(frozen=True)
-class Machine:
+class GpuMachine:
     """card: the GPU's name. is_exclusive: one process at a time may use it."""
 
     card: str
@@ -196,10 +196,10 @@ class Machine:
         return {"card": self.card, "driver": self.driver, "torch": self.torch}
 
 
-def describe_machine(device: str) -> Machine:
+def describe_machine(device: str) -> GpuMachine:
     """Asks nvidia-smi: a CUDA context would take some of the memory. Raises ConfigError without a GPU."""
     if device == "cpu":
-        return Machine(f"CPU ({platform.machine()})", "", torch.__version__, CPU_MEMORY)
+        return GpuMachine(f"CPU ({platform.machine()})", "", torch.__version__, CPU_MEMORY)
     query = "--query-gpu=name,driver_version,memory.total,compute_mode"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
@@ -210,7 +210,7 @@ def describe_machine(device: str) -> Machine:
         ) from error
     gpus = output.strip().splitlines()
     name, driver, mebibytes, mode = (part.strip() for part in gpus[0].split(","))
-    return Machine(
+    return GpuMachine(
         name,
         driver,
         torch.__version__,

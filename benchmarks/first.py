@@ -36,7 +36,7 @@ from pathlib import Path
 
 from benchmarks import card
 from benchmarks.commit import commit_id
-from benchmarks.first_jobs import Run, card_job, jobs_of
+from benchmarks.first_jobs import FirstRun, card_job, jobs_of
 from benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
 from benchmarks.first_table import make_table, progress_line
 from benchmarks.jobs import JobPlace, run_jobs
@@ -141,7 +141,7 @@ def chosen_sections(only: str) -> list[Section]:
 def run_sections(
     args: argparse.Namespace,
     sections: list[Section],
-    machine: card.Machine,
+    machine: card.GpuMachine,
     results: Results,
     *,
     scratch: Path,
@@ -170,7 +170,7 @@ def run_sections(
     jobs = 1 if machine.is_exclusive else jobs_beside(machine.memory_bytes, cores)
     if args.device == "cpu":
         jobs = min(2, cores)
-    run = Run(args.device, args.tiny, args.site, scratch, machine, args.jobs or jobs, chip, args.tests)
+    run = FirstRun(args.device, args.tiny, args.site, scratch, machine, args.jobs or jobs, chip, args.tests)
 
     expected = sum(section.expected_s for section in sections)
     scale = seconds_left() / expected if args.tiny else 1.0  # a rehearsal meets every section
@@ -197,7 +197,7 @@ def run_sections(
                 yield {"section": section.name, **message}
 
 
-def num_together(section: Section, run: Run) -> int:
+def num_together(section: Section, run: FirstRun) -> int:
     """Ranks of one world run beside each other; whatever is timed runs alone."""
     return max(2, run.machine.num_gpus) if section.kind == "exchanges" else 1
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from benchmarks import card, contestant, exchanges, rates, small_models, step_model
-from benchmarks.card import GIB, Machine, dtype_of, fitted_shape, planned_bytes, with_fewer_layers
+from benchmarks.card import GIB, GpuMachine, dtype_of, fitted_shape, planned_bytes, with_fewer_layers
 from benchmarks.first_plan import SCENARIOS, Section
 from benchmarks.interpreted import interpret_kernels
-from benchmarks.jobs import Job, Report, begin_again_if_lost
+from benchmarks.jobs import ForkedJob, Report, begin_again_if_lost
 from benchmarks.launches import CHIPS, Chip
 from benchmarks.process import last_error_line
 from benchmarks.shape import Shape
@@ -46,14 +46,14 @@ IN_PROCESSES_OF_THEIR_OWN = {"graphs", "libraries"}  # of ours: they need anothe
 
 
 @dataclass(frozen=True)
-class Run:
+class FirstRun:
     """jobs: how many beside each other. chip: what the step model asks of the GPU. tests: a folder."""
 
     device: str
     is_tiny: bool
     site: str
     scratch: Path
-    machine: Machine
+    machine: GpuMachine
     jobs: int
     chip: Chip
     tests: str = "tests/kernels"
@@ -66,7 +66,7 @@ class Run:
         return MEMORY_SHARE / self.jobs
 
 
-def jobs_of(section: Section, run: Run) -> list[Job]:
+def jobs_of(section: Section, run: FirstRun) -> list[ForkedJob]:
     return KINDS[section.kind](section, run)
 
 
@@ -83,8 +83,8 @@ def own_kernels(device: str, share: float) -> Iterator[None]:
 # ---- the card ----------------------------------------------------------------------------------------------
 
 
-def card_job(device: str) -> Job:
-    return Job("card", partial(report_card, device=device), 120.0)
+def card_job(device: str) -> ForkedJob:
+    return ForkedJob("card", partial(report_card, device=device), 120.0)
 
 
 def report_card(report: Report, done: frozenset[str], *, device: str) -> None:
@@ -110,30 +110,30 @@ def report_card(report: Report, done: frozenset[str], *, device: str) -> None:
 # ---- rates, kernels, models --------------------------------------------------------------------------------
 
 
-def rates_jobs(section: Section, run: Run) -> list[Job]:
-    return [Job("rates", partial(report_rates, run=run), run.limit_s("rates"))]
+def rates_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
+    return [ForkedJob("rates", partial(report_rates, run=run), run.limit_s("rates"))]
 
 
-def report_rates(report: Report, done: frozenset[str], *, run: Run) -> None:
+def report_rates(report: Report, done: frozenset[str], *, run: FirstRun) -> None:
     if run.site:
         sys.path.append(run.site)  # attention libraries
     with own_kernels(run.device, 1.0):
         rates.measure_rates(report, done, device=run.device, is_tiny=run.is_tiny)
 
 
-def kernels_jobs(section: Section, run: Run) -> list[Job]:
+def kernels_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     """A job for each file with tests marked gpu."""
     jobs = []
     for file in sorted((ROOT / run.tests).glob("test_*.py")):
         if "mark.gpu" in file.read_text():
             test = partial(report_tests, file=str(file), run=run)
-            jobs.append(Job(file.name, test, run.limit_s("kernels")))
+            jobs.append(ForkedJob(file.name, test, run.limit_s("kernels")))
     if not jobs:
         raise ConfigError(f"--tests {run.tests}: no file of it has a test marked gpu")
     return jobs
 
 
-def report_tests(report: Report, done: frozenset[str], *, file: str, run: Run) -> None:
+def report_tests(report: Report, done: frozenset[str], *, file: str, run: FirstRun) -> None:
     """Runs the tests marked gpu of a file, a row for each."""
     if run.site:
         sys.path.append(run.site)
@@ -194,26 +194,26 @@ class TestRows:
                 begin_again_if_lost(self.report)
 
 
-def models_jobs(section: Section, run: Run) -> list[Job]:
+def models_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     jobs = []
     for name in small_models.MODELS:
-        jobs.append(Job(name, partial(report_small_model, name=name, run=run), run.limit_s("models")))
+        jobs.append(ForkedJob(name, partial(report_small_model, name=name, run=run), run.limit_s("models")))
     return jobs
 
 
-def report_small_model(report: Report, done: frozenset[str], *, name: str, run: Run) -> None:
+def report_small_model(report: Report, done: frozenset[str], *, name: str, run: FirstRun) -> None:
     with own_kernels(run.device, run.memory_share):
         folder = Path(tempfile.mkdtemp(dir=run.scratch))  # one that was ended left a run behind
         small_models.report_model(report, name, run.device, run.is_tiny, folder)
 
 
-def corpus_jobs(section: Section, run: Run) -> list[Job]:
+def corpus_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     """What all small models read, so that they need not make it beside each other."""
     work = partial(small_models.report_corpus, device=run.device)
-    return [Job("corpus", work, run.limit_s("models"))]
+    return [ForkedJob("corpus", work, run.limit_s("models"))]
 
 
-def exchanges_jobs(section: Section, run: Run) -> list[Job]:
+def exchanges_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     """A world of one, and one of a rank a GPU; on a CPU of two ranks."""
     num_ranks = run.machine.num_gpus if run.device == "cuda" else 2
     jobs = []
@@ -224,7 +224,7 @@ def exchanges_jobs(section: Section, run: Run) -> list[Job]:
                 exchanges.report_exchanges, device=run.device, rank=rank, world=world, meet=meet
             )
             jobs.append(
-                Job(f"rank {rank} of {world}", job, run.limit_s("exchanges"), goes_on=world == 1)
+                ForkedJob(f"rank {rank} of {world}", job, run.limit_s("exchanges"), goes_on=world == 1)
             )
     return jobs
 
@@ -232,21 +232,21 @@ def exchanges_jobs(section: Section, run: Run) -> list[Job]:
 # ---- steps -------------------------------------------------------------------------------------------------
 
 
-def step_jobs(section: Section, run: Run) -> list[Job]:
+def step_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     """One contestant, and the same with fewer layers, for where memory does not suffice."""
     shape = fitted_shape(section.model, section.contestant, run.machine.memory_bytes, run.is_tiny)
     if shape is None:
-        return [Job(section.name, partial(report_absence, name=section.name), 60.0)]
+        return [ForkedJob(section.name, partial(report_absence, name=section.name), 60.0)]
     smaller = with_fewer_layers(shape, dtype_of(section.contestant))
     alternative = step_job(section, run, smaller, f"{shape.layers} layers did not fit") if smaller else None
     return [step_job(section, run, shape, "", alternative)]
 
 
 def step_job(
-    section: Section, run: Run, shape: Shape, note: str, alternative: Job | None = None
-) -> Job:
+    section: Section, run: FirstRun, shape: Shape, note: str, alternative: ForkedJob | None = None
+) -> ForkedJob:
     work = partial(report_step, section=section, run=run, shape=shape, note=note)
-    return Job(section.name, work, run.limit_s("step"), alternative)
+    return ForkedJob(section.name, work, run.limit_s("step"), alternative)
 
 
 def report_absence(report: Report, done: frozenset[str], *, name: str) -> None:
@@ -254,7 +254,7 @@ def report_absence(report: Report, done: frozenset[str], *, name: str) -> None:
 
 
 def report_step(
-    report: Report, done: frozenset[str], *, section: Section, run: Run, shape: Shape, note: str
+    report: Report, done: frozenset[str], *, section: Section, run: FirstRun, shape: Shape, note: str
 ) -> None:
     """Measures a contestant, and reports its row."""
     report(starting=section.name)
@@ -332,16 +332,16 @@ def absent_libraries(site: str) -> dict | None:
 # ---- the step model ----------------------------------------------------------------------------------------
 
 
-def modelled_jobs(section: Section, run: Run) -> list[Job]:
+def modelled_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     jobs = []
     for step, scenario in SCENARIOS.items():
-        jobs.append(Job(step, partial(report_modelled, step=step, scenario=scenario, run=run),
+        jobs.append(ForkedJob(step, partial(report_modelled, step=step, scenario=scenario, run=run),
                         run.limit_s("modelled")))  # fmt: skip
     return jobs
 
 
 def report_modelled(
-    report: Report, done: frozenset[str], *, step: str, scenario: str, run: Run
+    report: Report, done: frozenset[str], *, step: str, scenario: str, run: FirstRun
 ) -> None:
     """What the step's launches cost, counted, to be timed with measured rates (benchmarks/measured.py)."""
     report(starting=step)
@@ -365,7 +365,7 @@ def report_modelled(
     )
 
 
-KINDS: dict[str, Callable[[Section, Run], list[Job]]] = {
+KINDS: dict[str, Callable[[Section, FirstRun], list[ForkedJob]]] = {
     "rates": rates_jobs,
     "kernels": kernels_jobs,
     "corpus": corpus_jobs,

@@ -27,7 +27,7 @@ Report = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Job:
+class ForkedJob:
     """Rows that one process reports: run(report, done).
 
     run: calls report(starting=NAME) before a row, and report(row=NAME, state=..., ...) for it. It leaves out
@@ -39,7 +39,7 @@ class Job:
     name: str
     run: Callable[[Report, frozenset[str]], None] = field(repr=False)
     limit_s: float
-    alternative: "Job | None" = None
+    alternative: "ForkedJob | None" = None
     goes_on: bool = True
 
 
@@ -51,7 +51,7 @@ class JobPlace:
     logs: Path
 
 
-def run_in_child(job: Job, done: frozenset[str], messages: str, log: str) -> None:
+def run_in_child(job: ForkedJob, done: frozenset[str], messages: str, log: str) -> None:
     """The whole life of a job's process: it leads a session, so that all that it starts can be ended."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -88,7 +88,7 @@ def begin_again_if_lost(report: Report) -> None:
 class RunningJob:
     """A started job. is_wrong: whether a row of it was, in a process before this one."""
 
-    def __init__(self, job: Job, done: frozenset[str], is_wrong: bool, place: JobPlace) -> None:
+    def __init__(self, job: ForkedJob, done: frozenset[str], is_wrong: bool, place: JobPlace) -> None:
         self.job = job
         self.done = done
         self.is_wrong = is_wrong
@@ -153,7 +153,7 @@ class RunningJob:
 
 
 def run_jobs(
-    jobs: Iterable[Job],
+    jobs: Iterable[ForkedJob],
     place: JobPlace,
     *,
     most: int,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import mean
 
-from benchmarks.step_model import ASSUMED, Rate, Rates, Work, host_seconds, seconds
+from benchmarks.step_model import ASSUMED, Rate, LaunchRates, Work, host_seconds, seconds
 from benchmarks.work import KERNELS
 
 LEVEL = "middle"
@@ -40,7 +40,7 @@ BACKWARD = re.compile(r"bwd|backward|bprop|dgrad")
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|::(mm|addmm|bmm|_grouped_mm|_scaled_mm)")
 
 
-def measured_rates(rows: Iterable[Mapping]) -> Rates:
+def measured_rates(rows: Iterable[Mapping]) -> LaunchRates:
     """rows: those of benchmarks/rates.py."""
     points: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     rates = ASSUMED
@@ -62,7 +62,7 @@ def measured_rates(rows: Iterable[Mapping]) -> Rates:
     return replace(rates, points=means)
 
 
-def modelled_components(row: Mapping, rates: Rates) -> dict[str, float]:
+def modelled_components(row: Mapping, rates: LaunchRates) -> dict[str, float]:
     """{component: ms}. row: of benchmarks/first_jobs.py: report_modelled."""
     times: dict[str, float] = defaultdict(float)
     for *work, count in row["works"]:
@@ -95,7 +95,7 @@ def component_of(name: str, known: Mapping[str, str]) -> str:
     return "products" if PRODUCT.search(lower) else OTHER
 
 
-def compare(modelled: Mapping, measured: Mapping, rates: Rates) -> dict:
+def compare(modelled: Mapping, measured: Mapping, rates: LaunchRates) -> dict:
     """A scenario modelled and measured: ms and MFU of both, and components, the largest gap first.
 
     ratio: FLOPs a second, modelled over measured; so steps of different layers can be compared.

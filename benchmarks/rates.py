@@ -66,7 +66,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Place:
+class RateInputs:
     """Where inputs are made, and the shapes that they have."""
 
     device: torch.device
@@ -82,7 +82,7 @@ class Place:
 def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny: bool) -> None:
     """Reports a row for each rate that is not done; one that fails is a row, too."""
     shapes = Shape.gpu_models(is_tiny)
-    place = Place(
+    place = RateInputs(
         torch.device(device), shapes["dense"], shapes["8b"], shapes["moe"], shapes["packed-uneven"]
     )
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def seconds_of(function: Function, device: torch.device) -> float:
     return statistics.median(times)
 
 
-def rate_cases(place: Place, is_tiny: bool) -> Iterator[Case]:
+def rate_cases(place: RateInputs, is_tiny: bool) -> Iterator[Case]:
     for nbytes in TINY_COPY_BYTES if is_tiny else COPY_BYTES:
         name = f"copy of {nbytes / 2**20:.3g} MiB"
         yield Case(name, "TB/s", 2 * nbytes, partial(copy, place, nbytes), "memory")
@@ -155,7 +155,7 @@ def rate_cases(place: Place, is_tiny: bool) -> Iterator[Case]:
     yield from memory_cases(place)
 
 
-def copy(place: Place, nbytes: int) -> Function:
+def copy(place: RateInputs, nbytes: int) -> Function:
     source = torch.zeros(nbytes, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -164,7 +164,7 @@ def copy(place: Place, nbytes: int) -> Function:
 # ---- products ----------------------------------------------------------------------------------------------
 
 
-def product_cases(place: Place, is_tiny: bool) -> Iterator[Case]:
+def product_cases(place: RateInputs, is_tiny: bool) -> Iterator[Case]:
     """Eight shapes: the five products of the dense model, two of the 8B model, and a square."""
     dense, large = place.dense, place.large
     shapes = {}
@@ -181,17 +181,17 @@ def product_cases(place: Place, is_tiny: bool) -> Iterator[Case]:
                        partial(make, place, *sizes), rate, chips)  # fmt: skip
 
 
-def forward(place: Place, tokens: int, outputs: int, inputs: int) -> Function:
+def forward(place: RateInputs, tokens: int, outputs: int, inputs: int) -> Function:
     x, weight = place.randn(tokens, inputs), place.randn(outputs, inputs)
     return lambda: x @ weight.t()
 
 
-def input_gradient(place: Place, tokens: int, outputs: int, inputs: int) -> Function:
+def input_gradient(place: RateInputs, tokens: int, outputs: int, inputs: int) -> Function:
     dy, weight = place.randn(tokens, outputs), place.randn(outputs, inputs)
     return lambda: dy @ weight
 
 
-def weight_gradient(place: Place, tokens: int, outputs: int, inputs: int) -> Function:
+def weight_gradient(place: RateInputs, tokens: int, outputs: int, inputs: int) -> Function:
     """Added to fp32, by the library; on a CPU as the training does it."""
     dy, x = place.randn(tokens, outputs), place.randn(tokens, inputs)
     into = torch.zeros(outputs, inputs, device=place.device)
@@ -200,13 +200,13 @@ def weight_gradient(place: Place, tokens: int, outputs: int, inputs: int) -> Fun
     return lambda: linear.write_by_library(into, dy, x, True)
 
 
-def own_weight_gradient(place: Place, tokens: int, outputs: int, inputs: int) -> Function:
+def own_weight_gradient(place: RateInputs, tokens: int, outputs: int, inputs: int) -> Function:
     dy, x = place.randn(tokens, outputs), place.randn(tokens, inputs)
     into = torch.zeros(outputs, inputs, device=place.device)
     return lambda: linear.launch_wgrad(into, dy, x, True)
 
 
-def fp8_product(fast: bool, place: Place, tokens: int, outputs: int, inputs: int) -> Function:
+def fp8_product(fast: bool, place: RateInputs, tokens: int, outputs: int, inputs: int) -> Function:
     """Tensorwise scales of one; its values are compared with those of bf16 once."""
     x = place.randn(tokens, inputs).to(torch.float8_e4m3fn)
     weight = place.randn(outputs, inputs).to(torch.float8_e4m3fn)
@@ -232,7 +232,7 @@ PRODUCTS = {  # {way: (how it is made, its rate in the step model, from which ch
 }
 
 
-def grouped_cases(place: Place) -> Iterator[Case]:
+def grouped_cases(place: RateInputs) -> Iterator[Case]:
     """The gate and up projection of a mixture, as many rows for each expert."""
     shape = place.mixture
     rows, outputs = shape.tokens * shape.top_k, 2 * shape.ffn
@@ -243,7 +243,7 @@ def grouped_cases(place: Place) -> Iterator[Case]:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertInputs:
     """x [rows, hidden] in the order of experts, dy [rows, outputs], weight [experts, outputs, hidden]."""
 
     x: Tensor
@@ -253,11 +253,11 @@ class Experts:
     source: Tensor  # [rows]: the token of each row, where the tokens lie in their own order
 
     @staticmethod
-    def of(place: Place) -> "Experts":
+    def of(place: RateInputs) -> "ExpertInputs":
         shape = place.mixture
         num_rows = shape.tokens * shape.top_k
         counts = torch.full((shape.experts,), num_rows // shape.experts, device=place.device)
-        return Experts(
+        return ExpertInputs(
             x=place.randn(num_rows, shape.hidden),
             dy=place.randn(num_rows, 2 * shape.ffn),
             weight=place.randn(shape.experts, 2 * shape.ffn, shape.hidden),
@@ -269,30 +269,30 @@ class Experts:
         return torch.zeros(self.weight.shape, device=self.weight.device)
 
 
-def library_grouped(place: Place) -> Function:
-    e = Experts.of(place)
+def library_grouped(place: RateInputs) -> Function:
+    e = ExpertInputs.of(place)
     return lambda: torch._grouped_mm(e.x, e.weight.mT, offs=e.rows.offsets[1:])
 
 
-def own_grouped(place: Place) -> Function:
-    e = Experts.of(place)
+def own_grouped(place: RateInputs) -> Function:
+    e = ExpertInputs.of(place)
     return lambda: grouped_gemm.launch_grouped(e.x, e.weight, e.rows)
 
 
-def own_gathered(place: Place) -> Function:
-    e = Experts.of(place)
+def own_gathered(place: RateInputs) -> Function:
+    e = ExpertInputs.of(place)
     tokens = place.randn(place.mixture.tokens, place.mixture.hidden)
     return lambda: grouped_gemm.launch_grouped(tokens, e.weight, e.rows, gather=e.source)
 
 
-def own_grouped_weights(place: Place) -> Function:
-    e = Experts.of(place)
+def own_grouped_weights(place: RateInputs) -> Function:
+    e = ExpertInputs.of(place)
     into = e.into()
     return lambda: grouped_gemm.launch_wgrad(into, e.dy, e.x, e.rows.offsets, True)
 
 
-def own_gathered_weights(place: Place) -> Function:
-    e = Experts.of(place)
+def own_gathered_weights(place: RateInputs) -> Function:
+    e = ExpertInputs.of(place)
     into = e.into()
     tokens = place.randn(place.mixture.tokens, place.mixture.hidden)
     return lambda: grouped_gemm.launch_wgrad(into, e.dy, tokens, e.rows.offsets, True, x_source=e.source)
@@ -320,7 +320,7 @@ ATTENTION_RATES = {  # {what computes attention: its rate in the step model}; ot
 }
 
 
-def attention_cases(place: Place) -> Iterator[Case]:
+def attention_cases(place: RateInputs) -> Iterator[Case]:
     """Causal: whole sequences with the heads of the dense and of the 8B model, then documents."""
     for shape in (place.dense, place.large):
         for name in (*BACKENDS, "own"):
@@ -330,7 +330,7 @@ def attention_cases(place: Place) -> Iterator[Case]:
         yield from cases_of_attention(place, place.packed, name)
 
 
-def cases_of_attention(place: Place, shape: Shape, name: str) -> Iterator[Case]:
+def cases_of_attention(place: RateInputs, shape: Shape, name: str) -> Iterator[Case]:
     """Forward and backward, with the FLOPs of the pairs of a query and a key that it sees."""
     seen = sum(length * (length + 1) / 2 for length in shape.documents or (shape.seq,))
     flops = 4 * shape.batch * seen * shape.hidden
@@ -344,7 +344,7 @@ def cases_of_attention(place: Place, shape: Shape, name: str) -> Iterator[Case]:
 
 
 def attention_call(
-    place: Place, shape: Shape, name: str
+    place: RateInputs, shape: Shape, name: str
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
     """(a call, its q [b, s, h, d], k and v [b, s, g, d]). Raises Absent for a library that is not here."""
     kv_heads, head_dim = shape.kv or shape.heads, shape.hidden // shape.heads
@@ -379,12 +379,12 @@ def attention_call(
     raise Absent("not installed, not for this chip, or refused by its trial")
 
 
-def attention_forward(place: Place, shape: Shape, name: str) -> Function:
+def attention_forward(place: RateInputs, shape: Shape, name: str) -> Function:
     function, _ = attention_call(place, shape, name)
     return torch.no_grad()(function)
 
 
-def attention_backward(place: Place, shape: Shape, name: str) -> Function:
+def attention_backward(place: RateInputs, shape: Shape, name: str) -> Function:
     function, inputs = attention_call(place, shape, name)
     out = function()
     dy = torch.randn_like(out)
@@ -394,7 +394,7 @@ def attention_backward(place: Place, shape: Shape, name: str) -> Function:
 # ---- our kernels that memory bounds ------------------------------------------------------------------------
 
 
-def memory_cases(place: Place) -> Iterator[Case]:
+def memory_cases(place: RateInputs) -> Iterator[Case]:
     """The name of their rate is that of the kernel, as benchmarks/work.py has it."""
     shape = place.dense
     hidden_bytes = 2 * shape.tokens * shape.hidden
@@ -420,14 +420,14 @@ def memory_cases(place: Place) -> Iterator[Case]:
                "adam.adamw_kernel")  # fmt: skip
 
 
-def norm_forward(place: Place) -> Function:
+def norm_forward(place: RateInputs) -> Function:
     shape = place.dense
     x, residual = place.randn(shape.tokens, shape.hidden), place.randn(shape.tokens, shape.hidden)
     weight = place.randn(shape.hidden)
     return lambda: norm.launch_forward(x, residual, weight, None, 1e-5)
 
 
-def norm_backward(place: Place) -> Function:
+def norm_backward(place: RateInputs) -> Function:
     shape = place.dense
     x, residual, dy = (place.randn(shape.tokens, shape.hidden) for _ in range(3))
     weight = place.randn(shape.hidden)
@@ -435,7 +435,7 @@ def norm_backward(place: Place) -> Function:
     return lambda: norm.launch_backward(dy, residual, total, weight, scale, mean)
 
 
-def rotary(place: Place) -> Function:
+def rotary(place: RateInputs) -> Function:
     """Half of the heads of a fused projection, in place: the queries and the keys of grouped attention."""
     shape = place.dense
     head_dim = shape.hidden // shape.heads
@@ -446,37 +446,37 @@ def rotary(place: Place) -> Function:
     return lambda: rope.launch_rope(heads, heads, cos, sin)
 
 
-def gated(place: Place) -> Function:
+def gated(place: RateInputs) -> Function:
     gate_up = place.randn(place.dense.tokens, 2 * place.dense.ffn)
     return lambda: swiglu.launch_swiglu(gate_up)
 
 
-def gated_backward(place: Place) -> Function:
+def gated_backward(place: RateInputs) -> Function:
     dy = place.randn(place.dense.tokens, place.dense.ffn)
     gate_up = place.randn(place.dense.tokens, 2 * place.dense.ffn)
     return lambda: swiglu.launch_swiglu_backward(dy, gate_up)
 
 
-def softmax(place: Place) -> Function:
+def softmax(place: RateInputs) -> Function:
     shape = place.dense
     logits = place.randn(shape.seq, shape.vocab)
     targets = torch.randint(shape.vocab, (shape.seq,), device=place.device)
     return lambda: cross_entropy.launch_softmax(logits, targets, 1.0, shape.vocab, 0, None)
 
 
-def unpermute(place: Place) -> Function:
+def unpermute(place: RateInputs) -> Function:
     shape = place.mixture
     rows = place.randn(shape.tokens * shape.top_k, shape.hidden)
     rows_of_token = torch.randperm(len(rows), device=place.device).view(shape.tokens, shape.top_k)
     return lambda: permute.launch_sum_rows(rows, rows_of_token, True)
 
 
-def quantize(place: Place) -> Function:
+def quantize(place: RateInputs) -> Function:
     x = place.randn(place.dense.tokens, place.dense.hidden)
     return lambda: fp8.launch_quantize(x, "row", torch.float8_e4m3fn)
 
 
-def adamw(place: Place, parameters: int) -> Function:
+def adamw(place: RateInputs, parameters: int) -> Function:
     param, grad, exp_avg, exp_avg_sq = (torch.rand(parameters, device=place.device) for _ in range(4))
     weight_copy = torch.empty_like(param, dtype=torch.bfloat16)
     update = adam.AdamWStep(
@@ -495,7 +495,7 @@ def adamw(place: Place, parameters: int) -> Function:
 # ---- launches and the clock --------------------------------------------------------------------------------
 
 
-def gap_of_launches(place: Place) -> float:
+def gap_of_launches(place: RateInputs) -> float:
     """Seconds from one short kernel to the next, in a recorded graph: nothing waits for the host."""
     x = torch.zeros(1024, device=place.device)
     if place.device.type == "cpu":
@@ -508,19 +508,19 @@ def gap_of_launches(place: Place) -> float:
     return seconds_of(graph.replay, place.device) / LAUNCHES
 
 
-def host_time_of_operation(place: Place) -> float:
+def host_time_of_operation(place: RateInputs) -> float:
     """Seconds of the host for an operation of torch."""
     x = torch.zeros(1024, device=place.device)
     return host_time(lambda: x.add_(1.0), place)
 
 
-def host_time_of_kernel(place: Place) -> float:
+def host_time_of_kernel(place: RateInputs) -> float:
     """Seconds of the host for a Triton kernel, with the Python around it."""
     gate_up = place.randn(1, 64)
     return host_time(lambda: swiglu.launch_swiglu(gate_up), place)
 
 
-def host_time(function: Function, place: Place) -> float:
+def host_time(function: Function, place: RateInputs) -> float:
     calls = LAUNCHES if place.device.type == "cuda" else 3
     function()
     if place.device.type == "cuda":
@@ -541,7 +541,7 @@ LAUNCH_TIMES = {  # {name: (seconds of one, its rate in the step model)}
 }
 
 
-def clock_under_load(place: Place) -> dict:
+def clock_under_load(place: RateInputs) -> dict:
     """What a row says: products for LOAD_S seconds; their rate, the clock and the power at the end."""
     if place.device.type == "cpu":
         return {"state": "absent", "problem": "needs a GPU"}

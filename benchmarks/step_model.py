@@ -105,7 +105,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Rates:
+class LaunchRates:
     """What bounds a launch. Products by name, in TFLOP/s; the rest as the tables above.
 
     points: measured, ((FLOPs or bytes of a launch, TFLOP/s or TB/s), ...) in rising order, by the name of a
@@ -139,7 +139,7 @@ class Rates:
         return work.nbytes / (TERA * rate)
 
 
-ASSUMED = Rates(RATES)
+ASSUMED = LaunchRates(RATES)
 
 
 def interpolated(points: Points, size: float) -> float:
@@ -384,7 +384,7 @@ class Work(NamedTuple):
         )
 
 
-def seconds(work: Work, level: str, rates: Rates = ASSUMED) -> float:
+def seconds(work: Work, level: str, rates: LaunchRates = ASSUMED) -> float:
     """On the GPU, with the rates of a level."""
     shortest = 1e-6 * getattr(rates.shortest, level) * work.launches
     return max(shortest, rates.moving(work, level), rates.computing(work, level))
@@ -404,11 +404,11 @@ def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
     return counts
 
 
-def host_seconds(counts: Mapping[str, int], level: str, rates: Rates = ASSUMED) -> float:
+def host_seconds(counts: Mapping[str, int], level: str, rates: LaunchRates = ASSUMED) -> float:
     return sum(1e-6 * getattr(rates.host[kind], level) * count for kind, count in counts.items())
 
 
-def grouped(works: Iterable[JudgedLaunch], rates: Rates) -> tuple[LaunchGroup, ...]:
+def grouped(works: Iterable[JudgedLaunch], rates: LaunchRates) -> tuple[LaunchGroup, ...]:
     members: dict[tuple[str, str, str], list[JudgedLaunch]] = defaultdict(list)
     for work in works:
         if work.launch.launches:
@@ -455,7 +455,7 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
     return RecordedStep(cfg, documents, works, host_counts(recorder.launches), recorder.host_reads)
 
 
-def model_step(name: str, chip: Chip, tiny: bool = False, rates: Rates = ASSUMED) -> ModelledStep:
+def model_step(name: str, chip: Chip, tiny: bool = False, rates: LaunchRates = ASSUMED) -> ModelledStep:
     """Records and times a scenario."""
     scenario = SCENARIOS[name]
     shape = shape_of(scenario, chip, tiny)

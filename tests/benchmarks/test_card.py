@@ -23,7 +23,7 @@ from benchmarks.shape import Shape
 from plan.count import flops_per_token, parameters
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-MACHINE = card.Machine("CPU", "", torch.__version__, card.CPU_MEMORY)
+MACHINE = card.GpuMachine("CPU", "", torch.__version__, card.CPU_MEMORY)
 WHERE = MACHINE.facts()
 
 
@@ -119,7 +119,7 @@ def test_a_model_that_does_not_fit_runs_with_fewer_layers(tmp_path, monkeypatch)
 
 def test_a_model_of_which_too_little_fits_is_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(card, "PLAN", (Entry("8b", "ours"),))
-    small = card.Machine("a card", "", "", 24 * card.GIB)
+    small = card.GpuMachine("a card", "", "", 24 * card.GIB)
     [row] = card.run_plan(small, args(tmp_path, only="8b", peers="", tiny=False), lambda: 100.0)
     assert row["problem"] == card.TOO_LARGE and "not run: the fewest" in make_table([row], WHERE)
 

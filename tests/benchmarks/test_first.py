@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import card, first, first_jobs, first_plan, travel
 from benchmarks.first_table import make_table
-from benchmarks.jobs import Job, JobPlace, run_jobs
+from benchmarks.jobs import ForkedJob, JobPlace, run_jobs
 from benchmarks.launches import CHIPS
 from config import ConfigError
 from kernels import triton_
@@ -143,9 +143,9 @@ def test_sigterm_leaves_the_table_and_the_tar(tmp_path):
 def rows_of_tests(folder, text, done=frozenset()):
     """The rows of a file of tests; in a process that has not inherited the pytest that runs here."""
     file = folder_with_tests(folder / "tests", text) / "test_x.py"
-    machine = card.Machine("a card", "", "", 1)
-    run = first_jobs.Run("cpu", True, "", folder, machine, 1, CHIPS["h200"])
-    job = Job("x", partial(first_jobs.report_tests, file=str(file), run=run), limit_s=60.0)
+    machine = card.GpuMachine("a card", "", "", 1)
+    run = first_jobs.FirstRun("cpu", True, "", folder, machine, 1, CHIPS["h200"])
+    job = ForkedJob("x", partial(first_jobs.report_tests, file=str(file), run=run), limit_s=60.0)
     place = JobPlace(multiprocessing.get_context("spawn"), folder)
     messages = run_jobs([job], place, most=1, seconds_left=lambda: 60.0, done={"x": done})
     return [message for message in messages if "row" in message]
@@ -211,8 +211,8 @@ def test_memory_and_cores_bound_the_jobs():
 
 
 def test_a_step_has_an_alternative_with_fewer_layers():
-    machine = card.Machine("NVIDIA H100 80GB HBM3", "580", "2.11", 80 * card.GIB)
-    run = first_jobs.Run("cuda", False, "", Path(), machine, 8, CHIPS["h100"])
+    machine = card.GpuMachine("NVIDIA H100 80GB HBM3", "580", "2.11", 80 * card.GIB)
+    run = first_jobs.FirstRun("cuda", False, "", Path(), machine, 8, CHIPS["h100"])
     for section in first_plan.SECTIONS:
         if section.kind == "step":
             [job] = first_jobs.jobs_of(section, run)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from benchmarks import jobs
-from benchmarks.jobs import OUT_OF_MEMORY, Job, JobPlace, run_jobs
+from benchmarks.jobs import OUT_OF_MEMORY, ForkedJob, JobPlace, run_jobs
 
 
 @pytest.fixture
@@ -23,6 +23,10 @@ def run(place, *some, most=2, seconds=60.0, done=None):
     end = time.monotonic() + seconds
     left = partial(lambda: end - time.monotonic())
     return list(run_jobs(some, place, most=most, seconds_left=left, done=done or {}))
+
+
+def job(name, function, limit_s=9.0, **more):
+    return ForkedJob(name, function, limit_s, **more)
 
 
 def steps(*actions):
@@ -54,11 +58,11 @@ def shown(messages):
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "crashed (SIGKILL)"),
         (partial(os._exit, 3), "exit code 3"),
         (partial(int, "no"), "exit code 1: ValueError: invalid literal"),
-        (partial(time.sleep, 600), "hung for 1 s"),
+        (partial(time.sleep, 600), "hung for 3 s"),
     ],
 )
 def test_what_fails_is_wrong_and_the_rest_goes_on(place, action, problem):
-    messages = run(place, Job("x", steps(nothing, action, nothing), limit_s=1.0))
+    messages = run(place, job("x", steps(nothing, action, nothing), limit_s=3.0))
     rows, complete = shown(messages)
     assert rows == [("a", "ok"), ("b", "wrong"), ("c", "ok")] and complete == ["x"]
     assert messages[1]["problem"].startswith(problem)
@@ -69,7 +73,7 @@ def test_what_fails_before_a_row_is_tried_once(place):
     def fail(report, done):
         raise OSError("full")
 
-    rows, complete = shown(run(place, Job("x", fail, limit_s=9.0), Job("y", steps(nothing), limit_s=9.0)))
+    rows, complete = shown(run(place, job("x", fail), job("y", steps(nothing))))
     assert sorted(rows) == [("a", "ok"), ("x", "wrong")] and sorted(complete) == ["x", "y"]
     assert not (place.logs / "y.log").exists()  # all of it was ok
 
@@ -77,14 +81,14 @@ def test_what_fails_before_a_row_is_tried_once(place):
 def test_time_that_is_over_is_no_verdict(place):
     begun = time.monotonic()
     slow = steps(nothing, partial(time.sleep, 600))
-    messages = run(place, Job("x", slow, limit_s=60.0), Job("y", slow, limit_s=60.0), most=1, seconds=1.0)
+    messages = run(place, job("x", slow, limit_s=60.0), job("y", slow, limit_s=60.0), most=1, seconds=1.0)
     assert shown(messages) == ([("a", "ok")], []) and time.monotonic() - begun < 10
 
 
 def test_rows_that_are_done_are_left_out(place):
     done = {"x": frozenset("a"), "one": frozenset(["one"])}
-    boom = Job("one", lambda report, done: os.abort(), limit_s=9.0)
-    rows, complete = shown(run(place, Job("x", steps(os.abort, nothing), limit_s=9.0), boom, done=done))
+    boom = job("one", lambda report, done: os.abort())
+    rows, complete = shown(run(place, job("x", steps(os.abort, nothing)), boom, done=done))
     assert rows == [("b", "ok")] and sorted(complete) == ["one", "x"]
 
 
@@ -95,10 +99,10 @@ def test_fewer_layers_come_after_too_little_memory(place):
     def fits(report, done):
         report(row="step", state="ok", layers=2)
 
-    smaller = Job("step", fits, limit_s=9.0)
-    messages = run(place, Job("step", fails, limit_s=9.0, alternative=smaller), most=1)
+    smaller = job("step", fits)
+    messages = run(place, job("step", fails, alternative=smaller), most=1)
     assert [message.get("layers") for message in messages] == [2, None] and "complete" in messages[1]
-    rows, complete = shown(run(place, Job("step", fails, 9.0, alternative=Job("step", fails, 9.0))))
+    rows, complete = shown(run(place, job("step", fails, alternative=job("step", fails))))
     assert rows == [("step", "wrong")] and complete == ["step"]
 
 
@@ -115,7 +119,7 @@ def test_a_lost_gpu_asks_for_a_new_process(place, monkeypatch):
                 report(row=name, state="wrong", pid=os.getpid())
                 jobs.begin_again_if_lost(report)
 
-    messages = run(place, Job("x", function, limit_s=9.0))
+    messages = run(place, job("x", function))
     assert shown(messages) == ([("a", "wrong"), ("b", "wrong")], ["x"])
     assert messages[0]["pid"] != messages[1]["pid"]
 
@@ -129,7 +133,7 @@ def test_what_a_job_started_ends_with_it(place):
         time.sleep(600)
 
     messages = run_jobs(
-        [Job("x", function, limit_s=60.0)], place, most=1, seconds_left=lambda: 60.0, done={}
+        [job("x", function, limit_s=60.0)], place, most=1, seconds_left=lambda: 60.0, done={}
     )
     pid = next(messages)["pid"]
     messages.close()

@@ -17,7 +17,7 @@ from benchmarks.work import KERNELS
 
 MEMORY = 14 * card.GIB
 CHIP = replace(CHIPS["h200"], memory_bytes=MEMORY)
-MACHINE = card.Machine("NVIDIA H200", "580", "2.11", MEMORY)
+MACHINE = card.GpuMachine("NVIDIA H200", "580", "2.11", MEMORY)
 
 
 def rate(name, value, work=0.0, state="ok"):
@@ -27,7 +27,7 @@ def rate(name, value, work=0.0, state="ok"):
 @pytest.fixture(scope="module")
 def modelled():
     """The dense step of a chip with little memory, as a job reports it."""
-    run = first_jobs.Run("cuda", False, "", Path(), MACHINE, jobs=8, chip=CHIP)
+    run = first_jobs.FirstRun("cuda", False, "", Path(), MACHINE, jobs=8, chip=CHIP)
     messages = []
     first_jobs.report_modelled(
         lambda **message: messages.append(message),
@@ -85,7 +85,7 @@ def test_every_rate_that_is_measured_is_one_of_the_model():
     from benchmarks.shape import Shape
 
     shapes = Shape.gpu_models(False)
-    place = rates.Place(None, *(shapes[name] for name in ("dense", "8b", "moe", "packed-uneven")))
+    place = rates.RateInputs(None, *(shapes[name] for name in ("dense", "8b", "moe", "packed-uneven")))
     place = replace(place, device=type("Device", (), {"type": "cuda"}))
     names = {case.rate for case in rates.rate_cases(place, False)} - {""}
     products = {name.removesuffix(", weights") for name in names} & set(step_model.RATES)

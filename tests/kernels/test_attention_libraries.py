@@ -444,7 +444,7 @@ def test_a_card_runs_every_library(monkeypatch, calls, cudnn_operation, training
 
     lengths = (8, 64, 184)
     shape = Shape(1, hidden=64, heads=2, kv=1, ffn=1, vocab=1, seq=256, batch=1, documents=lengths)
-    place = rates.Place(CPU, shape, shape, shape, packed=shape)
+    place = rates.RateInputs(CPU, shape, shape, shape, packed=shape)
     seen = sum(n * (n + 1) / 2 for n in lengths)
     for name in names:
         forward, backward = rates.cases_of_attention(place, shape, name)
