@@ -5,6 +5,7 @@ its own time alone: what it was doing gets a row, and a new process goes on behi
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import torch
 from benchmarks.process import last_error_line
 
 POLL_S = 0.05
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 OUT_OF_MEMORY = "out of memory"
 Report = Callable[..., None]
 
@@ -51,9 +53,17 @@ class JobPlace:
     logs: Path
 
 
+def die_with_parent() -> None:
+    """Linux kills this process when its parent is gone, however that ended."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def run_in_child(job: ForkedJob, done: frozenset[str], messages: str, log: str) -> None:
     """The whole life of a job's process: it leads a session, so that all that it starts can be ended."""
     os.setsid()
+    die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout = sys.stderr = open(log, "a", buffering=1)
     for stream in (1, 2):

@@ -5,13 +5,17 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from benchmarks import jobs
 from benchmarks.jobs import OUT_OF_MEMORY, ForkedJob, JobPlace, run_jobs
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -50,6 +54,17 @@ def shown(messages):
     """(row, state) of each, and the jobs that are complete."""
     rows = [(message["row"], message["state"]) for message in messages if "row" in message]
     return rows, [message["job"] for message in messages if "complete" in message]
+
+
+def assert_gone(pid):
+    """Within five seconds."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            if open(f"/proc/{pid}/stat").read().split()[2] != "Z":
+                time.sleep(0.05)
+                continue
+        return
+    pytest.fail(f"process {pid} lives on")
 
 
 @pytest.mark.parametrize(
@@ -137,10 +152,19 @@ def test_what_a_job_started_ends_with_it(place):
     )
     pid = next(messages)["pid"]
     messages.close()
-    for _ in range(100):
-        with contextlib.suppress(FileNotFoundError):
-            if open(f"/proc/{pid}/stat").read().split()[2] != "Z":
-                time.sleep(0.05)
-                continue
-        return
-    pytest.fail("what a job started lives on")
+    assert_gone(pid)
+
+
+def test_a_job_does_not_outlive_its_parent(tmp_path):
+    """Also one that is killed, and cannot end its jobs."""
+    code = (
+        "import multiprocessing, os, time; from pathlib import Path; "
+        "from benchmarks.jobs import ForkedJob, JobPlace, run_jobs; "
+        f"place = JobPlace(multiprocessing.get_context('fork'), Path({str(tmp_path)!r})); "
+        "run = lambda report, done: (report(row='a', state='ok', pid=os.getpid()), time.sleep(600)); "
+        "job = ForkedJob('x', run, 60.0); "
+        "rows = run_jobs([job], place, most=1, seconds_left=lambda: 60.0, done={}); "
+        "print(next(rows)['pid'], flush=True); os.kill(os.getpid(), 9)"
+    )
+    end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert_gone(int(end.stdout))
