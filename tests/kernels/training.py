@@ -114,6 +114,7 @@ class Training:
         with references():
             want = definition()
         errors = {name: relative_error(got[name], want[name]) for name in bounds}
+        del got, want  # the traceback of a failure would hold them while other tests run
         worst = max(errors, key=lambda name: distance(errors[name], bounds[name]))
         for name, value in {"result": worst, "error": errors[worst], "bound": bounds[worst]}.items():
             self.report(name, value)
