@@ -138,10 +138,10 @@ def test_what_triton_has_no_kernel_for_is_said_once(interpreted, capfd):
 
 
 @pytest.mark.gpu("norm.forward_kernel", "norm.backward_kernel")
-@pytest.mark.parametrize(
-    "kind, where",
-    [(kind, where) for kind in ("rms", "layer") for where in ("alone", "after a residual")] + [("rms", "heads")],
-)
+@pytest.mark.parametrize("kind, where", [
+    *((kind, where) for kind in ("rms", "layer") for where in ("alone", "after a residual")),
+    ("rms", "heads"),
+])
 def test_at_training_sizes(training, kind, where):
     """A residual's sum is rounded once before the statistics. eps is large enough to matter in bf16."""
     eps = 0.1
