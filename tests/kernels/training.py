@@ -80,6 +80,11 @@ class Training:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    @property
+    def inner(self) -> int:
+        """Channels of all heads: several blocks of fp8 scales, also where the rest is tiny."""
+        return self.heads * self.head_dim
+
     def randn(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, device=self.device, dtype=BF16)
 
