@@ -59,7 +59,7 @@ def pytest_configure(config):
     if share is None:
         return
     if not 0 < share <= 1:
-        raise pytest.UsageError(f"--memory-share {share:g}: give a share of the GPU's memory, above 0 up to 1")
+        raise pytest.UsageError(f"--memory-share {share:g}: give a share of the GPU, above 0 up to 1")
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(share)
 

@@ -169,7 +169,8 @@ def test_triton(interpreted, monkeypatch, window, dtype, bound, e):
 
 SEVEN = ("dq_kernel", "dkv_kernel")
 FIVE = ("backward_kernel", "add_parts_kernel")  # up to head dim 64
-TRAINING = {  # kernels of the backward; key heads, head dims of keys and of values of those of `training`; mask
+# {case: (kernels of the backward, training -> (key heads, head dim of keys, of values), the mask)}
+TRAINING = {
     "causal": (SEVEN, lambda t: (t.heads, t.head_dim, t.head_dim), {}),
     "grouped queries": (SEVEN, lambda t: (t.kv, t.head_dim, t.head_dim), {}),
     "half the head dim": (FIVE, lambda t: (t.kv, t.head_dim // 2, t.head_dim // 2), {}),

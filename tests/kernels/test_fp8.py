@@ -136,7 +136,7 @@ def test_what_is_not_finite_stays_so(interpreted, monkeypatch, kind, dtype, sick
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_at_training_sizes(training, kind, dtype):
     """A matrix and its transposed view, with the definition's bits."""
-    x = training.randn(training.tokens, training.hidden)
+    x = training.randn(training.tokens, training.inner)
     views = {"x": x, "x^T": x.t()}
 
     def results(function):

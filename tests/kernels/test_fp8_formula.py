@@ -106,8 +106,7 @@ def test_the_bits_of_a_result_in_memory(small_tiles, kind, result, shape, dtype,
 
 
 def check_at_training_sizes(training, make, kind):
-    """make() -> (the origin of an unwritten result, the result): the same 8 bits and scales of both directions.
-    """
+    """The same 8 bits and scales of both directions. make() -> (the origin of an unwritten result, it)."""
     written = []
 
     def ours():

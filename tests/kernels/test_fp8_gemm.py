@@ -63,7 +63,7 @@ def sum_bound(a):
 @pytest.mark.parametrize("add", [False, True])
 def test_at_training_sizes(training, kinds, dtype, add):
     """Beside the product of the numbers that the operands stand for. add: to fp32, as a weight gradient."""
-    sizes = (training.tokens, training.hidden), (training.ffn, training.hidden)
+    sizes = (training.tokens, training.inner), (training.ffn, training.inner)
     a, b = (
         quantize_operand(training.randn(*size), kind, bits, BLOCK_SIDE)
         for size, kind, bits in zip(sizes, kinds, (dtype, E4M3))
@@ -75,7 +75,7 @@ def test_at_training_sizes(training, kinds, dtype, add):
         into = torch.full((training.tokens, training.ffn), START, device=training.device)
         return {"y": write_scaled_product(into, a, b, BF16, add=True) - START}
 
-    rounding = bound(4, training.hidden, torch.float32) if add else bound(1, training.hidden)
+    rounding = bound(4, training.inner, torch.float32) if add else bound(1, training.inner)
     training.check(
         ours,
         lambda: {"y": a.dequantized() @ b.dequantized().t()},

@@ -130,14 +130,14 @@ def test_at_training_sizes(training, recipe):
     counts = uneven_counts(training)
     rows = row_tiles(counts, sum(counts), training.device)
     kind, weight_kind, _ = RECIPES[recipe]
-    x = training.randn(sum(counts), training.hidden)
-    weight = training.randn(training.experts * 2 * training.expert_ffn, training.hidden)
+    x = training.randn(sum(counts), training.inner)
+    weight = training.randn(training.experts * 2 * training.expert_ffn, training.inner)
     a = quantize_operand(x, kind, fp8.E4M3, fp8.BLOCK_SIDE)
     b = quantized_experts(weight, training.experts, weight_kind, fp8.BLOCK_SIDE).ahead
     training.check(
         lambda: {"y": grouped_product(a, b, rows, training.experts, BF16)},
         lambda: {"y": definition(a.dequantized(), b.dequantized(), counts)},
-        {"y": bound(1, training.hidden) + sum_bound(a)},
+        {"y": bound(1, training.inner) + sum_bound(a)},
     )
 
 

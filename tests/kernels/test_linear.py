@@ -160,11 +160,12 @@ def test_triton_weight_gradient(interpreted, small_products, monkeypatch, dtype,
 
 @pytest.mark.gpu("linear.wgrad_kernel")
 def test_a_linear_at_training_sizes(training):
+    x, dy = (training.randn(training.tokens, n) for n in (training.hidden, training.ffn))
     training.check_function(
         linear,
         F.linear,
-        {"x": training.randn(training.tokens, training.hidden), "w": training.randn(training.ffn, training.hidden)},
-        (training.randn(training.tokens, training.ffn),),
+        {"x": x, "w": training.randn(training.ffn, training.hidden)},
+        (dy,),
         {"y": bound(1, training.hidden), "dx": bound(1, training.ffn), "dw": bound(0, training.tokens)},
         weights=("w",),
         is_ours=training.device.type == "cpu",  # on a GPU the library's weight gradient, where it adds fp32

@@ -80,6 +80,11 @@ class Training:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    @property
+    def inner(self) -> int:
+        """Channels of all heads: several blocks of fp8 scales, also where the rest is tiny."""
+        return self.heads * self.head_dim
+
     def randn(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, device=self.device, dtype=BF16)
 
@@ -114,6 +119,7 @@ class Training:
         with references():
             want = definition()
         errors = {name: relative_error(got[name], want[name]) for name in bounds}
+        del got, want  # the traceback of a failure would hold them while other tests run
         worst = max(errors, key=lambda name: distance(errors[name], bounds[name]))
         for name, value in {"result": worst, "error": errors[worst], "bound": bounds[worst]}.items():
             self.report(name, value)
