@@ -109,7 +109,7 @@ def test_products_into_fp32_need_no_meta_function(monkeypatch):
     launches = record(tiny("dense"), H200).launches
     judged = [judge(launch, Facts(1.0)) for launch in launches]
     weights = {one.launch.kernel for one in judged if one.part == "weight gradients"}
-    assert weights == {"aten.addmm", "aten.mm"}
+    assert weights == {"aten.mm"}, "the trial of addmm failed: our own kernel runs"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
