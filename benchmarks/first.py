@@ -30,13 +30,14 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import card
 from benchmarks.commit import commit_id
-from benchmarks.first_jobs import FirstRun, card_job, jobs_of
+from benchmarks.first_jobs import FirstRun, card_job, files_of_tests, jobs_of
 from benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
 from benchmarks.first_table import make_table, progress_line
 from benchmarks.jobs import JobPlace, run_jobs
@@ -83,7 +84,11 @@ def main(args: argparse.Namespace) -> int:
         memory = args.card_gb * card.GIB if args.card_gb else card.describe_machine(args.device).memory_bytes
         print(plan_text(int(memory), args.minutes))
         return 0
+    if args.device == "cpu" and not args.tiny:
+        raise ConfigError("--device cpu: a CPU rehearses tiny sizes alone; add --tiny")
     sections = chosen_sections(args.only)
+    if any(section.kind == "kernels" for section in sections):
+        files_of_tests(args.tests)
     machine = card.describe_machine(args.device)
     facts = machine.facts() | {"commit": commit_id()}
     results = results_before(args.after, machine.card) if args.after else Results()
@@ -104,14 +109,15 @@ def main(args: argparse.Namespace) -> int:
         with terminates_cleanly(), tempfile.TemporaryDirectory() as scratch:
             try:
                 end = started + 60 * args.minutes - RESERVE_S
-                messages = run_sections(
+                rows = run_sections(
                     args, sections, machine, results, scratch=Path(scratch), logs=out / "logs", end=end
                 )
-                for message in messages:
-                    is_row = results.add(message)
-                    file.write(json.dumps(message) + "\n")
-                    if is_row:
-                        print(progress_line(message), flush=True)
+                with closing(rows):  # ends what runs, however this loop ends
+                    for message in rows:
+                        is_row = results.add(message)
+                        file.write(json.dumps(message) + "\n")
+                        if is_row:
+                            print(progress_line(message), flush=True)
             finally:
                 for row in rows_without_time(sections, results):
                     results.rows.append(row)
@@ -147,7 +153,7 @@ def run_sections(
     scratch: Path,
     logs: Path,
     end: float,
-) -> Iterator[dict]:
+) -> Generator[dict, None, None]:
     """Yields rows, and ends of jobs: each section in its box, then what is missing, while time is left."""
 
     def seconds_left() -> float:
@@ -178,6 +184,8 @@ def run_sections(
     divided = {name.partition("/")[0] for name in parts}
     for is_boxed in (True, False):
         for section in sections:
+            if seconds_left() <= 0:
+                return
             box = time.monotonic() + scale * section.expected_s * SLACK[section.beside]
             jobs_here = [
                 job
@@ -193,8 +201,9 @@ def run_sections(
                 seconds_left=lambda: min(seconds_left(), box - time.monotonic() if is_boxed else math.inf),
                 done=results.done(section.name),
             )
-            for message in messages:
-                yield {"section": section.name, **message}
+            with closing(messages):
+                for message in messages:
+                    yield {"section": section.name, **message}
 
 
 def num_together(section: Section, run: FirstRun) -> int:

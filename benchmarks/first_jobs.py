@@ -9,8 +9,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from runtime.setup import peak_flops_of_gpu
 ROOT = Path(__file__).parents[1]
 MEMORY_SHARE = 0.9  # of the GPU, for all jobs beside each other
 PROFILED_STEPS = 2
-LIMIT_S = {"rates": 60.0, "kernels": 60.0, "models": 60.0, "modelled": 90.0, "exchanges": 40.0, "step": 75.0}
+LIMIT_S = {"rates": 60.0, "kernels": 60.0, "models": 90.0, "modelled": 90.0, "exchanges": 40.0, "step": 75.0}
 TINY_LIMIT_S = 120.0  # kernels are interpreted
 ABSENT = (  # of a contestant that cannot be here
     "not installed",
@@ -70,14 +69,12 @@ def jobs_of(section: Section, run: FirstRun) -> list[ForkedJob]:
     return KINDS[section.kind](section, run)
 
 
-@contextmanager
-def own_kernels(device: str, share: float) -> Iterator[None]:
-    """Inside, Triton's kernels run: interpreted on a CPU, with a share of the memory on a GPU."""
+def use_own_kernels(device: str, share: float) -> None:
+    """Triton's kernels run in this process: interpreted on a CPU, with a share of the memory on a GPU."""
     if device == "cpu":
         interpret_kernels()
     else:
         torch.cuda.set_per_process_memory_fraction(share)
-    yield
 
 
 # ---- the card ----------------------------------------------------------------------------------------------
@@ -117,20 +114,26 @@ def rates_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
 def report_rates(report: Report, done: frozenset[str], *, run: FirstRun) -> None:
     if run.site:
         sys.path.append(run.site)  # attention libraries
-    with own_kernels(run.device, 1.0):
-        rates.measure_rates(report, done, device=run.device, is_tiny=run.is_tiny)
+    use_own_kernels(run.device, 1.0)
+    rates.measure_rates(report, done, device=run.device, is_tiny=run.is_tiny)
 
 
 def kernels_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     """A job for each file with tests marked gpu."""
     jobs = []
-    for file in sorted((ROOT / run.tests).glob("test_*.py")):
-        if "mark.gpu" in file.read_text():
-            test = partial(report_tests, file=str(file), run=run)
-            jobs.append(ForkedJob(file.name, test, run.limit_s("kernels")))
-    if not jobs:
-        raise ConfigError(f"--tests {run.tests}: no file of it has a test marked gpu")
+    for file in files_of_tests(run.tests):
+        test = partial(report_tests, file=str(file), run=run)
+        jobs.append(ForkedJob(file.name, test, run.limit_s("kernels")))
     return jobs
+
+
+def files_of_tests(folder: str) -> list[Path]:
+    """Those with tests marked gpu. Raises ConfigError without one."""
+    files = sorted((ROOT / folder).glob("test_*.py"))
+    marked = [file for file in files if "mark.gpu" in file.read_text()]
+    if not marked:
+        raise ConfigError(f"--tests {folder}: no file of it has a test marked gpu")
+    return marked
 
 
 def report_tests(report: Report, done: frozenset[str], *, file: str, run: FirstRun) -> None:
@@ -202,9 +205,9 @@ def models_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
 
 
 def report_small_model(report: Report, done: frozenset[str], *, name: str, run: FirstRun) -> None:
-    with own_kernels(run.device, run.memory_share):
-        folder = Path(tempfile.mkdtemp(dir=run.scratch))  # one that was ended left a run behind
-        small_models.report_model(report, name, run.device, run.is_tiny, folder)
+    use_own_kernels(run.device, run.memory_share)
+    folder = Path(tempfile.mkdtemp(dir=run.scratch))  # one that was ended left a run behind
+    small_models.report_model(report, name, run.device, run.is_tiny, folder)
 
 
 def corpus_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -169,7 +169,7 @@ def run_jobs(
     most: int,
     seconds_left: Callable[[], float],
     done: Mapping[str, frozenset[str]],
-) -> Iterator[dict]:
+) -> Generator[dict, None, None]:
     """Runs jobs, at most `most` beside each other; yields their rows, and {"job", "complete"} of each.
 
     done: {job: rows that it leaves out}. When no seconds are left all are ended, without a row: what is

@@ -42,7 +42,7 @@ CLOCK_QUERY = (
 BACKWARD_PRODUCTS = 2.5  # of attention's backward, for each of its forward
 SQUARE = 8192
 TERA = 1e12
-DIFFERENT = 1e-2  # relative error of a product that is not the right one
+DIFFERENT = 0.05  # relative error of a product that is not the right one; fast sums of fp8 are coarse
 
 ADA, HOPPER = (8, 9), (9, 0)  # from which on chips have fp8, and the copy engine
 

@@ -257,9 +257,12 @@ def test_only_rows_that_are_ok_are_taken_over(tmp_path):
         first.results_before(str(tmp_path / "none.tar.gz"), "H200")
 
 
-def test_an_unknown_section_is_an_error():
+def test_bad_options_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="--only kernel: no such section; there are rates, "):
         first.chosen_sections("dense ours,kernel")
+    with pytest.raises(ConfigError, match="no file of it has a test marked gpu"):
+        first_jobs.files_of_tests(str(tmp_path))
+    assert len(first_jobs.files_of_tests("tests/kernels")) > 15
     sections = first.chosen_sections("kernels/test_norm.py,rates")
     assert [section.name for section in sections] == ["rates", "kernels"]
 
