@@ -9,7 +9,7 @@ python tests/kernels/aot.py [80 86 90 100] [--only NAME] > tests/kernels/aot.txt
 
 ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The
 shapes are those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters
-the kernels' own.
+the kernels' own. Gradients of attention are written, or (_add) added to what is there, as a ring does it.
 """
 
 import argparse

@@ -104,7 +104,7 @@ def test_bounds_follow_the_dtype():
 
 
 def test_every_kernel_has_a_test_at_training_sizes():
-    """By the names in the marks, of which `check` holds that they are launched."""
+    """By the names in the marks; `check` holds that the kernels are launched."""
     text = "".join(path.read_text() for path in HERE.glob("test_*.py"))
     marks = re.findall(r"pytest\.mark\.gpu\((.*?)\)", text, re.DOTALL)
     named = set(re.findall(r'"(\w+\.\w+_kernel)"', "".join(marks)))

@@ -98,8 +98,8 @@ class Training:
     ) -> None:
         """Asserts that each result of ours that has a bound is within it of the definition's.
 
-        is_ours: else a library's kernels run, of which nothing is asked but that they are right. Skips on a
-        chip that cannot have the kernel, as its fallback says.
+        is_ours: else a library's kernels run, and only their result is checked. Skips on a chip that cannot
+        have the kernel, as its fallback says.
         """
         ran = Ran()
         with observed(ran), poisoned() if is_ours else nullcontext():
@@ -190,12 +190,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def distance(error: float, bound: float) -> float:
-    """How near to its bound an error is; an error that is no number is the farthest beyond."""
+    """How near to its bound an error is; NaN is the farthest beyond."""
     return float("inf") if error != error else error / max(bound, 1e-30)
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of x, of which two NaN are equal."""
+    """The bits of x: those of two NaN are equal."""
     return x.contiguous().view(-1).view(torch.uint8)
 
 
