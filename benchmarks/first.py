@@ -33,6 +33,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks import card
@@ -40,7 +41,7 @@ from benchmarks.commit import commit_id
 from benchmarks.first_jobs import FirstRun, card_job, files_of_tests, jobs_of
 from benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
 from benchmarks.first_table import make_table, progress_line
-from benchmarks.jobs import JobPlace, run_jobs
+from benchmarks.jobs import ForkedJob, JobPlace, run_jobs
 from benchmarks.launches import Chip
 from benchmarks.process import terminates_cleanly
 from benchmarks.travel import describe_peers, travel_line
@@ -183,32 +184,51 @@ def run_sections(
     parts = [name for name in args.only.split(",") if "/" in name]
     divided = {name.partition("/")[0] for name in parts}
     for is_boxed in (True, False):
-        for section in sections:
+        for pool in pools_of(sections):
             if seconds_left() <= 0:
                 return
-            box = time.monotonic() + scale * section.expected_s * SLACK[section.beside]
-            jobs_here = [
-                job
-                for job in jobs_of(section, run)
-                if section.name not in divided or f"{section.name}/{job.name}" in parts
-            ]
-            results.planned[section.name] = [job.name for job in jobs_here]
-            wanted = [job for job in jobs_here if (section.name, job.name) not in results.complete]
+            box = time.monotonic() + sum(scale * one.expected_s * SLACK[one.beside] for one in pool)
+            section_of: dict[str, str] = {}
+            wanted: list[list[ForkedJob]] = []
+            done: dict[str, frozenset[str]] = {}
+            for section in pool:
+                jobs_here = [
+                    job
+                    for job in jobs_of(section, run)
+                    if section.name not in divided or f"{section.name}/{job.name}" in parts
+                ]
+                results.planned[section.name] = [job.name for job in jobs_here]
+                section_of |= {job.name: section.name for job in jobs_here}
+                done |= results.done(section.name)
+                wanted.append([job for job in jobs_here if (section.name, job.name) not in results.complete])
             messages = run_jobs(
-                wanted,
+                [job for turn in zip_longest(*wanted) for job in turn if job],
                 place,
-                most=run.jobs if section.beside else num_together(section, run),
+                most=num_together(pool[0], run),
                 seconds_left=lambda: min(seconds_left(), box - time.monotonic() if is_boxed else math.inf),
-                done=results.done(section.name),
+                done=done,
             )
             with closing(messages):
                 for message in messages:
-                    yield {"section": section.name, **message}
+                    yield {"section": section_of[message["job"]], **message}
+
+
+def pools_of(sections: list[Section]) -> list[list[Section]]:
+    """Sections that run one after another, and those that share a pool of processes."""
+    pools: list[list[Section]] = []
+    for section in sections:
+        if section.shares_pool and pools and pools[-1][0].beside:
+            pools[-1].append(section)
+        else:
+            pools.append([section])
+    return pools
 
 
 def num_together(section: Section, run: FirstRun) -> int:
-    """Ranks of one world run beside each other; whatever is timed runs alone."""
-    return max(2, run.machine.num_gpus) if section.kind == "exchanges" else 1
+    """Ranks of one world run beside each other; what is timed runs alone."""
+    if section.kind == "exchanges":
+        return max(2, run.machine.num_gpus)
+    return run.jobs if section.beside else 1
 
 
 def rows_of_card(device: str, place: JobPlace) -> list[dict]:

@@ -16,7 +16,8 @@ SLACK = {True: 1.5, False: 3.0}  # {beside: a section's box over its expected ti
 class Section:
     """Rows of one kind.
 
-    expected_s: on an H100, an estimate. beside: several jobs at once. model, contestant: of a step.
+    expected_s: on an H100, an estimate. beside: several jobs at once. shares_pool: with the section before.
+    model, contestant: of a step.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Section:
     what: str
     kind: str = "step"
     beside: bool = False
+    shares_pool: bool = False
     model: str = ""
     contestant: str = ""
 
@@ -36,10 +38,17 @@ SECTIONS = (
     Section("rates", 25, "products, copies, attention, launches, the clock under load", "rates"),
     step("dense", "ours", 25, "the step that all others are compared with"),
     Section("kernels", 85, "right or wrong: pytest -m gpu tests/kernels", "kernels", beside=True),
+    Section(
+        "modelled",
+        5,
+        "the step model's launches of these shapes (no GPU), beside the kernels",
+        "modelled",
+        beside=True,
+        shares_pool=True,
+    ),
     Section("corpus", 5, "the text of the small models", "corpus"),
     Section("models", 45, "small models with the kernels and without", "models", beside=True),
     step("moe", "ours", 25, "64 experts, top 8"),
-    Section("modelled", 10, "the step model's launches of these shapes (no GPU)", "modelled", beside=True),
     step("dense", "ours+fp8", 25, "tensorwise scales"),
     step("packed", "ours", 25, "two documents in a sequence"),
     step("packed", "ours+libraries", 30, "the same with the attention libraries of --site"),

@@ -56,10 +56,13 @@ def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> st
 
     wrong = [{"of": row["section"], **cells_of(row)} for row in rows if row["state"] == "wrong"]
     lines += ["## Wrong", "", *(markdown_table(wrong) or ["nothing"]), ""]
+    late = [{"of": row["section"], "why": row["problem"]} for row in rows if row["state"] == "no time"]
+    lines += ["## No time", "", *markdown_table(late), ""] if late else []
     lines += compared_lines(rows)
     kinds = {section.name: section.kind for section in SECTIONS}
     for kind in dict.fromkeys(kinds.values()):
-        of_kind = [row for row in rows if kinds.get(row["section"]) == kind and kind != "modelled"]
+        shown = [row for row in rows if row["state"] != "no time" and kind != "modelled"]
+        of_kind = [row for row in shown if kinds.get(row["section"]) == kind]
         if of_kind:
             title = "steps" if kind == "step" else kind
             lines += [f"## {title[0].upper()}{title[1:]}", "", *markdown_table([*map(cells_of, of_kind)]), ""]

@@ -197,7 +197,7 @@ def test_four_minutes_are_for_what_decides():
     """Rates, the dense step, kernels, small models and the mixture; nine for everything of ours."""
     rows = [line.split("|") for line in first_plan.plan_text(80 * card.GIB, 4.0).splitlines()[4:]]
     in_time = [row[1].strip() for row in rows if row[-2].strip() == "yes"]
-    assert in_time == ["rates", "dense ours", "kernels", "corpus", "models", "moe ours"]
+    assert in_time == ["rates", "dense ours", "kernels", "modelled", "corpus", "models", "moe ours"]
     rows = [line.split("|") for line in first_plan.plan_text(80 * card.GIB, 9.0).splitlines()[4:]]
     late = [row[1].strip() for row in rows if row[-2].strip() != "yes"]
     assert late and all("ours" not in name for name in late)
@@ -234,6 +234,16 @@ def test_what_is_missing_has_no_time():
     ]
     text = make_table(rows, {"card": "a card"}, 1.0)
     assert "0 wrong, 2 no time" in text and "## Wrong\n\nnothing" in text
+    assert "| moe ours | never begun |" in text
+
+
+def test_what_needs_no_gpu_shares_a_pool():
+    pools = [[section.name for section in pool] for pool in first.pools_of(list(first_plan.SECTIONS))]
+    assert ["kernels", "modelled"] in pools and ["dense ours"] in pools and sum(map(len, pools)) == len(
+        first_plan.SECTIONS
+    )
+    alone = [section for section in first_plan.SECTIONS if section.name in ("dense ours", "modelled")]
+    assert [len(pool) for pool in first.pools_of(alone)] == [1, 1]
 
 
 def test_only_rows_that_are_ok_are_taken_over(tmp_path):
