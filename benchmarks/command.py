@@ -204,7 +204,7 @@ def add_first_options(first: argparse.ArgumentParser) -> None:
     first.add_argument("--only", default="", help="sections, or SECTION/JOB, separated by commas")
     first.add_argument("--jobs", type=int, default=0, help="processes beside each other; 0: by the GPU")
     first.add_argument(
-        "--start", choices=("fork", "spawn"), default="fork", help="how jobs start; spawn imports all anew"
+        "--start", choices=("fork", "spawn"), default="fork", help="how jobs start; spawn: each imports all"
     )
     first.add_argument("--plan", action="store_true", help="prints the order, times and layers, and ends")
     first.add_argument("--card-gb", type=float, default=0.0, help="of --plan: the memory of another GPU, GiB")

@@ -237,7 +237,7 @@ def rows_of_card(device: str, place: JobPlace) -> list[dict]:
 
 
 def rows_without_time(sections: list[Section], results: Results) -> Iterator[dict]:
-    """A row for each section of which something is missing."""
+    """A row for each section that is not complete."""
     for section in sections:
         planned = results.planned.get(section.name)
         lost = [job for job in planned or () if (section.name, job) not in results.complete]

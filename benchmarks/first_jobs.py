@@ -324,7 +324,7 @@ def measure_in_process(report: Report, name: str, settings: dict, site: str) -> 
 
 
 def absent_libraries(site: str) -> dict | None:
-    """Why ours has no libraries of a site folder here; None: it has one."""
+    """Why no library of a site folder can be used here. None: one can."""
     if not site:
         return {"problem": "not installed: --site names no folder with attention libraries"}
     names = {library.module.partition(".")[0] for library in LIBRARIES} - {"torch", "kernels"}
@@ -338,8 +338,8 @@ def absent_libraries(site: str) -> dict | None:
 def modelled_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     jobs = []
     for step, scenario in SCENARIOS.items():
-        jobs.append(ForkedJob(step, partial(report_modelled, step=step, scenario=scenario, run=run),
-                        run.limit_s("modelled")))  # fmt: skip
+        work = partial(report_modelled, step=step, scenario=scenario, run=run)
+        jobs.append(ForkedJob(f"model of {step}", work, run.limit_s("modelled")))
     return jobs
 
 
@@ -347,17 +347,19 @@ def report_modelled(
     report: Report, done: frozenset[str], *, step: str, scenario: str, run: FirstRun
 ) -> None:
     """What the step's launches cost, counted, to be timed with measured rates (benchmarks/measured.py)."""
-    report(starting=step)
+    row = f"model of {step}"
+    report(starting=row)
     model, _, name = step.partition(" ")
     shape = fitted_shape(model, name, run.machine.memory_bytes, run.is_tiny)
     if shape is None:
-        report(row=step, state="absent", problem=card.TOO_LARGE)
+        report(row=row, step=step, state="absent", problem=card.TOO_LARGE)
         return
     recorded = step_model.recorded_step(scenario, run.chip, shape)
     works = Counter(step_model.Work.of(judged) for judged in recorded.works if judged.launch.launches)
     flops = step_model.flops_per_token(recorded.cfg.model, shape.seq, recorded.documents) * shape.tokens
     report(
-        row=step,
+        row=row,
+        step=step,
         state="ok",
         works=[[*work, count] for work, count in works.items()],
         host=recorded.host,

@@ -101,5 +101,5 @@ def plan_text(memory_bytes: int, minutes: float, is_tiny: bool = False) -> str:
         row["in time"] = "yes" if seconds <= 60 * minutes - RESERVE_S else "only if others are faster"
         rows.append(row)
     usable = USABLE_MEMORY * memory_bytes / GIB
-    title = f"{memory_bytes / GIB:.0f} GiB, of which {usable:.1f} are planned; {minutes:g} minutes."
+    title = f"{memory_bytes / GIB:.0f} GiB, {usable:.1f} of them planned; {minutes:g} minutes."
     return "\n".join([title, "", *markdown_table(rows)])

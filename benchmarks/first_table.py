@@ -72,7 +72,7 @@ def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> st
 def compared_lines(rows: Iterable[Mapping]) -> list[str]:
     """Each scenario that was modelled and measured, and its largest gaps."""
     rates = measured_rates(row for row in rows if row["section"] == "rates")
-    modelled = {row["row"]: row for row in rows if row["section"] == "modelled" and row["state"] == "ok"}
+    modelled = {row["step"]: row for row in rows if row["section"] == "modelled" and row["state"] == "ok"}
     steps, gaps = [], []
     for row in rows:
         if row["row"] not in modelled or row["state"] != "ok" or "tokens/s" not in row:

@@ -211,6 +211,8 @@ def test_memory_and_cores_bound_the_jobs():
 def test_a_step_has_an_alternative_with_fewer_layers():
     machine = card.GpuMachine("NVIDIA H100 80GB HBM3", "580", "2.11", 80 * card.GIB)
     run = first_jobs.FirstRun("cuda", False, "", Path(), machine, 8, CHIPS["h100"])
+    jobs = [job.name for section in first_plan.SECTIONS for job in first_jobs.jobs_of(section, run)]
+    assert len(set(jobs)) == len(jobs)  # a log each
     for section in first_plan.SECTIONS:
         if section.kind == "step":
             [job] = first_jobs.jobs_of(section, run)
