@@ -66,12 +66,9 @@ def training(small_products, request, record_property):
     return Training(small_products, kernels, record_property, **sizes)
 
 
-WAYS = ("five products", "seven products")
-
-
-@pytest.fixture(params=WAYS)
-def small(interpreted, monkeypatch, request):
-    """Attention by both ways of its backward, without a GPU in blocks of 16 and 32. Its value: the device."""
+@pytest.fixture
+def small_blocks(interpreted, monkeypatch):
+    """Attention in blocks of 16 and 32, where there is no GPU. Its value: the device."""
     from kernels import attention_launch as launch
 
     if interpreted.type == "cpu":
@@ -81,6 +78,14 @@ def small(interpreted, monkeypatch, request):
         monkeypatch.setattr(launch, "FP32_BLOCKS", (32, 16, 4, 1))
         monkeypatch.setattr(launch, "DELTA_ROWS", 16)
         monkeypatch.setattr(launch, "STARTS_ROWS", 32)
+    return interpreted
+
+
+@pytest.fixture(params=("five products", "seven products"))
+def small(small_blocks, monkeypatch, request):
+    """The same by both ways of attention's backward."""
+    from kernels import attention_launch as launch
+
     if request.param == "seven products":
         monkeypatch.setattr(launch, "BACKWARD_BLOCKS", {8: {}, 9: {}, 10: {}})
-    return interpreted
+    return small_blocks

@@ -113,10 +113,10 @@ def test_triton(small, name, dtype, bound):
     assert all(torch.equal(a, c) for a, c in zip(grads, again))
 
 
-def test_what_triton_refuses(small, capfd):
-    q, k, v, _, mask = (t.to(small) for t in draw(6))
+def test_what_triton_refuses(small_blocks, capfd):
+    q, k, v, _, mask = (t.to(small_blocks) for t in draw(6))
     attention_part(q.float(), k.float(), v.float(), mask)
-    wide = torch.randn(1, 2, 1, 300, device=small)
+    wide = torch.randn(1, 2, 1, 300, device=small_blocks)
     attention_part(wide, wide, wide, None)
     assert capfd.readouterr().err.splitlines() == [
         f"attention: {why}; the slower torch reference runs instead"
