@@ -1,42 +1,39 @@
 """Training steps of large models on one GPU, ours beside the peers, in one run of a given length.
 
-    python -m scripts.bench step --device cuda --minutes 9.5 --site SITE --out step.jsonl --table step.md
+    python -m scripts.bench step --device cuda --minutes 9 --site SITE --out step.jsonl --table step.md
     python -m scripts.bench step --device cpu --tiny --minutes 3        a rehearsal: the same plan, tiny
 
 Each contestant (benchmarks/contestant.py) has a process of its own with a time limit. One that crashes or
 hangs costs its own time alone, and its row says why. Results are appended to --out as they are measured, so a
-run that is killed keeps what it has. PLAN is in the order of importance, the kernels (benchmarks/gpu.py)
-among its entries; an entry for which no time is left gets a row that says so.
+run that is killed keeps what it has. PLAN is in the order of importance; an entry for which no time is left
+gets a row that says so. Every model has the layers that fit the GPU (its row says how many), and fewer where
+memory does not suffice all the same. Ours runs the dense model first and last among the rows that decide: the
+difference is the noise. "ours is" compares the model's FLOPs a second, so rows of different layers can be
+compared. On a machine that is met for the first time `scripts.bench first` comes before the race.
 
-Before the first box one process imports the packages, which warms the disk, and then all contestants start
-beside each other with three layers (`--warm-up` seconds): what they compile is in the caches of Triton and of
-torch.compile when their own time begins. Ours runs the dense model first and last among the rows that decide:
-the difference is the noise. "ours is" compares the model's FLOPs a second, so a contestant that fits fewer
-layers of the 8B model (its row says how many) is compared all the same.
-
-What travels to a machine without a network, and how the peers' packages get there: docs/benchmarks.md. First
-what may be wrong (benchmarks/smoke.py), then the race.
+What travels to a machine without a network, and how the peers' packages get there: docs/benchmarks.md.
 
 MFU: model FLOPs (plan/count.py: causal attention once and within documents, a mixture's active experts, no
 padding) over 989 TFLOP/s dense bf16.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 import config
-from benchmarks.card_table import KERNELS, make_table, progress_line
-from benchmarks.process import Outcome, Task, last_error_line, run_task, run_tasks, terminates_cleanly
+from benchmarks.card_table import make_table, progress_line
+from benchmarks.process import Outcome, Task, last_error_line, run_task, terminates_cleanly
 from benchmarks.shape import Shape
 from benchmarks.travel import describe_peers, travel_line
 from plan.count import flops_per_token
@@ -49,15 +46,12 @@ RESERVE_S = 8.0  # for the table, and for what a killed process leaves behind
 USABLE_MEMORY = 0.88  # share of the GPU's memory; the rest: workspaces of libraries, gaps of the allocator
 GPU_STEPS = {"warm": 4, "steps": 10}
 CPU_STEPS = {"warm": 1, "steps": 2}
-ONE_STEP = {"warm": 1, "steps": 1}
 NO_RESULT = {"ms": None, "problem": None}
-MIN_LAYERS_8B = 4
-FEWER_LAYERS_8B = 3  # that the 8B model loses where it does not fit
-IMPORTS = ("torch", "triton", "transformers", "torchtitan", "megatron.core", "transformer_engine")
-IMPORT_S = 60.0  # at most, for the imports that warm the disk
-WARM_UP_LAYERS = 3  # in fp8, the first and the last are not
-WARM_UP_BESIDE = 3  # contestants that warm up beside each other: all of them must fit the GPU
-WARM_UP_LOGITS = 1 << 31  # elements: a contestant that keeps more warms up alone, in its own time
+MIN_LAYERS = {"bf16": 2, "fp8": 3}  # by dtype: in fp8 the first and the last stay in bf16
+TOO_LARGE = "the fewest layers do not fit the memory"
+FEWER_LAYERS = 3  # that a model loses where it does not fit
+GIB = 2**30
+CPU_MEMORY = 2 * GIB  # of the stand-in for a GPU in a rehearsal
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,6 @@ PLAN = (
     Entry("dense", "ours", 30, 90),
     Entry("dense", "megatron-core"),
     Entry("dense", "torchtitan+compile", 40, 90),
-    Entry(KERNELS, "products", 40, 75),
     Entry("packed", "ours"),
     Entry("moe", "ours"),
     Entry("dense", "ours+fp8"),
@@ -91,7 +84,6 @@ PLAN = (
     Entry("dense", "ours"),
     Entry("8b", "torchtitan+compile", 40, 90),
     Entry("dense-128k", "torchtitan+compile", 40, 90),
-    Entry(KERNELS, "memory", 40, 90),
     Entry("packed", "torchtitan+compile", 40, 90),
     Entry("packed-uneven", "megatron-core"),
     Entry("dense", "nanogpt+compile", 40),
@@ -115,9 +107,7 @@ def main(args: argparse.Namespace) -> int:
     results = Path(args.out)
     results.parent.mkdir(parents=True, exist_ok=True)
     print(travel_line(), describe_peers(args.site), sep="\n", flush=True)
-    machine, memory_bytes = describe_machine(args.device)
-    shapes = Shape.gpu_models(args.tiny)
-    shapes["8b"] = fit_layers(shapes["8b"], memory_bytes)
+    machine = describe_machine(args.device)
 
     def seconds_left() -> float:
         return 60 * args.minutes - RESERVE_S - (time.monotonic() - started)
@@ -125,84 +115,40 @@ def main(args: argparse.Namespace) -> int:
     rows = []
     with terminates_cleanly():
         try:
-            warm_up(shapes, args, seconds_left)
-            for row in run_plan(shapes, machine, args, seconds_left):
+            for row in run_plan(machine, args, seconds_left):
                 rows.append(row)
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(progress_line(row), flush=True)
         finally:
-            text = make_table(rows, machine)
+            text = make_table(rows, machine.facts())
             print("\n" + text)
             if args.table:
                 Path(args.table).write_text(text)
     return 0
 
 
-def warm_up(shapes: dict[str, Shape], args: argparse.Namespace, seconds_left: Callable[[], float]) -> None:
-    """Imports the packages once, and starts the contestants beside each other with few layers.
-
-    It takes at most args.warm_up seconds, and prints which contestant did not start.
-    """
-    if args.warm_up <= 0:
-        return
-    end = seconds_left() - args.warm_up
-
-    def seconds() -> float:
-        return min(seconds_left(), seconds_left() - end)
-
-    run_task(import_task(args.site, min(IMPORT_S, seconds())))
-    tasks = start_tasks(chosen_entries(shapes, args), shapes, args, limit_s=max(seconds(), 1.0))
-    for task, outcome in run_tasks(tasks, most=WARM_UP_BESIDE, seconds_left=seconds):
-        problem = problem_of(outcome)
-        if problem:
-            print(f"warm-up of {task.name}: {problem}", flush=True)
-
-
-def import_task(site: str, limit_s: float) -> Task:
-    """One process that imports what the contestants import: the first to do so waits for the disk."""
-    lines = ["import importlib, contextlib"]
-    for name in IMPORTS:
-        lines.append(f"with contextlib.suppress(Exception): importlib.import_module({name!r})")
-    command = [sys.executable, "-c", "\n".join(lines)]
-    return Task("imports", command, environment_of("imports", site), limit_s)
-
-
-def start_tasks(
-    entries: list[Entry], shapes: dict[str, Shape], args: argparse.Namespace, limit_s: float
-) -> list[Task]:
-    """One step of each contestant with WARM_UP_LAYERS layers: what it compiles is that of all its layers."""
-    tasks: dict[str, Task] = {}
-    for entry in entries:
-        shape = shapes.get(entry.model)
-        if shape is None or shape.tokens * shape.vocab > WARM_UP_LOGITS:
-            continue
-        small = replace(shape, layers=min(shape.layers, WARM_UP_LAYERS))
-        name = f"{entry.model} {entry.contestant}"
-        command = contestant_command(entry.contestant, small, args.device, ONE_STEP)
-        tasks[name] = Task(name, command, environment_of(entry.contestant, args.site), limit_s)
-    return list(tasks.values())
-
-
 def run_plan(
-    shapes: dict[str, Shape],
-    machine: Mapping[str, str],
-    args: argparse.Namespace,
-    seconds_left: Callable[[], float],
+    machine: "GpuMachine", args: argparse.Namespace, seconds_left: Callable[[], float]
 ) -> Iterator[dict]:
     """Yields a row of results for each entry of the plan that the options ask for.
 
-    A contestant for which the 8B model is too large runs it again with fewer layers.
+    A contestant for which a model is too large runs it again with fewer layers.
     """
-    pending = [(entry, shapes.get(entry.model)) for entry in chosen_entries(shapes, args)]
+    pending = []
+    for entry in chosen_entries(args):
+        shape = fitted_shape(entry.model, entry.contestant, machine.memory_bytes, args.tiny)
+        pending.append((entry, shape))
     while pending:
         entry, shape = pending.pop(0)
         date = time.strftime("%Y-%m-%d %H:%M")
-        row = {"model": entry.model, "contestant": entry.contestant, "date": date, **machine}
+        row = {"model": entry.model, "contestant": entry.contestant, "date": date, **machine.facts()}
 
         left = seconds_left()
         is_too_late = left < 1 or (left < entry.min_s and not args.tiny)
-        if is_too_late:
+        if shape is None:
+            row |= NO_RESULT | {"problem": TOO_LARGE}
+        elif is_too_late:
             row |= NO_RESULT | {"problem": f"no time left ({max(left, 0):.0f} s)"}
         else:
             row |= run_contestant(entry, shape, args, min(entry.max_s, left))
@@ -210,17 +156,16 @@ def run_plan(
         if shape is not None:
             row["shape"] = asdict(shape)
             if row["ms"]:
-                row |= derived_figures(row, shape, peak_flops_of_gpu(machine["card"], "bf16"))
-            if entry.model == "8b" and row["problem"] == "out of memory" and shape.layers > MIN_LAYERS_8B:
-                pending.insert(0, (entry, replace(shape, layers=shape.layers - FEWER_LAYERS_8B)))
+                row |= derived_figures(row, shape, peak_flops_of_gpu(machine.card, "bf16"))
+            smaller = with_fewer_layers(shape, dtype_of(entry.contestant))
+            if row["problem"] == "out of memory" and smaller is not None:
+                pending.insert(0, (entry, smaller))
         yield row
 
 
-def chosen_entries(shapes: Mapping[str, Shape], args: argparse.Namespace) -> list[Entry]:
+def chosen_entries(args: argparse.Namespace) -> list[Entry]:
     """Returns the entries of PLAN that --only and --peers ask for."""
-    models = args.only.split(",") if args.only else [*shapes, KERNELS]
-    if args.device != "cuda":  # tests/benchmarks/test_gpu.py is the rehearsal of the kernels
-        models = [model for model in models if model != KERNELS]
+    models = args.only.split(",") if args.only else [entry.model for entry in PLAN]
     entries = [entry for entry in PLAN if entry.model in models]
     if not args.peers:
         return entries
@@ -233,42 +178,84 @@ def chosen_entries(shapes: Mapping[str, Shape], args: argparse.Namespace) -> lis
     return [entry for entry in entries if is_chosen(entry)]
 
 
-def describe_machine(device: str) -> tuple[dict[str, str], int]:
-    """Returns {card, driver, torch} and the bytes of the device's memory.
+# ---- the machine, and what fits it -------------------------------------------------------------------------
 
-    It asks nvidia-smi: a CUDA context would take some of the memory. Raises ConfigError without a GPU.
-    """
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """card: the GPU's name. is_exclusive: one process at a time may use it."""
+
+    card: str
+    driver: str
+    torch: str
+    memory_bytes: int
+    num_gpus: int = 1
+    is_exclusive: bool = False
+
+    def facts(self) -> dict[str, str]:
+        return {"card": self.card, "driver": self.driver, "torch": self.torch}
+
+
+def describe_machine(device: str) -> GpuMachine:
+    """Asks nvidia-smi: a CUDA context would take some of the memory. Raises ConfigError without a GPU."""
     if device == "cpu":
-        return {"card": f"CPU ({platform.machine()})", "driver": "", "torch": torch.__version__}, 2**31
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+        return GpuMachine(f"CPU ({platform.machine()})", "", torch.__version__, CPU_MEMORY)
+    query = "--query-gpu=name,driver_version,memory.total,compute_mode"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        output = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         raise config.ConfigError(
             "--device cuda: nvidia-smi finds no GPU here; a rehearsal is --device cpu --tiny"
         ) from error
-    name, driver, mebibytes = (part.strip() for part in output.splitlines()[0].split(","))
-    return {"card": name, "driver": driver, "torch": torch.__version__}, int(mebibytes) * 2**20
+    gpus = output.strip().splitlines()
+    name, driver, mebibytes, mode = (part.strip() for part in gpus[0].split(","))
+    return GpuMachine(
+        name,
+        driver,
+        torch.__version__,
+        memory_bytes=int(mebibytes) * 2**20,
+        num_gpus=len(gpus),
+        is_exclusive="Exclusive" in mode,
+    )
 
 
-def fit_layers(shape: Shape, memory_bytes: int) -> Shape:
-    """Returns the shape with as many of its layers as fit by plan/memory.py, at least 2."""
-    for layers in range(shape.layers, 2, -1):
+@functools.cache
+def fitted_shape(model: str, contestant: str, memory_bytes: int, is_tiny: bool) -> Shape | None:
+    """The shape of a model with the layers that fit, as a contestant trains it. None: it does not fit."""
+    return fit_layers(Shape.gpu_models(is_tiny)[model], memory_bytes, dtype_of(contestant))
+
+
+def dtype_of(contestant: str) -> str:
+    return "fp8" if "fp8" in contestant.split("+") else "bf16"
+
+
+def fit_layers(shape: Shape, memory_bytes: int, dtype: str = "bf16") -> Shape | None:
+    """The shape with as many of its layers as fit by plan/memory.py. None: the fewest do not fit."""
+    for layers in range(shape.layers, MIN_LAYERS[dtype] - 1, -1):
         smaller = replace(shape, layers=layers)
-        if planned_bytes(smaller) <= USABLE_MEMORY * memory_bytes:
+        if planned_bytes(smaller, dtype) <= USABLE_MEMORY * memory_bytes:
             return smaller
-    return replace(shape, layers=min(shape.layers, 2))
+    return None
 
 
-def planned_bytes(shape: Shape) -> int:
+def with_fewer_layers(shape: Shape, dtype: str) -> Shape | None:
+    """What is tried where a shape that was planned to fit does not. None: there is nothing smaller."""
+    layers = max(shape.layers - FEWER_LAYERS, MIN_LAYERS[dtype])
+    return replace(shape, layers=layers) if layers < shape.layers else None
+
+
+def planned_bytes(shape: Shape, dtype: str = "bf16") -> int:
     """Returns the bytes that a step of the shape needs on one GPU."""
     train = {
         "seq_len": shape.seq,
         "micro_batch": shape.batch,
         "global_batch": shape.batch,
-        "dtype": "bf16",
+        "dtype": dtype,
         "steps": 1,
     }
+    if shape.hidden % 128:  # a tiny model
+        train["fp8_block"] = 32
     cfg = config.build_tree(config.Config, {"model": shape.model_keys(), "train": train})
     job = job_of_rank(cfg, world=1, rank=0)
     return sum(state_bytes(job).values()) + peak_activation_bytes(job, flash=True)
@@ -277,22 +264,14 @@ def planned_bytes(shape: Shape) -> int:
 # ---- one contestant ----------------------------------------------------------------------------------------
 
 
-def run_contestant(entry: Entry, shape: Shape | None, args: argparse.Namespace, limit_s: float) -> dict:
-    """Runs one contestant -> what it measured, or {"problem": why not}. shape: None for the kernels."""
+def run_contestant(entry: Entry, shape: Shape, args: argparse.Namespace, limit_s: float) -> dict:
+    """Runs one contestant -> what it measured, or {"problem": why not}."""
     env = environment_of(entry.contestant, args.site)
-    if shape is None:
-        command = [sys.executable, "-m", "scripts.bench", "kernels", "--device", args.device, "--json"]
-        command += ["--part", entry.contestant]
-    else:
-        num_steps = GPU_STEPS if args.device == "cuda" else CPU_STEPS
-        command = contestant_command(entry.contestant, shape, args.device, num_steps)
+    num_steps = GPU_STEPS if args.device == "cuda" else CPU_STEPS
+    command = contestant_command(entry.contestant, shape, args.device, num_steps)
     outcome = run_task(Task(entry.contestant, command, env, limit_s))
     took = {"took s": round(outcome.seconds, 1)}
     problem = problem_of(outcome)
-
-    if shape is None:
-        kernels = [message for message in outcome.messages if "kernel" in message]
-        return NO_RESULT | {"problem": problem, "kernels": kernels, **took}
     if problem is not None:
         return NO_RESULT | {"problem": problem, **took}
     first_step = next(message["s"] for message in outcome.messages if message.get("phase") == "first step")
@@ -300,14 +279,14 @@ def run_contestant(entry: Entry, shape: Shape | None, args: argparse.Namespace, 
 
 
 def problem_of(outcome: Outcome) -> str | None:
-    """Why a contestant, or the kernels, did not come to their last message; None if they did."""
+    """Why a contestant did not come to its last message; None if it did."""
     last = outcome.messages[-1] if outcome.messages else {}
-    if "done" in last or "machine" in last:
+    if "done" in last:
         return None
     if "error" in last:
         return last["error"]
     if outcome.timed_out:
-        phase = last.get("phase") or last.get("kernel") or "starting"
+        phase = last.get("phase", "starting")
         return f"stopped after its {outcome.seconds:.0f} s, last phase: {phase}"
     return last_error_line(outcome.errors)
 
@@ -318,17 +297,18 @@ def contestant_command(name: str, shape: Shape, device: str, num_steps: dict[str
 
 
 def environment_of(contestant: str, site: str) -> dict[str, str]:
-    """Returns the environment of a contestant; `site` is on the path of peers and of the kernels."""
+    """Returns the environment of a contestant; `site` is on the path of peers and of ours+libraries."""
     env = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
     }
-    if site and not contestant.startswith("ours"):
+    base, *flags = contestant.split("+")
+    if site and (base != "ours" or "libraries" in flags):
         paths = [os.path.abspath(site), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if "graphs" in contestant:
+    if "graphs" in flags:
         del env["PYTORCH_CUDA_ALLOC_CONF"]  # a recorded step has a memory pool of its own
     return env
 

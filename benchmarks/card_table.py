@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from benchmarks.markdown import markdown_table
 
-KERNELS = "kernels"  # an entry of the plan that is no model: benchmarks/gpu.py
-
 
 def table_cells(row: dict, best: Mapping[str, float], dense: Mapping[str, float]) -> dict[str, str]:
     """Returns a row of the table.
@@ -14,10 +12,6 @@ def table_cells(row: dict, best: Mapping[str, float], dense: Mapping[str, float]
     best: {model: the TFLOP/s of ours in bf16}. dense: {contestant: its TFLOP/s of the dense model}.
     """
     cells = {"model": row["model"], "contestant": row["contestant"]}
-    if row["model"] == KERNELS:
-        num_measured = len(row.get("kernels", []))
-        problem = f", then: {row['problem']}" if row["problem"] else ""
-        return cells | {"tokens/s": f"{num_measured} measured, below{problem}"}
     if row["problem"]:
         return cells | {"tokens/s": f"not run: {row['problem']}"}
 
@@ -52,7 +46,7 @@ def progress_line(row: dict) -> str:
 
 
 def make_table(rows: list[dict], machine: Mapping[str, str]) -> str:
-    """Returns the Markdown text: the date and the machine, a row for each result, each kernel, the shapes."""
+    """Returns the Markdown text: the date and the machine, a row for each result, the shapes."""
     lines = [title_line(rows, machine), ""]
 
     # the results, sorted by model in the order of the plan
@@ -70,13 +64,6 @@ def make_table(rows: list[dict], machine: Mapping[str, str]) -> str:
     lines += markdown_table([table_cells(row, best, dense) for row in results])
 
     lines += noise_line(rows)
-
-    # the kernels, a table for each unit
-    kernels = [kernel for row in rows for kernel in row.get("kernels", ())]
-    columns = dict.fromkeys(column for kernel in kernels for column in kernel)
-    units = [column for column in columns if column not in ("kernel", "beside it")]
-    for unit in units:
-        lines += ["", *markdown_table([kernel for kernel in kernels if unit in kernel])]
 
     # the shapes
     lines.append("")

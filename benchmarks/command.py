@@ -7,10 +7,10 @@
         the same of a mixture
     python -m scripts.bench step --device cuda [--minutes 9] [--table FILE]
         the large models on one GPU, each contestant with a time limit
-    python -m scripts.bench smoke --device cuda [--minutes 9.5] [--out FOLDER]
-        what may be wrong on a GPU: kernels, small models, train.py, exchanges, contestants, tests
-    python -m scripts.bench kernels [--dtype bf16] [--device cuda]
-        each kernel beside the plain torch operations
+    python -m scripts.bench first [--minutes 9] [--after FILE] [--out FOLDER]
+        a first meeting with a GPU: rates, steps, right or wrong, modelled beside measured
+    python -m scripts.bench kernels [--dtype bf16]
+        each kernel on the CPU, beside the plain torch operations
     python -m scripts.bench model [SCENARIO ...] [--gpu h200] [--page FILE]
         the time of a large model's step on a GPU, modelled launch by launch; needs no GPU
     torchrun --standalone --nproc-per-node 2 -m scripts.bench machine [--out FILE]
@@ -38,13 +38,13 @@ What the columns mean
 """
 
 import argparse
+import importlib
 import subprocess
 import sys
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
-import torch
 
-from benchmarks import card, checkpoint, data, kernels, machine, race, shape, smoke, watching, words
+from benchmarks import card, checkpoint, data, kernels, machine, race, shape, watching, words
 from benchmarks.chaos import command as chaos
 
 COMMANDS = {
@@ -53,7 +53,6 @@ COMMANDS = {
     "checkpoint": checkpoint.main,
     "data": data.main,
     "machine": machine.main,
-    "smoke": smoke.main,
     "words": words.main,
     "watching": watching.main,
     "chaos": chaos.main,
@@ -65,6 +64,8 @@ def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     if args.command == "model":  # a process of its own: Triton must be there before the kernels are imported
         return subprocess.run([sys.executable, "-m", "benchmarks.step_model", *argv[1:]]).returncode
+    if args.command == "first":  # the environment must be prepared: scripts/bench.py
+        return importlib.import_module("benchmarks.first").main(args)
     if args.command == "step" and (args.device == "cuda" or args.tiny):
         return card.main(args)
     return COMMANDS[args.command](args)
@@ -86,21 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
         "kernels", help="each kernel, eager and compiled, beside the plain torch operations"
     )
     kernel.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    kernel.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cuda: the Triton kernels beside a copy, torch.compile, cuBLAS, SDPA and flash-attn",
-    )
     kernel.add_argument("--only", default="", help="kernels whose name contains this")
-    kernel.add_argument(
-        "--part",
-        choices=("all", "products", "memory"),
-        default="all",
-        help="of --device cuda: products and attention, or the kernels that are bound by memory",
-    )
-
-    add_smoke_options(commands.add_parser("smoke", help="the first ten minutes with a GPU: what is wrong?"))
+    add_first_options(commands.add_parser("first", help="a first meeting with a GPU"))
 
     model = commands.add_parser(
         "model", help="the modelled time of a step on a GPU, part by part, from the launches of the real step"
@@ -187,14 +175,7 @@ def add_gpu_step_options(step: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--minutes", type=float, default=9.0, help="of --device cuda: when to be done")
     step.add_argument(
-        "--warm-up",
-        type=float,
-        default=75.0,
-        help="of --device cuda: seconds, of the minutes, in which all contestants compile before the first "
-        "is timed",
-    )
-    step.add_argument(
-        "--only", default="", help="of --device cuda: models, of those of benchmarks/shape.py, and kernels"
+        "--only", default="", help="of --device cuda: models of benchmarks/shape.py"
     )
     step.add_argument(
         "--site",
@@ -211,13 +192,20 @@ def add_gpu_step_options(step: argparse.ArgumentParser) -> None:
     )
 
 
-def add_smoke_options(smoke: argparse.ArgumentParser) -> None:
-    smoke.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+def add_first_options(first: argparse.ArgumentParser) -> None:
+    first.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    first.add_argument("--tiny", action="store_true", help="a rehearsal at tiny sizes, for --device cpu")
+    first.add_argument("--minutes", type=float, default=9.0, help="when to be done")
+    first.add_argument(
+        "--after", default="", metavar="FILE", help="first.jsonl or first.tar.gz of an earlier call: goes on"
     )
-    smoke.add_argument("--tiny", action="store_true", help="a rehearsal at tiny sizes, for --device cpu")
-    smoke.add_argument("--minutes", type=float, default=9.5, help="when to be done")
-    smoke.add_argument("--only", default="", help="phases, or PHASE/TASK, separated by commas")
-    smoke.add_argument("--site", default="", help="a folder with the peers' packages")
-    smoke.add_argument("--out", default="runs/bench/smoke", help="the folder of results")
-    smoke.add_argument("--jobs", type=int, default=0, help="processes beside each other; 0: by the cores")
+    first.add_argument("--site", default="", help="a folder with packages of peers and attention libraries")
+    first.add_argument("--out", default="runs/bench/first", help="the folder of results")
+    first.add_argument("--only", default="", help="sections, or SECTION/JOB, separated by commas")
+    first.add_argument("--jobs", type=int, default=0, help="processes beside each other; 0: by the GPU")
+    first.add_argument(
+        "--start", choices=("fork", "spawn"), default="fork", help="how jobs start; spawn: each imports all"
+    )
+    first.add_argument("--plan", action="store_true", help="prints the order, times and layers, and ends")
+    first.add_argument("--card-gb", type=float, default=0.0, help="of --plan: the memory of another GPU, GiB")
+    first.add_argument("--tests", default="tests/kernels", help="the folder of the tests marked gpu")

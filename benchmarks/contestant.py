@@ -8,7 +8,8 @@ tokens, back to back: nothing waits between steps. All are of class A: bf16 comp
 Megatron-core by its own mixed precision), fp32 master weights and moments. SDPA prefers cuDNN's Hopper
 kernels, for all. Written for torchtitan 0.2, Megatron-core 0.19 with Transformer Engine 2, Liger 0.8.
 
-    ours, ours+graphs, ours+fp8    train.py's own step; with train.cuda_graphs; with train.dtype fp8
+    ours, +graphs, +fp8,           train.py's own step; with train.cuda_graphs; with train.dtype fp8; with the
+    +libraries                     attention libraries of a site folder
     megatron-core, +unfused,       its GPT with Transformer Engine's layers, whose weight gradients are added
     +local                         to fp32 by the product itself; +unfused: not so; +local: its own layers,
                                    SDPA for their attention
@@ -305,6 +306,61 @@ def first_line(error: BaseException, default: str) -> str:
     return lines[0] if lines else default
 
 
+def measure(name: str, settings: dict, report: Callable[..., None]) -> dict:
+    """Builds a contestant and times its steps -> what time_steps returns, its parameters and its packages.
+
+    settings: shape, device, warm and steps (how many), and profile: of how many steps the time of each of the
+    GPU's kernels is asked for, 0 for none. report: takes phase=NAME as it goes on.
+    """
+    torch.manual_seed(1234)
+    shape = Shape(**settings["shape"] | {"documents": tuple(settings["shape"]["documents"])})
+    device = settings["device"]
+    base, *flags = name.split("+")
+    step, parameters = MAKERS[base](shape, device, set(flags))
+    report(phase="building")
+    batches = random_batches(shape, device)
+    times = time_steps(
+        step,
+        batches,
+        device,
+        num_warm=settings["warm"],
+        num_steps=settings["steps"],
+        report=report,
+    )
+    if settings.get("profile"):
+        report(phase="profile")
+        times["kernels"] = kernel_times(step, batches, device, settings["profile"])
+    return times | {"parameters": parameters, "versions": package_versions()}
+
+
+def kernel_times(
+    step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], device: str, num_steps: int
+) -> dict[str, float]:
+    """{kernel: ms of a step}; on a CPU of each operation of torch."""
+    on_gpu = device == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
+        for index in range(num_steps):
+            step(*batches[index % len(batches)])
+        if on_gpu:
+            torch.cuda.synchronize()
+    times = {}
+    for event in profile.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if microseconds:
+            times[event.key] = 1e-3 * microseconds / num_steps
+    return times
+
+
+def problem_of(error: Exception) -> str:
+    """One line on why a contestant could not be measured."""
+    if isinstance(error, ImportError):
+        return f"not installed ({error.name})" if error.name else first_line(error, "ImportError")
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {first_line(error, '')[:160]}"
+
+
 def main(name: str, settings: dict) -> None:
     protocol = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
@@ -314,30 +370,10 @@ def main(name: str, settings: dict) -> None:
         seconds = round(time.perf_counter() - started, 1)
         print(json.dumps({**message, "s": seconds}), file=protocol, flush=True)
 
-    torch.manual_seed(1234)
-    shape = Shape(**settings["shape"] | {"documents": tuple(settings["shape"]["documents"])})
-    device = settings["device"]
-    base, *flags = name.split("+")
-    make = MAKERS[base]
     try:
-        step, parameters = make(shape, device, set(flags))
-        report(phase="building")
-        batches = random_batches(shape, device)
-        times = time_steps(
-            step,
-            batches,
-            device,
-            num_warm=settings["warm"],
-            num_steps=settings["steps"],
-            report=report,
-        )
-        report(done=times | {"parameters": parameters, "versions": package_versions()})
-    except ImportError as error:
-        report(error=f"not installed ({error.name})" if error.name else first_line(error, "ImportError"))
-    except torch.OutOfMemoryError:
-        report(error="out of memory")
+        report(done=measure(name, settings, report))
     except Exception as error:
-        report(error=f"{type(error).__name__}: {first_line(error, '')[:160]}")
+        report(error=problem_of(error))
         traceback.print_exc()
 
 

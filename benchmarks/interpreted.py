@@ -1,36 +1,28 @@
-"""Runs a module with Triton's kernels in its interpreter: a GPU's command rehearsed on a CPU.
-
-    TRITON_INTERPRET=1 python -m benchmarks.interpreted benchmarks.smoke_kernels norm --device cpu --tiny
+"""Triton's kernels in its interpreter: what a GPU does, rehearsed on a CPU.
 
 Tiles are as small as the tensor cores allow: the interpreter takes as long for a tile that is mostly empty.
 """
 
 import importlib
-import runpy
-import sys
 
 SMALL_TILES = (  # (module of kernels/, its table, tile)
-    ("linear", "TILE", {"M": 16, "N": 16, "K": 16}),
-    ("grouped_gemm", "TILE", {"M": 16, "N": 16, "K": 16}),
-    ("grouped_gemm", "WGRAD", {"M": 16, "N": 16, "K": 16}),
+    ("linear", "TILE", {"M": 16, "N": 32, "K": 16, "GROUP": 2}),
+    ("grouped_gemm", "TILE", {"M": 16, "N": 32, "K": 16}),
+    ("grouped_gemm", "WGRAD", {"M": 16, "N": 32, "K": 16}),
     ("newton_schulz", "TILE", {"M": 32, "K": 16}),
-    ("fp8_grouped", "TILE", {"M": 16, "N": 16}),
-    ("fp8_grouped", "EXACT", {"M": 16, "N": 16}),
+    ("fp8_gemm", "TILE", {"M": 16, "N": 32, "GROUP": 2}),
+    ("fp8_gemm", "EACH", {"M": 16, "N": 16, "GROUP": 2}),
+    ("fp8_grouped", "TILE", {"M": 16, "N": 32}),
+    ("fp8_grouped", "EXACT", {"M": 16, "N": 32}),
     ("fp8_grouped", "EACH", {"M": 16, "N": 16}),
 )
 
 
 def interpret_kernels() -> None:
     """Makes the public functions of kernels/ run their Triton kernels on a CPU, in this process."""
-    importlib.import_module("tests.interpreter")  # before kernels/: it imports Triton, and repairs it
+    importlib.import_module("interpreter")  # of tests/: it repairs Triton's
     kernels = importlib.import_module("kernels.triton_")
     kernels.DEVICES = ("cpu",)
     for module, table, tile in SMALL_TILES:
         owner = importlib.import_module(f"kernels.{module}")
         setattr(owner, table, getattr(owner, table) | tile)
-
-
-if __name__ == "__main__":
-    interpret_kernels()
-    sys.argv = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

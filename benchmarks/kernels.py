@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import gpu
 from benchmarks.shape import Shape, show
 from kernels import norm, rope
 from kernels.attention import attention
@@ -36,8 +35,6 @@ class CpuCase:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.device == "cuda":
-        return gpu.main(args)
     torch.set_num_threads(args.threads)
     cases = make_cases(Shape.race(), DTYPES[args.dtype])
     rows = [table_row(name, case) for name, case in cases.items() if args.only in name]

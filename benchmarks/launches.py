@@ -518,6 +518,21 @@ def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     return {name: value for name, value in given.items() if not isinstance(value, Tensor)}
 
 
+# Products of 16 bits into fp32. On meta tensors they raise TypeError in torch 2.11 (pytorch issue 163880).
+PRODUCTS_INTO = (torch.ops.aten.addmm.dtype_out, torch.ops.aten.mm.dtype_out)
+
+
+def product_into(args: tuple, out: Tensor) -> Tensor:
+    """`out`, of such a product on meta tensors. args: as the operation has them, out_dtype the last.
+
+    Raises RuntimeError for another dtype or shape of `out`, as on a GPU.
+    """
+    *_, a, b, dtype = args
+    if (out.dtype, out.shape) != (dtype, (a.shape[0], b.shape[1])):
+        raise RuntimeError(f"{dtype} {(a.shape[0], b.shape[1])} does not fit {out.dtype} {out.shape}")
+    return out
+
+
 class Operations(TorchDispatchMode):
     """Hands the operations of torch to a recorder."""
 
@@ -529,7 +544,10 @@ class Operations(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        if function in PRODUCTS_INTO and kwargs["out"].is_meta:
+            result = product_into(args, kwargs["out"])
+        else:
+            result = function(*args, **kwargs)
         self.recorder.add_operation(function, args, kwargs, result)
         return result
 

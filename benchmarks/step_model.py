@@ -16,7 +16,7 @@ middle and high ones (RATES). Launches follow each other without a gap, so the G
 host's time to start them stands beside it, and the larger of both is the step.
 
 What the model does not know: how a kernel's rate depends on its shape, what stays in the L2 cache between
-launches, and the GPU's clock under load.
+launches, and the GPU's clock under load. benchmarks/measured.py gives it rates that were measured.
 """
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
@@ -32,6 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
 import torch
 
 import config
@@ -100,6 +101,52 @@ HOST = {  # microseconds of the host
     "view": Rate(2, 1.5, 1, 0, "one that starts none"),
 }
 
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class LaunchRates:
+    """What bounds a launch. Products by name, in TFLOP/s; the rest as the tables above.
+
+    points: measured, ((FLOPs or bytes of a launch, TFLOP/s or TB/s), ...) in rising order, by the name of a
+    product's rate, by that name with ", weights" for weight gradients, by kernel for what memory bounds, and
+    "memory" for every other kernel. They come before the tables.
+    """
+
+    products: Mapping[str, Rate]
+    bandwidth: Rate = BANDWIDTH
+    shortest: Rate = SHORTEST
+    host_read: Rate = HOST_READ
+    host: Mapping[str, Rate] = field(default_factory=lambda: HOST)
+    points: Mapping[str, Points] = field(default_factory=dict)
+
+    def computing(self, work: "Work", level: str) -> float:
+        """Seconds for the FLOPs; of a weight gradient with its ends of tiles, which hide behind nothing."""
+        if not work.rate:
+            return 0.0
+        weights = f"{work.rate}, weights"
+        is_weights = work.part == "weight gradients"
+        points = self.points.get(weights if is_weights and weights in self.points else work.rate)
+        if points:  # what is measured has the ends of tiles in it
+            return work.flops / (TERA * interpolated(points, work.flops))
+        ends = work.ends / (TERA * getattr(self.bandwidth, level)) if is_weights else 0.0
+        return work.flops / (TERA * getattr(self.products[work.rate], level)) + ends
+
+    def moving(self, work: "Work", level: str) -> float:
+        """Seconds for the bytes."""
+        points = self.points.get(work.kernel) or self.points.get("memory")
+        rate = interpolated(points, work.nbytes) if points else getattr(self.bandwidth, level)
+        return work.nbytes / (TERA * rate)
+
+
+ASSUMED = LaunchRates(RATES)
+
+
+def interpolated(points: Points, size: float) -> float:
+    """The rate at a size: linear in its logarithm between two points, that of the nearest one beyond them."""
+    sizes, rates = zip(*points)
+    return float(numpy.interp(math.log(max(size, 1.0)), [math.log(one) for one in sizes], rates))
+
 
 # ---- scenarios ---------------------------------------------------------------------------------------------
 
@@ -148,10 +195,10 @@ SCENARIOS = {
 
 
 def shape_of(scenario: Scenario, chip: Chip, tiny: bool) -> Shape:
-    """The model's shape; of the 8B model the layers that fit the memory."""
-    shape = Shape.gpu_models(tiny)[scenario.shape]
-    is_too_large = scenario.shape == "8b" and not tiny
-    return fit_layers(shape, chip.memory_bytes) if is_too_large else shape
+    """The model's shape, with the layers that fit the memory."""
+    shape = fit_layers(Shape.gpu_models(tiny)[scenario.shape], chip.memory_bytes)
+    assert shape is not None, f"{scenario.shape} fits {chip.name}"
+    return shape
 
 
 def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Config:
@@ -316,20 +363,31 @@ def add_levels(times: Iterable[Sequence[float]]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def seconds(work: JudgedLaunch, level: str) -> float:
+class Work(NamedTuple):
+    """What a launch costs. launches: kernels that start. ends: bytes that it reads of its result, and writes.
+    """
+
+    part: str
+    kernel: str
+    rate: str | None
+    flops: float
+    nbytes: float
+    launches: int
+    ends: int
+
+    @staticmethod
+    def of(judged: JudgedLaunch) -> "Work":
+        launch = judged.launch
+        ends = launch.updated + launch.written
+        return Work(
+            judged.part, launch.kernel, judged.rate, judged.flops, judged.nbytes, launch.launches, ends
+        )
+
+
+def seconds(work: Work, level: str, rates: LaunchRates = ASSUMED) -> float:
     """On the GPU, with the rates of a level."""
-    shortest = 1e-6 * getattr(SHORTEST, level) * work.launch.launches
-    moving = work.nbytes / (TERA * getattr(BANDWIDTH, level))
-    rate = getattr(RATES[work.rate], level) if work.rate else None
-    computing = work.flops / (TERA * rate) if rate else 0.0
-    if work.part == "weight gradients":  # the end of each tile, which hides behind nothing
-        computing += ends_of_tiles(work.launch) / (TERA * getattr(BANDWIDTH, level))
-    return max(shortest, moving, computing)
-
-
-def ends_of_tiles(launch: Launch) -> int:
-    """Bytes that a weight gradient reads of its fp32 result, and writes."""
-    return launch.updated + launch.written
+    shortest = 1e-6 * getattr(rates.shortest, level) * work.launches
+    return max(shortest, rates.moving(work, level), rates.computing(work, level))
 
 
 def perfect_seconds(work: JudgedLaunch) -> float:
@@ -338,22 +396,28 @@ def perfect_seconds(work: JudgedLaunch) -> float:
     return work.needed * max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
 
 
-def host_seconds(launches: Iterable[Launch], level: str) -> float:
-    total = 0.0
+def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
+    """{kind of HOST: how many}."""
+    counts = dict.fromkeys(HOST, 0)
     for launch in launches:
-        kind = "triton" if launch.is_triton else "operation" if launch.launches else "view"
-        total += 1e-6 * getattr(HOST[kind], level)
-    return total
+        counts["triton" if launch.is_triton else "operation" if launch.launches else "view"] += 1
+    return counts
 
 
-def grouped(works: Iterable[JudgedLaunch]) -> tuple[LaunchGroup, ...]:
+def host_seconds(counts: Mapping[str, int], level: str, rates: LaunchRates = ASSUMED) -> float:
+    return sum(1e-6 * getattr(rates.host[kind], level) * count for kind, count in counts.items())
+
+
+def grouped(works: Iterable[JudgedLaunch], rates: LaunchRates) -> tuple[LaunchGroup, ...]:
     members: dict[tuple[str, str, str], list[JudgedLaunch]] = defaultdict(list)
     for work in works:
         if work.launch.launches:
             members[work.part, work.launch.kernel, f"{work.launch.file}: {work.launch.function}"].append(work)
     groups = []
     for (part, kernel, place), some in members.items():
-        low, middle, high = (1e3 * sum(seconds(work, level) for work in some) for level in LEVELS)
+        low, middle, high = (
+            1e3 * sum(seconds(Work.of(work), level, rates) for work in some) for level in LEVELS
+        )
         groups.append(
             LaunchGroup(
                 part,
@@ -369,20 +433,38 @@ def grouped(works: Iterable[JudgedLaunch]) -> tuple[LaunchGroup, ...]:
     return tuple(groups)
 
 
-def model_step(name: str, chip: Chip, tiny: bool = False) -> ModelledStep:
-    """Records and times a scenario."""
+class RecordedStep(NamedTuple):
+    """A scenario's launches, judged, and who waited for a value of the GPU."""
+
+    cfg: Config
+    documents: tuple[int, ...]
+    works: list[JudgedLaunch]
+    host: dict[str, int]
+    host_reads: list[tuple[str, str]]
+
+
+def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
+    """Records a scenario at a shape, and judges its launches."""
     scenario = SCENARIOS[name]
-    shape = shape_of(scenario, chip, tiny)
     cfg = config_of(scenario, shape)
     documents = document_lengths(scenario, shape)
     workload = Workload(shape.batch, shape.seq, documents=documents)
     facts = Facts(workload.keys_seen(cfg.model.window))
-
     recorder = record(cfg, chip, documents, scenario.cudnn)
-    per_token = flops_per_token(cfg.model, shape.seq, documents)
+    works = [judge(launch, facts) for launch in recorder.launches]
+    return RecordedStep(cfg, documents, works, host_counts(recorder.launches), recorder.host_reads)
+
+
+def model_step(name: str, chip: Chip, tiny: bool = False, rates: LaunchRates = ASSUMED) -> ModelledStep:
+    """Records and times a scenario."""
+    scenario = SCENARIOS[name]
+    shape = shape_of(scenario, chip, tiny)
+    recorded = recorded_step(name, chip, shape)
+    cfg = recorded.cfg
+    per_token = flops_per_token(cfg.model, shape.seq, recorded.documents)
     peak = peak_flops_of_gpu(chip.name, "bf16")
     assert peak is not None, f"{chip.name} is in configs/clusters.yaml"
-    low, middle, high = (1e3 * host_seconds(recorder.launches, level) for level in LEVELS)
+    low, middle, high = (1e3 * host_seconds(recorded.host, level, rates) for level in LEVELS)
     return ModelledStep(
         name=name,
         parameters=parameters(cfg.model)["total"],
@@ -391,9 +473,9 @@ def model_step(name: str, chip: Chip, tiny: bool = False) -> ModelledStep:
         model_flops=per_token * shape.tokens,
         peak_flops=peak,
         layer_launches=launches_of_a_layer(scenario, shape, chip),
-        host_reads=tuple(f"{file}: {function}" for file, function in recorder.host_reads),
+        host_reads=tuple(f"{file}: {function}" for file, function in recorded.host_reads),
         host_ms=(low, middle, high),
-        groups=grouped(judge(launch, facts) for launch in recorder.launches),
+        groups=grouped(recorded.works, rates),
     )
 
 

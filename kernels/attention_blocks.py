@@ -87,9 +87,22 @@ def load_block(
 
 @triton.jit
 def store_rows(X, x, rows, stride, n, ADD: tl.constexpr, DIM: tl.constexpr):
-    """The inverse of load_rows, cast to the dtype of X. ADD: as for store_block."""
-    channels = tl.arange(0, padded(DIM))
+    """The inverse of load_rows, cast to the dtype of X. ADD: as for store_block, one half of the channels
+    after the other: of dk and dv, both in registers, a whole tile of what X holds would be too much."""
     inside = n - rows > 0  # not rows < n: the loads' predicates would stay in registers until here
+    if ADD:
+        half: tl.constexpr = padded(DIM) // 2
+        left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, half)), (0, 2, 1)))
+        store_channels(X, left, rows, inside, stride, 0, ADD=True, DIM=DIM)
+        store_channels(X, right, rows, inside, stride, half, ADD=True, DIM=DIM)
+    else:
+        store_channels(X, x, rows, inside, stride, 0, ADD=False, DIM=DIM)
+
+
+@triton.jit
+def store_channels(X, x, rows, inside, stride, first, ADD: tl.constexpr, DIM: tl.constexpr):
+    """store_rows of the channels first .. first + x.shape[1] - 1. inside: which of the rows exist."""
+    channels = first + tl.arange(0, x.shape[1])
     pointers = X + rows[:, None] * stride + channels[None, :]
     mask = inside[:, None] & (channels < DIM)[None, :]
     if ADD:

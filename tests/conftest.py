@@ -60,10 +60,21 @@ def pytest_addoption(parser):
     group.addoption("--minutes", type=float, help="with --changed: how long that may take, without the core")
     group.addoption("--without-core", action="store_true", help="with --changed: only what the core has not")
     group.addoption("--record", metavar="FOLDER", help="note which test runs what (tests/footprints.py)")
+    group.addoption(
+        "--memory-share",
+        type=float,
+        metavar="F",
+        help="the share of the GPU's memory that this process may take, where several run beside each other",
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow(every=N, core=IDS): left to --all, but for such cases")
+    share = config.getoption("memory_share")
+    if share is not None and not 0 < share <= 1:
+        raise pytest.UsageError(f"--memory-share {share:g}: give a share of the GPU, above 0 up to 1")
+    if share is not None and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
     if folder := config.getoption("record"):
         worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
         if worker != "alone" or not config.getoption("numprocesses", None):

@@ -94,6 +94,24 @@ def test_every_kernel_has_a_row():
     assert not gone, f"KERNELS in benchmarks/work.py has rows of kernels that are gone: {', '.join(gone)}"
 
 
+def test_products_into_fp32_need_no_meta_function(monkeypatch):
+    """That of torch 2.11 raises TypeError for addmm with an output dtype."""
+    call = torch._ops.OpOverload.__call__
+
+    def as_in_2_11(self, *args, **kwargs):
+        if self is torch.ops.aten.addmm.dtype_out:
+            raise TypeError("_fn() got an unexpected keyword argument 'out_dtype'")
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", as_in_2_11)
+    with pytest.raises(TypeError):
+        as_in_2_11(torch.ops.aten.addmm.dtype_out)
+    launches = record(tiny("dense"), H200).launches
+    judged = [judge(launch, Facts(1.0)) for launch in launches]
+    weights = {one.launch.kernel for one in judged if one.part == "weight gradients"}
+    assert weights == {"aten.mm"}, "the trial of addmm failed: our own kernel runs"
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_launch_has_a_part_and_the_host_never_waits(name):
     step = step_model.model_step(name, H200, tiny=True)
@@ -538,12 +556,11 @@ def test_the_page_is_written_between_its_marks(tmp_path, capsys):
         step_model.main(["dense", "--tiny", "--page", str(page)])
 
 
-def test_times_follow_from_the_rates(monkeypatch):
+def test_times_follow_from_the_rates():
     """Twice the bandwidth: what memory bounds takes half, and products take as long as before."""
     slow = step_model.model_step("dense", H200)
     faster = step_model.BANDWIDTH._replace(middle=2 * step_model.BANDWIDTH.middle)
-    monkeypatch.setattr(step_model, "BANDWIDTH", faster)
-    fast = step_model.model_step("dense", H200)
+    fast = step_model.model_step("dense", H200, rates=replace(step_model.ASSUMED, bandwidth=faster))
 
     def ms(step, part):
         return sum(group.ms[1] for group in step.of_part(part))

@@ -9,7 +9,7 @@ python tests/kernels/aot.py [80 86 90 100] [--only NAME] > tests/kernels/aot.txt
 
 ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The
 shapes are those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters
-the kernels' own.
+the kernels' own. Gradients of attention are written, or (_add) added to what is there, as a ring does it.
 """
 
 import argparse
@@ -130,8 +130,13 @@ FLASH_BLOCKS = {
 FLASH_GRADIENTS = {"DK": ("BLOCK_N", "HEAD_DIM"), "DV": ("BLOCK_N", "VALUE_DIM")}
 
 
-def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
-    """As kernels/attention_launch.py launches it: by the copy engine where the chip has one."""
+def flash(
+    name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS, add: bool = False
+) -> Case:
+    """As kernels/attention_launch.py launches it: by the copy engine where the chip has one.
+
+    add: to gradients in fp32, as a ring does.
+    """
     kernel, table = ATTENTION[name]
     largest = attention_blocks.padded(max(d, e))
     described = dict(FLASH_BLOCKS)
@@ -139,6 +144,8 @@ def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS
     if name == "attention_five":
         described |= FLASH_GRADIENTS
         types["DQ"] = "*fp32"
+    if add:
+        types |= dict.fromkeys(("DQ", "DK", "DV"), "*fp32")
     of_chip, types_of_chip = {}, {}
     for chip in chips:
         shared = SHARED_BYTES[chip] - RESERVED_BYTES
@@ -146,14 +153,15 @@ def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS
         if size is None:
             continue
         tma = chip in TMA
-        way = {"ADD": False}
+        way = {"ADD": add}
         if name == "attention":
             way = {"AHEAD": chip // 10 in attention_launch.SCORES_AHEAD}
         meta = {"TMA": tma, **way, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), size))}
         of_chip[chip] = meta
         dims = meta | {"HEAD_DIM": d, "VALUE_DIM": e}
         types_of_chip[chip] = {
-            n: f"tensordesc<bf16[1,1,{dims[rows]},{attention_blocks.padded(dims[dim])}]>"
+            n: f"tensordesc<{'fp32' if add and n in FLASH_GRADIENTS else 'bf16'}"
+            f"[1,1,{dims[rows]},{attention_blocks.padded(dims[dim])}]>"
             for n, (rows, dim) in (described.items() if tma else ())
         }
     return Case(
@@ -674,6 +682,17 @@ CASES = {
             (192, 128, True, (90,)),
             (256, 256, False, SMALL),
         )
+    },
+    **{
+        f"{name}_{d}_{e}_add": flash(name, d, e, chips=chips, add=True)
+        for name in ("attention_five", "attention_dq", "attention_dkv")
+        for d, e, chips in (
+            (64, 64, (90,)),
+            (128, 128, CHIPS),
+            (192, 128, (90,)),
+            (256, 256, (90,)),
+        )
+        if flash(name, d, e, chips=chips).chips  # which have the kernel at these head dims
     },
 }
 

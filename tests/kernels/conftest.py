@@ -1,7 +1,14 @@
-"""A weight as the training code has it: with an fp32 (fp64) buffer that its gradient is added to."""
+"""A weight as the training code has it, with an fp32 (fp64) buffer that its gradient is added to; kernels
+in the interpreter where there is no GPU, and their sizes.
+"""
+
+import importlib
 
 import pytest
 import torch
+from training import TINY, Training
+
+from benchmarks.interpreted import SMALL_TILES
 
 
 @pytest.fixture
@@ -40,12 +47,28 @@ def interpreted(monkeypatch):
     return torch.device("cpu")
 
 
-WAYS = ("five products", "seven products")
+@pytest.fixture
+def small_products(interpreted, monkeypatch):
+    """Tiles of products as small as the tensor cores allow, where there is no GPU. Its value: the device."""
+    if interpreted.type == "cpu":
+        for module, table, tile in SMALL_TILES:
+            owner = importlib.import_module(f"kernels.{module}")
+            monkeypatch.setattr(owner, table, getattr(owner, table) | tile)
+    return interpreted
 
 
-@pytest.fixture(params=WAYS)
-def small(interpreted, monkeypatch, request):
-    """Attention by both ways of its backward, without a GPU in blocks of 16 and 32. Its value: the device."""
+@pytest.fixture
+def training(small_products, request, record_property):
+    """The sizes of training; tiny ones where there is no GPU (tests/kernels/training.py)."""
+    torch.set_float32_matmul_precision("highest")
+    kernels = frozenset(name for mark in request.node.iter_markers("gpu") for name in mark.args)
+    sizes = TINY if small_products.type == "cpu" else {}
+    return Training(small_products, kernels, record_property, **sizes)
+
+
+@pytest.fixture
+def small_blocks(interpreted, monkeypatch):
+    """Attention in blocks of 16 and 32, where there is no GPU. Its value: the device."""
     from kernels import attention_launch as launch
 
     if interpreted.type == "cpu":
@@ -55,6 +78,14 @@ def small(interpreted, monkeypatch, request):
         monkeypatch.setattr(launch, "FP32_BLOCKS", (32, 16, 4, 1))
         monkeypatch.setattr(launch, "DELTA_ROWS", 16)
         monkeypatch.setattr(launch, "STARTS_ROWS", 32)
+    return interpreted
+
+
+@pytest.fixture(params=("five products", "seven products"))
+def small(small_blocks, monkeypatch, request):
+    """The same by both ways of attention's backward."""
+    from kernels import attention_launch as launch
+
     if request.param == "seven products":
         monkeypatch.setattr(launch, "BACKWARD_BLOCKS", {8: {}, 9: {}, 10: {}})
-    return interpreted
+    return small_blocks

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from training import BF16, FP32, bound
 
 from kernels import adam
 from kernels.adam import AdamWStep, adamw, adamw_bf16_states, adamw_reference
@@ -163,3 +164,34 @@ def test_states_in_bf16_are_rounded_block_by_block_and_a_skipped_step_changes_no
     adamw_reference(near[0], grad, *near[1:], numbers(3, torch.tensor(0.3), YES))
     for got, x in zip(whole, near):
         assert ((got.float() - x).abs() <= x.abs() / 128).all() and not torch.equal(got, x.bfloat16())
+
+
+@pytest.mark.gpu("adam.adamw_kernel")
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_at_training_sizes(training, in_bf16):
+    """A dozen operations in fp32, each rounded. States in bf16 go to one of the two neighbours."""
+    n, device = training.params - 13, training.device
+    state = [torch.randn(n, device=device), torch.randn(n, device=device), torch.rand(n, device=device)]
+    grad = torch.randn(n, device=device)
+    if in_bf16:
+        state = [x.bfloat16() for x in state]
+    names = "param", "exp_avg", "exp_avg_sq"
+    factor, ok = torch.tensor(0.5, device=device), torch.tensor(True, device=device)
+    hyper = HYPER | {"eps": 1e-3}  # large enough to matter
+
+    def ours():
+        param, *moments = (x.clone() for x in state)
+        options = {"weight_copy": torch.empty(n, dtype=BF16, device=device)}
+        if in_bf16:
+            options = {"element_index": ElementIndex(salt=3, base=5, width=n, stride=n)}
+        adamw(param, grad, *moments, step=7, grad_scale=factor, is_good=ok, **hyper, **options)
+        return dict(zip(names, (param, *moments))) | {"copy": options.get("weight_copy")}
+
+    def definition():
+        param, *moments = (x.double() for x in state)
+        step = AdamWStep(step=7, grad_scale=factor, is_good=ok, **hyper)
+        adamw_reference(param, grad.double(), *moments, step)
+        return dict(zip(names, (param, *moments))) | {"copy": param}
+
+    bounds = dict.fromkeys(names, bound(2) if in_bf16 else bound(12, dtype=FP32))
+    training.check(ours, definition, bounds if in_bf16 else bounds | {"copy": bound(1)})

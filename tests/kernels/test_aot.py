@@ -15,7 +15,6 @@ HERE = pathlib.Path(__file__).parent
 PARTS = 4  # of the kernels, each of which is one test
 SPILLS = {
     ("attention_dkv_64_64_window", "sm_100"): 2,
-    ("attention_dkv_256_256", "sm_100"): 26,
     ("fp8_swiglu_back_row", "sm_100"): 2,
     ("fp8_swiglu_back_group", "sm_100"): 4,
     ("grouped_gather_dgrad", "sm_100"): 3,

@@ -8,11 +8,14 @@ import pytest
 import torch
 from dense_mask import visible_keys
 from torch.nn.attention import SDPBackend
+from training import bound, results_of
 
 from kernels import attention as kernel
 from kernels import attention_launch as launch
 from kernels.attention import BLOCK, attention
-from kernels.attention_mask import make_attention_mask
+from kernels.attention_libraries import LIBRARIES, library_attention, usable_libraries
+from kernels.attention_mask import DocumentCounts, make_attention_mask
+from kernels.partial_attention import partial_backward_reference, partial_reference
 
 SHAPES = {  # b, s, heads, kv heads, d
     "one token": (1, 1, 1, 1, 2),
@@ -160,6 +163,92 @@ def test_triton(interpreted, monkeypatch, window, dtype, bound, e):
     assert (grads[0].untyped_storage().data_ptr() == grads[2].untyped_storage().data_ptr()) == (e == 16)
     for a, c in zip((out, *grads), (want, *torch.autograd.grad(want, exact, dy.double()))):
         assert a.dtype == dtype and (a.double() - c).norm() <= bound * c.norm()
+
+
+# ---- at the sizes of training ----
+
+SEVEN = ("dq_kernel", "dkv_kernel")
+FIVE = ("backward_kernel", "add_parts_kernel")  # up to head dim 64
+# {case: (kernels of the backward, training -> (key heads, head dim of keys, of values), the mask)}
+TRAINING = {
+    "causal": (SEVEN, lambda t: (t.heads, t.head_dim, t.head_dim), {}),
+    "grouped queries": (SEVEN, lambda t: (t.kv, t.head_dim, t.head_dim), {}),
+    "half the head dim": (FIVE, lambda t: (t.kv, t.head_dim // 2, t.head_dim // 2), {}),
+    "window": (SEVEN, lambda t: (t.kv, t.head_dim, t.head_dim), {"window": True}),
+    "documents": (SEVEN, lambda t: (t.kv, t.head_dim, t.head_dim), {"documents": True}),
+    "latent": (SEVEN, lambda t: (t.heads, t.head_dim * 3 // 2, t.head_dim), {}),
+    "twice the head dim": (SEVEN, lambda t: (t.kv, 2 * t.head_dim, 2 * t.head_dim), {}),
+}
+
+
+def draw_training(training, kv, d, e, window=False, documents=False):
+    """q, k, v and the gradient of the output; a mask of about eight documents, which begin anywhere."""
+    b, s, h = training.batch, training.seq, training.heads
+    q, k, v = training.randn(b, s, h, d), training.randn(b, s, kv, d), training.randn(b, s, kv, e)
+    docs = counts = None
+    if documents:
+        docs = (torch.rand(b, s, device=training.device) < 8 / s).cumsum(1).int()
+        lengths = [row.unique_consecutive(return_counts=True)[1] for row in docs]
+        counts = DocumentCounts(sum(map(len, lengths)), int(torch.cat(lengths).max()))
+    keys = s // 4 - 3 if window else None
+    return q, k, v, training.randn(b, s, h, e), make_attention_mask(0, s, 0, s, keys, docs, q.device, counts)
+
+
+def check_attention(training, q, k, v, dy, mask, function, is_ours):
+    """Probabilities, their gradients and outputs are rounded. function(q, k, v, mask)."""
+    def definition():
+        """Some queries at a time: all scores at once would not fit."""
+        exact, dense = [x.float() for x in (q, k, v)], mask.dense_mask
+        out, lse = partial_reference(*exact, dense)
+        delta = (dy * out).sum(-1)
+        dq, dk, dv = partial_backward_reference(dy.float(), *exact, dense, lse, delta)
+        return {"y": out, "dq": dq, "dk": dk, "dv": dv}
+
+    two, three = bound(2, training.seq), bound(3, training.seq)
+    training.check(
+        lambda: results_of(lambda q, k, v: function(q, k, v, mask), {"q": q, "k": k, "v": v}, (dy,)),
+        definition,
+        {"y": two, "dq": three, "dk": three, "dv": three},
+        is_ours=is_ours,
+    )
+
+
+@pytest.mark.gpu(
+    "attention_forward.forward_kernel", "attention_backward.delta_kernel", "attention_backward.starts_kernel"
+)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.gpu(*(f"attention_backward.{kernel}" for kernel in kernels)))
+    for name, (kernels, *_) in TRAINING.items()
+])
+def test_at_training_sizes(training, name):
+    _, sizes, masked = TRAINING[name]
+    drawn = draw_training(training, *sizes(training), **masked)
+    check_attention(training, *drawn, lambda *qkv: attention(*qkv, "triton"), is_ours=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["causal", "grouped queries"])
+def test_what_auto_picks_at_training_sizes(training, name):
+    if training.device.type == "cpu":
+        pytest.skip("on a CPU auto picks no library")
+    drawn = draw_training(training, *TRAINING[name][1](training))
+    check_attention(training, *drawn, attention, is_ours=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", [library.name for library in LIBRARIES])
+def test_documents_of_a_library_at_training_sizes(training, library):
+    check_documents_of_library(training, library)
+
+
+def check_documents_of_library(training, library):
+    """Of several, auto would take the first alone."""
+    *tensors, dy, mask = draw_training(training, *TRAINING["documents"][1](training), documents=True)
+    choices = {choice.library.name: choice for choice in usable_libraries(*tensors, mask)}
+    if library not in choices:
+        pytest.skip(f"{library}: not installed, or not for packed documents on this device")
+    run = functools.partial(library_attention, choices[library])
+    check_attention(training, *tensors, dy, mask, run, is_ours=False)
 
 
 def test_a_kind_that_cannot_says_so_and_auto_picks(capfd):

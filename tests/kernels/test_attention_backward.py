@@ -60,9 +60,9 @@ def test_as_few_parts_as_keep_the_processors_busy(programs, key_blocks, processo
     assert launch.number_of_parts(programs, key_blocks, processors) == parts
 
 
-def test_what_sums_start_from(small):
+def test_what_sums_start_from(small_blocks):
     """-lse sqrt(d), or nothing at all, and -delta; beyond the queries, nothing."""
-    lse, delta = (torch.randn(2, 37, 3, device=small) for _ in range(2))
+    lse, delta = (torch.randn(2, 37, 3, device=small_blocks) for _ in range(2))
     lse[0, 5] = -torch.inf
     scores, dprobs = launch.launch_starts(lse, delta, root=4.0)
     want = torch.where(lse == -torch.inf, lse, -4 * lse).transpose(1, 2)

@@ -21,10 +21,10 @@ def test_triton_where_everyone_sees_all(small):
     )
 
 
-def test_triton_merges_parts(small):
+def test_triton_merges_parts(small_blocks):
     """Into slices of a longer tensor, as a ring does; where a part shows a query nothing."""
-    out, other = (torch.randn(2, 50, 3, 24, device=small) for _ in range(2))
-    lse, other_lse = (3 * torch.randn(2, 50, 3, device=small) for _ in range(2))
+    out, other = (torch.randn(2, 50, 3, 24, device=small_blocks) for _ in range(2))
+    lse, other_lse = (3 * torch.randn(2, 50, 3, device=small_blocks) for _ in range(2))
     other_lse[0, 30:] = -torch.inf
     whole, whole_lse = out.double(), lse.double()
     rows = slice(10, 45)
@@ -33,12 +33,12 @@ def test_triton_merges_parts(small):
     torch.testing.assert_close((out.double(), lse.double()), (whole, whole_lse), rtol=1e-5, atol=1e-5)
 
 
-def test_scores_one_block_ahead_are_the_same_bits(small, monkeypatch):
+def test_scores_one_block_ahead_are_the_same_bits(small_blocks, monkeypatch):
     """Ranges of all kinds: without a middle, without edges, empty, with a window or documents."""
     for number in range(24):
-        mask = draw_mask(number, small)
-        q = torch.randn(1, mask.s_q, 2, 16, device=small).bfloat16()
-        k, v = (torch.randn(1, mask.s_k, 1, 16, device=small).bfloat16() for _ in "kv")
+        mask = draw_mask(number, small_blocks)
+        q = torch.randn(1, mask.s_q, 2, 16, device=small_blocks).bfloat16()
+        k, v = (torch.randn(1, mask.s_k, 1, 16, device=small_blocks).bfloat16() for _ in "kv")
         results = []
         for ahead in ((9, 10), ()):
             monkeypatch.setattr(launch, "SCORES_AHEAD", ahead)

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 from dense_mask import visible_keys
+from test_attention import check_documents_of_library
 
-from benchmarks.gpu_case import Inputs
-from benchmarks.gpu_products import AttentionSize, attention_cases, uneven_documents
-from benchmarks.smoke_families import attention_checks
-from benchmarks.smoke_kernels import TINY, run_check
+from benchmarks import rates
+from benchmarks.shape import Shape
 from data.pack import pack_windows
 from kernels import attention as kernel
 from kernels import attention_cudnn
@@ -424,32 +423,37 @@ def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation, capsys)
     monkeypatch.undo()
 
 
-def test_the_runs_on_a_card_take_every_library(monkeypatch, calls, cudnn_operation):
-    """The smoke run compares each with its own definition, and the table of kernels times each."""
+def test_a_card_runs_every_library(monkeypatch, calls, cudnn_operation, training):
+    """The tests marked gpu compare each with the definition, and benchmarks/rates.py times each."""
     monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 1)
     monkeypatch.setattr(attention_cudnn, "MOST_PADDING", 64)
     cudnn_operation()
     install(monkeypatch, "cudnn", frontend_stand_in(calls))
     install(monkeypatch, "flash_attn", flash_stand_in(calls))
     names = ["cuDNN (nvidia-cudnn-frontend)", "cuDNN (torch)", "flash_attn"]
-    inputs = Inputs(replace(TINY, seq=256, heads=2, kv=1), CPU, torch.bfloat16)
 
     torch.manual_seed(1)
-    checks = dict(attention_checks(inputs, "documents", kv=1, qk_dim=32, value_dim=32, documents=True))
-    assert list(checks)[1:] == [f"attention, documents, {name}" for name in names]
-    for name in list(checks)[1:]:
+    small = replace(training, device=CPU, batch=1, seq=256, head_dim=32)
+    for name in names:
         calls.clear()
-        row = run_check(checks[name])
-        assert row["ok"] and len(calls) == 1, (name, row)
+        check_documents_of_library(small, name)
+        of_their_trials = 4  # heads
+        assert [call[1][1] for call in calls].count(small.heads) == 1 and small.heads < of_their_trials
+    with pytest.raises(pytest.skip.Exception, match="not installed"):
+        check_documents_of_library(small, "flash_attn_interface")
 
-    sizes = AttentionSize(1, 32, 32, documents=uneven_documents(256))
-    cases = attention_cases("attention_documents", inputs, sizes)
-    seen = sum(n * (n + 1) / 2 for n in (8, 64, 184))
-    assert cases["attention_documents"].work == 2 * inputs.size.batch * 2 * seen * 64
-    assert list(cases["attention_documents_both"].others) == names
-    for name, run in cases["attention_documents_both"].others.items():
+    lengths = (8, 64, 184)
+    shape = Shape(1, hidden=64, heads=2, kv=1, ffn=1, vocab=1, seq=256, batch=1, documents=lengths)
+    place = rates.RateInputs(CPU, shape, shape, shape, packed=shape)
+    seen = sum(n * (n + 1) / 2 for n in lengths)
+    for name in names:
+        forward, backward = rates.cases_of_attention(place, shape, name)
+        assert forward.work == 2 * 2 * seen * 64 and backward.work == 2.5 * forward.work
         calls.clear()
-        assert [x.shape[2] for x in run()] == [2, 1, 1] and len(calls) == 1, name
+        assert [x.shape[2] for x in backward.make()()] == [2, 1, 1]
+        assert [call[1][1] for call in calls].count(shape.heads) == 1, name
+    with pytest.raises(rates.Absent):
+        next(rates.cases_of_attention(place, shape, "flash_attn_interface")).make()
 
 
 def test_empty_documents_only_for_a_cudnn_that_takes_them(monkeypatch):

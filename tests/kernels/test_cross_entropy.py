@@ -1,10 +1,12 @@
 """Output head and cross entropy in one, against F.cross_entropy on the whole logits."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from training import bound
 
 from kernels import cross_entropy as kernel
 from kernels import triton_
@@ -192,6 +194,26 @@ def test_triton_over_parts_of_the_vocabulary(interpreted, monkeypatch):
         got = kernel.launch_softmax(part, y, 0.5, 40, start, lambda *_: (lse.logsumexp(0), picked.sum(0)))
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(part, whole[:, start : start + 20], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu("cross_entropy.softmax_kernel", "linear.wgrad_kernel")
+@pytest.mark.parametrize("larger, padding", [(1, 0), (4, 64)])
+def test_at_training_sizes(training, larger, padding):
+    """Logits are rounded, their gradient, and each product of it. Chunks are not all of one size."""
+    rows, vocab = training.rows // larger, larger * training.vocab - padding
+    hidden = training.randn(rows, training.hidden)
+    weight = training.randn(vocab, training.hidden) / math.sqrt(training.hidden)  # logits of about 1
+    targets = torch.randint(vocab - padding, (rows,), device=training.device)
+    targets[::5] = IGNORE_INDEX
+    last, scale = vocab - padding, 1 / rows
+    training.check_function(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, targets, scale, last, chunk=rows // 3),
+        lambda hidden, weight: definition(hidden, weight, targets, scale, last),
+        {"hidden": hidden, "weight": weight},
+        (torch.ones((), device=training.device),),
+        {"y": bound(1), "dhidden": bound(3), "dweight": bound(2, rows)},
+        weights=("weight",),
+    )
 
 
 @pytest.mark.parametrize("gib, expected", [(8, 1 << 27), (24, 3 << 27), (64, 1 << 30), (141, 1 << 30)])

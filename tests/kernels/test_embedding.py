@@ -4,6 +4,7 @@ to what is there.
 
 import pytest
 import torch
+from training import bound
 
 from kernels import embedding as kernel
 from kernels.embedding import add_rows, embedding
@@ -19,11 +20,8 @@ V = 7
 
 
 def expected(into, ids, dy):
-    """One addition after the other, in fp64."""
-    total = into.double().clone()
-    for place, token in enumerate(ids.tolist()):
-        total[token] += dy[place].double()
-    return total
+    """The sum in fp64."""
+    return into.double().index_add(0, ids, dy.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -65,3 +63,20 @@ def test_no_tokens(interpreted):
     into = torch.ones(V, 3, device=interpreted)
     none = torch.zeros(0, dtype=torch.long, device=interpreted)
     assert torch.equal(add_rows(into.clone(), none, torch.zeros(0, 3, device=interpreted), into.shape), into)
+
+
+@pytest.mark.gpu("embedding.add_rows_kernel")
+def test_at_training_sizes(training):
+    """Frequent ids have many rows to add."""
+    shape = training.batch, training.seq
+    frequent = torch.randint(3, shape, device=training.device)
+    spread = torch.randint(training.vocab, shape, device=training.device)
+    ids = torch.where(torch.rand(shape, device=training.device) < 0.5, frequent, spread)
+    training.check_function(
+        lambda weight: embedding(ids, weight),
+        lambda weight: torch.nn.functional.embedding(ids, weight),
+        {"weight": training.randn(training.vocab, training.hidden)},
+        (training.randn(*shape, training.hidden),),
+        {"y": 0.0, "dweight": bound(0, training.tokens)},
+        weights=("weight",),
+    )

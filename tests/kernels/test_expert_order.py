@@ -7,6 +7,22 @@ from kernels import expert_order
 from kernels.expert_order import order_by_expert
 
 
+def numbers_of(order):
+    """All that order_by_expert returns."""
+    rows, choices, counts = order
+    found = {"tokens": rows.source, "slots": rows.slots, "choices": choices.source}
+    return found | {"places": choices.slots, "counts": counts}
+
+
+def definition(index, experts):
+    """A stable sort of the choices."""
+    choices = index.flatten().sort(stable=True).indices
+    slots = choices.argsort().view(index.shape)
+    counts = torch.bincount(index.flatten(), minlength=experts)
+    found = {"tokens": choices // index.shape[1], "slots": slots, "choices": choices}
+    return found | {"places": slots.view(-1, 1), "counts": counts}
+
+
 @pytest.mark.parametrize("way", ["torch", "triton"])
 @pytest.mark.parametrize(
     "t, k, experts", [(1, 1, 1), (7, 2, 3), (50, 4, 8), (33, 8, 48), (40, 3, 130), (0, 2, 4)]
@@ -24,16 +40,22 @@ def test_beside_a_stable_sort(request, monkeypatch, way, t, k, experts, kind):
         index[:] = experts // 2
     order = order_by_expert(index.to(device), experts)
 
-    chosen = index.flatten().tolist()
-    choices = sorted(range(t * k), key=lambda choice: chosen[choice])  # stable
-    places = [choices.index(choice) for choice in range(t * k)]
-    assert order.choices.source.tolist() == choices
-    assert order.rows.source.tolist() == [choice // k for choice in choices]
-    assert order.rows.slots.flatten().tolist() == order.choices.slots.flatten().tolist() == places
-    assert order.rows.slots.shape == (t, k) and order.choices.slots.shape == (t * k, 1)
-    assert order.rows_per_expert.tolist() == [chosen.count(expert) for expert in range(experts)]
-    for numbers in (*order.rows[:2], *order.choices[:2], order.rows_per_expert):
-        assert numbers.dtype == torch.int64
+    found = numbers_of(order)
+    for name, want in definition(index, experts).items():
+        assert torch.equal(found[name].cpu(), want) and found[name].dtype == torch.int64, name
+
+
+@pytest.mark.gpu("expert_order.count_kernel", "expert_order.place_kernel")
+def test_at_training_sizes(training):
+    """Of which some experts are chosen more often."""
+    appeal = torch.linspace(0, 0.5, training.experts, device=training.device)
+    numbers = torch.rand(training.tokens, training.experts, device=training.device) + appeal
+    index = numbers.argsort(-1)[:, : training.top_k].contiguous()
+    training.check(
+        lambda: numbers_of(order_by_expert(index, training.experts)),
+        lambda: definition(index, training.experts),
+        dict.fromkeys(("tokens", "slots", "choices", "places", "counts"), 0.0),
+    )
 
 
 def test_a_chunk_as_large_as_on_a_gpu(interpreted):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from training import bound
 
 from kernels import fp8
 from kernels.fp8 import E4M3, E5M2, MAX_VALUE, SCALE_KINDS, dequantize, find_maxima, quantize, quantize_pair
@@ -123,3 +124,32 @@ def test_what_is_not_finite_stays_so(interpreted, monkeypatch, kind, dtype, sick
         assert dequantize(*make(x, kind, dtype), kind)[70, 130].isnan()
     ahead, back = quantize_pair(x, kind, dtype)
     assert dequantize(*ahead, kind)[70, 130].isnan() and dequantize(*back, kind)[130, 70].isnan()
+
+
+@pytest.mark.gpu("fp8.cast_kernel")
+@pytest.mark.parametrize("kind", [
+    pytest.param("tensor", marks=pytest.mark.gpu("fp8.largest_kernel")),
+    pytest.param("row", marks=pytest.mark.gpu("fp8.maxima_kernel")),
+    "group",
+    "block",
+])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_at_training_sizes(training, kind, dtype):
+    """A matrix and its transposed view, with the definition's bits."""
+    x = training.randn(training.tokens, training.inner)
+    views = {"x": x, "x^T": x.t()}
+
+    def results(function):
+        found = {}
+        for name, view in views.items():
+            q, scale = function(view, kind, dtype)
+            found |= {f"bits of {name}": q.view(torch.uint8), f"scale of {name}": scale}
+            found[name] = dequantize(q, scale, kind)
+        return found
+
+    bounds = {f"{what} of {name}": 0.0 for what in ("bits", "scale") for name in views}
+    training.check(
+        lambda: results(quantize),
+        lambda: results(fp8.quantize_reference) | {name: view.float() for name, view in views.items()},
+        bounds | dict.fromkeys(views, bound(1, dtype=dtype)),
+    )

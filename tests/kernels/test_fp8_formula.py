@@ -22,9 +22,10 @@ SIDE = 32
 
 def draw(*shape, device, dtype=torch.bfloat16):
     """Rows and columns of very different size; the largest element is in the last row and column."""
-    x = torch.randn(*shape) * torch.logspace(-2, 1, shape[0])[:, None] * torch.logspace(-1, 1, shape[1])
+    rows, columns = (torch.logspace(*size) for size in ((-2, 1, shape[0]), (-1, 1, shape[1])))
+    x = torch.randn(*shape, device=device) * rows[:, None].to(device) * columns.to(device)
     x[-1, -1] = 60.0
-    return x.to(device, dtype)
+    return x.to(dtype)
 
 
 @pytest.fixture
@@ -102,6 +103,53 @@ def test_the_bits_of_a_result_in_memory(small_tiles, kind, result, shape, dtype,
     check_bits(pair.back[:2], back)
     check_bits(quantize_origin(origin, kind, bits, SIDE, maxima.rows)[:2], ahead)
     check_bits(quantize_transposed_origin(origin, kind, bits, SIDE, maxima.columns)[:2], back)
+
+
+def check_at_training_sizes(training, make, kind):
+    """The same 8 bits and scales of both directions. make() -> (the origin of an unwritten result, it)."""
+    written = []
+
+    def ours():
+        torch.manual_seed(0)
+        origin, y = make()
+        written[:] = [y]
+        pair = quantize_origin_pair(origin, kind, E4M3, fp8.BLOCK_SIDE, maxima_of(origin, kind, both=True))
+        return results(pair.ahead, pair.back)
+
+    def definition():
+        (y,) = written
+        return results(*(fp8.quantize_reference(x, kind, E4M3) for x in (y, y.t())))
+
+    def results(ahead, back):
+        return {
+            "q": ahead[0].view(torch.uint8),
+            "scale": ahead[1],
+            "q back": back[0].view(torch.uint8),
+            "scale back": back[1],
+        }
+
+    training.check(ours, definition, dict.fromkeys(("q", "scale", "q back", "scale back"), 0.0))
+
+
+@pytest.mark.gpu("fp8_formula.formula_cast_kernel")
+@pytest.mark.parametrize("kind", ("tensor", "row"))
+@pytest.mark.parametrize("result, width", [
+    pytest.param(
+        rms_result, "hidden", marks=pytest.mark.gpu("norm.forward_kernel", "norm.unwritten_kernel")
+    ),
+    pytest.param(
+        swiglu_result, "ffn",
+        marks=pytest.mark.gpu("fp8_formula.formula_maxima_kernel", "swiglu.swiglu_kernel"),
+    ),
+    pytest.param(
+        swiglu_gradient, "ffn",
+        marks=pytest.mark.gpu("fp8_formula.formula_maxima_kernel", "swiglu.swiglu_backward_kernel"),
+    ),
+])  # fmt: skip
+def test_at_training_sizes(training, kind, result, width):
+    shape = training.tokens, getattr(training, width)
+    make = lambda: result(*shape, training.device, torch.bfloat16, kind)
+    check_at_training_sizes(training, make, kind)
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda f: f.__name__)

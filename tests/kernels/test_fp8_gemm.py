@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from training import BF16, START, bound
 
 from kernels import fp8_gemm
-from kernels.fp8 import E4M3, E5M2
+from kernels.fp8 import BLOCK_SIDE, E4M3, E5M2
 from kernels.fp8_gemm import quantize_operand, scaled_product, write_scaled_product
 
-SMALL = {"M": 16, "N": 32, "GROUP": 2}
 PAIRS = [("group", "block"), ("group", "group"), ("row", "row"), ("tensor", "tensor")]
 
 
@@ -22,11 +22,9 @@ def operands(m, n, k, kinds, dtype=E4M3, side=32, device="cpu"):
 @pytest.mark.parametrize("kinds", PAIRS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("m, n, k", [(37, 80, 96), (16, 32, 32), (5, 96, 112)])
-def test_triton_product(interpreted, monkeypatch, kinds, dtype, m, n, k):
+def test_triton_product(interpreted, small_products, monkeypatch, kinds, dtype, m, n, k):
     """The kernel sums the same products: in another order, so within fp32's error."""
     if interpreted.type == "cpu":
-        monkeypatch.setattr(fp8_gemm, "TILE", SMALL)
-        monkeypatch.setattr(fp8_gemm, "EACH", {**SMALL, "N": 16})
         monkeypatch.setattr(fp8_gemm, "STEP", 16)
         monkeypatch.setattr(fp8_gemm, "EXACT", 32)
     _, (a, b) = operands(m, n, k, kinds, dtype, device=interpreted)
@@ -47,14 +45,49 @@ def test_triton_product(interpreted, monkeypatch, kinds, dtype, m, n, k):
     assert torch.equal(low, got.bfloat16())
 
 
-def test_one_scale_a_tile_of_rows(interpreted, monkeypatch):
+def sum_bound(a):
+    """Sums of products of 8-bit numbers keep 14 bits on Hopper (arXiv 2412.19437, 3.3.2): each step of 32
+    columns that the tensor cores sum before fp32 does may cut 2^-13.
+    """
+    columns = a.q.shape[1]
+    if a.kind == "group":
+        step = fp8_gemm.STEP
+    else:
+        step = columns if fp8_gemm.takes_fast_accumulation(a) else fp8_gemm.EXACT
+    return min(columns, step) / 32 * 2.0**-13
+
+
+@pytest.mark.gpu("fp8_gemm.scaled_kernel")
+@pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("group", "block")])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("add", [False, True])
+def test_at_training_sizes(training, kinds, dtype, add):
+    """Beside the product of the numbers that the operands stand for. add: to fp32, as a weight gradient."""
+    sizes = (training.tokens, training.inner), (training.ffn, training.inner)
+    a, b = (
+        quantize_operand(training.randn(*size), kind, bits, BLOCK_SIDE)
+        for size, kind, bits in zip(sizes, kinds, (dtype, E4M3))
+    )
+
+    def ours():
+        if not add:
+            return {"y": scaled_product(a, b, BF16)}
+        into = torch.full((training.tokens, training.ffn), START, device=training.device)
+        return {"y": write_scaled_product(into, a, b, BF16, add=True) - START}
+
+    rounding = bound(4, training.inner, torch.float32) if add else bound(1, training.inner)
+    training.check(
+        ours,
+        lambda: {"y": a.dequantized() @ b.dequantized().t()},
+        {"y": rounding + sum_bound(a)},
+        is_ours=not fp8_gemm.library_multiplies(a),
+    )
+
+
+def test_one_scale_a_tile_of_rows(small_products):
     """128 rows of a weight block are one tile's: the kernel then loads one number for them."""
-    monkeypatch.setattr(
-        fp8_gemm, "TILE", {"M": 16, "N": 32, "GROUP": 2} if interpreted.type == "cpu" else fp8_gemm.TILE
-    )
-    _, (a, b) = operands(
-        20, 70, 64, ("group", "block"), side=32 if interpreted.type == "cpu" else 128, device=interpreted
-    )
+    side = fp8_gemm.TILE["N"]
+    _, (a, b) = operands(20, 70, 64, ("group", "block"), side=side, device=small_products)
     want = a.dequantized() @ b.dequantized().t()
     assert (
         fp8_gemm.launch_scaled_product(a, b, torch.empty_like(want), False) - want

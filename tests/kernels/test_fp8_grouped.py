@@ -4,8 +4,11 @@ the definition.
 
 import pytest
 import torch
+from test_fp8_gemm import sum_bound
+from test_grouped_gemm import definition, uneven_counts
+from training import BF16, bound
 
-from kernels import fp8_gemm, fp8_grouped, grouped_gemm
+from kernels import fp8, fp8_gemm, fp8_grouped
 from kernels.fp8_grouped import (
     RECIPES,
     grouped_product,
@@ -95,17 +98,11 @@ def test_one_expert_is_a_linear(recipe):
 @pytest.mark.parametrize("name", [name for name in SHARES if name != "nothing"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("side", [SIDE, 64])
-def test_triton(interpreted, monkeypatch, given, name, recipe, side):
+def test_triton(interpreted, small_products, monkeypatch, given, name, recipe, side):
     """side 64: more rows of the weight than a tile has columns share a scale."""
-    small = {"M": 16, "N": 32}
     if interpreted.type == "cpu":
-        monkeypatch.setattr(fp8_grouped, "TILE", small)
-        monkeypatch.setattr(fp8_grouped, "EXACT", small)
-        monkeypatch.setattr(fp8_grouped, "EACH", {**small, "N": 16})
         monkeypatch.setattr(fp8_gemm, "STEP", 32)
         monkeypatch.setattr(fp8_gemm, "EXACT", 64)
-        monkeypatch.setattr(grouped_gemm, "TILE", grouped_gemm.TILE | {"M": small["M"]})
-        monkeypatch.setattr(grouped_gemm, "WGRAD", {"M": 16, "N": 32, "K": 16})
     counts = SHARES[name]
     x, weight, dy = case(counts, 64, 128, device=interpreted)
     kind, of_weight, _ = RECIPES[recipe]
@@ -125,6 +122,23 @@ def test_triton(interpreted, monkeypatch, given, name, recipe, side):
         (y, dx, kept.main_grad - 1), trained(x.float(), weight.float(), dy.float(), counts, recipe, side)
     ):
         assert (a - b).norm() <= (4e-3 if a.dtype == torch.bfloat16 else 1e-6) * b.norm()
+
+
+@pytest.mark.gpu("fp8_grouped.scaled_grouped_kernel")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_at_training_sizes(training, recipe):
+    counts = uneven_counts(training)
+    rows = row_tiles(counts, sum(counts), training.device)
+    kind, weight_kind, _ = RECIPES[recipe]
+    x = training.randn(sum(counts), training.inner)
+    weight = training.randn(training.experts * 2 * training.expert_ffn, training.inner)
+    a = quantize_operand(x, kind, fp8.E4M3, fp8.BLOCK_SIDE)
+    b = quantized_experts(weight, training.experts, weight_kind, fp8.BLOCK_SIDE).ahead
+    training.check(
+        lambda: {"y": grouped_product(a, b, rows, training.experts, BF16)},
+        lambda: {"y": definition(a.dequantized(), b.dequantized(), counts)},
+        {"y": bound(1, training.inner) + sum_bound(a)},
+    )
 
 
 def test_rows_that_the_copy_engine_cannot_read_take_the_loop(interpreted, capfd):

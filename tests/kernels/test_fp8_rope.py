@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_fp8_formula import check_bits
+from test_fp8_formula import check_at_training_sizes, check_bits
 
 from kernels import fp8, fp8_rope, rope
 from kernels.fp8 import E4M3, E5M2
@@ -25,9 +25,10 @@ def draw(b, s, heads, kv, d, layout, device, dtype):
     """dq, dk, dv [b, s, heads, d]: tokens and channels of very different size; the largest element is the
     last."""
     h = heads + 2 * kv
-    x = torch.randn(b, s, h, d) * torch.logspace(-2, 1, s)[:, None, None] * torch.logspace(-1, 1, d)
+    tokens, channels = (torch.logspace(*size).to(device) for size in ((-2, 1, s), (-1, 1, d)))
+    x = torch.randn(b, s, h, d, device=device) * tokens[:, None, None] * channels
     x[-1, -1, -1, -1] = 60.0
-    parts = x.to(device, dtype).split((heads, kv, kv), 2)
+    parts = x.to(dtype).split((heads, kv, kv), 2)
     if layout == "apart":
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
     if layout == "head by head":
@@ -71,6 +72,21 @@ def test_the_bits_of_the_gradient_in_memory(interpreted, monkeypatch, kind, shap
     check_bits(quantize_origin(origin, kind, bits, SIDE, maxima.rows)[:2], ahead)
     check_bits(quantize_transposed_origin(origin, kind, bits, SIDE, maxima.columns)[:2], back)
     assert all(torch.equal(one, other) for one, other in zip(before, gradients))
+
+
+@pytest.mark.gpu("fp8_rope.rope_cast_kernel", "fp8_rope.rope_maxima_kernel", "rope.merge_gradients_kernel")
+@pytest.mark.parametrize("kind", ("tensor", "row"))
+def test_at_training_sizes(training, kind):
+    shape = training.batch, training.seq, training.heads, training.kv, training.head_dim
+    cos, sin = angles(training.batch, training.seq, training.head_dim, training.device)
+
+    def make():
+        gradients = draw(*shape, "apart", training.device, torch.bfloat16)
+        width = sum(x.shape[2] for x in gradients) * training.head_dim
+        origin = origin_of(rope.unwritten_gradient(*gradients, cos, sin, (*shape[:2], width)))
+        return origin, rope.rope_backward(*gradients, cos, sin).view(training.tokens, width)
+
+    check_at_training_sizes(training, make, kind)
 
 
 def projection(x, weight, cos, sin, heads, kv, dys, recipe, reader):

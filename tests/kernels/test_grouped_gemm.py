@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from training import bound
 
 from kernels import grouped_gemm as kernel
 from kernels.grouped_gemm import grouped_dgrad, grouped_forward, grouped_linear, grouped_wgrad
@@ -12,7 +13,7 @@ COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3], 
 N, O = 6, 10
 
 
-def exact(x, w, counts):
+def definition(x, w, counts):
     return torch.cat(
         [rows @ part.t() for rows, part in zip(x.split(counts), w.view(len(counts), -1, x.shape[1]))]
     )
@@ -26,7 +27,7 @@ def test_against_one_gemm_an_expert(given, counts, dtype, bound):
     x, w, dy = (torch.randn(*s).to(dtype) for s in ((sum(counts), N), (len(counts) * O, N), (sum(counts), O)))
     kept, x1 = given(w, 1.0), x.clone().requires_grad_()
     x2, w2 = (t.double().requires_grad_() for t in (x, w))
-    want = exact(x2, w2, counts)
+    want = definition(x2, w2, counts)
     dx, dw = torch.autograd.grad(want, (x2, w2), dy.double())
     for _ in range(2):
         got = grouped_linear(x1, kept, counts)
@@ -48,7 +49,7 @@ def test_against_one_gemm_an_expert(given, counts, dtype, bound):
 
 def test_the_three_products_alone():
     counts, (x, w, dy) = [2, 0, 3], (torch.randn(5, N), torch.randn(3, O, N), torch.randn(5, O))
-    assert torch.allclose(grouped_forward(x, w, counts), exact(x, w.view(-1, N), counts))
+    assert torch.allclose(grouped_forward(x, w, counts), definition(x, w.view(-1, N), counts))
     assert torch.allclose(grouped_dgrad(dy, w, counts), torch.cat([dy[:2] @ w[0], dy[2:] @ w[2]]))
     into = torch.ones(3, O, N, dtype=torch.float64)
     grouped_wgrad(into, dy.double(), x.double(), counts, True)
@@ -78,7 +79,7 @@ def test_weight_gradient_put_off(given):
     assert torch.equal(now.main_grad, put.main_grad)
 
 
-# ---- Triton, beside one definition for all ways ----
+# ---- Triton ----
 
 SHARES = {
     "uneven": (5, 0, 17, 16, 1),
@@ -94,23 +95,13 @@ def case(counts, o, n, dtype):
     return x, weight, torch.randn(sum(counts), o).to(dtype)
 
 
-def definition(x, weight, counts):
-    owner = torch.repeat_interleave(
-        torch.arange(len(counts), device=x.device), torch.tensor(counts, device=x.device)
-    )
-    return torch.einsum("mn,mon->mo", x, weight.view(len(counts), -1, x.shape[1])[owner])
-
-
 @pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_triton(interpreted, monkeypatch, given, name, dtype, o, n, on_device):
-    if interpreted.type == "cpu":
-        for table in ("TILE", "WGRAD"):
-            monkeypatch.setattr(kernel, table, {"M": 16, "N": 32, "K": 16})
-    counts = torch.tensor(SHARES[name], device=interpreted) if on_device else SHARES[name]
-    x, weight, dy = (t.detach().to(interpreted) for t in case(SHARES[name], o, n, dtype))
+def test_triton(small_products, given, name, dtype, o, n, on_device):
+    counts = torch.tensor(SHARES[name], device=small_products) if on_device else SHARES[name]
+    x, weight, dy = (t.detach().to(small_products) for t in case(SHARES[name], o, n, dtype))
     leaves, exact = (
         (x.requires_grad_(), given(weight, 1.0)),
         (x.detach().double().requires_grad_(), weight.double().requires_grad_()),
@@ -135,15 +126,13 @@ def test_triton(interpreted, monkeypatch, given, name, dtype, o, n, on_device):
 
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
 @pytest.mark.parametrize("name", SHARES)
-def test_triton_writes_instead_of_adding(interpreted, monkeypatch, name, o, n):
+def test_triton_writes_instead_of_adding(small_products, name, o, n):
     """Whatever was there, an expert without rows included, whose gradient is zero."""
-    if interpreted.type == "cpu":
-        monkeypatch.setattr(kernel, "WGRAD", {"M": 16, "N": 32, "K": 16})
-    x, _, dy = (t.detach().to(interpreted) for t in case(SHARES[name], o, n, torch.bfloat16))
-    offsets = kernel.row_tiles(SHARES[name], sum(SHARES[name]), interpreted).offsets
-    into = torch.full((len(SHARES[name]), o, n), float("nan"), device=interpreted)
+    x, _, dy = (t.detach().to(small_products) for t in case(SHARES[name], o, n, torch.bfloat16))
+    offsets = kernel.row_tiles(SHARES[name], sum(SHARES[name]), small_products).offsets
+    into = torch.full((len(SHARES[name]), o, n), float("nan"), device=small_products)
     kernel.launch_wgrad(into, dy, x, offsets, add=False)
-    want = torch.zeros(into.shape, device=interpreted)
+    want = torch.zeros(into.shape, device=small_products)
     kernel.launch_wgrad(want, dy, x, offsets, add=True)
     assert torch.equal(into, want) and want.any()
 
@@ -162,12 +151,9 @@ def test_the_table_of_tiles(interpreted, monkeypatch, counts):
     assert rows.tiles[1:1 + len(want), :3].tolist() == want
 
 
-def test_triton_returns_a_plain_tensors_gradient(interpreted, monkeypatch):
-    if interpreted.type == "cpu":
-        for table in ("TILE", "WGRAD"):
-            monkeypatch.setattr(kernel, table, {"M": 16, "N": 16, "K": 16})
+def test_triton_returns_a_plain_tensors_gradient(small_products):
     x, weight, dy = (
-        t.detach().to(interpreted).requires_grad_() for t in case((3, 0, 4), 8, 16, torch.bfloat16)
+        t.detach().to(small_products).requires_grad_() for t in case((3, 0, 4), 8, 16, torch.bfloat16)
     )
     got = torch.autograd.grad(grouped_linear(x, weight, (3, 0, 4)), weight, dy)[0]
     want = torch.autograd.grad(definition(x.double(), weight.double(), (3, 0, 4)), weight, dy.double())[0]
@@ -220,14 +206,11 @@ def ordered_case(name, shares, o, n, dtype, device):
     ("triton", torch.float16, 8e-4),
 ])
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
-def test_rows_of_tokens(request, monkeypatch, given, counts, name, way, dtype, bound, o, n):
+def test_rows_of_tokens(request, given, counts, name, way, dtype, bound, o, n):
     """Gathered and combined, forward and backward, beside matrices of 0 and 1 in fp64."""
     device = torch.device("cpu")
     if way == "triton":
-        device = request.getfixturevalue("interpreted")
-        if device.type == "cpu":
-            for table in ("TILE", "WGRAD"):
-                monkeypatch.setattr(kernel, table, {"M": 16, "N": 32, "K": 16})
+        device = request.getfixturevalue("small_products")
     order, x, rows, weight = ordered_case(name, counts, o, n, dtype, device)
     t, m = len(x), len(rows)
     is_row_of = torch.zeros(m, t, dtype=torch.float64, device=device)  # [m, t]
@@ -259,6 +242,63 @@ def test_rows_of_tokens(request, monkeypatch, given, counts, name, way, dtype, b
         first = given(weight, float("nan"), is_written=False)  # of a step: it overwrites
         grouped_linear(leaf, first, counts, **how).backward(dy)
         assert (first.main_grad + 1 - kept.main_grad).norm() <= 1e-6 * kept.main_grad.norm()
+
+
+def uneven_counts(training):
+    """Rows of each expert: of all sizes, the second has none."""
+    shares = torch.arange(1, training.experts + 1, dtype=torch.float64) ** 2
+    shares[1] = 0
+    counts = (shares / shares.sum() * training.tokens * training.top_k).long()
+    counts[-1] += training.tokens * training.top_k - counts.sum()
+    return counts.tolist()
+
+
+BY_EXPERT = pytest.mark.gpu("grouped_gemm.grouped_wgrad_kernel")
+BY_TOKEN = pytest.mark.gpu("grouped_gemm.gathered_wgrad_kernel", "permute.sum_kernel")
+
+
+@pytest.mark.gpu("grouped_gemm.row_tiles_kernel", "grouped_gemm.grouped_kernel")
+@pytest.mark.parametrize("rows", [
+    pytest.param("known", marks=BY_EXPERT),
+    pytest.param("on the device", marks=BY_EXPERT),
+    pytest.param("gathered", marks=BY_TOKEN),
+    pytest.param("combined", marks=BY_TOKEN),
+])
+def test_at_training_sizes(training, rows):
+    """Experts with unequal numbers of rows; the host knows them, or not. Rows of tokens are read where they
+    lie, or summed where they belong, which rounds them twice.
+    """
+    counts, width = uneven_counts(training), 2 * training.expert_ffn
+    on_device = torch.tensor(counts, device=training.device)
+    slots = torch.randperm(sum(counts), device=training.device).view(training.tokens, training.top_k)
+    source = torch.empty(sum(counts), dtype=torch.int64, device=training.device)
+    source[slots] = torch.arange(training.tokens, device=training.device)[:, None]
+    order = RowOrder(source, slots)
+    product = lambda x, weight: definition(x, weight, counts)
+    ways = {
+        "known": ({}, product),
+        "on the device": ({}, product),
+        "gathered": ({"gather": order}, lambda x, weight: product(x[source], weight)),
+        "combined": ({"combine": order}, lambda x, weight: product(x, weight)[slots].sum(1)),
+    }
+    how, exact = ways[rows]
+    num_in = training.tokens if rows == "gathered" else sum(counts)
+    num_out = training.tokens if rows == "combined" else sum(counts)
+    training.check_function(
+        lambda x, weight: grouped_linear(x, weight, counts if rows == "known" else on_device, **how),
+        exact,
+        {
+            "x": training.randn(num_in, training.hidden),
+            "weight": training.randn(training.experts * width, training.hidden),
+        },
+        (training.randn(num_out, width),),
+        {
+            "y": bound(1 + (rows == "combined"), training.hidden),
+            "dx": bound(1 + (rows == "gathered"), width),
+            "dweight": bound(0, max(counts)),
+        },
+        weights=("weight",),
+    )
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import grouped_gemm, grouped_library
+from kernels import grouped_library
 from kernels.grouped_gemm import grouped_linear
 from kernels.permute import RowOrder
 
@@ -12,13 +12,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def library(interpreted, monkeypatch):
+def library(small_products, monkeypatch):
     """torch._grouped_mm, on the CPU too. Its value: the calls that it has had."""
     grouped_library.library_multiplies.cache_clear()
     monkeypatch.setattr(grouped_library, "DEVICES", ("cuda", "cpu"))
-    if interpreted.type == "cpu":
-        for table in ("TILE", "WGRAD"):
-            monkeypatch.setattr(grouped_gemm, table, {"M": 16, "N": 32, "K": 16})
     real, calls = torch._grouped_mm, []
     monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **how: calls.append(how) or real(*args, **how))
     yield calls

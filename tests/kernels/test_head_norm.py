@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from test_latent_heads import tables_of, tables_of_training, turned
+from training import bound, results_of, wide
 
 from kernels import rope
 from kernels.head_norm import split_normalize_and_rotate
@@ -12,30 +14,19 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])  # the second seque
 YARN = (4.0, 1.0, 32.0, 64, "yarn")
 
 
-def definition(qkv, q_weight, k_weight, heads, kv, theta, scaling=()):
+def definition(qkv, q_weight, k_weight, turns, heads, kv, eps=EPS):
     """Complex numbers, one for each pair of channels, and a norm written out."""
-    d = qkv.shape[-1]
-    angles = POSITIONS[:, : qkv.shape[1], None, None] * rope.frequencies(d, theta, *scaling)
-    turns = torch.polar(torch.full_like(angles, scale_of(scaling)), angles).to(qkv.device)
-
     def one(x, weight):
-        normalized = x / (x.pow(2).sum(-1, keepdim=True) / d + EPS).sqrt() * weight
-        left, right = normalized[..., : d // 2], normalized[..., d // 2 :]
-        turned = torch.complex(left, right) * turns
-        return torch.cat((turned.real, turned.imag), -1)
+        return turned(x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight, turns, pairs=False)
 
     q, k, v = qkv.split((heads, kv, kv), 2)
     return one(q, q_weight), one(k, k_weight), v
 
 
-def scale_of(scaling):
-    return rope.yarn_mscale(scaling[0], 1.0) if scaling else 1.0
-
-
-def tables(s, d, dtype, device, theta=100.0, scaling=()):
-    frequencies = rope.frequencies(d, theta, *scaling)
-    found = rope.cos_sin_tables(POSITIONS[:, :s], frequencies, dtype, scale_of(scaling))
-    return [table.to(device) for table in found]
+def tables(s, d, dtype, device, scaling=()):
+    """cos, sin, turns."""
+    scale = rope.yarn_mscale(scaling[0], 1.0) if scaling else 1.0
+    return tables_of(POSITIONS[:, :s], rope.frequencies(d, 100.0, *scaling), dtype, device, scale)
 
 
 def inputs(heads, kv, d, s, dtype, device):
@@ -68,11 +59,11 @@ def gradients_of(memory, dy, heads):
 )
 def test_against_the_formula(interpreted, dtype, bound, memory, heads, kv, d, s, scaling):
     qkv, q_weight, k_weight = leaves = inputs(heads, kv, d, s, dtype, interpreted)
-    cos, sin = tables(s, d, dtype, interpreted, scaling=scaling)
+    cos, sin, turns = tables(s, d, dtype, interpreted, scaling)
     got = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv=kv, eps=EPS)
     assert "SplitNormRope" in type(got[0].grad_fn).__name__ and got[2].data_ptr() == qkv[0, 0, -kv].data_ptr()
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    want = definition(*exact, heads, kv, 100.0, scaling)
+    want = definition(*exact, turns, heads, kv)
 
     dy = torch.randn(qkv.shape, device=interpreted).to(dtype)
     sizes = (heads, kv, kv)
@@ -87,7 +78,7 @@ def test_without_a_kernel_it_is_a_norm_and_a_rotation():
     """Bit for bit, and for every dtype of a CPU."""
     for dtype in (torch.float64, torch.bfloat16):
         qkv, q_weight, k_weight = leaves = inputs(3, 2, 8, 5, dtype, torch.device("cpu"))
-        cos, sin = tables(5, 8, dtype, torch.device("cpu"))
+        cos, sin, turns = tables(5, 8, dtype, torch.device("cpu"))
         got = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=3, kv=2, eps=EPS)
         q, k, v = qkv.split((3, 2, 2), 2)
         q, k = rms_norm(q, q_weight, EPS), rms_norm(k, k_weight, EPS)
@@ -98,14 +89,14 @@ def test_without_a_kernel_it_is_a_norm_and_a_rotation():
         ):
             assert torch.equal(a, b)
         if dtype == torch.float64:
-            exact = definition(*leaves, 3, 2, 100.0)
+            exact = definition(*leaves, turns, 3, 2)
             torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_a_projection_with_channels_apart_is_copied(interpreted):
     qkv, q_weight, k_weight = inputs(2, 1, 4, 5, torch.float32, interpreted)
     strided = qkv.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
-    cos, sin = tables(5, 4, torch.float32, interpreted)
+    cos, sin, _ = tables(5, 4, torch.float32, interpreted)
     settings = {"heads": 2, "kv": 1, "eps": EPS}
     results = []
     for x in (qkv, strided):
@@ -117,7 +108,7 @@ def test_a_projection_with_channels_apart_is_copied(interpreted):
 
 def test_weight_gradients_go_to_the_buffers_and_are_the_same_every_time(interpreted, given):
     qkv, q_weight, k_weight = inputs(3, 1, 8, 5, torch.bfloat16, interpreted)
-    cos, sin = tables(5, 8, torch.bfloat16, interpreted)
+    cos, sin, _ = tables(5, 8, torch.bfloat16, interpreted)
     settings = {"heads": 3, "kv": 1, "eps": EPS}
 
     def loss(*weights):
@@ -140,7 +131,7 @@ def test_weight_gradients_go_to_the_buffers_and_are_the_same_every_time(interpre
 def test_the_projection_may_not_change_before_the_backward(interpreted):
     leaf, q_weight, k_weight = inputs(2, 1, 4, 5, torch.float32, interpreted)
     qkv = leaf * 1
-    cos, sin = tables(5, 4, torch.float32, interpreted)
+    cos, sin, _ = tables(5, 4, torch.float32, interpreted)
     q, k, v = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=2, kv=1, eps=EPS)
     with torch.no_grad():
         qkv.mul_(2)
@@ -155,7 +146,7 @@ def test_it_is_that_of_transformers(interpreted):
     )
     heads, kv, d, s = 4, 2, 32, 5
     qkv, q_weight, k_weight = leaves = inputs(heads, kv, d, s, torch.float32, interpreted)
-    cos, sin = tables(s, d, torch.float32, interpreted)
+    cos, sin, _ = tables(s, d, torch.float32, interpreted)
     got = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv=kv, eps=EPS)
 
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -175,3 +166,29 @@ def test_it_is_that_of_transformers(interpreted):
     should = torch.autograd.grad(want, exact, [x.double() for x in dy])
     for a, b in zip((*got, *torch.autograd.grad(got, leaves, dy)), (*want, *should)):
         assert (a.double() - b).norm() <= 5e-6 * b.norm()
+
+
+@pytest.mark.gpu("head_norm.head_norm_kernel", "head_norm.head_norm_backward_kernel")
+@pytest.mark.parametrize("memory", ["side by side", "apart"])
+def test_at_training_sizes(training, memory):
+    heads, kv, d = training.heads, training.kv, training.head_dim
+    sizes, eps = (heads, kv, kv), 0.1  # large enough to matter in bf16
+    cos, sin, turns = tables_of_training(training, d, 5e5)
+    tensors = {"qkv": training.randn(training.batch, training.seq, sum(sizes), d)}
+    tensors |= {f"{name}_weight": 1 + 0.1 * training.randn(d) for name in "qk"}
+    weights = "q_weight", "k_weight"
+    dy = training.randn(*tensors["qkv"].shape)
+
+    def ours(qkv, q_weight, k_weight):
+        return split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv=kv, eps=eps)
+
+    def exact(qkv, q_weight, k_weight):
+        return definition(qkv, q_weight.double(), k_weight.double(), turns, heads, kv, eps)
+
+    rows = training.tokens * heads
+    training.check(
+        lambda: results_of(ours, tensors, gradients_of(memory, dy, sizes), weights),  # written over, in place
+        lambda: results_of(exact, wide(tensors), gradients_of("side by side", dy.float(), sizes)),
+        {"y": bound(1), "y1": bound(1), "y2": 0.0, "dqkv": bound(1)}
+        | {f"d{name}": bound(0, rows) for name in weights},
+    )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from training import bound
 
 from kernels import rope
 from kernels.latent_heads import keys_and_values, rotate_heads
@@ -13,11 +14,20 @@ SIZES = [(3, 5, 6, 7), (2, 8, 2, 8), (20, 128, 64, 128)]  # heads, nope, rope, v
 
 def tables(rope_dim, dtype, device, scale=1.0):
     """cos and sin, and the same turns as complex numbers in fp64."""
-    frequencies = rope.frequencies(rope_dim, 100.0)
-    cos, sin = rope.cos_sin_tables(POSITIONS, frequencies, dtype, scale)
-    angles = POSITIONS[..., None, None] * frequencies
+    return tables_of(POSITIONS, rope.frequencies(rope_dim, 100.0), dtype, device, scale)
+
+
+def tables_of(positions, frequencies, dtype, device, scale=1.0):
+    cos, sin = rope.cos_sin_tables(positions, frequencies, dtype, scale)
+    angles = positions[..., None, None] * frequencies
     turns = torch.polar(torch.full_like(angles, scale), angles)
     return cos.to(device), sin.to(device), turns.to(device)
+
+
+def tables_of_training(training, rope_dim, theta):
+    """Every sequence begins at position 0."""
+    positions = torch.arange(training.seq).expand(training.batch, -1)
+    return tables_of(positions, rope.frequencies(rope_dim, theta), torch.bfloat16, training.device)
 
 
 def turned(x, turns, pairs):
@@ -120,3 +130,45 @@ def test_a_leaf_stays_and_the_old_queries_are_missed(interpreted):
     kept = leaf.exp()  # exp's backward needs its output
     with pytest.raises(RuntimeError, match="inplace"):
         rotate_heads(kept, cos, sin, nope_dim=3, pairs=True).sum().backward()
+
+
+@pytest.mark.gpu("latent_heads.rotate_heads_kernel")
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_rotated_heads_at_training_sizes(training, scale):
+    """Queries in the sizes of DeepSeek; channels 2i and 2i + 1 are a pair."""
+    nope, rope_dim = training.head_dim, training.head_dim // 2
+    shape = training.batch, training.seq, training.heads, nope + rope_dim
+    cos, sin, turns = tables_of_training(training, rope_dim, 1e4)
+
+    def exact(q):
+        own, rest = q.split((nope, rope_dim), -1)
+        return torch.cat((own, turned(rest.double().contiguous(), turns, pairs=True)), -1) * scale
+
+    training.check_function(
+        lambda q: rotate_heads(q, cos, sin, nope_dim=nope, pairs=True, scale=scale),
+        exact,
+        {"q": training.randn(*shape)},
+        (training.randn(*shape),),
+        {"y": bound(1), "dq": bound(1)},
+    )
+
+
+@pytest.mark.gpu("latent_heads.latent_keys_kernel", "latent_heads.latent_keys_backward_kernel")
+def test_keys_and_values_at_training_sizes(training):
+    nope, rope_dim, heads = training.head_dim, training.head_dim // 2, training.heads
+    shape = training.batch, training.seq
+    cos, sin, turns = tables_of_training(training, rope_dim, 1e4)
+
+    def exact(kv, rope_key):
+        own, values = kv.split((nope, training.head_dim), -1)
+        shared = turned(rope_key.double()[:, :, None], turns, pairs=True)
+        return torch.cat((own, shared.expand(-1, -1, heads, -1)), -1), values
+
+    kv = training.randn(*shape, heads, nope + training.head_dim)
+    training.check_function(
+        lambda kv, rope_key: keys_and_values(kv, rope_key, (cos, sin), nope_dim=nope, pairs=True),
+        exact,
+        {"kv": kv, "rope_key": training.randn(*shape, rope_dim)},
+        (training.randn(*shape, heads, nope + rope_dim), training.randn(*shape, heads, training.head_dim)),
+        {"y": bound(1), "y1": 0.0, "dkv": bound(1), "drope_key": bound(1)},
+    )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from training import START, bound
 
 from kernels import linear as kernel
 from kernels.embedding import embedding
@@ -136,12 +137,10 @@ def test_an_input_that_is_made_again_is_not_kept():
     "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)]
 )
 @pytest.mark.parametrize("t, m, n", [(37, 40, 72), (16, 16, 8), (5, 96, 16)])
-def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n):
+def test_triton_weight_gradient(interpreted, small_products, monkeypatch, dtype, bound, t, m, n):
     """Products are summed in fp32 and never rounded to the inputs' dtype on the way: the bound is fp32's for
     all.
     """
-    if interpreted.type == "cpu":
-        monkeypatch.setattr(kernel, "TILE", {"M": 16, "N": 32, "K": 16, "GROUP": 2})
     dy, x = (
         torch.randn(t, m, device=interpreted).to(dtype),
         torch.randn(t, 2 * n, device=interpreted).to(dtype)[:, :n],
@@ -157,6 +156,44 @@ def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n)
     if dtype != torch.float32:  # where fp32 is added to fp32 the library's GEMM does it
         assert torch.equal(kernel.write_wgrad(into, dy, x, True), got)
         assert torch.equal(kernel.write_wgrad(into, dy, x, False), written)
+
+
+@pytest.mark.gpu("linear.wgrad_kernel")
+def test_a_linear_at_training_sizes(training):
+    x, dy = (training.randn(training.tokens, n) for n in (training.hidden, training.ffn))
+    training.check_function(
+        linear,
+        F.linear,
+        {"x": x, "w": training.randn(training.ffn, training.hidden)},
+        (dy,),
+        {"y": bound(1, training.hidden), "dx": bound(1, training.ffn), "dw": bound(0, training.tokens)},
+        weights=("w",),
+        is_ours=training.device.type == "cpu",  # on a GPU the library's weight gradient, where it adds fp32
+    )
+
+
+@pytest.mark.gpu("linear.wgrad_kernel")
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("way", [kernel.launch_wgrad, kernel.write_by_library])
+def test_weight_gradient_at_training_sizes(training, way, add):
+    """By each of the ways of a GPU; add: to what is there, else the first of a step."""
+    is_ours = way is kernel.launch_wgrad
+    if training.device.type == "cpu" and not is_ours:
+        pytest.skip("torch's CPU has no product of 16 bits that is added to fp32")
+    dy, x = (training.randn(training.tokens, n) for n in (training.ffn, training.hidden))
+    if is_ours and (why := kernel.skewed(dy, x)):
+        pytest.skip(why)
+
+    def ours():
+        into = torch.full((training.ffn, training.hidden), START if add else float("nan"), device=x.device)
+        return {"dw": way(into, dy, x, add) - START * add}
+
+    training.check(
+        ours,
+        lambda: {"dw": dy.float().t() @ x.float()},
+        {"dw": bound(0, training.tokens)},
+        is_ours=is_ours,
+    )
 
 
 # ---- the GPU's library -------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """RMSNorm and LayerNorm against torch's, alone and with the residual add."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
+from training import bound
 
 from kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 EPS = 1e-5
+FUNCTIONS = {"rms": (rms_norm, add_rms_norm), "layer": (layer_norm, add_layer_norm)}
 
 
 def case(dtype=torch.float64, shape=(2, 5, 7)):
@@ -15,14 +19,14 @@ def case(dtype=torch.float64, shape=(2, 5, 7)):
     return x, r, w, b
 
 
-def definition(x, w, b):
-    return F.rms_norm(x, w.shape, w, EPS) if b is None else F.layer_norm(x, w.shape, w, b, EPS)
+def definition(x, w, b=None, eps=EPS):
+    return F.rms_norm(x, w.shape, w, eps) if b is None else F.layer_norm(x, w.shape, w, b, eps)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_gradcheck(kind):
     x, r, w, b = case()
-    one, two = (rms_norm, add_rms_norm) if kind == "rms" else (layer_norm, add_layer_norm)
+    one, two = FUNCTIONS[kind]
     extra = (w,) if kind == "rms" else (w, b)
     assert torch.autograd.gradcheck(lambda x, *p: one(x, *p, EPS), (x, *extra))
     assert torch.autograd.gradcheck(lambda x, r, *p: two(x, r, *p, EPS), (x, r, *extra))
@@ -131,3 +135,37 @@ def test_what_triton_has_no_kernel_for_is_said_once(interpreted, capfd):
         torch.testing.assert_close(rms_norm(x, w, EPS), F.rms_norm(x, (4,), w, EPS))
     said = capfd.readouterr().err.splitlines()
     assert said == ["norm: no kernel for float64; the slower torch reference runs instead"]
+
+
+@pytest.mark.gpu("norm.forward_kernel", "norm.backward_kernel")
+@pytest.mark.parametrize("kind, where", [
+    *((kind, where) for kind in ("rms", "layer") for where in ("alone", "after a residual")),
+    ("rms", "heads"),
+])
+def test_at_training_sizes(training, kind, where):
+    """A residual's sum is rounded once before the statistics. eps is large enough to matter in bf16."""
+    eps = 0.1
+    shape = training.tokens, training.hidden
+    if where == "heads":
+        shape = training.batch, training.seq, training.heads, training.head_dim
+    rows = math.prod(shape[:-1])
+    parameters = {"w": 1 + 0.1 * training.randn(shape[-1])}
+    if kind == "layer":
+        parameters["b"] = 0.1 * training.randn(shape[-1])
+
+    one, two = FUNCTIONS[kind]
+    tensors, dys = {"x": training.randn(*shape)}, [training.randn(*shape)]
+    ours, exact = lambda x, *p: one(x, *p, eps), lambda x, *p: definition(x, *p, eps=eps)
+    once = int(where == "after a residual")
+    bounds = {"y": bound(1 + once), "dx": bound(1 + once), "dw": bound(once, rows), "db": bound(0, rows)}
+    if once:
+        tensors["r"] = training.randn(*shape)
+        dys.append(training.randn(*shape))
+        ours = lambda x, r, *p: two(x, r, *p, eps)
+        exact = lambda x, r, *p: (definition(x + r, *p, eps=eps), x + r)
+        bounds |= {"y1": bound(1), "dr": bound(2)}
+    if kind == "rms":
+        del bounds["db"]
+    training.check_function(
+        ours, exact, tensors | parameters, tuple(dys), bounds, weights=tuple(parameters)
+    )

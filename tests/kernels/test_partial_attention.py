@@ -4,6 +4,7 @@ a part.
 
 import pytest
 import torch
+from training import FP32, bound
 
 from kernels import attention_launch as launch
 from kernels import partial_attention as kernel
@@ -112,10 +113,10 @@ def test_triton(small, name, dtype, bound):
     assert all(torch.equal(a, c) for a, c in zip(grads, again))
 
 
-def test_what_triton_refuses(small, capfd):
-    q, k, v, _, mask = (t.to(small) for t in draw(6))
+def test_what_triton_refuses(small_blocks, capfd):
+    q, k, v, _, mask = (t.to(small_blocks) for t in draw(6))
     attention_part(q.float(), k.float(), v.float(), mask)
-    wide = torch.randn(1, 2, 1, 300, device=small)
+    wide = torch.randn(1, 2, 1, 300, device=small_blocks)
     attention_part(wide, wide, wide, None)
     assert capfd.readouterr().err.splitlines() == [
         f"attention: {why}; the slower torch reference runs instead"
@@ -141,3 +142,48 @@ def test_triton_adds_to_what_is_there(small, dtype, e):
     torch.testing.assert_close(longer, want, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="add needs `into`"):
         partial_backward(dy, q, k, v, mask, lse, delta, add=True)
+
+
+@pytest.mark.gpu(
+    "attention_forward.forward_kernel",
+    "attention_forward.merge_kernel",
+    "attention_backward.starts_kernel",
+    "attention_backward.dq_kernel",
+    "attention_backward.dkv_kernel",
+)
+def test_parts_at_training_sizes(training):
+    """The second half of the queries over two halves of the keys, as a ring does it: the outputs merged, the
+    gradients added to what is there.
+    """
+    s, half = training.seq, training.seq // 2
+    parts = [slice(0, half), slice(half, s)]
+    whole = make_attention_mask(half, half, 0, s, None, None, training.device)
+    masks = [make_attention_mask(half, half, p.start, half, None, None, training.device) for p in parts]
+    q, dy = (training.randn(training.batch, half, training.heads, training.head_dim) for _ in "qd")
+    k, v = (training.randn(training.batch, s, training.kv, training.head_dim) for _ in "kv")
+
+    def ours():
+        (out, lse), (other, other_lse) = (
+            attention_part(q, k[:, p], v[:, p], mask) for p, mask in zip(parts, masks)
+        )
+        lse = lse.contiguous()
+        merge_partial(out, lse, other, other_lse)
+        delta = (dy.float() * out).sum(-1)
+        grads = [torch.ones_like(x, dtype=FP32) for x in (q, k, v)]
+        for p, mask in zip(parts, masks):
+            into = grads[0], *(grad[:, p] for grad in grads[1:])
+            partial_backward(dy, q, k[:, p], v[:, p], mask, lse, delta, into, add=True)
+        return {"y": out, "lse": lse} | {f"d{name}": grad - 1 for name, grad in zip("qkv", grads)}
+
+    def definition():
+        exact = [x.float() for x in (q, k, v)]
+        out, lse = kernel.partial_reference(*exact, whole.dense_mask)
+        delta = (dy * out).sum(-1)
+        grads = kernel.partial_backward_reference(dy.float(), *exact, whole.dense_mask, lse, delta)
+        return {"y": out, "lse": lse} | {f"d{name}": grad for name, grad in zip("qkv", grads)}
+
+    training.check(ours, definition, {
+        "y": bound(1, s),
+        "lse": bound(4, s, FP32),
+        **dict.fromkeys(("dq", "dk", "dv"), bound(3, s)),
+    })

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from training import bound
 
 from kernels.permute import permute, sum_rows, unpermute
 
@@ -100,3 +101,20 @@ def test_there_and_back(request, way, dtype, bound, t, k, d, drop):
     assert torch.equal(back, dx)
     dt = torch.randn(t, d, device=device).to(dtype)
     assert torch.equal(torch.autograd.grad(back, y, dt)[0], dt[source])
+
+
+@pytest.mark.gpu("permute.sum_kernel")
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("way", [permute, unpermute])
+def test_at_training_sizes(training, way, drop):
+    """Forward and backward of one are the backward and forward of the other."""
+    source, slots = routes(training.tokens, training.top_k, drop, training.device)
+    tokens, rows = (training.randn(n, training.hidden) for n in (training.tokens, len(source)))
+    gathers = way is permute
+    training.check_function(
+        lambda x: way(x, source, slots, not drop),
+        lambda x: x[source] if gathers else definition(x, slots),
+        {"x": tokens if gathers else rows},
+        (rows if gathers else tokens,),
+        {"y": 0.0 if gathers else bound(1), "dx": bound(1) if gathers else 0.0},
+    )

@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+from test_head_norm import gradients_of
+from test_latent_heads import tables_of_training, turned
+from training import bound, results_of
 
 from kernels.rope import (
     apply_rope,
@@ -183,3 +186,42 @@ def test_one_table_of_any_strides_serves_every_sequence(interpreted):
     assert apart[0].stride(-1) != 1
     want = apply_rope(x, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1))
     torch.testing.assert_close(apply_rope(x, *apart), want)
+
+
+@pytest.mark.parametrize("memory", [
+    pytest.param("side by side", marks=pytest.mark.gpu("rope.rope_kernel")),
+    pytest.param("apart", marks=pytest.mark.gpu("rope.rope_kernel", "rope.merge_gradients_kernel")),
+])
+def test_split_at_training_sizes(training, memory):
+    heads, kv, d = training.heads, training.kv, training.head_dim
+    sizes = heads, kv, kv
+    cos, sin, turns = tables_of_training(training, d, 5e5)
+    qkv = training.randn(training.batch, training.seq, sum(sizes), d)
+    dy = training.randn(*qkv.shape)
+
+    def exact(qkv):
+        q, k, v = qkv.split(sizes, 2)
+        return turned(q.double(), turns, pairs=False), turned(k.double(), turns, pairs=False), v
+
+    training.check(
+        lambda: results_of(
+            lambda qkv: split_heads_and_apply_rope(qkv, cos, sin, heads, kv),
+            {"qkv": qkv},
+            gradients_of(memory, dy, sizes),  # written over, in place
+        ),
+        lambda: results_of(exact, {"qkv": qkv.float()}, dy.float().split(sizes, 2)),
+        {"y": bound(1), "y1": bound(1), "y2": 0.0, "dqkv": bound(1)},
+    )
+
+
+@pytest.mark.gpu("rope.rope_kernel")
+def test_heads_at_training_sizes(training):
+    cos, sin, turns = tables_of_training(training, training.head_dim, 5e5)
+    x, dy = (training.randn(training.batch, training.seq, training.heads, training.head_dim) for _ in "xd")
+    training.check_function(
+        lambda x: apply_rope(x, cos, sin),
+        lambda x: turned(x.double(), turns, pairs=False),
+        {"x": x},
+        (dy,),
+        {"y": bound(1), "dx": bound(1)},
+    )

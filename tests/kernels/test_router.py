@@ -2,8 +2,11 @@
 nothing with it: scores, choice, weights, sums, losses, and the gradients of x and W.
 """
 
+import math
+
 import pytest
 import torch
+from training import FP32, bound, results_of
 
 from kernels import router as kernel
 from kernels import triton_
@@ -223,3 +226,75 @@ def test_the_same_bits_every_time(interpreted, small_tiles):
     first, second = (run(*given, rule, 0.3, 0.1, dweights, B) for _ in range(2))
     for a, b in zip(first, second):
         assert all(torch.equal(u, v) for u, v in (zip(a, b) if isinstance(a, tuple) else [(a, b)]))
+
+
+# ---- at the sizes of training ----
+
+AUX_LOSS, Z_LOSS = 0.3, 0.1  # large: their gradients count as much as those of the weights
+TWO_HALVES = 2.0**-16  # of a number in fp32 that a product reads as two in bf16
+
+
+def rule_at_training_sizes(training, kind):
+    """Mixtral's, and DeepSeek-V3's."""
+    if kind == "softmax":
+        return RoutingRule(training.top_k)
+    groups = min(8, training.experts // 2)
+    return RoutingRule(training.top_k, sigmoid=True, groups=groups, top_groups=groups // 2, scale=2.5)
+
+
+@pytest.mark.gpu("router.router_kernel", "router.statistics_kernel")
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid groups"])
+def test_choice_at_training_sizes(training, kind):
+    """No two logits of a token are near each other, nor are two of its groups: rounding decides nothing."""
+    rule, device, experts = rule_at_training_sizes(training, kind), training.device, training.experts
+    shape = training.batch, training.seq, rule.groups, experts // rule.groups
+    rank_of_group = torch.rand(shape[:3], device=device).argsort(-1)[..., None]
+    rank_in_group = torch.rand(shape, device=device).argsort(-1)
+    logits = (rank_of_group + 0.9 * rank_in_group / shape[-1] - 0.4 * rule.groups).flatten(-2)
+    group = torch.arange(experts, device=device) // shape[-1]
+    bias = 2.0 * (group % 3 == 1).double() if rule.sigmoid else None
+    counted = torch.rand(shape[:2], device=device) < 0.8
+    scale = torch.tensor(0.125, device=device)
+
+    def results(logits):
+        index, weights, sums = choose_experts(logits, rule, bias, counted)
+        stats, load = router_statistics(sums, scale, aux_loss=AUX_LOSS, z_loss=Z_LOSS, counts=sums.counts)
+        return {"index": index, "weights": weights, "stats": stats, "load": load} | sums._asdict()
+
+    few, many = bound(8, experts, FP32), bound(8, experts + training.tokens, FP32)
+    rounded = {"weights": few, "load": few, "stats": many, "shares": many, "squares": many, "entropy": many}
+    training.check(
+        lambda: results(logits), lambda: results(logits.double()), {"index": 0.0, "counts": 0.0} | rounded
+    )
+
+
+@pytest.mark.gpu("router.router_backward_kernel")
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid groups"])
+def test_gradients_at_training_sizes(training, kind):
+    """The choice is given: rounding of x W^T may not change it."""
+    rule, device, experts = rule_at_training_sizes(training, kind), training.device, training.experts
+    tokens = training.batch, training.seq
+    x = training.randn(*tokens, training.hidden)
+    weight = training.randn(experts, training.hidden) / math.sqrt(training.hidden)
+    index = torch.rand(*tokens, experts, device=device).argsort(-1)[..., : rule.top_k].contiguous()
+    dweights = torch.randn(*tokens, rule.top_k, device=device)
+    load = torch.rand(training.batch, experts, device=device) + 0.5
+    counted = torch.rand(tokens, device=device) < 0.8
+    scale = torch.tensor(0.125, device=device)
+    losses = RouterLosses(counted, scale, load, AUX_LOSS, Z_LOSS)
+
+    def ours():
+        logits = router_logits(x, weight)
+        choice = kernel.RouterChoice(index, torch.zeros_like(dweights), None)
+        weights = lambda x, weight: routed_weights(x, weight, logits, choice, rule, losses)
+        return {"logits": logits} | results_of(weights, {"x": x, "w": weight}, (dweights,), ("w",))
+
+    def definition():
+        _, dx, dw = by_autograd(x, weight, index, counted, scale, rule, load, AUX_LOSS, Z_LOSS, dweights)
+        return {"logits": x.double() @ weight.double().t(), "dx": dx, "dw": dw}
+
+    training.check(ours, definition, {
+        "logits": bound(0, training.hidden),
+        "dx": bound(1, 2 * experts) + TWO_HALVES,
+        "dw": bound(0, training.tokens) + TWO_HALVES,
+    })

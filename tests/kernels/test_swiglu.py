@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from training import bound
 
 from kernels import swiglu as kernel
 from kernels.swiglu import ACTIVATIONS, swiglu, weighted_swiglu
@@ -11,6 +12,10 @@ DEFINITIONS = {
     "swiglu": lambda x: F.silu(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :],
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
 }
+
+
+def weighted_definition(x, weight):
+    return DEFINITIONS["swiglu"](x) * weight[:, None]
 
 
 def test_every_activation_has_a_definition():
@@ -116,10 +121,32 @@ def test_weighted_either_way(request, monkeypatch, way, dtype, bound, m, f):
         torch.rand(m, device=device).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     )  # a router's, in fp32
     exact = [t.detach().double().requires_grad_() for t in (x, weight)]
-    got, want = weighted_swiglu(x, weight), PAIRS["swiglu"][1](exact[0]) * exact[1][:, None]
+    got, want = weighted_swiglu(x, weight), weighted_definition(*exact)
     dy = torch.randn(want.shape, device=device).to(dtype)
     for a, b in zip(
         (got, *torch.autograd.grad(got, (x, weight), dy)),
         (want, *torch.autograd.grad(want, exact, dy.double())),
     ):
         assert a.shape == b.shape and (a.double() - b).norm() <= bound * b.norm()
+
+
+KERNELS = {
+    "swiglu": ("swiglu.swiglu_kernel", "swiglu.swiglu_backward_kernel"),
+    "weighted": ("swiglu.swiglu_kernel", "swiglu.weighted_backward_kernel"),
+    "gelu": ("swiglu.gelu_kernel", "swiglu.gelu_backward_kernel"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gpu(*kernels)) for name, kernels in KERNELS.items()]
+)
+def test_at_training_sizes(training, name):
+    ours, exact = (PAIRS | {"weighted": (weighted_swiglu, weighted_definition)})[name]
+    width = training.ffn * (1 if name == "gelu" else 2)
+    tensors = {"x": training.randn(training.tokens, width)}
+    bounds = {"y": bound(1), "dx": bound(1)}
+    if name == "weighted":
+        tensors["weight"] = torch.rand(training.tokens, device=training.device)
+        bounds["dweight"] = bound(0, training.ffn)
+    dy = training.randn(training.tokens, training.ffn)
+    training.check_function(ours, exact, tensors, (dy,), bounds)

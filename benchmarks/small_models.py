@@ -1,7 +1,5 @@
 """Does a small model train with the kernels as it does without them? Five steps of train.py, in one process.
 
-    python -m benchmarks.smoke_models NAME --device cuda --folder FOLDER      benchmarks/smoke.py runs it
-
 train.py's own command runs three times: with the kernels, with the torch references in their place, and with
 the references in fp32. Compared are the loss and the gradient norm of each step, as metrics.jsonl has them,
 and the gradient of each parameter in the first and the last step (of all experts of a layer together: a
@@ -16,13 +14,10 @@ A bound is the larger of two:
     u * the value: bf16's unit roundoff, a single rounding of the result
 """
 
-import argparse
 import json
 import re
 import shlex
-import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +27,7 @@ from torch import Tensor
 
 import config
 import train
+from benchmarks.jobs import Report
 from build import TrainingRun, with_vocab
 from config import ConfigError
 from data.loader import open_loader
@@ -187,10 +183,10 @@ def compare(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedSteps) 
     rows = [*figure_rows(kernels, reference, wide), *gradient_rows(kernels, reference, wide)]
     worst = max(rows, key=lambda row: row["error"] / row["bound"])
     figures = {"kernels": kernels.figures, "reference": reference.figures}
-    row = {"ok": worst["error"] <= worst["bound"], **worst, **figures}
+    row = {"state": "ok" if worst["error"] <= worst["bound"] else "wrong", **worst, **figures}
     same = all(torch.equal(kernels.gradients[key], reference.gradients[key]) for key in reference.gradients)
     if same and kernels.figures == reference.figures:
-        row |= {"ok": False, "problem": "the same bits as the reference: the kernels did not run"}
+        row |= {"state": "wrong", "problem": "the same bits as the reference: the kernels did not run"}
     return row
 
 
@@ -253,33 +249,20 @@ def prepare(device: str) -> None:
     data.close()
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.smoke_models", description=__doc__)
-    parser.add_argument("name", choices=("prepare", *MODELS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--folder", type=Path, default=Path("runs/smoke"))
-    parser.add_argument("--share", type=float, default=1.0, help="of the GPU's memory that it may take")
-    args = parser.parse_args(argv)
-
-    if args.name == "prepare":
-        prepare(args.device)
-        return 0
-    if args.device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(args.share)
-    print(json.dumps({"checking": args.name}), flush=True)
+def report_model(
+    report: Report, name: str, device: str, is_tiny: bool, folder: Path
+) -> None:
+    """Reports the model's row: wrong, and absent where this machine does not take it."""
+    report(starting=name)
     try:
-        row = check_model(args.name, args.device, args.tiny, args.folder)
+        row = check_model(name, device, is_tiny, folder)
     except ConfigError as refusal:
         is_for_others = "needs a GPU" in str(refusal) or "has no fp8" in str(refusal)
-        row = {"ok": None if is_for_others else False, "problem": f"refused: {refusal}"}
-    except Exception as error:
-        traceback.print_exc()
-        row = {"ok": False, "problem": f"{type(error).__name__}: {error}"[:160]}
-    print(json.dumps({"row": args.name, **row}), flush=True)
-    print(json.dumps({"complete": True}), flush=True)
-    return 0
+        row = {"state": "absent" if is_for_others else "wrong", "problem": f"refused: {refusal}"}
+    report(row=name, **row)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def report_corpus(report: Report, done: frozenset[str], *, device: str) -> None:
+    report(starting="corpus")
+    prepare(device)
+    report(row="corpus", state="ok")

@@ -1,15 +1,10 @@
 """Do the verbs of parallel/wire/comm.py work here, with every dtype? Over NCCL, or over gloo on a CPU.
 
-    python -m benchmarks.smoke_exchanges --device cuda --world 2 --rank 0 --meet FILE      one process a rank
-
 Each verb runs at once and, where comm.py can start it, started and awaited, with the clock that train.py
 uses; results are compared with what each rank must get. A world of one is no short cut here: its group says
-that its size is not 1 (Alone), so the exchange goes through the library. Rank 0 prints the rows.
+that its size is not 1 (Alone), so the exchange goes through the library. Rank 0 reports the rows.
 """
 
-import argparse
-import json
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from benchmarks.jobs import Report
 from parallel.wire import comm
 from parallel.wire.comm import Group
 from parallel.wire.world import World, join_alone, join_job, leave_job
@@ -27,6 +23,7 @@ MOVED = (*NUMBERS, torch.int8, torch.bool)  # those that are sent, and not summe
 ROWS = 1000  # of a message: not a power of two
 WIDTH = 24
 TIMEOUT_S = 20.0
+NAMED = ("row", "starting")
 
 
 class Alone(int):
@@ -263,35 +260,35 @@ CHECKS: dict[str, tuple[Check, tuple[torch.dtype, ...]]] = {
 NEEDS_A_PEER = {"cpu": {"sends and receives"}, "cuda": set()}  # gloo does not send to its own rank
 
 
-def run_checks(place: Place) -> None:
-    """Prints a row for each verb: the dtypes that came out right, and what went wrong with the others."""
+def run_checks(place: Place, report: Report, done: frozenset[str] = frozenset()) -> None:
+    """Reports a row for each verb: how many dtypes came out right, and what went wrong with the others."""
     for name, (check, dtypes) in CHECKS.items():
-        report(place, {"checking": name})
-        if place.num_ranks == 1 and name in NEEDS_A_PEER[place.device.type]:
-            report(place, {"row": name, "ok": None, "problem": "gloo does not send to its own rank"})
+        if name in done:
             continue
-        right, wrong = [], []
+        report(starting=name)
+        if place.num_ranks == 1 and name in NEEDS_A_PEER[place.device.type]:
+            report(row=name, state="absent", problem="gloo does not send to its own rank")
+            continue
+        wrong = []
         for dtype in dtypes:
             try:
                 place.group.ledger.clear()
                 got, expected = check(place, dtype)
                 assert place.group.ledger or name.startswith("object"), "nothing was exchanged"
-                is_right = got.shape == expected.shape and torch.equal(got, expected)
-                (right if is_right else wrong).append(short(dtype) if is_right else f"{short(dtype)}: wrong")
+                if got.shape != expected.shape or not torch.equal(got, expected):
+                    wrong.append(f"{short(dtype)}: wrong")
             except Exception as error:
                 traceback.print_exc()
                 wrong.append(f"{short(dtype)}: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
-        row = {"row": name, "ok": not wrong, "right": right}
-        report(place, row | ({"problem": "; ".join(wrong)} if wrong else {}))
+        figures = {"note": f"{len(dtypes) - len(wrong)} of {len(dtypes)} dtypes"}
+        if wrong:
+            report(row=name, state="wrong", problem="; ".join(wrong), **figures)
+        else:
+            report(row=name, state="ok", **figures)
 
 
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def report(place: Place, message: dict) -> None:
-    if place.group.index == 0:
-        print(json.dumps(message), flush=True)
 
 
 def join(device: torch.device, rank: int, size: int, meet: str) -> Place:
@@ -309,27 +306,24 @@ def join(device: torch.device, rank: int, size: int, meet: str) -> Place:
     return Place(replace(group, ledger=Counter()), device)
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.smoke_exchanges", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--world", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--meet", default="")
-    args = parser.parse_args(argv)
+def report_exchanges(
+    report: Report, done: frozenset[str], *, device: str, rank: int, world: int, meet: str
+) -> None:
+    """One rank of a world. Rank 0 reports the rows."""
+    at = torch.device(device)
+    if device == "cuda":
+        at = torch.device("cuda", rank)
+        torch.cuda.set_device(at)
 
-    device = torch.device(args.device)
-    if args.device == "cuda":
-        device = torch.device("cuda", args.rank)
-        torch.cuda.set_device(device)
-    if args.rank == 0:
-        print(json.dumps({"checking": "joining"}), flush=True)
-    place = join(device, args.rank, args.world, args.meet)
-    run_checks(place)
-    report(place, {"checking": "leaving"})
+    prefix = "1 rank: " if world == 1 else f"{world} ranks: "
+
+    def report_of_first(**message: object) -> None:
+        if rank == 0:
+            report(**{key: f"{prefix}{value}" if key in NAMED else value for key, value in message.items()})
+
+    report(starting="joining")
+    place = join(at, rank, world, meet)
+    names = frozenset(name.removeprefix(prefix) for name in done)
+    run_checks(place, report_of_first, names if world == 1 else frozenset())  # ranks check the same
+    report(starting="leaving")
     leave_job()
-    print(json.dumps({"complete": True}), flush=True)  # of every rank
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
