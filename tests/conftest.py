@@ -8,7 +8,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -38,7 +37,7 @@ import selection
 import zygote
 
 if sys.platform == "linux":
-    subprocess.Popen = zygote.ForkingPopen
+    zygote.ForkingPopen.install()
 
 from proof.mutate import cover
 from runtime.pool import WorkerPool

@@ -105,7 +105,6 @@ class Zygote:
         self.channel = channel
         self.environment = load_time_variables(environment)
         self.lock = threading.Lock()
-        self.owner = os.getpid()
 
     def fork(self, start: Start, fds: list[int]) -> int:
         """Forks a child of this process that runs a program; returns its process id.
@@ -163,8 +162,15 @@ def load_time_variables(environment: dict[str, str]) -> dict[str, str]:
 class ForkingPopen(subprocess.Popen):
     """subprocess.Popen that starts our programs as forks of `zygote`, and all else as ever."""
 
-    zygote: Zygote | None = None
+    zygote: Zygote | None = None  # it starts with the first program that needs it
+    owner = 0  # the process whose zygote that is; in a fork of it, every start is a real one
     is_on = True
+
+    @classmethod
+    def install(cls, zygote: Zygote | None = None) -> None:
+        """Puts it in the place of subprocess.Popen in this process."""
+        cls.zygote, cls.owner = zygote, os.getpid()
+        subprocess.Popen = cls
 
     def _execute_child(self, *values):
         parameters = inspect.signature(REAL_POPEN._execute_child).bind(self, *values).arguments
@@ -172,7 +178,7 @@ class ForkingPopen(subprocess.Popen):
         if isinstance(start, str):
             note_real_start(start, parameters["args"])
             return super()._execute_child(*values)
-        zygote = own_zygote()
+        zygote = ForkingPopen.zygote = self.zygote or start_zygote()
         differs = zygote.environment.items() ^ load_time_variables(start.environment).items()
         if differs:
             note_real_start(f"read while torch is loaded: {sorted(differs)}", parameters["args"])
@@ -199,16 +205,10 @@ def note_real_start(reason: str, args) -> None:
             print(json.dumps([reason, test, str(args)[:200]]), file=out)
 
 
-def own_zygote() -> Zygote:
-    """That of this process, which starts with the first program that needs it."""
-    zygote = ForkingPopen.zygote
-    if zygote is None or zygote.owner != os.getpid():
-        zygote = ForkingPopen.zygote = start_zygote()
-    return zygote
-
-
 def as_start(parameters: dict) -> Start | str:
     """What a fork has to run; where only a real process will do, the reason."""
+    if ForkingPopen.owner != os.getpid():
+        return "a fork has no zygote of its own"
     args = parameters["args"]
     if isinstance(args, (str, bytes, os.PathLike)) or parameters["shell"]:
         return "a shell or a single word"
@@ -375,8 +375,7 @@ def with_own_zygote(channel: socket.socket) -> Start:
             theirs.close()
             high = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH_FD))
             ours.close()
-            ForkingPopen.zygote = Zygote(high, start.environment)
-            subprocess.Popen = ForkingPopen
+            ForkingPopen.install(Zygote(high, start.environment))
             return start
         die_with_parent(program)
         set_name(NAME)
