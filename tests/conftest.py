@@ -84,6 +84,7 @@ def pytest_collection_modifyitems(config, items):
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return  # what is named
     known = cover.read_footprints() if cover.GREEN.exists() else cover.NOTHING
+    known = selection.with_siblings(known, [item.nodeid for item in items])
     try:
         chosen, note = choose(config, items, known)
     except selection.SelectionError as error:

@@ -18,6 +18,7 @@ import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from footprints import NO_TEXT
@@ -67,6 +68,25 @@ def core_of(marks: Mapping[str, dict | None]) -> set[str]:
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
+
+
+def with_siblings(known: Footprints, names: Iterable[str]) -> Footprints:
+    """Adds the tests that have not been recorded, but other cases of whose function have: as one of them that
+    runs all that they run, and takes as long as they do on average.
+    """
+    of_function: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
+    for name, test in known.tests.items():
+        of_function[name.partition("[")[0]].append(test)
+    tests = dict(known.tests)
+    for name in names:
+        siblings = of_function.get(name.partition("[")[0])
+        if name not in tests and siblings:
+            seconds = sum(seconds for seconds, _, _ in siblings) / len(siblings)
+            bits = 0
+            for _, _, footprint in siblings:
+                bits |= footprint
+            tests[name] = (seconds, "unknown", bits)
+    return replace(known, tests=tests)
 
 
 def seconds_of(name: str, known: Footprints) -> float:

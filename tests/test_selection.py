@@ -143,6 +143,13 @@ def test_a_test_that_nobody_has_seen_runs_first():
     assert selection.in_order(runs)[0] == "tests/test_m.py::test_new"
 
 
+def test_a_new_case_of_a_table_runs_what_the_others_do():
+    cases = known({"a::t[1]": (2.0, [("m.py", "f")]), "a::t[2]": (4.0, [("m.py", "g")])}, COLUMNS)
+    more = selection.with_siblings(cases, ["a::t[1]", "a::t[3]", "a::other"])
+    assert more.tests["a::t[3]"] == (3.0, "unknown", cases.tests["a::t[1]"][2] | cases.tests["a::t[2]"][2])
+    assert more.tests.keys() == {"a::t[1]", "a::t[2]", "a::t[3]"}
+
+
 def test_as_many_as_fit():
     names = ["tests/test_m.py::test_both", "tests/test_m.py::test_f", "tests/test_m.py::test_g"]
     assert selection.that_fit(names, None, RECORDED) == names
