@@ -54,7 +54,7 @@ def pytest_addoption(parser):
         nargs="?",
         const="",
         metavar="COMMIT",
-        help="the core, and each test that runs what has changed since COMMIT (that of tests/green.xz)",
+        help="the core, and each test that runs what has changed since COMMIT (that of tests/footprints.xz)",
     )
     group.addoption("--minutes", type=float, help="with --changed: how long that may take, without the core")
     group.addoption("--without-core", action="store_true", help="with --changed: only what the core has not")
@@ -83,7 +83,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return  # what is named
-    known = cover.read_footprints() if cover.GREEN.exists() else cover.NOTHING
+    known = cover.read_footprints() if cover.FOOTPRINTS.exists() else cover.NOTHING
     known = selection.with_siblings(known, [item.nodeid for item in items])
     try:
         chosen, note = choose(config, items, known)
@@ -110,7 +110,7 @@ def choose(config, items, known) -> tuple[set[str], str]:
         return core, f"the core; {len(names) - len(core)} slow tests are left to --all"
 
     if not (commit := commit or known.commit):
-        raise selection.SelectionError("--changed: tests/green.xz is not there; name a commit")
+        raise selection.SelectionError("--changed: tests/footprints.xz is not there; name a commit")
     changed = selection.changes_since(commit)
     more = selection.in_order(selection.tests_of_changes(names, changed, known))
     more = [name for name in more if name not in core]

@@ -1,13 +1,13 @@
 """What each test runs: its footprint, the functions and the other files of this checkout that it uses.
 
     bash scripts/test.sh --all --record FOLDER       runs every test and notes its footprint and its seconds
-    python tests/footprints.py FOLDER [FOLDER ...]   packs what was noted (in parts, if so) into tests/green.xz
+    python tests/footprints.py FOLDER [FOLDER ...]   packs what was noted, in parts or at once
 
-tests/green.xz is of the commit at which every test was last seen to pass. From it `--changed` (tests/selection.py)
-knows which tests run what has changed since, and `--all --part K/M` how long each file takes.
+tests/footprints.xz has what was packed, with the commit at which these tests passed. From it `--changed`
+(tests/selection.py) knows which tests run what has changed since, `--all --part K/M` how long a file takes,
+and a planted bug (proof/mutate) the tests that it can meet.
 
 A footprint is of all processes of a test: of this one, of ranks of the pool, of programs that it starts.
-The tracer is proof/mutate/hooks/mutate_trace.py: from a footprint a planted bug knows the tests that it can meet.
 What fixtures of a module run counts for each test of its file.
 """
 
@@ -24,7 +24,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
-from proof.mutate.cover import GREEN, HOOKS, REST, Footprints, functions_of, write_footprints  # noqa: E402
+from proof.mutate.cover import (  # noqa: E402
+    FOOTPRINTS,
+    HOOKS,
+    REST,
+    Footprints,
+    functions_of,
+    write_footprints,
+)
 from proof.mutate.hooks import mutate_trace  # noqa: E402
 
 NO_TEXT = (".png", ".xz", ".bin")
@@ -175,10 +182,11 @@ def main(argv: list[str]) -> int:
     footprints = pack(folders, head.stdout.strip())
     failed = [name for name, (_, outcome, _) in footprints.tests.items() if outcome == "failed"]
     if failed:
-        print(f"error: {len(failed)} tests failed, such as {failed[0]}: nothing is green", file=sys.stderr)
+        print(f"error: {len(failed)} tests failed, such as {failed[0]}: nothing is written", file=sys.stderr)
         return 2
     write_footprints(footprints)
-    print(f"{GREEN.name}: {len(footprints.tests)} tests at {footprints.commit[:7]}: {footprints.summary}")
+    num_tests = len(footprints.tests)
+    print(f"{FOOTPRINTS.name}: {num_tests} tests at {footprints.commit[:7]}: {footprints.summary}")
     return 0
 
 

@@ -1,17 +1,17 @@
 """Which tests a run takes.
 
-    bash scripts/test.sh                     the core: every test but those marked slow, the same at each commit
-    bash scripts/test.sh --all [--part K/M]  every test, or the K-th of M parts of about the same length
+    bash scripts/test.sh                     the core: every test but those marked slow
+    bash scripts/test.sh --all [--part K/M]  every test, or the K-th of M parts that take about as long
     bash scripts/test.sh --changed [COMMIT]  the core, and each test that runs what has changed since COMMIT
     bash scripts/test.sh tests/optim         what is named, slow or not
 
 A mark stands where the test does. `@pytest.mark.slow` leaves a test to --all. Of a table the core takes every
-fifth case with `@pytest.mark.slow(every=5)`, and those with certain ids with `@pytest.mark.slow(core=["a", "b"])`.
-Slow is what the core can spare: it still runs every function that --all runs, and sees the same planted bugs.
+fifth case with `@pytest.mark.slow(every=5)`, and those with these ids with `@pytest.mark.slow(core=["a"])`.
+A test may be slow if the core still runs every function that it runs.
 
-What a test runs is known from tests/green.xz (tests/footprints.py), which also names the commit at which every
-test was last seen to pass. `--changed` without a commit begins there. With --minutes it takes the tests that fit,
-first some for every function that has changed, and says how many are left.
+What a test runs is known from tests/footprints.xz (tests/footprints.py), of a commit at which it passed.
+`--changed` without a commit begins there. With --minutes it takes the tests that fit, first some for every
+function that has changed, and says how many are left.
 """
 
 import re
@@ -63,7 +63,7 @@ def core_of(marks: Mapping[str, dict | None]) -> set[str]:
         place[function] += 1
     for function, ids in missing.items():
         if ids:
-            raise SelectionError(f"{function}: its mark slow names cases that it does not have: {sorted(ids)}")
+            raise SelectionError(f"{function}: its mark slow names cases that are not there: {sorted(ids)}")
     return chosen
 
 

@@ -26,7 +26,8 @@ def known(tests, columns=()):
 
 
 def test_the_core_is_what_is_not_slow_and_the_named_cases():
-    marks = {"a": None, "b": {}, "c[1]": {"core": ["1"]}, "c[2]": {"core": ["1"]}, "d[x[y]]": {"core": ("x[y]",)}}
+    one = {"core": ["1"]}
+    marks = {"a": None, "b": {}, "c[1]": one, "c[2]": one, "d[x[y]]": {"core": ("x[y]",)}}
     assert selection.core_of(marks) == {"a", "c[1]", "d[x[y]]"}
 
 
@@ -102,7 +103,8 @@ def test_what_differs_between_two_texts(edit, changed):
 
 
 def test_files_that_come_and_go():
-    parts = selection.changed_parts({"gone.py": "def f(): pass\n", "a.md": "old"}, {"a.md": "new", "new.sh": "x"})
+    old = {"gone.py": "def f(): pass\n", "a.md": "old"}
+    parts = selection.changed_parts(old, {"a.md": "new", "new.sh": "x"})
     assert parts == {("gone.py", "f"), ("gone.py", REST), ("a.md", REST), ("new.sh", REST)}
 
 
@@ -212,7 +214,8 @@ def recorded(tmp_path_factory):
         "print({n: (o, [packed.columns[i] for i in range(len(packed.columns)) if b >> i & 1])"
         " for n, (_, o, b) in packed.tests.items()})\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     tests = eval(done.stdout.splitlines()[-1])
     return {name.partition("::")[2]: (outcome, set(parts)) for name, (outcome, parts) in tests.items()}
@@ -240,5 +243,5 @@ def test_a_shared_fixture_counts_for_every_test_of_its_file(recorded):
 
 
 def test_footprints_are_read_as_they_were_written(tmp_path):
-    cover.write_footprints(RECORDED, tmp_path / "green.xz")
-    assert cover.read_footprints(tmp_path / "green.xz") == RECORDED
+    cover.write_footprints(RECORDED, tmp_path / "footprints.xz")
+    assert cover.read_footprints(tmp_path / "footprints.xz") == RECORDED

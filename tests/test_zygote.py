@@ -39,7 +39,9 @@ read = {
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "descriptors": [n for n in range(100) if os.path.exists(f"/proc/self/fd/{n}")],  # not those of a zygote
     "inheritable": [os.get_inheritable(n) for n in (0, 1, 2)],
-    "encodings": [(s.encoding, s.errors, s.line_buffering, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "streams": [
+        (s.encoding, s.errors, s.line_buffering, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)
+    ],
     "input": sys.stdin.read(),
     "flags": str(sys.flags),
 }
@@ -86,7 +88,8 @@ def probe(tmp_path, monkeypatch):
 
         def start():
             out.unlink(missing_ok=True)
-            done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, **how)
+            words = [sys.executable, *command]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120, **how)
             return json.loads(out.read_text()), (done.returncode, done.stdout, done.stderr)
 
         seen = both_ways(monkeypatch, start)
@@ -105,13 +108,16 @@ def test_a_program_sees_the_same_start(probe, tmp_path, kind):
     assert not differences(forked, real)
 
 
+LOADED_WITH = zygote.load_time_variables(dict(os.environ))
+
+
 @pytest.mark.parametrize(
     "how",
     [
         {"start_new_session": True},
         {"umask": 0o77},
         {"env": {**os.environ, "OMP_NUM_THREADS": "1"}},
-        {"env": {"PATH": "/usr/bin"} | {n: v for n, v in os.environ.items() if zygote.load_time_variables({n: v})}},
+        {"env": {"PATH": "/usr/bin", **LOADED_WITH}},
     ],
     ids=["session", "umask", "threads", "bare environment"],
 )

@@ -54,10 +54,22 @@ PRELOADED = (
     "torch.distributed.run",
     "torch.utils._sympy.functions",
 )
-# programs that start others: each keeps a zygote of its own, since only a child of theirs can fork one for them
+# programs that start others: each has a zygote of its own, since it can adopt only what a child of it forks
 STARTERS = ("scripts.launch", "scripts.bench", "scripts.scaling", "torch.distributed.run")
 # what is read while Python, torch, a BLAS or Triton is loaded
-LOAD_TIME_PREFIXES = ("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TRITON_", "TORCH_", "LD_", "LC_", "LANG")
+LOAD_TIME_PREFIXES = (
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "TRITON_",
+    "TORCH_",
+    "LD_",
+    "LC_",
+    "LANG",
+)
 LOAD_TIME_EXEMPT = (
     "PYTHONPATH",
     "OMP_NUM_THREADS",  # applied to torch in the fork

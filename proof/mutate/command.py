@@ -4,10 +4,10 @@ Without --draw: the table of planted bugs (proof/mutate/table.py), each a class 
 codebases had, against scripts.verify. A bug that verify does not see is a hole in the proof: exit 1.
 
 With --draw: N mutants of the whole core (model/, parallel/, optim/, data/, checkpoint/, the step and the
-evaluation), drawn by the seed. Each meets the unit tests that run its function (tests/green.xz says which),
-then verify on layouts that use its file. A failure counts only if the same command passes without the mutant
-(proof/mutate/control.py). Exit 1 if fewer than 95 % of the mutants that are not explained in equivalent.yaml
-are killed. --part K/M and --resume FILE.jsonl spread a draw over several runs.
+evaluation), drawn by the seed. Each meets the unit tests that run its function (tests/footprints.xz knows
+them), then verify on layouts that use its file. A failure counts only if the same command passes without the
+mutant (proof/mutate/control.py). Exit 1 if fewer than 95 % of the mutants that are not explained in
+equivalent.yaml are killed. --part K/M and --resume FILE.jsonl spread a draw over several runs.
 
 With --tests core or all, only unit tests are asked, also about the bugs of the table: those of the core
 (bash scripts/test.sh), or every one.
@@ -84,9 +84,9 @@ def judge_all(args: argparse.Namespace) -> int:
         print(*(mutant.difference() for mutant in mutants), sep="\n")
         return 0
 
-    if not cover.GREEN.exists():
+    if not cover.FOOTPRINTS.exists():
         raise ConfigError(
-            f"{cover.GREEN.name}: it is not known which test runs which function; run "
+            f"{cover.FOOTPRINTS.name}: it is not known which test runs which function; run "
             "bash scripts/test.sh --all --record FOLDER and python tests/footprints.py FOLDER first"
         )
     only = cover.core_tests() if args.tests == "core" else None

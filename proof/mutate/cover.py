@@ -1,4 +1,4 @@
-"""Which tests run a function? tests/green.xz says it: what each test ran at the commit that it names.
+"""Which tests run a function? tests/footprints.xz says it: what each test ran at the commit that it names.
 
 A footprint has the functions that a test runs, in whatever process, and the other files that it opens
 (tests/footprints.py records them). A function is known by its name, wherever it stands in its file.
@@ -18,7 +18,7 @@ from proof.mutate.checkout import ROOT
 
 HOOKS = Path(__file__).parent / "hooks"
 CACHE = ROOT / ".cache" / "mutate"
-GREEN = ROOT / "tests" / "green.xz"
+FOOTPRINTS = ROOT / "tests" / "footprints.xz"
 REST = "<rest>"  # what a file holds outside of functions; of a file that is not Python, all of it
 
 
@@ -83,7 +83,8 @@ def parts_of(file: str, text: str) -> dict[str, str]:
 class Footprints:
     """What the tests ran at a commit.
 
-    columns: (file, function or REST) of each bit of a footprint; tests: {node id: (seconds, outcome, footprint)}.
+    columns: (file, function or REST) of each bit of a footprint.
+    tests: {node id: (seconds, outcome, footprint)}.
     """
 
     commit: str
@@ -95,7 +96,7 @@ class Footprints:
 NOTHING = Footprints(commit="", summary={}, columns=[], tests={})
 
 
-def read_footprints(file: Path = GREEN) -> Footprints:
+def read_footprints(file: Path = FOOTPRINTS) -> Footprints:
     tree = json.loads(lzma.decompress(file.read_bytes()))
     tests = {}
     for name, seconds, outcome, bits in tree["tests"]:
@@ -104,7 +105,7 @@ def read_footprints(file: Path = GREEN) -> Footprints:
     return Footprints(tree["commit"], tree["summary"], columns, tests)
 
 
-def write_footprints(footprints: Footprints, file: Path = GREEN) -> None:
+def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
     tests = []
     for name, (seconds, outcome, bits) in footprints.tests.items():
         tests.append([name, seconds, outcome, f"{bits:x}"])
@@ -143,7 +144,7 @@ class CoverageMap:
 
 
 def function_at(text: str, line: int) -> str:
-    """The name of the function at a line; REST outside of any, and in the head of one, which runs at import."""
+    """The name of the function at a line; REST outside of any."""
     for function in functions_of(text):
         if function.first <= line <= function.last:
             return function.name
@@ -151,9 +152,9 @@ def function_at(text: str, line: int) -> str:
 
 
 def core_tests() -> frozenset[str]:
-    """The tests of the core: what `bash scripts/test.sh` runs. Raises RuntimeError if they cannot be collected."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-o", "verbosity=0"]
-    done = subprocess.run([*command, "-q"], cwd=ROOT, capture_output=True, text=True)
+    """The tests that `bash scripts/test.sh` runs. Raises RuntimeError if pytest cannot collect them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     names = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode != 0 or not names:
         raise RuntimeError(f"pytest collects no tests: {done.stdout[-500:]}{done.stderr[-500:]}")

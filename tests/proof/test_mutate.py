@@ -231,7 +231,8 @@ def toy_map(seconds: dict[str, float], only=None) -> cover.CoverageMap:
     """As if these tests had been seen to run `larger`, and another one to fail in it."""
     columns = [("model/toy.py", cover.REST), ("model/toy.py", "larger"), ("model/other.py", "larger")]
     tests = {name: (time, "passed", 0b10) for name, time in seconds.items()}
-    tests |= {"tests/test_toy.py::test_fails": (0.1, "failed", 0b10), "tests/test_toy.py::test_other": (0.1, "passed", 0b100)}
+    tests["tests/test_toy.py::test_fails"] = (0.1, "failed", 0b10)
+    tests["tests/test_toy.py::test_other"] = (0.1, "passed", 0b100)
     return cover.CoverageMap(cover.Footprints("c", {}, columns, tests), only)
 
 
