@@ -70,6 +70,7 @@ def clean(tmp_path_factory, args):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_while_the_writers_agree(tmp_path, args, clean, layout):
     end = run(
@@ -88,6 +89,7 @@ def test_training_goes_on_while_the_writers_agree(tmp_path, args, clean, layout)
     )  # the step after a save ran before its commit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, point, rank",
     [
@@ -115,6 +117,7 @@ def test_a_writer_that_is_killed(tmp_path, args, clean, layout, point, rank):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank, excused", [(0, 0), (1, 0), (1, 1)])
 def test_an_error_of_one_writer_ends_the_job_on_every_rank(tmp_path, args, rank, excused):
     """The first, or where one is excused the second."""

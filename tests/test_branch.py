@@ -68,6 +68,7 @@ def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home, monkeypa
     assert again == 0 and "already at step 12 of 12" in (home / "whole.log").read_text()
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
     "words, at, line",
     [

@@ -53,6 +53,7 @@ def counts_reads(rank):
 PHASES = json.dumps([{"after_steps": 1, "optim.clip": 0.5}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phases", [(), ("--train.phases", PHASES)], ids=["one phase", "two phases"])
 def test_a_resume_reads_the_index_once_and_on_the_first_rank_alone(tmp_path, args, phases):
     layout = ("--parallel.tp", "2", "--train.ema", "0.9", "--checkpoint.keep", "9", *phases)
@@ -63,6 +64,7 @@ def test_a_resume_reads_the_index_once_and_on_the_first_rank_alone(tmp_path, arg
     assert [log.count("parsed the index") for log in end.logs] == [1, 1]
 
 
+@pytest.mark.slow
 def test_an_index_longer_than_a_message_is_sent_in_parts(tmp_path, args):
     """Saved in many small pieces; then no message may be longer than a part of the packed index."""
 
@@ -130,6 +132,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SHARED)
 def test_what_ranks_hold_alike_is_written_by_all_of_them(tmp_path, args, layout):
     """Each within 1.3 of the mean; and the weights are those that one process saves."""
@@ -168,6 +171,7 @@ def losses(home) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_replicas_read_a_share_each_and_go_on_alike(tmp_path, args):
     """Four replicas: each hashes about a quarter; the run goes on as one that was never interrupted."""
     started(tmp_path / "whole", 4, [*args, "--train.steps", "3"])
@@ -185,6 +189,7 @@ def test_replicas_read_a_share_each_and_go_on_alike(tmp_path, args):
 POWERSGD = ("--parallel.compress", "powersgd", "--parallel.powersgd_rank", "1", "--model.hidden", "64")
 
 
+@pytest.mark.slow
 def test_errors_of_compression_are_written_and_read_in_shares(tmp_path, args):
     """Of four replicas, which all go on with the same sum: each within 1.3 of the mean, and all once."""
 
@@ -222,6 +227,7 @@ def test_errors_of_compression_are_written_and_read_in_shares(tmp_path, args):
     assert whole.keys() == cut.keys() and all(torch.equal(cut[key], whole[key]) for key in whole)
 
 
+@pytest.mark.slow
 def test_no_rank_loads_before_all_have_verified(tmp_path, args):
     """One rank's share of the newest checkpoint is damaged: no tensor of any rank is filled from it."""
     started(tmp_path, 2, [*args, "--train.steps", "2", "--checkpoint.every", "1"])

@@ -54,6 +54,7 @@ def alone(tmp_path_factory):
     return home, args, story(home / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SEVERAL, ids=" ".join)
 def test_it_trains_as_one_process_does(alone, layout):
     home, args, want = alone

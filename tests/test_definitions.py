@@ -98,6 +98,7 @@ def test_learning_rate_at_its_corners(shape):
     assert learning_rate(no_warmup, 1, 1000) == pytest.approx(rate_by_hand(shape, 1, 1000, 0, LOW), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_learning_rate_of_a_run(home, prefix):
     """What metrics.jsonl tells, of a run of train.py."""
     args = [
@@ -150,6 +151,7 @@ def moved(cfg, folder) -> tuple[torch.Tensor, torch.Tensor, float]:
     return torch.cat(seen["grads"]), torch.cat(seen["after"]) - torch.cat(seen["before"]), seen["norm"]
 
 
+@pytest.mark.slow
 def test_sgd_moves_by_the_rate_times_the_clipped_gradient(home, prefix):
     """Below the limit the gradient's bits are the gradient's; above it, its norm is the limit. One step at
     the peak rate."""
@@ -352,6 +354,7 @@ def drawn_elements(world, cfg) -> int:
     return sum(counts)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_weights_draw_their_own(ranks):
     """Under ZeRO-3. Rows that two shards cut are drawn twice."""
     cfg = family("llama3-tiny", "--parallel.bucket_mb", "64")
@@ -388,6 +391,7 @@ def test_initial_weights_change_with_the_seed_and_with_nothing_else():
         ), dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, parallel",
     [

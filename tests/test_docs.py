@@ -666,6 +666,7 @@ def test_links():
     assert reached == set(pages())
 
 
+@pytest.mark.slow
 def test_paths():
     assert not every(path_problems)
 
@@ -742,6 +743,7 @@ def test_every_exemption_is_used():
         assert any(words in text for text in texts), f"no command has {words!r}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [c for c in all_commands() if reason_not_to_run(c) is None], ids=lambda c: c.text[:70]
 )
@@ -807,6 +809,7 @@ def test_a_wrong_command_is_found(text):
         assert error
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_found(home):
     assert run(Command("here", "python -m scripts.generate runs/none"), home)[0] == 2
     assert (

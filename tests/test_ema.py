@@ -61,6 +61,7 @@ class Watch:
                 for bucket in self.run.buckets]
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "name, dtype, optim",
     [
@@ -79,6 +80,7 @@ def test_by_hand_against_torch(tmp_path, name, dtype, optim):
         assert torch.equal(bucket.weights.local, bucket.weights.master.to(bucket.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_validation_with_the_average_changes_nothing(tmp_path, dtype):
     """The losses of a run with it are bit for bit those of a run without."""
@@ -100,6 +102,7 @@ def test_validation_with_the_average_changes_nothing(tmp_path, dtype):
 # ---- layouts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, parallel, more",
     [
@@ -184,6 +187,7 @@ def fill_or_check(world, layout: str, root, is_writer: bool) -> int:
     return checked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_any_layout_reads_the_average_of_any(ranks, tmp_path, source):
     def on(layout: str, is_writer: bool) -> list[int]:
@@ -218,6 +222,7 @@ def kept(path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point, step", [("step.end", 2), ("step.begin", 5), ("ckpt.pre_rename", 6),
                                          ("eval.end", 8)])
 def test_killed_and_started_again(home, point, step):
@@ -228,6 +233,7 @@ def test_killed_and_started_again(home, point, step):
     same_as_clean(home, name)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_to_average_and_one_that_ends(home):
     """What the resumed run says, and where its average begins: at the weights of step 3."""
     assert run(home, "late", "step.begin:step=5:act=SIGKILL") == -9
@@ -264,6 +270,7 @@ def test_a_branch_goes_on_with_the_average_of_its_source(home, monkeypatch):
 # ---- scripts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scripts_read_the_average(home, tmp_path, capsys):
     rows = [json.loads(line) for line in (home / "clean" / "metrics.jsonl").read_text().splitlines()]
     (last,) = [row for row in rows if row["step"] == 9 and "val_loss" in row]
@@ -290,6 +297,7 @@ def test_scripts_read_the_average(home, tmp_path, capsys):
     assert not torch.equal(exported["model.norm.weight"], checkpoint["norm.weight"])
 
 
+@pytest.mark.slow
 def test_scripts_refuse_what_is_not_there(home):
     assert run(home, "plain") == 0
     with pytest.raises(ConfigError, match="--weights: .* holds no moving average"):

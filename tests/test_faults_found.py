@@ -26,6 +26,7 @@ def home(tmp_path_factory):
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["config.yaml", "tokenizer", "metrics.jsonl", "config.yaml.tmp", "summary.json", "checkpoints"]
 )

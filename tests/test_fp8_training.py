@@ -104,6 +104,7 @@ def follow(eight: list[float], bf16: list[float], recipe: str) -> None:
     assert abs(a - b) <= MARGIN[recipe] * b, (a / b, eight[-1], bf16[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_loss_follows_bf16(bf16, recipe):
     follow(losses(World(), job_of("--train.dtype", "fp8", "--train.fp8", recipe)), bf16, recipe)
@@ -128,11 +129,13 @@ def mixture():
     return losses(World(), job_of("--train.dtype", "bf16", *MIXTURE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_loss_of_a_mixture_follows_bf16(mixture, recipe):
     follow(losses(World(), job_of("--train.dtype", "fp8", "--train.fp8", recipe, *MIXTURE)), mixture, recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_that_travel_in_eight_bits(ranks, bf16, recipe):
     """ZeRO-3 gathers its weights in e4m3 (parallel/wire/compress.py); the linears quantize what arrived.
@@ -166,6 +169,7 @@ def test_the_first_and_last_layers_stay():
     assert kept == [[True] * 4, [False] * 4, [False] * 4, [True] * 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_is_bitwise(tmp_path, recipe):
     """Two ranks, saved after 3 of 6 steps, killed in the fifth and started again."""
@@ -267,6 +271,7 @@ def step_of_kernels(world: World, cfg: config.Config, handed_over: bool) -> tupl
     return [float(results[0]), *weights], counts
 
 
+@pytest.mark.slow(core=["kept-tensorwise-dense"])
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 @pytest.mark.parametrize("kind", FORMULAS_OF_A_BLOCK)
 @pytest.mark.parametrize("recipe", RECIPES)

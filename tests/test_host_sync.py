@@ -174,6 +174,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow(every=8)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("args", LAYOUTS)
 def test_nothing_in_a_step_of_a_layout_waits_for_the_device(monkeypatch, args, rank):
@@ -237,6 +238,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
 @pytest.mark.parametrize("args", CASES)
 def test_nothing_in_a_dense_step_waits_for_the_device(monkeypatch, args, kernel):

@@ -74,6 +74,7 @@ def run(place, folder, *words, expect=0):
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_wheel_has_everything_that_runs_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     folders = ("config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime",
@@ -104,6 +105,7 @@ def test_the_requirements_of_the_wheel_are_those_of_the_files(wheel):
         assert any(f'extra == "{extra}"' in line for line in lines)
 
 
+@pytest.mark.slow
 def test_it_trains_in_a_folder_with_packages_of_our_names(place, elsewhere):
     prepare_data(place, elsewhere)
     out, _ = run(place, elsewhere, "-m", "bevatron", "train", "llama3-tiny", *TINY)
@@ -173,6 +175,7 @@ def test_the_command_in_a_clone_is_that_of_the_clone(tmp_path):
     assert "llama3-tiny" in out
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("words, code, text", [
     ([], 0, "prepare_data"),
     (["--help"], 0, "bevatron COMMAND"),

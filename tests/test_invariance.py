@@ -53,6 +53,7 @@ def found(name: str, world: int) -> lattice.Lattice:
     return lattice.find_layouts(tiny_config(name, world), world)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name,world,words", CORE)
 def test_core(ranks, tmp_path, name, world, words):
     f = found(name, world)
@@ -61,6 +62,7 @@ def test_core(ranks, tmp_path, name, world, words):
     assert not first.is_wrong, f"{words_of(cell, world)}: {first}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,world,n", DRAWN)
 def test_drawn(ranks, tmp_path, name, world, n):
     f = found(name, world)
@@ -69,6 +71,7 @@ def test_drawn(ranks, tmp_path, name, world, n):
         assert not first.is_wrong, f"{words_of(cell, world)}: {first}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bug", random.Random(SEED).sample(mutate.TABLE, PLANTED), ids=lambda m: m.what[:50]
 )

@@ -53,12 +53,14 @@ def reasons(tmp_path, world=2):
     return {r: json.loads(f.read_text()) for r, f in files.items() if f.exists()}
 
 
+@pytest.mark.slow
 def test_a_job_that_finishes(tmp_path, args):
     end = run(tmp_path, [*args, "--parallel.tp", "2"])
     assert end.codes == [0, 0] and not end.errors(), end.logs
     assert {r["code"] for r in reasons(tmp_path).values()} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, group",
     [
@@ -107,6 +109,7 @@ def test_a_stopped_rank_is_found_named_and_ended(tmp_path, args):
     assert found[0]["rank"] in (1, 2, 3) and not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_first_rank_is_told_of_by_another(tmp_path, args):
     old_reasons(tmp_path)
     end = run(tmp_path, [*args, "--parallel.tp", "2"], fault="step.begin:rank=0:step=3:act=SIGKILL")
@@ -199,6 +202,7 @@ def test_a_frozen_host_of_the_store_holds_up_nobody(tmp_path, args, how):
         launcher.wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
     end = run(tmp_path, [*args, *SHORT, "--parallel.tp", "2"], fault="step.begin:rank=1:step=3:act=sleep=100")
     assert end.codes == [76, 76], end.logs
@@ -236,6 +240,7 @@ def test_a_rank_that_is_slow_to_answer_is_not_killed(tmp_path, args, monkeypatch
     assert len(list((tmp_path / "run").glob("stacks.rank*.txt"))) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_goes_on(tmp_path, args):
     def wake(pids):
         while "T" not in open(f"/proc/{pids[1]}/stat").read().rpartition(")")[2].split()[0]:
@@ -249,6 +254,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_goes_on(tmp_path, args
     assert end.codes == [0, 0] and not end.errors(), end.logs
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_takes_all_out_at_once(tmp_path, args):
     end = run(
         tmp_path,
@@ -269,6 +275,7 @@ def test_an_exception_on_one_rank_takes_all_out_at_once(tmp_path, args):
     assert not any(x["requeue"] for x in reasons(tmp_path, 4).values())  # an error of the code comes again
 
 
+@pytest.mark.slow
 def test_the_cause_decides_every_rank_s_code(tmp_path, args):
     end = run(
         tmp_path,
@@ -279,6 +286,7 @@ def test_the_cause_decides_every_rank_s_code(tmp_path, args):
     assert {x["code"] for x in reasons(tmp_path).values()} == {82}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "SIGTERM", "time"])
 def test_two_ranks_stop_at_the_same_step(tmp_path, args, how):
     (tmp_path / "run").mkdir()
@@ -300,6 +308,7 @@ def test_two_ranks_stop_at_the_same_step(tmp_path, args, how):
     assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_sigterm_to_torchrun_saves_on_every_rank(tmp_path, args):
     torchrun = [
         sys.executable,
@@ -347,6 +356,7 @@ def torchrun(tmp_path, args, *options, fault=""):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handled", [False, True])
 def test_a_torchrun_that_passes_no_sigusr1_on_is_told_of(tmp_path, args, handled):
     options = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1") if handled else ()
@@ -369,6 +379,7 @@ def test_a_store_of_an_earlier_start_is_not_believed(tmp_path, args):
     assert {reason["code"] for reason in reasons(tmp_path).values()} == {0}
 
 
+@pytest.mark.slow
 def test_out_of_memory_on_one_rank_is_that_of_all(tmp_path, args):
     end = run(
         tmp_path,
@@ -404,6 +415,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_read_that_never_ends_is_a_hang(tmp_path, args):
     """As on a file system of a server that has gone: one process, whose reader does not come back."""
     words = [*args, "--log.dir", str(tmp_path), "--log.name", "run", *SHORT]
@@ -426,6 +438,7 @@ def test_a_read_that_never_ends_is_a_hang(tmp_path, args):
 CANARY = "canary-31415926-of-a-token"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["finishes", "raises", "hangs"])
 def test_no_secret_is_in_anything_a_run_writes(tmp_path, args, how):
     """Not in its folder, its checkpoints, its stacks, nor what it prints; and errors may quote anything."""

@@ -31,6 +31,7 @@ def proved(pool, folder, name: str, parallel: dict, **model) -> None:
     assert not first.is_wrong, first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", CUTS, ids=str)
 def test_stages_cut_by_hand(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)
@@ -74,6 +75,7 @@ AGAIN = [
 ]
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("parallel", AGAIN, ids=str)
 def test_recompute(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "gpt2-tiny" if parallel.get("pp") == 2 else "llama3-tiny", parallel)
@@ -101,11 +103,13 @@ def test_recompute_that_does_not_exist_is_refused(keys, says):
     assert str(e.value).startswith(says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", AWAY, ids=str)
 def test_offload(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel", [dict(reduce="ring", zero=1), dict(reduce="ring", zero=3), dict(zero=2)], ids=str
 )
@@ -125,6 +129,7 @@ FEW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("parallel", FEW, ids=str)
 def test_fewer_key_heads_than_ranks(ranks, tmp_path, name, parallel):

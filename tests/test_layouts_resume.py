@@ -127,6 +127,7 @@ def on(pools, layout: str, f, *args) -> list:
     return [f(World(), *args)] if world == 1 else pools[world].run(f, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 def test_every_layout_continues_every_other(pools, tmp_path, dtype):
     sources = LAYOUTS if dtype == "fp64" else ["tp2 sp", "rep2 dp2 zero2"]
@@ -153,6 +154,7 @@ def test_every_layout_continues_every_other(pools, tmp_path, dtype):
                     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dots1-tiny", "qwen3-moe-tiny"])
 def test_mixtures_with_what_their_routers_keep(pools, tmp_path, name):
     """Experts by their own names, biases and loads: from one way of sharing out the experts to another."""
@@ -203,6 +205,7 @@ def command(ranks: int, args: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_and_resumes_under_other_layouts_follow_one_process(tmp_path):
     args = [
         "llama3-tiny",

@@ -62,6 +62,7 @@ def same_as(folder: pathlib.Path, plain: pathlib.Path) -> None:
     assert not [p for p in (folder / "checkpoints").iterdir() if ".tmp" in p.name or ".trash" in p.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep, which", [(1, [4, 6, 7]), (2, []), (9, [4, 6])])
 def test_what_a_skipped_step_left_alone_is_linked(home, plain, keep, which):
     """With nine, that of step 7 would be the third name."""
@@ -73,12 +74,14 @@ def test_what_a_skipped_step_left_alone_is_linked(home, plain, keep, which):
     shutil.rmtree(home / name)
 
 
+@pytest.mark.slow
 def test_written_in_a_thread(home, plain):
     assert save_all(home, "thread", 9, extra=("--checkpoint.async_save", "true")) == 0
     same_as(home / "thread", plain)
     assert [step for step in range(1, STEPS + 1) if linked(checkpoints(home / "thread")[-step])] == [4, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["post_shard", "pre_index", "pre_rename", "post_rename"])
 def test_killed_between_the_link_and_the_end_of_the_save(home, plain, point):
     """The next start goes on from the checkpoint that was linked to, or from the linked one."""

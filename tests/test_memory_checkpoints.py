@@ -137,6 +137,7 @@ def assert_like_clean(tmp_path, end, truth, name="run"):
     assert not (tmp_path / name / "memory.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero1", "dp4 zero3", "tp2 pp2"])
 def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
     """First a rank alone is lost, before there is anything on the disk; then a whole node, after a save."""
@@ -152,6 +153,7 @@ def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
     assert_like_clean(tmp_path, end, clean(layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -172,6 +174,7 @@ def test_what_else_a_checkpoint_holds(tmp_path, trains, words):
     assert_like_clean(tmp_path, end, truth)
 
 
+@pytest.mark.slow
 def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
     phases = tmp_path / "phases.yaml"
     phases.write_text("- after_steps: 3\n  train.seq_len: 32\n  model.rope_theta: 2e5\n")
@@ -184,6 +187,7 @@ def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
     assert_like_clean(tmp_path, end, truth)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_shard_is_empty(tmp_path, trains):
     """Of three buckets and four replicas, rank 1 reads none. It must still know that there is an average."""
     more = ("--model.layers", "1", "--train.ema", "0.9", "--parallel.timeout_s", "20")
@@ -201,6 +205,7 @@ BEGUN = "- after_steps: 3\n  parallel.zero: {}\n"
 LATER = "- after_steps: {}\n  parallel.zero: 1\n"
 
 
+@pytest.mark.slow(core=["of the next step"])
 @pytest.mark.parametrize(
     "before, after, why",
     [
@@ -260,6 +265,7 @@ def digest_of(run):
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", CHANGES)
 def test_a_key_that_changes_nothing_of_what_a_rank_holds(tmp_path, trains, key):
     """The newest state in memory stays of use, and each rank has of it bit for bit what was saved."""
@@ -290,6 +296,7 @@ def test_a_key_that_changes_nothing_of_what_a_rank_holds(tmp_path, trains, key):
         assert saved.read_text() == loaded.read_text()
 
 
+@pytest.mark.slow
 def test_both_nodes_are_lost(tmp_path, trains, clean):
     killed(trains, "dp2 zero1", 9)
     for node in (0, 1):
@@ -301,6 +308,7 @@ def test_both_nodes_are_lost(tmp_path, trains, clean):
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", memory.FAULT_POINTS)
 def test_killed_in_the_middle(tmp_path, trains, clean, point):
     """The generation before counts, until the new one is named."""
@@ -330,6 +338,7 @@ def test_flipped_bits(tmp_path, trains, clean):
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 def test_damage_that_the_load_alone_meets(tmp_path, trains, clean):
     """The shard was sound when it was looked for. It is given up by all ranks, and not tried again."""
     def before(rank):
@@ -394,6 +403,7 @@ def assert_same_state(found, expected):
         assert torch.equal(tensor, expected[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES)
 def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
     """The shards that the nodes have become a checkpoint on the disk: bit for bit the one that the layout
@@ -443,6 +453,7 @@ def forge_a_shard(tmp_path):
         shutil.copytree(older, newer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [lose_a_shard, flip_every_copy, forge_a_shard])
 def test_without_a_shard_another_layout_takes_the_disk(tmp_path, trains, damage):
     killed(trains, "dp2 zero1", 9)
@@ -457,6 +468,7 @@ def test_without_a_shard_another_layout_takes_the_disk(tmp_path, trains, damage)
     assert losses(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node, rank", [(0, 1), (1, 1), (0, 0)])
 def test_another_layout_takes_the_good_copy_of_a_shard(tmp_path, trains, node, rank):
     """That of rank 0 has the record of the whole run beside its tensors."""
@@ -485,6 +497,7 @@ def disturbed_move(disturb):
     return before
 
 
+@pytest.mark.slow
 def test_another_layout_on_a_full_disk_takes_what_is_there(tmp_path, trains):
     def fill():
         raise store.StorageError(tmp_path, 8, "no space left (ENOSPC)")
@@ -498,6 +511,7 @@ def test_another_layout_on_a_full_disk_takes_what_is_there(tmp_path, trains):
     assert losses(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_another_layout_without_memory_to_read_the_shards_takes_the_disk(tmp_path, trains):
     def before(rank):
         on_nodes(2)(rank)
@@ -510,6 +524,7 @@ def test_another_layout_without_memory_to_read_the_shards_takes_the_disk(tmp_pat
     assert said(end, "step_00000006 at step 6")
 
 
+@pytest.mark.slow
 def test_killed_while_memory_is_written_to_the_disk(tmp_path, trains):
     """The next start does it again."""
     killed(trains, "dp2 zero1", 9)
@@ -521,6 +536,7 @@ def test_killed_while_memory_is_written_to_the_disk(tmp_path, trains):
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, stays", [("dp2 zero1", True), ("dp2 zero0", False)], ids=["same", "other"])
 def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, layout, stays):
     """What a start before it has kept there is newer, and is used; then the memory is free. Under another
@@ -541,6 +557,7 @@ def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, lay
     assert list((tmp_path / "shm").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_start_with_another_memory_dir(tmp_path, trains, clean):
     """What lies in the one before it is used, and sent where it is missing; then that memory is free, too."""
     other = tmp_path / "other"
@@ -560,6 +577,7 @@ def test_a_start_with_another_memory_dir(tmp_path, trains, clean):
     assert list(other.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, trains, clean):
     """Its memory is complete, and of a later step than the disk has."""
     killed(trains, "dp2 zero1", 9)
@@ -574,6 +592,7 @@ def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, t
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_removed_by_hand_takes_what_came_after_it_along(tmp_path, trains, clean):
     killed(trains, "dp2 zero1", 9)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
@@ -625,6 +644,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "waits_in, commits, resumed",
     [("commit", True, 4), ("save", True, 4), ("commit", False, 8)],
@@ -648,6 +668,7 @@ def test_beside_a_save_in_progress(tmp_path, trains, clean, waits_in, commits, r
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["6", "3"], ids=["none is good", "an older one is good"])
 @pytest.mark.parametrize("file", ["index.json", "*.safetensors"])
 def test_a_damaged_checkpoint_on_the_disk_hides_none_in_memory(tmp_path, trains, clean, every, file):
@@ -665,6 +686,7 @@ def test_a_damaged_checkpoint_on_the_disk_hides_none_in_memory(tmp_path, trains,
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 def test_what_is_damaged_on_the_disk_is_named(tmp_path, trains):
     killed(trains, "dp2 zero1", 7)
     flip_bit(tmp_path / "run" / "checkpoints" / "step_00000006" / "index.json")
@@ -700,6 +722,7 @@ def full_disk(fd, data):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, before, failed",
     [("memory.mid_shard:rank=1:step=4:act=ENOSPC", None, [4]), ("", refusing_bytes, [2, 4, 8])],
@@ -713,6 +736,7 @@ def test_a_full_memory_is_a_warning(tmp_path, trains, clean, fault, before, fail
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_somebody_removes_is_made_again(tmp_path, trains, clean):
     """Before the second of three saves."""
     def before(rank):
@@ -764,6 +788,7 @@ def test_one_process_keeps_its_own_shard(tmp_path, trains, clean):
     assert_like_clean(tmp_path, end, clean("alone"))
 
 
+@pytest.mark.slow
 def test_stopped_runs_give_the_memory_back_and_crashed_ones_do_not(tmp_path, trains):
     end = trains("dp2 zero1", fault="step.begin:rank=1:step=5:act=SIGTERM")
     assert end.codes == [75, 75], end.logs
@@ -808,6 +833,7 @@ def led_elsewhere(shm):
     (shm / f"bevatron-{os.geteuid()}").symlink_to(shm / "elsewhere")
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "before, prepare, words",
     [

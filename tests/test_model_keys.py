@@ -490,6 +490,7 @@ def seen():
     return get
 
 
+@pytest.mark.slow(every=4, core=["qk_norm_whole=True-qk_norm=True"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_does_what_it_says_and_nothing_else(seen, case):
     before, after = seen(case.base), seen({**case.base, case.key: case.to})
@@ -511,6 +512,7 @@ OTHER_KINDS = {
 }
 
 
+@pytest.mark.slow(every=14)
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_acts_in_every_kind_of_model_or_is_refused(seen, case, kind):

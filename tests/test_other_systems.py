@@ -80,6 +80,7 @@ def test_ranks_on_a_mac(tmp_path):
     assert [row["step"] for row in steps_of(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("program", [
     "train.py",
     *sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("[a-z]*.py")),
@@ -128,6 +129,7 @@ MPS_CASES = [
 ]
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("args", MPS_CASES)
 def test_a_step_on_the_gpu_of_a_mac_has_no_fp64(monkeypatch, args):
     monkeypatch.setattr(rope, "WITHOUT_FP64", ("mps", "meta"))

@@ -467,6 +467,7 @@ def seen(ranks, tmp_path_factory):
     return get
 
 
+@pytest.mark.slow(every=39)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_does_what_it_says_and_nothing_else(seen, case):
     before, after = seen(case, **case.base), seen(case, **{**case.base, case.key: case.to})

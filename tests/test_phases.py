@@ -90,6 +90,7 @@ def test_what_the_run_says(home):
     assert [row["train.seq_len"] for row in again["train"]["phases"][:1]] == [32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(
     "point, later",
@@ -109,12 +110,14 @@ def test_killed_around_a_boundary(home, point, later, end):
     same_as_clean(home.folder, name)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_of_a_phase(home):
     assert home.run("signal", "step.begin:step=3:act=SIGTERM") == 75
     assert home.run("signal") == 0
     same_as_clean(home.folder, "signal")
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_stop_at_a_boundary_left_out_is_of_the_phase_before(home):
     more = ("--eval.every", "3")
     assert home.run("evals", more=more) == 0
@@ -123,6 +126,7 @@ def test_an_evaluation_that_a_stop_at_a_boundary_left_out_is_of_the_phase_before
     assert story(home.folder / "owed") == story(home.folder / "evals")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_of_a_boundary_leads_back_to_the_phase_before(home):
     assert home.run("back", "step.begin:step=4:act=SIGKILL", ("--checkpoint.every", "2")) == -9
     bad = home.folder / "back" / "checkpoints" / "step_00000003"
@@ -321,6 +325,7 @@ def test_the_rates_by_hand(tmp_path):
 # ---- layouts -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, parallel, changed",
     [
@@ -394,6 +399,7 @@ def test_what_is_refused(tmp_path, text, words):
     assert str(caught.value).startswith(words.format(file=file))
 
 
+@pytest.mark.slow
 def test_what_is_refused_of_data_and_past(home):
     """Before any step: exit code 2 and one line."""
     text = "- {after_steps: 4, optim.lr: 1e-3}\n- {after_steps: 5, data.path: %s}"
@@ -412,6 +418,7 @@ def test_what_is_refused_of_data_and_past(home):
     assert STEPS == 9
 
 
+@pytest.mark.slow
 def test_a_phase_that_is_added_to_a_run_that_had_none(home):
     """With data.span as the run had it, a later phase may read longer sequences."""
     plain = ("--data.path", str(home.folder / "a" / "text"), "--data.tokenizer", "bytes")

@@ -104,6 +104,7 @@ WHAT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_flipped_bit_of_a_replica_is_named(tmp_path, args, world):
     """ZeRO 0: every number has a copy on every rank. Two of three ranks are a majority; one of two is not."""
@@ -162,6 +163,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_flipped_bit_is_named_under_other_layouts(tmp_path, args, name):
     layout, world, flips = LAYOUTS[name]
@@ -203,6 +205,7 @@ SOUND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SOUND)
 def test_sound_ranks_pass_after_every_step(tmp_path, args, layout):
     more = ("--train.steps", "4", "--checkpoint.every", "3", "--checkpoint.check_replicas", "1")
@@ -230,6 +233,7 @@ def flips_at(step, rank, **arguments):
     return before
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_once_replicas_differ(tmp_path, args):
     end = run(
         tmp_path,
@@ -243,6 +247,7 @@ def test_nothing_is_saved_once_replicas_differ(tmp_path, args):
     assert (reason["code"], reason["requeue"]) == (80, True)
 
 
+@pytest.mark.slow
 def test_a_run_compares_between_its_saves(tmp_path, args):
     more = ("--parallel.tp", "2", "--train.steps", "6", "--checkpoint.check_replicas", "2")
     end = run(tmp_path, [*args, *more], before=flips_at(3, 0, key=FIRST_NORM))
@@ -251,6 +256,7 @@ def test_a_run_compares_between_its_saves(tmp_path, args):
     assert not store.committed_checkpoints(tmp_path / "run" / "checkpoints")
 
 
+@pytest.mark.slow(core=["cp2"])
 @pytest.mark.parametrize("layout", [("--parallel.cp", "2"), ()], ids=["cp2", "dp2"])
 def test_a_nan_in_one_rank_s_reduced_gradient_is_found(tmp_path, args, layout):
     more = ("--parallel.zero", "0", "--train.steps", "3")
@@ -318,6 +324,7 @@ def started_of_two_types(session):
     comm.start_all_gather(x, group, x.new_zeros(16)).wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange, told", [
     (swapped, "the same ones on rank 0 and on rank 1, in another order"),
     (of_two_types, "all_reduce of 16 bytes in torch.bfloat16: 1 on rank 0, 0 on rank 1; all_reduce of 16 "

@@ -81,6 +81,7 @@ def saved(folder):
 # ---- sound ranks, and what repeats -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_run_is_what_it_is_without(tmp_path, trains, layout):
     """Steps without a fault, and one whose fault repeats: a NaN that each run of the step has."""
@@ -100,6 +101,7 @@ def test_a_run_is_what_it_is_without(tmp_path, trains, layout):
     assert without.logs[-1].count("fault step.compute") == 1
 
 
+@pytest.mark.slow
 def test_a_spike_that_repeats_is_skipped(tmp_path, trains):
     spikes = ("--optim.spike_sigma", "50", "--optim.spike_window", "2")
     end = trains("r", "dp2 zero0", *SUSPECTS, *spikes, fault=f"step.compute:step={BAD}:act=spike")
@@ -128,6 +130,7 @@ def check_named(end, tmp_path, rank, *told):
     assert (reason["code"], reason["requeue"]) == (80, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] == 2])
 def test_a_gradient_that_is_wrong_once(tmp_path, trains, layout):
     fault = f"step.compute:rank=1:step={BAD}:times=1:act=bitflip"
@@ -176,6 +179,7 @@ def wrong_block(rank, runs):
     return before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, rank, first", [
     ("tp2", 0, "the input of "),
     ("tp2", 1, "the input of "),
@@ -192,6 +196,7 @@ def test_the_rank_is_told_from_those_that_got_its_numbers(tmp_path, trains, layo
     check_named(end, tmp_path, rank, f"first in {first}", "so the first was wrong")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs, told", [
     ({2}, "a third run is like the first, so the second was wrong"),
     ({1, 2, 3}, "a third run is like neither"),
@@ -205,6 +210,7 @@ def test_one_process_is_named_too(tmp_path, trains):
     check_named(trains("r", "alone", *EVERY, fault=fault), tmp_path, 0, "first in the gradient of ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["nan", "spike"])
 @pytest.mark.parametrize("point, first", [
     ("step.compute", "the gradient of "),
@@ -218,6 +224,7 @@ def test_a_suspect_step_is_cleared(tmp_path, trains, action, point, first):
     check_named(end, tmp_path, 1, first, "so the first was wrong")
 
 
+@pytest.mark.slow
 def test_a_link_that_changes_what_it_carries(tmp_path, trains):
     def before(rank):
         if rank != 1:
@@ -248,6 +255,7 @@ def test_a_link_that_changes_what_it_carries(tmp_path, trains):
     assert "first in the result of receive from rank 0 in group pp " in told
 
 
+@pytest.mark.slow
 def test_only_every_nth_step_is_run_again(tmp_path, trains):
     """A fault in another step is not seen: that is what the key costs less for."""
     fault = f"step.compute:rank=1:step={BAD}:times=1:act=bitflip"

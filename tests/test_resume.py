@@ -147,6 +147,7 @@ def same_as_clean(home: pathlib.Path, name: str) -> None:
     assert not left
 
 
+@pytest.mark.slow(every=21)
 @pytest.mark.parametrize("point", train.FAULT_POINTS)
 def test_killed_and_started_again(home, point):
     # step 6 is saved: the writer's points have an older checkpoint (3) to fall back on, and one to purge at 9
@@ -164,6 +165,7 @@ def test_killed_and_started_again(home, point):
     shutil.rmtree(home / point)
 
 
+@pytest.mark.slow
 def test_killed_in_the_first_step_and_twice(home):
     assert run(home, "twice", "step.backward:step=1:act=SIGKILL") == -9
     assert run(home, "twice", "step.end:step=5:act=SIGKILL") == -9
@@ -172,6 +174,7 @@ def test_killed_in_the_first_step_and_twice(home):
     same_as_clean(home, "twice")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["SIGTERM", "SIGHUP"])
 def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
     folder = home / act
@@ -183,6 +186,7 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
     same_as_clean(home, act)  # it was made up
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_saves_first(home):
     assert run(home, "last", "step.begin:step=9:act=SIGTERM; eval.end:step=9:act=SIGKILL") == -9
     assert store.read_index(store.newest_checkpoint(home / "last" / "checkpoints", []))["step"] == 9
@@ -192,6 +196,7 @@ def test_a_signal_in_the_last_step_saves_first(home):
     assert reason(home / "last")["code"] == 0
 
 
+@pytest.mark.slow
 def test_a_stop_file_and_a_time_limit(home):
     """An empty STOP file is a person's and ends the job for good; `requeue` is a scheduler's, and wants it
     started again."""
@@ -241,6 +246,7 @@ def test_a_finished_run_started_again(home):
     assert "steps: 10" in (folder / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_nan_gradient_is_skipped_and_too_many_end_the_run(home):
     assert run(home, "nan", "step.backward:step=5:act=nan") == 0
     rows = [json.loads(line) for line in (home / "nan" / "metrics.jsonl").read_text().splitlines()]
@@ -249,6 +255,7 @@ def test_a_nan_gradient_is_skipped_and_too_many_end_the_run(home):
     assert json.loads((home / "nans" / "exit_reason.json").read_text())["code"] == 77
 
 
+@pytest.mark.slow
 def test_saving_in_a_thread_gives_the_same_checkpoint(home):
     assert run(home, "async", extra=("--checkpoint.async_save", "true")) == 0
     assert story(home / "async") == story(home / "clean") and weights(home / "async") == weights(
@@ -259,6 +266,7 @@ def test_saving_in_a_thread_gives_the_same_checkpoint(home):
     same_as_clean(home, "kill")
 
 
+@pytest.mark.slow
 def test_full_disk(home):
     none = ("--checkpoint.failed_saves", "0")
     assert run(home, "full", "ckpt.mid_shard:step=6:act=ENOSPC", none) == 82
@@ -268,6 +276,7 @@ def test_full_disk(home):
     same_as_clean(home, "full")
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_tried_again_at_the_next(home):
     """At step 6; those of 3 and 9 are there, and the weights are those of a run without a fault."""
     assert run(home, "excused", "ckpt.mid_shard:step=6:act=ENOSPC") == 0
@@ -278,6 +287,7 @@ def test_a_save_that_fails_is_tried_again_at_the_next(home):
     same_as_clean(home, "excused")
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_or_is_killed_leaves_no_mark_behind(home):
     """Step 6 would be permanent; it is saved again by a run that keeps none, and purged as the others."""
 
@@ -297,6 +307,7 @@ def test_a_save_that_fails_or_is_killed_leaves_no_mark_behind(home):
     same_as_clean(home, "lost")
 
 
+@pytest.mark.slow
 def test_saves_that_fail_again_and_again_end_the_run(home):
     how = ("--checkpoint.every", "1", "--checkpoint.failed_saves", "1")
     assert run(home, "failing", "ckpt.mid_shard:act=ENOSPC", how) == 82
@@ -305,12 +316,14 @@ def test_saves_that_fail_again_and_again_end_the_run(home):
     assert '"step": 2' in (home / "failing" / "metrics.jsonl").read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_last_save_of_a_run_may_not_fail(home):
     assert run(home, "unsaved", "ckpt.mid_shard:step=9:act=ENOSPC") == 82
     assert run(home, "unsaved") == 0
     same_as_clean(home, "unsaved")
 
 
+@pytest.mark.slow
 def test_settings_that_would_spoil_the_run_are_refused(home):
     shutil.copytree(home / "clean", home / "drift")
     for extra, word in (
@@ -359,6 +372,7 @@ def test_every_refusal_is_told_by_exit_reason_json(home, tmp_path):
     assert reason(folder)["code"] == 2 and not (folder / "exit_reason.rank1.json").exists()
 
 
+@pytest.mark.slow
 def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
     shutil.copytree(home / "clean", home / "rot")
     folders = [p for _, p in store.committed_checkpoints(home / "rot" / "checkpoints")]
@@ -377,6 +391,7 @@ def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
     assert "error: rank 0" in (home / "rot.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_data_file_that_changes_under_the_run_ends_it_before_the_next_save(home, tmp_path, monkeypatch):
     """At step 5 the tokens are written anew in place; step 3 is the last checkpoint, and with the old file
     the run goes on from it.

@@ -102,6 +102,7 @@ def submit(
     return job.returncode, calls.read_text(), out
 
 
+@pytest.mark.slow
 def test_the_time_limit_stops_saves_and_requeues(tmp_path):
     rc, calls, out = submit(tmp_path, code="75", step="00000005", wait="1", usr1=True)
     assert rc == 0 and "scontrol requeue 40123" in calls, out
@@ -113,6 +114,7 @@ def test_the_time_limit_stops_saves_and_requeues(tmp_path):
     assert (tmp_path / "r" / "REQUEUE").exists() and not (tmp_path / "r" / "STOP").exists()
 
 
+@pytest.mark.slow
 def test_each_job_seals_the_words_of_its_ranks(tmp_path):
     """With a secret of its own, which is not that of the job before; one that is given counts."""
     told = [re.findall("secret (.*)\n", submit(tmp_path, code="0")[1]) for _ in range(2)]
@@ -121,6 +123,7 @@ def test_each_job_seals_the_words_of_its_ranks(tmp_path):
     assert "secret mine\n" in submit(tmp_path, code="0", BEVATRON_STORE_SECRET="mine")[1]
 
 
+@pytest.mark.slow
 def test_only_while_steps_advance(tmp_path):
     assert "requeue" in submit(tmp_path, code="76", step="00000008")[1]
     rc, calls, out = submit(tmp_path, code="76", step="00000008")  # the same newest step as when it started
@@ -129,6 +132,7 @@ def test_only_while_steps_advance(tmp_path):
     assert submit(tmp_path, code="75")[0] == 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["2", "77", "79", "81", "1"])
 def test_what_a_restart_cannot_mend_stays_down(tmp_path, code):
     rc, calls, _ = submit(tmp_path, code=code, step="00000005")
@@ -140,6 +144,7 @@ def test_a_stop_by_hand_ends_the_job_for_good(tmp_path):
     assert rc == 75 and "scontrol requeue" not in calls and "for good" in out
 
 
+@pytest.mark.slow
 def test_a_lost_peer_is_requeued_while_steps_advance_and_told_by_any_rank(tmp_path):
     """Rank 0 is the one that died: the others say so."""
     rc, calls, _ = submit(tmp_path, code="1", step="00000005", again=True, of=".rank3")
@@ -153,6 +158,7 @@ def test_a_lost_peer_is_requeued_while_steps_advance_and_told_by_any_rank(tmp_pa
 
 
 # killed for want of memory, SIGSEGV, SIGBUS; stopped by a signal before it could save
+@pytest.mark.slow
 @pytest.mark.parametrize("death", ["137", "139", "135", "75"])
 def test_ranks_that_a_signal_ended_without_a_word_are_requeued_while_steps_advance(tmp_path, death):
     rc, calls, _ = submit(tmp_path, step="00000005", DEATH=death)
@@ -164,11 +170,13 @@ def test_ranks_that_a_signal_ended_without_a_word_are_requeued_while_steps_advan
     assert rc == 79 and "scontrol requeue" not in calls
 
 
+@pytest.mark.slow
 def test_a_reason_that_is_no_json_is_passed_over(tmp_path):
     rc, calls, out = submit(tmp_path, code="x", step="00000005")
     assert rc == 1 and "scontrol requeue" not in calls and "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_the_end_and_the_unknown(tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "exit_reason.json").write_text(
@@ -179,6 +187,7 @@ def test_the_end_and_the_unknown(tmp_path):
     assert rc == 0 and "requeue" not in calls
 
 
+@pytest.mark.slow
 def test_a_branch_says_where_its_run_is(tmp_path):
     """Its folder follows from the source, which the script does not read."""
     words = ("--log.name", "r", "--checkpoint.branch", "runs/first@100")
@@ -189,11 +198,13 @@ def test_a_branch_says_where_its_run_is(tmp_path):
     assert "error: checkpoint.branch: under sbatch give --log.name and --log.dir too" in out
 
 
+@pytest.mark.slow
 def test_a_mistake_never_starts_the_ranks(tmp_path):
     rc, calls, out = submit(tmp_path, args=("llama3-tiny", "--parallel.tpp", "2"))
     assert rc == 2 and not calls and "did you mean parallel.tp?" in out
 
 
+@pytest.mark.slow
 def test_a_recipe_with_more_arguments(tmp_path):
     _, calls, _ = submit(
         tmp_path, code="0", args=("scripts/recipes/llama3-8b.sh", "--log.name", "r", "--data.path", "a b")
@@ -201,6 +212,7 @@ def test_a_recipe_with_more_arguments(tmp_path):
     assert "-- llama3-8b " in calls and "--data.path a b" in calls and "--words" not in calls
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
 def test_a_recipe_is_legal_at_its_size(file):
     text = file.read_text()
@@ -211,6 +223,7 @@ def test_a_recipe_is_legal_at_its_size(file):
     assert "arXiv" in text or "our choice" in text
 
 
+@pytest.mark.slow
 def test_what_the_cluster_needs_comes_from_one_file(tmp_path):
     """Variables of NCCL, another Python, and a container with its folders."""
     (tmp_path / "cluster.sh").write_text(
@@ -232,6 +245,7 @@ def test_the_file_of_the_cluster_changes_nothing_as_it_comes():
     assert all(line.startswith("#") or not line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_the_line_of_its_task(tmp_path):
     lines = ("--log.name a --optim.lr 1e-3", "--log.name r --optim.lr 2e-3", "--optim.lr 3")
     (tmp_path / "sweep.txt").write_text("\n".join(lines) + "\n")

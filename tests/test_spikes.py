@@ -141,6 +141,7 @@ def saved(folder):
 # ---- a step that is not applied ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_spike_changes_nothing_on_any_rank(tmp_path, trains, layout):
     """One rank alone has the large gradients; its part is in the norm of all."""
@@ -166,6 +167,7 @@ def test_a_spike_changes_nothing_on_any_rank(tmp_path, trains, layout):
     assert meta["losses"] == losses[-6:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["alone", "pp2"])
 def test_a_resume_in_the_middle_of_the_window(tmp_path, trains, layout):
     """Step 10 is judged by steps before the checkpoint of step 8: two after it would be too few."""
@@ -182,6 +184,7 @@ def test_a_resume_in_the_middle_of_the_window(tmp_path, trains, layout):
     assert saved(tmp_path / "r")[1]["spikes"] == saved(tmp_path / "whole")[1]["spikes"]
 
 
+@pytest.mark.slow
 def test_as_many_spikes_as_the_window_end_the_run(tmp_path, trains):
     end = trains("r", "alone", *SPIKES, bad=range(4, 99))
     assert end.codes == [77] and "for 6 steps in a row" in end.errors()[0]
@@ -193,6 +196,7 @@ def test_as_many_spikes_as_the_window_end_the_run(tmp_path, trains):
 # ---- a run that goes back ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
     world, bad = LAYOUTS[layout][0], (6, 7)
@@ -250,6 +254,7 @@ def test_wandb_and_tensorboard_show_the_steps_that_were_trained_again(tmp_path, 
     assert dict(shown) == pytest.approx(losses)
 
 
+@pytest.mark.slow
 def test_saves_within_a_row_of_spikes_do_not_take_what_the_run_goes_back_to(tmp_path, trains):
     every = ("--checkpoint.every", "1", "--checkpoint.keep", "1")
     end = trains("r", "alone", *REWIND, *every, bad=(6, 7))
@@ -258,6 +263,7 @@ def test_saves_within_a_row_of_spikes_do_not_take_what_the_run_goes_back_to(tmp_
     assert saved(tmp_path / "r")[1]["spikes"]["left_out"] == [6, 7]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_steps_that_are_trained_again_are_gone(tmp_path, trains):
     """A stop saves in the middle of the spikes; the next start goes back behind that checkpoint."""
     stop = "step.begin:step=7:act=SIGTERM"
@@ -271,6 +277,7 @@ def test_checkpoints_of_steps_that_are_trained_again_are_gone(tmp_path, trains):
     assert (tmp_path / "r" / "checkpoints" / "latest").read_text().strip() == "step_00000004"
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, trains):
     """The one of step 8 cannot be read; the run goes back to that of step 4."""
     home = tmp_path / "r"
@@ -290,6 +297,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, trains):
     assert saved(home)[1]["spikes"]["left_out"] == [9, 10]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_too_often_ends(tmp_path, trains):
     end = trains("r", "alone", *REWIND, "--optim.spike_rewinds", "2", bad=range(6, 99))
     assert end.codes == [77]
@@ -298,6 +306,7 @@ def test_a_run_that_goes_back_too_often_ends(tmp_path, trains):
     assert [step for step, _ in store.committed_checkpoints(tmp_path / "r" / "checkpoints")] == [4]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_to_go_back_to_ends(trains):
     end = trains("r", "alone", *REWIND, "--checkpoint.every", "none", bad=(6, 7))
     assert end.codes == [77] and "no good checkpoint before them" in end.errors()[0]
@@ -339,6 +348,7 @@ def is_full_when(name, damaged=None):
     return patch
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_on_a_full_disk_has_each_step_once(tmp_path, trains):
     end = trains("r", "alone", *REWIND, bad=(6, 7), also=is_full_when("rewind"))
     assert end.codes == [0], end.logs
@@ -346,6 +356,7 @@ def test_a_run_that_goes_back_on_a_full_disk_has_each_step_once(tmp_path, trains
     assert [row["step"] for row in rows(tmp_path / "r")] == list(range(1, 13))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["rewind", "open_outputs"])
 def test_lines_that_a_full_disk_keeps_end_the_run_and_none_is_lost(tmp_path, trains, moment):
     """A damaged line stands between good ones: the file must be written anew, and cannot be. Where the run

@@ -131,6 +131,7 @@ def fetched(url, step, folder):
     return mirror.fetch(checkpoints, step, mirror.complete_steps(checkpoints)[step], folder)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_fresh_machine_goes_on_as_if_nothing_had_happened(server, kind, world, tmp_path):
     """Killed after a save was sent; the machine is lost, with the run folder and the data. Another one trains

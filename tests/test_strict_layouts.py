@@ -1,6 +1,6 @@
 """Nothing is used before it has arrived: layouts that start every kind of exchange, in strict mode.
 
-gloo, over which all other proofs run, forgives what NCCL does not (parallel/wire/strict.py). So these belong to
+gloo, over which all other proofs run, forgives what NCCL does not (parallel/wire/strict.py). So these are in
 the core of the tests.
 """
 

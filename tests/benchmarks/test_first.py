@@ -174,6 +174,7 @@ def test_a_file_that_cannot_be_read_is_wrong(tmp_path):
 # ---- the plan ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("gib", [24, 48, 80, 141, 192])
 def test_every_shape_fits_the_card(gib):
     """As many layers as fit, and none more; of the 8B model 24 GB do not hold the fewest."""

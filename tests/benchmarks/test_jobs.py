@@ -67,6 +67,7 @@ def assert_gone(pid):
     pytest.fail(f"process {pid} lives on")
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "action, problem",
     [

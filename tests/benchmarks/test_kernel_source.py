@@ -73,6 +73,7 @@ def with_descriptors(X, Y, Z):
     tl.atomic_add(Z, 1)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("kernel, arguments, read, written", [
     (in_one_line, {}, "X", "Y"),
     (by_a_switch, {"FROM_Z": True}, "Z", "Y"),

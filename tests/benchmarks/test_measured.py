@@ -95,6 +95,7 @@ def test_every_rate_that_is_measured_is_one_of_the_model():
     assert len([name for name in cases if name.endswith(", forward") and " x " in name]) == 8
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize(
     "name, component",
     [

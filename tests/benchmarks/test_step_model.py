@@ -112,6 +112,7 @@ def test_products_into_fp32_need_no_meta_function(monkeypatch):
     assert weights == {"aten.mm"}, "the trial of addmm failed: our own kernel runs"
 
 
+@pytest.mark.slow(every=17)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_launch_has_a_part_and_the_host_never_waits(name):
     step = step_model.model_step(name, H200, tiny=True)
@@ -171,6 +172,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_of_full_size_takes_its_library(name):
     """As without flash-attn. Tiny documents are too short for a library."""
@@ -272,6 +274,7 @@ def first_difference(real: list[tuple], on_meta: list[tuple]) -> str:
     return f"{len(real)} launches for real, {len(on_meta)} on meta"
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", ["dense", "dense+documents", "dense+qk_norm", "dense+mla"])
 def test_the_cpu_path_is_the_same_on_meta(name):
     """The torch references: the same operations, run for real and on tensors without storage.
@@ -322,6 +325,7 @@ def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
 # ---- FLOPs: those that the modules say they cost -----------------------------------------------------------
 
 
+@pytest.mark.slow(every=7)
 @pytest.mark.parametrize(
     "name, size",
     [
@@ -371,6 +375,7 @@ def bytes_of_launch(call) -> tuple[int, int]:
     return launch.read, launch.written
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows, width", [(24, 64), (7, 160)])
 def test_bytes_of_elementwise_kernels(rows, width, dtype):
@@ -520,6 +525,7 @@ def interpreted_launches(dtype: torch.dtype) -> dict:
     }
 
 
+@pytest.mark.slow(every=13)
 @INTERPRETED
 @pytest.mark.parametrize("kernel", interpreted_launches(torch.bfloat16))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -20,6 +20,7 @@ def test_a_rank_says_as_much_whatever_the_number_of_ranks(capsys):
         assert "at the store's rate" in rows[story, "16,384 (extrapolated)"][3]
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("text", ["8", "1,2", "a,b", "", "8,8"])
 def test_ranks_that_are_no_numbers(text):
     with pytest.raises(ConfigError, match="--ranks: .*: give two numbers or more"):

@@ -59,6 +59,7 @@ def test_every_incident_names_points_that_are_there_and_steps_that_are_to_come()
     assert set(FAULT_POINTS) - seen == {"run.built", "ckpt.mid_replace", "ckpt.mid_purge"}
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_other_settings_meet_a_checkpoint(layout):
     """A save in the background may end steps later: there the kill waits for its end."""
@@ -101,6 +102,7 @@ CLEAN = Evidence(
 )
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("change, told", [
     ({"steps": [CLEAN.steps[0]]}, "the steps are [1], not [1, 2]"),
     ({"steps": [CLEAN.steps[0], *CLEAN.steps]}, "the same step is there twice: [1, 1, 2]"),
@@ -131,6 +133,7 @@ def test_two_layouts_in_fp64_agree_to_nine_digits():
     assert evidence.ledger_problems(near, CLEAN, 0, exact=True) != []
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("change, told", [
     ({"code": 1}, "the exit code is 1, not 75"),
     ({"fired": 0}, "the fault did not happen"),
@@ -248,6 +251,7 @@ def test_a_file_of_another_draw_is_refused(tmp_path, rounds_run, words):
         command.main(options("--rounds", "5", "--seed", "3", "--resume", str(file), *words))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("line", ["5", "[1]", "{}", '{"number": [0]}', '{"number": 0, "rain": 1}'])
 def test_a_line_that_is_no_round_is_refused(tmp_path, rounds_run, line):
     file = tmp_path / "results.jsonl"

@@ -18,6 +18,7 @@ def chaos(*words, root=ROOT):
     return subprocess.run(whole, cwd=root, capture_output=True, text=True, timeout=LIMIT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, rounds", [("one-async", 2), ("tp2-async", 1)])
 def test_a_small_draw_is_survived(layout, rounds):
     done = chaos("--rounds", str(rounds), "--seed", "1", "--layouts", layout)
@@ -46,6 +47,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", list(PLANTED))
 def test_a_planted_bug_is_seen(tmp_path, bug):
     file, edits, fault, said = PLANTED[bug]

@@ -115,6 +115,7 @@ def recover(root, expected):
     assert [content(p) for _, p in store.committed_checkpoints(root)] == [40, 30]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threaded", [False, True], ids=["plain", "async"])
 def test_sigkill_at_every_point_in_every_situation(tmp_path, threaded):
     hit = set()
@@ -153,6 +154,7 @@ def test_sigkill_at_every_point_in_every_situation(tmp_path, threaded):
     )
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_killed_again_and_again(tmp_path, situation):
     """A death at every point in turn on the same folder, with no clean-up but the store's own."""
@@ -186,6 +188,7 @@ def test_killed_between_shards(tmp_path, monkeypatch):
     assert content(store.newest_checkpoint(tmp_path)) == 30 and not leftovers(tmp_path)
 
 
+@pytest.mark.slow
 def test_killed_after_a_file_was_linked(tmp_path, monkeypatch):
     """At every point between the first link and the end of the save: the checkpoint that was linked to is
     whole, and the next save links to it again. No file has more names than two.
@@ -227,6 +230,7 @@ def test_killed_after_a_file_was_linked(tmp_path, monkeypatch):
         shutil.rmtree(root)
 
 
+@pytest.mark.slow(every=5)
 @pytest.mark.parametrize("cause", ["ENOSPC", "EIO", "EROFS", "EDQUOT", "EFBIG"])
 def test_an_error_of_the_disk_at_every_point(tmp_path, cause):
     """StorageError with path, bytes and cause; the previous checkpoint is intact; the same process can save

@@ -19,6 +19,7 @@ from parallel.sharding.boxes import Box
 # ---- accidents ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(saved):
     """300 of 300 single flipped bits, over all files of the folder, by verify and by load; nothing is
     loaded.
@@ -52,6 +53,7 @@ def test_every_flipped_bit_is_found(saved):
     store.verify(path)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", ["index.json", "index.sha256", "meta.json", "shard_00000.safetensors"])
 @pytest.mark.parametrize(
     "how", ["empty", "half", "one short", "one long", "deleted", "a link", "a folder", "a pipe"]
@@ -221,6 +223,7 @@ def test_a_file_s_entry_has_a_whole_number_and_a_text(saved, file, field, value)
         store.read_index(path)
 
 
+@pytest.mark.slow
 def test_a_forged_index_is_refused_and_never_crashes(saved):
     """Values of the wrong kind anywhere in a well-sealed index: IntegrityError or ConfigError, nothing
     else.
@@ -260,6 +263,7 @@ def test_a_forged_index_is_refused_and_never_crashes(saved):
             store.read_index(path)
 
 
+@pytest.mark.slow
 def test_mutated_shard_headers_never_crash(saved):
     """A forged header under a matching checksum: the parser's own errors do not come through."""
     _, path, truth = saved

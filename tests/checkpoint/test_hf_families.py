@@ -117,6 +117,7 @@ def test_a_preset_is_written_as_ever(line):
     )
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_each_group_reads_what_it_writes(model_type):
     family = FAMILIES[model_type]
@@ -139,6 +140,7 @@ def test_two_rules_never_write_one_key(model_type):
     assert len(keys) == len(set(keys))
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize("name", [item.name for item in fields(ModelConfig)])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_field_is_written_without_effect_or_refused(model_type, name):
@@ -157,6 +159,7 @@ def test_every_field_is_written_without_effect_or_refused(model_type, name):
         assert same(getattr(spell_out(back), key), value), key
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
     "name, value, default",
     [

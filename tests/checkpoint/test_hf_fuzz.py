@@ -161,6 +161,7 @@ def test_the_values_cover_every_key():
         assert hf_config.family_of(general_model(model_type)) == model_type
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_model_is_written_exactly_or_refused_by_name(tmp_path, model_type):
     rng = random.Random(f"write {model_type}")
@@ -183,6 +184,7 @@ def test_a_model_is_written_exactly_or_refused_by_name(tmp_path, model_type):
     assert refused > 0
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_damaged_config_is_read_exactly_or_refused_by_name(tmp_path, model_type):
     rng = random.Random(f"read {model_type}")
@@ -222,6 +224,7 @@ def write_random_weights(folder, model_type, model, rng):
     return stage
 
 
+@pytest.mark.slow(every=8)
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # no shared experts
 @pytest.mark.parametrize("number", range(2))

@@ -82,6 +82,7 @@ def test_what_a_host_that_died_left_behind_is_taken_when_it_has_expired(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_holder_that_was_cut_off_ends_when_it_comes_back(tmp_path, other_host):
     other_host.send_signal(signal.SIGSTOP)
     lease = lease_here(tmp_path)
@@ -95,6 +96,7 @@ def test_a_holder_that_was_cut_off_ends_when_it_comes_back(tmp_path, other_host)
     lease.release()
 
 
+@pytest.mark.slow
 def test_of_two_that_wait_for_a_dead_host_one_gets_it(tmp_path, other_host):
     other_host.kill()
     other_host.wait()
@@ -151,6 +153,7 @@ def test_under_one_kernel_flock_decides_without_a_wait(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_without_flock_the_lease_keeps_two_processes_of_one_kernel_apart(tmp_path, monkeypatch):
     def no_locks(fd, kind):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -163,6 +166,7 @@ def test_without_flock_the_lease_keeps_two_processes_of_one_kernel_apart(tmp_pat
             pass
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("text", ["", "x", "[]", "{}", "[" * 900, "null", '{"kernel": []}'])
 def test_a_damaged_lease_is_no_crash(tmp_path, text):
     (tmp_path / leases.NAME).write_text(text)
@@ -187,6 +191,7 @@ def test_a_look_that_fails_does_not_give_a_live_lease_away(tmp_path, other_host,
     assert other_host.poll() is None and len(looks) > 3
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_its_next_step_when_its_folder_was_taken_over(tmp_path):
     """The real program: another host writes its lease while this one trains."""
     command = [

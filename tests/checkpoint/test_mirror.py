@@ -85,6 +85,7 @@ def test_the_store_keeps_what_the_run_folder_keeps(place):
                 assert run.read(f"checkpoints/{name}/{file.name}") == file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_store_that_dies_at_any_operation_loses_nothing_and_is_healed(place, tmp_path, torn):
     """At every operation of an update, which sends step 30 and removes step 10: what a fresh machine finds is

@@ -23,6 +23,7 @@ def save(root, step: int, mark: str = "", **more):
     return store.save(root, step, whole(tensors(step)), {}, keep=2, mark=mark, **more)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "keys, permanent",
     [

@@ -83,6 +83,7 @@ NUMBERS = {  # dtype: integers of its size
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_every_number_that_is_not_finite_is_found(dtype):
     """All 16-bit patterns; of wider types, these as their highest bits. torch says what is finite."""

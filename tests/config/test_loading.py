@@ -28,6 +28,7 @@ def test_precedence(tmp_path):
     assert cfg.log.name == "llama3-tiny"
 
 
+@pytest.mark.slow
 def test_the_dump_repeats_the_run(tmp_path):
     for name in config.recipes():
         cfg = config.resolve(name, None, [])

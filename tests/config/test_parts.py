@@ -6,6 +6,7 @@ from config import ConfigError
 from config.parts import part_of
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("num_parts", [1, 2, 4, 7, 10])
 def test_parts_are_the_whole_and_of_even_length(num_parts):
     items = list(range(10))
@@ -13,6 +14,7 @@ def test_parts_are_the_whole_and_of_even_length(num_parts):
     assert sorted(sum(parts, [])) == items and max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("part", ["0/4", "5/4", "2", "2/0", "-1/4", "a/b", "1/4/2", "1/11", "1/2 ", ""])
 def test_parts_that_do_not_exist_are_refused(part):
     with pytest.raises(ConfigError, match="^--part: ") as error:

@@ -223,6 +223,7 @@ def test_each_rule_names_its_key_and_values_that_pass(cfg, world, key, offered):
         plan_pipeline(changed(cfg, name, value), world)
 
 
+@pytest.mark.slow
 def test_whatever_is_refused_in_any_world_offers_only_what_is_accepted():
     refused = helped = 0
     for world in range(1, 17):
@@ -287,6 +288,7 @@ def test_a_rank_that_was_started_differently_is_named(tmp_path, args, what):
     assert what != "config" or "zero: 2" in line
 
 
+@pytest.mark.slow
 def test_data_that_does_not_name_its_tokenizer(tmp_path, args):
     corpus(tmp_path)
     shutil.rmtree(tmp_path / "text.tokenizer")

@@ -16,6 +16,7 @@ from config.run_name import with_own_folder
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_sweep_by_a_plain_shell_loop_makes_three_runs(tmp_path):
     settings = [*MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2"]
     settings += ["--log.dir", str(tmp_path / "runs")]
@@ -60,6 +61,7 @@ def name_of(tmp_path):
     return of
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
     "words, suffix",
     [
@@ -83,6 +85,7 @@ def test_a_run_that_is_not_finished_goes_on_and_a_given_name_counts(name_of):
     assert name_of(*changed, "--config", name_of.config_file) == "llama2-tiny"
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"finished": 1}'])
 def test_a_folder_that_cannot_be_read_is_left_to_train(name_of, tmp_path, text):
     name_of()

@@ -18,6 +18,7 @@ def refusal(*argv):
     return str(error.value)
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize(
     "typed,meant",
     [

@@ -159,6 +159,7 @@ def test_every_case_is_of_one_row():
     assert sorted(map(id, map(case_of, unused.TABLE))) == sorted(map(id, CASES))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "row",
     unused.TABLE,
@@ -291,6 +292,7 @@ WHOLE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, words, idle", WHOLE, ids=[case[0] for case in WHOLE])
 def test_what_the_table_calls_idle_changes_no_bit(tmp_path, args, monkeypatch, name, words, idle):
     monkeypatch.setattr(unused, "check_unused", lambda cfg, world: "")
@@ -306,6 +308,7 @@ def test_what_the_table_calls_idle_changes_no_bit(tmp_path, args, monkeypatch, n
     assert [name for (name, was), (_, now) in zip(plain[1], other[1], strict=True) if was != now] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, name):
     """Another value of a key changes the weights of three steps, unless the table calls it idle."""

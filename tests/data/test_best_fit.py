@@ -138,6 +138,7 @@ def test_files_without_documents_are_refused(tmp_path):
 LAYOUTS = ("--parallel.zero 1", "--parallel.cp 2", "--parallel.pp 2 --train.micro_batch 2")
 
 
+@pytest.mark.slow
 def test_every_layout_trains_the_same(tmp_path):
     """fp64: two ranks like one, with documents apart, and a phase with longer sequences of two sources."""
     write(tmp_path / "a", LENGTHS)
@@ -184,6 +185,7 @@ def phased(cfg, *rows, **train):
     return replace(cfg, train=replace(cfg.train, phases=json.dumps(rows), **train))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("lengths", [(16, 64, 32), (48, 16, 20), (16, 16, 40)])
 def test_a_phase_of_another_length_packs_what_the_epoch_has_left(tmp_path, lengths):
     """Through two changes of length every token but the first of a document is predicted once in an epoch;
@@ -251,6 +253,7 @@ def home(tmp_path_factory):
     return home, extra
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_killed_around_a_boundary(home, step):
     folder, extra = home
@@ -259,6 +262,7 @@ def test_killed_around_a_boundary(home, step):
     same_as_clean(folder, f"killed{step}")
 
 
+@pytest.mark.slow
 def test_a_branch_with_longer_sequences_packs_what_is_unread(home):
     """Without data.span, which packing does not know; a branch that was killed goes on bit for bit."""
     folder, _ = home
@@ -278,6 +282,7 @@ def losses(folder) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_another_packing_cannot_continue_a_run(tmp_path):
     write(tmp_path / "a", LENGTHS)
     words = ["llama3-tiny", *MODEL, "--data.path", str(tmp_path / "a"), "--data.split", "70,30", "--log.dir",

@@ -333,6 +333,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doc_mask", ["false", "true"])
 def test_every_layout_trains_the_same(tmp_path, doc_mask):
     """fp64: two ranks like one, in losses, gradient norms and validation; and after a resume."""

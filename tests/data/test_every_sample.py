@@ -102,6 +102,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world, name, model, parallel", LAYOUTS, ids=str)
 def test_every_rank_reads_its_samples_once(ranks, home, prefix, world, name, model, parallel):
     """Ranks with the same share read the same, all shares together every window of an epoch once, then the
@@ -180,6 +181,7 @@ def read_until(world: World, cfg, folder: str, stop: int) -> dict[int, list[tupl
     return windows
 
 
+@pytest.mark.slow
 def test_a_resume_reads_what_an_unbroken_run_reads(ranks, home, prefix):
     """Ended within step 3, after a save at step 2; then on one rank, and on two that share the batch."""
     cfg = settings(prefix, *SMALL, "--train.steps", "4", "--checkpoint.every", "2")

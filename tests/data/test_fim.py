@@ -131,6 +131,7 @@ def parts_by_hand(loader, location, slots: int) -> list[list[int]]:
 # ---- one part ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("split", ["character", "token"])
 @pytest.mark.parametrize("pack", ["stream", "best_fit"])
 @pytest.mark.parametrize("doc_mask", [False, True])
@@ -166,6 +167,7 @@ def test_windows_by_hand(code, split, pack, doc_mask):
                 assert row[:-1] == want[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["character", "token"])
 def test_rates_and_places(code, split):
     """The shares of cut parts and of SPM are those asked for, and the places of the cuts are uniform."""
@@ -235,6 +237,7 @@ def test_a_document_is_never_mixed_with_another(code):
 # ---- the same for any ranks, any step, any prefetch --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_resume_and_epochs(code):
     home, _ = code
     cfg = settings(home / "code", pack="best_fit")
@@ -362,6 +365,7 @@ def home(code, tmp_path_factory):
     return home, extra
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_killed_around_a_boundary(home, step):
     folder, extra = home
@@ -379,6 +383,7 @@ def test_another_rate_cannot_continue_a_run(home):
 LAYOUTS = ("--parallel.zero 1", "--parallel.cp 2", "--parallel.pp 2 --train.micro_batch 2")
 
 
+@pytest.mark.slow
 def test_every_layout_trains_the_same(code, tmp_path):
     """fp64: two ranks like one, and another training than without cuts."""
     folder, _ = code

@@ -97,6 +97,7 @@ def flip(path, at, bit):
     path.write_bytes(raw)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("end", [".idx", ".crc", ".json"])
 def test_200_flips_are_refused_at_opening(large, end):
     path, rng = pathlib.Path(f"{large}{end}"), random.Random(2)
@@ -110,6 +111,7 @@ def test_200_flips_are_refused_at_opening(large, end):
     IndexedDataset(large)
 
 
+@pytest.mark.slow
 def test_200_flips_of_the_bin_are_found_at_first_touch(large):
     path, rng = pathlib.Path(f"{large}.bin"), random.Random(3)
     good = path.read_bytes()
@@ -328,6 +330,7 @@ def test_a_sidecar_that_lies_about_ids_is_found_at_first_touch(tmp_path, documen
         data.document(len(documents))
 
 
+@pytest.mark.slow
 def test_a_bin_that_is_truncated_under_a_run_is_named(tmp_path):
     """A process of its own, because the alternative is to be killed by SIGBUS."""
     for name in ("indexed", "raw"):

@@ -68,6 +68,7 @@ def trained(kind: str, folder):
     return tokenizer.load_tokenizer(folder / "tokenizer.json")
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2", "llama"])
 def test_lengths_sum_to_the_bytes_that_were_encoded(kind, tmp_path):
     tok = trained(kind, tmp_path)

@@ -297,6 +297,7 @@ def test_blend_reads_each_set_in_its_share(prefix, other):
     data.close()
 
 
+@pytest.mark.slow
 def test_damage_is_raised_at_the_step_that_needs_it(tmp_path):
     prefix = make(tmp_path / "d", 9000)
     raw = bytearray(pathlib.Path(f"{prefix}.bin").read_bytes())
@@ -376,6 +377,7 @@ print(data.fingerprint, data.describe())
 """
 
 
+@pytest.mark.slow
 def test_stdlib_is_made_once_by_two_that_start_together(tmp_path):
     command = [sys.executable, "-c", OPEN, str(tmp_path), "bytes"]
     both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -177,6 +177,7 @@ prepare.prepare_corpus([source], model, out, unit_bytes=20000, fault_point=fault
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", prepare.FAULT_POINTS)
 def test_killed_anywhere_and_started_again(corpus, model, tmp_path, point):
     """Over an older data set: after the kill that one, none or the new one opens; after the second start, the
@@ -307,6 +308,7 @@ def wait_for(what, seconds=20):
     return found
 
 
+@pytest.mark.slow
 def test_dead_workers_and_dead_parents(model, tmp_path):
     (tmp_path / "big.jsonl").write_bytes(jsonl(texts()) * 700)
     command = [
@@ -348,6 +350,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("line,why", BAD)
 def test_bad_lines_are_named_and_skipped_on_request(tmp_path, line, why):
     good = jsonl(texts(40)).splitlines(keepends=True)
@@ -385,6 +388,7 @@ def test_skipping_is_not_inherited(tmp_path):
         prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit_bytes=500)
 
 
+@pytest.mark.slow
 def test_the_first_fault_is_told_by_many_workers(tmp_path):
     rows = jsonl(texts(400)).splitlines(keepends=True)
     for i in (350, 200, 120, 90):
@@ -508,6 +512,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("limit", [5_000, 60_000])
 def test_a_full_disk(corpus, model, tmp_path, limit):
     """In a shard and in the merge: 82, one line with the path; nothing half is left to be read; the same
@@ -586,6 +591,7 @@ def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_p
     assert documents.piece_location(documents.DocumentPiece("hf", str(path), 6, 9, 21), 2) == f"hf:{path}:2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_script_says_that_memory_ran_out_in_one_line(tmp_path, workers):
     """A line of 600 MB that unpacks from 600 KB, in processes that may take 400 MB more."""

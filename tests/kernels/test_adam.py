@@ -98,6 +98,7 @@ def test_triton(interpreted, monkeypatch, low_dtype):
     assert all(torch.equal(a, b) for a, b in zip((param, m, v), before))
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize(
     "place", [ElementIndex(3, 0, 1, 1), ElementIndex(salt(1, 1, "w"), 500, 10, 64, 7)], ids=str
 )

@@ -109,6 +109,7 @@ def check_promises(text: str) -> None:
             assert row["mma"] == "-" and (int(row["wide"]) > 0 or name in NARROW), (name, chip)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("registers, shared, warps, chip, programs", [
     (90, 131104, 8, 90, 1),  # shared memory
     (90, 98328, 8, 90, 2),
@@ -144,6 +145,7 @@ def test_the_table_holds_what_it_promises(table):
     check_promises(table)
 
 
+@pytest.mark.slow(core=["1"])
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_the_table_is_what_the_kernels_compile_to(table, tmp_path, part):

@@ -141,6 +141,7 @@ def test_the_interval_form_gives_the_same(monkeypatch):
         assert torch.equal(attention(*qkv, mask, kind), attention(*qkv, visible_keys(place, place, 7), kind))
 
 
+@pytest.mark.slow(core=["16-None-dtype0-1e-05"])
 @pytest.mark.parametrize(
     "window, dtype, bound",
     [(None, torch.float32, 1e-5), (20, torch.bfloat16, 0.01), (20, torch.float16, 2e-3)],
@@ -213,6 +214,7 @@ def check_attention(training, q, k, v, dy, mask, function, is_ours):
     )
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.gpu(
     "attention_forward.forward_kernel", "attention_backward.delta_kernel", "attention_backward.starts_kernel"
 )
@@ -235,6 +237,7 @@ def test_what_auto_picks_at_training_sizes(training, name):
     check_attention(training, *drawn, attention, is_ours=False)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", [library.name for library in LIBRARIES])
 def test_documents_of_a_library_at_training_sizes(training, library):

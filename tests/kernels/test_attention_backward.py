@@ -18,6 +18,7 @@ LAYOUTS = {  # b, heads, key heads, head dims of keys and of values
 }
 
 
+@pytest.mark.slow(every=8)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("s", [47, 96])
 @pytest.mark.parametrize("processors", [1, 40])
@@ -48,6 +49,7 @@ def test_triton_layouts(small, monkeypatch, name, s, processors):
     assert small.type == "cuda" or has_five == bool(launch.BACKWARD_BLOCKS[9])
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("programs, key_blocks, processors, parts", [
     (160, 32, 132, 3),  # 2 rounds; in 3 parts 4 rounds of a third; more parts save too little
     (132, 32, 132, 1),

@@ -106,6 +106,7 @@ def draw_mask(number, device):
     return make_attention_mask(query_start, s_q, key_start, s_k, window, docs, device)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("part", range(6))
 def test_the_ranges_are_those_of_the_dense_mask(interpreted, part):
     middles = 0

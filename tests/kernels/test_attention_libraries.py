@@ -253,6 +253,7 @@ def counts(lengths):
     return DocumentCounts(len(every), max(every))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAND_INS)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("window", [None, 33])
@@ -320,6 +321,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.slow(every=7)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["torch", "frontend"])
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -526,6 +528,7 @@ def test_a_library_that_computes_something_else_is_not_used(monkeypatch, calls, 
     assert sum("a wrong result" in line for line in lines) == 3 and "nobody_has_this" in lines[3]
 
 
+@pytest.mark.slow
 def test_the_best_library_that_is_installed_is_found(monkeypatch, calls):
     q = torch.randn(1, 140, 2, 32).bfloat16()
 
@@ -553,6 +556,7 @@ def test_the_best_library_that_is_installed_is_found(monkeypatch, calls):
     assert chosen() is None
 
 
+@pytest.mark.slow
 def test_torchs_own_function_takes_what_it_is_given():
     """Its signature and shapes, on tensors without values: there is no kernel for a CPU."""
     module = pytest.importorskip("torch.nn.attention.varlen", reason="a torch without variable length")

@@ -9,6 +9,7 @@ from kernels.attention_mask import make_attention_mask
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow(every=11)
 @pytest.mark.parametrize(
     "query, s_q, key, s_k", [(0, 23, 0, 23), (20, 3, 0, 23), (12, 6, 6, 6), (0, 1, 0, 1)]
 )
@@ -50,6 +51,7 @@ def test_the_mask_of_bits_says_the_same():
     )
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("window", [None, 4, 9, 40])
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_part_of_a_mask_is_that_part(window, documents):

@@ -146,6 +146,7 @@ def test_vocabulary_in_two_parts():
     torch.testing.assert_close(torch.cat((parts[0][1], parts[1][1])), dw)
 
 
+@pytest.mark.slow(every=12)
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)]
 )
@@ -170,6 +171,7 @@ def test_triton(interpreted, monkeypatch, dtype, bound, size, columns):
         assert a.dtype == dtype and (a.double() - b.double()).norm() <= bound * b.double().norm()
 
 
+@pytest.mark.slow
 def test_triton_over_parts_of_the_vocabulary(interpreted, monkeypatch):
     """Three ranks' columns, of which the last is all padding: statistics merged as parallel/tensor/layers.py
     does, gradients as the whole's.

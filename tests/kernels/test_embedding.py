@@ -24,6 +24,7 @@ def expected(into, ids, dy):
     return into.double().index_add(0, ids, dy.double())
 
 
+@pytest.mark.slow(every=20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [1, 5, 64, 1500])  # the last is more than a program's columns
 @pytest.mark.parametrize("name", IDS)

@@ -23,6 +23,7 @@ def definition(index, experts):
     return found | {"places": slots.view(-1, 1), "counts": counts}
 
 
+@pytest.mark.slow(every=12)
 @pytest.mark.parametrize("way", ["torch", "triton"])
 @pytest.mark.parametrize(
     "t, k, experts", [(1, 1, 1), (7, 2, 3), (50, 4, 8), (33, 8, 48), (40, 3, 130), (0, 2, 4)]

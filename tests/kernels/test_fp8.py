@@ -39,6 +39,7 @@ def test_smaller_blocks_keep_small_rows():
     assert error["row"] < 0.04 and error["group"] < 0.04 and error["tensor"] > 0.9
 
 
+@pytest.mark.slow(every=24)
 @pytest.mark.parametrize("kind", SCALE_KINDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
@@ -62,6 +63,7 @@ def check_bits(got, want):
     assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8)) and torch.equal(scale, want_scale)
 
 
+@pytest.mark.slow(every=24)
 @pytest.mark.parametrize("kind", SCALE_KINDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
@@ -88,6 +90,7 @@ def test_several_matrices_are_apart(interpreted, kind, dtype):
             check_bits((q_of_one, scale_of_one), fp8.quantize_reference(matrix, kind, dtype, 32))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("kind", ["tensor", "row"])
 def test_a_larger_maximum_is_taken_where_it_is_given(interpreted, kind):
     """As from other ranks; of a tensor in more parts than a cast reads itself, too."""
@@ -105,6 +108,7 @@ def test_a_larger_maximum_is_taken_where_it_is_given(interpreted, kind):
         check_bits(quantize(x, kind, E4M3, largest=parts), ahead)
 
 
+@pytest.mark.slow(every=16)
 @pytest.mark.parametrize("kind", SCALE_KINDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("sick", [float("nan"), -float("nan"), float("inf"), -float("inf")])
@@ -126,6 +130,7 @@ def test_what_is_not_finite_stays_so(interpreted, monkeypatch, kind, dtype, sick
     assert dequantize(*ahead, kind)[70, 130].isnan() and dequantize(*back, kind)[130, 70].isnan()
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.gpu("fp8.cast_kernel")
 @pytest.mark.parametrize("kind", [
     pytest.param("tensor", marks=pytest.mark.gpu("fp8.largest_kernel")),

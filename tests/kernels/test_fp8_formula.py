@@ -82,6 +82,12 @@ def check_bits(got, want):
     assert scale.shape == want_scale.shape and torch.equal(scale, want_scale)
 
 
+@pytest.mark.slow(
+    core=[
+        "torch.float16-torch.float8_e5m2-(1, 32)-swiglu_gradient-tensor",
+        "torch.float16-torch.float8_e5m2-(1, 32)-rms_result-tensor",
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("result", RESULTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -131,6 +137,7 @@ def check_at_training_sizes(training, make, kind):
     training.check(ours, definition, dict.fromkeys(("q", "scale", "q back", "scale back"), 0.0))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.gpu("fp8_formula.formula_cast_kernel")
 @pytest.mark.parametrize("kind", ("tensor", "row"))
 @pytest.mark.parametrize("result, width", [
@@ -152,6 +159,7 @@ def test_at_training_sizes(training, kind, result, width):
     check_at_training_sizes(training, make, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("result", RESULTS, ids=lambda f: f.__name__)
 def test_more_strips_than_a_cast_reads_parts(small_tiles, monkeypatch, result):
     monkeypatch.setattr(fp8, "MAX_PARTS", 2)
@@ -160,6 +168,7 @@ def test_more_strips_than_a_cast_reads_parts(small_tiles, monkeypatch, result):
     check_bits(pair.back[:2], fp8.quantize_reference(y.t(), "tensor", E4M3))
 
 
+@pytest.mark.slow(core=["(1, 32)-tensor-False"])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -220,6 +229,7 @@ def mlp(x, residual, weights, recipe, *, hands_over: bool, recomputes: bool, lay
     return out.detach(), h.detach(), *grads
 
 
+@pytest.mark.slow(core=["37-32-160-rowwise-False-False"])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)

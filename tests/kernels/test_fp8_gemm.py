@@ -19,6 +19,7 @@ def operands(m, n, k, kinds, dtype=E4M3, side=32, device="cpu"):
     return (a, b), (quantize_operand(a, kinds[0], dtype, side), quantize_operand(b, kinds[1], E4M3, side))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", PAIRS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("m, n, k", [(37, 80, 96), (16, 32, 32), (5, 96, 112)])
@@ -57,6 +58,7 @@ def sum_bound(a):
     return min(columns, step) / 32 * 2.0**-13
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.gpu("fp8_gemm.scaled_kernel")
 @pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("group", "block")])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -110,6 +110,7 @@ def count_launches(monkeypatch) -> Counter:
     return launched
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("tokens, features, outputs", [(48, 96, 80), (80, 32, 208)])
 def test_a_layer_through_the_kernels_is_the_definition(

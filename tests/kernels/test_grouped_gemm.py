@@ -95,6 +95,7 @@ def case(counts, o, n, dtype):
     return x, weight, torch.randn(sum(counts), o).to(dtype)
 
 
+@pytest.mark.slow(every=32)
 @pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
@@ -124,6 +125,7 @@ def test_triton(small_products, given, name, dtype, o, n, on_device):
         assert count or (first.main_grad.view(len(SHARES[name]), o, n)[i] == 0).all()
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
 @pytest.mark.parametrize("name", SHARES)
 def test_triton_writes_instead_of_adding(small_products, name, o, n):
@@ -197,6 +199,7 @@ def ordered_case(name, shares, o, n, dtype, device):
     return order, x, rows, weight
 
 
+@pytest.mark.slow(core=["40-24-triton-dtype2-0.006-some dropped-(0, 0, 39)"])
 @pytest.mark.parametrize("counts", [(5, 0, 17, 16, 1), (0, 0, 39)], ids=str)
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("way, dtype, bound", [
@@ -257,6 +260,7 @@ BY_EXPERT = pytest.mark.gpu("grouped_gemm.grouped_wgrad_kernel")
 BY_TOKEN = pytest.mark.gpu("grouped_gemm.gathered_wgrad_kernel", "permute.sum_kernel")
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.gpu("grouped_gemm.row_tiles_kernel", "grouped_gemm.grouped_kernel")
 @pytest.mark.parametrize("rows", [
     pytest.param("known", marks=BY_EXPERT),

@@ -22,6 +22,7 @@ def library(small_products, monkeypatch):
     grouped_library.library_multiplies.cache_clear()
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("counts", [(5, 0, 17, 16, 1), (0, 0, 39), (0, 7, 0)], ids=str)
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
 def test_beside_a_product_an_expert(library, interpreted, given, counts, o, n):

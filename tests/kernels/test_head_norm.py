@@ -49,6 +49,7 @@ def gradients_of(memory, dy, heads):
     return parts
 
 
+@pytest.mark.slow(every=24)
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 6e-3), (torch.float16, 8e-4)]
 )
@@ -93,6 +94,7 @@ def test_without_a_kernel_it_is_a_norm_and_a_rotation():
             torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_projection_with_channels_apart_is_copied(interpreted):
     qkv, q_weight, k_weight = inputs(2, 1, 4, 5, torch.float32, interpreted)
     strided = qkv.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
@@ -106,6 +108,7 @@ def test_a_projection_with_channels_apart_is_copied(interpreted):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_weight_gradients_go_to_the_buffers_and_are_the_same_every_time(interpreted, given):
     qkv, q_weight, k_weight = inputs(3, 1, 8, 5, torch.bfloat16, interpreted)
     cos, sin, _ = tables(5, 8, torch.bfloat16, interpreted)
@@ -139,6 +142,7 @@ def test_the_projection_may_not_change_before_the_backward(interpreted):
         (q.sum() + k.sum() + v.sum()).backward()
 
 
+@pytest.mark.slow
 def test_it_is_that_of_transformers(interpreted):
     """Qwen3's own norm and rotation of heads, and their gradients by autograd."""
     theirs = pytest.importorskip(

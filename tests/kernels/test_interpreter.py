@@ -72,6 +72,7 @@ def cast(X, Y, N: tl.constexpr):
     tl.store(Y + at, tl.load(X + at).to(Y.dtype.element_ty))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_round_to_nearest_even(dtype):
     """All that lies near two neighbouring values and their middle, subnormals included."""

@@ -10,6 +10,7 @@ from kernels.rope import cos_sin_tables, frequencies, split_heads_and_apply_rope
 from kernels.swiglu import swiglu
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")),
     reason="no C++ compiler, which torch.compile needs on a CPU",

@@ -44,6 +44,7 @@ def close(got, want, bound):
         assert a.shape == b.shape and (a.double() - b).norm() <= bound * b.norm()
 
 
+@pytest.mark.slow(every=12)
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("pairs", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 1.7])
@@ -65,6 +66,7 @@ def test_rotated_heads(interpreted, dtype, bound, pairs, scale, heads, nope, rop
     close((got, *grads), (want, *torch.autograd.grad(want, exact, dy.double())), bound)
 
 
+@pytest.mark.slow(every=12)
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("pairs", [True, False])
 @pytest.mark.parametrize("is_rotated", [False, True])

@@ -11,6 +11,7 @@ from kernels.linear import linear, linear_of_several, recompute_output
 from parallel.pipeline.executor import WeightGradStore
 
 
+@pytest.mark.slow
 def test_gradcheck():
     x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 4), (5, 4), (5,)))
     assert torch.autograd.gradcheck(linear, (x, w, b))
@@ -56,6 +57,7 @@ def test_the_first_gradient_overwrites_and_the_second_is_added(given, dtype, bou
             assert p.grad_is_written and (p.main_grad.double() - want).norm() <= bound * want.norm()
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 5), slice(3, None), slice(None)])
 def test_rows_that_a_projection_does_not_use_are_written_as_zeros(given, rows):
     x, dy = torch.randn(4, 6), torch.randn(4, len(range(5)[rows]))
@@ -133,6 +135,7 @@ def test_an_input_that_is_made_again_is_not_kept():
     assert len(made) == 1 and all(torch.equal(a, b) for a, b in zip(got, want))
 
 
+@pytest.mark.slow(every=9)
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)]
 )
@@ -172,6 +175,7 @@ def test_a_linear_at_training_sizes(training):
     )
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.gpu("linear.wgrad_kernel")
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("way", [kernel.launch_wgrad, kernel.write_by_library])

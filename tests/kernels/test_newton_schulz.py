@@ -10,6 +10,7 @@ from kernels import newton_schulz as kernel
 from kernels.newton_schulz import newton_schulz, symmetric_product
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16), (1, 7)])
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-9), (torch.float32, 1e-3)])
 def test_singular_values_come_near_one(shape, dtype, bound):
@@ -28,6 +29,7 @@ def product(x, scale=1.0, add=None, beta=0.0):
     return y if add is None else y + beta * add
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("m, n", [(16, 16), (24, 72), (72, 24), (48, 8)])
 @pytest.mark.parametrize("add", [False, True])
 def test_triton(interpreted, small_products, m, n, add):

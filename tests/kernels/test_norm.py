@@ -101,6 +101,7 @@ def gradients(kind, leaves, dy, dt):
     return y, total, *torch.autograd.grad((y, total), given, (dy, dt))
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)]
@@ -137,6 +138,7 @@ def test_what_triton_has_no_kernel_for_is_said_once(interpreted, capfd):
     assert said == ["norm: no kernel for float64; the slower torch reference runs instead"]
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.gpu("norm.forward_kernel", "norm.backward_kernel")
 @pytest.mark.parametrize("kind, where", [
     *((kind, where) for kind in ("rms", "layer") for where in ("alone", "after a residual")),

@@ -77,6 +77,7 @@ MASKS = {  # place of the first query, queries, place of the first key, keys, wi
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)]
@@ -124,6 +125,7 @@ def test_what_triton_refuses(small_blocks, capfd):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, e", [(torch.float32, 16), (torch.bfloat16, 24), (torch.bfloat16, 16)])
 def test_triton_adds_to_what_is_there(small, dtype, e):
     """Into slices of longer tensors, as a ring does: what lies outside of them stays as it is."""

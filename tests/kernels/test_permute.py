@@ -18,6 +18,7 @@ def maps(dropped):
     return pairs // K, slots.view(T, K), not dropped
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_definition(dropped, dtype):
@@ -75,6 +76,7 @@ def definition(rows, slots):
     return padded.double()[slots].sum(1)
 
 
+@pytest.mark.slow(every=14)
 @pytest.mark.parametrize("way", ["torch", "triton"])
 @pytest.mark.parametrize(
     "dtype, bound",
@@ -103,6 +105,7 @@ def test_there_and_back(request, way, dtype, bound, t, k, d, drop):
     assert torch.equal(torch.autograd.grad(back, y, dt)[0], dt[source])
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.gpu("permute.sum_kernel")
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("way", [permute, unpermute])

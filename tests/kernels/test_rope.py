@@ -85,6 +85,7 @@ def test_yarn_slows_long_waves_and_keeps_short_ones():
     assert yarn_mscale(None, 1.0) == yarn_mscale(0.5, 1.0) == 1
 
 
+@pytest.mark.slow
 def test_yarn_is_that_of_transformers():
     rope_utils = pytest.importorskip(
         "transformers.modeling_rope_utils", reason="transformers is not installed: nothing to compare with"
@@ -119,6 +120,7 @@ def test_neighbours_as_halves():
     assert pairs_to_halves(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
 
 
+@pytest.mark.slow(every=7)
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
 )

@@ -24,6 +24,7 @@ def neighbours(x: float) -> tuple[float, float]:
     return tuple(float(r.view(torch.float32)) for r in (raw, raw + 0x10000))
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize("x", [1.001, 0.3, 255.9, 1.9999, 1e-30, 3.1e-41, 1.7e38, 2 - 2**-20, 1 + 2**-14])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_unbiased_and_only_to_the_neighbours(x, sign):
@@ -92,6 +93,7 @@ def rounding_kernel(
     tl.store(OUT + at, round_to_bf16(tl.load(X + at, at < n), bits), at < n)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "place",
     [

@@ -146,6 +146,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernel, "PROGRAMS", 1)
 
 
+@pytest.mark.slow(core=["one-dtype0-2"])
 @pytest.mark.parametrize("rows", [B, 1, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
@@ -219,6 +220,7 @@ def test_a_nan_is_chosen_and_breaks_nothing_else(interpreted, rule):
     assert weights[0, [0, 3]].isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time(interpreted, small_tiles):
     experts, rule = RULES["sigmoid groups"]
     given = [t.to(interpreted) for t in inputs(experts, torch.bfloat16, bias=True)]

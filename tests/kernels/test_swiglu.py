@@ -71,6 +71,7 @@ def test_weighted():
     assert low.dtype == dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 8e-4)]

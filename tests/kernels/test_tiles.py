@@ -23,6 +23,7 @@ def copy_kernel(X, Y, num_rows, num_columns, stride, M: tl.constexpr, N: tl.cons
     tl.store(Y + tile_offsets(rows, columns, num_columns), x * 2, inside)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(8, 16), (7, 13), (1, 1)])
 def test_tiles_cover_a_matrix_and_nothing_else(interpreted, shape, dtype):
@@ -59,6 +60,7 @@ def write_kernel(INTO, PART, m, n, ADD: tl.constexpr, M: tl.constexpr, N: tl.con
     write_tile(INTO, part, row, column, m, n, ADD=ADD)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("add", [True, False])
 def test_write_tile(interpreted, dtype, add):
@@ -79,6 +81,7 @@ def position_kernel(POSITIONS, m, n, M: tl.constexpr, N: tl.constexpr, GROUP: tl
     tl.store(POSITIONS + tl.program_id(0) * 2 + 1, column)
 
 
+@pytest.mark.slow(every=5)
 @pytest.mark.parametrize("m, n", [(64, 96), (61, 33), (16, 200), (200, 16), (1, 1)])
 @pytest.mark.parametrize("group", [1, 2, 8])
 def test_each_tile_has_one_program(interpreted, m, n, group):

@@ -49,6 +49,7 @@ def no_result(*_):
     raise RuntimeError("no such instruction")
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("fault, says", [
     (lambda *results: results, None),
     (too_large, "dx: error 0.0"),

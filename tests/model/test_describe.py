@@ -114,6 +114,7 @@ def test_every_preset_has_the_parameters_of_its_paper():
     )  # the module ahead, without embedding and head (684.5B with them)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", config.recipes())
 def test_every_recipe_builds_without_storage_what_is_counted(name):
     """The whole model, every layer of it, on one rank."""
@@ -142,6 +143,7 @@ def shapes(module):
     ]
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -39,6 +39,7 @@ def written(world, cfg) -> tuple[list[int], list[float]]:
     return ids, float((part - whole).abs().max())
 
 
+@pytest.mark.slow(every=2, core=["deepseek-v2-lite-tiny"])
 @pytest.mark.parametrize("name", ["llama3-tiny", "deepseek-v2-lite-tiny"])
 def test_several_stages_on_a_rank(ranks, name):
     cfg = tiny_config(name, 2)

@@ -95,6 +95,7 @@ def test_only_training_knows_it():
     assert torch.equal(*(r.pipeline.evaluate(data) for r in fresh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_are_those_of_transformers_modules(tied):
     transformers = pytest.importorskip(
@@ -173,6 +174,7 @@ def test_gradients_are_those_of_transformers_modules(tied):
         )  # their norms and softmax are in fp32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,model,layout,docs",
     [

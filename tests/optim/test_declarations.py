@@ -32,6 +32,7 @@ def masters_after_a_step(cfg: Config) -> dict[str, torch.Tensor]:
     return {box.key: part for bucket in run.buckets for box, part in boxes_of(bucket, bucket.weights.master)}
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_class_keeps_what_the_row_says(name):
     run = build_run(with_optimizer(name), Mesh.single(), torch.device("cpu"), None, 10)
@@ -44,6 +45,7 @@ def test_the_class_keeps_what_the_row_says(name):
     assert any(bucket.is_hidden for bucket in run.buckets) == spec.needs_whole_matrices
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_offload_and_bf16_states_are_as_the_row_says(name):
     """Offloaded state gives the same weights; states in bf16 nearly the same. Others are refused."""
@@ -64,6 +66,7 @@ def test_offload_and_bf16_states_are_as_the_row_says(name):
             check_rules(narrow)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_mup_is_as_the_row_says(name):
     cfg = with_optimizer(name)

@@ -61,6 +61,7 @@ def test_each_class_starts_as_the_paper_says(name):
     assert seen == {"same", "hidden"} | ({"read"} if "moe" in name or "deepseek" in name else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-moe-tiny", "gpt2-tiny"])
 def test_adamw_is_torchs_with_scaled_rates_and_the_decay_of_the_base(name):
     cfg = wide(name)
@@ -108,6 +109,7 @@ def test_the_others_move_a_hidden_matrix_by_their_share(name, power):
         torch.testing.assert_close(moved[8][k], change * share, rtol=1e-6, atol=1e-12, msg=k)
 
 
+@pytest.mark.slow
 def test_at_the_bases_width_every_bit_is_the_same(tmp_path):
     write_corpora(tmp_path)
     for name in ("mixtral-tiny", "gpt2-tiny"):
@@ -131,6 +133,7 @@ TOKENS = torch.randint(125, (2, 20), generator=torch.Generator().manual_seed(0))
 PLACES = torch.arange(20).expand(2, 20)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "name, more",
     [
@@ -200,10 +203,12 @@ def judged(standard, name="llama-mini"):
     return coord.verdict(standard, coord.rows(coord.config.resolve(name, None, []), WIDTHS, True))
 
 
+@pytest.mark.slow
 def test_coordinates_stay(standard):
     assert judged(standard) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-tiny", "deepseek-v3-tiny"])
 def test_coordinates_of_a_mixture_stay(standard, name):
     assert judged(standard, name) == []

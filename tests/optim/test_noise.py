@@ -158,6 +158,7 @@ LAYOUTS = [dict(zero=z) for z in range(4)] + [
 ]
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_layouts_tell_what_one_process_tells_of_the_same_batches(ranks, parallel):
     cfg = settings("llama3.2-tiny" if parallel.get("pp") else "llama3-tiny", **parallel)
@@ -166,6 +167,7 @@ def test_layouts_tell_what_one_process_tells_of_the_same_batches(ranks, parallel
         assert found == pytest.approx(want, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [b for b in BUGS if b])
 def test_planted_bugs_are_seen(ranks, bug):
     cfg = settings()

@@ -35,6 +35,7 @@ def test_a_power_of_two_changes_nothing(name):
         assert torch.equal(a.routers.stats, b.routers.stats)
 
 
+@pytest.mark.slow
 def test_fp16_trains_like_fp32_and_halves_its_scale_on_overflow():
     (a, data), (b, _) = run_of("llama3-tiny", "fp32"), run_of("llama3-tiny", "fp16")
     b.scaler.scale.fill_(2.0**40)  # far too large: it must come down by itself

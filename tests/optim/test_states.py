@@ -109,6 +109,7 @@ def updated(world: World, cfg, chunk: int = 0) -> list:
     return [(box, part.clone()) for box, part in state.state_boxes(run.buckets, run.optim.state())]
 
 
+@pytest.mark.slow(every=16)
 @pytest.mark.parametrize(
     "name, parallel",
     [
@@ -185,6 +186,7 @@ def loaded(world: World, cfg, path) -> tuple[list[str], list[float]]:
     return notes, steps(run, data, 3, 5)
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_bit_for_bit(tmp_path):
     cfg = made("llama3-tiny", "bf16")
     then = saved(World(), cfg, tmp_path)
@@ -194,6 +196,7 @@ def test_a_resume_goes_on_bit_for_bit(tmp_path):
     assert again == then and not notes
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_the_same(ranks, tmp_path):
     """The arithmetic in fp64: what differs between layouts is far below what turns a rounding."""
     then = ranks(2).run(saved, made("llama3.2-tiny", "fp64", tp=2), tmp_path)[0]
@@ -203,6 +206,7 @@ def test_another_layout_goes_on_the_same(ranks, tmp_path):
             assert again == pytest.approx(then, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("was, now", [("fp32", "bf16"), ("bf16", "fp32")])
 def test_the_other_setting_is_converted_and_said(tmp_path, was, now):
     saved(World(), made("llama3-tiny", "bf16", was), tmp_path)

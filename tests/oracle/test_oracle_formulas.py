@@ -261,6 +261,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("name", RULES)
 def test_optimizer(place, note, name):
     """Tables without padding: LAMB and LARS count its rows in the norms."""

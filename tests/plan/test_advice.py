@@ -45,6 +45,7 @@ def named_settings(text: str) -> list[tuple[list[str], float]]:
     return [(words.split(), float(gib)) for words, gib in found]
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize("name, world, gib", JOBS)
 def test_a_setting_that_is_named_fits_when_it_is_typed(name, world, gib):
     cfg = resolve(name)
@@ -127,6 +128,7 @@ OUT_OF_HOST = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate m
                            "Exception raised from alloc_cpu at a.cpp:1 (most recent call first):\nframe #0")
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("module, where, error", [
     (start, "build_run", OUT_OF_CUDA),
     (train, "forward_backward", OUT_OF_CUDA),

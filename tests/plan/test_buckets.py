@@ -58,6 +58,7 @@ def compared(cfg: config.Config, world: int, rank: int):
     return real, ours
 
 
+@pytest.mark.slow(every=32)
 @pytest.mark.parametrize("name", ["deepseek-v3-tiny", "qwen2-moe-tiny", "gpt2-tiny", "olmoe-tiny"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mup", [False, True])

@@ -43,6 +43,7 @@ def test_the_given_axes_stay(world, words, changed):
     assert all(f"--{key} {value}" in line for key, value in changed.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, name, words",
     [(3, "llama3-tiny", ""), (2, "mixtral-tiny", "--parallel.ep 4")],
@@ -57,6 +58,7 @@ def test_else_the_planner_proposes_one_and_nothing_but_the_layout_changes(world,
     assert "the planner's layout" in elastic.describe(layout, world)
 
 
+@pytest.mark.slow
 def test_what_a_gpu_cannot_hold_is_not_proposed():
     """8B parameters, Adam and its gradients: 128 GB and more. Of a card with 79 GiB, two with ZeRO do."""
     cfg = config.resolve("llama3-8b", None, "--parallel.tp 8 --train.steps 9 --train.seq_len 2048".split())
@@ -72,6 +74,7 @@ OF_8B = "--train.seq_len 2048 --train.global_batch 64 --train.micro_batch 2 --pa
 H100 = RankDevice("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", ["1", "3"])
 def test_where_fewer_gpus_hold_more_each_the_given_degrees_stay_and_the_rest_fits(zero):
     """8B parameters with tp 2, on 16 GPUs as given; on ever fewer until nothing fits."""
@@ -90,6 +93,7 @@ def test_where_fewer_gpus_hold_more_each_the_given_degrees_stay_and_the_rest_fit
     assert changed[0] is False and changed[-1] is True
 
 
+@pytest.mark.slow
 def test_what_no_layout_can_hold_is_refused_with_sizes_that_do():
     """70B parameters on 4 GPUs; of those that would do, only such that fit are named."""
     cfg = config.resolve("llama3-70b", None, [*OF_8B, "--parallel.tp", "4", "--parallel.zero", "3"])

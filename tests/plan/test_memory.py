@@ -85,6 +85,7 @@ def laid(name, parallel, **train):
     )
 
 
+@pytest.mark.slow(every=8)
 @pytest.mark.parametrize(
     "name,parallel",
     [("llama3-tiny", p) for p in STATES]
@@ -122,6 +123,7 @@ def copied_for_a_rerun(world, cfg):
     return max(seen)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("compress, more", [
     ("powersgd", {"rerun_every": 1}),
     ("powersgd", {"rerun_suspects": True}),
@@ -138,6 +140,7 @@ def test_what_a_rerun_begins_with(ranks, compress, more):
         assert memory.passing_bytes(job) - memory.passing_bytes(without) == copied
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3, "pp": 2}, {"zero": 1, "offload": "optimizer"}])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_the_average_of_the_weights(ranks, parallel, states):
@@ -154,6 +157,7 @@ def test_the_average_of_the_weights(ranks, parallel, states):
         assert where(job) - where(without) == 4 * where(without) // (of_moments + of_masters)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_moments_of_each_optimizer(ranks, name):
     cfg = laid("mixtral-tiny", dict(zero=1, ep=2))
@@ -162,6 +166,7 @@ def test_moments_of_each_optimizer(ranks, name):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
+@pytest.mark.slow(every=9)
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -204,6 +209,7 @@ def test_sharding_saves_what_the_paper_says():
     assert sorted(sharded, reverse=True) == sharded
 
 
+@pytest.mark.slow(every=24)
 @pytest.mark.parametrize("name", ["llama3-tiny", "gpt2-tiny", "qwen3-tiny", "mistral-tiny"])
 @pytest.mark.parametrize(
     "parallel",
@@ -220,6 +226,7 @@ def test_activations(ranks, name, parallel):
             )
 
 
+@pytest.mark.slow(every=8)
 @pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v", "interleaved"])
 @pytest.mark.parametrize(
@@ -237,6 +244,12 @@ def test_every_schedule(ranks, name, schedule, more):
         assert peak == pytest.approx(planned, rel=tolerance), rank
 
 
+@pytest.mark.slow(
+    every=12,
+    core=[
+        "{'recompute': 'selective', 'recompute_parts': 'norm,act'}-llama3-tiny-rowwise",
+    ],
+)
 @pytest.mark.parametrize(
     "name, recipe",
     [
@@ -260,6 +273,7 @@ def test_activations_in_eight_bits(ranks, name, recipe, parallel):
         assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), rank
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, zero=3)], ids=str)
 def test_shared_key_heads(ranks, parallel):
     cfg = laid("llama3-tiny", parallel)
@@ -282,6 +296,7 @@ AGAIN = [
 ]
 
 
+@pytest.mark.slow(every=16)
 @pytest.mark.parametrize("name", ["llama3-tiny", "gpt2-tiny"])
 @pytest.mark.parametrize("parallel", AGAIN, ids=str)
 def test_what_is_made_again_is_not_kept(ranks, name, parallel):
@@ -292,6 +307,7 @@ def test_what_is_made_again_is_not_kept(ranks, name, parallel):
         assert peak < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,mtp", [("deepseek-v2-lite-tiny", 0), ("deepseek-v3-tiny", 0), ("deepseek-v3-tiny", 2)]
 )
@@ -337,6 +353,7 @@ def away(world, cfg):
     return kept.peak, len(order)
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize(
     "parallel", [{}, dict(pp=4), dict(tp=2, sp=True), dict(pp=2, recompute="full")], ids=str
 )
@@ -352,6 +369,7 @@ def test_what_is_offloaded_is_not_on_the_device(ranks, parallel):
         )  # of all blocks in flight, what one has
 
 
+@pytest.mark.slow(every=24, core=["fp8-{}-mixtral-tiny"])
 @pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny", "dots1-tiny"])
 @pytest.mark.parametrize("parallel", [{}, dict(tp=2), dict(tp=2, sp=True, ep=2), dict(pp=2, ep=2)], ids=str)
 @pytest.mark.parametrize(
@@ -368,6 +386,7 @@ def test_activations_of_mixtures(ranks, name, parallel, eight):
     assert peaks == pytest.approx(planned, rel=0.15)
 
 
+@pytest.mark.slow
 def test_what_lowers_the_peak(ranks):
     """Sequence parallelism below tensor parallelism alone; 1F1B below GPipe, most on the last rank."""
 
@@ -452,6 +471,7 @@ def kept_in_eight_bits(world, cfg):
     return max(sizes), kept()
 
 
+@pytest.mark.slow(every=18)
 @pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("parallel", [dict(zero=1, tp=2), dict(zero=0, pp=2), dict(zero=3)], ids=str)

@@ -30,6 +30,7 @@ def test_text_by_hand():
     assert text(timeline("1f1b", 2, 3), 18) == ["rank 0 |FF..B0FB1>", "rank 1 |.FB0FB1FB>"]
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("width", [10, 40, 79, 300])
 def test_lines_align_and_fit(kind, width):
@@ -57,6 +58,7 @@ def test_text_of_measured_times():
     assert text(Timeline([spans]), 40)[0].startswith("rank 0 |F0---")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf"])
 def test_draw(tmp_path, name):
     pytest.importorskip("matplotlib")
@@ -66,6 +68,7 @@ def test_draw(tmp_path, name):
     assert out.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name[-3:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, p, m", [("1f1b", 2, 4), ("zb-v", 4, 8)])
 @pytest.mark.parametrize("length", [20, 125, 220])
 def test_title_and_legend_stand_apart_inside_the_picture(kind, p, m, length):

@@ -26,6 +26,7 @@ def runs():
     return list(memory_of_runs())
 
 
+@pytest.mark.slow
 def test_few_runs_that_ran_are_called_too_large(runs):
     ran = [run for run in runs if run.outcome == "ran"]
     too_large = [run.row for run in ran if not run.fits]
@@ -81,6 +82,7 @@ def test_frameworks_of_the_table_have_rows():
     assert set(FRAMEWORKS) <= {row["framework"] for row in read_rows()}
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_fit_their_gpus(recipe):
     text = recipe.read_text()

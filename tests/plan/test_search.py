@@ -89,6 +89,7 @@ def test_no_schedule_is_priced_twice():
     )
 
 
+@pytest.mark.slow(every=7)
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium", "mixtral-8x7b", "deepseek-v2-lite"])
 @pytest.mark.parametrize(
     "keys",

@@ -25,6 +25,7 @@ def run(s, f, i, w, hop=0, overlap=None):
     return simulate(s.order, s.n_stages, {"F": f, "I": i, "W": w}, hop, overlap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind,applies,bubble",
     [
@@ -60,6 +61,7 @@ def test_bubbles_are_the_papers(kind, applies, bubble):
                 assert t.makespan == m * (f + i + w) + t.bubble
 
 
+@pytest.mark.slow
 def test_zero_bubble():
     """ZB-V with F = I = W: no rank waits from its first op to its last; each starts one F later, a
     parallelogram.
@@ -74,6 +76,7 @@ def test_zero_bubble():
             assert t.bubble == 2 * (2 * p - 1 - m)
 
 
+@pytest.mark.slow
 def test_dualpipe_overlapped_is_deepseeks_formula():
     """(PP/2-1)(F&B+B-3W) with PP = 2p chunks; F&B from B (F hidden entirely) to F+B."""
     for p, m, s in every("dualpipe-v"):
@@ -91,6 +94,7 @@ def test_dualpipe_overlapped_is_deepseeks_formula():
     assert pairs == [9, 10, 11, 11]
 
 
+@pytest.mark.slow
 def test_the_newer_the_better():
     for p in range(2, 9):
         for m in range(2 * p, 33, p):
@@ -106,6 +110,7 @@ def test_formulas_are_silent_where_they_do_not_hold():
     assert closed_form("dualpipe-v", 4, 8, 2, 1, 1, 1, Fraction(1, 2)) is None
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_memory_curve_peaks_where_the_list_says(kind):
     for _, m, s in every(kind):

@@ -13,6 +13,7 @@ def found(world, name="llama3-tiny"):
     return lattice.find_layouts(tiny_config(name, world), world)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("world, seed", [(1, 0), (1, 1), (2, 2), (2, 3), (3, 4)])
 def test_cover_meets_every_layout_and_every_legal_pair(world, seed, monkeypatch):
     """With some of the switches: all cells with all of them are too many to enumerate."""

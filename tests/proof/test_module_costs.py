@@ -45,11 +45,13 @@ def fresh_costs():
         cached.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_costs_what_its_modules_say(pool, capsys, family):
     assert main([f"{family}-tiny", "--cost"]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama3", "qwen3", "deepseek-v3"])
 def test_a_factor_of_the_scores_costs_what_the_modules_say(pool, capsys, family):
     factor = ["--model.mup_base", "16", "--model.mup_head_dim", "2"]
@@ -66,6 +68,7 @@ def forget(monkeypatch, module: type, **kept: object) -> None:
     monkeypatch.setattr(module, "cost", forgetful)
 
 
+@pytest.mark.slow(every=7)
 @pytest.mark.parametrize(
     "module, field, says, layout",
     [

@@ -159,6 +159,7 @@ def test_the_draw_is_a_function_of_the_seed():
     assert {m.file.split("/")[0] for m in whole} == {"optim", "parallel"}
 
 
+@pytest.mark.slow
 def test_every_mutant_compiles_differs_and_is_read_as_a_difference_of_lines():
     for m in draw.draw(checkout.ROOT, 40, 3, ("model/m", "data/p")):
         old = (checkout.ROOT / m.file).read_text()
@@ -280,12 +281,14 @@ def test_bugs_of_the_table_are_mutants_for_unit_tests():
         assert mutant.operator == bug.what and mutant.file == bug.file
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_a_test_that_passes_without_it(measured):
     seen = judged(measured, ">= b", "< b")
     assert (seen.stage, seen.by, seen.hung, seen.ran) == ("test", NAMES[0], False, 3)
     assert measured[0].seconds[NAMES[0]] > 0  # its control
 
 
+@pytest.mark.slow
 def test_what_no_test_can_see_survives_and_a_flaky_test_kills_nothing(measured):
     alike = judged(measured, ">= b", "> b")
     assert (alike.stage, alike.by, alike.hung) == ("", "", False)
@@ -480,6 +483,7 @@ def test_the_tests_of_a_file_come_first():
     assert "tests/data/test_loader.py" not in judge.related_test_files("parallel/sharding/zero.py", root)
 
 
+@pytest.mark.slow(core=["words0-^--part: '3/2'"])
 @pytest.mark.parametrize(
     "words, says",
     [

@@ -84,6 +84,7 @@ def test_the_core(provers, name, world, cell):
     holds(provers(name, world), cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", range(DRAWN))
 def test_a_draw(provers, which):
     every = choose_cells(LLAMA, 2)
@@ -92,6 +93,7 @@ def test_a_draw(provers, which):
     holds(provers(LLAMA, 2), cell)
 
 
+@pytest.mark.slow
 def test_every_cell_is_met_and_legal():
     every = choose_cells(LLAMA, 2)
     assert {(c.dtype, c.optimizer, c.zero) for c in every} == {
@@ -155,6 +157,7 @@ def test_statistics_are_wide():
     assert len(seen) == 8 and all(s.share <= 1 for s in seen), max(seen, key=lambda s: s.share)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "module, what",
     [
@@ -170,6 +173,7 @@ def test_statistics_in_bf16_are_seen(monkeypatch, module, what):
     assert next(s for s in kernel_errors() if s.where == what).share > 1
 
 
+@pytest.mark.slow(core=["bf16-0"])
 @pytest.mark.parametrize("dtype, zero", [("bf16", 0), ("fp16", 1), ("bf16", 2), ("fp8", 3)])
 def test_microbatches_are_summed_in_fp32(provers, dtype, zero):
     wrong, seen = provers(LLAMA, 2).prove_sums(dtype, zero)
@@ -179,6 +183,7 @@ def test_microbatches_are_summed_in_fp32(provers, dtype, zero):
 # ---- the loss scale ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_loss_scale_goes_on_where_it_was(provers, ranks, tmp_path):
     """It starts too high, falls, and grows; a run that goes on from step 4 is told what the unbroken run
     was told, bit for bit."""
@@ -221,11 +226,13 @@ def beyond(seen: list[BoundedError]) -> set[str]:
     return {s.what for s in seen if s.share > 1}
 
 
+@pytest.mark.slow
 def test_a_run_in_this_process_holds(tmp_path):
     wrong, seen = one(tmp_path, "bf16", "lion")
     assert not wrong and not beyond(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "lion", "lamb", "lars"])
 def test_weights_without_masters_are_seen(monkeypatch, tmp_path, optimizer):
     step = Optimizer.step
@@ -244,6 +251,7 @@ def test_weights_without_masters_are_seen(monkeypatch, tmp_path, optimizer):
     assert "update" in beyond(seen)
 
 
+@pytest.mark.slow(core=["lion-Optimizer"])
 @pytest.mark.parametrize("optimizer, who", [("lion", Optimizer), ("muon", Muon)])
 def test_masters_without_weights_are_seen(monkeypatch, tmp_path, optimizer, who):
     """copy_master_to_weights() forgotten in one optimizer."""
@@ -278,12 +286,14 @@ def test_rounding_to_nearest_is_seen(monkeypatch, tmp_path):
     assert "rounding" in beyond(one(tmp_path, "bf16", "adamw-bf16")[1])
 
 
+@pytest.mark.slow
 def test_a_norm_in_bf16_is_seen(monkeypatch, tmp_path):
     norm_of = train.grad_norm
     monkeypatch.setattr(train, "grad_norm", lambda *args: norm_of(*args).bfloat16().float())
     assert "norm" in beyond(one(tmp_path, "bf16", "sgd")[1])
 
 
+@pytest.mark.slow
 def test_a_sum_in_bf16_is_seen(monkeypatch, tmp_path):
     def summed_in_bf16(into, dy, x, add):
         product = dy.t() @ x
@@ -293,12 +303,14 @@ def test_a_sum_in_bf16_is_seen(monkeypatch, tmp_path):
     assert "wide" in beyond(one(tmp_path, "bf16", "sgd")[1])
 
 
+@pytest.mark.slow
 def test_a_forgotten_loss_scale_is_seen(monkeypatch, tmp_path):
     factor = train.clip_factor
     monkeypatch.setattr(train, "clip_factor", lambda *args: factor(*args) * 2)
     assert "update" in beyond(one(tmp_path, "fp16", "sgd")[1])
 
 
+@pytest.mark.slow
 def test_a_skipped_step_that_decays_is_seen(monkeypatch, tmp_path):
     step = AdamW.step
 
@@ -349,6 +361,7 @@ def diverging(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
         return record_run(world, cfg, folder, spoilt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work, zero, says",
     [
@@ -365,6 +378,7 @@ def test_what_goes_wrong_between_ranks_is_seen(provers, ranks, tmp_path, work, z
     assert any(says in w for w in (*wrong, *beyond(seen))), (wrong[:3], beyond(seen))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("against", ["layout", "fp64"])
 @pytest.mark.parametrize("weights", ["fp8", "none"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

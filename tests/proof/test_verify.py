@@ -34,6 +34,7 @@ from proof.verify.trial import check_trained, reference_values, single_process
 from runtime.failure import fail_cleanly
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["uneven", "mixed"])
 def test_layouts_that_cannot_have_a_word_are_not_searched_for_it(word):
     """A pipeline of one rank has neither: a search would go through millions of choices."""
@@ -48,6 +49,7 @@ def layout_keys() -> tuple[str, ...]:
     return (*lattice.DEGREES, *lattice.LAYOUT)
 
 
+@pytest.mark.slow
 def test_a_part_runs_its_own_cells_and_says_which(capsys):
     def said(*part: str) -> list[str]:
         assert main(["llama3-tiny", "--world", "1", "--layouts", "5", "--only", "mb1", *part]) == 0
@@ -63,6 +65,7 @@ def test_a_part_runs_its_own_cells_and_says_which(capsys):
     assert two[-1].startswith("part 2/2: 2 of 2 layouts train like one process")
 
 
+@pytest.mark.slow
 def test_a_layout_that_dies_does_not_hide_the_others(monkeypatch, capfd):
     calls, prove = [], command.prove
 
@@ -112,6 +115,7 @@ def first_loss(tmp_path, *words: str, name: str = "llama3-tiny") -> float:
     return float(reference_values(placed(cfg, folder, "run"), folder)["step 1 loss"])
 
 
+@pytest.mark.slow
 def test_an_override_of_the_model_changes_what_is_trained(tmp_path):
     losses = [
         first_loss(tmp_path),
@@ -162,6 +166,7 @@ def run_and_report(world, cfg: Config) -> tuple[str, bool]:
     return cfg.model.activation, cfg.model.qk_norm
 
 
+@pytest.mark.slow
 def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
     """A reference without the override: the proof must see it."""
     make = command.make_references
@@ -275,6 +280,7 @@ def test_the_words_that_a_refusal_names_are_words_of_cells():
             assert word.removeprefix("no-") in every_word(16), word
 
 
+@pytest.mark.slow
 def test_every_cell_is_named_by_the_known_words():
     found = lattice.find_layouts(tiny_config("mixtral-tiny"), 4)
     for cell in lattice.draw_cells(found, 200, seed=0):

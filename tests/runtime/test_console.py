@@ -108,6 +108,7 @@ def in_terminal(columns: int, *argv: str) -> list[str]:
     return re.sub(r"\033\[\d+m", "", told.decode()).replace("\r\n", "\n").splitlines()
 
 
+@pytest.mark.slow
 def test_a_run_fits_into_a_terminal_of_80_columns(tmp_path):
     """Of train.py itself: header, step lines, validations, the end; the same command in a file says all."""
     words = [
@@ -128,6 +129,7 @@ def test_a_run_fits_into_a_terminal_of_80_columns(tmp_path):
     assert len(commands) == 3 and commands[2] == "python train.py --list"
 
 
+@pytest.mark.slow
 def test_the_table_of_recipes_fits_into_80_columns_and_keeps_all():
     """INTERFACE of --list: parameters (total, active), layers, width, heads/kv, experts, vocab, context."""
     lines = in_terminal(80, "train.py", "--list")

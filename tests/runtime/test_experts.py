@@ -174,6 +174,7 @@ def test_metrics_tell_it(metrics, tmp_path, cfg):
     assert ExpertLoadMap(tmp_path, M, 4).counts[:, 1, 0].tolist() == [8] * 4
 
 
+@pytest.mark.slow
 def test_a_run_of_a_mixture_leaves_its_pictures_and_a_dense_one_has_no_experts(tmp_path):
     words = [*MODEL, "--train.steps", "2", "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
     mixture = ["--model.experts", "4", "--model.moe_ffn", "16", "--log.name", "mixture"]

@@ -14,6 +14,7 @@ from parallel.wire.comm import PeerError
 from runtime import failure
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
     "error, wanted",
     [
@@ -32,6 +33,7 @@ def test_which_failures_another_start_may_mend(error, wanted):
     assert failure.should_requeue(error) is wanted
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("error, code", [
     (MemoryError(), 81),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), 81),

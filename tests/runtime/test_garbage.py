@@ -59,6 +59,7 @@ def test_the_collector_works_again_after_a_run_that_failed():
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "name, keys",
     [

@@ -35,6 +35,7 @@ def summary_of(folder):
     return json.loads((folder / "r" / "summary.json").read_text())["goodput"]
 
 
+@pytest.mark.slow
 def test_killed_failed_and_finished(tmp_path, train):
     slow = "step.load:act=sleep=0.5"
     began = time.time()
@@ -84,6 +85,7 @@ def test_killed_failed_and_finished(tmp_path, train):
     assert (tmp_path / "r" / "starts.jsonl").read_bytes() == record
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_lost_and_a_refused_run_leaves_no_record(tmp_path, train):
     assert train("", "--checkpoint.init_from", str(tmp_path / "none"))[0] == [2]
     assert not (tmp_path / "r" / "starts.jsonl").exists()

@@ -98,6 +98,7 @@ def trained(
     return told, [b.weights.master.clone() for b in run.buckets], run
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "args",
@@ -189,6 +190,7 @@ def mixtures_as_on_a_gpu(monkeypatch):
     record_on_cpu(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [
     "--model.router sigmoid --model.router_bias true --model.router_groups 2 --model.shared_experts 1 "
     "--model.z_loss 0.01",

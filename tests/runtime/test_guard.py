@@ -6,6 +6,7 @@ import torch
 from runtime.guard import NonFiniteGuard, NonFiniteLoss
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "loss, norm, good",
     [

@@ -54,6 +54,7 @@ def end_of_rank_0(folder, how):
     return processes[0].returncode, text, time.monotonic() - began
 
 
+@pytest.mark.slow(core=["started"])
 @pytest.mark.parametrize("how", ["started", "blocking", "stopped"])
 def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, how):
     code, text, seconds = end_of_rank_0(tmp_path, how)
@@ -160,6 +161,7 @@ failure.exit_process(failure.fail_cleanly(main, []))
 """
 
 
+@pytest.mark.slow
 def test_a_stranger_ends_the_job_but_not_with_success(tmp_path):
     """Another program writes into the store of a rank that trains: code 0, and an escape code."""
     port = free_port()

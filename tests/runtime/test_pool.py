@@ -44,6 +44,7 @@ def test_the_exit_code_of_a_dead_rank_is_known(ranks, work, args, code):
     assert pool.closed
 
 
+@pytest.mark.slow
 def test_a_rank_that_died_while_it_waited_is_named(ranks):
     pool = ranks(2)
     pool.run(saves)  # every rank has joined
@@ -64,6 +65,7 @@ def breaks(world, ranks: tuple[int, ...]) -> None:
     comm.all_reduce_sum(torch.ones(2), world.separate_group("waits"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [(0,), (1,), (2, 0)])
 def test_the_first_rank_that_failed_is_named_while_others_wait(ranks, broken):
     """By the order in which they failed, not by number; the traceback of the rank comes with it."""

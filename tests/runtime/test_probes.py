@@ -145,6 +145,7 @@ def test_a_link_that_loses_a_bit_ends_the_job_before_the_first_step(tmp_path, ar
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_named_and_the_run_goes_on(tmp_path, args):
     def delay(x, group):
         time.sleep(0.4 if group.name == "tp" else 0.0)

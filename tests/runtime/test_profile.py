@@ -9,6 +9,7 @@ from config import ConfigError, profiled_steps
 from runtime.profile import ProfilerTrace
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "steps,ran,traced", [("2:3", 5, 2), ("4", 5, 1), ("4:9", 5, 2), ("7:9", 5, 0), (None, 3, 0)]
 )
@@ -23,6 +24,7 @@ def test_traces_the_steps_asked_for(tmp_path, steps, ran, traced):
     assert sum(e.get("name") == "aten::mm" for e in events) == traced
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("text", ["0:2", "3:2", "x", ":2", "1.5", ""])
 def test_a_wrong_range_is_one_line(text):
     with pytest.raises(ConfigError, match="^profile.steps: "):

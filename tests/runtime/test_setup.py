@@ -84,6 +84,7 @@ def test_a_containers_quota_counts(monkeypatch):
     assert setup.spare_threads() == 2
 
 
+@pytest.mark.slow
 def test_start(env, cfg, torch_state):
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, device="cpu"))
     e = setup.read_environment(cfg)
@@ -169,6 +170,7 @@ def test_no_gpu_is_the_users_mistake(monkeypatch):
         setup.pick_device("auto", 2)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "name, dtype, tera",
     [
@@ -253,6 +255,7 @@ def test_exit_reason_is_atomic_and_keeps_secrets(tmp_path, monkeypatch):
     assert setup.write_exit_reason(tmp_path / "gone", 0, 1, "x") is False
 
 
+@pytest.mark.slow
 def test_an_exit_reason_that_a_kill_left_half_written_is_removed(tmp_path):
     write = f"from runtime import setup; setup.write_exit_reason({str(tmp_path)!r}, 1, 1, 'x')"
     kill = "import os, signal; os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)"

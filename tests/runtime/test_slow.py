@@ -83,6 +83,7 @@ def test_what_is_left_of_a_step_is_computation():
     assert (row[COMPUTE], row[DATA], row["tp"], row["dp"], row[STOPPED]) == (12.0, 3.0, 2.0, 3.0, 7.0)
 
 
+@pytest.mark.slow
 def test_a_pause_is_counted_and_a_busy_thread_is_none():
     clock = PauseClock()
     time.sleep(0.6)
@@ -121,6 +122,7 @@ def run(tmp_path, args, *more, world=2, fault="", **how):
     return said, [row for row in rows if "loss" in row]
 
 
+@pytest.mark.slow(core=["step.backward-compute-layout0"])
 @pytest.mark.parametrize(
     "point, why, layout",
     [
@@ -140,17 +142,20 @@ def test_a_rank_that_sleeps_is_named_with_the_right_word(tmp_path, args, point, 
     assert all(150 < row[f"slow_{why}_ms"] < 1000 for row in found)
 
 
+@pytest.mark.slow
 def test_an_even_run_says_nothing(tmp_path, args):
     """Every rank sleeps as long: steps long enough that two shared cores do not tell ranks apart."""
     said, rows = run(tmp_path, args, fault="step.backward:act=sleep=0.25")
     assert not said and not any("slow_rank" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_none_measures_nothing(tmp_path, args):
     said, rows = run(tmp_path, args, "--log.slow_window", "none", fault="step.load:rank=1:act=sleep=0.1")
     assert not said and not any("slow_rank" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_and_goes_on_is_named_and_nothing_fails(tmp_path, args):
     def stop_for_a_while(pids):
         file = tmp_path / "run" / "metrics.jsonl"

@@ -49,6 +49,7 @@ def is_gone(pid):
     return state == "Z"
 
 
+@pytest.mark.slow
 def test_a_spare_has_everything_loaded_and_holds_nothing(real_starts, capfd):
     """And becomes train.py, with the words and the environment that it is given."""
     with Spares(TRAIN, 1) as spares:

@@ -1,4 +1,6 @@
 """summary.json says of a run what its metrics say."""
+import pytest
+
 import json
 import statistics
 import subprocess
@@ -18,6 +20,7 @@ def train(folder, *argv):
     return subprocess.run(command, cwd=ROOT, timeout=240, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumed_end_are_summed_up(tmp_path):
     done = train(tmp_path, "--train.max_minutes", "0.0001")
     assert done.returncode == 75, done.stderr

@@ -206,6 +206,7 @@ def test_blocked_for_ever(fake, sink, where):
     assert gone(s.child.pid) and (where == "finish" or s.dropped > 0)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_orphan(fake, tmp_path):
     """SIGKILL to the trainer while wandb hangs, before the child could look for it: it ends a few seconds
     later.
@@ -237,6 +238,7 @@ def test_a_killed_run_is_told_as_failed(fake, sink):
     assert "alert" not in [words[0] for words in told()]
 
 
+@pytest.mark.slow
 def test_real_wandb_offline(sink, tmp_path):
     pytest.importorskip("wandb")
     s = sink()

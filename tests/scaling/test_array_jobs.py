@@ -76,6 +76,7 @@ def test_a_job_of_an_array_runs_its_own_part(tmp_path, script, command, place):
                      "--train.seq_len 64\n")
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("script", ["ladder.sbatch", "sweep.sbatch"])
 @pytest.mark.parametrize("code", [75, 2])
 def test_the_signal_reaches_the_run_and_an_unfinished_one_is_requeued(tmp_path, script, code):
@@ -90,6 +91,7 @@ def test_what_comes_first_is_named(tmp_path, script):
     assert rc != 0 and "the folder of the runs comes first" in out and "python" not in calls
 
 
+@pytest.mark.slow
 def test_systems_starts_its_ranks_through_srun(tmp_path):
     """With the real program: two ranks, started as on a node of a cluster, and its forecast."""
     folder = tmp_path / "runs"

@@ -256,6 +256,7 @@ def test_one_size_trains_and_branches(tmp_path, capsys):
     assert "d1-b1: diverged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
     lines = ["run,parameters,tokens,flops,loss"]
     for size in (1e6, 4e6, 1.6e7):
@@ -279,6 +280,7 @@ def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
         main(["fit", "--points", str(table), "--bootstraps", "0"])
 
 
+@pytest.mark.slow
 def test_a_law_is_printed_where_an_approach_cannot_be_had(tmp_path, capsys):
     """Losses that rise with the size: no best size by the law, and it took the laws with it."""
     lines = ["run,parameters,tokens,flops,loss"]

@@ -58,6 +58,7 @@ def by_chinchilla(size, tokens):
     return 1.7 + 400 / size**0.34 + 1200 / tokens**0.31
 
 
+@pytest.mark.slow
 def test_the_published_points_give_the_published_constants():
     points = published_points()
     assert len(points) == 240
@@ -76,6 +77,7 @@ def test_the_published_points_give_the_published_constants():
     assert huber_sum(CHINCHILLA, fit.theta, points) < 0.5 * huber_sum(CHINCHILLA, printed, points)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.003])
 def test_chinchilla_is_found_again(noise):
     fit = fit_law(CHINCHILLA, made_up(by_chinchilla, noise=noise), bootstraps=100)
@@ -106,6 +108,7 @@ def least_by_search(flops, factor):
     return sizes[by_chinchilla(sizes, flops / (factor * sizes)).argmin()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [6.0, 9.0])
 def test_the_parametric_optimum_is_the_least_loss(factor):
     points = made_up(by_chinchilla, factor=factor)
@@ -187,6 +190,7 @@ def test_a_curve_that_diverged_is_the_least_nowhere():
         envelope(curves)
 
 
+@pytest.mark.slow
 def test_kaplan_s_law_counts_no_embeddings():
     """Losses by a law of the parameters without embeddings: found again where the points say how many."""
     def loss(size, tokens):
@@ -243,6 +247,7 @@ def test_a_table_that_cannot_be_fitted_is_named(tmp_path, text, message):
         read_points(path)
 
 
+@pytest.mark.slow
 def test_too_few_runs_are_named():
     with pytest.raises(ConfigError, match="2 different sizes, and three are the least"):
         check_enough(made_up(by_chinchilla, sizes=(1e6, 1e7)))

@@ -6,6 +6,7 @@ from ranks import MODEL, corpus
 from scaling.experiment import Programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_code_is_that_of_train(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

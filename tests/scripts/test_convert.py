@@ -361,6 +361,7 @@ def train_theirs(model, steps, lr):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     theirs = their_model(transformers, *CASES[name])
@@ -503,6 +504,7 @@ def weights(path):
     return out
 
 
+@pytest.mark.slow
 def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
     path = make_run(tmp_path / "run")
     code, out, _ = run(
@@ -551,6 +553,7 @@ def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_names_tokenizer", [True, False])
 def test_a_chat_template_survives_training(transformers, exported, tmp_path, capsys, data_names_tokenizer):
     """Imported, trained for a step by train.py and exported: transformers finds the template and the
@@ -670,6 +673,7 @@ def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys
     assert config.resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec, vocab", [("bytes", 257), (None, 400)])
 def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
     tok = tokenizer.load_tokenizer(spec) if spec else BPE
@@ -686,6 +690,7 @@ def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
     assert (tmp_path / "hf" / "model.safetensors").stat().st_size < 2.5 * numel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["llama3-tiny", "qwen2.5-tiny", "mistral-tiny"])
 def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset):
     make_run(tmp_path / "run", preset)
@@ -748,6 +753,7 @@ def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tm
     assert '--prompt "the quick brown"' in said.replace("'", '"')
 
 
+@pytest.mark.slow
 def test_an_import_that_is_a_preset_has_its_name(alone, tmp_path, capsys):
     make_run(tmp_path / "run", "qwen2.5-tiny", layers=4, hidden=128, ffn=384)
     assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
@@ -807,6 +813,7 @@ def make_bpe(folder):
     return folder / "bpe"
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("width", [37, 111])
 def test_a_mixture_with_experts_of_an_odd_width(transformers, tmp_path, capsys, width):
     """transformers' grouped product refuses rows that are no multiple of 16 bytes; its experts one by one do
@@ -821,6 +828,7 @@ def test_a_mixture_with_experts_of_an_odd_width(transformers, tmp_path, capsys, 
     assert match["max_abs_difference"] < 1e-4 * match["largest"]
 
 
+@pytest.mark.slow
 def test_logits_that_differ_leave_nothing(monkeypatch, tmp_path, capsys):
     make_run(tmp_path / "run")
     right = convert.read_back
@@ -901,6 +909,7 @@ def test_a_model_that_no_family_has(alone, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "scripts.convert", "--help"],

@@ -51,6 +51,7 @@ def read_anew(run, length: int) -> tuple[str, list[int]]:
     return PROMPT + loaded.tokenizer.decode(ids[len(start) :]), ids
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_likeliest_text_is_the_one_read_anew(home, capsys, name):
     text, ids = read_anew(home / name, NEW)
@@ -87,6 +88,7 @@ def test_learned_positions_end_the_text(home, capsys):
     assert json.loads(capsys.readouterr().out)["new_tokens"] == 3
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "words",
     ["--max-new-tokens 0", "--temperature -1", "--samples 0", "--top-k 0", "--top-p 0", "--top-p 1.5"],

@@ -261,6 +261,7 @@ def listening(pid):
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_nothing_listens_to_the_network_and_a_signal_saves(tmp_path, words):
     launcher = start(tmp_path, ["--nproc", "2"], [*words, "--parallel.tp", "2", "--train.steps", "100000"])
     wait_for_step(tmp_path, launcher)
@@ -278,6 +279,7 @@ def test_two_ranks_train_and_nothing_listens_to_the_network_and_a_signal_saves(t
     assert re.fullmatch(r"launch: 2 ranks ended with code 2 after .*: a mistake, named above", errors[1])
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_that_also_ends_the_reader_of_the_pipe_saves(tmp_path, words):
     """As of `2>&1 | tee log`: what the launcher and the ranks still say has no reader."""
     launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"])
@@ -290,6 +292,7 @@ def test_a_ctrl_c_that_also_ends_the_reader_of_the_pipe_saves(tmp_path, words):
     assert list((tmp_path / "r" / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
 def test_a_failure_whose_line_nobody_reads_still_leaves_its_reason(tmp_path, words):
     fault = "step.begin:rank=1:step=60:act=raise"
     launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"], fault=fault)
@@ -303,6 +306,7 @@ def test_a_failure_whose_line_nobody_reads_still_leaves_its_reason(tmp_path, wor
     assert job["code"] == 1 and "rank 1" in job["reason"]
 
 
+@pytest.mark.slow
 def test_a_job_that_finishes_and_a_mistake_that_only_ranks_can_see(tmp_path, words):
     code, out, errors = finished(start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "2"]))
     assert code == 0 and "done" in out and len(errors) == 1 and "code 0" in errors[0], (out, errors)
@@ -310,6 +314,7 @@ def test_a_job_that_finishes_and_a_mistake_that_only_ranks_can_see(tmp_path, wor
     assert code == 2 and len(errors) == 2 and "parallel.tp" in errors[0] and "code 2" in errors[1], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, code, line",
     [
@@ -328,6 +333,7 @@ def test_a_failure_is_told_once_by_its_rank_and_by_the_code(tmp_path, words, fau
     assert len(errors) <= 3  # a line of each rank, and that of the launcher
 
 
+@pytest.mark.slow
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, words):
     launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"])
     wait_for_step(tmp_path, launcher)
@@ -337,6 +343,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, words):
     finished(launcher)
 
 
+@pytest.mark.slow
 def test_two_nodes_meet_at_an_address_of_the_first(tmp_path, words):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -421,6 +428,7 @@ def test_a_place_that_the_layout_cannot_use_is_a_spare(tmp_path, capsys):
     assert "2 ranks (dp2) -> 2 ranks (dp2), without place 0 of this node" in lines[2]
 
 
+@pytest.mark.slow
 def test_a_place_whose_device_computes_wrongly_stays_out(tmp_path, capsys):
     """Also where others that were lost must be used again, and when the job grows."""
     plan = [
@@ -457,6 +465,7 @@ def test_too_few_that_remain_make_all_places_start_again(tmp_path):
     assert code == 0 and [[start, rank] for start, rank, *_ in starts] == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
+@pytest.mark.slow
 def test_a_smaller_job_grows_again_after_its_time(tmp_path):
     plan = [{"1": -9, "others": 1, "save": 2}, {"waits": True}, {}]
     code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.05"))
@@ -465,6 +474,7 @@ def test_a_smaller_job_grows_again_after_its_time(tmp_path):
     assert worlds == [(0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")]
 
 
+@pytest.mark.slow
 def test_a_job_that_no_place_would_make_larger_is_not_stopped_to_grow(tmp_path):
     """Three ranks do not divide the batch: without the lost place there are as many as the layout can use."""
     plan = [{"0": -9, "others": 1, "save": 2}, {"waits": True, "lives": 4}, {}]
@@ -484,6 +494,7 @@ def test_growing_waits_for_ranks_that_can_stop(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_person_s_stop_is_not_undone_by_growing(tmp_path):
     plan = [{"1": -9, "others": 1, "save": 2}, {"waits": True, "stopped": True}, {}]
     code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.05"))
@@ -514,6 +525,7 @@ def test_what_starts_again(codes, reason, restarts):
     assert launch.may_restart(killed, None) is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, words, line",
     [
@@ -613,6 +625,7 @@ def start_signalled(folder, function, call, number, options, program=LOST_ONCE):
     )
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize(
     "function, call, number",
     [
@@ -638,6 +651,7 @@ def test_a_signal_between_two_starts_ends_the_job(tmp_path, function, call, numb
     assert (tmp_path / "r" / "starts").read_text() in allowed
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("options", [["--nproc", "1:1"], ["--nproc", "1"]])
 def test_a_signal_before_the_first_start_ends_the_job(tmp_path, options):
     code, out, errors = finished(start_signalled(tmp_path, "listen", 1, signal.SIGTERM, options))

@@ -32,6 +32,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_the_best_layouts_and_how_to_run_them(capsys):
     assert plan.main([*SMALL, "--top", "3"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -70,6 +71,7 @@ def test_of_layouts_that_are_equally_fast_the_simplest_comes_first(capsys):
     assert all(one["step_s"] <= then["step_s"] * 1.0002 for one, then in zip(found, found[1:]))
 
 
+@pytest.mark.slow
 def test_a_table_of_80_columns_says_what_is_left_out(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert plan.main([*SMALL, "--top", "3"]) == 0
@@ -100,6 +102,7 @@ def test_async_tensor_parallelism_sends_as_much_and_waits_less(capsys):
     assert with_async["step_s"] < without["step_s"]
 
 
+@pytest.mark.slow
 def test_chunks_of_experts_are_offered_where_they_are_faster(capsys):
     """Without shared experts, exchanges in chunks travel beside the products; and a number that is set
     stays."""
@@ -117,6 +120,7 @@ def test_chunks_of_experts_are_offered_where_they_are_faster(capsys):
     assert found["step_s"] < 0.95 * whole["step_s"]
 
 
+@pytest.mark.slow
 def test_json_has_the_parts_of_a_step(capsys):
     assert plan.main([*SMALL, "--top", "2", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -166,6 +170,7 @@ def test_refusals(argv, said):
         plan.main(argv)
 
 
+@pytest.mark.slow
 def test_an_elastic_job_on_each_number_of_gpus(capsys):
     """As train.py chooses: as given where that fits, and lighter on fewer GPUs, which hold more each."""
     of_run = ["--parallel.zero", "3", "--train.seq_len", "8192", "--train.global_batch", "48"]

@@ -21,6 +21,7 @@ def run(capsys, line):
     return code, out, err
 
 
+@pytest.mark.slow
 def test_the_documented_command(tmp_path):
     words = ["--kind", "zb-v", "--pp", "4", "--micro", "8", "--out", str(tmp_path / "x.png")]
     done = subprocess.run(

@@ -66,6 +66,7 @@ def write(path, text):
     path.chmod(0o755)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "versions, named, taken",
     [
@@ -108,6 +109,7 @@ def test_an_index_that_does_not_answer_is_one_line(tmp_path):
     assert output.count("that index does not answer: torch comes from PyPI") == 1
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "how",
     [

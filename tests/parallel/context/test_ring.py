@@ -82,6 +82,7 @@ def compare(
     )
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("kind", ["ring", "ring, one mask", "ulysses"])
 @pytest.mark.parametrize(
     "c,window,packed", [(3, None, False), (3, None, True), (4, 6, False), (1, 2, True), (4, 9, True)]
@@ -188,6 +189,7 @@ def words(world: World, cfg) -> list[int]:
     return ids
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     "name,layout", [("llama3-tiny", {"zero": 3}), ("gpt2-tiny", {}), ("mistral-tiny", {"tp": 2, "sp": True})]
@@ -203,6 +205,7 @@ def test_generation_runs_whole_sequences(pool, kind, name, layout):
 # ---- whole layouts -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,kind,docs,layout",
     [

@@ -101,6 +101,7 @@ def seconds(chunks: int, products: float) -> float:
     return max(2 * LINK, LINK / chunks + products + LINK / chunks) if chunks > 1 else 2 * LINK + products
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_other_chunks_are_under_way_while_experts_compute(ranks, chunks):
     """The dispatch of chunk i + 1 has started before the experts of chunk i compute, and its combine is
@@ -148,6 +149,7 @@ def test_gradients_of_rows_are_on_their_way_before_those_of_weights(ranks, name,
         assert waiting == 0 and not deferring
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny"])
 @pytest.mark.parametrize("chunks", [2, 4, 5])
 def test_the_numbers_are_those_of_one_chunk(ranks, name, chunks):

@@ -84,6 +84,7 @@ def trip(world, kind, etp, chunks):
     )
 
 
+@pytest.mark.slow(every=5, core=["2-1-1-padded"])
 @pytest.mark.parametrize("kind", ["even", "one", "empty", "dropped", "padded"])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("size, etp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])

@@ -42,6 +42,7 @@ def posted(world, cfg) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("schedule, vpp", [("1f1b", None), ("interleaved", 2), ("zb-v", None)])
 def test_each_transfer_is_posted_alone_in_the_communicator_of_its_direction(ranks, schedule, vpp):
     cfg = tiny_config("llama3-tiny", 2)

@@ -39,6 +39,7 @@ def words(ops):
     return " ".join(map(str, ops))
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_list_is_complete_and_can_finish(kind):
     for s in every(kind):
@@ -46,6 +47,7 @@ def test_every_list_is_complete_and_can_finish(kind):
         assert sorted(s.rank_of_stage) == sorted(list(range(len(s.order))) * s.chunks)
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_transfers_meet(kind):
     for s in every(kind, m_max=20):
@@ -111,6 +113,7 @@ def ends_on_gpus(lowered):
     return not any(rank.compute or rank.activations or rank.gradients for rank in ranks)
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_list_ends_where_a_communicator_runs_in_order(kind):
     """Each transfer is posted alone, activations and gradients in communicators of their own."""
@@ -137,6 +140,7 @@ def slots_of(order, n_stages):
     return max(ends.values())
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("placement", ["loop 1", "loop 2", "loop 3", "v"])
 def test_an_evaluation_is_complete_ends_everywhere_and_keeps_all_ranks_busy(placement, ranks):

@@ -88,6 +88,7 @@ def poisoned_and_plain(world, cfg):
     return poisoned, trained(world, cfg, False)
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_of_the_step_before_is_left(ranks, layout):
     name, parallel = LAYOUTS[layout]

@@ -174,6 +174,7 @@ def trained(world, cfg):
     return [loss, norm, *(b.weights.master for b in run.buckets)]
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize(
     "parallel", [dict(), dict(zero=2, dp_rep=2), dict(zero=3), dict(zero=1, tp=2, sp=True)], ids=str
 )
@@ -250,6 +251,7 @@ def runs(said, *words):
     return sum(tuple(said[i : i + len(words)]) == words for i in range(len(said)))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "parallel, words",
     [

@@ -98,12 +98,14 @@ def as_it_should(found: dict[str, tuple[float, float]]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_late_peer_is_exposed_and_a_sum_under_a_computation_is_hidden(ranks):
     found, late = ranks(2).run(measured)
     assert as_it_should(found), found
     assert late["blocking"][0] < 800 * LATE  # nobody let the late one wait
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [b for b in BUGS if b])
 def test_planted_bugs_are_seen(ranks, bug):
     assert not as_it_should(ranks(2).run(measured, bug)[0])

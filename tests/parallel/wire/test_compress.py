@@ -148,6 +148,7 @@ def wrong(found, kind: str, name: str) -> list[str]:
     return says
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_sums_are_within_their_bound_and_the_same_everywhere(ranks, kind, name):

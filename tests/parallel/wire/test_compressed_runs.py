@@ -92,6 +92,7 @@ ALIKE = [
 ]
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize("parallel", ALIKE, ids=str)
 def test_replicas_never_drift(ranks, parallel):
     """What several ranks hold of a parameter is the same bit for bit, over data ranks, replicas and tp
@@ -106,6 +107,7 @@ def test_replicas_never_drift(ranks, parallel):
     assert all(loss == losses[0] for loss in losses)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("weights", KINDS)
 def test_the_same_weights_under_every_zero(ranks, weights):
     """Which of the weights are gathered when makes no difference to what is seen of them."""
@@ -246,6 +248,7 @@ LEARN = [
 ]
 
 
+@pytest.mark.slow
 def test_models_learn_all_the_same(ranks, capsys):
     """60 steps of two ranks in fp32: the mean of the last ten losses is within the margin of plain data
     parallelism's, as a share of what that learned. The README's table is what this prints.
@@ -328,6 +331,7 @@ def test_errors_begin_anew_where_there_were_none(ranks, tmp_path):
     assert all(found[0] == losses[0] and left == 0 for found, left in ranks(2).run(resumed, cfg, path))
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "parallel",
     [

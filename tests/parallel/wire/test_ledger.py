@@ -146,6 +146,7 @@ def compare(pool, name, parallel, dropout=0.1, model=None, **train):
         assert ledger == wire.step_bytes(job), (rank, parallel)
 
 
+@pytest.mark.slow(every=43)
 @pytest.mark.parametrize("parallel", PLAIN + SENDS + SPLIT + PIPES + MIXED + CONTEXT, ids=str)
 def test_every_byte_is_planned(ranks, parallel):
     compare(ranks(4), "llama3-tiny", parallel)
@@ -167,11 +168,13 @@ RANKS = [
 ]
 
 
+@pytest.mark.slow(every=10)
 @pytest.mark.parametrize("parallel", CODED + RANKS, ids=str)
 def test_compressed_sums_and_gathers(ranks, parallel):
     compare(ranks(4), "llama3.2-tiny", parallel, dtype="bf16")
 
 
+@pytest.mark.slow(every=6)
 @pytest.mark.parametrize(
     "name, parallel",
     [
@@ -213,6 +216,7 @@ def test_eight_bits_cost_what_the_paper_says(dtype, gradients, weights):
     )
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("name", ["gpt2-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize(
     "parallel",
@@ -223,6 +227,7 @@ def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
     compare(ranks(4), name, parallel, micro_batch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -236,12 +241,14 @@ def test_fewer_key_heads_than_ranks(ranks, parallel):
     compare(ranks(4), "qwen2.5-tiny", parallel, model=dict(kv_heads=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("parallel", AGAIN, ids=str)
 def test_exchanges_that_recompute_repeats(ranks, parallel, dropout):
     compare(ranks(4), "llama3-tiny", parallel, dropout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "parallel", [dict(zero=3, tp=2), dict(cp=4), dict(cp=2, tp=2, cp_kind="ulysses")], ids=str
@@ -250,11 +257,13 @@ def test_dtypes(ranks, dtype, parallel):
     compare(ranks(4), "llama3-tiny", parallel, dtype=dtype)
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("parallel", EIGHT, ids=str)
 def test_eight_ranks(ranks, parallel):
     compare(ranks(8), "gpt2-tiny", parallel)
 
 
+@pytest.mark.slow(every=95)
 @pytest.mark.parametrize(
     "name", ["mixtral-tiny", "qwen3-moe-tiny", "dots1-tiny", "qwen2-moe-tiny", "olmoe-tiny"]
 )
@@ -264,6 +273,7 @@ def test_mixtures(ranks, name, parallel):
     compare(ranks(4), name, parallel, micro_batch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny"])
 @pytest.mark.parametrize(
     "parallel", [dict(ep=2, tp=2), dict(ep=4, ep_chunks=2), dict(tp=2, sp=True, etp=2, ep_chunks=3)], ids=str
@@ -274,6 +284,7 @@ def test_mixtures_that_are_computed_again_without_dropout(ranks, name, parallel)
     compare(ranks(4), name, dict(parallel, recompute="full"), dropout=0.0)
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 def test_chunks_send_the_same_bytes_in_more_messages(ranks, dtype):
     """Of a layer and microbatch: counts and probabilities once, and rows once a chunk, in either direction,
@@ -294,6 +305,7 @@ def test_chunks_send_the_same_bytes_in_more_messages(ranks, dtype):
         assert ledgers == {(times * (3 + 4 * chunks), times * layer)}, chunks
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("parallel", [dict(ep=2, tp=2, zero=1), dict(ep=4, zero=3)], ids=str)
 def test_mixtures_in_bf16(ranks, parallel):
     compare(ranks(4), "mixtral-tiny", parallel, dtype="bf16")
@@ -317,6 +329,7 @@ LATENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek-v2-lite-tiny", "deepseek-v3-tiny"])
 @pytest.mark.parametrize("parallel", LATENT, ids=str)
 def test_latents_and_further_tokens(ranks, name, parallel):
@@ -332,6 +345,7 @@ EIGHT_BITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("parallel", EIGHT_BITS, ids=str)
 def test_scales_in_fp8(ranks, recipe, parallel):
@@ -353,6 +367,7 @@ def trained(world, cfg, is_together):
     return [b.weights.full.clone() for b in run.buckets], exchanges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("parallel", [dict(tp=2), dict(tp=2, sp=True, zero=1), dict(tp=2, zero=3)], ids=str)
 def test_maxima_of_a_block_travel_together(ranks, recipe, parallel):
@@ -368,6 +383,7 @@ def test_maxima_of_a_block_travel_together(ranks, recipe, parallel):
         assert nbytes == nbytes_alone
 
 
+@pytest.mark.slow
 def test_a_number_of_all_ranks_is_exchanged_once(ranks):
     """By hand: of a column layer dy is divided over tp and cp, of a row layer x, and x, or dy, over cp."""
     cfg = laid("llama3-tiny", dict(tp=2, cp=2), fp8="tensorwise")
@@ -379,11 +395,13 @@ def test_a_number_of_all_ranks_is_exchanged_once(ranks):
         assert nbytes == 8 * calls  # fp64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, recipe", [("gpt2-tiny", "rowwise"), ("gpt2-tiny", "tensorwise")])
 def test_scales_beside_biases(ranks, name, recipe):
     compare(ranks(4), name, dict(tp=2, cp=2), fp8=recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, recipe",
     [("mixtral-tiny", "rowwise"), ("qwen2-moe-tiny", "tensorwise"), ("deepseek-v3-tiny", "rowwise")],
@@ -439,6 +457,7 @@ def test_a_ring_sends_what_the_collective_counts():
     assert ring["dp_cp", "send"][1] * 8 == 2 * 7 * n and server["dp_cp", "send"][1] == 7 * n
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
     "parallel",
     [dict(zero=1, bucket_mb=0.01), dict(tp=2, sp=True, zero=3, bucket_mb=0.02), dict(pp=2, bucket_mb=0.05)],

@@ -161,6 +161,7 @@ def test_hostile_messages_are_one_line(tmp_path, monkeypatch, message):
     assert set(sys.modules) == before and os.listdir() == []
 
 
+@pytest.mark.slow
 def test_random_damage_is_a_value_or_one_line():
     rnd = random.Random(0)
     for seed in range(3000):
