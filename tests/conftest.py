@@ -90,8 +90,9 @@ def pytest_collection_modifyitems(config, items):
     except selection.SelectionError as error:
         raise pytest.UsageError(str(error)) from None
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    files = selection.longest_first(chosen, known)  # with two processes, none is alone at the end
     items[:] = [item for item in items if item.nodeid in chosen]
+    # with two processes, the longest files first: none is alone at the end
+    files = selection.longest_first([item.nodeid for item in items], known)
     items.sort(key=lambda item: files.index(item.nodeid.partition("::")[0]))
     (config.workeroutput if hasattr(config, "workeroutput") else config.__dict__)["selection_note"] = note
 
