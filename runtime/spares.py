@@ -137,8 +137,9 @@ def wait_for_job() -> RankJob | None:
     """In a spare: says that it is ready, and waits for what it is to run. None: it is needed no more."""
     os.write(0, READY)
     received = b""
-    while chunk := os.read(0, CHUNK):
-        received += chunk
+    with contextlib.suppress(ConnectionResetError):  # the launcher ended before it read READY
+        while chunk := os.read(0, CHUNK):
+            received += chunk
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     return RankJob(**json.loads(received)) if received else None

@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_venv.sh requirements.txt requirements-test.txt
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -68,7 +68,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow(every=N, core=IDS): left to --all, but for such cases")
     share = config.getoption("memory_share")
     if share is not None and not 0 < share <= 1:
         raise pytest.UsageError(f"--memory-share {share:g}: give a share of the GPU, above 0 up to 1")
@@ -91,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(str(error)) from None
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
-    # with two processes, the longest files first: none is alone at the end
+    # the longest files first: no process is alone with one at the end
     files = selection.longest_first([item.nodeid for item in items], known)
     items.sort(key=lambda item: files.index(item.nodeid.partition("::")[0]))
     (config.workeroutput if hasattr(config, "workeroutput") else config.__dict__)["selection_note"] = note

@@ -28,7 +28,7 @@ from proof.mutate.cover import REST, Footprints, parts_of
 ROOT = Path(__file__).resolve().parents[1]
 EVERY_TEST_READS = re.compile(r"pyproject\.toml|requirements.*\.txt|tests/conftest\.py")
 UNKNOWN_S = 1.0  # of a test that has not been recorded
-PROCESSES = 2  # of scripts/test.sh
+PROCESSES = 2  # that are busy, of the three of scripts/test.sh
 
 
 class SelectionError(Exception):

@@ -35,6 +35,7 @@ def steps(folder) -> list[dict]:
     return [row for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_a_branch_that_changes_nothing_is_its_source(home, monkeypatch):
     assert branched(home, "same", monkeypatch) == 0, (home / "same.log").read_text()
     source = [dict(row) for row in story(home / "source") if "loss" in dict(row)]
@@ -50,6 +51,7 @@ def test_a_branch_that_changes_nothing_is_its_source(home, monkeypatch):
     assert meta["config"]["checkpoint"]["branch"] == f"{home / 'source'}@6"
 
 
+@pytest.mark.slow
 def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home, monkeypatch):
     b = str(home / "b" / "text")
     data = ("--data.path", f"0.5 {b} 0.5 {home / 'a' / 'text'}", "--train.seq_len", "32")

@@ -69,7 +69,7 @@ def test_every_edit_fits_and_is_small(tmp_path):
         assert set(re.findall(r"`([^`]+)`", row)) == changed
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 def test_its_commands(tmp_path, edit):
     """In a process of its own, which loads the edited program once and forks for each command."""

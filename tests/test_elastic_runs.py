@@ -140,6 +140,7 @@ def test_a_killed_rank_halves_the_data_parallel_axis(tmp_path, words, truth):
     assert json.loads((tmp_path / "run" / "exit_reason.json").read_text())["code"] == 0
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_no_step_along_that_is_in_memory(tmp_path, words, truth):
     """The disk has step 3, the memory of the node the parts of four ranks of step 5."""
     (tmp_path / "shm").mkdir()
@@ -163,6 +164,7 @@ def test_a_killed_rank_takes_no_step_along_that_is_in_memory(tmp_path, words, tr
     assert list((tmp_path / "shm").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_left_out_too(tmp_path, words, truth):
     seconds = str(5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
     more = ["--parallel.timeout_s", seconds, "--train.micro_batch", "2"]
@@ -175,6 +177,7 @@ def test_a_frozen_rank_is_left_out_too(tmp_path, words, truth):
     assert_same(tmp_path, truth)
 
 
+@pytest.mark.slow
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path, words):
     """A place that no other can stand in for is used again. Killed when the checkpoint of step 2 is there."""
     code, out, errors = launch(tmp_path, "1:1", words, "ckpt.pre_latest:step=2:act=SIGKILL")
@@ -214,6 +217,7 @@ WITH_ANOTHER_FILE = "import sys; from scripts import launch; launch.TRAIN_FILE =
     "sys.exit(launch.main(sys.argv[2:]))"
 
 
+@pytest.mark.slow
 def test_places_whose_devices_multiply_wrongly_are_left_out(tmp_path, words, truth):
     """Both ranks may say so at the first start, or one at each; two sound places are enough."""
     file = tmp_path / "wrong.py"
@@ -250,6 +254,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_fewer_ranks_take_a_layout_that_fits_or_are_refused(tmp_path, words, truth):
     """Under ZeRO-3 two ranks hold more each than four: here a byte more than there is. A refusal comes before
     the first step."""
@@ -311,6 +316,7 @@ def wait_until(condition, seconds=120):
     return condition()
 
 
+@pytest.mark.slow
 def test_spares_become_the_ranks_of_the_next_start(real_starts, tmp_path, words):
     """One that waited before the loss, and a new process; and another waits after it."""
     more = [*words, "--train.steps", "100000", "--checkpoint.every", "50", "--checkpoint.keep", "2"]
@@ -341,6 +347,7 @@ def test_spares_become_the_ranks_of_the_next_start(real_starts, tmp_path, words)
     assert len(starts) == 2
 
 
+@pytest.mark.slow
 def test_a_signal_after_a_loss_stops_the_job_and_the_command_goes_on(tmp_path, words):
     """It comes as soon as the restart is told of: before the ranks are there, or while they import."""
     fault = "step.begin:step=3:act=SIGKILL"
@@ -359,6 +366,7 @@ def test_a_signal_after_a_loss_stops_the_job_and_the_command_goes_on(tmp_path, w
     assert code == 0 and len(losses(tmp_path)) == STEPS, (out, errors)
 
 
+@pytest.mark.slow
 def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, words, truth):
     """As torchrun does with --nnodes MIN:MAX. Four ranks have no sequence for a micro-batch of 2 each."""
     args = [*words, "--parallel.elastic", "true", "--train.micro_batch", "2", *folder(tmp_path)]

@@ -259,6 +259,7 @@ def test_init_from(home):
         torch.testing.assert_close(after[f"{key}@ema"].double(), want, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_branch_goes_on_with_the_average_of_its_source(home, monkeypatch):
     """One that changes nothing has, in the end, what its source has."""
     assert run(home, "trunk", extra=(*EMA, "--checkpoint.keep_every", "3")) == 0

@@ -271,7 +271,7 @@ def step_of_kernels(world: World, cfg: config.Config, handed_over: bool) -> tupl
     return [float(results[0]), *weights], counts
 
 
-@pytest.mark.slow(core=["kept-tensorwise-dense"])
+@pytest.mark.slow
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 @pytest.mark.parametrize("kind", FORMULAS_OF_A_BLOCK)
 @pytest.mark.parametrize("recipe", RECIPES)

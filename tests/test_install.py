@@ -121,6 +121,7 @@ def prepare_data(place, folder):
     run(place, folder, "-m", "bevatron", *words)
 
 
+@pytest.mark.slow
 def test_ranks_and_workers_find_it_too(place, elsewhere):
     prepare_data(place, elsewhere)
     _, err = run(place, elsewhere, "-m", "bevatron", "launch", "--nproc", "2", "--", "llama3-tiny", *TINY)

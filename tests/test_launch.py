@@ -154,8 +154,9 @@ def wait_until(condition, seconds):
     return condition()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", list(LAUNCHERS))
-def test_a_frozen_host_of_the_store_holds_up_nobody(tmp_path, args, how):
+def test_a_frozen_host_of_the_store_holds_up_nobody(real_starts, tmp_path, args, how):
     """The launcher, which keeps the store, and rank 0 are stopped, not dead: nothing that rank 1 asks the
     store is ever answered.
     """
@@ -222,6 +223,7 @@ def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
     assert end.seconds < AT_ONCE
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_to_answer_is_not_killed(tmp_path, args, monkeypatch):
     """As on a machine with more ranks than cores: it says what it does three seconds late, and the first
     rank waits for it.
@@ -366,6 +368,7 @@ def test_a_torchrun_that_passes_no_sigusr1_on_is_told_of(tmp_path, args, handled
     assert warned == (0 if handled else 1)
 
 
+@pytest.mark.slow
 def test_a_store_of_an_earlier_start_is_not_believed(tmp_path, args):
     """torchrun starts the ranks again with the store of those that died, which holds their failure and their
     addresses.

@@ -95,6 +95,7 @@ def test_killed_between_the_link_and_the_end_of_the_save(home, plain, point):
     shutil.rmtree(home / point)
 
 
+@pytest.mark.slow
 def test_resumed_from_a_linked_checkpoint_and_saved_again(home, plain):
     """Bit for bit; and the step that is there already stays as it is."""
     folder = home / "again"
@@ -109,6 +110,7 @@ def test_resumed_from_a_linked_checkpoint_and_saved_again(home, plain):
     same_as(folder, plain)
 
 
+@pytest.mark.slow
 def test_each_rank_links_its_files(tmp_path):
     """Two ranks, killed in the save of the skipped step, and started again."""
     args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path), *ALWAYS,
@@ -132,6 +134,7 @@ def test_each_rank_links_its_files(tmp_path):
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_without_hard_links_all_is_written(home, plain, monkeypatch):
     def refuse(*args, **more):
         raise PermissionError(1, "Operation not permitted")
@@ -142,6 +145,7 @@ def test_without_hard_links_all_is_written(home, plain, monkeypatch):
     assert not steps_linked(home / "nolinks") and not any(map(linked, checkpoints(home / "nolinks")))
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_of_a_linked_file_and_the_start_after_it(home, plain, capsys):
     """Steps 5 and 6 are damaged, scrub names both, and the run goes on from 4."""
     assert save_all(home, "flipped", 9, "step.begin:step=7:act=SIGKILL") == -9

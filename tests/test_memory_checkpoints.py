@@ -696,6 +696,7 @@ def test_what_is_damaged_on_the_disk_is_named(tmp_path, trains):
     assert said(end, "resumed from memory of node0, node1 at step 4")
 
 
+@pytest.mark.slow
 def test_other_data_is_refused_without_a_path_in_memory(tmp_path, trains):
     """A shard of one rank gives no weights to another run."""
     killed(trains, "dp2 zero1", 5)
@@ -756,6 +757,7 @@ def test_a_folder_that_somebody_removes_is_made_again(tmp_path, trains, clean):
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_forgets_what_came_after(tmp_path, trains):
     """Spikes in the steps 8 and 9, after memory has step 6: back to step 4 of the disk."""
     def before(rank):

@@ -52,6 +52,7 @@ def steps_of(folder: pathlib.Path) -> list[dict]:
     return [row for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_a_mac_trains_on_its_cpu_saves_and_resumes(tmp_path):
     """The same numbers as Linux, of which this is the same machine."""
     for steps in (2, 4):

@@ -152,6 +152,7 @@ def rows(folder) -> list[dict]:
     return [r for r in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in r]
 
 
+@pytest.mark.slow
 def test_a_resume_in_the_middle_bit_for_bit_and_under_another_dp(tmp_path, prefix):
     args = [
         "llama3-tiny",

@@ -1,6 +1,8 @@
 """Storage slower than the ranks' patience with each other: parallel.timeout_s finds hangs, and no file of any
 size is one."""
 
+import pytest
+
 import os
 import time
 
@@ -27,6 +29,7 @@ def late(work):
     return slowed
 
 
+@pytest.mark.slow
 def test_data_a_save_and_a_resume_that_take_longer_than_a_peer_may(tmp_path):
     """Rank 0 opens the data late and rank 1 writes late; then rank 1 verifies what it reads late, finds it
     damaged (rank 0's own is sound), all go back to the checkpoint before; and rank 1's writer behind the run

@@ -29,6 +29,7 @@ def sources(tmp_path):
     return {"text": corpus(tmp_path), "code": write_tokens(tmp_path, "code", 600)}
 
 
+@pytest.mark.slow
 def test_each_source_apart(tmp_path, sources):
     blend = f"0.7 {sources['text']} 0.3 {sources['code']}"
     found = run(settings(blend, eval={"every": 1, "batches": 2}, data=SPLIT), tmp_path / "blend")

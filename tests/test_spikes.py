@@ -196,7 +196,7 @@ def test_as_many_spikes_as_the_window_end_the_run(tmp_path, trains):
 # ---- a run that goes back ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
     world, bad = LAYOUTS[layout][0], (6, 7)
@@ -231,6 +231,7 @@ def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
     assert course(tmp_path / "k") == course(tmp_path / "r")
 
 
+@pytest.mark.slow
 def test_wandb_and_tensorboard_show_the_steps_that_were_trained_again(tmp_path, trains, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     told = fake_wandb.install(tmp_path, monkeypatch)

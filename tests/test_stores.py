@@ -131,7 +131,7 @@ def fetched(url, step, folder):
     return mirror.fetch(checkpoints, step, mirror.complete_steps(checkpoints)[step], folder)
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow(core=["s3-1"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_fresh_machine_goes_on_as_if_nothing_had_happened(server, kind, world, tmp_path):
     """Killed after a save was sent; the machine is lost, with the run folder and the data. Another one trains
@@ -200,6 +200,7 @@ def test_a_store_that_is_down_is_named_before_any_work(server, kind, tmp_path):
     assert end.codes == [2] and "corpora/none.idx: no such file in the store" in end.logs[0]
 
 
+@pytest.mark.slow
 def test_a_store_that_dies_in_an_upload_loses_nothing_and_the_next_start_heals_it(server, kind, tmp_path):
     """It dies within the files of step 4, and stays dead: the run trains on and ends with code 82. What was
     sent before is whole. The same command, when the store is back, sends the rest and trains nothing."""
@@ -235,6 +236,7 @@ def test_a_store_that_dies_in_an_upload_loses_nothing_and_the_next_start_heals_i
     assert len(server.requests("PUT", "step_00000002")) == len([s for s in sent if s.startswith("PUT")])
 
 
+@pytest.mark.slow
 def test_a_save_after_the_store_is_back_heals_it_in_the_same_run(server, kind, tmp_path):
     url = url_of(server, kind)
     prefix = put_corpus(server, tmp_path)
@@ -262,6 +264,7 @@ def test_a_save_after_the_store_is_back_heals_it_in_the_same_run(server, kind, t
     assert "step_00000002" not in open_folder(f"{url}/runs/r/checkpoints", "test").names()
 
 
+@pytest.mark.slow
 def test_failures_in_a_row_end_a_run_of_two_ranks(server, kind, tmp_path):
     url = url_of(server, kind)
     prefix = put_corpus(server, tmp_path)
@@ -280,6 +283,7 @@ def test_failures_in_a_row_end_a_run_of_two_ranks(server, kind, tmp_path):
     assert newest >= steps[-1] - 1
 
 
+@pytest.mark.slow
 def test_a_slow_store_does_not_hold_up_the_steps_and_is_waited_for_at_the_end(server, kind, tmp_path):
     """Uploads that take longer than the time between saves: fewer are sent than saved, and the last is."""
     url = url_of(server, kind)
@@ -298,6 +302,7 @@ def test_a_slow_store_does_not_hold_up_the_steps_and_is_waited_for_at_the_end(se
     assert len(saves) == steps and sum(saves) < steps * 1.0, saves
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_from_the_store(server, kind, tmp_path):
     url = url_of(server, kind)
     put_corpus(server, tmp_path)
@@ -329,6 +334,7 @@ def download_in_child(url, cache, answers):
         answers.put((os.getpid(), f"{type(error).__name__}: {error}"))
 
 
+@pytest.mark.slow(core=["s3"])
 def test_of_many_processes_one_downloads_and_none_sees_a_part(server, kind, tmp_path):
     url = f"{url_of(server, kind)}/corpora/text"
     prefix = put_corpus(server, tmp_path)

@@ -94,7 +94,7 @@ def alone(home):
     return run
 
 
-@pytest.mark.slow(every=5)
+@pytest.mark.slow(core=["mixtral-tiny-2---parallel.ep 2"])
 @pytest.mark.parametrize("recipe, world, layout", LAYOUTS, ids=lambda value: str(value))
 def test_the_numbers_of_one_process(home, alone, tmp_path, recipe, world, layout):
     end = job(tmp_path, world, arguments(home, f"run-{recipe}-{world}-{layout}", recipe, layout))

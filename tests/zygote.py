@@ -309,10 +309,7 @@ def become(channel: socket.socket, fds: list[int]) -> Start:
         os.setsid()
     elif start.process_group >= 0:
         os.setpgid(0, start.process_group)
-    for number in start.ignored_signals:
-        if number not in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by every Python
-            with contextlib.suppress(OSError):
-                signal.signal(number, signal.SIG_IGN)
+    set_signals(start.ignored_signals)
     if start.umask >= 0:
         os.umask(start.umask)
     set_name(b"python")
@@ -329,6 +326,19 @@ def become(channel: socket.socket, fds: list[int]) -> Start:
     with socket.socket(fileno=reply) as answer:
         answer.send(os.getpid().to_bytes(4, "little"))
     return start
+
+
+def set_signals(ignored: list[int]) -> None:
+    """Signals as a new Python has them. ignored: those that the caller ignores, which outlives an exec."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        handler = signal.SIG_DFL
+        if number in ignored or number in (signal.SIGPIPE, signal.SIGXFSZ):
+            handler = signal.SIG_IGN
+        elif number == signal.SIGINT:
+            handler = signal.default_int_handler
+        with contextlib.suppress(OSError, ValueError):  # those of the C library
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 def text_stream(number: int, mode: str, like: io.TextIOWrapper) -> io.TextIOWrapper:

@@ -38,6 +38,7 @@ def test_models_are_compared_by_what_the_dtype_does():
     assert same["state"] == "wrong" and "did not run" in same["problem"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="scripts.bench first trains the models here")
 def test_a_model_with_a_wrong_kernel_is_wrong(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from config import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_real_run_has_every_watch():
     command = [sys.executable, "-m", "scripts.bench", "watching", "--steps", str(2 * OFTEN), "--batch", "4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -27,6 +28,7 @@ def test_a_real_run_has_every_watch():
     assert re.search(r"2 ranks, a step of [\d,]+ ms: all watches of a step take \d+\.\d+% of it", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_mac_has_the_watches_without_the_threads(tmp_path):
     """There is no clock of another thread: the ranks run, and report their calls."""
     data = write_corpus(tmp_path, documents=500)
@@ -51,6 +53,7 @@ def report(seconds, steps=20, threads=None):
     return RankCosts(calls, threads or {}, [1.0] * steps, seconds=10.0)
 
 
+@pytest.mark.slow
 def test_the_slowest_rank_counts_at_the_usual_intervals():
     rows, share = rows_of([report(0.01), report(0.02, threads={"peers": 0.05})])
     shares = {row["watch"]: row.get("share of a step") for row in rows}
@@ -62,6 +65,7 @@ def test_the_slowest_rank_counts_at_the_usual_intervals():
     assert share == pytest.approx(0.0002 + 0.01 + 0.02 + 0.02 + 0.005)
 
 
+@pytest.mark.slow
 def test_a_watch_that_nobody_has_called_is_named():
     silent = report(0.01)
     silent.calls["agree_to_stop"] = []

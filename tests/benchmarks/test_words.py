@@ -6,6 +6,7 @@ from benchmarks import command, words
 from config import ConfigError
 
 
+@pytest.mark.slow
 def test_a_rank_says_as_much_whatever_the_number_of_ranks(capsys):
     assert command.main(["words", "--ranks", "2,6"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -20,13 +21,14 @@ def test_a_rank_says_as_much_whatever_the_number_of_ranks(capsys):
         assert "at the store's rate" in rows[story, "16,384 (extrapolated)"][3]
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["8", "1,2", "a,b", "", "8,8"])
 def test_ranks_that_are_no_numbers(text):
     with pytest.raises(ConfigError, match="--ranks: .*: give two numbers or more"):
         words.sizes_of(text)
 
 
+@pytest.mark.slow
 def test_the_line_to_far_ranks():
     counts = [words.Counts(size, [], [], 0.0) for size in (8, 64)]
     assert words.line_at_far(counts, [8 * 3 + 5, 64 * 3 + 5]) == 16_384 * 3 + 5

@@ -107,7 +107,7 @@ def test_every_preset_comes_back(tmp_path, name):
     assert full(back) == full(m)
 
 
-@pytest.mark.slow(every=5)
+@pytest.mark.slow(core=["qwen3-8b", "qwen2-57b-a14b"])
 @pytest.mark.parametrize("name", COUNTED)
 def test_transformers_counts_the_same_parameters(tmp_path, name):
     transformers = pytest.importorskip(

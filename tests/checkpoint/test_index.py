@@ -1,5 +1,7 @@
 """The index of a large checkpoint: read fast, and small in memory."""
 
+import pytest
+
 import json
 import time
 import tracemalloc
@@ -26,6 +28,7 @@ def large_index() -> bytes:
     )
 
 
+@pytest.mark.slow
 def test_what_repeats_is_held_once():
     text = large_index()
     tracemalloc.start()

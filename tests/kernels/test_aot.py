@@ -145,7 +145,7 @@ def test_the_table_holds_what_it_promises(table):
     check_promises(table)
 
 
-@pytest.mark.slow(core=["1"])
+@pytest.mark.slow
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_the_table_is_what_the_kernels_compile_to(table, tmp_path, part):

@@ -18,7 +18,7 @@ LAYOUTS = {  # b, heads, key heads, head dims of keys and of values
 }
 
 
-@pytest.mark.slow(every=8)
+@pytest.mark.slow(core=["seven products-1-96-latent"])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("s", [47, 96])
 @pytest.mark.parametrize("processors", [1, 40])

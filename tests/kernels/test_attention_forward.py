@@ -1,5 +1,7 @@
 """Attention's forward where there is no mask, and the merge of two of its parts."""
 
+import pytest
+
 import torch
 from test_attention_blocks import draw_mask
 
@@ -8,6 +10,7 @@ from kernels import partial_attention as kernel
 from kernels.partial_attention import attention_part, merge_partial, partial_backward
 
 
+@pytest.mark.slow
 def test_triton_where_everyone_sees_all(small):
     q, dy = (torch.randn(2, 37, 6, 8, device=small) for _ in "qd")
     k, v = (torch.randn(2, 37, 3, 8, device=small) for _ in "kv")

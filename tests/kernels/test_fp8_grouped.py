@@ -95,7 +95,7 @@ def test_one_expert_is_a_linear(recipe):
     close(got[1], dx)
 
 
-@pytest.mark.slow(every=6)
+@pytest.mark.slow(core=["64-rowwise-uneven"])
 @pytest.mark.parametrize("name", [name for name in SHARES if name != "nothing"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("side", [SIDE, 64])

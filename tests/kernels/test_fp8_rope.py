@@ -43,7 +43,7 @@ def angles(b, s, d, device, one_table=False):
     return [t.to(device) for t in rope.cos_sin_tables(positions, rope.frequencies(d, 100.0), torch.bfloat16)]
 
 
-@pytest.mark.slow(every=27)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("tensor", "row"))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,7 +99,7 @@ def projection(x, weight, cos, sin, heads, kv, dys, recipe, reader):
     return *(y.detach() for y in results), *grads
 
 
-@pytest.mark.slow(every=4)
+@pytest.mark.slow(core=["1-40-2-2-32-side by side-tensorwise"])
 @pytest.mark.parametrize("recipe", ("tensorwise", "rowwise"))
 @pytest.mark.parametrize("layout", LAYOUTS[:3])
 @pytest.mark.parametrize("b, s, heads, kv, d", [(2, 16, 4, 2, 16), (1, 40, 2, 2, 32)])

@@ -33,6 +33,7 @@ def mup_rate(name: str) -> float:
 MUP = {"llama": (LLAMA, 0.5), "tied": (replace(LLAMA, tied=True), 1.0), "qwen2-moe": (QWEN2_MOE, 1.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base,scores", MUP.values(), ids=MUP)
 def test_mup(place, note, base, scores):
     """Scores grow as 1 / head_dim from the tuned head_dim on: sqrt(2 / 8) of the usual ones."""
@@ -47,6 +48,7 @@ def test_mup(place, note, base, scores):
 # ---- noise scale, capacities -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("docs,micro", [(True, 1), (False, 2)])
 def test_noise_scale(place, note, docs, micro):
     family = families.variant(replace(LLAMA, name="noise scale llama2"), docs, micro)
@@ -55,6 +57,7 @@ def test_noise_scale(place, note, docs, micro):
     note(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_place", [False, True])
 def test_capacity(place_without_ties, note, by_place):
     """Experts turn away what is over 3/4 of their fair share of a sequence, in training alone."""
@@ -261,7 +264,7 @@ RULES = {
 }
 
 
-@pytest.mark.slow(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_optimizer(place, note, name):
     """Tables without padding: LAMB and LARS count its rows in the norms."""
@@ -282,6 +285,7 @@ def test_optimizer(place, note, name):
     assert made[0].check() <= (rule.LIBRARY or 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,power", [("lion", 1.0), ("muon", 0.5)])
 def test_mup_of_other_optimizers(place, note, name, power):
     """Hidden matrices learn m^-power times as fast: a sign's update grows with the width as Adam's does; an

@@ -50,6 +50,7 @@ def brute(cfg, world, c, fixed):
     return sorted(x.forecast.step for x in out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [80e9, 9e9])
 def test_nothing_faster_is_left_out(memory):
     cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
@@ -63,6 +64,7 @@ def test_nothing_faster_is_left_out(memory):
     assert memory < 10e9 or counts["priced"] < len(every) / 2
 
 
+@pytest.mark.slow
 def test_what_is_set_stays_and_what_is_found_fits():
     cfg = config.resolve("mixtral-8x7b", None, ["--train.global_batch", "64", "--parallel.ep", "8"])
     fixed = {"parallel.ep": 8, "train.micro_batch": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}

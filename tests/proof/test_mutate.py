@@ -170,6 +170,7 @@ def test_every_mutant_compiles_differs_and_is_read_as_a_difference_of_lines():
         assert lines[:at] + m.after.splitlines() + lines[at + n :] == new.splitlines() and m.before != m.after
 
 
+@pytest.mark.slow
 def test_what_only_a_gpu_runs_is_not_drawn():
     """The table of draw.py, each line of it: it must still find something, and of that nothing is drawn."""
     sources = {}
@@ -267,6 +268,7 @@ def test_a_line_has_the_tests_that_run_its_function(measured):
     assert known.tests_of_line("model/toy.py", "def another():\n    pass\n", 2) == []
 
 
+@pytest.mark.slow
 def test_of_the_core_alone(measured):
     known = toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))), only=frozenset(NAMES[1:2]))
     assert known.tests_of_line("model/toy.py", BODY, 5) == [(0.2, NAMES[1])]

@@ -129,6 +129,7 @@ def test_an_override_of_the_model_changes_what_is_trained(tmp_path):
         assert abs(one - other) > 1e-6, losses
 
 
+@pytest.mark.slow
 def test_a_proof_with_overrides_trains_them_on_every_rank_and_says_them(monkeypatch, capsys):
     jobs, prove = [], command.prove
 

@@ -36,6 +36,7 @@ def collections():
     gc.set_threshold(*thresholds)
 
 
+@pytest.mark.slow
 def test_the_collector_runs_after_the_same_steps_and_never_in_one(tmp_path, monkeypatch, collections):
     monkeypatch.setattr(garbage, "COLLECT_EVERY", 2)
     cfg = settings(corpus(tmp_path), "--train.steps", str(STEPS))
@@ -59,7 +60,7 @@ def test_the_collector_works_again_after_a_run_that_failed():
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, keys",
     [

@@ -206,6 +206,7 @@ def test_a_mixture_is_recorded(mixtures_as_on_a_gpu, args):
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
 
 
+@pytest.mark.slow
 def test_counts_that_the_host_reads_are_seen(mixtures_as_on_a_gpu, monkeypatch):
     """Planted: how the rows are divided is what it was when the step was recorded."""
     monkeypatch.setattr(dispatch, "stays_on_device", lambda choices: False)

@@ -40,6 +40,7 @@ def run(tmp_path, *more):
     return train.main(argv)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume(tmp_path, capsys):
     """The curves are those of metrics.jsonl, each step once, over tokens and FLOPs; with text and picture."""
     pytest.importorskip("tensorboard")

@@ -214,6 +214,7 @@ def test_the_first_failure_ends_the_ladder():
     assert run_all([lambda: 0, lambda: 0], jobs=4) == 0
 
 
+@pytest.mark.slow
 def test_one_size_trains_and_branches(tmp_path, capsys):
     """The command as an array job calls it: the trunk, then the branches from its checkpoints."""
     argv = ["ladder", "--out", str(tmp_path), "--depths", "1,2,3", "--rung", "0"]

@@ -157,6 +157,7 @@ def test_a_folder_holds_one_sweep(tmp_path):
         keep_sweep(SWEEP, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_real_sweep(tmp_path, capsys):
     """By the command; again it runs nothing; other runs than the table's are not made."""
     argv = ["sweep", "--out", str(tmp_path), "--rates", "2e-3,1e-2", "--batches", "2,8", "--tokens", "3000",

@@ -158,6 +158,7 @@ def test_a_cell_whose_run_failed_has_no_times(tmp_path, capsys):
     assert [each.cell.name for each in read_cells(tmp_path)] == ["strong-dp-1"]
 
 
+@pytest.mark.slow
 def test_measured_on_two_ranks(tmp_path, capsys):
     """The real thing: the machine is measured, train.py runs, the table is of what its metrics say."""
     argv = ["systems", "--out", str(tmp_path), "--mode", "strong", "--ranks", "2", "--steps", "6"]

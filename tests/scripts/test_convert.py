@@ -761,6 +761,7 @@ def test_an_import_that_is_a_preset_has_its_name(alone, tmp_path, capsys):
     assert config.resolve(None, str(tmp_path / "back" / "config.yaml"), []).model.preset == "qwen2.5-tiny"
 
 
+@pytest.mark.slow
 def test_an_import_without_tokenizer_is_evaluated_on_tokens(alone, tmp_path, capsys):
     """Beside torch's cross entropy over the same windows. Text needs a tokenizer: --tokenizer names one."""
     from scripts import evaluate, generate

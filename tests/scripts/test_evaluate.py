@@ -78,6 +78,7 @@ def letters(folder):
     return tokenizer.load_tokenizer(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", ["1", "4", "7"])
 def test_all_of_a_data_set_once(home, other, capsys, micro):
     """Also where the micro-batch does not divide it."""
@@ -90,6 +91,7 @@ def test_all_of_a_data_set_once(home, other, capsys, micro):
     assert found["val_bpb"] == pytest.approx(bits, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_fewer_samples_longer_ones_and_another_dtype(home, capsys):
     run, data = str(home / "run"), ("--data", str(home / "text"))
     part = told(capsys, run, *data, "--samples", "5", "--micro-batch", "2")

@@ -51,7 +51,7 @@ def read_anew(run, length: int) -> tuple[str, list[int]]:
     return PROMPT + loaded.tokenizer.decode(ids[len(start) :]), ids
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_likeliest_text_is_the_one_read_anew(home, capsys, name):
     text, ids = read_anew(home / name, NEW)
