@@ -13,8 +13,9 @@ import sys
 import pytest
 import torch
 
-# under nohup it is ignored, and every process of a test would inherit that
+# ignored under nohup and in the background of a shell, which every process of a test would inherit
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if (
     not torch.cuda.is_available()
@@ -68,15 +69,19 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    share = config.getoption("memory_share")
-    if share is not None and not 0 < share <= 1:
-        raise pytest.UsageError(f"--memory-share {share:g}: give a share of the GPU, above 0 up to 1")
-    if share is not None and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
+    limit_memory(config.getoption("memory_share"))
     if folder := config.getoption("record"):
         worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
         if worker != "alone" or not config.getoption("numprocesses", None):
             config.pluginmanager.register(footprints.Recorder(pathlib.Path(folder).resolve() / worker))
+
+
+def limit_memory(share: float | None) -> None:
+    """Raises UsageError for what is not a share."""
+    if share is not None and not 0 < share <= 1:
+        raise pytest.UsageError(f"--memory-share {share:g}: give a share of the GPU, above 0 up to 1")
+    if share is not None and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def pytest_collection_modifyitems(config, items):

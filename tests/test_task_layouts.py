@@ -86,7 +86,7 @@ def alone(home):
     def run(recipe, more):
         key = recipe, more
         if key not in known:
-            name = f"alone{len(known)}"
+            name = f"{recipe}{more}".replace(" ", "")
             assert train.main(arguments(home, name, recipe, more)) == 0
             known[key] = validations(home / name)
         return known[key]
@@ -113,10 +113,9 @@ def test_the_numbers_of_one_process(home, alone, tmp_path, recipe, world, layout
 
 def test_the_script_gives_the_numbers_of_the_loop(home, alone, capsys):
     want = alone("llama2-tiny", "")[2]
-    (folder,) = [path.parent for path in home.glob("*/config.yaml") if path.parent.name == "alone0"]
     files = [str(home / f"text{number}.jsonl") for number in range(len(TEXTS))]
     capsys.readouterr()
-    assert main([str(folder), "--tasks", "configs/tasks", *files, "--limit", "5", "--json"]) == 0
+    assert main([str(home / "llama2-tiny"), "--tasks", "configs/tasks", *files, "--limit", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     flat = {f"tasks/{name}/{key}": value for name, of in found["tasks"].items() for key, value in of.items()}
     assert found["step"] == 2 and flat == pytest.approx(want, abs=1e-12, rel=1e-12)
@@ -137,7 +136,7 @@ def test_log_probabilities_of_transformers(home, alone, tmp_path, capsys):
     """The exported model on the same ids, in torch's own log_softmax."""
     transformers = pytest.importorskip("transformers")
     want = alone("llama2-tiny", "")[2]
-    assert convert(["to-hf", str(home / "alone0"), str(tmp_path / "hf"), "--dtype", "fp32"]) == 0
+    assert convert(["to-hf", str(home / "llama2-tiny"), str(tmp_path / "hf"), "--dtype", "fp32"]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     tok = load_tokenizer("bytes")
     for number, (context, continuation) in enumerate(TEXTS):

@@ -5,7 +5,6 @@ test.
 import pathlib
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,4 +130,4 @@ def test_what_is_no_share_of_memory_is_one_line(request, share):
 
 def configure_memory(request, share):
     conftest = request.config.pluginmanager.get_plugin(str(HERE.parent / "conftest.py"))
-    conftest.pytest_configure(SimpleNamespace(getoption=lambda _: share))
+    conftest.limit_memory(share)
