@@ -273,7 +273,9 @@ def test_of_the_core_alone(measured):
     known = toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))), only=frozenset(NAMES[1:2]))
     assert known.tests_of_line("model/toy.py", BODY, 5) == [(0.2, NAMES[1])]
     core = cover.core_tests()
-    assert "tests/proof/test_mutate.py::test_of_the_core_alone" in core
+    here = "tests/proof/test_mutate.py::"
+    assert f"{here}test_every_operator_has_a_test_by_hand" in core
+    assert f"{here}test_of_the_core_alone" not in core  # it is marked slow
 
 
 def test_bugs_of_the_table_are_mutants_for_unit_tests():
