@@ -115,7 +115,8 @@ def test_the_script_gives_the_numbers_of_the_loop(home, alone, capsys):
     want = alone("llama2-tiny", "")[2]
     files = [str(home / f"text{number}.jsonl") for number in range(len(TEXTS))]
     capsys.readouterr()
-    assert main([str(home / "llama2-tiny"), "--tasks", "configs/tasks", *files, "--limit", "5", "--json"]) == 0
+    folder = str(home / "llama2-tiny")
+    assert main([folder, "--tasks", "configs/tasks", *files, "--limit", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     flat = {f"tasks/{name}/{key}": value for name, of in found["tasks"].items() for key, value in of.items()}
     assert found["step"] == 2 and flat == pytest.approx(want, abs=1e-12, rel=1e-12)
