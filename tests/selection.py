@@ -7,7 +7,7 @@
 
 A mark stands where the test does. `@pytest.mark.slow` leaves a test to --all. Of a table the core takes every
 fifth case with `@pytest.mark.slow(every=5)`, and those with these ids with `@pytest.mark.slow(core=["a"])`.
-A test may be slow if the core still runs every function that it runs.
+Slow are tests of functions that the core runs in others, and tests that take too long for it.
 
 What a test runs is known from tests/footprints.xz (tests/footprints.py), of a commit at which it passed.
 `--changed` without a commit begins there. With --minutes it takes the tests that fit, first some for every
