@@ -48,7 +48,7 @@ def tracked_files(root: Path = ROOT) -> list[str]:
 
 
 class Recorder:
-    """A plugin that notes the footprint of every test of this process in a folder of its own.
+    """A plugin that notes the footprint of every test of this process in a folder.
 
     tests.jsonl has a line a test: [row, node id, seconds, outcome]. `hits` has a row of bytes a test
     (mutate_trace.py), and row 0 what ran outside of any.

@@ -78,7 +78,6 @@ LOAD_TIME_EXEMPT = (
 )
 OUR_NAMES = sorted({path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()} - {""})
 LOADS_TORCH = re.compile(rf"\b(import|from)\b.*\b(torch|{'|'.join(map(re.escape, OUR_NAMES))})\b")
-PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 NAME = b"zygote"
 PR_SET_CHILD_SUBREAPER = 36
@@ -378,9 +377,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    from runtime.processes import dying_with  # what preload() has imported
+
+    dying_with(parent)()
 
 
 def with_own_zygote(channel: socket.socket) -> Start:

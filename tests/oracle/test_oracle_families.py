@@ -38,7 +38,6 @@ def others() -> list:
     return [pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in core()]
 
 
-@pytest.mark.slow(every=19)
 @pytest.mark.parametrize("name,docs,micro", [*core(), *others()])
 def test_family(place, note, name, docs, micro):
     family = families.variant(FAMILIES[name], docs, micro)
