@@ -16,8 +16,9 @@ SRUN = '#!/bin/bash\nwhile [[ $1 = -* ]]; do shift; done\nSLURM_NODEID=0 exec "$
 SCONTROL = '#!/bin/bash\necho "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && echo 127.0.0.1 || true\n'
 # In the place of python: notes its words; ends with $CODE, at once or when USR1 comes.
 PYTHON = """#!/bin/bash
+[ -z "$WAIT" ] || trap 'echo caught >> "$CALLS"; exit "$CODE"' USR1
 echo "python $*" >> "$CALLS"
-[ -z "$WAIT" ] || { trap 'echo caught >> "$CALLS"; exit "$CODE"' USR1; while :; do sleep 0.02; done; }
+while [ -n "$WAIT" ]; do sleep 0.02; done
 exit "$CODE"
 """
 SMALL = [
