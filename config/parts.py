@@ -1,6 +1,7 @@
 """--part K/M of a command whose work is a list: several machines, or several starts, do a part each."""
 
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 from config import ConfigError
@@ -8,7 +9,7 @@ from config import ConfigError
 Item = TypeVar("Item")
 
 
-def part_of(items: list[Item], part: str) -> list[Item]:
+def part_of(items: Sequence[Item], part: str) -> Sequence[Item]:
     """Every M-th item from the K-th on: each item is in exactly one part.
 
     part: "K/M". Raises ConfigError if there is no such part.

@@ -4,16 +4,17 @@ Without --draw: the table of planted bugs (proof/mutate/table.py), each a class 
 codebases had, against scripts.verify. A bug that verify does not see is a hole in the proof: exit 1.
 
 With --draw: N mutants of the whole core (model/, parallel/, optim/, data/, checkpoint/, the step and the
-evaluation), drawn by the seed. Each meets the unit tests that run its function (tests/footprints.xz knows
-them), then verify on layouts that use its file. A failure counts only if the same command passes without the
-mutant (proof/mutate/control.py). Exit 1 if fewer than 95 % of the mutants that are not explained in
-equivalent.yaml are killed. --part K/M and --resume FILE.jsonl spread a draw over several runs.
+evaluation), drawn by the seed. Each meets the tests that run its function (tests/footprints.xz knows them),
+first those of the core (bash scripts/test.sh) and then slow ones, and then verify on layouts that use its
+file. A failure counts only if the same command passes without the mutant (proof/mutate/control.py). Exit 1
+if fewer than 95 % of the mutants that are not explained in equivalent.yaml are killed. --part K/M and
+--resume FILE.jsonl spread a draw over several runs.
 
-With --tests core or all, only unit tests are asked, also about the bugs of the table: those of the core
-(bash scripts/test.sh), or every one.
+With --without-verify tests alone are asked, also about the bugs of the table.
 """
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from proof.mutate.report import make_report, read_explanations
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     args = make_parser().parse_args(argv)
-    if args.draw is None and args.tests is None:
+    if args.draw is None and not args.without_verify:
         return table.run(args.only, args.world, args.part)
     return judge_all(args)
 
@@ -62,13 +63,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=float, help="start no mutant after this time")
     parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help="seconds of unit tests that a mutant meets"
+        "--budget", type=float, default=BUDGET_S, help="seconds of tests of each kind that a mutant meets"
     )
     parser.add_argument("--list", action="store_true", help="show the mutants of --draw and judge none")
     parser.add_argument(
-        "--tests",
-        choices=("core", "all"),
-        help="ask the unit tests alone, of the core or all, also of the bugs of the table",
+        "--without-verify", action="store_true", help="ask tests alone, also about the bugs of the table"
     )
     return parser
 
@@ -78,6 +77,7 @@ def judge_all(args: argparse.Namespace) -> int:
     if args.draw is None:
         mutants = table.mutants(args.only, args.world)
     else:
+        part_of(range(args.draw), args.part)  # raises before the draw, which takes a while
         mutants = draw(ROOT, args.draw, args.seed, tuple(args.only))
     mutants = part_of(mutants, args.part)
     if args.list:
@@ -89,8 +89,7 @@ def judge_all(args: argparse.Namespace) -> int:
             f"{cover.FOOTPRINTS.name}: it is not known which test runs which function; run "
             "bash scripts/test.sh --all --record FOLDER and python tests/footprints.py FOLDER first"
         )
-    only = cover.core_tests() if args.tests == "core" else None
-    coverage = cover.CoverageMap(cover.read_footprints(), only)
+    coverage = cover.CoverageMap(cover.read_footprints(), cover.core_tests())
     verdicts = judge_mutants(mutants, coverage, args)
 
     judged = [verdicts[mutant.key] for mutant in mutants if mutant.key in verdicts]
@@ -111,8 +110,7 @@ def judge_mutants(
     known = read_verdicts(args.resume) if args.resume else []
     verdicts = {verdict.key: verdict for verdict in known}
     started = time.perf_counter()
-    with copy_checkout(ROOT) as base:
-        controls = Controls(base)
+    with copy_checkout(ROOT) as base, contextlib.closing(Controls(base)) as controls:
         for mutant in mutants:
             if mutant.key in verdicts:
                 continue
@@ -126,7 +124,7 @@ def judge_mutants(
                 controls,
                 coverage,
                 budget_s=args.budget,
-                verify=args.tests is None,
+                verify=not args.without_verify,
                 kills=kills,
             )
             verdicts[mutant.key] = verdict

@@ -22,7 +22,8 @@ from pathlib import Path
 from config import ConfigError
 from proof.mutate import cover
 from proof.mutate.checkout import kill_session
-from proof.mutate.cover import child_environment, pytest_command
+from proof.mutate.cover import child_environment, pytest_arguments
+from proof.mutate.warm import WarmPytest
 
 START_S = 60.0  # seconds that a run may take in addition to its tests before it counts as hung
 SLOWDOWN = 5.0  # of a busy machine
@@ -93,7 +94,9 @@ def sandbox(base: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def run_tests(folder: Path, tests: Sequence[str], limit_s: float) -> tuple[CommandResult, str]:
+def run_tests(
+    warm: WarmPytest, folder: Path, tests: Sequence[str], limit_s: float
+) -> tuple[CommandResult, str]:
     """Runs the tests of a sandbox in this order, up to the first that fails.
 
     Returns the result and the name of the test that started last, "" if none did (an import failed).
@@ -106,8 +109,17 @@ def run_tests(folder: Path, tests: Sequence[str], limit_s: float) -> tuple[Comma
     checkout = folder / "checkout"
     files = dict.fromkeys(name.split("::")[0] for name in tests)
     existing = [file for file in files if (checkout / file).exists()]
-    command = pytest_command(folder, "-x", *existing)
-    result = run_command(command, checkout, limit_s, folder / "log", BEVATRON_CHOSEN=str(order))
+    log = folder / "log"
+    started = time.perf_counter()
+    code = warm.run(
+        arguments=pytest_arguments(folder, "-x", *existing),
+        folder=str(checkout),
+        log=str(log),
+        environment=child_environment(BEVATRON_CHOSEN=str(order)),
+        max_file_bytes=MAX_FILE_BYTES,
+        limit_s=limit_s,
+    )
+    result = CommandResult(code, time.perf_counter() - started, log.read_text(errors="replace"))
     return result, last_started.read_text() if last_started.exists() else ""
 
 
@@ -151,13 +163,18 @@ class Controls:
     """What passes in the checkout of `base` (checkout.copy_checkout) without a mutant.
 
     seconds: {name of a test or of a run of verify: how long it took, None if it did not pass}.
+    warm: runs tests; close() ends it.
     """
 
     def __init__(self, base: Path, file: Path | None = None) -> None:
         self.base = base
+        self.warm = WarmPytest()
         self.file = file or cover.CACHE / "controls.json"
         self.digest = checkout_digest(base / "checkout")
         self.seconds: dict[str, float | None] = self.read_file().get(self.digest, {})
+
+    def close(self) -> None:
+        self.warm.close()
 
     def read_file(self) -> dict[str, dict[str, float | None]]:
         """Returns {digest of a checkout: seconds}."""
@@ -171,7 +188,7 @@ class Controls:
         """
         if repeat or test not in self.seconds:
             with sandbox(self.base) as folder:
-                result, last_started = run_tests(folder, [test], limit_s)
+                result, last_started = run_tests(self.warm, folder, [test], limit_s)
             if "::" in test:
                 passed = result.code == 0 and last_started == test
             else:

@@ -120,10 +120,10 @@ def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
 
 @dataclass(frozen=True)
 class CoverageMap:
-    """Which tests a mutant can meet. only: the tests that count, None for all."""
+    """Which tests a mutant can meet. core: those of the tests that `bash scripts/test.sh` runs."""
 
     footprints: Footprints
-    only: frozenset[str] | None = None
+    core: frozenset[str]
 
     def tests_of_line(self, file: str, text: str, line: int) -> list[tuple[float, str]]:
         """Returns [(seconds, name)] of the tests that run the function at a line, sorted.
@@ -138,7 +138,7 @@ class CoverageMap:
                 mask |= 1 << at
         found = []
         for test, (seconds, outcome, footprint) in self.footprints.tests.items():
-            if outcome == "passed" and footprint & mask and (self.only is None or test in self.only):
+            if outcome == "passed" and footprint & mask:
                 found.append((seconds, test))
         return sorted(found)
 
@@ -180,10 +180,7 @@ def child_environment(**more: str) -> dict[str, str]:
     }
 
 
-def pytest_command(folder: Path, *arguments: str) -> list[str]:
-    """Returns a pytest command with the plugin of the hooks. folder: for temporary files."""
-    command = [sys.executable, "-m", "pytest", "-q"]
-    command += ["-p", "no:cacheprovider", "-p", "mutate_pytest"]
-    command += ["-o", "addopts=", "--tb", "line"]
-    command += ["--basetemp", str(folder / "tmp")]
-    return [*command, *arguments]
+def pytest_arguments(folder: Path, *arguments: str) -> list[str]:
+    """Returns the words of a pytest command with the plugin of the hooks. folder: for temporary files."""
+    words = ["-q", "-p", "no:cacheprovider", "-p", "mutate_pytest", "-o", "addopts=", "--tb", "line"]
+    return [*words, "--basetemp", str(folder / "tmp"), *arguments]

@@ -1,6 +1,7 @@
 """Judges a mutant: which test sees it?
 
-First the unit tests that run its line, the cheapest first, then scripts.verify on layouts that use its file.
+First the tests of the core that run its function, the cheapest first, then the slow ones, then scripts.verify
+on layouts that use its file.
 """
 
 import json
@@ -29,6 +30,7 @@ from proof.mutate.draw import Mutant
 
 KILL_BONUS = 2.0  # a test that killed one mutant runs before tests that take a third of its time
 NO_KILLS: Mapping[str, int] = MappingProxyType({})
+TEST_STAGES = ("core", "slow")
 BUDGET_S = 120.0  # of the tests that a mutant meets, as long as they took when they were measured
 
 DENSE_RUNS = (VerifyRun("llama3-tiny", 2, "tp2 sp zero1"), VerifyRun("llama3-tiny", 4, "pp2 dp2 zero3"))
@@ -208,7 +210,7 @@ def verify_runs(file: str) -> tuple[VerifyRun, ...]:
 
 @dataclass(frozen=True)
 class Kill:
-    """stage: "test" or "verify", "" if the mutant survived.
+    """stage: "core" or "slow" (tests), or "verify"; "" if the mutant survived.
 
     by: the test or layout that saw the mutant; of a survivor, why verify gave no verdict ("" if it did).
     hung: the run was stopped.
@@ -223,7 +225,7 @@ class Kill:
 class Verdict:
     """A mutant and what became of it (see Kill): a line of the file of verdicts.
 
-    ran: how many tests run the line; seconds: how long the judgement took.
+    ran: how many tests run its function; seconds: how long the judgement took.
     """
 
     file: str
@@ -311,10 +313,10 @@ def judge(
     verify: bool = True,
     kills: Mapping[str, int] = NO_KILLS,
 ) -> Verdict:
-    """Plants the mutant in a copy of the checkout of `controls` and runs the tests that could see it.
+    """Plants the mutant in a copy of the checkout of `controls` and runs what could see it.
 
-    A test counts only if it passes without the mutant. verify: whether scripts.verify runs after the unit
-    tests; kills: see choose_tests.
+    A test counts only if it passes without the mutant. budget_s: of the core's tests, and as much again of
+    slow ones; verify: whether scripts.verify runs after the tests; kills: see choose_tests.
     Raises ConfigError if a run of verify fails without the mutant.
     """
     started = time.perf_counter()
@@ -322,13 +324,19 @@ def judge(
     text = (checkout / mutant.file).read_text()
     tests = coverage.tests_of_line(mutant.file, text, mutant.line)
     related = related_test_files(mutant.file, checkout)
-    chosen = choose_tests(tests, budget_s, kills=kills, related=related)
+    of_stage = {
+        "core": [(seconds, name) for seconds, name in tests if name in coverage.core],
+        "slow": [(seconds, name) for seconds, name in tests if name not in coverage.core],
+    }
 
     with sandbox(controls.base) as folder:
         planted = folder / "checkout" / mutant.file
         planted.unlink()
         planted.write_text(mutant.edit.apply_to(text))
-        kill = kill_by_tests(folder, chosen, controls)
+        kill = None
+        for stage, candidates in of_stage.items():
+            chosen = choose_tests(candidates, budget_s, kills=kills, related=related)
+            kill = kill or kill_by_tests(stage, folder, chosen, controls)
         if kill is None:
             runs = verify_runs(mutant.file) if verify else ()
             kill = kill_by_verify(folder, runs, controls)
@@ -347,15 +355,17 @@ def judge(
     )
 
 
-def kill_by_tests(folder: Path, tests: list[tuple[float, str]], controls: Controls) -> Kill | None:
-    """Returns how the unit tests see the mutant in the sandbox; None if they do not.
+def kill_by_tests(
+    stage: str, folder: Path, tests: list[tuple[float, str]], controls: Controls
+) -> Kill | None:
+    """Returns how these tests see the mutant in the sandbox; None if they do not.
 
     A test that fails without the mutant too is left out, and the others run again.
     """
     while tests:
         limit_s = START_S + SLOWDOWN * sum(seconds for seconds, _ in tests)
         names = [name for _, name in tests]
-        result, last_started = run_tests(folder, names, limit_s)
+        result, last_started = run_tests(controls.warm, folder, names, limit_s)
         if result.code in (0, NO_TESTS):
             return None
 
@@ -363,7 +373,7 @@ def kill_by_tests(folder: Path, tests: list[tuple[float, str]], controls: Contro
         hung = result.code is None
         suspects = [last_started] if last_started else sorted({name.split("::")[0] for name in names})
         if all(controls.passes(suspect, limit_s, repeat=hung) for suspect in suspects):
-            return Kill("test", last_started or "import", hung)
+            return Kill(stage, last_started or "import", hung)
 
         flaky = {suspect for suspect in suspects if controls.seconds[suspect] is None or hung}
         tests = [(seconds, name) for seconds, name in tests if not flaky & {name, name.split("::")[0]}]
@@ -391,7 +401,7 @@ def kill_by_verify(folder: Path, runs: Iterable[VerifyRun], controls: Controls) 
 
 def count_kills(verdicts: Iterable[Verdict]) -> Counter[str]:
     """Returns {test function: how many mutants it killed}."""
-    return Counter(verdict.by.split("[")[0] for verdict in verdicts if verdict.stage == "test")
+    return Counter(verdict.by.split("[")[0] for verdict in verdicts if verdict.stage in TEST_STAGES)
 
 
 # ---- the file of verdicts ----------------------------------------------------------------------------------

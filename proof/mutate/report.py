@@ -10,6 +10,7 @@ from config import ConfigError
 from proof.mutate.judge import Verdict
 
 EXPLANATIONS_FILE = Path(__file__).parent / "equivalent.yaml"
+STAGES = ("core", "slow", "verify")
 TARGET_SHARE = 0.95  # killed, of the mutants that are not explained
 
 Explanations = dict[tuple[str, str, str], str]  # (file, before, after) -> why no test can see a difference
@@ -54,13 +55,18 @@ def make_report(verdicts: Sequence[Verdict], explanations: Explanations) -> tupl
     columns = {
         "drawn": list(verdicts),
         "explained": explained,
-        "tests": [verdict for verdict in killed if verdict.stage == "test"],
-        "verify": [verdict for verdict in killed if verdict.stage == "verify"],
+        **{stage: [verdict for verdict in killed if verdict.stage == stage] for stage in STAGES},
         "hung": [verdict for verdict in killed if verdict.hung],
         "survived": survived,
     }
     lines += operator_table(columns)
 
+    num_by_core = len(columns["core"])
+    num_by_tests = num_by_core + len(columns["slow"])
+    core_share = num_by_core / max(num_by_tests, 1)
+    lines.append(
+        f"the core kills {num_by_core} of the {num_by_tests} that a test kills ({100 * core_share:.1f} %)"
+    )
     num_judged = len(killed) + len(survived)
     share = len(killed) / max(num_judged, 1)
     lines.append(

@@ -2177,7 +2177,7 @@ def plant(bug: Mutation, folder: Path) -> None:
 
 
 def mutants(only: Sequence[str], world: int) -> list[Mutant]:
-    """The bugs whose text has all the words of `only` and that need at most `world` ranks, for unit tests."""
+    """The bugs whose text has all the words of `only` and that need at most `world` ranks, for tests."""
     found = []
     for bug in chosen(only, world):
         source = Source.parse((ROOT / bug.file).read_text())

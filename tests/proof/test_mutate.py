@@ -2,6 +2,7 @@
 by what the tests say.
 """
 
+import contextlib
 import re
 import time
 from dataclasses import replace
@@ -229,13 +230,13 @@ def test_flaky():
 NAMES = [f"tests/test_toy.py::{name}" for name in ("test_here", "test_in_another_process", "test_flaky")]
 
 
-def toy_map(seconds: dict[str, float], only=None) -> cover.CoverageMap:
+def toy_map(seconds: dict[str, float], core: tuple[str, ...] = tuple(NAMES)) -> cover.CoverageMap:
     """As if these tests had been seen to run `larger`, and another one to fail in it."""
     columns = [("model/toy.py", cover.REST), ("model/toy.py", "larger"), ("model/other.py", "larger")]
     tests = {name: (time, "passed", 0b10) for name, time in seconds.items()}
     tests["tests/test_toy.py::test_fails"] = (0.1, "failed", 0b10)
     tests["tests/test_toy.py::test_other"] = (0.1, "passed", 0b100)
-    return cover.CoverageMap(cover.Footprints("c", {}, columns, tests), only)
+    return cover.CoverageMap(cover.Footprints("c", {}, columns, tests), frozenset(core))
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +249,8 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, checkout.copy_checkout(root) as base:
         patch.setattr(checkout, "ROOT", root)
         patch.setattr(cover, "CACHE", root / ".cache")
-        yield control.Controls(base), toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))))
+        with contextlib.closing(control.Controls(base)) as controls:
+            yield controls, toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))))
         assert (base / "checkout/model/toy.py").read_text() == BODY
 
 
@@ -269,13 +271,22 @@ def test_a_line_has_the_tests_that_run_its_function(measured):
 
 
 @pytest.mark.slow
-def test_of_the_core_alone(measured):
-    known = toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))), only=frozenset(NAMES[1:2]))
-    assert known.tests_of_line("model/toy.py", BODY, 5) == [(0.2, NAMES[1])]
+def test_the_core_is_asked_first(measured):
+    controls, _ = measured
+    known = toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))), core=(NAMES[1],))
+    seen = judged((controls, known), ">= b", "< b")
+    assert (seen.stage, seen.by) == ("core", NAMES[1])
+    known = toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))), core=(NAMES[2],))  # the flaky one
+    seen = judged((controls, known), ">= b", "< b")
+    assert (seen.stage, seen.by) == ("slow", NAMES[0])
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_core_are_known():
     core = cover.core_tests()
     here = "tests/proof/test_mutate.py::"
     assert f"{here}test_every_operator_has_a_test_by_hand" in core
-    assert f"{here}test_of_the_core_alone" not in core  # it is marked slow
+    assert f"{here}test_the_core_is_asked_first" not in core  # it is marked slow
 
 
 def test_bugs_of_the_table_are_mutants_for_unit_tests():
@@ -288,7 +299,7 @@ def test_bugs_of_the_table_are_mutants_for_unit_tests():
 @pytest.mark.slow
 def test_a_mutant_is_killed_by_a_test_that_passes_without_it(measured):
     seen = judged(measured, ">= b", "< b")
-    assert (seen.stage, seen.by, seen.hung, seen.ran) == ("test", NAMES[0], False, 3)
+    assert (seen.stage, seen.by, seen.hung, seen.ran) == ("core", NAMES[0], False, 3)
     assert measured[0].seconds[NAMES[0]] > 0  # its control
 
 
@@ -310,13 +321,13 @@ def test_a_run_that_does_not_end_is_stopped_with_all_that_it_started(tmp_path):
     raise AssertionError("what it started still runs")
 
 
-@pytest.mark.parametrize("seconds, stage", [(1.0, "test"), (40.0, "")])
+@pytest.mark.parametrize("seconds, stage", [(1.0, "core"), (40.0, "")])
 def test_a_hang_is_a_kill_where_the_control_ends_well_within(measured, tmp_path, monkeypatch, seconds, stage):
     """The limit of one test of a second is 65 s."""
     known = toy_map({NAMES[0]: 1.0})
     monkeypatch.setattr(judge, "run_tests", lambda *_: (control.CommandResult(None, 65.0, ""), NAMES[0]))
     monkeypatch.setattr(control, "run_tests", lambda *_: (control.CommandResult(0, seconds, ""), NAMES[0]))
-    fresh = control.Controls(measured[0].base, tmp_path / "controls.json")
+    fresh = control.Controls(measured[0].base, tmp_path / "controls.json")  # runs nothing
     v = judged((fresh, known), ">= b", "> b")
     assert (v.stage, v.hung) == (stage, bool(stage))
 
@@ -436,7 +447,7 @@ def test_the_closing_table_and_the_file_of_verdicts(tmp_path):
     def verdict(line: int, stage: str) -> judge.Verdict:
         return judge.Verdict("model/toy.py", line, "relations", "a >= b", "a > b", stage, "", False, 2, 1.0)
 
-    seen, alike, proved = verdict(1, "test"), verdict(2, ""), verdict(3, "verify")
+    seen, alike, proved = verdict(1, "core"), verdict(2, ""), verdict(3, "verify")
     file = tmp_path / "verdicts.jsonl"
     for v in (seen, alike, proved):
         judge.append_verdict(file, v)
@@ -445,6 +456,8 @@ def test_the_closing_table_and_the_file_of_verdicts(tmp_path):
     assert judge.read_verdicts(file) == [seen, alike, proved]
     lines, enough = report.make_report([seen, alike, proved], {})
     assert not enough and lines[-1].startswith("2 of 3 mutants killed (66.7 %")
+    lines, _ = report.make_report([seen, alike, proved, verdict(4, "slow")], {})
+    assert lines[-2] == "the core kills 1 of the 2 that a test kills (50.0 %)"
     assert any(line.startswith("SURVIVED model/toy.py:2") for line in lines)
     reasons = {("model/toy.py", "a >= b", "a > b"): "equal values"}
     lines, enough = report.make_report([seen, alike, proved], reasons)
@@ -487,12 +500,12 @@ def test_the_tests_of_a_file_come_first():
     assert "tests/data/test_loader.py" not in judge.related_test_files("parallel/sharding/zero.py", root)
 
 
-@pytest.mark.slow(core=["words0-^--part: '3/2'"])
 @pytest.mark.parametrize(
     "words, says",
     [
         (["--draw", "5", "--part", "3/2"], "^--part: '3/2'"),
         (["--draw", "9", "--only", "nowhere/"], "^--draw: 9"),
+        (["--without-verify", "--part", "1"], "^--part: '1'"),
     ],
 )
 def test_bad_words_are_one_line(words, says):
