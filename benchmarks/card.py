@@ -240,7 +240,7 @@ def fit_layers(shape: Shape, memory_bytes: int, dtype: str = "bf16") -> Shape | 
 
 
 def with_fewer_layers(shape: Shape, dtype: str) -> Shape | None:
-    """What is tried where a shape that was planned to fit does not. None: there is nothing smaller."""
+    """Returns the shape to try when this one does not fit after all; None if it has the fewest layers."""
     layers = max(shape.layers - FEWER_LAYERS, MIN_LAYERS[dtype])
     return replace(shape, layers=layers) if layers < shape.layers else None
 
@@ -314,7 +314,7 @@ def environment_of(contestant: str, site: str) -> dict[str, str]:
 
 
 def derived_figures(row: dict, shape: Shape, peak_flops: float | None) -> dict:
-    """Returns what follows from the milliseconds of a step. peak_flops: of the GPU, FLOP/s; None: unknown."""
+    """Returns tokens/s, TFLOP/s and MFU of a step. peak_flops: of the GPU, in FLOP/s, if known."""
     tokens_per_s = shape.tokens / row["ms"] * 1e3
     flops = flops_per_token(config.ModelConfig(**shape.model_keys()), shape.seq, shape.documents)
     flops_per_s = flops * shape.tokens / row["ms"] * 1e3

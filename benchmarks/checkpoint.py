@@ -48,7 +48,7 @@ Seconds = dict[str, float]
 class SavedState:
     """Where the files of the benchmark lie, on the disk and in memory, and what is saved.
 
-    memory: None: there is no room in memory.
+    memory: None where it has no room.
     """
     folder: Path
     memory: Path | None
@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def make_state(parameters: int) -> State:
-    """Masters and two moments of so many parameters, in weights [WIDTH, WIDTH]."""
+    """Makes masters and two moments of at least one weight [WIDTH, WIDTH]."""
     generator = torch.Generator().manual_seed(0)
     state: State = {}
     for number in range(max(1, parameters // WIDTH**2)):
@@ -283,7 +283,7 @@ def forget_folder(path: Path) -> None:
 
 
 def step_seconds(steps: int) -> float:
-    """Of one step, on average."""
+    """Measures the mean seconds of a step."""
     a = torch.ones(WIDTH, WIDTH)
 
     def step() -> None:

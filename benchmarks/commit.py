@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def commit_id() -> str:
-    """Of the checkout; with a plus where Python files differ from it. "unknown": this is no checkout."""
+    """Returns the short hash of HEAD, with a plus if Python files differ from it; "unknown" without git."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -154,8 +154,9 @@ def torchtitan(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, i
 
 
 def torchtitan_documents(shape: Shape, device: str) -> dict[str, Any]:
-    """What its model takes beside the tokens: where the documents of all sequences, one after another, begin
-    and end, and the position of each token."""
+    """Returns the further inputs of its model: where each document of the flattened batch begins and ends,
+    and the position of each token.
+    """
     from torchtitan.models.attention import VarlenMetadata
 
     lengths = torch.tensor(shape.documents * shape.batch, device=device)

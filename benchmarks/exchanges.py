@@ -1,7 +1,7 @@
 """Do the verbs of parallel/wire/comm.py work here, with every dtype? Over NCCL, or over gloo on a CPU.
 
 Each verb runs at once and, where comm.py can start it, started and awaited, with the clock that train.py
-uses; results are compared with what each rank must get. A world of one is no short cut here: its group says
+uses; results are compared with what each rank must get. A world of one takes no short cut: its group says
 that its size is not 1 (Alone), so the exchange goes through the library. Rank 0 reports the rows.
 """
 
@@ -55,7 +55,7 @@ class Place:
     device: torch.device
 
     def message(self, rank: int, dtype: torch.dtype, parts: int = 1) -> Tensor:
-        """What `rank` sends: [parts * ROWS, WIDTH] of small numbers that all dtypes hold."""
+        """The message of `rank`: [parts * ROWS, WIDTH] of small numbers that all dtypes hold."""
         count = torch.arange(parts * ROWS * WIDTH, device=self.device).view(-1, WIDTH)
         return ((count + 5 * rank) % 7).to(dtype)
 

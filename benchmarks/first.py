@@ -160,57 +160,79 @@ def run_sections(
     def seconds_left() -> float:
         return end - time.monotonic()
 
-    # the card
-    place = JobPlace(multiprocessing.get_context(args.start), logs)
-    [row] = rows_of_card(args.device, place)
-    yield row
-    if row["state"] != "ok" and args.start == "fork":
-        print("a forked process cannot use the GPU here: each job imports everything", flush=True)
-        place = JobPlace(multiprocessing.get_context("spawn"), logs)
-        [row] = rows_of_card(args.device, place)
-        yield row
+    place, card_rows = meet_card(args, logs)
+    yield from card_rows
+    row = card_rows[-1]
     if row["state"] != "ok":
         return
-    chip = Chip(row["name"], tuple(row["capability"]), row["processors"], row["memory_bytes"])
-
-    cores = os.cpu_count() or 1
-    jobs = 1 if machine.is_exclusive else jobs_beside(machine.memory_bytes, cores)
-    if args.device == "cpu":
-        jobs = min(2, cores)
-    run = FirstRun(args.device, args.tiny, args.site, scratch, machine, args.jobs or jobs, chip, args.tests)
+    run = FirstRun(
+        device=args.device,
+        is_tiny=args.tiny,
+        site=args.site,
+        scratch=scratch,
+        machine=machine,
+        jobs=args.jobs or jobs_at_once(args.device, machine),
+        chip=Chip(row["name"], tuple(row["capability"]), row["processors"], row["memory_bytes"]),
+        tests=args.tests,
+    )
 
     expected = sum(section.expected_s for section in sections)
     scale = seconds_left() / expected if args.tiny else 1.0  # a rehearsal meets every section
-    parts = [name for name in args.only.split(",") if "/" in name]
-    divided = {name.partition("/")[0] for name in parts}
+    only = [name for name in args.only.split(",") if "/" in name]
     for is_boxed in (True, False):
         for pool in pools_of(sections):
             if seconds_left() <= 0:
                 return
             box = time.monotonic() + sum(scale * one.expected_s * SLACK[one.beside] for one in pool)
-            section_of: dict[str, str] = {}
-            wanted: list[list[ForkedJob]] = []
-            done: dict[str, frozenset[str]] = {}
-            for section in pool:
-                jobs_here = [
-                    job
-                    for job in jobs_of(section, run)
-                    if section.name not in divided or f"{section.name}/{job.name}" in parts
-                ]
-                results.planned[section.name] = [job.name for job in jobs_here]
-                section_of |= {job.name: section.name for job in jobs_here}
-                done |= results.done(section.name)
-                wanted.append([job for job in jobs_here if (section.name, job.name) not in results.complete])
+            section_of, jobs = jobs_of_pool(pool, run, only, results)
             messages = run_jobs(
-                [job for turn in zip_longest(*wanted) for job in turn if job],
+                jobs,
                 place,
                 most=num_together(pool[0], run),
                 seconds_left=lambda: min(seconds_left(), box - time.monotonic() if is_boxed else math.inf),
-                done=done,
+                done={job: rows for section in pool for job, rows in results.done(section.name).items()},
             )
             with closing(messages):
                 for message in messages:
                     yield {"section": section_of[message["job"]], **message}
+
+
+def meet_card(args: argparse.Namespace, logs: Path) -> tuple[JobPlace, list[dict]]:
+    """Returns the place where jobs run, and the rows that describe the card: the last one counts."""
+    place = JobPlace(multiprocessing.get_context(args.start), logs)
+    rows = rows_of_card(args.device, place)
+    if rows[-1]["state"] != "ok" and args.start == "fork":
+        print("a forked process cannot use the GPU here: each job imports everything", flush=True)
+        place = JobPlace(multiprocessing.get_context("spawn"), logs)
+        rows += rows_of_card(args.device, place)
+    return place, rows
+
+
+def jobs_at_once(device: str, machine: card.GpuMachine) -> int:
+    cores = os.cpu_count() or 1
+    if device == "cpu":
+        return min(2, cores)
+    return 1 if machine.is_exclusive else jobs_beside(machine.memory_bytes, cores)
+
+
+def jobs_of_pool(
+    pool: list[Section], run: FirstRun, only: list[str], results: Results
+) -> tuple[dict[str, str], list[ForkedJob]]:
+    """Returns {job: its section}, and the jobs that are not complete, the sections taking turns.
+
+    only: SECTION/JOB; a section that they name runs these jobs alone. Notes in `results` what is planned.
+    """
+    divided = {name.partition("/")[0] for name in only}
+    section_of: dict[str, str] = {}
+    incomplete: list[list[ForkedJob]] = []
+    for section in pool:
+        jobs = jobs_of(section, run)
+        if section.name in divided:
+            jobs = [job for job in jobs if f"{section.name}/{job.name}" in only]
+        results.planned[section.name] = [job.name for job in jobs]
+        section_of |= {job.name: section.name for job in jobs}
+        incomplete.append([job for job in jobs if (section.name, job.name) not in results.complete])
+    return section_of, [job for turn in zip_longest(*incomplete) for job in turn if job]
 
 
 def pools_of(sections: list[Section]) -> list[list[Section]]:

@@ -211,7 +211,7 @@ def report_small_model(report: Report, done: frozenset[str], *, name: str, run: 
 
 
 def corpus_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
-    """What all small models read, so that they need not make it beside each other."""
+    """Makes the corpus that all small models read, before they run beside each other."""
     work = partial(small_models.report_corpus, device=run.device)
     return [ForkedJob("corpus", work, run.limit_s("models"))]
 
@@ -346,7 +346,7 @@ def modelled_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
 def report_modelled(
     report: Report, done: frozenset[str], *, step: str, scenario: str, run: FirstRun
 ) -> None:
-    """What the step's launches cost, counted, to be timed with measured rates (benchmarks/measured.py)."""
+    """Counts FLOPs and bytes of the step's launches; measured rates turn them into time (measured.py)."""
     row = f"model of {step}"
     report(starting=row)
     model, _, name = step.partition(" ")

@@ -1,4 +1,4 @@
-"""What `scripts.bench first` runs, in the order of truth per second, and what fits a card."""
+"""The sections of `scripts.bench first`, in the order of truth per second, and the shapes that fit a card."""
 
 from dataclasses import dataclass, replace
 

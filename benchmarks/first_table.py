@@ -47,7 +47,7 @@ def progress_line(row: Mapping) -> str:
 
 
 def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> str:
-    """What is wrong first, then modelled beside measured, then a table for each kind of section."""
+    """Wrong rows come first, then modelled beside measured, then a table for each kind of section."""
     count = Counter(row["state"] for row in rows)
     summary = ", ".join(f"{count[state]} {state}" for state in STATES)
     where = ", ".join(f"{name} {value}" for name, value in facts.items() if value)

@@ -1,4 +1,4 @@
-"""What the ranks of this machine can do, measured while all of them work.
+"""The rates of this machine's ranks, measured while all of them work.
 
     torchrun --standalone --nproc-per-node 2 -m scripts.bench machine --out machine.json
 
@@ -82,7 +82,7 @@ def measure_machine(out: Path, dtype_name: str, threads: int) -> None:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Of one call, on average over SECONDS."""
+    """Measures the mean seconds of a call, over SECONDS."""
     call()  # warm
     calls, started = 0, time.perf_counter()
     while time.perf_counter() - started < SECONDS:
@@ -92,7 +92,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def exchange_seconds(x: torch.Tensor, group: comm.Group, calls: int) -> float:
-    """Of one sum over all ranks."""
+    """Measures the mean seconds of an all-reduce."""
     comm.all_reduce_sum(x, group)
     started = time.perf_counter()
     for _ in range(calls):

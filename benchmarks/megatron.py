@@ -98,7 +98,7 @@ def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int
 
 
 def megatron_documents(shape: Shape, device: str) -> dict[str, Any]:
-    """What its model takes beside the tokens: where the documents of all sequences begin and end."""
+    """Returns the further inputs of its model: where the documents of all sequences begin and end."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = torch.tensor(shape.documents * shape.batch, device=device)
@@ -167,7 +167,7 @@ def megatron_layer_spec(shape: Shape, use_te: bool):
 
 
 def megatron_sdpa(self, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> Tensor:
-    """SDPA in the place of Megatron-core's own attention. query, key, value: [s, b, heads, head_dim]."""
+    """SDPA, instead of Megatron-core's own attention. query, key, value: [s, b, heads, head_dim]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     is_grouped = query.shape[2] != key.shape[2]
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)

@@ -1,4 +1,4 @@
-"""What this GPU can do: products, copies, attention, launches, our kernels, and the clock under load.
+"""The rates of this GPU: products, copies, attention, launches, our kernels, and the clock under load.
 
 Each rate is a row of its own, and its inputs are made just before it is timed. Those with `rate` go into the
 step model (benchmarks/measured.py). A product counts its FLOPs; what memory bounds counts the bytes that must
@@ -50,7 +50,7 @@ Function = Callable[[], Any]  # one call, on tensors that it holds
 
 
 class Absent(Exception):
-    """What cannot be measured here, and why."""
+    """Says why a rate cannot be measured here."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny:
 
 
 def tried(function: Callable[[], dict]) -> dict:
-    """What it returns, or why it could not."""
+    """Returns the row of a measurement; where it fails, the state and the problem."""
     try:
         return function()
     except Absent as reason:
@@ -369,7 +369,16 @@ def attention_call(
         documents = torch.arange(len(lengths), device=place.device).repeat_interleave(lengths)
         documents = documents.expand(shape.batch, -1).contiguous()
         counts = DocumentCounts(shape.batch * len(lengths), max(shape.documents))
-    mask = make_attention_mask(0, shape.seq, 0, shape.seq, None, documents, place.device, counts)
+    mask = make_attention_mask(
+        query_start=0,
+        s_q=shape.seq,
+        key_start=0,
+        s_k=shape.seq,
+        window=None,
+        docs=documents,
+        device=place.device,
+        counts=counts,
+    )
     if name == "own":
         return lambda: attention._TritonAttention.apply(q, k, v, mask), (q, k, v)
 
@@ -542,7 +551,7 @@ LAUNCH_TIMES = {  # {name: (seconds of one, its rate in the step model)}
 
 
 def clock_under_load(place: RateInputs) -> dict:
-    """What a row says: products for LOAD_S seconds; their rate, the clock and the power at the end."""
+    """Runs products for LOAD_S seconds; returns their rate, and the clock and the power at the end."""
     if place.device.type == "cpu":
         return {"state": "absent", "problem": "needs a GPU"}
     x = place.randn(SQUARE, SQUARE)

@@ -43,9 +43,9 @@ class Shape:
         """Returns the models of one GPU; tiny: models of the same kinds for a rehearsal.
 
         A dense model of 1.57B parameters with two vocabularies, the 8B model with all its layers
-        (benchmarks/card.py leaves out those that do not fit), and a mixture of 3.9B, of which
-        plan/count.py counts 0.7B a token. packed: the dense model over the same documents, two in a sequence,
-        so with the same FLOPs and tokens; packed-uneven: over documents of other lengths, which end anywhere.
+        (benchmarks/card.py leaves out those that do not fit), and a mixture of 3.9B parameters with 0.7B
+        active (plan/count.py). packed: the dense model over the same documents, two in a sequence, so with
+        the same FLOPs and tokens; packed-uneven: over documents of other lengths, which end anywhere.
         """
         if tiny:
             small = Shape(layers=3, hidden=64, heads=2, ffn=96, vocab=512, seq=64, batch=2)

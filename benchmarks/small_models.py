@@ -145,7 +145,7 @@ class GradientRecorder:
         self.parts: dict[str, list[Tensor]] = {}
 
     def observe(self, point: str, step: int = 0, **seen: Any) -> None:
-        """Of the points, it needs that where the run is built, and that where gradients are complete."""
+        """Keeps the run when it is built, and the gradients of `steps` when they are complete."""
         if point == "run.built":
             self.run = seen["run"]
         if point == "step.backward" and step in self.steps and self.run is not None:
@@ -210,13 +210,13 @@ def gradient_rows(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedS
 
 
 def distance(a: float, b: float) -> float:
-    """|a - b|; infinite where one of them is no number."""
+    """|a - b|; infinite if either is NaN."""
     difference = abs(a - b)
     return float("inf") if difference != difference else difference
 
 
 def distance_of(a: Tensor, b: Tensor) -> float:
-    """||a - b||; infinite where it is no number."""
+    """||a - b||; infinite if it is NaN."""
     return distance(float((a - b).norm()), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What travels to a machine with a GPU, and whether the peers' packages are there."""
+"""The bytes of a checkout that is copied to a machine with a GPU, and which peers' packages are there."""
 
 import importlib.metadata
 import os

@@ -57,7 +57,7 @@ RUN = (
 class Watch:
     """Something that the main thread does to find a fault.
 
-    every: steps between two calls in a usual run; None: it is called before the first step alone.
+    every: steps between two calls in a usual run; None if it is called once, before the first step.
     """
 
     what: str
@@ -77,7 +77,7 @@ WATCHES = {
 
 @dataclass
 class RankCosts:
-    """What one rank has seen.
+    """The costs of watches on one rank.
 
     calls: {watch: seconds of each call}. threads: {name: CPU-seconds}. steps: seconds of
     each step with all that follows it.

@@ -1,7 +1,7 @@
 """python -m scripts.bench words: what ranks tell each other through the job's store, counted, for many ranks.
 
 Each rank is a process with the PeerWatch that train.py has (runtime/peers.py): its connections, its watcher,
-its words. There is no model and no process group, so that two cores hold 64 ranks. One store, kept by rank 0,
+its words. Without a model and a process group, two cores hold 64 ranks. One store, kept by rank 0,
 answers all of them, as in a job of any size. Its rate and the operations of a rank give the time of larger
 jobs: an extrapolation, which the table says.
 """
@@ -50,8 +50,11 @@ Pair = tuple[Synchronized, Synchronized]  # (operations, bytes)
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one story. operations, sent: by rank; bytes of keys and values, both ways. seconds: until all ranks
-    have ended."""
+    """Counts of one story.
+
+    operations, sent: by rank; sent in bytes of keys and values, both ways.
+    seconds: until all ranks have ended.
+    """
 
     size: int
     operations: list[int]
@@ -99,7 +102,7 @@ class CountedStore:
 
 
 def num_bytes(value: object) -> int:
-    """Of a key or a value of the store; numbers have 8."""
+    """The bytes of a key or a value of the store; a number has 8."""
     if isinstance(value, (list, tuple)):
         return sum(map(num_bytes, value))
     if isinstance(value, (str, bytes)):
@@ -112,8 +115,10 @@ def num_bytes(value: object) -> int:
 
 @dataclass(frozen=True)
 class Rank:
-    """What the process of a rank is given. before, after: its (operations, bytes) until all ranks have
-    started, and from then on."""
+    """The arguments of a rank's process.
+
+    before, after: its (operations, bytes) until all ranks have started, and from then on.
+    """
 
     rank: int
     size: int
@@ -239,7 +244,7 @@ def add_words_options(words: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError for --ranks that are no numbers."""
+    """Returns the exit code. Raises ConfigError unless --ranks are numbers."""
     sizes = sizes_of(args.ranks)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -1,4 +1,4 @@
-"""What each test runs: its footprint, the functions and the other files of this checkout that it uses.
+"""The footprint of each test: the functions and the other files of this checkout that it uses.
 
     bash scripts/test.sh --all --record FOLDER       runs every test and notes its footprint and its seconds
     python tests/footprints.py FOLDER [FOLDER ...]   packs what was noted, in parts or at once

@@ -213,7 +213,7 @@ def in_order(runs: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
 
 
 def that_fit(names: Sequence[str], minutes: float | None, known: Footprints) -> list[str]:
-    """The first of these tests, as many as two processes are expected to run in so many minutes."""
+    """The first of these tests that two processes are expected to run within the minutes."""
     if minutes is None:
         return list(names)
     chosen, left = [], 60 * minutes * PROCESSES

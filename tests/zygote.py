@@ -1,7 +1,7 @@
 """Programs that start as a fork of one warm process, in a few hundredths of a second instead of seconds.
 
 Most of what a test waits for when it starts train.py or a script is Python that imports torch. So
-tests/conftest.py puts `ForkingPopen` in the place of subprocess.Popen. A test still says what a user types,
+tests/conftest.py replaces subprocess.Popen with `ForkingPopen`. A test still says what a user types,
 
     subprocess.run([sys.executable, "train.py", "llama3-tiny"], cwd=ROOT)
 
@@ -179,7 +179,7 @@ class ForkingPopen(subprocess.Popen):
 
     @classmethod
     def install(cls, zygote: Zygote | None = None) -> None:
-        """Puts it in the place of subprocess.Popen in this process."""
+        """Replaces subprocess.Popen in this process."""
         cls.zygote, cls.owner = zygote, os.getpid()
         subprocess.Popen = cls
 
@@ -217,7 +217,7 @@ def note_real_start(reason: str, args) -> None:
 
 
 def as_start(parameters: dict) -> Start | str:
-    """What a fork has to run; where only a real process will do, the reason."""
+    """Returns the program for a fork to run, or the reason why only a real process will do."""
     if ForkingPopen.owner != os.getpid():
         return "a fork has no zygote of its own"
     args = parameters["args"]
@@ -366,7 +366,7 @@ def place_descriptors(sources: list[int], targets: list[int], keep: int) -> None
 
 
 def set_name(name: bytes) -> None:
-    """What /proc/PID/comm says."""
+    """Sets the name in /proc/PID/comm."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
 
 

@@ -133,7 +133,7 @@ def run_verify(folder: Path, run: VerifyRun, limit_s: float) -> CommandResult:
 def has_verdict(result: CommandResult) -> bool:
     """Returns whether verify reported that a layout is right or wrong, or died while it checked one.
 
-    An error exit is no verdict: a job that is refused, words that no layout has.
+    An error exit gives no verdict: a job that is refused, words that no layout has.
     """
     if result.code not in (0, 1):
         return False
@@ -160,7 +160,7 @@ def checkout_digest(root: Path) -> str:
 
 
 class Controls:
-    """What passes in the checkout of `base` (checkout.copy_checkout) without a mutant.
+    """The commands that pass in the checkout of `base` (checkout.copy_checkout) without a mutant.
 
     seconds: {name of a test or of a run of verify: how long it took, None if it did not pass}.
     warm: runs tests; close() ends it.

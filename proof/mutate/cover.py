@@ -81,7 +81,7 @@ def parts_of(file: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Footprints:
-    """What the tests ran at a commit.
+    """The footprints of the tests at a commit.
 
     columns: (file, function or REST) of each bit of a footprint.
     tests: {node id: (seconds, outcome, footprint)}.

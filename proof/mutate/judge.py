@@ -383,7 +383,7 @@ def kill_by_tests(
 def kill_by_verify(folder: Path, runs: Iterable[VerifyRun], controls: Controls) -> Kill:
     """Returns how scripts.verify sees the mutant in the sandbox.
 
-    An error exit is no verdict: the next run is asked.
+    An error exit gives no verdict: the next run is asked.
     Raises ConfigError if a run fails without the mutant.
     """
     no_verdict = ""
@@ -408,7 +408,7 @@ def count_kills(verdicts: Iterable[Verdict]) -> Counter[str]:
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """Reads a JSON Lines file; returns [] if there is no file. A line that is half written is left out."""
+    """Reads a JSON Lines file; returns [] without a file. A line that is half written is left out."""
     if not path.exists():
         return []
     verdicts = []

@@ -72,7 +72,7 @@ def become_pytest(
     os.environ.update(environment)
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     more = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:1] = [folder, *more]  # in the place of the folder of this file
+    sys.path[:1] = [folder, *more]  # instead of the folder of this file
     sys.argv = ["pytest", *arguments]
     sys.modules["__main__"] = types.ModuleType("__main__")
     return sys.modules["pytest"].main(arguments)
