@@ -35,10 +35,11 @@ import numpy as np
 from config import ConfigError, Tree
 from data import documents
 from data import tokenizer as tokenizers
+from data.contract import dtype_of
 from data.chat import ChatFormat, ChatText, chat_format, template_source
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
-from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_of, naming_errors, sync_file
+from data.indexed import IndexedDataset, IndexedDatasetWriter, naming_errors, sync_file
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
@@ -69,6 +70,7 @@ class TokenizeJob:
     skip_bad: bool
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
     has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
+    eod: str | None = None  # text or id of the token that the user wants to end documents with
 
 
 def prepare_corpus(
@@ -82,6 +84,7 @@ def prepare_corpus(
     skip_bad: bool = False,
     is_chat: bool = False,
     has_fim: bool = False,
+    eod: str | None = None,
     source: str | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
@@ -102,7 +105,7 @@ def prepare_corpus(
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim)
+    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod)
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -141,7 +144,10 @@ def prepare_corpus(
         "tokenizer": tok.name,
         "fingerprint": tok.fingerprint,
         "vocab": tok.vocab,
+        "eod": tok.eod,
+        "eod_text": tok.contract.end.text,
         "dtype": np.dtype(dtype_of(tok.vocab)).name,
+        "contract": tok.contract.lines(),
         "input_bytes": sum(map(unit_size, units)),
         "workers": workers,
         "seconds": time.monotonic() - started,
@@ -176,7 +182,8 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     """sha256 of all that decides the shards. skip_bad does not: a shard without bad documents is the same
     either way."""
     is_trained_here = bool(tokenizers.bpe_pieces(tokenizer))
-    tokenizer_digest = tokenizer if is_trained_here else tokenizers.load_tokenizer(tokenizer).fingerprint
+    known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer, job.eod)
+    tokenizer_digest = known.fingerprint if known else tokenizer
 
     paths: set[str] = set()
     ranges: list[list[tuple[str, int, int]]] = []
@@ -192,7 +199,6 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     if job.has_fim:
         parts.append("fim")
     if job.is_chat:
-        known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer)
         parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -223,14 +229,17 @@ def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) ->
     folder = pathlib.Path(job.parts, "tokenizer")
     if not folder.exists():
         pieces = tokenizers.bpe_pieces(spec)
-        tok = train_tokenizer(units, job, pieces, say) if pieces else tokenizers.load_tokenizer(spec)
+        if pieces:
+            tok = train_tokenizer(units, job, pieces, say)
+        else:
+            tok = tokenizers.load_tokenizer(spec, job.eod)
         temporary = folder.with_name("tokenizer.tmp")
         with naming_errors(temporary):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             tok.save(temporary)
             os.rename(temporary, folder)
-    return tokenizers.load_tokenizer(folder)
+    return tokenizers.load_tokenizer(folder, job.eod)
 
 
 def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
@@ -587,9 +596,12 @@ def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) ->
 
 # ---- the corpus that a run makes itself --------------------------------------------------------------------
 
-def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib.Path, str]:
+def prepare_stdlib(
+    cache: pathlib.Path | str, spec: str | None, eod: str | None = None
+) -> tuple[pathlib.Path, str]:
     """Makes the corpus of Python's standard library under `cache` if it is not there yet. spec: the
-    tokenizer, bpe-1024 by default. Returns its prefix, and "made in 2.4 s" or "cached".
+    tokenizer, bpe-1024 by default. eod: the token that ends documents. Returns its prefix, and
+    "made in 2.4 s" or "cached".
 
     Of two processes that start together one makes it, and the other waits. Raises ConfigError, and OSError if
     the disk fails.
@@ -598,7 +610,7 @@ def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib
     cache = pathlib.Path(cache)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     is_plain_name = spec == "bytes" or bool(tokenizers.bpe_pieces(spec))
-    label = spec if is_plain_name else tokenizers.load_tokenizer(spec).fingerprint[:12]
+    label = spec if is_plain_name else tokenizers.load_tokenizer(spec, eod).fingerprint[:12]
     home = cache / f"stdlib-{version}-{label}-{stdlib_digest()[:12]}"
     prefix = home / "text"
 
@@ -616,7 +628,7 @@ def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib
         started = time.monotonic()
         try:
             source = f"python stdlib {version}"
-            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, source=source)
+            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source)
             os.replace(temporary, home)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -49,6 +49,7 @@ class RawShards(IndexedDataset):
                               "truncated, empty or of another format; restore it")
 
         self._map_bin(vocab, header_bytes)
+        self._probe_ids()
         parts = [str(size).encode(), self._raw[:PROBE].tobytes(), self._raw[-PROBE:].tobytes()]
         # of both ends only: to read the whole file would take minutes
         self.identity = hashlib.sha256(b"".join(parts)).hexdigest()
@@ -71,5 +72,4 @@ class RawShards(IndexedDataset):
         return int(starts[0]) if len(starts) else token
 
     def _refuse_id(self, token: int, value: int) -> None:
-        raise ConfigError(f"{self.bin}: token {token}: id {value} is not below the vocabulary of "
-                          f"{self._vocab}; raise model.vocab above {value}, or use the data's tokenizer")
+        raise ConfigError(f"{self.bin}: token {token}: {self._of_vocabulary(value)}")

@@ -49,6 +49,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--data", help="prefix of a .bin/.idx pair, or a blend; none: the run's validation split")
     add("--tokenizer", metavar="SPEC",
         help="bytes, a .model, a tokenizer.json or a folder; none: that of the run, if it has one")
+    add("--eod", metavar="TOKEN_OR_ID",
+        help="--tokenizer: the token that ends documents; none: what the tokenizer's files name")
     add("--samples", type=int, help="number of sequences; none: all, once")
     add("--seq-len", type=int, help="tokens in a sequence; none: as in training")
     add("--micro-batch", type=int, help="sequences in a forward pass; none: as in training")
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     tasks = file_tasks(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, args.dtype, args.weights, args.tokenizer)
+    run = load_run(args.run, device, args.dtype, args.weights, args.tokenizer, args.eod)
     if args.tasks:
         evaluate_tasks(run, args, tasks, device)
     else:
@@ -84,7 +86,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     seq_len = args.seq_len or run.cfg.train.seq_len
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
-        cfg = replace(cfg, data=replace(cfg.data, path=args.data, split="0,1", tokenizer=args.tokenizer))
+        named = replace(cfg.data, path=args.data, split="0,1", tokenizer=args.tokenizer, eod=args.eod)
+        cfg = replace(cfg, data=named)
     elif not cfg.data.path:
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
                           ".bin/.idx")

@@ -58,6 +58,8 @@ def arguments() -> argparse.ArgumentParser:
         help="processes (default: one for each core); the result does not depend on it")
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
         help="end each document with the end-of-document token (default: on)")
+    add("--eod", metavar="TOKEN_OR_ID",
+        help="the token that ends documents, by its text or id (default: what the tokenizer's files name)")
     add("--skip-bad", action="store_true",
         help="leave out and count invalid UTF-8 and broken records; otherwise the first one ends the run")
     add("--json", action="store_true", help="print the report as one line of JSON on stdout")
@@ -82,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             skip_bad=args.skip_bad,
             is_chat=args.chat,
             has_fim=args.fim,
+            eod=args.eod,
             say=progress.say,
             progress=progress.show,
         )
@@ -118,7 +121,7 @@ def summary(report: dict) -> str:
     parts = {
         "data": f"{report['documents']:,} documents, {text_bytes / 1e6:,.1f} MB, {tokens:,} tokens "
                 f"({text_bytes / tokens:.2f} bytes per token){left_out}",
-        "tokenizer": f"{report['tokenizer']} ({report['fingerprint'][:12]}), ids in {report['dtype']}",
+        **report["contract"],
     }
     if report["chat"]:
         style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"
