@@ -36,7 +36,7 @@ from config import ConfigError, Tree
 from data import documents
 from data import tokenizer as tokenizers
 from data.contract import dtype_of
-from data.chat import ChatFormat, ChatText, chat_format, template_source
+from data.chat import ChatFormat, EncodedChat, chat_format, cut_at_turns, template_source
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
 from data.indexed import IndexedDataset, IndexedDatasetWriter, naming_errors, sync_file
@@ -51,6 +51,7 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
+LONG = ("refuse", "turns", "anywhere")  # what becomes of a conversation that is longer than a sequence
 SHOWN = 5  # bad documents that a shard and the report name
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
@@ -65,12 +66,20 @@ FAULT_POINTS = (  # where the tests kill the process
 class TokenizeJob:
     """What decides the bytes of the shards, and where they are written."""
     parts: str  # folder of the shards
-    key: str  # field or column of the text, or of the messages, in jsonl, parquet, hf
+    key: str | None  # field or column of the text, or of the messages (None: the form of a record says it)
     append_eod: bool
     skip_bad: bool
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
     has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
     eod: str | None = None  # text or id of the token that the user wants to end documents with
+    date: str | None = None  # that a chat template is told, as year-month-day
+    drops_reasoning: bool = False  # may a chat template leave reasoning out?
+    seq_len: int | None = None  # that conversations are to fit; none: it is not known
+    long: str = "anywhere"  # of LONG, for those that do not fit
+
+    def chat_format(self, tok: Tokenizer | None) -> ChatFormat | None:
+        """How conversations are written; None: documents are texts. Raises ConfigError for a bad date."""
+        return chat_format(tok, self.date, self.drops_reasoning) if self.is_chat else None
 
 
 def prepare_corpus(
@@ -78,13 +87,17 @@ def prepare_corpus(
     tokenizer: str,
     out: pathlib.Path | str,
     *,
-    key: str = "text",
+    key: str | None = "text",
     workers: int = 1,
     append_eod: bool = True,
     skip_bad: bool = False,
     is_chat: bool = False,
     has_fim: bool = False,
     eod: str | None = None,
+    date: str | None = None,
+    drops_reasoning: bool = False,
+    seq_len: int | None = None,
+    long: str = "anywhere",
     source: str | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
@@ -105,7 +118,8 @@ def prepare_corpus(
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod)
+    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod, date, drops_reasoning,
+                      seq_len, long)
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -140,7 +154,10 @@ def prepare_corpus(
     return {
         "out": str(out),
         **counts,
-        "chat": type(chat_format(tok)).__name__ if is_chat else None,
+        "chat": type(job.chat_format(tok)).__name__ if is_chat else None,
+        "date": getattr(job.chat_format(tok), "date", None),
+        "seq_len": seq_len,
+        "long_are": long,
         "tokenizer": tok.name,
         "fingerprint": tok.fingerprint,
         "vocab": tok.vocab,
@@ -200,6 +217,7 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         parts.append("fim")
     if job.is_chat:
         parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
+        parts += [job.date, job.drops_reasoning, job.seq_len, job.long]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -245,14 +263,14 @@ def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) ->
 def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
     """Trains a BPE of `pieces` ids on the text of evenly spaced units."""
     started = time.monotonic()
-    chat = chat_format(None) if job.is_chat else None
+    chat = job.chat_format(None)
     sentinels = SENTINELS[0] if job.has_fim else ()
     tok = tokenizers.train_bpe(training_texts(units, job.key, chat), pieces, sentinels=sentinels)
     say(f"tokenizer {tok.name} (trained, {time.monotonic() - started:.1f} s)")
     return tok
 
 
-def training_texts(units: list[Unit], key: str, chat: ChatFormat | None) -> Iterator[str]:
+def training_texts(units: list[Unit], key: str | None, chat: ChatFormat | None) -> Iterator[str]:
     """Documents of evenly spaced units, until they have TRAINING_CHARACTERS characters."""
     stride = max(1, sum(map(unit_size, units)) // TRAINING_CHARACTERS)
     characters_left = TRAINING_CHARACTERS
@@ -275,10 +293,13 @@ class ShardCounts:
     tokens: int = 0
     text_bytes: int = 0
     counted: int = 0  # tokens that the loss counts
+    longest: int = 0  # tokens of a document
+    long: int = 0  # conversations that do not fit a sequence
     empty: int = 0  # documents without text, which are left out
     bad: int = 0  # documents that cannot be read, which are left out
     # the first bad ones: piece of the unit, line, error
     shown: list[tuple[int, int, str]] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)  # of conversations: how many have it
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of its files
 
 
@@ -294,7 +315,7 @@ class ShardWriter:
         self._fault_point = fault_point
         self._eod = [np.array([tok.eod])] if job.append_eod else []
         self._dtype = dtype_of(tok.vocab)
-        self._chat = chat_format(tok) if job.is_chat else None
+        self._chat = job.chat_format(tok)
         ends = (".bin", ".len", ".mask") if job.is_chat else (".bin", ".len")
         self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in ends}
         self._files: dict[str, IO[bytes]] = {}
@@ -311,29 +332,56 @@ class ShardWriter:
                 stack.enter_context(naming_errors(self._temporary[end]))
                 stack.enter_context(file)
 
-    def write(self, records: list[DocumentRecord]) -> None:
-        """Encodes and writes some documents."""
+    def write(self, records: list[DocumentRecord]) -> list[tuple[int, str]]:
+        """Encodes and writes some documents. Returns the numbers of those that are too long, and why."""
         if not records:
-            return
-        texts = [record.text or "" for record in records]
+            return []
+        too_long: list[tuple[int, str]] = []
         if self._chat is None:
+            texts = [record.text or "" for record in records]
             documents_ids = self._with_eod(self._tok.encode_batch(texts))
         else:
-            chats = [ChatText(text, record.spans) for text, record in zip(texts, records)]
-            encoded = self._chat.encode_batch(self._tok, chats)
+            chats = [record.chat for record in records if record.chat is not None]
+            encoded, too_long = self._fitted(self._chat.encode_batch(self._tok, chats))
+            left_out = {number for number, _ in too_long}
+            records = [record for number, record in enumerate(records) if number not in left_out]
+            if not encoded:
+                return too_long
             documents_ids = [chat.ids for chat in encoded]
             counted = np.concatenate([chat.counted for chat in encoded])
             self._append(".mask", counted.astype(np.uint8))
             self.counts.counted += int(counted.sum())
+            for record in records:
+                for note in dict.fromkeys(record.chat.notes if record.chat else ()):
+                    self.counts.notes[note] = self.counts.notes.get(note, 0) + 1
 
         tokens = np.concatenate(documents_ids, dtype=self._dtype, casting="unsafe")
         self._append(".bin", tokens)
         self._append(".len", np.array([len(ids) for ids in documents_ids], "<i4"))
         self._fault_point("prepare.mid_shard")
 
-        self.counts.documents += len(texts)
+        self.counts.documents += len(documents_ids)
         self.counts.tokens += len(tokens)
-        self.counts.text_bytes += sum(len(text.encode("utf-8")) for text in texts)
+        self.counts.longest = max(self.counts.longest, *map(len, documents_ids))
+        self.counts.text_bytes += sum(len((record.text or "").encode("utf-8")) for record in records)
+        return too_long
+
+    def _fitted(self, chats: list[EncodedChat]) -> tuple[list[EncodedChat], list[tuple[int, str]]]:
+        """The conversations as the job wants long ones, and (number, why) of those that it refuses."""
+        slots = sys.maxsize if self._job.seq_len is None else self._job.seq_len + 1
+        kept: list[EncodedChat] = []
+        refused: list[tuple[int, str]] = []
+        for number, chat in enumerate(chats):
+            is_long = len(chat.ids) > slots
+            self.counts.long += is_long
+            if is_long and self._job.long == "refuse":
+                refused.append((number, f"a conversation of {len(chat.ids):,} tokens, and --seq-len "
+                                        f"{slots - 1:,} holds {slots:,}; raise it, or cut with --long"))
+            elif is_long and self._job.long == "turns":
+                kept += cut_at_turns(chat, slots)
+            else:
+                kept.append(chat)
+        return kept, refused
 
     def _with_eod(self, encoded: list[np.ndarray]) -> list[np.ndarray]:
         return [np.concatenate([ids, *self._eod]) for ids in encoded]
@@ -385,34 +433,42 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
                fault_point: FaultPoint = lambda name: None) -> None:
     """Makes shard `number` from its unit. report: receives the bytes of the unit that are done.
     Raises BadDocument at the first one unless job.skip_bad is set."""
-    chat = chat_format(tok) if job.is_chat else None
+    chat = job.chat_format(tok)
     with ShardWriter(job, number, tok, fault_point) as writer:
-        records: list[DocumentRecord] = []
-        characters = 0  # in records
+        waiting: list[tuple[int, DocumentRecord]] = []  # with the number of their piece
+        characters = 0  # in waiting
         bytes_before = 0  # of the pieces before this one
+
+        def leave_out(piece_number: int, line: int, error: str) -> None:
+            if not job.skip_bad:
+                location = documents.piece_location(unit[piece_number], line)
+                raise BadDocument(f"{location}: {error}; fix it, or leave out such records with --skip-bad")
+            writer.counts.bad += 1
+            if len(writer.counts.shown) < SHOWN:
+                writer.counts.shown.append((piece_number, line, error))
+
+        def write_waiting() -> None:
+            for place, error in writer.write([record for _, record in waiting]):
+                piece_number, record = waiting[place]
+                leave_out(piece_number, record.line, error)
+            waiting.clear()
+
         for piece_number, piece in enumerate(unit):
             for record in documents.read_piece(piece, job.key, chat):
                 if record.text is None:
-                    if not job.skip_bad:
-                        location = documents.piece_location(piece, record.line)
-                        raise BadDocument(f"{location}: {record.error}; fix it, "
-                                          "or leave out such records with --skip-bad")
-                    writer.counts.bad += 1
-                    if len(writer.counts.shown) < SHOWN:
-                        writer.counts.shown.append((piece_number, record.line, record.error))
+                    leave_out(piece_number, record.line, record.error)
                 elif not record.text:
                     writer.counts.empty += 1
                 else:
-                    records.append(record)
+                    waiting.append((piece_number, record))
                     characters += len(record.text)
 
                 if characters >= BATCH_CHARACTERS:
-                    writer.write(records)
+                    write_waiting()
                     report(bytes_before + record.bytes_read)
-                    records = []
                     characters = 0
             bytes_before += piece.size
-        writer.write(records)
+        write_waiting()
         writer.sync()
     writer.commit()
     report(bytes_before)
@@ -567,17 +623,24 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
 
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
-    """The counts of all shards; "bad_records" names the first SHOWN bad documents."""
-    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "counted": 0, "empty": 0, "bad": 0}
+    """The counts of all shards; "bad_records" names the first SHOWN bad documents, and
+    "notes" says of how many conversations each is true."""
+    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "counted": 0, "long": 0, "empty": 0,
+                   "bad": 0}
+    longest = 0
     bad_records: list[str] = []
+    notes: dict[str, int] = {}
     for number, unit in enumerate(units):
         counts = shard_counts(job, number)
         for key in total:
             total[key] += counts[key]
+        longest = max(longest, counts["longest"])
+        for note, records in counts["notes"].items():
+            notes[note] = notes.get(note, 0) + records
         for piece_number, line, error in counts["shown"]:
             if len(bad_records) < SHOWN:
                 bad_records.append(f"{documents.piece_location(unit[piece_number], line)}: {error}")
-    return {**total, "bad_records": bad_records}
+    return {**total, "bad_records": bad_records, "notes": notes, "longest": longest}
 
 
 def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:

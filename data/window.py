@@ -30,7 +30,22 @@ def read_stream(index: IndexedDataset, first: int, slots: int, wants_starts: boo
     """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
     stop = first + slots
     starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
-    return Window(index.read(first, stop), starts, index.counted(first, stop), slots)
+    return Window(index.read(first, stop), starts, counted_targets(index, first, stop), slots)
+
+
+def counted_targets(index: IndexedDataset, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
+    """Does the loss count each of the tokens [first, stop)? Where they begin inside a conversation, its first
+    answer there does not: the question is cut away, or a part of it. None: all count."""
+    counted = index.counted(first, stop)
+    if counted is None or first == 0 or len(index.document_starts(first - 1, first + 1)):
+        return counted
+    later = index.document_starts(first, stop)
+    rest = counted[:later[0] - first] if len(later) else counted  # of the conversation
+    answers = np.flatnonzero(rest)
+    if len(answers):
+        ends = np.flatnonzero(~rest[answers[0]:])
+        rest[:answers[0] + ends[0] if len(ends) else len(rest)] = False
+    return counted
 
 
 def read_pieces(index: IndexedDataset, pieces: list[tuple[int, int]], slots: int, pad_id: int) -> Window:
@@ -38,7 +53,7 @@ def read_pieces(index: IndexedDataset, pieces: list[tuple[int, int]], slots: int
     counts."""
     parts: list[Part] = []
     for first, stop in pieces:
-        counted = index.counted(first, stop)
+        counted = counted_targets(index, first, stop)
         if counted is None:
             counted = np.ones(stop - first, bool)
         counted[0] = False
