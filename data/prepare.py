@@ -130,6 +130,9 @@ def prepare_corpus(
             say(f"starting over: {num_dropped} shards that an unfinished run has made are of other inputs or "
                 "settings")
         tok = ready_tokenizer(job, tokenizer, units, say)
+        told_date = getattr(job.chat_format(tok), "date", None)
+        if date is not None and told_date is None:
+            raise ConfigError("--date: the format of the conversations asks for no date; leave it out")
         fault_point("prepare.planned")
         todo = [number for number in range(len(units)) if not shard_is_finished(job, number)]
         shards_kept = len(units) - len(todo)
@@ -155,7 +158,7 @@ def prepare_corpus(
         "out": str(out),
         **counts,
         "chat": type(job.chat_format(tok)).__name__ if is_chat else None,
-        "date": getattr(job.chat_format(tok), "date", None),
+        "date": told_date,
         "seq_len": seq_len,
         "long_are": long,
         "tokenizer": tok.name,

@@ -22,7 +22,7 @@ from typing import TextIO
 from config import ConfigError, usable_cores
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from data import prepare
-from data.chat import FIXED_DATE
+from data.chat import FIXED_DATE, parsed_date
 from data.documents import KINDS
 from data.show import shown_documents
 
@@ -94,6 +94,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     progress = Progress(sys.stderr)
     try:
+        if args.date is not None:
+            parsed_date(args.date)
+        if args.show is not None and args.json:
+            raise ConfigError("--show: prints text, and --json one line of JSON; leave one of them out")
         if args.show is not None and args.show < 1:
             raise ConfigError(f"--show: {args.show} must be at least 1")
         if is_shown_alone:

@@ -7,6 +7,7 @@ NAME_training marks with {% generation %} what counts of NAME.
 """
 import copy
 import datetime
+import functools
 import json
 import lzma
 import re
@@ -59,6 +60,7 @@ CONVERSATIONS = {
 }
 
 
+@functools.cache
 def templates():
     """{name: template}."""
     packed = (ROOT / "tests/data/chat_templates.json.xz").read_bytes()

@@ -161,6 +161,9 @@ def test_the_date_is_told(tmp_path, capsys):
         assert f"Current date: {day}" in read_back(home, tmp_path / "a")[0]
     assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "May") == 2
     assert "--date: May is not a day" in capsys.readouterr().err
+    home = tokenizer_folder(tmp_path / "q", templates()["qwen3"])
+    assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "2026-05-04") == 2
+    assert "asks for no date" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("message", [0, 1])
@@ -320,3 +323,26 @@ def test_show_marks_what_counts(tmp_path, capsys):
     assert capsys.readouterr().out == shown
     assert prepare_data.main(["--out", str(tmp_path / "b"), "--show", "3"]) == 2
     assert "b.idx: No such file" in capsys.readouterr().err
+
+
+def test_a_cut_puts_no_space_into_a_text(tmp_path):
+    """Tokenizers of sentencepiece's kind put a space before a text; beside transformers, which cuts, too."""
+    import tokenizers
+
+    home = tokenizer_folder(tmp_path / "t", CHATML := templates()["qwen3_instruct_2507"])
+    words = ["<unk>", "▁", *map(chr, range(10)), *map(chr, range(32, 127)), *(f"▁{letter}" for letter in "abxy")]
+    model = tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=0)
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    made.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    made.save(str(home / "tokenizer.json"))
+    (home / "chat_template.jinja").write_text(CHATML)
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    chat = said("a <|im_end|> b", "x <|im_start|>y")
+    assert prepare([{"messages": chat}], home, tmp_path / "a") == 0
+    data = IndexedDataset(tmp_path / "a")
+    text = theirs.decode(data.read(0, data.tokens))
+    assert "a <|im_end|> b<|im_end|>" in text and "x <|im_start|>y<|im_end|>" in text, text
+    marks = [theirs.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")]
+    assert [np.count_nonzero(data.read(0, data.tokens) == mark) for mark in marks] == [2, 2]
