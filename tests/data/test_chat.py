@@ -346,7 +346,7 @@ def test_every_layout_trains_the_same(tmp_path, doc_mask):
     """fp64: two ranks like one, in losses, gradient norms and validation; and after a resume."""
     words = ["llama3-tiny", *MODEL, "--data.path", bytes_corpus(tmp_path), "--data.doc_mask", doc_mask,
              "--train.dtype", "fp64", "--train.steps", "3", "--data.split", "70,30",
-             "--log.dir", str(tmp_path)]
+             "--train.seq_len", "64", "--log.dir", str(tmp_path)]  # which holds a question and its answer
     alone = job(tmp_path / "one", 1, [*words, "--log.name", "one"])
     assert alone.codes == [0], alone.logs
     want, want_valid = losses(tmp_path / "one")
