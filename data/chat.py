@@ -102,6 +102,8 @@ class PlainChat:
         text = ""
         spans: list[Span] = []
         turns: list[int] = []
+        notes = [f"{key!r} of messages is not read" for message in conversation.messages for key in message
+                 if key not in NOT_WRITTEN | {"role", "content"}]
         asks = set(turn_messages(conversation.messages))
         for number, message in enumerate(conversation.messages):
             for key in ("tool_calls", *REASONING):
@@ -116,7 +118,7 @@ class PlainChat:
             text += f"{message['content']}\n"
             if conversation.counts[number]:
                 spans.append((start, len(text)))
-        return ChatText(text, tuple(spans), turns=tuple(turns))
+        return ChatText(text, tuple(spans), turns=tuple(turns), notes=tuple(notes))
 
     def encode_batch(self, tok: Tokenizer, chats: list[ChatText]) -> list[EncodedChat]:
         """Encodes each part for itself, as a generation continues a prompt."""
@@ -383,8 +385,7 @@ def traced_message(number: int, message: Message, form: Form, leaves: list[Leaf]
                     for name, item in value.items()}
         if isinstance(value, list):
             return [any_value(item, key, is_required) for item in value]
-        if is_required:
-            leaves.append(Leaf(json.dumps(value), number, f"{place}: its {key}", True, is_value=True))
+        leaves.append(Leaf(json.dumps(value), number, f"{place}: its {key}", is_required, is_value=True))
         return value
 
     seen: Message = {"role": "system" if form.developer_is_system and role == "developer" else role}
@@ -466,7 +467,8 @@ def missing_part(leaf: Leaf, written: str, text: str) -> str | None:
     the string. White space at ends may be lost, a part may be in JSON, and tools' words in other letters."""
     if leaf.is_value:
         value = json.loads(leaf.text)
-        return None if leaf.text in text or str(value) in text else leaf.text
+        is_found = leaf.is_required and (leaf.text in text or str(value) in text)
+        return None if is_found else leaf.text
     for part in THOUGHTS.split(leaf.text):
         said = part.strip()
         forms = [said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]]

@@ -140,6 +140,17 @@ def test_tools_and_calls_of_a_file(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("name", ["bytes", "qwen3"])
+def test_a_key_of_a_message_that_is_not_read_is_named(tmp_path, capsys, name):
+    home = "bytes" if name == "bytes" else tokenizer_folder(tmp_path / "t", templates()[name])
+    chat = said("ask", "so")
+    chat[0] |= {"time": 4, "mood": "sad", "name": "Ann"}
+    assert prepare([{"messages": chat}, {"messages": chat}], home, tmp_path / "a") == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "'time' of messages is not read (2 records)" in out
+    assert "'mood' of messages is not read (2 records)" in out
+
+
 def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
     home = tokenizer_folder(tmp_path / "t", templates()["qwen3"])
     record = CONVERSATIONS["think twice"]
