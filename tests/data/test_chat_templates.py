@@ -337,18 +337,17 @@ def test_show_marks_what_counts(tmp_path, capsys):
 
 
 def test_a_cut_puts_no_space_into_a_text(tmp_path):
-    """Tokenizers of sentencepiece's kind put a space before a text; beside transformers, which cuts, too."""
+    """Tokenizers of sentencepiece's kind put a space before a text; transformers decodes what is stored."""
     import tokenizers
 
-    home = tokenizer_folder(tmp_path / "t", CHATML := templates()["qwen3_instruct_2507"])
-    words = ["<unk>", "▁", *map(chr, range(10)), *map(chr, range(32, 127)), *(f"▁{letter}" for letter in "abxy")]
+    home = tokenizer_folder(tmp_path / "t", templates()["qwen3_instruct_2507"])
+    words = ["<unk>", "▁", *map(chr, range(10)), *map(chr, range(32, 127)), "▁a", "▁b", "▁x", "▁y"]
     model = tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=0)
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
     made.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     made.save(str(home / "tokenizer.json"))
-    (home / "chat_template.jinja").write_text(CHATML)
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     chat = said("a <|im_end|> b", "x <|im_start|>y")
     assert prepare([{"messages": chat}], home, tmp_path / "a") == 0
