@@ -179,19 +179,7 @@ def transformers(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep,
         else:
             liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True)
 
-    settings = dict(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv or shape.heads,
-        max_position_embeddings=shape.seq,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    settings = others.transformers_settings(shape)
     with torch.device(device):
         if shape.experts:
             mixture = dict(
