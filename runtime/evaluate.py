@@ -18,10 +18,10 @@ def mean_loss(
     summed_loss: Callable[[list[Microbatch]], Tensor],
     text_bytes: Callable[[Microbatch], Tensor],
     group: Group,
-) -> tuple[float, float]:
+) -> tuple[float | None, float]:
     """Returns (mean loss in nats per counted token, bytes of text per counted token).
 
-    The second is nan without a tokenizer.
+    The first is None where no token counts, and the second nan there and without a tokenizer.
 
     summed_loss: batches -> their summed loss over all ranks.
     group: the ranks whose batches differ.
@@ -35,16 +35,18 @@ def mean_loss(
     counts = comm.all_reduce_sum(own_counts, group)
     num_tokens, num_bytes = counts.tolist()
     if num_tokens == 0:
-        return math.nan, math.nan
+        return None, math.nan
     return loss_sum / num_tokens, num_bytes / num_tokens if num_bytes >= 0 else math.nan
 
 
-def loss_report(loss: float, bytes_per_token: float) -> dict[str, float]:
+def loss_report(loss: float | None, bytes_per_token: float) -> dict[str, float | None]:
     """Returns val_loss (nats per token), val_ppl (perplexity) and val_bpb (bits per byte of text).
 
     Loss and bytes are of the same tokens. Under data.doc_mask the first token of each document is in neither,
-    because nothing predicts it.
+    because nothing predicts it. Without a loss all three are None.
     """
+    if loss is None:
+        return {"val_loss": None, "val_ppl": None, "val_bpb": None}
     bits = loss / math.log(2)
     return {
         "val_loss": loss,
