@@ -50,7 +50,7 @@ from plan.count import parameters, table
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
 from runtime.console import parameter_count
-from runtime.evaluate import loss_report, mean_loss
+from runtime.evaluate import NO_LOSS, loss_report, mean_loss
 from runtime.faults import FaultHook, disturb_grads, disturb_next_sums
 from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.goodput import GoodputClock
@@ -607,7 +607,7 @@ def log_evaluation(session: Session, step: int) -> None:
     report = evaluate_tasks(session, step)
     session.log.log_evaluation(
         step,
-        **loss_report(loss, bytes_per_token),
+        **(NO_LOSS if loss is None else loss_report(loss, bytes_per_token)),
         ema_loss=ema_loss,
         source_losses=source_losses,
         sample=text,

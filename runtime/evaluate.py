@@ -10,6 +10,7 @@ from parallel.wire import comm
 from parallel.wire.comm import Group
 
 MAX_EXPONENT = 700.0  # exp overflows a float soon after
+NO_LOSS = {"val_loss": None, "val_ppl": None, "val_bpb": None}  # where no target counts
 
 
 def mean_loss(
@@ -39,14 +40,12 @@ def mean_loss(
     return loss_sum / num_tokens, num_bytes / num_tokens if num_bytes >= 0 else math.nan
 
 
-def loss_report(loss: float | None, bytes_per_token: float) -> dict[str, float | None]:
+def loss_report(loss: float, bytes_per_token: float) -> dict[str, float]:
     """Returns val_loss (nats per token), val_ppl (perplexity) and val_bpb (bits per byte of text).
 
     Loss and bytes are of the same tokens. Under data.doc_mask the first token of each document is in neither,
-    because nothing predicts it. Without a loss all three are None.
+    because nothing predicts it.
     """
-    if loss is None:
-        return {"val_loss": None, "val_ppl": None, "val_bpb": None}
     bits = loss / math.log(2)
     return {
         "val_loss": loss,

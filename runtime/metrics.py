@@ -563,7 +563,9 @@ class MetricsLogger:
         """
         self.read_pending()
         values = {"val_loss": val_loss, "val_ppl": val_ppl, "val_bpb": val_bpb}
-        more = {f"val/{name}/loss": loss for name, loss in (source_losses or {}).items()}
+        more: dict[str, float | None] = {}
+        for name, loss in (source_losses or {}).items():
+            more[f"val/{name}/loss"] = loss
         if self.cfg.train.ema is not None:
             more["val/ema/loss"] = ema_loss
         more |= tasks or {}
