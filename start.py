@@ -116,7 +116,7 @@ def check_data(cfg: Config, world: World) -> Config:
     """The config with the vocabulary of the data. Opens that of every phase once, on rank 0, which also makes
     what is made at the first opening. Data in a store is downloaded before. Collective.
 
-    Raises ConfigError if the data of a phase cannot be read, or has another tokenizer.
+    Raises ConfigError if the data of a phase cannot be read, has another tokenizer, or no target that counts.
     """
     everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
     copies = state.first_rank_does(lambda: download_sources(cfg), everyone, timeout_s)
@@ -124,7 +124,8 @@ def check_data(cfg: Config, world: World) -> Config:
 
     def open_once() -> int:
         tokenizer = None
-        for phase in phases_of(cfg).all:
+        phases = phases_of(cfg)
+        for phase in phases.all:
             with named(phase):
                 check_source_names(phase.cfg)
                 data = open_loader(cfg, "train", 0, 1, phase=phase.number)
@@ -135,6 +136,9 @@ def check_data(cfg: Config, world: World) -> Config:
                         f"data.path: {phase.cfg.data.path} was made with another tokenizer than the data of "
                         "the first phase; prepare it with the same one"
                     )
+                known = with_vocab(cfg, tokenizer.vocab)
+                steps = total_steps(known, flops_per_token(known.model, known.train.seq_len))
+                data.count_targets(phases.last_step(phase, steps))
                 if phase.number > 1:
                     open_loader(cfg, "valid", 0, 1, phase=phase.number).close()
         assert tokenizer is not None  # there is a phase
@@ -360,6 +364,12 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
         for batch in valid_data.microbatches(index):
             found.append(shard_batch(batch, mesh.cp))
     return found
+
+
+def describe_targets(run: TrainingRun) -> str | None:
+    """How much counts of what the run reads in its phase; None where everything does."""
+    counts = run.data.count_targets(run.last_step)
+    return counts.describe() if counts else None
 
 
 def trained_flops_per_token(run: TrainingRun) -> float:

@@ -50,7 +50,7 @@ from plan.count import parameters, table
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
 from runtime.console import parameter_count
-from runtime.evaluate import loss_report, mean_loss
+from runtime.evaluate import NO_LOSS, loss_report, mean_loss
 from runtime.faults import FaultHook, disturb_grads, disturb_next_sums
 from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.goodput import GoodputClock
@@ -69,6 +69,7 @@ from start import (
     build_phase,
     check_data,
     check_same_everywhere,
+    describe_targets,
     elastic_layout,
     flops_so_far,
     is_evaluation_missing,
@@ -98,11 +99,13 @@ SKIPPED_STEPS_FP16 = 20
 class StepResult(NamedTuple):
     """Scalars on the device.
 
-    loss: the mean over counted tokens. is_good: a bool; False: the step was skipped.
+    loss: the mean over the counted targets; 0 without any. is_good: a bool; False: the step was skipped.
+    num_targets: the counted targets of all ranks.
     """
     loss: Tensor
     grad_norm: Tensor
     is_good: Tensor
+    num_targets: Tensor
 
 
 def train_step(
@@ -116,6 +119,8 @@ def train_step(
     """Optimizer step number `step` (from 1) over the microbatches of this rank. Never waits for the device,
     unless it may be computed again (runtime/rerun.py).
 
+    A step is skipped if it is not finite, if it is a spike, or if no target of its batch counts.
+
     grads_ready: called when the gradients are summed over all ranks; begin: before the forward. In a step
     that is computed again both are called again.
     """
@@ -124,26 +129,29 @@ def train_step(
     def compute() -> StepNumbers:
         begin()
         local_microbatches = shard_microbatches(run, microbatches)
-        num_tokens = count_tokens(local_microbatches, run.mesh)
-        loss = forward_backward(run, local_microbatches, loss_scale / num_tokens) / loss_scale
+        num_targets = count_targets(local_microbatches, run.mesh)
+        token_scale = loss_scale / num_targets.clamp(min=1)
+        loss = forward_backward(run, local_microbatches, token_scale) / loss_scale
         finish_grad_reductions(run.buckets, run.mesh)
         grads_ready()
         norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / loss_scale
-        return StepNumbers(loss, norm, num_tokens)
+        return StepNumbers(loss, norm, num_targets)
 
-    loss, norm, num_tokens = run.reruns.run_first(step, compute)
+    loss, norm, num_targets = run.reruns.run_first(step, compute)
     is_finite = guard.is_good_step(loss, norm)
-    is_good = run.spikes.window.accept(loss, norm, is_finite)
-    run.reruns.compare(step, compute, is_good)
+    has_targets = num_targets > 0
+    is_good = run.spikes.window.accept(loss, norm, is_finite & has_targets)
+    run.reruns.compare(step, compute, is_good | ~has_targets)
 
-    run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_tokens, loss_scale)
+    run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_targets, loss_scale)
     grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
     if run.ema is not None:
         run.ema.update(is_good)
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
-    update_scaler_and_routers(run, is_finite, is_good, loss_scale)
-    return StepResult(loss, norm, is_good)
+    run.scaler.adapt(is_finite, has_targets)
+    run.routers.update_after_step(is_good, loss_scale)
+    return StepResult(loss, norm, is_good, num_targets)
 
 
 def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list[Microbatch]:
@@ -152,14 +160,13 @@ def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list
     return [shard_batch(batch.with_tokens_ahead(depth), run.mesh.cp) for batch in microbatches]
 
 
-def count_tokens(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
-    """The counted tokens of the step over all ranks, int64 scalar. One all-reduce of a number over dp_cp.
+def count_targets(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
+    """The counted targets of the step over all ranks, int64 scalar. One all-reduce of a number over dp_cp.
 
-    Counted before the first forward, so that the mean is exact under document masks and packing. At least 1:
-    a step in which no token counts has the loss 0 and no gradient.
+    Counted before the first forward, so that the mean is exact under document masks and packing.
     """
-    num_tokens = torch.stack([batch.num_counted() for batch in microbatches]).sum()
-    return comm.all_reduce_sum(num_tokens, mesh.dp_cp).clamp(min=1)
+    num_targets = torch.stack([batch.num_counted() for batch in microbatches]).sum()
+    return comm.all_reduce_sum(num_targets, mesh.dp_cp)
 
 
 def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
@@ -175,17 +182,6 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     ops = run.schedules[len(microbatches)]
     pipeline = run.pipeline if run.recording is None else run.recording
     return pipeline.run(ops, microbatches, token_scale)
-
-
-def update_scaler_and_routers(
-    run: TrainingRun, is_finite: Tensor, is_good: Tensor, loss_scale: Tensor
-) -> None:
-    """Adapts the loss scale and the biases of routers to the step.
-
-    is_finite: else it overflowed. is_good: it was applied. loss_scale: what its loss was multiplied by.
-    """
-    run.scaler.adapt(is_finite)
-    run.routers.update_after_step(is_good, loss_scale)
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -366,6 +362,9 @@ def run_training(
     del run  # the session has it, for the length of a phase
     if session.tasks:
         notes = [*notes, f"{'tasks':<9}{session.tasks.describe()}"]
+    targets = describe_targets(session.run) if session.is_first_rank else None
+    if targets:
+        notes = [f"{'targets':<9}{targets}", *notes]
     with (
         session.log,
         summarized_failure(lambda: session),
@@ -519,7 +518,7 @@ def run_one_step(session: Session, step: int) -> None:
 
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
-        loss, norm, is_good = train_step(
+        loss, norm, is_good, num_targets = train_step(
             run, step, microbatches, session.guard, grads_ready=grads_ready, begin=begin
         )
     if run.reruns.latest is not None:
@@ -534,6 +533,7 @@ def run_one_step(session: Session, step: int) -> None:
         loss=loss,
         grad_norm=norm,
         is_good=is_good,
+        num_targets=num_targets,
         learning_rate=run.learning_rate(step),
         data_seconds=data_seconds,
         seconds=time.perf_counter() - started,
@@ -588,7 +588,7 @@ def log_evaluation(session: Session, step: int) -> None:
     run = session.run
     tokenizer = session.tokenizer
 
-    def mean_loss_of(batches: list[Microbatch]) -> tuple[float, float]:
+    def mean_loss_of(batches: list[Microbatch]) -> tuple[float | None, float]:
         return mean_loss(
             batches,
             summed_loss=run.pipeline.evaluate,
@@ -607,7 +607,7 @@ def log_evaluation(session: Session, step: int) -> None:
     report = evaluate_tasks(session, step)
     session.log.log_evaluation(
         step,
-        **loss_report(loss, bytes_per_token),
+        **(NO_LOSS if loss is None else loss_report(loss, bytes_per_token)),
         ema_loss=ema_loss,
         source_losses=source_losses,
         sample=text,
@@ -863,6 +863,9 @@ def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
     kept["observe"]("run.built", step, run=run, data=run.data, valid=valid_data)
     kept["slow"].begin_phase(run.mesh.dims)
     log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
+    targets = describe_targets(run) if env.rank == 0 else None
+    if targets:
+        log.log_line(f"targets: {targets}")
     return Session(
         cfg=run.cfg,
         run=run,

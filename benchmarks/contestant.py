@@ -108,7 +108,7 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         number = next(step_numbers)
         batch = Microbatch(tokens, targets, positions, documents, sequence_ids, number)
-        loss, _, _ = train_step(run, number, [batch], guard)
+        loss = train_step(run, number, [batch], guard).loss
         return loss
 
     return step, sum(slot.numel for bucket in run.buckets for slot in bucket.slots)

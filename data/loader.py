@@ -44,6 +44,7 @@ from data.pack import pack_windows
 from data.raw import RawShards
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
+from data.targets import SAMPLED_SEQUENCES, TargetCounts, WithoutTokens, cut_targets, number_of_targets
 from data.tokenizer import Tokenizer
 from data.window import Window, read_pieces, read_stream
 from parallel.microbatch import IGNORE_INDEX, Microbatch
@@ -280,17 +281,21 @@ class BatchLoader:
     def _read_window(self, location: SampleLocation, slots: int) -> Window:
         """The tokens of a sample."""
         index = self.datasets[location.dataset].index
-        sampler = self._windows[location.dataset]
         fim = self._fim if index.loss_mask is None else None  # conversations stay as they are
-        if isinstance(sampler, PackedSampler):
-            pad_id = self.tokenizer.eod if self.tokenizer else 0
-            window = read_pieces(index, sampler.pieces(location.sample_id), slots, pad_id)
-        else:
-            wants_starts = self._cfg.data.doc_mask or fim is not None
-            window = read_stream(index, location.first_token, slots, wants_starts)
+        window = self._window_of(location, slots, index, self._cfg.data.doc_mask or fim is not None)
         if fim is None:
             return window
         return fim.rearrange_window(window, derive_seed(self._seeds[location.dataset], location.sample_id))
+
+    def _window_of(
+        self, location: SampleLocation, slots: int, index: IndexedDataset | WithoutTokens, wants_starts: bool
+    ) -> Window:
+        """A sample as it stands in the data. Without wants_starts, no starts are looked up in a stream."""
+        sampler = self._windows[location.dataset]
+        if isinstance(sampler, PackedSampler):
+            pad_id = self.tokenizer.eod if self.tokenizer else 0
+            return read_pieces(index, sampler.pieces(location.sample_id), slots, pad_id)
+        return read_stream(index, location.first_token, slots, wants_starts)
 
     # ---- facts about the data ------------------------------------------------------------------------------
 
@@ -348,6 +353,66 @@ class BatchLoader:
                 starts = self.datasets[location.dataset].index.document_starts(first, first + seq_len) - first
             lengths += np.diff(starts, prepend=0, append=seq_len).tolist()
         return lengths
+
+    def count_targets(self, last_step: int) -> TargetCounts | None:
+        """What counts of what the phase reads, from its first SAMPLED_SEQUENCES sequences. None where every
+        target counts, or nothing is read.
+
+        last_step: of the phase. Raises ConfigError, with a way out, if none of these sequences has a target
+        that counts.
+        """
+        is_stream = self._cfg.data.pack == "stream"
+        masks = [dataset.index.loss_mask for dataset in self.datasets]
+        if is_stream and not self._cfg.data.doc_mask and not any(masks):
+            return None
+        steps = last_step - self._reading.phase.steps_before
+        sequences = min(self.samples, sequences_seen(self._train, max(steps, 0)))
+        looked_at = min(sequences, SAMPLED_SEQUENCES)
+        if looked_at == 0:
+            return None
+
+        seq_len = self._cfg.train.seq_len
+        doc_mask = self._cfg.data.doc_mask
+        counts: list[int] = []  # of each sequence
+        cut = 0
+        for location in self._locate_samples(self._reading.sequences_before, looked_at):
+            index, sampler = self.datasets[location.dataset].index, self._windows[location.dataset]
+            window = self._window_of(location, seq_len + 1, WithoutTokens(index), doc_mask)
+            counts.append(number_of_targets(window.counted, window.starts if doc_mask else None, seq_len))
+            if index.loss_mask is None:
+                continue
+            pieces = [(location.first_token, location.first_token + seq_len + 1)]
+            if isinstance(sampler, PackedSampler):
+                pieces = sampler.pieces(location.sample_id)
+            cut += sum(cut_targets(index, first, stop) for first, stop in pieces)
+
+        if sum(counts) == 0:
+            raise ConfigError(f"data.path: none of the {looked_at:,} sequences of {self._cfg.data.path} that "
+                              f"were looked at has a target that counts; {self._way_to_targets()}")
+        return TargetCounts(
+            looked_at=looked_at,
+            sequences=sequences,
+            places=looked_at * seq_len,
+            targets=sum(counts),
+            empty=counts.count(0),
+            cut=cut if any(masks) else None,
+        )
+
+    def _way_to_targets(self) -> str:
+        """What to do where no target counts."""
+        chats = [dataset.index for dataset in self.datasets if dataset.index.loss_mask is not None]
+        if not chats:
+            return "set data.doc_mask false: nothing is predicted across documents, and these are too short"
+        tokens = sum(index.tokens for index in chats)
+        mean = tokens / max(sum(index.documents for index in chats), 1)
+        if all(index.meta.get("counted") == 0 for index in chats):
+            return "prepare it again from conversations in which the assistant speaks"
+        if mean > self._cfg.train.seq_len + 1:
+            return (f"raise train.seq_len: a conversation has {mean:,.0f} tokens on average, and what the "
+                    "assistant says lies outside of these sequences")
+        if self._cfg.data.pack == "stream":
+            return "take data.pack best_fit, which keeps conversations whole"
+        return "give more conversations in which the assistant speaks"
 
     @cached_property
     def _byte_lengths(self) -> torch.Tensor:  # int64 [2, vocab]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import config
 from config import Config, ConfigError
@@ -28,7 +29,7 @@ from plan.count import flops_per_token, parameters
 from runtime.console import short_number
 from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
 from runtime.lines import NAME as METRICS_FILE
-from runtime.lines import Rows, read_metrics
+from runtime.lines import Rows, is_missing, read_metrics
 from runtime.summary import SUMMARY_FILE
 from scaling.optimum import SMOOTHING, smoothed
 from scaling.points import Array
@@ -64,6 +65,7 @@ class Run:
     """A run as its folder tells it.
 
     tokens, flops, loss, tokens_per_s, mfu: of each step [steps]; NaN where a step has none.
+    has_targets: whether targets count in each step, bool [steps]; a step without any has no loss.
     validation_tokens, validation_loss, validation_bpb (bits a byte): of each evaluation [n].
     finished: None where its last start has not said how it ended.
     silent_minutes: since it last wrote a line.
@@ -76,6 +78,7 @@ class Run:
     loss: Array
     tokens_per_s: Array
     mfu: Array
+    has_targets: NDArray[np.bool_]
     validation_tokens: Array
     validation_loss: Array
     validation_bpb: Array
@@ -84,8 +87,16 @@ class Run:
 
     @cached_property
     def smooth_loss(self) -> Array:
-        """Training loss, smoothed: [steps]."""
-        return smoothed(self.tokens, self.loss)
+        """Training loss, smoothed: [steps]. A step without targets has that of the step before it."""
+        numbers = np.arange(len(self.loss))
+        last_known = np.maximum.accumulate(np.where(self.has_targets, numbers, 0))
+        return smoothed(self.tokens, self.loss)[last_known]
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the loss of the last step with targets is not finite."""
+        losses = self.loss[self.has_targets]
+        return len(losses) > 0 and not np.isfinite(losses[-1])
 
     def loss_at(self, tokens: float) -> float:
         """Training loss, smoothed, after so many tokens; NaN before the first step of a branch."""
@@ -113,7 +124,10 @@ def read_run(folder: Path) -> Run:
         of_token = summary["flops"] / summary["tokens"]
     tokens = column(steps, "tokens")
     all_steps = column(steps, "step")
-    evaluated = [row for row in evaluations if all_steps[0] <= row["step"] <= all_steps[-1]]
+    evaluated = [
+        row for row in evaluations
+        if all_steps[0] <= row["step"] <= all_steps[-1] and not is_missing(row, "val_loss")
+    ]
     return Run(
         name=folder.name,
         settings=flat_settings(cfg),
@@ -123,6 +137,7 @@ def read_run(folder: Path) -> Run:
         loss=column(steps, "loss"),
         tokens_per_s=column(steps, "tokens_per_s"),
         mfu=column(steps, "mfu"),
+        has_targets=np.array([not is_missing(row, "loss") for row in steps]),
         # of a long run not every step was read
         validation_tokens=np.interp(column(evaluated, "step"), all_steps, tokens),
         validation_loss=column(evaluated, "val_loss"),
@@ -221,7 +236,7 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
             "FLOPs": f"{run.flops[-1]:.2e}",
             "val loss": last_text(run.validation_loss),
             "bits/byte": bits_text(run),
-            "train loss": loss_text(run.smooth_loss[-1]) if np.isfinite(run.loss[-1]) else DIVERGED,
+            "train loss": DIVERGED if run.has_diverged else loss_text(run.smooth_loss[-1]),
             f"at {short_number(tokens)} tokens": loss_text(run.loss_at(tokens)),
             f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops)),
             "tokens/s": median_text(run.tokens_per_s, short_number),

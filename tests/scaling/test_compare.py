@@ -27,10 +27,11 @@ def make_run(folder, losses, *, start=0, finished=True, **keys):
     lines = []
     for step, loss in enumerate(losses, start + 1):
         row = {"step": step, "loss": loss, "tokens": 100 * step, "tokens_per_s": 50.0 + step, "mfu": None}
-        lines.append(json.dumps(row))
+        lines.append(json.dumps(row if loss is not None else row | {"nonfinite": True}))
     last = start + len(losses)
     val_loss = None if losses[-1] is None else losses[-1] + 0.5
-    lines.append(json.dumps({"step": last, "val_loss": val_loss, "val_bpb": 1.25}))
+    row = {"step": last, "val_loss": val_loss, "val_bpb": 1.25}
+    lines.append(json.dumps(row if val_loss is not None else row | {"nonfinite": True}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     if finished is not None:
         of_token = flops_per_token(cfg.model, cfg.train.seq_len)
