@@ -1,5 +1,5 @@
-"""checkpoint.init_from: weights go into a model that computes what their own did, or what changes is stated by
-name (checkpoint.init_changes). All from the files on, with train.py as a program.
+"""checkpoint.init_from: weights go into a model that computes what their own did, or what changes is stated
+by name (checkpoint.init_changes). All from the files on, with train.py as a program.
 """
 
 import shutil
@@ -276,13 +276,16 @@ def damaged(home: Path, name: str, *, without: str, extra: str) -> Path:
 
 
 def test_weights_that_one_side_lacks_are_refused_by_name(home):
-    """As after an edit of the model: no key differs. A key that leaves the weights as they are is no reason."""
+    """As after an edit of the model: no key differs. A key that leaves the weights as they are is no
+    reason."""
     source = damaged(home, "edited", without="mlp.up", extra="attn.gate.weight")
     of = {"checkpoint__init_from": source}
     for more in ({}, {"model__window": 4, "checkpoint__init_changes": "model.window"}):
         line = refused(home, **of, **more)
         assert "3 weights there have no place here: layers.0.attn.gate.weight, layers.1.attn.gate" in line
         assert "3 weights here are not there: layers.0.mlp.up.weight, " in line and CHANGES in line, line
+    end = job(home, 2, words(home, "refused", {**of, "parallel__pp": 2, "train__micro_batch": 1}))
+    assert end.codes == [2, 2] and "3 weights there have no place here" in end.errors()[0], end.logs
     told = trains(
         home, "consent", **of, checkpoint__init_changes="layers.*.attn.gate.weight,layers.*.mlp.up.weight"
     )
