@@ -211,7 +211,7 @@ def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
         lines.append(f"{'changed':<9}{', '.join(changed)}")
     for kind in (IN_PART, FRESH, DROPPED):
         if names[kind]:
-            said = some_of(names[kind], lambda name: with_rows(origin, name, kind))
+            said = some_of(names[kind], lambda name, kind=kind: with_rows(origin, name, kind))
             lines.append(f"{kind:<9}{len(names[kind]):,}: {said}")
     return lines
 
@@ -234,10 +234,10 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
     wrong: list[str] = []
     if extra:
         said = some_of(extra, lambda name: with_shape(name, origin.shapes[name], kinds))
-        wrong.append(f"{counted(extra)} there {have(extra)} no place here: {said}")
+        wrong.append(f"weights there without a place here: {len(extra):,} ({said})")
     if lacking:
         said = some_of(lacking, lambda name: with_shape(name, kinds[name][1], origin.shapes))
-        wrong.append(f"{counted(lacking)} here {are(lacking)} not there: {said}")
+        wrong.append(f"weights here that are not there: {len(lacking):,} ({said})")
     if wrong:
         raise ConfigError(
             f"checkpoint.init_from: {origin.index.path} does not fit this run, nothing was loaded: "
@@ -262,15 +262,3 @@ def some_of(names: Iterable[str], text: Callable[[str], str]) -> str:
 def by_number(name: str) -> list[tuple[int, str]]:
     """Sorts layers.2 before layers.10."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
-
-
-def counted(names: Sequence[str]) -> str:
-    return f"{len(names):,} weight{'s' if len(names) > 1 else ''}"
-
-
-def have(names: Sequence[str]) -> str:
-    return "have" if len(names) > 1 else "has"
-
-
-def are(names: Sequence[str]) -> str:
-    return "are" if len(names) > 1 else "is"

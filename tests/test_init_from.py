@@ -282,10 +282,11 @@ def test_weights_that_one_side_lacks_are_refused_by_name(home):
     of = {"checkpoint__init_from": source}
     for more in ({}, {"model__window": 4, "checkpoint__init_changes": "model.window"}):
         line = refused(home, **of, **more)
-        assert "3 weights there have no place here: layers.0.attn.gate.weight, layers.1.attn.gate" in line
-        assert "3 weights here are not there: layers.0.mlp.up.weight, " in line and CHANGES in line, line
+        assert "weights there without a place here: 3 (layers.0.attn.gate.weight, layers.1.attn" in line
+        assert "weights here that are not there: 3 (layers.0.mlp.up.weight, " in line, line
+        assert CHANGES in line
     end = job(home, 2, words(home, "refused", {**of, "parallel__pp": 2, "train__micro_batch": 1}))
-    assert end.codes == [2, 2] and "3 weights there have no place here" in end.errors()[0], end.logs
+    assert end.codes == [2, 2] and "without a place here: 3 (" in end.errors()[0], end.logs
     told = trains(
         home, "consent", **of, checkpoint__init_changes="layers.*.attn.gate.weight,layers.*.mlp.up.weight"
     )
