@@ -15,7 +15,7 @@ from config.phases import CHANGEABLE, differing_keys, phases_text, value_of, wit
 
 NOT_INHERITED = {  # section: keys that a branch does not have from its source
     "log": ("name",),
-    "checkpoint": ("resume", "init_from", "branch"),
+    "checkpoint": ("resume", "init_from", "init_changes", "branch"),
 }
 
 

@@ -3,6 +3,7 @@
 schema.py    every key with its type, default and meaning, and what follows from them
 loading.py   recipes, files and the command line -> Config; Config -> YAML
 optimizers.py  what each optimizer reads, keeps and supports
+function.py  which keys decide what weights compute
 machine.py   whether this system will do, and how many cores it has
 phases.py    from which step on which keys have other values
 strict.py    YAML without its surprises; ConfigError

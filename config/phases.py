@@ -27,7 +27,8 @@ from config.strict import ConfigError, Tree, read_yaml_value
 
 STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is in each phase
 
-# {section: its keys that a phase may change}. None of them changes what a checkpoint holds.
+# {section: its keys that a phase may change}. None of them changes what a checkpoint holds, but for
+# model.context with learned positions, which config/rules.py refuses.
 CHANGEABLE = {
     "model": "context rope_theta rope_factor rope_kind rope_low_freq rope_high_freq rope_original "
              "rope_mscale rope_mscale_all window dropout attention mtp_weight aux_loss z_loss jitter "

@@ -348,6 +348,13 @@ TABLE = (
     ),
     UnusedKeys(
         section="checkpoint",
+        keys="init_changes",
+        when=lambda cfg, _: cfg.checkpoint.init_from is None,
+        why="states what differs from checkpoint.init_from, which is none",
+        remedy="set that, or leave this out",
+    ),
+    UnusedKeys(
+        section="checkpoint",
         keys="replicas memory_dir",
         when=lambda cfg, _: cfg.checkpoint.memory_every is None,
         why="belongs to checkpoints in memory, and checkpoint.memory_every is none",

@@ -590,8 +590,8 @@ def tokenizer_of_dataset(path: str, prefix: pathlib.Path | str, requested: str |
     wanted = tokenizer.load_tokenizer(requested)
     if stored is not None and wanted.fingerprint != stored.fingerprint:
         raise ConfigError(f"data.tokenizer: {requested} is {tokenizer_label(wanted)}, but {path} was made "
-                          f"with {tokenizer_label(stored)}; leave data.tokenizer out, "
-                          "or prepare the data again")
+                          f"with {tokenizer_label(stored)}; prepare the data again with --tokenizer "
+                          f"{requested}, or set data.tokenizer {folder}")
     return stored or wanted
 
 

@@ -21,6 +21,7 @@ from checkpoint import state, store
 from checkpoint.branch import find_source
 from checkpoint.files import remove
 from config import Config, ConfigError, Tree
+from config.function import differences
 from config.terminal import ParagraphHelp
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
@@ -103,14 +104,11 @@ def average(paths: list[Path], folder: Path) -> None:
 
 
 def check_same_model(first_path: Path, path: Path, first: Config, other: Config) -> None:
-    """Raises ConfigError if a key of the model differs that gives other weights."""
-    for field in dataclasses.fields(first.model):
-        key = f"model.{field.name}"
-        left, right = getattr(first.model, field.name), getattr(other.model, field.name)
-        if left != right and state.must_match(key):
-            raise ConfigError(
-                f"{key}: {path} has {right}, and {first_path} has {left}; average models of one shape"
-            )
+    """Raises ConfigError if the two models compute different functions."""
+    for key, (left, right) in differences(first.model, other.model).items():
+        raise ConfigError(
+            f"{key}: {path} has {right}, and {first_path} has {left}; average weights of one model"
+        )
 
 
 if __name__ == "__main__":

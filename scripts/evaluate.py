@@ -78,10 +78,11 @@ def main(argv: list[str]) -> int:
 def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
     """Prints loss, perplexity and bits per byte of the data that --data, --samples and --seq-len select.
 
-    Raises ConfigError if the data was made with another tokenizer.
+    Raises ConfigError if the data was made with another tokenizer, or the model has too few positions.
     """
     # the data
     seq_len = args.seq_len or run.cfg.train.seq_len
+    check_context(run.cfg, seq_len)
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
         cfg = replace(cfg, data=replace(cfg.data, path=args.data, split="0,1", tokenizer=args.tokenizer))
@@ -123,6 +124,18 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
         print(f"{run.path} on {name}: {samples * seq_len:,} tokens in {seconds:.1f} s\n"
               f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}   "
               f"bits per byte {report['val_bpb']:.4f}")
+
+
+def check_context(cfg: Config, seq_len: int) -> None:
+    """Says that sequences are longer than model.context. Raises ConfigError where positions are learned."""
+    model = cfg.model
+    if seq_len <= model.context:
+        return
+    if model.positions == "learned":
+        raise ConfigError(f"--seq-len: {seq_len} is longer than the {model.context} learned positions of the "
+                          "model; lower it")
+    print(f"--seq-len: {seq_len} is beyond model.context {model.context}, for which its positions were made",
+          file=sys.stderr)
 
 
 def open_validation(cfg: Config, batch_size: int) -> BatchLoader:

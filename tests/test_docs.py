@@ -501,7 +501,7 @@ SMALLER = {  # words in a command: what is changed, so that it takes a moment
     "--checkpoint.branch": {"--checkpoint.branch": "runs/trunk@1"},
     "scripts.average": {"--last": "2"},
     "0.7 runs": {"--data.path": "0.7 runs/data/corpus 0.3 runs/data/corpus", "--data.split": "60,30,10"},
-    "--model.vocab 1024": {"--model.vocab": "257"},
+    "tuned-hf": {"--data.tokenizer": "bytes", "--checkpoint.init_changes": "data.tokenizer"},
     "prepare_data": {"--tokenizer": "bytes", "--workers": "1"},
     "--fim": {"--input": "corpus/a.jsonl", "--tokenizer": "bpe-300"},
     "--data.fim_rate": {"--data.path": "runs/data/code"},

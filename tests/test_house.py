@@ -78,6 +78,7 @@ PURE = {
     "parallel/sharding/packing.py",
     "config/strict.py",
     "config/schema.py",
+    "config/function.py",
     "config/loading.py",
     "config/optimizers.py",
     "config/rules.py",

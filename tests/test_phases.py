@@ -400,6 +400,16 @@ def test_what_is_refused(tmp_path, text, words):
 
 
 @pytest.mark.slow
+def test_a_phase_keeps_the_number_of_learned_positions(tmp_path):
+    """Refused before the first step, and not where the phase begins, where the checkpoint would not fit."""
+    path = write_phases(tmp_path, "- after_steps: 3\n  model.context: 64\n")
+    more = ("--data.path", corpus(tmp_path), "--model.positions", "learned", "--model.context", "32")
+    assert run(tmp_path, "learned", "", (*more, "--train.phases", path)) == 2
+    told = (tmp_path / "learned.log").read_text().splitlines()
+    assert told[-1].startswith("error: train.phases: phase 2: model.context: 32 -> 64 "), told[-1]
+    assert not (tmp_path / "learned" / "metrics.jsonl").exists()
+
+
 def test_what_is_refused_of_data_and_past(home):
     """Before any step: exit code 2 and one line."""
     text = "- {after_steps: 4, optim.lr: 1e-3}\n- {after_steps: 5, data.path: %s}"

@@ -91,6 +91,7 @@ CASES = (
     ),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
     ({"mirror_failures": 2}, "", "--checkpoint.mirror s3://bucket/runs", 1),
+    ({"init_changes": "model.window"}, "", "--checkpoint.init_from runs/other", 1),
     ({"replicas": 1, "memory_dir": "/tmp"}, "", "--checkpoint.memory_every 10", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
