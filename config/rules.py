@@ -299,7 +299,8 @@ def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """train.phases: the run reaches every phase, and its length does not depend on them."""
+    """train.phases: the run reaches every phase, its length does not depend on them, and none changes what a
+    checkpoint holds."""
     train = cfg.train
     if train.phases is None:
         return
@@ -307,7 +308,14 @@ def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
         train.flops is None,
         "train.flops: the FLOPs of a token differ from phase to phase (train.phases); give train.steps or "
         "train.tokens")
-    last = phases_of(cfg).all[-1]
+    phases = phases_of(cfg).all
+    for phase in phases:
+        yield Rule(
+            cfg.model.positions != "learned" or phase.cfg.model.context == cfg.model.context,
+            f"train.phases: phase {phase.number}: model.context: learned positions are a table of that many "
+            "rows, which no phase can change; leave it out, or take model.positions rope")
+
+    last = phases[-1]
     key, end, start = "steps", train.steps, last.steps_before
     if train.tokens is not None:
         key, end, start = "tokens", train.tokens, last.tokens_before
@@ -706,12 +714,12 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
     unit = sequences_per_microbatch(cfg, world)
     numbers = positive_integers(train.ramp)
     yield Rule(
-        len(numbers) == 3,
+        len(numbers) in (3, 4),
         f"train.ramp: {train.ramp!r} must be START,INCREMENT,SAMPLES: three whole numbers above 0 and below "
         "1e9",
         ramp_unit=unit)
 
-    start, increment, _ = numbers
+    start, increment = numbers[:2]
     yield Rule(
         start < train.global_batch and (train.global_batch - start) % increment == 0,
         f"train.ramp: {train.ramp} does not lead from {start} sequences by {increment} at a time to "

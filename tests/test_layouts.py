@@ -56,7 +56,7 @@ def test_cuts_that_do_not_fit_are_refused(stages, schedule, says):
 
 @pytest.mark.slow
 def test_a_rank_whose_vocabulary_is_padding(ranks, tmp_path):
-    """320 ids in a table of 1,024 rows: the second rank has padding alone."""
+    """257 ids in a table of 1,024 rows: the second rank has padding alone."""
     proved(ranks(2), tmp_path, "llama3-tiny", dict(tp=2), vocab_multiple=1024)
 
 
