@@ -245,7 +245,10 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
     if start.resumed is None:
         return []
     meta, step = start.resumed.meta, start.step
-    before, horizon = phases_of(config.build_tree(Config, meta["config"])), state.horizon_in(meta)
+    try:
+        before, horizon = phases_of(config.build_tree(Config, meta["config"])), state.horizon_in(meta)
+    except ConfigError:  # of another version, whose keys are not those of today
+        return []
     if horizon is None:
         return []
     old = learning_rate_of_run(schedules_of(before, horizon), step)

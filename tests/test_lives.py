@@ -389,6 +389,13 @@ LIVES = {
         Start("run", stop=4),
         Start("run", {"optim.decay_steps": 24}, phases=({"after_steps": 8, "optim.lr": 5e-4},)),
     ),
+    "a phase that is added behind another": (
+        Start("run", phases=LATER, stop=8),
+        Start("run", phases=({**LATER[0], "optim.decay_steps": 24}, {"after_steps": 12, "optim.lr": 1e-4})),
+    ),
+    "a phase that cuts a ramp off": (
+        Start("run", RAMP, phases=({"after_steps": 3, "optim.lr": 5e-4},)),
+    ),
     "a horizon beyond the schedule": (
         Start("run", {"optim.decay_steps": 12, "train.steps": 15}),
     ),
@@ -438,6 +445,18 @@ def test_the_text_of_a_stopped_run_says_when_it_was_written(tmp_path, monkeypatc
     assert "   sample: " in line
 
 
+@pytest.mark.slow
+def test_a_ramp_that_is_cut_off_is_said(tmp_path, monkeypatch):
+    lives = Lives(tmp_path, monkeypatch)
+    lives.start(Start("trunk", RAMP))
+    lives.start(Start("batch", {"train.global_batch": 4}, "branch", ("trunk", 3)))
+    log = (tmp_path / "batch.log").read_text()
+    assert "train.global_batch 8 -> 4, train.ramp 2,2,15 -> None" in log
+    lives.start(Start("rate", {"optim.lr": 5e-4}, "branch", ("trunk", 3)))
+    assert "optim.lr 0.001 -> 0.0005, train.ramp 2,2,15 -> 2,2,15,6" in (tmp_path / "rate.log").read_text()
+
+
+@pytest.mark.slow
 def test_a_jump_of_the_rate_is_said(tmp_path, monkeypatch):
     """Another horizon moves the schedule that ends with the run; a branch of another schedule does not."""
     lives = Lives(tmp_path, monkeypatch)
