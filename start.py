@@ -4,6 +4,7 @@ train.py calls what is here from the top to the bottom, and what a function call
 can be refused is refused here. The last two are called after the first step, and at the end.
 """
 import contextlib
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from data.loader import BatchLoader, open_loader
 from data.task_files import ScoredTask, read_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.sharding import parallel_dims
+from optim.lr import learning_rate_of_run, schedules_of
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
@@ -211,10 +213,10 @@ def start_run(
     world: World,
     folder: Path,
     in_memory: MemoryCheckpoints | None = None,
-) -> tuple[TrainingRun, BatchLoader, int, list[str]]:
+) -> tuple[TrainingRun, BatchLoader, state.StartingPoint, list[str]]:
     """The run of the phase that comes next, with what it continues.
 
-    Returns (run, its valid split, steps done, notes for the log). Collective.
+    Returns (run, its valid split, what it has loaded, notes for the log). Collective.
     """
     root = folder / "checkpoints"
     phases = phases_of(cfg)
@@ -238,14 +240,33 @@ def start_run(
                 in_memory.drop_after(start.step)  # what this run goes on from is its only past
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
-            return run, valid_data, start.step, notes
+            return run, valid_data, start, [*notes, *rate_notes(run, start)]
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
+
+
+def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
+    """[a line that compares learning rates], where a run goes on with another one than it had."""
+    if start.resumed is None:
+        return []
+    meta, step = start.resumed.meta, start.step
+    try:
+        before, horizon = phases_of(config.build_tree(Config, meta["config"])), state.horizon_in(meta)
+    except ConfigError:  # of another version, whose keys are not those of today
+        return []
+    if horizon is None:
+        return []
+    old = learning_rate_of_run(schedules_of(before, horizon), step)
+    if math.isclose(old, run.learning_rate(step), rel_tol=1e-9):
+        return []
+    after = run.learning_rate(min(step + 1, run.steps))
+    return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings have another schedule"]
 
 
 def is_evaluation_missing(
     cfg: Config, step: int, folder: Path, everyone: comm.Group, is_end: bool = False
 ) -> bool:
-    """Whether an evaluation was due after this step, and left out because the run was asked to stop.
+    """Whether an evaluation was due after this step, and is not in the folder: the run was asked to stop, or
+    another run made the step.
 
     is_end: the run ends with this step. Collective.
     """

@@ -25,7 +25,17 @@ from checkpoint.memory import MemoryCheckpoints
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
-from config import CheckpointConfig, Config, ConfigError, is_due, is_permanent_step, phases_of, unused, usage
+from config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    Phases,
+    is_due,
+    is_permanent_step,
+    phases_of,
+    unused,
+    usage,
+)
 from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.phases import change_text, named
 from config.run_name import with_own_folder
@@ -224,7 +234,7 @@ class Session:
     source_batches: dict[str, list[Microbatch]]  # of each source of a blend
     prompt: str  # of the texts that the model writes
     tokenizer: Tokenizer
-    tasks: EncodedTasks | None
+    tasks: dict[int, EncodedTasks]  # of each model.context that a phase has; {}: there are none
     log: MetricsLogger
     trace: ProfilerTrace
     saver: CheckpointSaver
@@ -329,7 +339,8 @@ def run_training(
     restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
     cfg = check_data(cfg, world)
     in_memory = open_memory(cfg, env, world, folder)
-    run, valid_data, start_step, notes = start_run(cfg, env, world, folder, in_memory)
+    run, valid_data, start, notes = start_run(cfg, env, world, folder, in_memory)
+    start_step = start.step
     notes = [*setup.launcher_notes(), *restored, *notes]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
@@ -361,7 +372,7 @@ def run_training(
     )
     del run  # the session has it, for the length of a phase
     if session.tasks:
-        notes = [*notes, f"{'tasks':<9}{session.tasks.describe()}"]
+        notes = [*notes, f"{'tasks':<9}{session.tasks[session.cfg.model.context].describe()}"]
     targets = describe_targets(session.run) if session.is_first_rank else None
     if targets:
         notes = [f"{'targets':<9}{targets}", *notes]
@@ -384,7 +395,7 @@ def run_training(
                 whole, kept = session.run.phases.whole, session.kept()
                 session.train_data.close()
                 del session  # its memory is free before the next phase takes its own
-                session = begin_phase(whole, end.step, **kept)
+                session = begin_phase(whole, end.step, start, **kept)
                 end = train_loop(session)
         session.train_data.close()
         clear_memory(session.in_memory)
@@ -640,7 +651,7 @@ def evaluate_tasks(session: Session, step: int) -> TaskReport | None:
     every = session.cfg.eval.tasks_every or 1
     if not session.tasks or (step % every and step != session.run.steps):
         return None
-    return score_tasks(session.tasks, session.run.score)
+    return score_tasks(session.tasks[session.cfg.model.context], session.run.score)
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: int) -> bool:
@@ -849,17 +860,20 @@ def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
 # ---- what a loop begins with -------------------------------------------------------------------------------
 
 
-def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
+def begin_phase(cfg: Config, step: int, start: state.StartingPoint, **kept: Any) -> Session:
     """The session of the phase after `step`, which is saved. Collective.
 
-    cfg: of the whole run. kept: see Session.kept.
+    cfg: of the whole run. start: what this process has begun with. kept: see Session.kept.
     """
     gc.collect()  # hooks and buckets refer to each other
     env, world, folder, log = (kept[name] for name in ("env", "world", "folder", "log"))
     phases = phases_of(cfg)
     before, phase = phases.of_step(step), phases.of_step(step + 1)
     run, valid_data = build_phase(cfg, env, world, phase.number)
-    state.resume_after(run, folder / "checkpoints", step)
+    if step == start.step:  # it has only validated: the step may be another run's, or in memory
+        state.load_start(run, folder / "checkpoints", start)
+    else:
+        state.resume_after(run, folder / "checkpoints", step)
     kept["observe"]("run.built", step, run=run, data=run.data, valid=valid_data)
     kept["slow"].begin_phase(run.mesh.dims)
     log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
@@ -898,7 +912,7 @@ def make_session(
     cfg = run.cfg
     train_data = run.data
     tokenizer = train_data.required_tokenizer
-    encoded = encode_tasks("eval.tasks", tasks, tokenizer, cfg.model.context) if tasks else None
+    encoded = encode_for_phases(tasks, tokenizer, run.phases)
     if env.rank == 0:
         keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
@@ -945,6 +959,22 @@ def make_session(
         goodput=goodput,
         observe=observe,
     )
+
+
+def encode_for_phases(
+    tasks: list[ScoredTask], tokenizer: Tokenizer, phases: Phases
+) -> dict[int, EncodedTasks]:
+    """{model.context: the tasks with at most so many tokens}, of every phase; {} without tasks.
+
+    Raises ConfigError for an answer that does not fit into the context of a phase.
+    """
+    found: dict[int, EncodedTasks] = {}
+    for phase in phases.all if tasks else ():
+        context = phase.cfg.model.context
+        if context not in found:
+            with named(phase):
+                found[context] = encode_tasks("eval.tasks", tasks, tokenizer, context)
+    return found
 
 
 def report_nothing_to_do(

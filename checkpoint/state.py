@@ -10,6 +10,7 @@ same when the run is continued; the others may change.
 import dataclasses
 import functools
 import pathlib
+import shlex
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,7 @@ from config import (
 )
 from config.function import FUNCTION_KEYS
 from config.optimizers import EMA
-from config.phases import check_same_past
+from config.phases import CHANGEABLE, check_same_past, check_same_schedule, horizon_of
 from config.run_name import HORIZON_KEYS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -277,10 +278,11 @@ def fingerprints(data: TrainingData) -> dict[str, str]:
 
 
 def describe_run(run: RunState, step: int) -> Tree:
-    """The content of meta.json: how far the run is, and which settings it has (those of all phases)."""
+    """The content of meta.json: how far the run is and goes, and which settings it has (of all phases)."""
     return {
         "step": step,
         "tokens": run.phases.tokens_seen(step),
+        "steps": run.steps,
         "config": dataclasses.asdict(run.phases.whole),
         **fingerprints(run.data),
         "torch": torch.__version__,
@@ -293,6 +295,11 @@ def describe_run(run: RunState, step: int) -> Tree:
 def config_of(meta: Tree) -> Config:
     """The config with which the last step before a save was made: of a run with phases, that of the phase."""
     return phases_of(build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
+
+
+def horizon_in(meta: Tree) -> int | None:
+    """The steps of the run that made a checkpoint; None: an old checkpoint of a run that states FLOPs."""
+    return meta.get("steps") or horizon_of(build_tree(Config, meta["config"]))
 
 
 def name_of(index: store.StoredIndex, in_memory: bool) -> str:
@@ -314,6 +321,9 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     if any(settings.get(key) for settings in (old, new) for key in ("train.phases", "data.span")):
         before = phases_of(build_tree(Config, meta["config"]))
         phase_notes = check_same_past(before, run.phases, meta["step"], where)
+        horizons = (horizon_in(meta) or run.steps, run.steps)
+        if check_same_schedule(before, run.phases, meta["step"], where, horizons):
+            old["optim.decay_steps"] = new["optim.decay_steps"]  # states the end that it had
     old["train.phases"] = new["train.phases"]  # compared phase by phase
     changed = [key for key in new if old.get(key) != new[key] and not key.startswith(UNREPORTED)]
 
@@ -325,8 +335,8 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
         key, of_function = unequal[0], [key for key in unequal if key in FUNCTION_KEYS]
         stating = f" --checkpoint.init_changes {','.join(of_function)}" if of_function else ""
         raise ConfigError(
-            f"{key}: {where} was trained with {old.get(key)}, not {new[key]}; set it back, or "
-            f"{new_run}{stating}"
+            f"{key}: {where} was trained with {old.get(key)}, not {new[key]}; set it back, "
+            f"{branch_advice(key, new[key], meta['step'], where, in_memory)}or {new_run}{stating}"
         )
     for name, current in fingerprints(run.data).items():
         is_of_phase = run.phases.of_step(meta["step"]) == run.phase  # each phase has data of its own
@@ -345,6 +355,18 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     if meta["torch"] != torch.__version__:
         warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
     return warnings + phase_notes
+
+
+def branch_advice(key: str, value: object, step: int, where: str, in_memory: bool) -> str:
+    """How a branch of the checkpoint (`where`, of this step) changes a key, if one can: words of an error."""
+    section, _, name = key.partition(".")
+    if in_memory or name not in CHANGEABLE.get(section, "").split():
+        return ""
+    source = shlex.quote(f"{pathlib.Path(where).parent.parent}@{step}")
+    return (
+        f"or go on with it in a branch, with the optimizer state: train.py --log.name OTHER "
+        f"--checkpoint.branch {source} --{key} {value}; "
+    )
 
 
 def check_left_out(meta: Tree, new: Tree, where: str) -> None:

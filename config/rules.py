@@ -719,12 +719,12 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
     unit = sequences_per_microbatch(cfg, world)
     numbers = positive_integers(train.ramp)
     yield Rule(
-        len(numbers) == 3,
+        len(numbers) in (3, 4),
         f"train.ramp: {train.ramp!r} must be START,INCREMENT,SAMPLES: three whole numbers above 0 and below "
         "1e9",
         ramp_unit=unit)
 
-    start, increment, _ = numbers
+    start, increment = numbers[:2]
     yield Rule(
         start < train.global_batch and (train.global_batch - start) % increment == 0,
         f"train.ramp: {train.ramp} does not lead from {start} sequences by {increment} at a time to "

@@ -301,9 +301,12 @@ class Console:
         parts = [f"{name} {self.paint(decimals(loss, 3), GREEN)}" for name, loss in losses.items()]
         self.hanging(f"{self.dim(' eval')} {step}  {self.dim('of sources')}  ", "  ".join(parts))
 
-    def show_outcome(self, outcome: str, sample: str) -> None:
-        """Writes how the run ended, and the last sample of the model: below it, where they do not fit."""
-        label = "sample: "
+    def show_outcome(self, outcome: str, sample: str, name: str = "sample") -> None:
+        """Writes how the run ended, and the last sample of the model: below it, where they do not fit.
+
+        name: what the sample is called.
+        """
+        label = f"{name}: "
         width = self.width()
         room = SAMPLE_WIDTH if width is None else min(SAMPLE_WIDTH, width - len(label))
         text = label + visible(sample, room)

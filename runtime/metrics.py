@@ -164,7 +164,7 @@ class MetricsLogger:
         self.shares: list[StepShares] = []  # of steps that were read, and not yet compared with other ranks
         self.spikes: list[tuple[int, bool]] = []  # of steps that were read, and not yet returned
         self.slow: list[Slow] = []  # for the next row
-        self.last_sample = ""
+        self.last_sample = (self.start_step, "")  # the step, and what the model wrote
         self.last_step = self.start_step  # that was read
         self.closed = False
 
@@ -579,7 +579,8 @@ class MetricsLogger:
                 sink.text(step, "sample", text)
         if self.picture:
             self.picture.draw_soon()
-        self.last_sample = sample or self.last_sample
+        if sample:
+            self.last_sample = (step, sample)
         self.console.show_evaluation(
             step,
             loss=val_loss,
@@ -695,7 +696,9 @@ class MetricsLogger:
         without = steps_without_targets(self.run_dir) if self.file else 0
         if without:
             outcome += f"   {without:,} of {self.last_step:,} steps had no target, and changed nothing"
-        self.console.show_outcome(outcome, self.last_sample)
+        step, sample = self.last_sample
+        name = "sample" if step == self.last_step else f"sample of step {step:,}"
+        self.console.show_outcome(outcome, sample, name)
         self.console.hints("next", hints)
 
     def read_losses(self) -> list[float]:

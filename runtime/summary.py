@@ -23,14 +23,15 @@ def write_summary(folder: Path, **facts: object) -> None:
 def summarize_metrics(folder: Path) -> dict[str, Any]:
     """What metrics.jsonl of a run says about all of it.
 
-    Medians are over steps, without the first of a process's life, which compiles and connects. A value is
-    None where no row has one.
+    Medians are over steps, without the first of a process's life, which compiles and connects. The best
+    validation is one after a step: of step 0 there is no checkpoint. A value is None where no row has one.
     """
     steps, validations = read_metrics(folder, max_steps=EVERY_STEP)
     last = steps[-1] if steps else {}
     trained = [row for row in steps if row.get("targets") != 0]  # older runs do not have the field
     measured = [row for row in validations if row["val_loss"] is not None]
-    best = min(measured, key=lambda row: row["val_loss"], default=None)
+    trained = [row for row in measured if row["step"] > 0]
+    best = min(trained, key=lambda row: row["val_loss"], default=None)
     return {
         "step": last.get("step", 0),
         "tokens": last.get("tokens", 0),

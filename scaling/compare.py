@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import config
-from config import Config, ConfigError
+from config import Config, ConfigError, Phase, Phases, phases_of, span_of
+from config.phases import value_of
 from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
@@ -47,6 +48,7 @@ TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
 EVALUATION_KEYS = (
     "data.path", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid", "train.seq_len",
 )
+VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # where data.fim_valid is true
 EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
 DIVERGED = "diverged"
 STYLE = """
@@ -67,6 +69,8 @@ class Run:
     tokens, flops, loss, tokens_per_s, mfu: of each step [steps]; NaN where a step has none.
     has_targets: whether targets count in each step, bool [steps]; a step without any has no loss.
     validation_tokens, validation_loss, validation_bpb (bits a byte): of each evaluation [n].
+    validated_with: {key: its values}, of the keys that decide which tokens an evaluation reads, in the phases
+    that were validated.
     finished: None where its last start has not said how it ended.
     silent_minutes: since it last wrote a line.
     """
@@ -82,6 +86,7 @@ class Run:
     validation_tokens: Array
     validation_loss: Array
     validation_bpb: Array
+    validated_with: dict[str, tuple[Any, ...]]
     finished: bool | None
     silent_minutes: float
 
@@ -142,6 +147,7 @@ def read_run(folder: Path) -> Run:
         validation_tokens=np.interp(column(evaluated, "step"), all_steps, tokens),
         validation_loss=column(evaluated, "val_loss"),
         validation_bpb=column(evaluated, "val_bpb"),
+        validated_with=validation_settings(cfg, [row["step"] for row in (*evaluated, steps[-1])]),
         finished=how_it_ended(summary, starts, last_step=steps[-1]["step"]),
         silent_minutes=silent_minutes(folder),
     )
@@ -194,6 +200,25 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.startswith(PLACES)}
 
 
+def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, ...]]:
+    """{key: its values in the phases of these steps, in order}: values that follow each other differ."""
+    phases = phases_of(cfg)
+    numbers = sorted({phases.of_step(step).number for step in steps})
+    rows = [validation_settings_of(phases, phases.all[number - 1]) for number in numbers]
+    return {key: tuple(value for value, _ in groupby(row[key] for row in rows)) for key in rows[0]}
+
+
+def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
+    """{key: what it comes to in a validation of a phase}."""
+    found = {key: value_of(phase.cfg, key) for key in EVALUATION_KEYS}
+    if phase.cfg.data.pack == "stream":
+        found["data.span"] = span_of(phases, phase)
+    for key in VALID_FIM_KEYS:
+        found[key] = value_of(phase.cfg, key) if phase.cfg.data.fim_valid else None
+    found[" x ".join(EVALUATION_SIZE)] = math.prod(value_of(phase.cfg, key) for key in EVALUATION_SIZE)
+    return found
+
+
 def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """{section.key: its value in each run}, of the keys that are not the same in all."""
     differing: dict[str, list[Any]] = {}
@@ -212,9 +237,8 @@ def doubts(runs: list[Run]) -> list[str]:
     if tokenizer:
         lines.append(f"{', '.join(tokenizer)}: not the same; where tokenizers differ, nats per token do not "
                      "compare, and bits/byte do")
-    evaluation = [key for key in EVALUATION_KEYS if key in differing]
-    if len({math.prod(run.settings[key] for key in EVALUATION_SIZE) for run in runs}) > 1:
-        evaluation.append(" x ".join(EVALUATION_SIZE))
+    validated = [run.validated_with for run in runs]
+    evaluation = [key for key in validated[0] if any(other[key] != validated[0][key] for other in validated)]
     if evaluation:
         lines.append(f"{', '.join(evaluation)}: not the same; validation losses are of different tokens")
     return lines

@@ -497,8 +497,11 @@ SMALLER = {  # words in a command: what is changed, so that it takes a moment
     "--checkpoint.every": {"--checkpoint.every": "1"},
     "--train.steps 400": {"--train.steps": "3"},
     "--train.phases": {"--train.phases": '[{"after_steps": 1, "train.seq_len": 16, "optim.lr": 1e-4}]'},
-    "--checkpoint.keep_every": {"--checkpoint.keep_every": "1"},
-    "--checkpoint.branch": {"--checkpoint.branch": "runs/trunk@1"},
+    "--log.name trunk": {  # which has a branch of step 100, run as it is printed
+        "--train.steps": "102",
+        "--train.micro_batch": "2",
+        "--train.global_batch": "2",
+    },
     "scripts.average": {"--last": "2"},
     "0.7 runs": {"--data.path": "0.7 runs/data/corpus 0.3 runs/data/corpus", "--data.split": "60,30,10"},
     "tuned-hf": {"--data.tokenizer": "bytes", "--checkpoint.init_changes": "data.tokenizer"},
@@ -524,8 +527,12 @@ def reason_not_to_run(command: Command) -> str | None:
 
 
 def made_smaller(command: Command) -> list[str]:
-    """The words, with those of SMALLER instead of theirs, or after them."""
+    """The words, with those of SMALLER instead of theirs, or after them. Those of a branch, which is as small
+    as its source, stay as they are printed.
+    """
     words = command.words
+    if "--checkpoint.branch" in words:
+        return words
     for marker, changes in SMALLER.items():
         if marker not in command.text or "--list" in words or "--help" in words:
             continue
