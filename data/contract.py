@@ -299,7 +299,7 @@ def spelled_tokens(
 
 
 def check_words(place: pathlib.Path | str, words: Iterable[int], control: dict[int, str]) -> None:
-    """Raises ConfigError, which names `place`, if there are control tokens {id: text} that are plain words."""
+    """Raises ConfigError, which names `place`, if some of the control tokens {id: text} are plain words."""
     for token_id in sorted(words):
         raise ConfigError(f"{place}: text that spells {control[token_id]!r} makes its id {token_id}, as of "
                           "any word, so that it cannot mark the end of a document or a turn; take another "

@@ -42,7 +42,7 @@ from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
 from data.lengths import token_byte_lengths
 from data.pack import pack_windows
-from data.raw import RawShards
+from data.raw import RawShards, is_raw_file
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
 from data.tokenizer import Tokenizer
@@ -422,7 +422,7 @@ def check_paths(cfg: Config) -> None:
 
     for path in parse_blend(cfg.data.path)[1]:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
-        is_raw = path.endswith(".bin") and os.path.isfile(path)
+        is_raw = is_raw_file(path)
         is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
         if path == "stdlib" or is_url(path) or is_raw or is_indexed:
             continue
@@ -460,6 +460,9 @@ def open_loader(
     check_paths(cfg)
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
+    if cfg.data.dtype and not any(isinstance(each.index, RawShards) for each in datasets):
+        raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
+                          f"{cfg.data.path} says what its ids are; leave it out")
     check_same_tokenizer((each.name, each.tokenizer.contract) for each in datasets if each.tokenizer)
     return BatchLoader(
         cfg,
@@ -476,7 +479,7 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     """Opens one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
     name = path
     path = local_data(name, cfg.data.cache)
-    prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx")
+    prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx").removesuffix(".npy")
     requested = cfg.data.tokenizer
     note = ""
     if path == "stdlib":
@@ -485,9 +488,14 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     tok = tokenizer_of_dataset(path, prefix, requested, cfg.data.eod)
 
     vocab = cfg.model.vocab or (tok.vocab if tok else None)
-    is_raw = path.endswith(".bin") and os.path.isfile(path) and not os.path.exists(f"{prefix}.idx")
-    if is_raw:
-        index = RawShards(path, vocab, tok.eod if tok else None)
+    if is_raw_file(path):
+        index = RawShards(
+            path,
+            vocab,
+            tok.eod if tok else None,
+            stated=cfg.data.dtype,
+            ids=tok.vocab if tok else None,
+        )
     else:
         index = IndexedDataset(prefix, vocab)
 

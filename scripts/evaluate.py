@@ -26,7 +26,9 @@ from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
 from config.terminal import ParagraphHelp
+from data.blend import parse_blend
 from data.loader import BatchLoader, open_loader
+from data.raw import is_raw_file
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
@@ -86,7 +88,15 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     seq_len = args.seq_len or run.cfg.train.seq_len
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
-        named = replace(cfg.data, path=args.data, split="0,1", tokenizer=args.tokenizer, eod=args.eod)
+        has_raw = any(map(is_raw_file, parse_blend(args.data)[1]))
+        named = replace(
+            cfg.data,
+            path=args.data,
+            split="0,1",
+            tokenizer=args.tokenizer,
+            eod=args.eod,
+            dtype=cfg.data.dtype if has_raw else None,
+        )
         cfg = replace(cfg, data=named)
     elif not cfg.data.path:
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
