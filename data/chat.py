@@ -56,6 +56,8 @@ class EncodedChat(NamedTuple):
     """A conversation as token ids."""
     ids: np.ndarray  # [tokens]
     counted: np.ndarray  # bool [tokens]
+    pieces: list[np.ndarray]  # the ids of each part that was encoded for itself, without an end
+    texts: list[str]  # the text of each
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
@@ -134,8 +136,12 @@ class PlainChat:
             ends_with_answer = bool(chat.spans) and chat.spans[-1][1] == len(chat.text)
             counted = [*is_counted[begin:begin + count], ends_with_answer]
             masks = [np.full(len(part), value) for part, value in zip(ids, counted)]
-            result.append(EncodedChat(np.concatenate(ids, dtype=np.int32, casting="unsafe"),
-                                      np.concatenate(masks)))
+            result.append(EncodedChat(
+                np.concatenate(ids, dtype=np.int32, casting="unsafe"),
+                np.concatenate(masks),
+                pieces=ids[:-1],
+                texts=parts[begin:begin + count],
+            ))
             begin += count
         return result
 
@@ -238,7 +244,8 @@ class TemplateChat:
             counted = np.zeros(len(offsets), bool)
             for start, stop in chat.spans:
                 counted |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
-            result.append(EncodedChat(np.array(encoding.ids, np.int32), counted))
+            ids = np.array(encoding.ids, np.int32)
+            result.append(EncodedChat(ids, counted, pieces=[ids], texts=[chat.text]))
         return result
 
 

@@ -140,6 +140,11 @@ def kind_of(path: str) -> str | None:
     return KINDS.get(end)
 
 
+def is_plain(piece: DocumentPiece) -> bool:
+    """Is its size that of the file, as text or JSON?"""
+    return piece.kind in ("jsonl", "text") and not piece.path.endswith(COMPRESSED)
+
+
 def stdlib_files() -> list[str]:
     """The files of Python's standard library, ordered by a hash of their names: any contiguous share is a
     fair sample."""

@@ -427,6 +427,8 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.max_id = -1
         self.max_id_at = 0  # index of the first token with the largest id
+        self.lost_bytes: int | None = None  # of the text, which its tokens do not have; None: not counted
+        self.unknown_tokens: int | None = None
         self._checksums = BlockChecksums()
         self._mask = LossMaskBits() if has_mask else None
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -557,6 +559,8 @@ class IndexedDatasetWriter:
             "block": BLOCK,
             "source": source,
             "text_bytes": text_bytes,
+            "lost_bytes": self.lost_bytes,
+            "unknown_tokens": self.unknown_tokens,
             "tokenizer": made_with,
             "documents": self.documents,
             "tokens": self.tokens,

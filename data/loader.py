@@ -40,7 +40,7 @@ from data.contract import check_same_tokenizer, check_stored
 from data.download import local_data
 from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
-from data.lengths import token_byte_lengths
+from data.lengths import is_exact, token_byte_lengths
 from data.pack import pack_windows
 from data.raw import RawShards, is_raw_file
 from data.sampler import SpanSampler, derive_seed
@@ -356,10 +356,15 @@ class BatchLoader:
             lengths[:, [self._fim.prefix, self._fim.middle, self._fim.suffix]] = 0
         return torch.from_numpy(lengths)
 
+    @cached_property
+    def _has_true_bytes(self) -> bool:
+        """Do the tokens have the bytes of the text, in all data sets?"""
+        return all(is_exact(self.required_tokenizer, dataset.index.meta) for dataset in self.datasets)
+
     def text_bytes(self, batch: Microbatch) -> torch.Tensor:
         """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): an int64 scalar on its
-        device. UNKNOWN_BYTES without a tokenizer."""
-        if self.tokenizer is None:
+        device. UNKNOWN_BYTES without a tokenizer, or where it has lost a part of the text."""
+        if self.tokenizer is None or not self._has_true_bytes:
             return torch.full((), UNKNOWN_BYTES, dtype=torch.int64, device=batch.tokens.device)
         inside, first = self._byte_lengths.to(batch.targets.device)
         is_counted = batch.targets != IGNORE_INDEX

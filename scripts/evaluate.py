@@ -133,9 +133,9 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
         source = {"run": str(run.path), "step": run.step, "data": name, "tokens": samples * seq_len}
         print(json.dumps({**source, **finite, "seconds": seconds}))
     else:
+        bits = "" if math.isnan(report["val_bpb"]) else f"   bits per byte {report['val_bpb']:.4f}"
         print(f"{run.path} on {name}: {samples * seq_len:,} tokens in {seconds:.1f} s\n"
-              f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}   "
-              f"bits per byte {report['val_bpb']:.4f}")
+              f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}{bits}")
 
 
 def open_validation(cfg: Config, batch_size: int) -> BatchLoader:

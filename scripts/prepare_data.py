@@ -60,6 +60,8 @@ def arguments() -> argparse.ArgumentParser:
         help="end each document with the end-of-document token (default: on)")
     add("--eod", metavar="TOKEN_OR_ID",
         help="the token that ends documents, by its text or id (default: what the tokenizer's files name)")
+    add("--max-lost", type=float, default=prepare.MAX_LOST, metavar="PERCENT",
+        help="refuse a tokenizer that loses more of the text's bytes (default: 1)")
     add("--skip-bad", action="store_true",
         help="leave out and count invalid UTF-8 and broken records; otherwise the first one ends the run")
     add("--json", action="store_true", help="print the report as one line of JSON on stdout")
@@ -72,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.workers < 1:
             raise ConfigError(f"--workers: {args.workers} must be at least 1")
+        if not 0 <= args.max_lost <= 100:
+            raise ConfigError(f"--max-lost: {args.max_lost:g} is not a percentage from 0 to 100")
         if args.chat and not args.append_eod:
             raise ConfigError("--no-append-eod: the format of a conversation says how it ends; leave it out")
         report = prepare.prepare_corpus(
@@ -85,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
             is_chat=args.chat,
             has_fim=args.fim,
             eod=args.eod,
+            max_lost=args.max_lost,
             say=progress.say,
             progress=progress.show,
         )
@@ -122,6 +127,9 @@ def summary(report: dict) -> str:
         "data": f"{report['documents']:,} documents, {text_bytes / 1e6:,.1f} MB, {tokens:,} tokens "
                 f"({text_bytes / tokens:.2f} bytes per token){left_out}",
         **report["contract"],
+        "lost": f"{report['lost_bytes']:,} bytes of the text "
+                f"({100 * report['lost_bytes'] / text_bytes:.3g} %), "
+                f"{report['unknown_tokens']:,} unknown tokens",
     }
     if report["chat"]:
         style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"
