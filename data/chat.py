@@ -165,16 +165,21 @@ class TemplateChat:
     template: "jinja2.Template"
     names: dict[str, str]  # special tokens that a template may write: bos_token, ...
     processor: "tokenizers.Tokenizer"  # reads special tokens in a text as such
-    special: tuple[str, ...]  # all of them
+    control: tuple[str, ...]  # tokens that no text makes, but the template
+    pairs: tuple[tuple[str, str], ...]  # those that the template reads around reasoning and calls: <x>, </x>
 
     def write(self, messages: list[Message]) -> ChatText:
         """The text of a conversation. Raises BadConversation if the template refuses it, if a message spells
-        a special token, or if the text does not show where an assistant's turn begins and ends."""
+        a control token, or if the text does not show where an assistant's turn begins and ends."""
         for number, message in enumerate(messages, 1):
-            spelled = [token for token in self.special if token in message["content"]]
+            texts = list(strings_of(message))
+            if message["role"] == ASSISTANT:
+                texts = [self._without_pairs(text) for text in texts]
+            spelled = [token for token in self.control if any(token in text for text in texts)]
             if spelled:
-                raise BadConversation(f"message {number} ({message['role']}) spells the special token "
-                                      f"{spelled[0]}, which would end or begin a turn")
+                raise BadConversation(f"message {number} ({message['role']}) spells the control token "
+                                      f"{spelled[0]}, which only the chat template may write; take it "
+                                      "out, or give reasoning as reasoning_content and calls as tool_calls")
 
         text = self._render(messages)
         if GENERATION_START in text:
@@ -185,6 +190,12 @@ class TemplateChat:
                 after = spans[-1][1] if spans else 0
                 spans.append(self._turn(messages, number, text=text, after=after))
         return ChatText(text, tuple(spans))
+
+    def _without_pairs(self, text: str) -> str:
+        """A text of the assistant's without the marks around reasoning and calls, if they stand in pairs."""
+        for first, last in self.pairs:
+            text = re.sub(f"{re.escape(first)}(.*?){re.escape(last)}", r"\1", text, flags=re.DOTALL)
+        return text
 
     def _render(self, messages: list[Message], invites: bool = False) -> str:
         import jinja2  # only for a template
@@ -249,6 +260,15 @@ class TemplateChat:
         return result
 
 
+def strings_of(value: object) -> Iterator[str]:
+    """All strings in a message: of its content, reasoning, calls, names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings_of(part)
+
+
 def marked_text(text: str) -> ChatText:
     """The text without the marks of {% generation %}, and what was between them."""
     plain = ""
@@ -286,8 +306,12 @@ def chat_format(tok: Tokenizer | None) -> ChatFormat:
     processor = tokenizers.Tokenizer.from_str(tok.files["tokenizer.json"].decode("utf-8"))
     processor.no_padding()
     processor.no_truncation()
-    special = [token.content for token in processor.get_added_tokens_decoder().values() if token.special]
-    return TemplateChat(template, special_names(tok.files), processor, tuple(special))
+    control = [processor.id_to_token(number) for number in sorted(tok.contract.control)]
+    closed = [(token, f"</{token[1:]}") for token in control if token.startswith("<")]
+    pairs = [(first, last) for first, last in closed if last in control and last in source]
+    return TemplateChat(
+        template, special_names(tok.files), processor, control=tuple(control), pairs=tuple(pairs)
+    )
 
 
 def template_source(files: dict[str, bytes]) -> str | None:

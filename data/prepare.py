@@ -618,8 +618,8 @@ def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
         share = f"{100 * lost / text_bytes:.3g} % of the text's bytes"
         unknown = f"{counts['unknown_tokens']:,} unknown tokens"
         raise ConfigError(f"--tokenizer: loses {lost:,} of {text_bytes:,} bytes ({share}; {unknown}), more "
-                          f"than --max-lost {job.max_lost:g} %; take one that keeps all text, such as bpe-N, or "
-                          "raise --max-lost")
+                          f"than --max-lost {job.max_lost:g} %; take one that keeps all text, such as bpe-N, "
+                          "or raise --max-lost")
 
 
 def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Callable[[int], None]:

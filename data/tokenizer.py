@@ -18,6 +18,7 @@ import itertools
 import json
 import pathlib
 import re
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # imported only where a tokenizer.json is used
 MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
 CHAT_TEMPLATE = "chat_template.jinja"  # writes conversations (chat.py); kept beside a tokenizer.json
+CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
 BYTE_PIECES = 256
 MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
 BYTES_CONTRACT = TokenizerContract(
@@ -227,6 +229,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     )
     settings = contract.read_settings(path.parent, beside)
     end = contract.end_token(vocabulary, settings, processor.eos_id(), eod)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=without_marks(content, processor))
     bos = processor.bos_id()
     pad = processor.pad_id()
 
@@ -245,6 +248,22 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
         model=content,
         processor=processor,
     )
+
+
+def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcessor) -> bytes:
+    """The content of a .model in which the pieces that direct a model are control pieces, which no text
+    makes. Gemma's <start_of_turn> is a symbol of the user's, and as such found in every text."""
+    for number in range(processor.vocab_size()):
+        name = processor.id_to_piece(number)
+        if contract.is_markup(name):
+            # the message of a piece: its text, its score and its type, which ends it
+            text = name.encode()
+            size = len(text)
+            length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+            score = struct.pack("<f", processor.get_score(number))
+            piece = b"\x0a" + length + text + b"\x15" + score + b"\x18"
+            content = content.replace(piece + bytes([USER_DEFINED]), piece + bytes([CONTROL]))
+    return content
 
 
 def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
