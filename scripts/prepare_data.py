@@ -8,6 +8,7 @@ path), 130 interrupted. After any of them, and after a kill, the same command co
 """
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -17,7 +18,7 @@ from typing import TextIO
 from config import ConfigError, usable_cores
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from data import prepare
-from data.documents import KINDS
+from data.documents import COMPRESSED, KINDS
 
 USER_MISTAKE = 2
 OUT_OF_MEMORY = 81
@@ -41,8 +42,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.error = lambda message: parser.exit(USER_MISTAKE, f"error: {message}; see --help\n")  # one line
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
-        help=f"files, folders or globs of {' '.join(KINDS)} (also .gz, .zst; text: one document a file), "
-             "hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
+        help=f"files, folders or globs of {' '.join(KINDS)} (also {', '.join(COMPRESSED)}; text: one document "
+             "a file), hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
     add("--tokenizer", required=True, metavar="T",
         help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
     add("--out", required=True, metavar="PREFIX",
@@ -112,7 +113,10 @@ def main(argv: list[str] | None = None) -> int:
     progress.end()
     for record in report["bad_records"]:
         progress.say(f"left out {record}")
-    print(json.dumps(report) if args.json else summary(report))
+    try:
+        print(json.dumps(report) if args.json else summary(report), flush=True)
+    except BrokenPipeError:  # the reader of a pipe, such as `| head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
     return 0
 
 
