@@ -104,6 +104,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     batch_size = args.micro_batch or run.cfg.train.micro_batch
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
+    for dataset in data.datasets:
+        dataset.index.contract.check(run.known_tokenizer.contract if run.known_tokenizer else None)
     samples = min(data.samples, args.samples or data.samples)
 
     # its loss

@@ -42,8 +42,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.error = lambda message: parser.exit(USER_MISTAKE, f"error: {message}; see --help\n")  # one line
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
-        help=f"files, folders or globs of {' '.join(KINDS)} (also {', '.join(COMPRESSED)}; text: one document "
-             "a file), hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
+        help=f"files, folders or globs of {' '.join(KINDS)} (also {', '.join(COMPRESSED)}; text: one "
+             "document a file), hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own "
+             "source)")
     add("--tokenizer", required=True, metavar="T",
         help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
     add("--out", required=True, metavar="PREFIX",

@@ -75,7 +75,7 @@ def installed_tokenizers():
     found = []
     for package in importlib.metadata.distributions():
         for file in package.files or ():
-            if file.name in ("tokenizer.json", "tokenizer.model", "spiece.model"):
+            if file.name == "tokenizer.json" or ("tokenizer" in file.name and ".model" in file.name):
                 found.append(str(file.locate()))
     return sorted(set(found))
 
