@@ -314,10 +314,12 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
     )
     settings = contract.read_settings(path.parent, beside)
     end = contract.end_token(vocabulary, settings, None, eod)
-    start, pad = (contract.first_named(kind, settings, vocabulary) for kind in ("bos", "pad"))
+    added = processor.get_added_tokens_decoder()
+    named = [contract.first_named(kind, settings, vocabulary) for kind in ("bos", "pad")]
+    # an id that is a plain word here is of another model's config.json
+    start, pad = (token if token and token.id in added else None for token in named)
 
     # no text makes them
-    added = processor.get_added_tokens_decoder()
     hidden = frozenset({number for number, token in added.items() if token.special} | {end.id})
     marked = {number for number, token in added.items() if contract.is_markup(token.content)}
     control = hidden | marked | {token.id for token in (end, start, pad) if token}
