@@ -422,10 +422,12 @@ def load_run(
     dtype: str | None = None,
     weights: str = TRAINED,
     tokenizer_spec: str | None = None,
+    eod: str | None = None,
 ) -> TrainedModel:
     """The model of a run folder, or of one of its checkpoint folders. dtype: None: the run's own.
 
     weights: one of checkpoint.state.WEIGHTS. tokenizer_spec: None: that of the run, if it has one.
+    eod: the token that ends documents; None: what the files of the tokenizer name.
 
     Raises ConfigError if `where` has no model, and IntegrityError if the checkpoint is damaged.
     """
@@ -438,13 +440,15 @@ def load_run(
     cfg = replace(cfg, train=train, parallel=ParallelConfig())
 
     check_size(cfg.model, index.pieces, str(path))
-    known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec)
+    known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec, eod)
     stage, boxes = weights_only(cfg, device, cfg.train.dtype)
     store.load(index, state.stored_as(index, boxes, weights), strict=False, allow_cast=True)
     return TrainedModel(cfg, stage, known_tokenizer, path=path, step=meta["step"])
 
 
-def tokenizer_of_run(path: Path, fingerprint: str, spec: str | None) -> Tokenizer | None:
+def tokenizer_of_run(
+    path: Path, fingerprint: str, spec: str | None, eod: str | None = None
+) -> Tokenizer | None:
     """The tokenizer `spec`, or that of the run folder; None if the weights were imported without one.
 
     path: the checkpoint. fingerprint: of the tokenizer that it was trained with; "none": of none.
@@ -453,7 +457,7 @@ def tokenizer_of_run(path: Path, fingerprint: str, spec: str | None) -> Tokenize
     folder = path.parent.parent / "tokenizer"
     if spec is None and fingerprint == "none" and not folder.is_dir():
         return None
-    found = tokenizer.load_tokenizer(spec or folder)
+    found = tokenizer.load_tokenizer(spec or folder, eod)
     if fingerprint not in (found.fingerprint, "none"):
         advice = "leave --tokenizer out" if spec else "put that one there"
         raise ConfigError(f"{spec or folder}: is not the tokenizer that {path} was trained with; {advice}")

@@ -359,7 +359,8 @@ def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
         if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
             continue
         with contextlib.suppress(ConfigError, OSError):
-            if load_tokenizer(place).fingerprint == tokenizer.fingerprint:  # else the files belong to another
+            found = load_tokenizer(place, cfg.data.eod)
+            if found.fingerprint == tokenizer.fingerprint:  # else the files belong to another
                 copy_tokenizer_files(place, folder)
 
 

@@ -258,6 +258,10 @@ class DataConfig:
     #   starts
     tokenizer: str | None = None  # bytes | bpe-N (trained when the run starts) | x.model | tokenizer.json;
     #   none: that of the data
+    eod: str | None = None  # text or id of the token that ends documents, for a data.tokenizer whose files
+    #   name different ones, or another than the ids of a file without an index have; none: what they name
+    dtype: Literal["uint16", "uint32", "int32", "uint64", "int64"] | None = None  # of the ids in a file that
+    #   has neither an index nor a header; none: uint16, where the vocabulary and the file allow no other
     split: str = "95,5"  # train,valid[,test]: shares of the documents
     doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention
     #   within documents, with the document lengths of the first million tokens of the run

@@ -30,6 +30,7 @@ import numpy as np
 
 from config import ConfigError, Tree
 from data.blocks import AGAIN, BLOCK, BlockChecksums, ChecksumError
+from data.contract import FileContract, dtype_of
 from data.loss_mask import LossMask, LossMaskBits
 from data.tokenizer import Tokenizer
 
@@ -40,11 +41,7 @@ VERSION_OFFSET, DTYPE_OFFSET, COUNTS_OFFSET = 9, 17, 18  # of the header's field
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no token ids
 LENGTH_BYTES, OFFSET_BYTES, BOUND_BYTES = 4, 8, 8  # of one entry of each table of the .idx
 CHUNK = 1 << 18  # entries of a table of the .idx that are in memory at a time
-
-
-def dtype_of(vocab: int) -> str:
-    """The dtype of ids below `vocab`: Megatron's rule, which uses i4 and never u4."""
-    return "<u2" if vocab < 65500 else "<i4"
+PROBED_BLOCKS = 64  # of a file without a .json, whose ids are compared with the vocabulary at its opening
 
 
 def sibling_file(prefix: pathlib.Path | str, end: str) -> pathlib.Path:
@@ -55,6 +52,8 @@ class IndexedDataset:
     """The tokens of PREFIX as one memory-mapped stream. Refuses ids that are not below `vocab`.
 
     tokens, documents, sequences: counts.
+    probed: (blocks whose ids were compared with the vocabulary at the opening, all blocks); None: none was,
+    since the .json names the largest id.
     meta: the content of the .json; {} if there is none.
     loss_mask: which tokens the loss counts; none: all of them.
     identity: a sha256 that changes with the content.
@@ -80,6 +79,7 @@ class IndexedDataset:
         self._map_bin(vocab)
         if vocab is not None and self.meta and self.meta["max_id"] >= vocab:
             self._refuse_id(self.meta["max_id_at"], self.meta["max_id"])
+        self._probe_ids()
 
     # ---- opening -------------------------------------------------------------------------------------------
 
@@ -237,6 +237,23 @@ class IndexedDataset:
         num_blocks = -(-len(self._raw) // BLOCK)  # rounded up
         self._block_is_checked = np.zeros(num_blocks, bool)
 
+    def _probe_ids(self) -> None:
+        """Compares the ids of evenly spaced blocks, or of all if they are few, with the vocabulary: a file
+        without a .json says nothing of them. Raises ConfigError naming place and id."""
+        self.probed: tuple[int, int] | None = None
+        if self.meta or self._vocab is None:
+            return
+        whole = len(self._block_is_checked)
+        chosen = np.unique(np.linspace(0, whole - 1, min(whole, PROBED_BLOCKS)).round().astype(int))
+        for block in chosen.tolist():
+            self._check_block(block)
+        self.probed = len(chosen), whole
+
+    @property
+    def contract(self) -> FileContract:
+        """What the files say of the ids in them."""
+        return FileContract(str(self.bin), self.dtype, self.documents, self.meta.get("tokenizer"))
+
     # ---- reading -------------------------------------------------------------------------------------------
 
     def read(self, first: int, stop: int) -> np.ndarray:  # [stop - first], in the file's dtype
@@ -324,8 +341,14 @@ class IndexedDataset:
     def _refuse_id(self, token: int, value: int) -> None:
         document = self.document_at(token)
         place = f"document {document}, token {token - self.document_start(document)}"
-        raise ConfigError(f"{self.bin}: {place}: id {value} is not below the vocabulary of {self._vocab}; "
-                          f"raise model.vocab above {value}, or use the data's tokenizer")
+        raise ConfigError(f"{self.bin}: {place}: {self._of_vocabulary(value)}")
+
+    def _of_vocabulary(self, value: int) -> str:
+        """What is wrong with an id that is none, and the way out."""
+        if value < 0:
+            return f"id {value} is below 0, and none of the vocabulary of {self._vocab}; make the file again"
+        return (f"id {value} is not below the vocabulary of {self._vocab}; raise model.vocab above {value}, "
+                "or use the data's tokenizer")
 
 
 class FileStamp(NamedTuple):
@@ -404,6 +427,8 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.max_id = -1
         self.max_id_at = 0  # index of the first token with the largest id
+        self.lost_bytes: int | None = None  # of the text, which its tokens do not have; None: not counted
+        self.unknown_tokens: int | None = None
         self._checksums = BlockChecksums()
         self._mask = LossMaskBits() if has_mask else None
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -528,12 +553,14 @@ class IndexedDatasetWriter:
     def _write_json(self, tokenizer: Tokenizer | None, text_bytes: int | None, source: str | None) -> None:
         made_with: Tree | None = None
         if tokenizer is not None:
-            made_with = {key: getattr(tokenizer, key) for key in ("name", "fingerprint", "vocab", "eod")}
+            made_with = tokenizer.contract.record()
         meta: Tree = {
             "format": 1,
             "block": BLOCK,
             "source": source,
             "text_bytes": text_bytes,
+            "lost_bytes": self.lost_bytes,
+            "unknown_tokens": self.unknown_tokens,
             "tokenizer": made_with,
             "documents": self.documents,
             "tokens": self.tokens,

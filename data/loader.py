@@ -36,12 +36,13 @@ from config import Config, ConfigError, global_batch_at, phases_of, sequences_se
 from data import prepare, tokenizer
 from data.best_fit import PackedSampler, document_ranges
 from data.blend import parse_blend
+from data.contract import check_same_tokenizer, check_stored
 from data.download import local_data
 from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
-from data.lengths import token_byte_lengths
+from data.lengths import is_exact, token_byte_lengths
 from data.pack import pack_windows
-from data.raw import RawShards
+from data.raw import RawShards, is_raw_file
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
 from data.targets import SAMPLED_SEQUENCES, TargetCounts, WithoutTokens, cut_targets, number_of_targets
@@ -54,7 +55,6 @@ from remote.files import is_url
 SPLITS = ("train", "valid", "test")
 PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the cost of attention is estimated
 UNKNOWN_BYTES = -1  # of a text whose tokenizer is not known
-DIGEST_SHOWN = 12  # characters of a fingerprint in messages
 OPENING_TOKENS = 64  # of a split, from which its first words are taken
 OPENING_CHARACTERS = 32  # of these words, at most
 FIRST_WORDS = re.compile(r"\s*(\S+(?:[ \t]+\S+){0,2})")  # of a text: up to three of its first line
@@ -421,10 +421,15 @@ class BatchLoader:
             lengths[:, [self._fim.prefix, self._fim.middle, self._fim.suffix]] = 0
         return torch.from_numpy(lengths)
 
+    @cached_property
+    def _has_true_bytes(self) -> bool:
+        """Do the tokens have the bytes of the text, in all data sets?"""
+        return all(is_exact(self.required_tokenizer, dataset.index.meta) for dataset in self.datasets)
+
     def text_bytes(self, batch: Microbatch) -> torch.Tensor:
         """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): an int64 scalar on its
-        device. UNKNOWN_BYTES without a tokenizer."""
-        if self.tokenizer is None:
+        device. UNKNOWN_BYTES without a tokenizer, or where it has lost a part of the text."""
+        if self.tokenizer is None or not self._has_true_bytes:
             return torch.full((), UNKNOWN_BYTES, dtype=torch.int64, device=batch.tokens.device)
         inside, first = self._byte_lengths.to(batch.targets.device)
         is_counted = batch.targets != IGNORE_INDEX
@@ -439,7 +444,9 @@ class BatchLoader:
         for dataset, weight in zip(self.datasets, self._mix.weights):
             share = f"{100 * weight / total:.3g} % " if len(self.datasets) > 1 else ""
             texts.append(share + describe_dataset(dataset))
-        tokenizer_name = self.tokenizer.name if self.tokenizer else "unknown"
+        tokenizer_name = "unknown"
+        if self.tokenizer:
+            tokenizer_name = f"{self.tokenizer.name}, documents end with {self.tokenizer.contract.end}"
         if self._cfg.data.pack == "best_fit":
             packed = [sampler for sampler in self._windows if isinstance(sampler, PackedSampler)]
             share = sum(sampler.whole.utilization * sampler.count for sampler in packed) / self.samples
@@ -485,7 +492,7 @@ def check_paths(cfg: Config) -> None:
 
     for path in parse_blend(cfg.data.path)[1]:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
-        is_raw = path.endswith(".bin") and os.path.isfile(path)
+        is_raw = is_raw_file(path)
         is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
         if path == "stdlib" or is_url(path) or is_raw or is_indexed:
             continue
@@ -523,7 +530,10 @@ def open_loader(
     check_paths(cfg)
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
-    check_same_tokenizer(datasets)
+    if cfg.data.dtype and not any(isinstance(each.index, RawShards) for each in datasets):
+        raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
+                          f"{cfg.data.path} says what its ids are; leave it out")
+    check_same_tokenizer((each.name, each.tokenizer.contract) for each in datasets if each.tokenizer)
     return BatchLoader(
         cfg,
         split=split,
@@ -535,40 +545,31 @@ def open_loader(
     )
 
 
-def check_same_tokenizer(datasets: list[BlendedDataset]) -> None:
-    """Raises ConfigError if two datasets of the blend were made with different tokenizers."""
-    known = [(dataset.name, dataset.tokenizer) for dataset in datasets if dataset.tokenizer]
-    for name, tok in known:
-        first_name, first = known[0]
-        if tok.fingerprint != first.fingerprint:
-            raise ConfigError(f"data.path: {first_name} was made with tokenizer {tokenizer_label(first)}, "
-                              f"{name} with {tokenizer_label(tok)}; prepare them with the same one")
-
-
 def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     """Opens one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
     name = path
     path = local_data(name, cfg.data.cache)
-    prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx")
+    prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx").removesuffix(".npy")
     requested = cfg.data.tokenizer
     note = ""
     if path == "stdlib":
-        prefix, note = prepare.prepare_stdlib(cfg.data.cache, requested)
+        prefix, note = prepare.prepare_stdlib(cfg.data.cache, requested, cfg.data.eod)
         requested = None  # the corpus is made with it
-    tok = tokenizer_of_dataset(path, prefix, requested)
+    tok = tokenizer_of_dataset(path, prefix, requested, cfg.data.eod)
 
     vocab = cfg.model.vocab or (tok.vocab if tok else None)
-    is_raw = path.endswith(".bin") and os.path.isfile(path) and not os.path.exists(f"{prefix}.idx")
-    if is_raw:
-        index = RawShards(path, vocab, tok.eod if tok else None)
+    if is_raw_file(path):
+        index = RawShards(
+            path,
+            vocab,
+            tok.eod if tok else None,
+            stated=cfg.data.dtype,
+            ids=tok.vocab if tok else None,
+        )
     else:
         index = IndexedDataset(prefix, vocab)
 
-    made_with = index.meta.get("tokenizer")
-    if made_with and tok and made_with["fingerprint"] != tok.fingerprint:
-        label = f"{made_with['name']} ({made_with['fingerprint'][:DIGEST_SHOWN]})"
-        raise ConfigError(f"data.tokenizer: {tokenizer_label(tok)} is not {label}, with which {path} was "
-                          f"made; put that one into {prefix}.tokenizer, or prepare the data again")
+    index.contract.check(tok.contract if tok else None)
 
     total = sum(shares)
     split_points = [index.split_point(sum(shares[:part]), total) for part in range(len(SPLITS) + 1)]
@@ -577,21 +578,23 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     )
 
 
-def tokenizer_of_dataset(path: str, prefix: pathlib.Path | str, requested: str | None) -> Tokenizer | None:
-    """The tokenizer that is stored beside the data, else the requested one (data.tokenizer), else None.
-    Raises ConfigError if the two differ."""
+def tokenizer_of_dataset(
+    path: str, prefix: pathlib.Path | str, requested: str | None, eod: str | None
+) -> Tokenizer | None:
+    """The tokenizer that is stored beside the data, else the requested one (data.tokenizer, with documents
+    that end with data.eod), else None. Raises ConfigError if the two differ."""
     folder = f"{prefix}.tokenizer"
     stored = tokenizer.load_tokenizer(folder) if os.path.isdir(folder) else None
-    if not requested:
-        return stored
-    if stored is not None and stored.name == requested:  # bpe-1024, say, asks for the one of that name
+    if stored is not None and requested in (None, stored.name):  # bpe-1024 asks for the one of that name
+        requested = folder
+    if not requested or (requested == folder and eod is None):
         return stored
 
-    wanted = tokenizer.load_tokenizer(requested)
-    if stored is not None and wanted.fingerprint != stored.fingerprint:
-        raise ConfigError(f"data.tokenizer: {requested} is {tokenizer_label(wanted)}, but {path} was made "
-                          f"with {tokenizer_label(stored)}; prepare the data again with --tokenizer "
-                          f"{requested}, or set data.tokenizer {folder}")
+    wanted = tokenizer.load_tokenizer(requested, eod)
+    if stored is not None:
+        check_stored(
+            path, stored.contract, wanted.contract, requested=requested, eod=eod, folder=folder
+        )
     return stored or wanted
 
 
@@ -632,12 +635,9 @@ def describe_dataset(dataset: BlendedDataset) -> str:
         if last > first:
             splits.append(f"{name} {short_count(last - first)}")
     sizes.append(f"{short_count(index.tokens)} tokens ({', '.join(splits)})")
+    if index.probed and index.probed[0] < index.probed[1]:
+        sizes.append(f"ids looked at in {index.probed[0]:,} of {index.probed[1]:,} blocks")
     return f"{index.meta.get('source') or dataset.name}: {', '.join(sizes)}"
-
-
-def tokenizer_label(tok: Tokenizer) -> str:
-    """A tokenizer's name and the beginning of its fingerprint, for messages."""
-    return f"{tok.name} ({tok.fingerprint[:DIGEST_SHOWN]})"
 
 
 def short_count(count: float) -> str:

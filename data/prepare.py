@@ -13,6 +13,7 @@ reports a worker that dies.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -35,10 +36,12 @@ import numpy as np
 from config import ConfigError, Tree
 from data import documents
 from data import tokenizer as tokenizers
-from data.chat import ChatFormat, ChatText, chat_format, template_source
+from data.contract import dtype_of
+from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, template_source
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
-from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_of, naming_errors, sync_file
+from data.lengths import byte_check
+from data.indexed import IndexedDataset, IndexedDatasetWriter, naming_errors, sync_file
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
@@ -50,6 +53,8 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
+SHARD_FORMAT = "with lost bytes"  # shards of another are made again
+MAX_LOST = 1.0  # percent of the text's bytes that tokens may lose
 SHOWN = 5  # bad documents that a shard and the report name
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
@@ -69,6 +74,8 @@ class TokenizeJob:
     skip_bad: bool
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
     has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
+    eod: str | None = None  # text or id of the token that the user wants to end documents with
+    max_lost: float = MAX_LOST  # percent of the text's bytes that tokens may lose
 
 
 def prepare_corpus(
@@ -82,6 +89,8 @@ def prepare_corpus(
     skip_bad: bool = False,
     is_chat: bool = False,
     has_fim: bool = False,
+    eod: str | None = None,
+    max_lost: float = MAX_LOST,
     source: str | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
@@ -102,7 +111,7 @@ def prepare_corpus(
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim)
+    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod, max_lost)
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -123,10 +132,15 @@ def prepare_corpus(
         began_shards = time.monotonic()
         progress(0, sum(unit_size(units[number]) for number in todo))
         num_workers = min(workers, len(todo))
+        finished = watched_losses(job, units, len(todo))
         if num_workers > 1:
-            run_in_workers(job, units, todo, workers=num_workers, progress=progress)
+            run_in_workers(
+                job, units, todo, workers=num_workers, progress=progress, finished=finished
+            )
         else:
-            run_in_process(job, units, todo, tok=tok, progress=progress, fault_point=fault_point)
+            run_in_process(
+                job, units, todo, tok=tok, progress=progress, finished=finished, fault_point=fault_point
+            )
 
         shard_seconds = time.monotonic() - began_shards
         shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
@@ -141,7 +155,10 @@ def prepare_corpus(
         "tokenizer": tok.name,
         "fingerprint": tok.fingerprint,
         "vocab": tok.vocab,
+        "eod": tok.eod,
+        "eod_text": tok.contract.end.text,
         "dtype": np.dtype(dtype_of(tok.vocab)).name,
+        "contract": tok.contract.lines(),
         "input_bytes": sum(map(unit_size, units)),
         "workers": workers,
         "seconds": time.monotonic() - started,
@@ -176,7 +193,8 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     """sha256 of all that decides the shards. skip_bad does not: a shard without bad documents is the same
     either way."""
     is_trained_here = bool(tokenizers.bpe_pieces(tokenizer))
-    tokenizer_digest = tokenizer if is_trained_here else tokenizers.load_tokenizer(tokenizer).fingerprint
+    known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer, job.eod)
+    tokenizer_digest = known.fingerprint if known else tokenizer
 
     paths: set[str] = set()
     ranges: list[list[tuple[str, int, int]]] = []
@@ -188,11 +206,10 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         status = os.stat(path)
         stamps.append((path, status.st_size, status.st_mtime_ns))
 
-    parts = [tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    parts = [SHARD_FORMAT, tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
     if job.has_fim:
         parts.append("fim")
     if job.is_chat:
-        known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer)
         parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -223,14 +240,17 @@ def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) ->
     folder = pathlib.Path(job.parts, "tokenizer")
     if not folder.exists():
         pieces = tokenizers.bpe_pieces(spec)
-        tok = train_tokenizer(units, job, pieces, say) if pieces else tokenizers.load_tokenizer(spec)
+        if pieces:
+            tok = train_tokenizer(units, job, pieces, say)
+        else:
+            tok = tokenizers.load_tokenizer(spec, job.eod)
         temporary = folder.with_name("tokenizer.tmp")
         with naming_errors(temporary):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             tok.save(temporary)
             os.rename(temporary, folder)
-    return tokenizers.load_tokenizer(folder)
+    return tokenizers.load_tokenizer(folder, job.eod)
 
 
 def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
@@ -265,6 +285,8 @@ class ShardCounts:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    lost_bytes: int = 0  # of the text, which its tokens do not have
+    unknown_tokens: int = 0  # for text that has no other token
     counted: int = 0  # tokens that the loss counts
     empty: int = 0  # documents without text, which are left out
     bad: int = 0  # documents that cannot be read, which are left out
@@ -286,6 +308,7 @@ class ShardWriter:
         self._eod = [np.array([tok.eod])] if job.append_eod else []
         self._dtype = dtype_of(tok.vocab)
         self._chat = chat_format(tok) if job.is_chat else None
+        self._check = byte_check(tok, is_chat=isinstance(self._chat, TemplateChat))
         ends = (".bin", ".len", ".mask") if job.is_chat else (".bin", ".len")
         self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in ends}
         self._files: dict[str, IO[bytes]] = {}
@@ -308,11 +331,17 @@ class ShardWriter:
             return
         texts = [record.text or "" for record in records]
         if self._chat is None:
-            documents_ids = self._with_eod(self._tok.encode_batch(texts))
+            pieces = self._tok.encode_batch(texts)
+            piece_texts = [text.encode("utf-8") for text in texts]
+            self.counts.text_bytes += sum(map(len, piece_texts))
+            documents_ids = self._with_eod(pieces)
         else:
             chats = [ChatText(text, record.spans) for text, record in zip(texts, records)]
             encoded = self._chat.encode_batch(self._tok, chats)
             documents_ids = [chat.ids for chat in encoded]
+            pieces = [ids for chat in encoded for ids in chat.pieces]
+            piece_texts = [text.encode("utf-8") for chat in encoded for text in chat.texts]
+            self.counts.text_bytes += sum(map(len, piece_texts))
             counted = np.concatenate([chat.counted for chat in encoded])
             self._append(".mask", counted.astype(np.uint8))
             self.counts.counted += int(counted.sum())
@@ -324,7 +353,9 @@ class ShardWriter:
 
         self.counts.documents += len(texts)
         self.counts.tokens += len(tokens)
-        self.counts.text_bytes += sum(len(text.encode("utf-8")) for text in texts)
+        self.counts.lost_bytes += self._check.lost(piece_texts, pieces)
+        if self._tok.contract.unknown is not None:
+            self.counts.unknown_tokens += int((tokens == self._tok.contract.unknown).sum())
 
     def _with_eod(self, encoded: list[np.ndarray]) -> list[np.ndarray]:
         return [np.concatenate([ids, *self._eod]) for ids in encoded]
@@ -423,8 +454,8 @@ def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
 # ---- in this process, or in workers ------------------------------------------------------------------------
 
 def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
-                   progress: Progress, fault_point: FaultPoint) -> None:
-    """Makes the shards `todo` one after the other."""
+                   progress: Progress, finished: Callable[[int], None], fault_point: FaultPoint) -> None:
+    """Makes the shards `todo` one after the other. finished: receives the number of each."""
     total = sum(unit_size(units[number]) for number in todo)
     bytes_before = 0  # of the finished units
     for number in todo:
@@ -434,10 +465,11 @@ def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok:
 
         make_shard(job, number, units[number], tok, report=report, fault_point=fault_point)
         bytes_before += unit_size(units[number])
+        finished(number)
 
 
 def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, workers: int,
-                   progress: Progress) -> None:
+                   progress: Progress, finished: Callable[[int], None]) -> None:
     """Makes the shards `todo` in worker processes, which get them in order. When a shard fails, those before
     it still finish, so that the error raised is that of the first bad unit of the input, whatever the
     workers' speed. Raises ConfigError if a worker dies."""
@@ -446,7 +478,7 @@ def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, work
         for _ in range(workers):
             pipe, process = start_worker(job)
             pool[pipe] = process
-        distribute(job, units, todo, pool=pool, progress=progress)
+        distribute(job, units, todo, pool=pool, progress=progress, finished=finished)
     finally:
         for pipe, process in pool.items():
             process.terminate()
@@ -465,7 +497,7 @@ def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
 
 
 def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
-               progress: Progress) -> None:
+               progress: Progress, finished: Callable[[int], None]) -> None:
     """Sends the shards to the workers and receives their messages, until all are done or the first fault is
     known."""
     total = sum(unit_size(units[number]) for number in todo)
@@ -493,7 +525,9 @@ def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Po
                 progress(sum(bytes_done.values()), total)
                 continue
             number = running.pop(pipe)
-            if kind == "fault" and number < first_failed:
+            if kind == "done":
+                finished(number)
+            elif number < first_failed:
                 first_failed = number
                 fault = value
     if fault:
@@ -549,17 +583,22 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
         raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
                           f"{counts['bad']} bad records{first_bad}")
 
+    check_lost(job, counts, counts["text_bytes"])
+
     with IndexedDatasetWriter(out, tok.vocab, has_mask=job.is_chat) as writer:
         for number in range(len(units)):
             append_shard(job, number, writer)
             fault_point("prepare.mid_merge")
+        writer.lost_bytes = counts["lost_bytes"]
+        writer.unknown_tokens = counts["unknown_tokens"]
         writer.finish(tok, counts["text_bytes"], source, fault_point)
     return counts
 
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
     """The counts of all shards; "bad_records" names the first SHOWN bad documents."""
-    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "counted": 0, "empty": 0, "bad": 0}
+    names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "empty", "bad")
+    total: Tree = dict.fromkeys(names, 0)
     bad_records: list[str] = []
     for number, unit in enumerate(units):
         counts = shard_counts(job, number)
@@ -569,6 +608,38 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
             if len(bad_records) < SHOWN:
                 bad_records.append(f"{documents.piece_location(unit[piece_number], line)}: {error}")
     return {**total, "bad_records": bad_records}
+
+
+def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
+    """Raises ConfigError if the tokens have lost more than the allowed share of so many bytes of text. The
+    shards are kept."""
+    lost = counts["lost_bytes"]
+    if 100 * lost > job.max_lost * text_bytes:
+        share = f"{100 * lost / text_bytes:.3g} % of the text's bytes"
+        unknown = f"{counts['unknown_tokens']:,} unknown tokens"
+        raise ConfigError(f"--tokenizer: loses {lost:,} of {text_bytes:,} bytes ({share}; {unknown}), more "
+                          f"than --max-lost {job.max_lost:g} %; take one that keeps all text, such as bpe-N, "
+                          "or raise --max-lost")
+
+
+def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Callable[[int], None]:
+    """What receives the number of each finished shard, and raises as check_lost does as soon as no shard to
+    come can change that: text is not longer than the plain files that hold it. num_shards: to be made."""
+    whole = 0
+    for piece in itertools.chain(*units):
+        if job.is_chat or not documents.is_plain(piece):
+            return lambda number: None
+        whole += piece.size
+    so_far = {"lost_bytes": 0, "unknown_tokens": 0, "shards": 0}
+
+    def finished(number: int) -> None:
+        counts = {**shard_counts(job, number), "shards": 1}
+        for key in so_far:
+            so_far[key] += counts[key]
+        if so_far["shards"] < num_shards:  # after the last one, the bytes of the text are known
+            check_lost(job, so_far, whole)
+
+    return finished
 
 
 def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:
@@ -587,9 +658,12 @@ def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) ->
 
 # ---- the corpus that a run makes itself --------------------------------------------------------------------
 
-def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib.Path, str]:
+def prepare_stdlib(
+    cache: pathlib.Path | str, spec: str | None, eod: str | None = None
+) -> tuple[pathlib.Path, str]:
     """Makes the corpus of Python's standard library under `cache` if it is not there yet. spec: the
-    tokenizer, bpe-1024 by default. Returns its prefix, and "made in 2.4 s" or "cached".
+    tokenizer, bpe-1024 by default. eod: the token that ends documents. Returns its prefix, and
+    "made in 2.4 s" or "cached".
 
     Of two processes that start together one makes it, and the other waits. Raises ConfigError, and OSError if
     the disk fails.
@@ -598,7 +672,7 @@ def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib
     cache = pathlib.Path(cache)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     is_plain_name = spec == "bytes" or bool(tokenizers.bpe_pieces(spec))
-    label = spec if is_plain_name else tokenizers.load_tokenizer(spec).fingerprint[:12]
+    label = spec if is_plain_name else tokenizers.load_tokenizer(spec, eod).fingerprint[:12]
     home = cache / f"stdlib-{version}-{label}-{stdlib_digest()[:12]}"
     prefix = home / "text"
 
@@ -616,7 +690,7 @@ def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib
         started = time.monotonic()
         try:
             source = f"python stdlib {version}"
-            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, source=source)
+            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source)
             os.replace(temporary, home)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -6,47 +6,85 @@ interface.
     tokenizer.encode_batch(texts)    one array of ids for each text
     tokenizer.decode(ids)            text
     tokenizer.save(folder)
-    tokenizer.name, .vocab, .bos
-    tokenizer.eod                    the id that ends a document
-    tokenizer.fingerprint            sha256 of all that decides the ids
+    tokenizer.contract               what its ids mean (contract.py)
+    tokenizer.name, .vocab, .bos, .eod, .fingerprint: of the contract
 
-Special tokens that a text spells ("</s>", "<|endoftext|>") are encoded as plain text: a page that quotes one
-must not end a document.
+Control tokens that a text spells ("</s>", "<|endoftext|>", "<think>") are encoded as plain text, whether or
+not their file calls them special: a page that quotes one must not end a document, or write a turn.
 """
 import hashlib
 import io
+import itertools
 import json
 import pathlib
 import re
+import shlex
+import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
 
-from config import ConfigError, Tree
+from config import ConfigError
+from data import contract
+from data.contract import SpecialToken, TokenizerContract, Vocabulary
 
 if TYPE_CHECKING:  # imported only where a tokenizer.json is used
     import tokenizers
 
 MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
-CONFIG_NAMES = ("tokenizer_config.json", "config.json")  # name a tokenizer.json's special ids; the later wins
 CHAT_TEMPLATE = "chat_template.jinja"  # writes conversations (chat.py); kept beside a tokenizer.json
-EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # of a tokenizer.json without such a file
+OTHER_LISTS = {  # {the beginning of a file: what it is}
+    re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"): "tiktoken's list of tokens",
+    re.compile(rb"\d+ b?['\"].*['\"] \d+\r?\n"): "RWKV's list of tokens",
+}
+CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
 BYTE_PIECES = 256
 MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
+BYTES_CONTRACT = TokenizerContract(
+    name="bytes",
+    fingerprint=hashlib.sha256(b"bytes, eod 256").hexdigest(),
+    vocab=257,
+    end=SpecialToken(256, "<|endoftext|>", ("bytes",)),
+    control=frozenset([256]),
+)
+
+
+class Contracted:
+    """The parts of a tokenizer's contract that are asked for most."""
+    contract: TokenizerContract
+
+    @property
+    def name(self) -> str:
+        return self.contract.name
+
+    @property
+    def vocab(self) -> int:
+        """Ids are below it."""
+        return self.contract.vocab
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+        return self.contract.end.id
+
+    @property
+    def bos(self) -> int | None:
+        return self.contract.start.id if self.contract.start else None
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of all that decides the ids."""
+        return self.contract.fingerprint
 
 
 @dataclass(frozen=True)
-class ByteTokenizer:
+class ByteTokenizer(Contracted):
     """UTF-8 bytes are the ids 0..255; 256 ends a document."""
-    name: str = "bytes"
-    vocab: int = 257
-    eod: int = 256
-    bos: int | None = None
-    fingerprint: str = hashlib.sha256(b"bytes, eod 256").hexdigest()
+    contract: TokenizerContract = BYTES_CONTRACT
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -63,15 +101,11 @@ class ByteTokenizer:
 
 
 @dataclass(frozen=True)
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Contracted):
     """A sentencepiece model."""
-    name: str
+    contract: TokenizerContract
     model: bytes  # content of the .model file
     processor: sentencepiece.SentencePieceProcessor
-    vocab: int
-    eod: int
-    bos: int | None
-    fingerprint: str
 
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)
@@ -89,25 +123,38 @@ class SentencePieceTokenizer:
 
 
 @dataclass(frozen=True)
-class JsonTokenizer:
-    """A tokenizer.json of Hugging Face's tokenizers."""
-    name: str
-    files: dict[str, bytes]  # tokenizer.json, and those of CONFIG_NAMES and CHAT_TEMPLATE beside it
+class JsonTokenizer(Contracted):
+    """A tokenizer.json of Hugging Face's tokenizers.
+
+    files: tokenizer.json, and contract.SETTINGS and CHAT_TEMPLATE beside it. hidden: ids that decoding leaves
+    out, as transformers does with those that the file calls special. words: finds control tokens that are
+    words of the vocabulary, too; text is cut in them. None: there are none.
+    """
+    contract: TokenizerContract
+    files: dict[str, bytes]
     processor: "tokenizers.Tokenizer"
-    vocab: int
-    eod: int
-    bos: int | None
-    fingerprint: str
+    hidden: frozenset[int]
+    words: re.Pattern[str] | None = None
 
     def encode(self, text: str) -> list[int]:
-        return self.processor.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:  # each int32 [tokens]
+        if self.words is not None:
+            return [self._encode_cut(text, self.words) for text in texts]
         encodings = self.processor.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def _encode_cut(self, text: str, words: re.Pattern[str]) -> np.ndarray:
+        """Encodes the parts of a text between cuts after the first character of each control token."""
+        cuts = [0, *(match.start() + 1 for match in words.finditer(text)), len(text)]
+        parts = [text[first:stop] for first, stop in itertools.pairwise(cuts)]
+        encodings = self.processor.encode_batch_fast(parts, add_special_tokens=False)
+        return np.concatenate([np.array(encoding.ids, np.int32) for encoding in encodings])
+
     def decode(self, ids: Iterable[int]) -> str:
-        return self.processor.decode([int(token_id) for token_id in ids], skip_special_tokens=True)
+        shown = [int(token_id) for token_id in ids if int(token_id) not in self.hidden]
+        return self.processor.decode(shown, skip_special_tokens=False)
 
     def save(self, folder: pathlib.Path | str) -> None:
         for name, content in self.files.items():
@@ -123,24 +170,33 @@ def token_id(tok: Tokenizer, name: str) -> int | None:
         return None
     if isinstance(tok, JsonTokenizer):
         return tok.processor.token_to_id(name)
-    found = tok.processor.piece_to_id(name)
-    return None if found == tok.processor.unk_id() else found
+    return piece_id(tok.processor, name)
+
+
+def piece_id(processor: sentencepiece.SentencePieceProcessor, name: str) -> int | None:
+    found = processor.piece_to_id(name)
+    is_known = found != processor.unk_id() or processor.id_to_piece(found) == name
+    return found if is_known else None
 
 
 # ---- loading -----------------------------------------------------------------------------------------------
 
-def load_tokenizer(spec: pathlib.Path | str) -> Tokenizer:
-    """Loads "bytes", a .model, a tokenizer.json, or a folder that holds one. Raises ConfigError naming the
+def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenizer:
+    """Loads "bytes", a .model, a tokenizer.json, or a folder that holds one. eod: text or id of the token
+    that the user wants to end documents with; none: what the files say. Raises ConfigError naming the
     file."""
-    if str(spec) == "bytes":
-        return ByteTokenizer()
-
     path = pathlib.Path(spec)
     if path.is_dir():
         found = [path / name for name in FILE_NAMES if (path / name).exists()]
         if not found:
-            raise ConfigError(f"{path}: holds no tokenizer.json, tokenizer.model or tokenizer.bytes")
+            raise ConfigError(f"{path}: holds no tokenizer.json, tokenizer.model or tokenizer.bytes"
+                              f"{way_to_json(path)}")
         path = found[0]
+    if str(spec) == "bytes" or path.name == "tokenizer.bytes":
+        if eod not in (None, str(BYTES_CONTRACT.end.id), BYTES_CONTRACT.end.text):
+            raise ConfigError(f"--eod: the tokenizer bytes ends documents with {BYTES_CONTRACT.end}, not "
+                              f"with {eod}; leave it out")
+        return ByteTokenizer()
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -149,14 +205,33 @@ def load_tokenizer(spec: pathlib.Path | str) -> Tokenizer:
             hint = "bpe-N is for data.path stdlib and for prepare_data"
         raise ConfigError(f"tokenizer {spec}: {error.strerror}; {hint}") from None
 
-    if path.name == "tokenizer.bytes":
-        return ByteTokenizer()
-    return load_json(path, content) if path.suffix == ".json" else load_sentencepiece(path, content)
+    for pattern, kind in OTHER_LISTS.items():
+        if pattern.match(content):
+            raise ConfigError(f"{path}: is {kind}, which is not read; give a tokenizer.json with the same "
+                              "ids: that of the model at the hub, or what transformers' AutoTokenizer saves")
+    beside = read_files(path.parent, [*contract.SETTINGS, CHAT_TEMPLATE])
+    load = load_json if path.suffix == ".json" else load_sentencepiece
+    return load(path, content, beside, eod)
 
 
-def load_sentencepiece(path: pathlib.Path, content: bytes) -> SentencePieceTokenizer:
-    """Loads the content of a .model. `path` is for messages. Raises ConfigError if it is none, or has no end
-    of sentence."""
+def way_to_json(folder: pathlib.Path) -> str:
+    """How a folder with a vocabulary and merges gets a tokenizer.json; "" if it has none."""
+    files = [folder / "vocab.json", folder / "merges.txt"]
+    if not all(file.exists() for file in files):
+        return ""
+    if any((folder / name).exists() for name in contract.SETTINGS):  # they name its special tokens
+        code = (f"from transformers import AutoTokenizer as A; A.from_pretrained({str(folder)!r})"
+                f".save_pretrained({str(folder)!r})")
+    else:
+        code = (f"from tokenizers import ByteLevelBPETokenizer as B; B.from_file({str(files[0])!r}, "
+                f"{str(files[1])!r}).save({str(folder / 'tokenizer.json')!r})")
+    return f", but vocab.json and merges.txt; make one with python -c {shlex.quote(code)}"
+
+
+def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
+                       eod: str | None = None) -> SentencePieceTokenizer:
+    """Loads the content of a .model. `path` is for messages. beside: the files that may name its special
+    tokens, too. Raises ConfigError if it is none, or has no end of sentence, or if a file contradicts it."""
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         vocab = processor.vocab_size()
@@ -169,87 +244,127 @@ def load_sentencepiece(path: pathlib.Path, content: bytes) -> SentencePieceToken
         raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; "
                           "train it with eos_id set")
 
+    # special ids
+    vocabulary = Vocabulary(
+        path=path,
+        size=vocab,
+        id_of=lambda name: piece_id(processor, name),
+        text_of=lambda number: processor.id_to_piece(number) if 0 <= number < vocab else None,
+    )
+    settings = contract.read_settings(path.parent, beside)
+    end = contract.end_token(vocabulary, settings, processor.eos_id(), eod)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=without_marks(content, processor))
+    bos = processor.bos_id()
+    pad = processor.pad_id()
+
     is_ours = processor.piece_to_id("\n") != processor.unk_id()  # train_bpe makes a piece for the newline
     return SentencePieceTokenizer(
-        name=f"bpe-{vocab}" if is_ours else f"sentencepiece-{vocab}",
+        contract=TokenizerContract(
+            name=f"bpe-{vocab}" if is_ours else f"sentencepiece-{vocab}",
+            fingerprint=hashlib.sha256(content).hexdigest(),
+            vocab=vocab,
+            end=end,
+            start=vocabulary.token(bos, [path.name]) if bos >= 0 else None,
+            pad=vocabulary.token(pad, [path.name]) if pad >= 0 else None,
+            unknown=processor.unk_id(),
+            control=frozenset(number for number in range(vocab) if processor.is_control(number)),
+        ),
         model=content,
         processor=processor,
-        vocab=vocab,
-        eod=processor.eos_id(),
-        bos=processor.bos_id() if processor.bos_id() >= 0 else None,
-        fingerprint=hashlib.sha256(content).hexdigest(),
     )
 
 
-def load_json(path: pathlib.Path, content: bytes) -> JsonTokenizer:
-    """Loads the content of a tokenizer.json, and the files beside `path` that name its special ids. Raises
-    ConfigError if one of them cannot be read, or if no end-of-document token is found."""
+def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcessor) -> bytes:
+    """The content of a .model in which the pieces that direct a model are control pieces, which no text
+    makes. Gemma's <start_of_turn> is a symbol of the user's, and as such found in every text."""
+    for number in range(processor.vocab_size()):
+        name = processor.id_to_piece(number)
+        if contract.is_markup(name):
+            # the message of a piece: its text, its score and its type, which ends it
+            text = name.encode()
+            size = len(text)
+            length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+            score = struct.pack("<f", processor.get_score(number))
+            piece = b"\x0a" + length + text + b"\x15" + score + b"\x18"
+            content = content.replace(piece + bytes([USER_DEFINED]), piece + bytes([CONTROL]))
+    return content
+
+
+def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
+              eod: str | None = None) -> JsonTokenizer:
+    """Loads the content of a tokenizer.json. `path` is for messages. beside: the files that name its special
+    tokens. Raises ConfigError if one of them cannot be read, or if they do not agree on the end of a
+    document."""
     import tokenizers  # only where a tokenizer.json is used
 
     try:
         processor = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:
         raise ConfigError(f"{path}: not a tokenizer.json ({first_line(error)})") from None
-    processor.encode_special_tokens = True  # special tokens that a text spells are plain text
     processor.no_padding()
     processor.no_truncation()  # some files of the hub truncate to 512 tokens silently
 
     # special ids
-    config_files = read_files(path.parent, CONFIG_NAMES)
-    settings = merged_settings(path.parent, config_files)
-    eod = special_id(processor, settings, "eos")
-    if eod is None:
-        known = [processor.token_to_id(name) for name in EOD_NAMES]
-        eod = next((token_id for token_id in known if token_id is not None), None)
-    if eod is None:
-        raise ConfigError(f"{path}: no end-of-document token; "
-                          "put tokenizer_config.json with eos_token beside it")
-
-    size_of_model = int(settings.get("vocab_size") or 0)
-    vocab = max(processor.get_vocab_size(with_added_tokens=True), size_of_model, eod + 1)
-    # config.json holds much that does not change the ids, so it is not part of the fingerprint
-    decides_ids = json.dumps([hashlib.sha256(content).hexdigest(), eod])
-    return JsonTokenizer(
-        name=f"json-{vocab}",
-        files={"tokenizer.json": content, **config_files, **read_files(path.parent, [CHAT_TEMPLATE])},
-        processor=processor,
-        vocab=vocab,
-        eod=eod,
-        bos=special_id(processor, settings, "bos"),
-        fingerprint=hashlib.sha256(decides_ids.encode()).hexdigest(),
+    ids = processor.get_vocab(with_added_tokens=True).values()
+    vocabulary = Vocabulary(
+        path=path,
+        size=max(ids, default=-1) + 1,  # some files leave ids out, so that their number is less
+        id_of=processor.token_to_id,
+        text_of=lambda number: processor.id_to_token(number) if number >= 0 else None,
     )
+    settings = contract.read_settings(path.parent, beside)
+    end = contract.end_token(vocabulary, settings, None, eod)
+    added = processor.get_added_tokens_decoder()
+    named = [contract.first_named(kind, settings, vocabulary) for kind in ("bos", "pad")]
+    # an id that is a plain word here is of another model's config.json
+    start, pad = (token if token and token.id in added else None for token in named)
+
+    # no text makes them
+    hidden = frozenset({number for number, token in added.items() if token.special} | {end.id})
+    marked = {number for number, token in added.items() if contract.is_markup(token.content)}
+    control = hidden | marked | {token.id for token in (end, start, pad) if token}
+    processor.add_special_tokens([added[number] for number in sorted(control & added.keys())])
+    processor.encode_special_tokens = True  # those that a text spells are plain text
+
+    # config.json holds much that does not change the ids, so it is not part of the fingerprint
+    decides_ids = json.dumps([hashlib.sha256(content).hexdigest(), end.id])
+    files = {"tokenizer.json": content, **beside}
+    tok = JsonTokenizer(
+        contract=TokenizerContract(
+            name=f"json-{vocabulary.size}",
+            fingerprint=hashlib.sha256(decides_ids.encode()).hexdigest(),
+            vocab=vocabulary.size,
+            end=end,
+            start=start,
+            pad=pad,
+            unknown=unknown_id(processor, content),
+            control=control,
+            model_vocab=settings.get("config.json", {}).get("vocab_size"),
+        ),
+        files=files if eod is None else contract.settled(files, end),
+        processor=processor,
+        hidden=hidden,
+    )
+    probed = {number: processor.id_to_token(number) for number in control - {tok.contract.unknown}}
+    words = contract.spelled_tokens(probed, tok.encode_batch)
+    contract.check_words(path if eod is None else "--eod", set(words) - added.keys(), probed)
+    if words:
+        tok = replace(tok, words=re.compile("|".join(re.escape(probed[number]) for number in words)))
+    return tok
+
+
+def unknown_id(processor: "tokenizers.Tokenizer", content: bytes) -> int | None:
+    """The id of text that has no other, of a tokenizer.json; None if it names none."""
+    if hasattr(processor.model, "unk_token"):
+        name = processor.model.unk_token
+        return processor.token_to_id(name) if name else None
+    return json.loads(content)["model"].get("unk_id")  # Unigram
 
 
 def read_files(folder: pathlib.Path, names: Iterable[str]) -> dict[str, bytes]:
     """The content of those of `names` that `folder` holds."""
     paths = [folder / name for name in names]
-    return {path.name: path.read_bytes() for path in paths if path.exists()}
-
-
-def merged_settings(folder: pathlib.Path, config_files: dict[str, bytes]) -> Tree:
-    """The settings of all config files; the later file wins. Raises ConfigError naming a file that is not
-    JSON."""
-    settings: Tree = {}
-    for name, content in config_files.items():
-        try:
-            settings.update(json.loads(content))
-        except ValueError as error:
-            raise ConfigError(f"{folder / name}: not JSON ({first_line(error)})") from None
-    return settings
-
-
-def special_id(processor: "tokenizers.Tokenizer", settings: Tree, kind: str) -> int | None:
-    """The id of a special token, kind "eos" or "bos"; None if the settings do not name it."""
-    token_id = settings.get(f"{kind}_token_id")
-    if isinstance(token_id, list):  # Llama 3.1 lists several; the first one ends a document
-        token_id = token_id[0] if token_id else None
-    if isinstance(token_id, int):
-        return token_id
-
-    token = settings.get(f"{kind}_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    return processor.token_to_id(token) if isinstance(token, str) else None
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def first_line(error: Exception) -> str:
@@ -315,7 +430,7 @@ def train_bpe(
 
     if out is not None:
         pathlib.Path(out).write_bytes(model.getvalue())
-    return load_sentencepiece(pathlib.Path("tokenizer.model"), model.getvalue())
+    return load_sentencepiece(pathlib.Path("tokenizer.model"), model.getvalue(), beside={})
 
 
 def training_error(error: Exception, pieces: int, has_text: bool) -> str:

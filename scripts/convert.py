@@ -67,10 +67,11 @@ class LogitsDiffer(ConfigError):
 
 # ---- import ----------------------------------------------------------------------------------------------
 
-def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
+def from_hf(folder: Path, run: Path, spec: str | None = None, eod: str | None = None) -> dict:
     """Writes the run folder `run` from the Hugging Face folder; returns the report.
 
-    spec: the tokenizer; None: that of the folder, if it has one.
+    spec: the tokenizer; None: that of the folder, if it has one. eod: the token that ends documents; None:
+    what the tokenizer's files name.
     Raises ConfigError; LogitsDiffer; StorageError.
     """
     family, model = hf_config.read_hf_config(folder)
@@ -78,7 +79,7 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
     published_mtp = model.mtp
     model = hf.tie_embeddings(model, found)
     has_tokenizer = spec or any((folder / name).exists() for name in TOKENIZERS)
-    tok = tokenizer.load_tokenizer(spec or folder) if has_tokenizer else None
+    tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
     cfg = config_of_run(model, run, tok is not None)
     check_rules(cfg)
 
@@ -211,12 +212,17 @@ def with_all_values(model: ModelConfig) -> ModelConfig:
 # ---- export ----------------------------------------------------------------------------------------------
 
 def to_hf(
-    run: str, folder: Path, dtype: str = "fp32", spec: str | None = None, weights: str = state.TRAINED
+    run: str,
+    folder: Path,
+    dtype: str = "fp32",
+    spec: str | None = None,
+    weights: str = state.TRAINED,
+    eod: str | None = None,
 ) -> dict:
     """Writes the Hugging Face folder from a run or checkpoint folder; returns the report.
 
     dtype: of the weights on disk. spec: the tokenizer; None: that of the run, if it has one. weights: one of
-    state.WEIGHTS.
+    state.WEIGHTS. eod: as of from_hf.
     Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
     """
     notes: list[str] = []
@@ -227,7 +233,7 @@ def to_hf(
     family = hf_config.family_of(model)
 
     source = Path(spec) if spec else path.parent.parent / "tokenizer"
-    tok = tokenizer.load_tokenizer(spec or source) if spec or source.is_dir() else None
+    tok = tokenizer.load_tokenizer(spec or source, eod) if spec or source.is_dir() else None
     if tok and not spec and meta["tokenizer"] not in (tok.fingerprint, "none"):
         raise ConfigError(f"{source}: is not the tokenizer that {path} was trained with; put that one there, "
                           "or give --tokenizer")
@@ -510,6 +516,8 @@ def arguments() -> argparse.ArgumentParser:
     for command in (importer, exporter):
         command.add_argument("--tokenizer", metavar="SPEC",
                              help="bytes, a .model, a tokenizer.json or a folder; none: that of the source")
+        command.add_argument("--eod", metavar="TOKEN_OR_ID",
+                             help="the token that ends documents; none: what the tokenizer's files name")
         command.add_argument("--json", action="store_true", help="print the report as one JSON object")
     return parser
 
@@ -518,9 +526,9 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     try:
         if args.command == "from-hf":
-            report = from_hf(args.folder, args.run, args.tokenizer)
+            report = from_hf(args.folder, args.run, args.tokenizer, args.eod)
         else:
-            report = to_hf(args.run, args.folder, args.dtype, args.tokenizer, args.weights)
+            report = to_hf(args.run, args.folder, args.dtype, args.tokenizer, args.weights, args.eod)
     except LogitsDiffer as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

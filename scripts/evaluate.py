@@ -26,7 +26,9 @@ from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
 from config.terminal import ParagraphHelp
+from data.blend import parse_blend
 from data.loader import BatchLoader, open_loader
+from data.raw import is_raw_file
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
@@ -49,6 +51,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--data", help="prefix of a .bin/.idx pair, or a blend; none: the run's validation split")
     add("--tokenizer", metavar="SPEC",
         help="bytes, a .model, a tokenizer.json or a folder; none: that of the run, if it has one")
+    add("--eod", metavar="TOKEN_OR_ID",
+        help="--tokenizer: the token that ends documents; none: what the tokenizer's files name")
     add("--samples", type=int, help="number of sequences; none: all, once")
     add("--seq-len", type=int, help="tokens in a sequence; none: as in training")
     add("--micro-batch", type=int, help="sequences in a forward pass; none: as in training")
@@ -65,7 +69,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     tasks = file_tasks(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, args.dtype, args.weights, args.tokenizer)
+    run = load_run(args.run, device, args.dtype, args.weights, args.tokenizer, args.eod)
     if args.tasks:
         evaluate_tasks(run, args, tasks, device)
     else:
@@ -85,13 +89,24 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     check_context(run.cfg, seq_len)
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
-        cfg = replace(cfg, data=replace(cfg.data, path=args.data, split="0,1", tokenizer=args.tokenizer))
+        has_raw = any(map(is_raw_file, parse_blend(args.data)[1]))
+        named = replace(
+            cfg.data,
+            path=args.data,
+            split="0,1",
+            tokenizer=args.tokenizer,
+            eod=args.eod,
+            dtype=cfg.data.dtype if has_raw else None,
+        )
+        cfg = replace(cfg, data=named)
     elif not cfg.data.path:
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
                           ".bin/.idx")
     batch_size = args.micro_batch or run.cfg.train.micro_batch
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
+    for dataset in data.datasets:
+        dataset.index.contract.check(run.known_tokenizer.contract if run.known_tokenizer else None)
     samples = min(data.samples, args.samples or data.samples)
 
     # its loss
@@ -121,9 +136,9 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
         source = {"run": str(run.path), "step": run.step, "data": name, "tokens": samples * seq_len}
         print(json.dumps({**source, **finite, "seconds": seconds}))
     else:
+        bits = "" if math.isnan(report["val_bpb"]) else f"   bits per byte {report['val_bpb']:.4f}"
         print(f"{run.path} on {name}: {samples * seq_len:,} tokens in {seconds:.1f} s\n"
-              f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}   "
-              f"bits per byte {report['val_bpb']:.4f}")
+              f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}{bits}")
 
 
 def check_context(cfg: Config, seq_len: int) -> None:

@@ -30,6 +30,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--weights", choices=WEIGHTS, default=TRAINED, help="ema: their moving average (train.ema)")
     add("--tokenizer", metavar="SPEC",
         help="bytes, a .model, a tokenizer.json or a folder; none: that of the run, if it has one")
+    add("--eod", metavar="TOKEN_OR_ID",
+        help="--tokenizer: the token that ends documents; none: what the tokenizer's files name")
     add("--prompt", default="", help="start of the text; empty: a new document")
     add("--max-new-tokens", type=int, default=100)
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     check_ranges(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, weights=args.weights, tokenizer_spec=args.tokenizer)
+    run = load_run(args.run, device, weights=args.weights, tokenizer_spec=args.tokenizer, eod=args.eod)
     prompt = run.tokenizer.encode(args.prompt) or [run.tokenizer.eod]
 
     for sample in range(args.samples):

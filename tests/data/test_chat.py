@@ -241,7 +241,7 @@ def settings(path, doc_mask=False):
 
 @pytest.mark.parametrize("row, words, reason", [
     ({"text": "x"}, [], "no messages under 'messages'"),
-    ({"messages": said("x <|im_end|> y", "z")}, [], "spells the special token <|im_end|>"),
+    ({"messages": said("x <|im_end|> y", "z")}, [], "spells the control token <|im_end|>"),
     ({"messages": [{"role": "tool", "content": "x"}, *said("a", "b")]}, ["brackets"], "only user and"),
     ({"messages": said("a", "b")}, ["--no-append-eod"], "--no-append-eod"),
     ({"messages": said("a", "b")}, ["{% for"], "its chat template is not one"),

@@ -202,15 +202,29 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     IndexedDataset(tmp_path / "g", 301)
     for end in (".json", ".crc"):
         (tmp_path / f"g{end}").unlink()
-    d = IndexedDataset(tmp_path / "g", 300)  # Megatron's files: at first touch
     with pytest.raises(ConfigError, match="document 2, token 0: id 300"):
-        d.read(0, 2)
+        IndexedDataset(tmp_path / "g", 300)  # Megatron's files: in the blocks that are looked at
     raw = bytearray((tmp_path / "g.idx").read_bytes())
     raw[17] = 3  # i16, in which 0xffff is -1
     (tmp_path / "g.idx").write_bytes(raw)
     (tmp_path / "g.bin").write_bytes(bytes.fromhex("0100 0200 ffff ff00 2c01 ff00"))
     with pytest.raises(ConfigError, match="document 0, token 2: id -1"):
-        IndexedDataset(tmp_path / "g", 1000).read(0, 1)
+        IndexedDataset(tmp_path / "g", 1000)
+
+
+def test_an_id_that_no_sample_finds_is_refused_at_first_touch(tmp_path, monkeypatch):
+    """Of a large file only some blocks are looked at when it is opened."""
+    monkeypatch.setattr("data.indexed.PROBED_BLOCKS", 2)  # the first and the last of three
+    with IndexedDatasetWriter(tmp_path / "g", 1024) as writer:
+        ids = np.ones(3 * BLOCK // 2, int)
+        ids[BLOCK // 2 + 7] = 300
+        writer.add(ids)
+        writer.finish()
+    (tmp_path / "g.json").unlink()
+    data = IndexedDataset(tmp_path / "g", 300)
+    assert data.probed == (2, 3)
+    with pytest.raises(ConfigError, match=f"document 0, token {BLOCK // 2 + 7}: id 300"):
+        data.read(BLOCK // 2, BLOCK // 2 + 1)
 
 
 def test_a_failed_writer_leaves_the_old_files(tmp_path):

@@ -282,7 +282,8 @@ def test_the_line_that_describes_the_data(tmp_path):
         w.finish(tok, 2_500_000)
     data = open_loader(settings(tmp_path / "d", split="90,10"), "train", 0, 1)
     assert data.describe() == (
-        f"{tmp_path / 'd'}: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)   tokenizer bytes"
+        f"{tmp_path / 'd'}: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)   "
+        "tokenizer bytes, documents end with '<|endoftext|>' (id 256)"
     )
 
 

@@ -47,9 +47,9 @@ def test_bad_files(tmp_path, content):
 
 
 def test_ids_and_boundaries_need_a_tokenizer(tmp_path):
-    raw = RawShards(nanogpt(tmp_path / "a.bin", [1, 2, 900]), vocab=900)
     with pytest.raises(ConfigError, match="token 2: id 900"):
-        raw.read(0, 1)
+        RawShards(nanogpt(tmp_path / "a.bin", [1, 2, 900]), vocab=900)
+    raw = RawShards(nanogpt(tmp_path / "a.bin", [1, 2, 900]), vocab=901)
     with pytest.raises(ConfigError, match="doc_mask"):
         raw.document_starts(0, 2)
 

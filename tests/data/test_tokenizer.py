@@ -131,11 +131,14 @@ def test_json(folder, tmp_path):
     check_round_trips(tok, [*PROBES, "a page that quotes <|stop|> must not end a document"])
     check_saved(tok, tmp_path / "t")
     (folder / "config.json").write_text(
-        json.dumps({"eos_token_id": [7, 1], "vocab_size": 320, "architectures": ["X"]})
+        json.dumps({"eos_token_id": [0, 1], "vocab_size": 320, "architectures": ["X"]})
     )
     listed = tokenizer.load_tokenizer(folder / "tokenizer.json")
-    assert listed.eod == 7 and listed.vocab == 320  # the model's own ids, the first of several
-    assert listed.fingerprint != tok.fingerprint
+    assert listed.eod == 1 and listed.vocab == 279  # both files have it; a model's rows are no ids
+    assert listed.fingerprint == tok.fingerprint
+    (folder / "tokenizer_config.json").unlink()
+    alone = tokenizer.load_tokenizer(folder / "tokenizer.json")
+    assert alone.eod == 0 and alone.fingerprint != tok.fingerprint  # the first of several
 
 
 def test_json_without_an_end(folder):

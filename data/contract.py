@@ -1,0 +1,307 @@
+"""What token ids mean, for all that write and read them: prepare_data, runs, evaluation, generation.
+
+    TokenizerContract   of a tokenizer: its fingerprint, how many ids it has, what ends a document and which
+                        files say so, which ids no text makes
+    FileContract        of token files: dtype, documents, and the tokenizer that made them
+
+The files of a published tokenizer name its end in several places: tokenizer_config.json and
+special_tokens_map.json by its text, config.json and generation_config.json by its id, or by a list of all ids
+at which a generation stops (Llama 3, Qwen, Gemma, Phi). Files agree if one id is in what each of them names;
+else the user chooses (prepare_data --eod, data.eod).
+"""
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from config import ConfigError, Tree
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# name special tokens; the first that names one has its say where several agree
+SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", "config.json", "generation_config.json")
+EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # of a tokenizer.json without such a file
+CHOOSE = "choose with --eod TOKEN_OR_ID (of a run: data.eod)"
+DIGEST_SHOWN = 12  # characters of a fingerprint in messages
+WIDEST_U16 = 1 << 16  # ids that two bytes can tell apart
+# written in angle or square brackets, as in <|user|>, <think>, [INST], "▁<PRE>"
+MARKUP = re.compile(r"[\s▁]*(<\S.*>|\[\S.*\])[\s▁]*", re.DOTALL)
+# which Gemma's tokenizers have as words
+HTML = re.compile(r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|[bisu]|su[bp]"
+                  r"|code|p|ul|ol|li|a|div|span|br|hr|img|pre)>")
+
+
+@dataclass(frozen=True)
+class SpecialToken:
+    """A token with a meaning of its own, and the files that name it."""
+    id: int
+    text: str
+    named_by: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.text!r} (id {self.id})"
+
+
+@dataclass(frozen=True)
+class TokenizerContract:
+    """What the ids of a tokenizer mean.
+
+    vocab: ids are below it. end: ends a document. start, pad: as the files name them; they decide nothing.
+    unknown: the id of text that has no other; None: every text has one. control: ids that no text makes.
+    model_vocab: vocab_size of a config.json beside the tokenizer, which is of a model and not followed.
+    """
+    name: str
+    fingerprint: str
+    vocab: int
+    end: SpecialToken
+    start: SpecialToken | None = None
+    pad: SpecialToken | None = None
+    unknown: int | None = None
+    control: frozenset[int] = frozenset()
+    model_vocab: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name and the beginning of its fingerprint, for messages."""
+        return f"{self.name} ({self.fingerprint[:DIGEST_SHOWN]})"
+
+    def record(self) -> Tree:
+        """What PREFIX.json keeps of it."""
+        return {
+            "name": self.name,
+            "fingerprint": self.fingerprint,
+            "vocab": self.vocab,
+            "eod": self.end.id,
+            "eod_text": self.end.text,
+            "eod_named_by": list(self.end.named_by),
+        }
+
+    def lines(self) -> dict[str, str]:
+        """What prepare_data prints of it, by label."""
+        grown = ""
+        if self.model_vocab is not None and self.model_vocab > self.vocab:
+            grown = (f"; config.json's vocab_size of {self.model_vocab:,} is a model's, and model.vocab asks "
+                     "for it")
+        return {
+            "tokenizer": f"{self.label}, {self.vocab:,} ids in {np.dtype(dtype_of(self.vocab)).name}{grown}",
+            "end": f"{self.end} ends a document, as {' and '.join(self.end.named_by)} say"
+                   f"{'s' if len(self.end.named_by) == 1 else ''}",
+        }
+
+
+@dataclass(frozen=True)
+class FileContract:
+    """What a file says of the ids in it. made_with: what PREFIX.json keeps of their tokenizer, if it does."""
+    path: str
+    dtype: np.dtype
+    documents: int
+    made_with: Tree | None = None
+
+    def check(self, tok: TokenizerContract | None) -> None:
+        """Raises ConfigError if the tokenizer cannot have made the file."""
+        if tok is None:
+            return
+        if self.made_with and self.made_with["fingerprint"] != tok.fingerprint:
+            label = f"{self.made_with['name']} ({self.made_with['fingerprint'][:DIGEST_SHOWN]})"
+            prefix = self.path.removesuffix(".bin").removesuffix(".idx")
+            raise ConfigError(f"data.tokenizer: {tok.label} is not {label}, with which {self.path} was made; "
+                              f"put that one into {prefix}.tokenizer, or prepare the data again")
+        if self.dtype.itemsize == 2 and tok.vocab > WIDEST_U16:
+            raise ConfigError(f"{self.path}: holds ids of 16 bits, and the tokenizer {tok.label} makes ids "
+                              f"up to {tok.vocab - 1:,}: larger ones have wrapped, or the width is another; "
+                              "make the file again with 32 bits, or name its tokenizer in data.tokenizer")
+
+
+def dtype_of(vocab: int) -> str:
+    """The dtype of ids below `vocab`: Megatron's rule, which uses i4 and never u4."""
+    return "<u2" if vocab < 65500 else "<i4"
+
+
+def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]]) -> None:
+    """Raises ConfigError if two of the (name of a data set, its tokenizer) are different."""
+    first_name, first = "", None
+    for name, tok in known:
+        first_name, first = (first_name, first) if first else (name, tok)
+        if tok.fingerprint != first.fingerprint:
+            raise ConfigError(f"data.path: {first_name} was made with tokenizer {first.label}, "
+                              f"{name} with {tok.label}; prepare them with the same one")
+
+
+def check_stored(path: str, stored: TokenizerContract, wanted: TokenizerContract, *, requested: str,
+                 eod: str | None, folder: str) -> None:
+    """Raises ConfigError if `wanted`, for which data.tokenizer and data.eod ask, is not the tokenizer beside
+    the data, in `folder`."""
+    if wanted.fingerprint == stored.fingerprint:
+        return
+    if eod is not None and wanted.end.id != stored.end.id:
+        raise ConfigError(f"data.eod: {wanted.end} is asked for, but documents of {path} end with "
+                          f"{stored.end}; leave data.eod out, or prepare the data again with --eod")
+    raise ConfigError(f"data.tokenizer: {requested} is {wanted.label}, but {path} was made with "
+                      f"{stored.label}; prepare the data again with --tokenizer {requested}, or set "
+                      f"data.tokenizer {folder}")
+
+
+# ---- special tokens ----------------------------------------------------------------------------------------
+
+class Vocabulary(NamedTuple):
+    """The tokens of a tokenizer's own file."""
+    path: pathlib.Path
+    size: int  # ids are below it
+    id_of: Callable[[str], int | None]
+    text_of: Callable[[int], str | None]  # None: no token has this id
+
+    def token(self, token_id: int, named_by: Iterable[str]) -> SpecialToken:
+        return SpecialToken(token_id, self.text_of(token_id) or "", tuple(named_by))
+
+
+class Named(NamedTuple):
+    """What one file names."""
+    file: str
+    said: str  # in its own words
+    ids: tuple[int, ...]  # those that the tokenizer has
+
+
+def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tree]:
+    """{name: content} of those of SETTINGS among the files. Raises ConfigError naming one that is not a JSON
+    object."""
+    settings: dict[str, Tree] = {}
+    for name in SETTINGS:
+        if name not in files:
+            continue
+        try:
+            content = json.loads(files[name])
+        except ValueError as error:
+            raise ConfigError(f"{folder / name}: not JSON ({error})") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{folder / name}: holds no object of JSON; restore it, or remove it")
+        settings[name] = content
+    return settings
+
+
+def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> list[Named]:
+    """What each file names as a special token, kind "eos", "bos" or "pad"."""
+    found: list[Named] = []
+    for file, content in settings.items():
+        inner = content.get("text_config")  # of a model that reads images, too
+        for part in (content, inner if isinstance(inner, dict) else {}):
+            text = part.get(f"{kind}_token")
+            text = text.get("content") if isinstance(text, dict) else text
+            if isinstance(text, str):
+                token_id = vocabulary.id_of(text)
+                ids = () if token_id is None else (token_id,)
+                found.append(Named(file, f"{kind}_token {text!r}", ids))
+            said = part.get(f"{kind}_token_id")
+            several = said if isinstance(said, list) else [said]
+            numbers = [number for number in several if isinstance(number, int)]
+            if numbers:
+                ids = tuple(number for number in numbers if vocabulary.text_of(number) is not None)
+                found.append(Named(file, f"{kind}_token_id {said}", ids))
+    return found
+
+
+def first_named(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> SpecialToken | None:
+    """The token that the first of the files names; None if none does."""
+    for named in named_tokens(kind, settings, vocabulary):
+        if named.ids:
+            return vocabulary.token(named.ids[0], [named.file])
+    return None
+
+
+def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None,
+              chosen: str | None) -> SpecialToken:
+    """The token that ends documents. own: that of a sentencepiece model. chosen: --eod or data.eod.
+
+    Raises ConfigError if the files contradict each other, name a token that the tokenizer does not have, or
+    name none.
+    """
+    path = vocabulary.path
+    named = named_tokens("eos", settings, vocabulary)
+    if own is not None:
+        named.insert(0, Named(path.name, f"its end of sentence {vocabulary.text_of(own)!r}", (own,)))
+    if chosen is not None:
+        token = vocabulary.token(chosen_id(vocabulary, chosen), ["--eod"])
+        if own is not None and token.id != own:
+            raise ConfigError(f"--eod: {path.name} itself ends documents with {vocabulary.token(own, ())}, "
+                              f"not with {token}; choose that one, or make a tokenizer.json of it")
+        return token
+
+    for file, said, ids in named:
+        if not ids:
+            raise ConfigError(f"{path.parent / file}: {said} is none of the tokens of {path.name}, which has "
+                              f"the ids 0 to {vocabulary.size - 1}; correct it, or {CHOOSE}")
+    if not named:
+        return usual_end(vocabulary)
+
+    common = [token_id for token_id in named[0].ids if all(token_id in other.ids for other in named)]
+    if common:
+        return vocabulary.token(common[0], dict.fromkeys(one.file for one in named))
+    views = [f"{file} ({said}: {', '.join(str(vocabulary.token(each, ())) for each in ids)})"
+             for file, said, ids in named]
+    raise ConfigError(f"{path.parent}: its files name different tokens as the end of a document: "
+                      f"{'; '.join(views)}; {CHOOSE}, or correct the files")
+
+
+def usual_end(vocabulary: Vocabulary) -> SpecialToken:
+    """The one token of EOD_NAMES that a tokenizer has. Raises ConfigError if it has none, or several."""
+    path = vocabulary.path
+    ids = [vocabulary.id_of(name) for name in EOD_NAMES]
+    known = [vocabulary.token(token_id, [path.name]) for token_id in ids if token_id is not None]
+    if not known:
+        raise ConfigError(f"{path}: no end-of-document token; put {TOKENIZER_CONFIG} with eos_token beside "
+                          f"it, or {CHOOSE}")
+    if len(known) > 1:
+        raise ConfigError(f"{path}: has several tokens that may end a document "
+                          f"({', '.join(map(str, known))}), and no file beside it says which; {CHOOSE}")
+    return known[0]
+
+
+def chosen_id(vocabulary: Vocabulary, chosen: str) -> int:
+    """The id of the token that the user names by its text or its id. Raises ConfigError."""
+    token_id = int(chosen) if chosen.isdecimal() else vocabulary.id_of(chosen)
+    if token_id is None or vocabulary.text_of(token_id) is None:
+        raise ConfigError(f"--eod: {chosen!r} is none of the tokens of {vocabulary.path}, which has the ids "
+                          f"0 to {vocabulary.size - 1}; give the text or the id of one")
+    return token_id
+
+
+def settled(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
+    """The files of a tokenizer with the user's choice in each that names an end, so that copies of them
+    agree. A list that has it stays."""
+    settings = read_settings(pathlib.Path(), files)
+    settings.setdefault(TOKENIZER_CONFIG, {})
+    changed = dict(files)
+    for name, content in settings.items():
+        if name == TOKENIZER_CONFIG or "eos_token" in content:
+            content["eos_token"] = end.text
+        said = content.get("eos_token_id")
+        if said is not None and not (isinstance(said, list) and end.id in said):
+            content["eos_token_id"] = end.id
+        changed[name] = json.dumps(content, ensure_ascii=False, indent=2).encode()
+    return changed
+
+
+# ---- control tokens ----------------------------------------------------------------------------------------
+
+def is_markup(text: str) -> bool:
+    """Does a token that was added to a vocabulary look like one that directs the model, and not like text?
+    Many files do not call such tokens special: <think>, <｜User｜>, <tool_call>."""
+    return MARKUP.fullmatch(text) is not None and HTML.fullmatch(text) is None
+
+
+def spelled_tokens(
+    control: dict[int, str], encode_batch: Callable[[list[str]], list[np.ndarray]]
+) -> list[int]:
+    """Those of the control tokens {id: text} that text makes by spelling them."""
+    encoded = encode_batch(list(control.values()))
+    return [token_id for token_id, ids in zip(control, encoded) if token_id in ids]
+
+
+def check_words(place: pathlib.Path | str, words: Iterable[int], control: dict[int, str]) -> None:
+    """Raises ConfigError, which names `place`, if some of the control tokens {id: text} are plain words."""
+    for token_id in sorted(words):
+        raise ConfigError(f"{place}: text that spells {control[token_id]!r} makes its id {token_id}, as of "
+                          "any word, so that it cannot mark the end of a document or a turn; take another "
+                          "token, or add it to tokenizer.json as a special one")

@@ -1,0 +1,254 @@
+"""data/contract.py: what ends documents, which ids there are, and who said so; from a user's folder on."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+import train
+from ranks import MODEL
+
+from config import ConfigError
+from data import tokenizer
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from scripts import prepare_data
+
+ENDS = ("<|endoftext|>", "<|im_end|>", "</s>", "<pad>")
+
+
+def make_folder(home, settings, added=ENDS, special=True):
+    """A byte-level tokenizer.json with 256 bytes and `added`, and {file: its content} beside it."""
+    home.mkdir(exist_ok=True)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=256, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(["ab"], trainer)
+    made.add_tokens([tokenizers.AddedToken(name, special=special, normalized=False) for name in added])
+    made.save(str(home / "tokenizer.json"))
+    for name, content in settings.items():
+        (home / name).write_text(json.dumps(content))
+    return home
+
+
+def ids_of(home):
+    return tokenizers.Tokenizer.from_file(str(home / "tokenizer.json")).token_to_id
+
+
+def prepared(tmp_path, home, *more, texts=("one text", "another")):
+    """The exit code of prepare_data on `texts`."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "in.jsonl").write_text(lines)
+    words = ["--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out", "--workers", 1]
+    return prepare_data.main([str(word) for word in [*words, *more]])
+
+
+def run_words(tmp_path, path, *more):
+    words = ["llama2-tiny", *MODEL, "--data.path", path, "--train.steps", "1", "--eval.batches", "1"]
+    return [str(word) for word in [*words, "--log.dir", tmp_path, "--log.name", "r", *more]]
+
+
+# what published folders say, and what ends their documents; ids of the folder stand as names
+TOKENIZER, CONFIG, GENERATION = "tokenizer_config.json", "config.json", "generation_config.json"
+AGREE = {
+    "llama2": ({TOKENIZER: "</s>", CONFIG: "</s>", GENERATION: "</s>"}, "</s>"),
+    "llama3-instruct": (
+        {TOKENIZER: "<|im_end|>", CONFIG: ["<|endoftext|>", "</s>", "<|im_end|>"],
+         GENERATION: ["<|endoftext|>", "</s>", "<|im_end|>"]},
+        "<|im_end|>",
+    ),
+    "qwen": ({TOKENIZER: "<|im_end|>", CONFIG: "<|im_end|>", GENERATION: ["<|im_end|>", "<|endoftext|>"]},
+             "<|im_end|>"),
+    "gemma": ({TOKENIZER: "</s>", CONFIG: ["</s>", "<|im_end|>"], GENERATION: ["</s>", "<|im_end|>"]},
+              "</s>"),
+    "phi4-mini": ({TOKENIZER: "<|endoftext|>", CONFIG: "<|endoftext|>",
+                   GENERATION: ["<|im_end|>", "<|endoftext|>"]}, "<|endoftext|>"),
+    "gpt2": ({CONFIG: "<|endoftext|>", GENERATION: "<|endoftext|>"}, "<|endoftext|>"),
+    "lists-alone": ({CONFIG: ["<|im_end|>", "</s>"], GENERATION: ["</s>", "<|im_end|>"]}, "<|im_end|>"),
+    "map": ({TOKENIZER: "</s>", "special_tokens_map.json": "</s>"}, "</s>"),
+}
+DIFFER = {
+    "a-default-config": {TOKENIZER: "<|endoftext|>", CONFIG: "</s>"},
+    "yi-chat": {TOKENIZER: "<|im_end|>", CONFIG: "</s>", GENERATION: "<|im_end|>"},
+    "llama3-early": {TOKENIZER: "<|im_end|>", CONFIG: "<|endoftext|>",
+                     GENERATION: ["<|endoftext|>", "<|im_end|>"]},
+    "generation": {TOKENIZER: "</s>", GENERATION: ["<|endoftext|>", "<|im_end|>"]},
+    "map": {TOKENIZER: "</s>", "special_tokens_map.json": "<|endoftext|>"},
+}
+
+
+def settings_of(home, said):
+    """{file: content}: names where files write names, ids where they write ids."""
+    make_folder(home, {})
+    id_of = ids_of(home)
+
+    def content(file, value):
+        if file in (CONFIG, GENERATION):
+            ids = [id_of(name) for name in value] if isinstance(value, list) else id_of(value)
+            return {"eos_token_id": ids}
+        return {"eos_token": {"content": value} if file.startswith("special") else value}
+
+    return {file: content(file, value) for file, value in said.items()}
+
+
+@pytest.mark.parametrize("name", AGREE)
+def test_files_that_agree(tmp_path, capsys, name):
+    said, end = AGREE[name]
+    home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", said))
+    assert prepared(tmp_path, home) == 0
+    want = ids_of(home)(end)
+    data = IndexedDataset(tmp_path / "out")
+    assert [int(data.document(number)[-1]) for number in range(2)] == [want, want]
+    assert f"{end!r} (id {want})" in " ".join(capsys.readouterr().out.split())
+    made_with = data.meta["tokenizer"]
+    assert (made_with["eod"], made_with["eod_text"]) == (want, end)
+    assert set(made_with["eod_named_by"]) == set(said)
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_files_that_differ_are_refused_until_the_user_chooses(tmp_path, capsys, name):
+    home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", DIFFER[name]))
+    id_of = ids_of(home)
+    assert prepared(tmp_path, home) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "--eod" in told and "data.eod" in told
+    assert sum(file in told for file in DIFFER[name]) >= 2
+    assert not (tmp_path / "out.idx").exists()
+
+    for choice in ("<|endoftext|>", id_of("</s>")):
+        assert prepared(tmp_path, home, "--eod", choice) == 0
+        want = id_of(choice) if isinstance(choice, str) else choice
+        assert f"(id {want})" in capsys.readouterr().out
+        assert IndexedDataset(tmp_path / "out").document(0)[-1] == want
+        kept = tokenizer.load_tokenizer(tmp_path / "out.tokenizer")  # the copy has no contradiction
+        assert kept.eod == want
+
+
+def test_raw_ids_with_such_a_folder(tmp_path):
+    home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", DIFFER["a-default-config"]))
+    end = ids_of(home)("<|endoftext|>")
+    ids = np.full(4000, 65, "<u2")
+    ids[::40] = end
+    ids.tofile(tmp_path / "x.bin")
+    words = run_words(tmp_path, tmp_path / "x.bin", "--data.tokenizer", home, "--data.doc_mask", "true")
+    with pytest.raises(ConfigError, match="tokenizer_config.json.*config.json.*data.eod"):
+        train.main(words)
+    assert train.main([*words, "--data.eod", "<|endoftext|>"]) == 0
+    assert tokenizer.load_tokenizer(tmp_path / "r" / "tokenizer").eod == end
+
+
+def test_a_run_refuses_another_end_than_that_of_its_data(tmp_path):
+    home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", AGREE["llama2"][0]))
+    assert prepared(tmp_path, home, texts=["some words " * 9] * 99) == 0
+    with pytest.raises(ConfigError, match="data.eod: .*'</s>' .id .*prepare"):
+        train.main(run_words(tmp_path, tmp_path / "out", "--data.eod", "<|im_end|>"))
+    assert train.main(run_words(tmp_path, tmp_path / "out", "--data.eod", "</s>")) == 0
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({CONFIG: {"eos_token_id": 50256}}, "config.json: eos_token_id 50256 .* ids 0 to 259"),
+        ({CONFIG: {"eos_token_id": -1}}, "config.json: eos_token_id -1"),
+        ({TOKENIZER: {"eos_token": "<|nothing|>"}}, "tokenizer_config.json: eos_token '<|nothing|>'"),
+        ({}, "several tokens that may end a document.*'<|endoftext|>'.*'</s>'.*--eod"),
+    ],
+)
+def test_an_end_that_is_not_there(tmp_path, capsys, settings, told):
+    """It was taken, and the model grew by 50,000 rows; or it was passed over without a word."""
+    home = make_folder(tmp_path / "t", settings)
+    assert prepared(tmp_path, home) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    pieces = told.replace("<|", "<.").split(".*")
+    places = [err.replace("<|", "<.").find(piece.strip()) for piece in pieces]
+    assert -1 not in places and places == sorted(places), err
+    assert prepared(tmp_path, home, "--eod", "</s>") == 0
+
+
+@pytest.mark.parametrize("choice", ["<|nothing|>", "260", "-1", "a"])
+def test_a_choice_that_ends_nothing(tmp_path, capsys, choice):
+    """Not there, out of range, or what text makes."""
+    home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", AGREE["llama2"][0]))
+    assert prepared(tmp_path, home, f"--eod={choice}") == 2
+    assert capsys.readouterr().err.startswith("error: --eod: ")
+
+
+def test_a_sentencepiece_model_and_the_files_beside_it(tmp_path, capsys):
+    tokenizer.train_bpe(["some words to learn from, and more"] * 9, 280, tmp_path / "tokenizer.model")
+    (tmp_path / CONFIG).write_text(json.dumps({"eos_token_id": 7}))
+    assert prepared(tmp_path, tmp_path / "tokenizer.model") == 2
+    err = capsys.readouterr().err
+    assert "tokenizer.model" in err and "config.json" in err and "'</s>' (id 2)" in err
+    assert prepared(tmp_path, tmp_path / "tokenizer.model", "--eod", "</s>") == 0
+    assert prepared(tmp_path, tmp_path / "tokenizer.model", "--eod", "<s>") == 2
+    assert "tokenizer.model itself ends documents with '</s>' (id 2)" in capsys.readouterr().err
+    assert prepared(tmp_path, "bytes", "--eod", "</s>") == 2
+
+
+# ---- which ids there are -----------------------------------------------------------------------------------
+
+
+def test_another_model_s_config_does_not_make_the_model_grow(tmp_path, capsys):
+    """LlamaConfig's default of 32,000 beside a tokenizer of 260 ids."""
+    said = {TOKENIZER: {"eos_token": "</s>"}, CONFIG: {"vocab_size": 32000}}
+    home = make_folder(tmp_path / "t", said)
+    assert prepared(tmp_path, home, texts=["some words " * 9] * 99) == 0
+    assert "config.json" in (out := capsys.readouterr().out) and "32,000" in out  # said, since not followed
+    assert tokenizer.load_tokenizer(home).vocab == 260
+    assert train.main(run_words(tmp_path, tmp_path / "out")) == 0
+    assert "\n  vocab: 260" in (tmp_path / "r" / "config.yaml").read_text()
+
+
+def test_another_model_s_start_is_not_taken_for_a_control_token(tmp_path):
+    """LlamaConfig's default of 1 is a plain letter of this tokenizer."""
+    said = {TOKENIZER: {"eos_token": "</s>"}, CONFIG: {"bos_token_id": 1, "pad_token_id": 3}}
+    home = make_folder(tmp_path / "t", said)
+    assert prepared(tmp_path, home) == 0 == prepared(tmp_path, home, "--eod", "<|im_end|>")
+    assert tokenizer.load_tokenizer(home).bos is None
+
+
+def test_ids_with_holes_are_all_of_the_vocabulary(tmp_path):
+    """A count of tokens is less than the largest id where ids are left out."""
+    home = make_folder(tmp_path / "t", {TOKENIZER: {"eos_token": "</s>"}})
+    spec = json.loads((home / "tokenizer.json").read_text())
+    for entry in spec["added_tokens"]:
+        entry["id"] += 40
+        spec["model"]["vocab"][entry["content"]] = entry["id"]
+    (home / "tokenizer.json").write_text(json.dumps(spec))
+    assert tokenizer.load_tokenizer(home).vocab == 300
+
+
+@pytest.mark.parametrize("place", [5, 199_990])
+@pytest.mark.parametrize("value, kind", [(-3, "<i4"), (300, "<i4"), (300, "<u2")])
+def test_ids_that_are_none_are_refused_before_the_first_step(tmp_path, place, value, kind):
+    """In Megatron's files, and in raw ones: with place and value, wherever they stand."""
+    ids = np.full(200_000, 65, kind)
+    ids[place] = value
+    if kind == "<u2":
+        ids.tofile(tmp_path / "x.bin")
+        path, where = tmp_path / "x.bin", f"x.bin: token {place}"
+    else:
+        with IndexedDatasetWriter(tmp_path / "x", 70_000) as writer:
+            for begin in range(0, len(ids), 10_000):
+                writer.add(np.where(ids < 0, 66, ids)[begin:begin + 10_000])
+            writer.finish(tokenizer.load_tokenizer("bytes"), 1)
+        (tmp_path / "x.json").unlink()  # as Megatron's own
+        ids.tofile(tmp_path / "x.bin")
+        path, where = tmp_path / "x", f"x.bin: document {place // 10_000}, token {place % 10_000}"
+    words = run_words(tmp_path, path, "--data.tokenizer", "bytes", "--log.name", "never")
+    with pytest.raises(ConfigError, match=f"{where}: id {value} "):
+        train.main(words)
+    assert not (tmp_path / "never" / "metrics.jsonl").exists()
+
+
+def test_a_large_file_is_sampled_and_the_run_says_so(tmp_path, monkeypatch, capsys):
+    from data import indexed
+
+    monkeypatch.setattr(indexed, "PROBED_BLOCKS", 2)
+    np.full(3 * indexed.BLOCK, 65, "<u2").tofile(tmp_path / "x.bin")  # six blocks
+    assert train.main(run_words(tmp_path, tmp_path / "x.bin", "--data.tokenizer", "bytes")) == 0
+    assert "ids looked at in 2 of 6 blocks" in " ".join(capsys.readouterr().out.split())
