@@ -80,6 +80,7 @@ PURE = {
     "config/schema.py",
     "config/loading.py",
     "config/optimizers.py",
+    "config/provenance.py",
     "config/rules.py",
     "config/run_name.py",
     "config/suggestions.py",
