@@ -99,6 +99,13 @@ class Code:
         return found
 
 
+@dataclass(frozen=True)
+class Provenance:
+    """What made something. record: see describe; code: with the patch, which the record has not."""
+    record: Tree
+    code: Code
+
+
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -114,10 +121,10 @@ def code_paths(root: Path) -> list[Path]:
     return sorted(paths)
 
 
-def code_hash(root: Path = ROOT) -> str:
-    """sha256 of all Python files of the core."""
+def code_hash(root: Path | None = None) -> str:
+    """sha256 of all Python files of the core. root: the checkout; None: this one."""
     digest = hashlib.sha256()
-    for path in code_paths(root):
+    for path in code_paths(root or ROOT):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -142,8 +149,9 @@ def loaded_paths(root: Path) -> list[Path]:
     return [path for path in found if "site-packages" not in path.parts]
 
 
-def read_code(root: Path = ROOT) -> Code:
-    """The code of the checkout `root`. Raises nothing that git may cause."""
+def read_code(root: Path | None = None) -> Code:
+    """The code of a checkout; None: this one. Raises nothing that git may cause."""
+    root = root or ROOT
     core = code_paths(root)
     digest = code_hash(root)
     recipes = [path for pattern in RECIPES for path in root.glob(pattern)]
@@ -306,6 +314,11 @@ def of_script(name: str, argv: Sequence[str]) -> Tree:
     return describe(typed(["python", "-m", name, *argv]), read_code())
 
 
+def of_process() -> Tree:
+    """describe() for this process, whatever was started."""
+    return describe(typed(["python", *sys.orig_argv[1:]]), read_code())
+
+
 def other_versions(old: Tree, new: Tree) -> list[str]:
     """["numpy 1.26.4 -> 2.1.0", ...]: what is not the same in two answers of versions()."""
     names = dict.fromkeys([*old, *new])
@@ -369,16 +382,17 @@ def read_records(folder: Path) -> list[Tree]:
 # ---- other code --------------------------------------------------------------------------------------------
 
 
-def code_change(old: Tree, new: Code, folder: Path, root: Path = ROOT) -> str | None:
+def code_change(old: Tree, new: Code, folder: Path, root: Path | None = None) -> str | None:
     """ "ab12cd3 -> ab12cd3+: model/mlp.py +1 -1"; None where the core is the same.
 
-    old: the code of a record. folder: of its run, which has the patch. root: the checkout of `new`.
+    old: the code of a record. folder: of its run, which has the patch. root: the checkout of `new`; None:
+    this one.
     """
     if old["hash"] == new.digest:
         return None
     commits = f"{label(old)} -> {label(new.tree())}"
     try:
-        changes = changed_files(old, new, folder, root)
+        changes = changed_files(old, new, folder, root or ROOT)
     except (ConfigError, GitError, OSError) as error:
         return f"{commits}: which files differ is not known ({error})"
     return f"{commits}: {listed(changes)}"

@@ -32,13 +32,20 @@ from typing import IO
 
 import numpy as np
 
-from config import ConfigError, Tree
+from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
 from data.chat import ChatFormat, ChatText, chat_format, template_source
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
-from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_of, naming_errors, sync_file
+from data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    dtype_of,
+    file_sha256,
+    naming_errors,
+    sync_file,
+)
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
@@ -50,6 +57,7 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
+HASHED_BYTES = 1 << 30  # of input, that are hashed for PREFIX.json
 SHOWN = 5  # bad documents that a shard and the report name
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
@@ -83,6 +91,7 @@ def prepare_corpus(
     is_chat: bool = False,
     has_fim: bool = False,
     source: str | None = None,
+    made: Tree | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
     progress: Progress = lambda done, whole: None,
@@ -90,6 +99,8 @@ def prepare_corpus(
 ) -> Tree:
     """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
     that scripts.prepare_data prints.
+
+    made: what makes it (config/provenance.py), for OUT.json, which then names the inputs, too.
 
     Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
     the disk fails.
@@ -131,7 +142,9 @@ def prepare_corpus(
         shard_seconds = time.monotonic() - began_shards
         shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
 
-        counts = merge_shards(job, units, tok, out=out, source=source, fault_point=fault_point)
+        if made is not None:
+            made = {**made, "inputs": input_files(units)}
+        counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
         shutil.rmtree(job.parts)
 
     return {
@@ -163,6 +176,25 @@ def locked_folder(folder: str) -> Iterator[None]:
             message = f"{folder}: another process works on this --out; wait, or choose another"
             raise ConfigError(message) from None
         yield
+
+
+def input_files(units: list[Unit]) -> list[Tree]:
+    """Path, size and sha256 of each input; without the last where it is not a file, and beyond HASHED_BYTES
+    in all: they take seconds."""
+    found: list[Tree] = []
+    bytes_left = HASHED_BYTES
+    for path, kind in sorted({(piece.path, piece.kind) for unit in units for piece in unit}):
+        if kind == "hf":
+            found.append({"path": path})
+            continue
+        size = os.path.getsize(path)
+        bytes_left -= size
+        found.append({
+            "path": os.path.abspath(path),
+            "bytes": size,
+            "sha256": file_sha256(pathlib.Path(path)) if bytes_left >= 0 else None,
+        })
+    return found
 
 
 def unit_size(unit: Unit) -> int:
@@ -539,7 +571,7 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
 # ---- merge -------------------------------------------------------------------------------------------------
 
 def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pathlib.Path,
-                 source: str | None, fault_point: FaultPoint) -> Tree:
+                 source: str | None, made: Tree | None, fault_point: FaultPoint) -> Tree:
     """Writes all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
     document is left."""
     counts = total_counts(job, units)
@@ -553,7 +585,7 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
         for number in range(len(units)):
             append_shard(job, number, writer)
             fault_point("prepare.mid_merge")
-        writer.finish(tok, counts["text_bytes"], source, fault_point)
+        writer.finish(tok, counts["text_bytes"], source, fault_point, made)
     return counts
 
 
@@ -616,7 +648,8 @@ def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib
         started = time.monotonic()
         try:
             source = f"python stdlib {version}"
-            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, source=source)
+            made = provenance.of_process()
+            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, source=source, made=made)
             os.replace(temporary, home)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

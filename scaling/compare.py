@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import config
-from config import Config, ConfigError
+from config import Config, ConfigError, Tree, provenance
 from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
@@ -46,6 +46,8 @@ TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
 EVALUATION_KEYS = (
     "data.path", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid", "train.seq_len",
 )
+CODE, DATA = ORIGINS = "code", "data"  # what made a run, beside its settings
+SHOWN_DIGITS = 12  # of a fingerprint
 EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
 DIVERGED = "diverged"
 STYLE = """
@@ -67,6 +69,7 @@ class Run:
     validation_tokens, validation_loss, validation_bpb (bits a byte): of each evaluation [n].
     finished: None where its last start has not said how it ended.
     silent_minutes: since it last wrote a line.
+    origins: {one of ORIGINS: (what must be equal in equal runs, its words)}; empty where it does not say.
     """
     name: str
     settings: dict[str, Any]
@@ -81,6 +84,7 @@ class Run:
     validation_bpb: Array
     finished: bool | None
     silent_minutes: float
+    origins: dict[str, tuple[Any, str]]
 
     @cached_property
     def smooth_loss(self) -> Array:
@@ -129,7 +133,27 @@ def read_run(folder: Path) -> Run:
         validation_bpb=column(evaluated, "val_bpb"),
         finished=how_it_ended(summary, starts, last_step=steps[-1]["step"]),
         silent_minutes=silent_minutes(folder),
+        origins=read_origins(folder),
     )
+
+
+def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
+    """See Run. Of a run whose starts were of several codes or data sets, all of them in order."""
+    records = provenance.read_records(folder)
+    if not records:
+        return {}
+    codes = {record["code"]["hash"]: code_text(folder, record["code"]) for record in records}
+    data = dict.fromkeys(item["identity"] for record in records for item in record["inputs"]["data"])
+    return {
+        CODE: (tuple(codes), ", ".join(codes.values())),
+        DATA: (tuple(data), ", ".join(identity[:SHOWN_DIGITS] for identity in data)),
+    }
+
+
+def code_text(folder: Path, code: Tree) -> str:
+    """ "ab12cd3", or "ab12cd3+ (1234.patch)"."""
+    patch = f" ({provenance.patch_path(folder, code).name})" if code.get("patch") else ""
+    return provenance.label(code) + patch
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -189,15 +213,35 @@ def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return differing
 
 
+def different_origins(runs: list[Run]) -> dict[str, list[Any]]:
+    """{one of ORIGINS: its words for each run}, of those that are not the same in all. Where a run does not
+    say what made it, nothing is known to differ."""
+    if not all(run.origins for run in runs):
+        return {}
+    pairs = {name: [run.origins[name] for run in runs] for name in ORIGINS}
+    return {
+        name: [words for _, words in origins]
+        for name, origins in pairs.items()
+        if len({identity for identity, _ in origins}) > 1
+    }
+
+
+def differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Of code, data and settings."""
+    return {**different_origins(runs), **different_settings(runs)}
+
+
 def doubts(runs: list[Run]) -> list[str]:
     """A line for each reason why losses in nats a token may not be compared between these runs."""
-    differing = different_settings(runs)
+    differing = differences(runs)
+    if all(run.origins for run in runs) and DATA not in differing:
+        differing.pop("data.path", None)  # the same tokens, in another place
     lines: list[str] = []
     tokenizer = [key for key in TOKENIZER_KEYS if key in differing]
     if tokenizer:
         lines.append(f"{', '.join(tokenizer)}: not the same; where tokenizers differ, nats per token do not "
                      "compare, and bits/byte do")
-    evaluation = [key for key in EVALUATION_KEYS if key in differing]
+    evaluation = [key for key in (DATA, *EVALUATION_KEYS) if key in differing]
     if len({math.prod(run.settings[key] for key in EVALUATION_SIZE) for run in runs}) > 1:
         evaluation.append(" x ".join(EVALUATION_SIZE))
     if evaluation:
@@ -316,7 +360,7 @@ def draw_runs(runs: list[Run]) -> bytes:
 
 def page(runs: list[Run], refresh_s: int | None = None) -> str:
     """One HTML file with everything in it. refresh_s: a browser reads it again after so many seconds."""
-    differing = different_settings(runs)
+    differing = differences(runs)
     picture = base64.b64encode(draw_runs(runs)).decode()
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     parts = [
@@ -331,7 +375,7 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
     ]
     if len(runs) > 1:
-        parts.append("<h2>What differs in their settings</h2>")
+        parts.append("<h2>What differs in their code, data and settings</h2>")
         rows = [{"key": key} | {run.name: str(value) for run, value in zip(runs, values)}
                 for key, values in differing.items()]
         parts.append(html_table(rows) if rows else "<p>Nothing.</p>")

@@ -133,8 +133,8 @@ def test_settings_of_the_user_change_no_patch(repo, monkeypatch):
     edited(repo)
     plain = read_code(repo).patch
     settings = {
-        "diff.noprefix": "true", "diff.mnemonicPrefix": "true", "color.ui": "always", "diff.external": "false",
-        "core.quotepath": "true", "diff.renames": "copies", "core.pager": "false", "core.fsmonitor": "false",
+        "diff.noprefix": "true", "diff.mnemonicPrefix": "true", "color.ui": "always",
+        "diff.external": "false", "core.quotepath": "true", "diff.renames": "copies", "core.pager": "false", "core.fsmonitor": "false",
     }
     for name, value in settings.items():
         git(repo, "config", name, value)
