@@ -274,15 +274,17 @@ def build_phase(
 
 
 def other_code(start: state.StartingPoint, env: setup.LaunchEnv, folder: Path) -> list[str]:
-    """A line each where the run goes on with other code, and with other packages, than made the checkpoint."""
+    """A line each where the run goes on with other code, and other packages, than made the checkpoint."""
     if start.resumed is None or env.provenance is None:
         return []
     folder = folder if start.memory else start.resumed.path.parent.parent
+    old = start.resumed.meta.get("provenance") or {}
+    if not provenance.is_code(old.get("code")):  # of another version
+        return []
     try:
-        old = start.resumed.meta["provenance"]
         change = provenance.code_change(old["code"], env.provenance.code, folder)
         packages = provenance.other_versions(old["versions"], env.provenance.record["versions"])
-    except (KeyError, TypeError, AttributeError):  # of another version
+    except (KeyError, TypeError, AttributeError):
         return []
     found = [f"resumed with other code ({change})"] if change else []
     packages = [line for line in packages if not line.startswith("torch ")]  # checkpoint/state.py says that
@@ -311,7 +313,7 @@ def describe_phase(run: TrainingRun, before: Tree, step: int) -> TrainingRun:
 
 
 def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
-    """{key of checkpoint.*: the checkpoint that it has named}; {} where a run begins, or goes on, by itself."""
+    """{key of checkpoint.*: the checkpoint that it has named}; {} where a run begins or goes on by itself."""
     index = start.weights or start.resumed
     if index is None or start.memory or index.path.parent == root:
         return {}

@@ -25,7 +25,17 @@ from checkpoint.memory import MemoryCheckpoints
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
-from config import CheckpointConfig, Config, ConfigError, Tree, is_due, is_permanent_step, phases_of, unused, usage
+from config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    Tree,
+    is_due,
+    is_permanent_step,
+    phases_of,
+    unused,
+    usage,
+)
 from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.phases import change_text, named
 from config.run_name import with_own_folder

@@ -42,7 +42,7 @@ RECORDS_FILE = "provenance.jsonl"
 PATCHES = "patches"  # a folder beside it
 MAX_PATCH_BYTES = 1 << 20  # of a patch that is kept
 MOST_FILES = 300  # whose names a record has
-GIT_SECONDS = 3.0  # that a call of git may take at a start
+GIT_SECONDS = 10.0  # that a call of git may take at a start
 TREE_SECONDS = 300.0  # that it may take to make a working tree
 GIT = (  # whatever the user's settings are
     "git", "--no-pager", "--no-optional-locks",
@@ -58,11 +58,14 @@ SHOWN_FILES = 6  # in a line
 # words in the name of an option whose value is a secret; with a word before it also a key
 SECRET_WORDS = {"token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
 KEY_WORDS = {"api", "access", "secret", "private", "account", "auth"}
+FIRST_FILE = re.compile(rb"^diff --git ", re.MULTILINE)  # of a patch
 # what a diff says of a file that is only newer than the index knows
 UNCHANGED = re.compile(rb"^diff --git .*\n(?=diff --git |\Z)", re.MULTILINE)
 USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
 QUERY_OF_URL = re.compile(r"(://[^?\s]*\?)\S+")
 HIDDEN = "..."
+COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class GitError(Exception):
@@ -179,10 +182,13 @@ def uncommitted(root: Path, prefix: str, untracked: list[str]) -> tuple[dict[str
     untracked: paths of files that count, too.
     """
     text = git(root, *DIFF, "--numstat", "-p", "--binary", "--full-index", "HEAD", "--", ".")
-    counts, _, patch = text.partition(b"\n\n")
+    begin = FIRST_FILE.search(text)
+    counts, patch = (text, b"") if begin is None else (text[:begin.start()], text[begin.start():])
     patch = UNCHANGED.sub(b"", patch)
     changed: dict[str, tuple[int, int]] = {}
-    for line in counts.decode(errors="replace").splitlines():
+    for line in counts.decode(errors="replace").split("\n"):
+        if not line:
+            continue
         added, removed, name = line.split("\t", 2)  # dashes where it is no text
         if (added, removed) != ("0", "0"):
             changed[name.removeprefix(prefix)] = (number_of(added), number_of(removed))
@@ -374,9 +380,27 @@ def read_records(folder: Path) -> list[Tree]:
         for line in file:
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("code"), dict):
+                if isinstance(record, dict) and is_code(record.get("code")):
                     found.append(record)
     return found
+
+
+def is_code(tree: Any) -> bool:
+    """Whether this is a tree of Code. A run folder may be somebody else's: what it says becomes words of git
+    and names of files.
+    """
+    try:
+        digests = [tree["hash"], *([tree["patch"]] if "patch" in tree else [])]
+        commit, names = tree["commit"], [*tree.get("changed", {}), *tree.get("files", {})]
+        paths = [Path(tree.get("prefix", ""), name) for name in names]
+        return (
+            all(DIGEST.fullmatch(digest) for digest in digests)
+            and (isinstance(tree["files"], dict) if commit is None else bool(COMMIT.fullmatch(commit)))
+            and (commit is None or isinstance(tree["prefix"], str))
+            and not any(path.is_absolute() or ".." in path.parts for path in paths)
+        )
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 # ---- other code --------------------------------------------------------------------------------------------

@@ -465,8 +465,8 @@ class IndexedDatasetWriter:
         """Writes the other files, syncs all of them to disk, and renames them into place, the .idx last.
 
         text_bytes: UTF-8 bytes of the text. source: what the text is, for people. fault_point: called at each
-        of the named crash points (data/prepare.py). made: what made it (config/provenance.py). Raises ValueError if the lengths do not sum to the
-        tokens, or if the mask has another length.
+        of the named crash points (data/prepare.py). made: what made it (config/provenance.py). Raises
+        ValueError if the lengths do not sum to the tokens, or if the mask has another length.
         """
         self._write_crc()
         self._finish_mask()

@@ -143,7 +143,8 @@ def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
     if not records:
         return {}
     codes = {record["code"]["hash"]: code_text(folder, record["code"]) for record in records}
-    data = dict.fromkeys(item["identity"] for record in records for item in record["inputs"]["data"])
+    inputs = [item for record in records for item in record.get("inputs", {}).get("data", [])]
+    data = dict.fromkeys(item["identity"] for item in inputs)
     return {
         CODE: (tuple(codes), ", ".join(codes.values())),
         DATA: (tuple(data), ", ".join(identity[:SHOWN_DIGITS] for identity in data)),

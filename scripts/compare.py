@@ -2,11 +2,11 @@
 
     python -m scripts.compare RUN [RUN ...] [--out report.html] [--watch 30]
 
-Prints what differs in their code, data and settings, and their losses at equal tokens and at equal FLOPs. --out writes a
-page with the picture and all settings that needs no other file (.png: the picture alone). --watch writes it
-again every so many seconds until all runs have ended, and a browser reads it again by itself. A run that has
-not ended and writes nothing for ten minutes is shown with "no news": it may have been killed. Of one run it
-is a report.
+Prints what differs in their code, data and settings, and their losses at equal tokens and at equal FLOPs.
+--out writes a page with the picture and all settings that needs no other file (.png: the picture alone).
+--watch writes it again every so many seconds until all runs have ended, and a browser reads it again by
+itself. A run that has not ended and writes nothing for ten minutes is shown with "no news": it may have been
+killed. Of one run it is a report.
 """
 import argparse
 import json

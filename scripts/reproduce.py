@@ -188,7 +188,8 @@ def make_tree(record: Tree, patch: bytes, out: Path) -> Path:
         return root
     worktree = out / "code"
     try:
-        git(root, "worktree", "add", "--detach", str(worktree), code["commit"], seconds=provenance.TREE_SECONDS)
+        words = ("worktree", "add", "--detach", str(worktree), code["commit"])
+        git(root, *words, seconds=provenance.TREE_SECONDS)
         if patch:
             git(worktree, "apply", "--whitespace=nowarn", "-", content=patch)
         tree = worktree / code["prefix"]
@@ -215,8 +216,10 @@ def command_words(record: Tree, tree: Path, out: Path) -> list[str]:
     pinned = {key: weights["path"] for key, weights in record["inputs"].items() if key != "data"}
     pinned.pop("checkpoint.branch", None)  # which names the step
     pinned |= {"log.dir": str(out), "log.name": "run", "log.wandb": "off", "checkpoint.mirror": "none"}
-    settings = [word for key, value in pinned.items() for word in (f"--{key}", value)]
-    return [sys.executable, *launcher, str(tree / "train.py"), "--config", str(out / "config.yaml"), *settings]
+    pinned["train.threads"] = str(hardware["threads"])  # which decide about the order of sums
+    words = ["--config", str(out / "config.yaml")]
+    words += [word for key, value in pinned.items() for word in (f"--{key}", value)]
+    return [sys.executable, *launcher, str(tree / "train.py"), *words]
 
 
 def compare_losses(first: Path, again: Path) -> int:

@@ -1,6 +1,7 @@
 """What made something: commit, patch, command; beside git itself, in small repositories of the test's own."""
 
 import filecmp
+import json
 import os
 import shlex
 import subprocess
@@ -123,7 +124,12 @@ def test_nothing_is_written_into_the_repository(repo):
         os.utime(path, (1, 1))
     before = {path: path.stat().st_mtime_ns for path in (repo / ".git").rglob("*")}
     code = read_code(repo)
-    assert (code.changed, code.patch) == ({}, b"")
+    assert (code.why, code.changed, code.patch) == ("", {}, b"")
+    text = (repo / "model/mlp.py").read_text()
+    (repo / "model/mlp.py").write_text("other\n")
+    (repo / "model/mlp.py").write_text(text)  # as it was, but newer: an editor's undo
+    code = read_code(repo)
+    assert (code.commit, code.changed, code.patch) == (git(repo, "rev-parse", "HEAD").strip(), {}, b"")
     (repo / "model/norm.py").chmod(0o755)
     assert b"new mode 100755" in read_code(repo).patch
     assert {path: path.stat().st_mtime_ns for path in (repo / ".git").rglob("*")} == before
@@ -134,7 +140,8 @@ def test_settings_of_the_user_change_no_patch(repo, monkeypatch):
     plain = read_code(repo).patch
     settings = {
         "diff.noprefix": "true", "diff.mnemonicPrefix": "true", "color.ui": "always",
-        "diff.external": "false", "core.quotepath": "true", "diff.renames": "copies", "core.pager": "false", "core.fsmonitor": "false",
+        "diff.external": "false", "core.quotepath": "true", "diff.renames": "copies",
+        "core.pager": "false", "core.fsmonitor": "false",
     }
     for name, value in settings.items():
         git(repo, "config", name, value)
@@ -181,7 +188,8 @@ def test_what_differs_is_named_with_its_lines(repo, tmp_path, kept):
         return
 
     for name in ("model/mlp.py", "model/later.py", "model/mine.py"):
-        old, new = (root / name if (root / name).exists() else "/dev/null" for root in (tmp_path / "tree", repo))
+        paths = [root / name for root in (tmp_path / "tree", repo)]
+        old, new = (path if path.exists() else "/dev/null" for path in paths)
         words = ["git", "diff", "--no-index", "--numstat", str(old), str(new)]
         added, removed, _ = subprocess.run(words, capture_output=True, text=True).stdout.split(maxsplit=2)
         assert f"{name} +{added} -{removed}" in line
@@ -253,3 +261,27 @@ def test_labels():
     code.changed["model/a.py"] = (1, 0)
     assert provenance.label(code.tree()) == "2222222+"
     assert provenance.label(Code("1" * 64, why="no").tree()) == "code 1111111"
+
+
+def test_what_another_writes_becomes_no_option_of_git(repo, tmp_path):
+    """A run folder from elsewhere: its records are words of git, and names of files."""
+    edited(repo)
+    good = read_code(repo).tree()
+    assert provenance.is_code(good) and provenance.is_code(Code("1" * 64, why="no").tree())
+    (tmp_path / provenance.RECORDS_FILE).write_text(json.dumps({"code": good}) + "\n")
+    for change in (
+        {"commit": f"--output={tmp_path}/taken"},
+        {"commit": 7},
+        {"patch": "../" * 8},
+        {"changed": {"model/../../../taken.py": [1, 0]}},
+        {"changed": {"/taken.py": [1, 0]}},
+        {"prefix": "../"},
+        {"hash": None},
+        {"changed": None},
+    ):
+        assert not provenance.is_code({**good, **change}), change
+        with open(tmp_path / provenance.RECORDS_FILE, "a") as file:
+            file.write(json.dumps({"code": {**good, **change}}) + "\n")
+    for other in (None, [], "code", {}):
+        assert not provenance.is_code(other)
+    assert provenance.read_records(tmp_path) == [{"code": good}]

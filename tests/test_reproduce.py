@@ -194,7 +194,8 @@ def test_where_weights_come_from(run, repo, tmp_path):
 def test_a_data_set_says_what_made_it(repo, tmp_path, capfd):
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"body": f"text {n}"}) + "\n" for n in range(9)))
-    words = ["--input", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "o"), "--jsonl-key", "body"]
+    words = ["--input", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "o")]
+    words += ["--jsonl-key", "body"]
     assert prepare_data.main(words) == 0
     made = json.loads((tmp_path / "o.json").read_text())["provenance"]
     assert shlex.split(made["command"]) == ["python", "-m", "scripts.prepare_data", *words]
@@ -390,7 +391,8 @@ def test_the_same_bits_from_an_edited_clone(tmp_path):
     data = corpus(tmp_path)
 
     def python(*words):
-        done = subprocess.run([sys.executable, *words], cwd=clone, capture_output=True, text=True, timeout=280)
+        words = [sys.executable, *words]
+        done = subprocess.run(words, cwd=clone, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
