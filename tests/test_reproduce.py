@@ -13,7 +13,7 @@ import fake_wandb
 import numpy as np
 import pytest
 import torch
-from ranks import MODEL, corpus
+from ranks import MODEL, corpus, job
 
 import config
 import train
@@ -178,14 +178,51 @@ def test_a_start_that_trains_nothing_leaves_no_record(run, repo, tmp_path):
     assert len(provenance.read_records(tmp_path / "r")) == 1
 
 
-def test_where_weights_come_from(run, repo, tmp_path):
+def test_of_several_ranks_one_writes(repo, tmp_path, capfd):
+    data = corpus(tmp_path)
+    end = job(tmp_path, 2, [*TINY, "--log.dir", str(tmp_path), "--log.name", "r", "--data.path", data])
+    assert end.codes == [0, 0], end.logs
+    (record,) = provenance.read_records(tmp_path / "r")
+    assert record["hardware"]["ranks"] == 2
+    meta = json.loads((tmp_path / "r/checkpoints/step_00000002/meta.json").read_text())
+    assert meta["provenance"]["code"]["commit"] == git(repo, "rev-parse", "HEAD")
+
+    out = tmp_path / "again"
+    assert reproduce.main([str(tmp_path / "r"), "--out", str(out)]) == 0
+    printed = capfd.readouterr().out
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    assert f"{sys.executable} {launcher} {out}/code/train.py --config {out}/config.yaml" in printed
+
+
+def test_each_phase_names_its_data(run, repo, tmp_path):
+    (tmp_path / "b").mkdir()
+    other = corpus(tmp_path / "b")
+    phases = json.dumps([{"after_steps": 1, "data.path": other}])
+    code, out = run("--train.phases", phases)
+    assert code == 0, out
+    records = provenance.read_records(tmp_path / "r")
+    assert [record["step"] for record in records] == [0, 1]
+    paths = [[data["path"] for data in record["inputs"]["data"]] for record in records]
+    assert paths == [[str(tmp_path / "text")], [other]]
+    meta = json.loads((tmp_path / "r/checkpoints/step_00000002/meta.json").read_text())
+    assert meta["provenance"]["inputs"] == records[1]["inputs"]
+
+
+def test_where_weights_come_from(run, repo, tmp_path, capfd):
     assert run()[0] == 0
     code, out = run("--log.name", "tuned", "--checkpoint.init_from", str(tmp_path / "r"))
     assert code == 0, out
+    assert run("--train.steps", "3")[0] == 0  # the source goes on
     (record,) = provenance.read_records(tmp_path / "tuned")
     source = tmp_path / "r/checkpoints/step_00000002"
     sealed = (source / "index.sha256").read_text().split()[0]
     assert record["inputs"]["checkpoint.init_from"] == {"path": str(source), "index_sha256": sealed}
+
+    # made again, it begins with the same
+    assert reproduce.main([str(tmp_path / "tuned"), "--out", str(tmp_path / "again")]) == 0
+    assert f"--checkpoint.init_from {source} " in capfd.readouterr().out
+    shutil.rmtree(source)
+    assert f"checkpoint.init_from: {source} is gone" in refusal(tmp_path / "tuned")
 
 
 # ---- data sets, exports ------------------------------------------------------------------------------------
