@@ -8,7 +8,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +19,14 @@ from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.memory import MemoryCheckpoints, has_record
-from config import Config, ConfigError, is_due, phases_of
+from config import Config, ConfigError, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
 from config.phases import named
 from config.terminal import output_width, wrapped
 from data.blend import parse_blend, source_names
 from data.download import download_sources, local_path
 from data.loader import BatchLoader, open_loader
+from data.raw import RawShards
 from data.task_files import ScoredTask, read_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.sharding import parallel_dims
@@ -240,7 +241,8 @@ def start_run(
                 in_memory.drop_after(start.step)  # what this run goes on from is its only past
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
-            return run, valid_data, start, [*notes, *rate_notes(run, start)]
+            notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start)]
+            return describe_start(run, env, start, root), valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
 
@@ -294,6 +296,86 @@ def build_phase(
     with advised_on_memory(phase.cfg, world):
         run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
     return run, valid_data
+
+
+def other_code(start: state.StartingPoint, env: setup.LaunchEnv, folder: Path) -> list[str]:
+    """A line each where the run goes on with other code, and other packages, than made the checkpoint."""
+    if start.resumed is None or env.provenance is None:
+        return []
+    folder = folder if start.memory else start.resumed.path.parent.parent
+    old = start.resumed.meta.get("provenance") or {}
+    if not provenance.is_code(old.get("code")):  # of another version
+        return []
+    try:
+        change = provenance.code_change(old["code"], env.provenance.code, folder)
+        packages = provenance.other_versions(old["versions"], env.provenance.record["versions"])
+    except (KeyError, TypeError, AttributeError):
+        return []
+    found = [f"resumed with other code ({change})"] if change else []
+    packages = [line for line in packages if not line.startswith("torch ")]  # checkpoint/state.py says that
+    return [*found, f"resumed with other packages ({', '.join(packages)})"] if packages else found
+
+
+def describe_start(
+    run: TrainingRun, env: setup.LaunchEnv, start: state.StartingPoint, root: Path
+) -> TrainingRun:
+    """The run, with what makes it. root: the folder of its checkpoints. Collective."""
+    def describe() -> Tree:
+        if env.provenance is None:
+            return {}
+        inputs = {**weight_inputs(run.cfg, start, root), "data": data_inputs(run.data)}
+        return {**env.provenance.record, "step": start.step, "inputs": inputs}
+
+    return replace(run, provenance=state.first_rank_does(describe, run.mesh.world))
+
+
+def describe_phase(run: TrainingRun, before: Tree, step: int) -> TrainingRun:
+    """The run of a phase that begins after `step`, with what makes it. before: that of the phase before."""
+    if not before:
+        return run
+    inputs = {**before["inputs"], "data": data_inputs(run.data)}
+    return replace(run, provenance={**before, "step": step, "inputs": inputs})
+
+
+def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
+    """{key of checkpoint.*: the checkpoint that it has named}; {} where a run begins or goes on by itself."""
+    index = start.weights or start.resumed
+    if index is None or start.memory or index.path.parent == root:
+        return {}
+    key = "init_from" if start.weights else "branch" if cfg.checkpoint.branch else "resume"
+    sealed = (index.path / "index.sha256").read_text().split()[0]
+    return {f"checkpoint.{key}": {"path": str(index.path.absolute()), "index_sha256": sealed}}
+
+
+def data_inputs(loader: BatchLoader) -> list[Tree]:
+    """What a phase reads: for each data set its name, its prefix or file, and the fingerprints of it and of
+    its tokenizer."""
+    found: list[Tree] = []
+    for dataset in loader.datasets:
+        index, tokenizer = dataset.index, loader.required_tokenizer
+        path = str(index.bin.absolute())
+        found.append({
+            "name": dataset.name,
+            "path": path if isinstance(index, RawShards) else path.removesuffix(".bin"),
+            "identity": index.identity,
+            "tokenizer": tokenizer.name,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+        })
+    return found
+
+
+def keep_provenance(run: TrainingRun, env: setup.LaunchEnv, folder: Path) -> list[str]:
+    """Writes down, on rank 0, what makes the run. Returns a warning where the folder does not take it."""
+    if env.provenance is None:
+        return []
+    defaults = config.flatten_tree(asdict(Config()))
+    settings = config.flatten_tree(asdict(run.phases.whole))
+    chosen = {key: value for key, value in settings.items() if value != defaults[key]}
+    try:
+        provenance.keep(folder, {**run.provenance, "settings": chosen}, env.provenance.code.patch)
+    except OSError as error:
+        return [f"warning: {error.filename or folder}: {error.strerror}; the run does not say what made it"]
+    return []
 
 
 def connect(cfg: Config, world: World) -> Mesh:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from config import (
     Config,
     ConfigError,
     Phases,
+    Tree,
     is_due,
     is_permanent_step,
     phases_of,
@@ -79,10 +80,12 @@ from start import (
     build_phase,
     check_data,
     check_same_everywhere,
+    describe_phase,
     describe_targets,
     elastic_layout,
     flops_so_far,
     is_evaluation_missing,
+    keep_provenance,
     keep_tokenizer,
     open_memory,
     open_tasks,
@@ -355,6 +358,7 @@ def run_training(
         goodput.forget()
         return report_nothing_to_do(run, env, folder, report_exit)
     notes = [*notes, *probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)]
+    notes = [*notes, *keep_provenance(run, env, folder)]
 
     session = make_session(
         run,
@@ -386,16 +390,17 @@ def run_training(
     ):
         counts = parameters(cfg.model)
         without_embedding = counts["total"] - counts["embedding"]
-        session.log.header((counts["total"], without_embedding), session.train_data.describe(), notes)
+        sizes = counts["total"], without_embedding
+        session.log.header(sizes, session.train_data.describe(), notes, session.run.provenance)
         if start_step == 0 or owes_evaluation:
             evaluate(session, start_step)
         with collected_between_steps():
             end = train_loop(session)
             while end.reason is None and end.step < session.run.steps:  # a phase is over, and saved
-                whole, kept = session.run.phases.whole, session.kept()
+                whole, made, kept = session.run.phases.whole, session.run.provenance, session.kept()
                 session.train_data.close()
                 del session  # its memory is free before the next phase takes its own
-                session = begin_phase(whole, end.step, start, **kept)
+                session = begin_phase(whole, end.step, start, made, **kept)
                 end = train_loop(session)
         session.train_data.close()
         clear_memory(session.in_memory)
@@ -843,6 +848,7 @@ def summarize_run(session: Session, reason: str | None) -> None:
         flops=flops_so_far(session.run, summary["step"]),
         **summary,
         goodput=session.goodput.report(lines.skipped_seconds(session.folder)).to_summary(),
+        provenance=session.run.provenance,
     )
 
 
@@ -860,16 +866,20 @@ def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
 # ---- what a loop begins with -------------------------------------------------------------------------------
 
 
-def begin_phase(cfg: Config, step: int, start: state.StartingPoint, **kept: Any) -> Session:
+def begin_phase(
+    cfg: Config, step: int, start: state.StartingPoint, made: Tree, **kept: Any
+) -> Session:
     """The session of the phase after `step`, which is saved. Collective.
 
-    cfg: of the whole run. start: what this process has begun with. kept: see Session.kept.
+    cfg: of the whole run. start: what this process has begun with. made: what makes the phase before. kept:
+    see Session.kept.
     """
     gc.collect()  # hooks and buckets refer to each other
     env, world, folder, log = (kept[name] for name in ("env", "world", "folder", "log"))
     phases = phases_of(cfg)
     before, phase = phases.of_step(step), phases.of_step(step + 1)
     run, valid_data = build_phase(cfg, env, world, phase.number)
+    run = describe_phase(run, made, step)
     if step == start.step:  # it has only validated: the step may be another run's, or in memory
         state.load_start(run, folder / "checkpoints", start)
     else:
@@ -880,6 +890,8 @@ def begin_phase(cfg: Config, step: int, start: state.StartingPoint, **kept: Any)
     targets = describe_targets(run) if env.rank == 0 else None
     if targets:
         log.log_line(f"targets: {targets}")
+    for warning in keep_provenance(run, env, folder):
+        log.log_line(warning)
     return Session(
         cfg=run.cfg,
         run=run,
@@ -1004,7 +1016,8 @@ def main(argv: list[str]) -> int:
         recipes = {name: config.from_tree(config.recipe(name), name) for name in config.recipes()}
         print(table(recipes, output_width()))
         return 0
-    name, file, argv = config.split_argv(argv)
+    words = argv
+    name, file, argv = config.split_argv(words)
     for index, word in enumerate(argv):
         if word in ("--help", "-h"):
             show_help(name, file, argv, index)
@@ -1051,6 +1064,8 @@ def main(argv: list[str]) -> int:
             if env.device.type == "cuda":
                 peers.start_device_watch()
             check_same_everywhere(cfg, world)
+            if env.rank == 0:
+                env = replace(env, provenance=setup.start_provenance(env, words))
             return train(
                 cfg,
                 env,

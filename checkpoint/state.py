@@ -165,6 +165,8 @@ class RunState(Protocol):
     def spikes(self) -> Spikes: ...
     @property
     def steps(self) -> int: ...
+    @property
+    def provenance(self) -> Tree: ...
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------
@@ -289,6 +291,7 @@ def describe_run(run: RunState, step: int) -> Tree:
         "layout": dataclasses.asdict(run.mesh.dims),
         "loss_scale": run.scaler.state(),
         "spikes": run.spikes.state(),
+        "provenance": run.provenance,
     }
 
 

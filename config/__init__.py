@@ -5,6 +5,7 @@ loading.py   recipes, files and the command line -> Config; Config -> YAML
 optimizers.py  what each optimizer reads, keeps and supports
 function.py  which keys decide what weights compute
 machine.py   whether this system will do, and how many cores it has
+provenance.py  which code, command, packages and machine made something
 phases.py    from which step on which keys have other values
 strict.py    YAML without its surprises; ConfigError
 rules.py     which values go together: validate, and suggestions near what was asked for
@@ -21,7 +22,6 @@ from config.loading import (
     HORIZONS,
     TRAINING_ONLY_KEYS,
     build_tree,
-    code_hash,
     dotted_overrides,
     dump,
     flatten_tree,
@@ -39,6 +39,7 @@ from config.loading import (
 from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.phases import Phase, Phases, phases_of, span_of
+from config.provenance import code_hash
 from config.schema import (
     MAX_LOSS_SCALE,
     CheckpointConfig,

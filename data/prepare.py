@@ -33,15 +33,15 @@ from typing import IO
 
 import numpy as np
 
-from config import ConfigError, Tree
+from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
-from data.contract import dtype_of
 from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, template_source
+from data.contract import dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
+from data.indexed import IndexedDataset, IndexedDatasetWriter, file_sha256, naming_errors, sync_file
 from data.lengths import byte_check
-from data.indexed import IndexedDataset, IndexedDatasetWriter, naming_errors, sync_file
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
@@ -55,6 +55,7 @@ TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
 SHARD_FORMAT = "with lost bytes"  # shards of another are made again
 MAX_LOST = 1.0  # percent of the text's bytes that tokens may lose
+HASHED_BYTES = 1 << 30  # of input, that are hashed for PREFIX.json
 SHOWN = 5  # bad documents that a shard and the report name
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
@@ -92,6 +93,7 @@ def prepare_corpus(
     eod: str | None = None,
     max_lost: float = MAX_LOST,
     source: str | None = None,
+    made: Tree | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
     progress: Progress = lambda done, whole: None,
@@ -99,6 +101,8 @@ def prepare_corpus(
 ) -> Tree:
     """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
     that scripts.prepare_data prints.
+
+    made: what makes it (config/provenance.py), for OUT.json, which then names the inputs, too.
 
     Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
     the disk fails.
@@ -145,7 +149,9 @@ def prepare_corpus(
         shard_seconds = time.monotonic() - began_shards
         shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
 
-        counts = merge_shards(job, units, tok, out=out, source=source, fault_point=fault_point)
+        if made is not None:
+            made = {**made, "inputs": input_files(units)}
+        counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
         shutil.rmtree(job.parts)
 
     return {
@@ -180,6 +186,25 @@ def locked_folder(folder: str) -> Iterator[None]:
             message = f"{folder}: another process works on this --out; wait, or choose another"
             raise ConfigError(message) from None
         yield
+
+
+def input_files(units: list[Unit]) -> list[Tree]:
+    """Path, size and sha256 of each input; without the last where it is not a file, and beyond HASHED_BYTES
+    in all: they take seconds."""
+    found: list[Tree] = []
+    bytes_left = HASHED_BYTES
+    for path, kind in sorted({(piece.path, piece.kind) for unit in units for piece in unit}):
+        if kind == "hf":
+            found.append({"path": path})
+            continue
+        size = os.path.getsize(path)
+        bytes_left -= size
+        found.append({
+            "path": os.path.abspath(path),
+            "bytes": size,
+            "sha256": file_sha256(pathlib.Path(path)) if bytes_left >= 0 else None,
+        })
+    return found
 
 
 def unit_size(unit: Unit) -> int:
@@ -573,7 +598,7 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
 # ---- merge -------------------------------------------------------------------------------------------------
 
 def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pathlib.Path,
-                 source: str | None, fault_point: FaultPoint) -> Tree:
+                 source: str | None, made: Tree | None, fault_point: FaultPoint) -> Tree:
     """Writes all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
     document is left."""
     counts = total_counts(job, units)
@@ -591,7 +616,7 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
             fault_point("prepare.mid_merge")
         writer.lost_bytes = counts["lost_bytes"]
         writer.unknown_tokens = counts["unknown_tokens"]
-        writer.finish(tok, counts["text_bytes"], source, fault_point)
+        writer.finish(tok, counts["text_bytes"], source, fault_point, made)
     return counts
 
 
@@ -690,7 +715,10 @@ def prepare_stdlib(
         started = time.monotonic()
         try:
             source = f"python stdlib {version}"
-            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source)
+            made = provenance.of_process()
+            prepare_corpus(
+                ["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source, made=made
+            )
             os.replace(temporary, home)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Phase, phases_of
+from config import Config, ModelConfig, Phase, Tree, phases_of
 from config.phases import change_lines
 from config.version import VERSION
 from parallel.wire import clock
@@ -187,7 +187,11 @@ class MetricsLogger:
             settings = dataclasses.replace(settings, mode="off")
         name = cfg.log.name or self.run_dir.name
         tree = dataclasses.asdict(cfg)
-        self.sinks: list[Sink] = [WandbSink(settings, self.run_dir, name, tree)]
+        made = self.env.provenance
+        command = made.record["command"] if made else ""
+        wandb = WandbSink(settings, self.run_dir, name, tree, command=command)
+        self.sync_hints = [wandb.sync_command] if wandb.sync_command else []
+        self.sinks: list[Sink] = [wandb]
         if is_writer and cfg.log.tensorboard:
             self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
         self.picture: LivePicture | None = None
@@ -451,10 +455,17 @@ class MetricsLogger:
 
     # ---- the console ---------------------------------------------------------------------------------------
 
-    def header(self, parameters: tuple[int, int], data: str, notes: Sequence[str] = ()) -> None:
+    def header(
+        self,
+        parameters: tuple[int, int],
+        data: str,
+        notes: Sequence[str] = (),
+        provenance: Tree | None = None,
+    ) -> None:
         """Prints what is about to run.
 
-        parameters: (all, without embeddings). notes: one line each, such as the resume.
+        parameters: (all, without embeddings). notes: one line each, such as the resume. provenance: what
+        makes the run, for W&B and TensorBoard.
         """
         console = self.console
         console.write_wrapped(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
@@ -476,10 +487,10 @@ class MetricsLogger:
         console.columns(self.steps)
         if self.file:
             self.picture = LivePicture(self.run_dir, parameter_count(parameters[0]))
-        self.describe_to_sinks(parameters, data)
+        self.describe_to_sinks(parameters, data, provenance)
 
-    def describe_to_sinks(self, parameters: tuple[int, int], data: str) -> None:
-        """What config.yaml does not say: sizes, ranks, device, FLOPs."""
+    def describe_to_sinks(self, parameters: tuple[int, int], data: str, provenance: Tree | None) -> None:
+        """What config.yaml does not say: sizes, ranks, device, FLOPs, code."""
         total, without_embeddings = parameters
         facts = {
             "parameters": total,
@@ -494,6 +505,8 @@ class MetricsLogger:
             "host": self.env.host,
             "data": data,
         }
+        if provenance:
+            facts["provenance"] = provenance
         for sink in self.sinks:
             sink.describe(facts)
 
@@ -639,7 +652,7 @@ class MetricsLogger:
             self.write_final_rows,
             self.report_goodput,
             lambda: self.close_sinks(code, reason),
-            lambda: self.summary(reason, hints),
+            lambda: self.summary(reason, [*self.sync_hints, *hints]),
         )
         for part in parts:
             try:

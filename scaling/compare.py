@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import config
-from config import Config, ConfigError, Phase, Phases, phases_of, span_of
+from config import Config, ConfigError, Phase, Phases, Tree, phases_of, provenance, span_of
 from config.phases import value_of
 from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
@@ -49,6 +49,8 @@ EVALUATION_KEYS = (
     "data.path", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid", "train.seq_len",
 )
 VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # where data.fim_valid is true
+CODE, DATA = ORIGINS = "code", "data"  # what made a run, beside its settings
+SHOWN_DIGITS = 12  # of a fingerprint
 EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
 DIVERGED = "diverged"
 STYLE = """
@@ -73,6 +75,7 @@ class Run:
     that were validated.
     finished: None where its last start has not said how it ended.
     silent_minutes: since it last wrote a line.
+    origins: {one of ORIGINS: (what must be equal in equal runs, its words)}; empty where it does not say.
     """
     name: str
     settings: dict[str, Any]
@@ -89,6 +92,7 @@ class Run:
     validated_with: dict[str, tuple[Any, ...]]
     finished: bool | None
     silent_minutes: float
+    origins: dict[str, tuple[Any, str]]
 
     @cached_property
     def smooth_loss(self) -> Array:
@@ -150,7 +154,28 @@ def read_run(folder: Path) -> Run:
         validated_with=validation_settings(cfg, [row["step"] for row in (*evaluated, steps[-1])]),
         finished=how_it_ended(summary, starts, last_step=steps[-1]["step"]),
         silent_minutes=silent_minutes(folder),
+        origins=read_origins(folder),
     )
+
+
+def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
+    """See Run. Of a run whose starts were of several codes or data sets, all of them in order."""
+    records = provenance.read_records(folder)
+    if not records:
+        return {}
+    codes = {record["code"]["hash"]: code_text(folder, record["code"]) for record in records}
+    inputs = [item for record in records for item in record.get("inputs", {}).get("data", [])]
+    data = dict.fromkeys(item["identity"] for item in inputs)
+    return {
+        CODE: (tuple(codes), ", ".join(codes.values())),
+        DATA: (tuple(data), ", ".join(identity[:SHOWN_DIGITS] for identity in data)),
+    }
+
+
+def code_text(folder: Path, code: Tree) -> str:
+    """ "ab12cd3", or "ab12cd3+ (1234.patch)"."""
+    patch = f" ({provenance.patch_path(folder, code).name})" if code.get("patch") else ""
+    return provenance.label(code) + patch
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -229,9 +254,29 @@ def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return differing
 
 
+def different_origins(runs: list[Run]) -> dict[str, list[Any]]:
+    """{one of ORIGINS: its words for each run}, of those that are not the same in all. Where a run does not
+    say what made it, nothing is known to differ."""
+    if not all(run.origins for run in runs):
+        return {}
+    pairs = {name: [run.origins[name] for run in runs] for name in ORIGINS}
+    return {
+        name: [words for _, words in origins]
+        for name, origins in pairs.items()
+        if len({identity for identity, _ in origins}) > 1
+    }
+
+
+def differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Of code, data and settings."""
+    return {**different_origins(runs), **different_settings(runs)}
+
+
 def doubts(runs: list[Run]) -> list[str]:
     """A line for each reason why losses in nats a token may not be compared between these runs."""
-    differing = different_settings(runs)
+    differing = differences(runs)
+    if all(run.origins for run in runs) and DATA not in differing:
+        differing.pop("data.path", None)  # the same tokens, in another place
     lines: list[str] = []
     tokenizer = [key for key in TOKENIZER_KEYS if key in differing]
     if tokenizer:
@@ -239,6 +284,10 @@ def doubts(runs: list[Run]) -> list[str]:
                      "compare, and bits/byte do")
     validated = [run.validated_with for run in runs]
     evaluation = [key for key in validated[0] if any(other[key] != validated[0][key] for other in validated)]
+    if all(run.origins for run in runs):
+        is_same_data = DATA not in differing
+        evaluation = [key for key in evaluation if not (is_same_data and key == "data.path")]
+        evaluation = evaluation if is_same_data else [DATA, *evaluation]
     if evaluation:
         lines.append(f"{', '.join(evaluation)}: not the same; validation losses are of different tokens")
     return lines
@@ -355,7 +404,7 @@ def draw_runs(runs: list[Run]) -> bytes:
 
 def page(runs: list[Run], refresh_s: int | None = None) -> str:
     """One HTML file with everything in it. refresh_s: a browser reads it again after so many seconds."""
-    differing = different_settings(runs)
+    differing = differences(runs)
     picture = base64.b64encode(draw_runs(runs)).decode()
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     parts = [
@@ -370,7 +419,7 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
     ]
     if len(runs) > 1:
-        parts.append("<h2>What differs in their settings</h2>")
+        parts.append("<h2>What differs in their code, data and settings</h2>")
         rows = [{"key": key} | {run.name: str(value) for run, value in zip(runs, values)}
                 for key, values in differing.items()]
         parts.append(html_table(rows) if rows else "<p>Nothing.</p>")

@@ -20,7 +20,7 @@ from build import check_size, weights_only
 from checkpoint import state, store
 from checkpoint.branch import find_source
 from checkpoint.files import remove
-from config import Config, ConfigError, Tree
+from config import Config, ConfigError, Tree, provenance
 from config.function import differences
 from config.terminal import ParagraphHelp
 from parallel.topology.mesh import Mesh
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     folder = Path(out)
     if folder.exists():
         raise ConfigError(f"{folder}: exists already; give a folder that does not")
-    average(paths, folder)
+    average(paths, folder, provenance.of_script("scripts.average", argv))
     print(f"{folder}: the mean of {len(paths)} checkpoints: {', '.join(map(str, paths))}")
     return 0
 
@@ -66,8 +66,11 @@ def find_checkpoints(sources: list[str], last: int | None) -> list[Path]:
     return [path for _, path in reversed(saved[:last])]
 
 
-def average(paths: list[Path], folder: Path) -> None:
-    """Writes the run folder with the mean of the checkpoints. Raises ConfigError if they do not match."""
+def average(paths: list[Path], folder: Path, made: Tree) -> None:
+    """Writes the run folder with the mean of the checkpoints. Raises ConfigError if they do not match.
+
+    made: what makes it (config/provenance.py).
+    """
     indexes = [store.quick_check(path) for path in paths]
     metas = [index.meta for index in indexes]
     cfgs = [state.config_of(meta) for meta in metas]
@@ -90,6 +93,7 @@ def average(paths: list[Path], folder: Path) -> None:
         **metas[-1],
         "config": dataclasses.asdict(cfgs[-1]),
         "averaged": [str(path) for path in paths],
+        "provenance": made,
         "layout": dataclasses.asdict(Mesh.single().dims),
     }
     try:

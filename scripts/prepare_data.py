@@ -15,7 +15,7 @@ import sys
 import time
 from typing import TextIO
 
-from config import ConfigError, usable_cores
+from config import ConfigError, provenance, usable_cores
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from data import prepare
 from data.documents import COMPRESSED, KINDS
@@ -71,6 +71,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     args = arguments().parse_args(argv)
     progress = Progress(sys.stderr)
     try:
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
             has_fim=args.fim,
             eod=args.eod,
             max_lost=args.max_lost,
+            made=provenance.of_script("scripts.prepare_data", argv),
             say=progress.say,
             progress=progress.show,
         )

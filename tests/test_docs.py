@@ -38,6 +38,7 @@ import scripts.generate
 import scripts.launch
 import scripts.plan
 import scripts.prepare_data
+import scripts.reproduce
 import scripts.schedule
 import scripts.scrub
 import train
@@ -304,6 +305,7 @@ PARSERS: dict[str, Callable] = {
     "scripts.mutate": lambda words: proof.mutate.command.make_parser().parse_known_args(words),
     "scripts.plan": lambda words: scripts.plan.arguments().parse_known_args(words),
     "scripts.prepare_data": lambda words: scripts.prepare_data.arguments().parse_known_args(words),
+    "scripts.reproduce": lambda words: scripts.reproduce.arguments().parse_known_args(words),
     "scripts.scaling": lambda words: scaling.command.arguments().parse_known_args(words),
     "scripts.schedule": lambda words: scripts.schedule.arguments().parse_known_args(words),
 }
@@ -478,6 +480,7 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "--world 4": "4 ranks on two cores; tests/proof/test_verify.py proves mixtures",
     "--world 8": "8 ranks on two cores",
     "--tasks": "needs the package lm-eval",
+    "scripts.reproduce": "makes a git worktree of the checkout; tests/test_reproduce.py does, of a copy",
     "runs/tuned runs/soup": "needs longer runs; tests/scripts/test_average.py averages",
     "python train.py --help": "prints all keys; the narrower forms are run",
 }

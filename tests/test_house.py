@@ -81,6 +81,7 @@ PURE = {
     "config/function.py",
     "config/loading.py",
     "config/optimizers.py",
+    "config/provenance.py",
     "config/rules.py",
     "config/run_name.py",
     "config/suggestions.py",
