@@ -30,8 +30,8 @@ def summarize_metrics(folder: Path) -> dict[str, Any]:
     last = steps[-1] if steps else {}
     trained = [row for row in steps if row.get("targets") != 0]  # older runs do not have the field
     measured = [row for row in validations if row["val_loss"] is not None]
-    trained = [row for row in measured if row["step"] > 0]
-    best = min(trained, key=lambda row: row["val_loss"], default=None)
+    after_a_step = [row for row in measured if row["step"] > 0]
+    best = min(after_a_step, key=lambda row: row["val_loss"], default=None)
     return {
         "step": last.get("step", 0),
         "tokens": last.get("tokens", 0),
