@@ -78,6 +78,9 @@ class EncodedChat(NamedTuple):
     ids: np.ndarray  # [tokens]
     counted: np.ndarray  # bool [tokens]
     turns: tuple[int, ...] = ()  # the tokens at which it may be cut
+    # the ids of each part that was encoded for itself, without an end, and the text of each
+    pieces: tuple[np.ndarray, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 class Leaf(NamedTuple):
@@ -141,8 +144,13 @@ class PlainChat:
             masks = [np.full(len(part), value) for part, value in zip(ids, counted)]
             places = np.cumsum([0, *map(len, ids)]).tolist()
             turns = [place for place, (start, _, _) in zip(places, parts_of(chat)) if start in chat.turns]
-            result.append(EncodedChat(np.concatenate(ids, dtype=np.int32, casting="unsafe"),
-                                      np.concatenate(masks), tuple(turns)))
+            result.append(EncodedChat(
+                np.concatenate(ids, dtype=np.int32, casting="unsafe"),
+                np.concatenate(masks),
+                turns=tuple(turns),
+                pieces=tuple(ids[:-1]),
+                texts=tuple(parts[begin:begin + count]),
+            ))
             begin += count
         return result
 
@@ -282,24 +290,30 @@ class TemplateChat:
         result: list[EncodedChat] = []
         for chat in chats:
             if chat.cuts:
-                ids, offsets = self._encode_cut(chat)
+                pieces, offsets = self._encode_cut(chat)
             else:
                 encoding = next(whole)
-                ids, offsets = encoding.ids, encoding.offsets
+                pieces, offsets = [np.array(encoding.ids, np.int32)], encoding.offsets
             places = np.array(offsets, np.int64).reshape(-1, 2)
             counted = np.zeros(len(places), bool)
             for start, stop in chat.spans:
                 counted |= (places[:, 0] < stop) & (places[:, 1] > start)
             turns = np.searchsorted(places[:, 0], chat.turns).tolist()
-            result.append(EncodedChat(np.array(ids, np.int32), counted, tuple(turns)))
+            result.append(EncodedChat(
+                np.concatenate(pieces),
+                counted,
+                turns=tuple(turns),
+                pieces=tuple(pieces),
+                texts=tuple(chat.text[first:stop] for first, stop in between_cuts(chat)),
+            ))
         return result
 
-    def _encode_cut(self, chat: ChatText) -> tuple[list[int], list[Span]]:
-        """The ids of the parts between the cuts, and the characters of each."""
-        ids: list[int] = []
+    def _encode_cut(self, chat: ChatText) -> tuple[list[np.ndarray], list[Span]]:
+        """The ids of each part between the cuts, and the characters of each id."""
+        pieces: list[np.ndarray] = []
         offsets: list[Span] = []
         newline = self.processor.encode("\n", add_special_tokens=False).ids
-        for first, stop in itertools.pairwise((0, *chat.cuts, len(chat.text))):
+        for first, stop in between_cuts(chat):
             # some tokenizers put a space before a text, and none after a newline
             before = "\n" if first else ""
             encoding = self.processor.encode(before + chat.text[first:stop], add_special_tokens=False)
@@ -308,9 +322,14 @@ class TemplateChat:
                 encoding = self.processor.encode(chat.text[first:stop], add_special_tokens=False)
                 before, skipped = "", 0
             shift = first - len(before)
-            ids += encoding.ids[skipped:]
+            pieces.append(np.array(encoding.ids[skipped:], np.int32))
             offsets += [(begin + shift, end + shift) for begin, end in encoding.offsets[skipped:]]
-        return ids, offsets
+        return pieces, offsets
+
+
+def between_cuts(chat: ChatText) -> Iterator[Span]:
+    """The parts of a text that are encoded each for itself."""
+    return itertools.pairwise((0, *chat.cuts, len(chat.text)))
 
 
 def turn_messages(messages: list[Message]) -> list[int]:

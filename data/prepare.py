@@ -13,6 +13,7 @@ reports a worker that dies.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -32,14 +33,15 @@ from typing import IO
 
 import numpy as np
 
-from config import ConfigError, Tree
+from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
+from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns, template_source
 from data.contract import dtype_of
-from data.chat import ChatFormat, EncodedChat, chat_format, cut_at_turns, template_source
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
-from data.indexed import IndexedDataset, IndexedDatasetWriter, naming_errors, sync_file
+from data.indexed import IndexedDataset, IndexedDatasetWriter, file_sha256, naming_errors, sync_file
+from data.lengths import byte_check
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
@@ -52,6 +54,9 @@ BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
 LONG = ("refuse", "turns", "anywhere")  # what becomes of a conversation that is longer than a sequence
+SHARD_FORMAT = "with lost bytes and lengths"  # shards of another are made again
+MAX_LOST = 1.0  # percent of the text's bytes that tokens may lose
+HASHED_BYTES = 1 << 30  # of input, that are hashed for PREFIX.json
 SHOWN = 5  # bad documents that a shard and the report name
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
@@ -72,6 +77,7 @@ class TokenizeJob:
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
     has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
     eod: str | None = None  # text or id of the token that the user wants to end documents with
+    max_lost: float = MAX_LOST  # percent of the text's bytes that tokens may lose
     date: str | None = None  # that a chat template is told, as year-month-day
     drops_reasoning: bool = False  # may a chat template leave reasoning out?
     seq_len: int | None = None  # that conversations are to fit; none: it is not known
@@ -94,11 +100,13 @@ def prepare_corpus(
     is_chat: bool = False,
     has_fim: bool = False,
     eod: str | None = None,
+    max_lost: float = MAX_LOST,
     date: str | None = None,
     drops_reasoning: bool = False,
     seq_len: int | None = None,
     long: str = "anywhere",
     source: str | None = None,
+    made: Tree | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
     progress: Progress = lambda done, whole: None,
@@ -106,6 +114,8 @@ def prepare_corpus(
 ) -> Tree:
     """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
     that scripts.prepare_data prints.
+
+    made: what makes it (config/provenance.py), for OUT.json, which then names the inputs, too.
 
     Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
     the disk fails.
@@ -118,8 +128,20 @@ def prepare_corpus(
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod, date, drops_reasoning,
-                      seq_len, long)
+    job = TokenizeJob(
+        parts=f"{out}.parts",
+        key=key,
+        append_eod=append_eod,
+        skip_bad=skip_bad,
+        is_chat=is_chat,
+        has_fim=has_fim,
+        eod=eod,
+        max_lost=max_lost,
+        date=date,
+        drops_reasoning=drops_reasoning,
+        seq_len=seq_len,
+        long=long,
+    )
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -143,15 +165,22 @@ def prepare_corpus(
         began_shards = time.monotonic()
         progress(0, sum(unit_size(units[number]) for number in todo))
         num_workers = min(workers, len(todo))
+        finished = watched_losses(job, units, len(todo))
         if num_workers > 1:
-            run_in_workers(job, units, todo, workers=num_workers, progress=progress)
+            run_in_workers(
+                job, units, todo, workers=num_workers, progress=progress, finished=finished
+            )
         else:
-            run_in_process(job, units, todo, tok=tok, progress=progress, fault_point=fault_point)
+            run_in_process(
+                job, units, todo, tok=tok, progress=progress, finished=finished, fault_point=fault_point
+            )
 
         shard_seconds = time.monotonic() - began_shards
         shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
 
-        counts = merge_shards(job, units, tok, out=out, source=source, fault_point=fault_point)
+        if made is not None:
+            made = {**made, "inputs": input_files(units)}
+        counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
         shutil.rmtree(job.parts)
 
     return {
@@ -191,6 +220,25 @@ def locked_folder(folder: str) -> Iterator[None]:
         yield
 
 
+def input_files(units: list[Unit]) -> list[Tree]:
+    """Path, size and sha256 of each input; without the last where it is not a file, and beyond HASHED_BYTES
+    in all: they take seconds."""
+    found: list[Tree] = []
+    bytes_left = HASHED_BYTES
+    for path, kind in sorted({(piece.path, piece.kind) for unit in units for piece in unit}):
+        if kind == "hf":
+            found.append({"path": path})
+            continue
+        size = os.path.getsize(path)
+        bytes_left -= size
+        found.append({
+            "path": os.path.abspath(path),
+            "bytes": size,
+            "sha256": file_sha256(pathlib.Path(path)) if bytes_left >= 0 else None,
+        })
+    return found
+
+
 def unit_size(unit: Unit) -> int:
     """Bytes of input in a unit."""
     return sum(piece.size for piece in unit)
@@ -215,7 +263,7 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         status = os.stat(path)
         stamps.append((path, status.st_size, status.st_mtime_ns))
 
-    parts = [tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    parts = [SHARD_FORMAT, tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
     if job.has_fim:
         parts.append("fim")
     if job.is_chat:
@@ -295,6 +343,8 @@ class ShardCounts:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    lost_bytes: int = 0  # of the text, which its tokens do not have
+    unknown_tokens: int = 0  # for text that has no other token
     counted: int = 0  # tokens that the loss counts
     longest: int = 0  # tokens of a document
     long: int = 0  # conversations that do not fit a sequence
@@ -317,8 +367,10 @@ class ShardWriter:
         self._tok = tok
         self._fault_point = fault_point
         self._eod = [np.array([tok.eod])] if job.append_eod else []
+        self._slots = sys.maxsize if job.seq_len is None else job.seq_len + 1  # tokens that a sequence holds
         self._dtype = dtype_of(tok.vocab)
         self._chat = job.chat_format(tok)
+        self._check = byte_check(tok, is_chat=isinstance(self._chat, TemplateChat))
         ends = (".bin", ".len", ".mask") if job.is_chat else (".bin", ".len")
         self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in ends}
         self._files: dict[str, IO[bytes]] = {}
@@ -342,14 +394,21 @@ class ShardWriter:
         too_long: list[tuple[int, str]] = []
         if self._chat is None:
             texts = [record.text or "" for record in records]
-            documents_ids = self._with_eod(self._tok.encode_batch(texts))
+            pieces = self._tok.encode_batch(texts)
+            documents_ids = self._with_eod(pieces)
         else:
             chats = [record.chat for record in records if record.chat is not None]
-            encoded, too_long = self._fitted(self._chat.encode_batch(self._tok, chats))
+            encoded = self._chat.encode_batch(self._tok, chats)
+            too_long = self._too_long(encoded)
             left_out = {number for number, _ in too_long}
             records = [record for number, record in enumerate(records) if number not in left_out]
+            encoded = [chat for number, chat in enumerate(encoded) if number not in left_out]
             if not encoded:
                 return too_long
+            texts = [text for chat in encoded for text in chat.texts]
+            pieces = [ids for chat in encoded for ids in chat.pieces]
+            if self._job.long == "turns":
+                encoded = [part for chat in encoded for part in cut_at_turns(chat, self._slots)]
             documents_ids = [chat.ids for chat in encoded]
             counted = np.concatenate([chat.counted for chat in encoded])
             self._append(".mask", counted.astype(np.uint8))
@@ -366,25 +425,22 @@ class ShardWriter:
         self.counts.documents += len(documents_ids)
         self.counts.tokens += len(tokens)
         self.counts.longest = max(self.counts.longest, *map(len, documents_ids))
-        self.counts.text_bytes += sum(len((record.text or "").encode("utf-8")) for record in records)
+        piece_texts = [text.encode("utf-8") for text in texts]
+        self.counts.text_bytes += sum(map(len, piece_texts))
+        self.counts.lost_bytes += self._check.lost(piece_texts, pieces)
+        if self._tok.contract.unknown is not None:
+            self.counts.unknown_tokens += int((tokens == self._tok.contract.unknown).sum())
         return too_long
 
-    def _fitted(self, chats: list[EncodedChat]) -> tuple[list[EncodedChat], list[tuple[int, str]]]:
-        """The conversations as the job wants long ones, and (number, why) of those that it refuses."""
-        slots = sys.maxsize if self._job.seq_len is None else self._job.seq_len + 1
-        kept: list[EncodedChat] = []
-        refused: list[tuple[int, str]] = []
-        for number, chat in enumerate(chats):
-            is_long = len(chat.ids) > slots
-            self.counts.long += is_long
-            if is_long and self._job.long == "refuse":
-                refused.append((number, f"a conversation of {len(chat.ids):,} tokens, and --seq-len "
-                                        f"{slots - 1:,} holds {slots:,}; raise it, or cut with --long"))
-            elif is_long and self._job.long == "turns":
-                kept += cut_at_turns(chat, slots)
-            else:
-                kept.append(chat)
-        return kept, refused
+    def _too_long(self, chats: list[EncodedChat]) -> list[tuple[int, str]]:
+        """Counts the conversations that do not fit. Returns (number, why) of those that the job refuses."""
+        slots = self._slots
+        long = [number for number, chat in enumerate(chats) if len(chat.ids) > slots]
+        self.counts.long += len(long)
+        if self._job.long != "refuse":
+            return []
+        return [(number, f"a conversation of {len(chats[number].ids):,} tokens, and --seq-len {slots - 1:,} "
+                         f"holds {slots:,}; raise it, or cut with --long") for number in long]
 
     def _with_eod(self, encoded: list[np.ndarray]) -> list[np.ndarray]:
         return [np.concatenate([ids, *self._eod]) for ids in encoded]
@@ -491,8 +547,8 @@ def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
 # ---- in this process, or in workers ------------------------------------------------------------------------
 
 def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
-                   progress: Progress, fault_point: FaultPoint) -> None:
-    """Makes the shards `todo` one after the other."""
+                   progress: Progress, finished: Callable[[int], None], fault_point: FaultPoint) -> None:
+    """Makes the shards `todo` one after the other. finished: receives the number of each."""
     total = sum(unit_size(units[number]) for number in todo)
     bytes_before = 0  # of the finished units
     for number in todo:
@@ -502,10 +558,11 @@ def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok:
 
         make_shard(job, number, units[number], tok, report=report, fault_point=fault_point)
         bytes_before += unit_size(units[number])
+        finished(number)
 
 
 def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, workers: int,
-                   progress: Progress) -> None:
+                   progress: Progress, finished: Callable[[int], None]) -> None:
     """Makes the shards `todo` in worker processes, which get them in order. When a shard fails, those before
     it still finish, so that the error raised is that of the first bad unit of the input, whatever the
     workers' speed. Raises ConfigError if a worker dies."""
@@ -514,7 +571,7 @@ def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, work
         for _ in range(workers):
             pipe, process = start_worker(job)
             pool[pipe] = process
-        distribute(job, units, todo, pool=pool, progress=progress)
+        distribute(job, units, todo, pool=pool, progress=progress, finished=finished)
     finally:
         for pipe, process in pool.items():
             process.terminate()
@@ -533,7 +590,7 @@ def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
 
 
 def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
-               progress: Progress) -> None:
+               progress: Progress, finished: Callable[[int], None]) -> None:
     """Sends the shards to the workers and receives their messages, until all are done or the first fault is
     known."""
     total = sum(unit_size(units[number]) for number in todo)
@@ -561,7 +618,9 @@ def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Po
                 progress(sum(bytes_done.values()), total)
                 continue
             number = running.pop(pipe)
-            if kind == "fault" and number < first_failed:
+            if kind == "done":
+                finished(number)
+            elif number < first_failed:
                 first_failed = number
                 fault = value
     if fault:
@@ -607,7 +666,7 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
 # ---- merge -------------------------------------------------------------------------------------------------
 
 def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pathlib.Path,
-                 source: str | None, fault_point: FaultPoint) -> Tree:
+                 source: str | None, made: Tree | None, fault_point: FaultPoint) -> Tree:
     """Writes all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
     document is left."""
     counts = total_counts(job, units)
@@ -617,19 +676,24 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
         raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
                           f"{counts['bad']} bad records{first_bad}")
 
+    check_lost(job, counts, counts["text_bytes"])
+
     with IndexedDatasetWriter(out, tok.vocab, has_mask=job.is_chat) as writer:
         for number in range(len(units)):
             append_shard(job, number, writer)
             fault_point("prepare.mid_merge")
-        writer.finish(tok, counts["text_bytes"], source, fault_point)
+        writer.lost_bytes = counts["lost_bytes"]
+        writer.unknown_tokens = counts["unknown_tokens"]
+        writer.finish(tok, counts["text_bytes"], source, fault_point, made)
     return counts
 
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
     """The counts of all shards; "bad_records" names the first SHOWN bad documents, and
     "notes" says of how many conversations each is true."""
-    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "counted": 0, "long": 0, "empty": 0,
-                   "bad": 0}
+    names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "long", "empty",
+             "bad")
+    total: Tree = dict.fromkeys(names, 0)
     longest = 0
     bad_records: list[str] = []
     notes: dict[str, int] = {}
@@ -644,6 +708,38 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
             if len(bad_records) < SHOWN:
                 bad_records.append(f"{documents.piece_location(unit[piece_number], line)}: {error}")
     return {**total, "bad_records": bad_records, "notes": notes, "longest": longest}
+
+
+def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
+    """Raises ConfigError if the tokens have lost more than the allowed share of so many bytes of text. The
+    shards are kept."""
+    lost = counts["lost_bytes"]
+    if 100 * lost > job.max_lost * text_bytes:
+        share = f"{100 * lost / text_bytes:.3g} % of the text's bytes"
+        unknown = f"{counts['unknown_tokens']:,} unknown tokens"
+        raise ConfigError(f"--tokenizer: loses {lost:,} of {text_bytes:,} bytes ({share}; {unknown}), more "
+                          f"than --max-lost {job.max_lost:g} %; take one that keeps all text, such as bpe-N, "
+                          "or raise --max-lost")
+
+
+def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Callable[[int], None]:
+    """What receives the number of each finished shard, and raises as check_lost does as soon as no shard to
+    come can change that: text is not longer than the plain files that hold it. num_shards: to be made."""
+    whole = 0
+    for piece in itertools.chain(*units):
+        if job.is_chat or not documents.is_plain(piece):
+            return lambda number: None
+        whole += piece.size
+    so_far = {"lost_bytes": 0, "unknown_tokens": 0, "shards": 0}
+
+    def finished(number: int) -> None:
+        counts = {**shard_counts(job, number), "shards": 1}
+        for key in so_far:
+            so_far[key] += counts[key]
+        if so_far["shards"] < num_shards:  # after the last one, the bytes of the text are known
+            check_lost(job, so_far, whole)
+
+    return finished
 
 
 def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:
@@ -694,7 +790,10 @@ def prepare_stdlib(
         started = time.monotonic()
         try:
             source = f"python stdlib {version}"
-            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source)
+            made = provenance.of_process()
+            prepare_corpus(
+                ["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source, made=made
+            )
             os.replace(temporary, home)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -20,20 +20,38 @@ class Window(NamedTuple):
     filled: int  # slots before the padding
 
 
+class WithoutTokens(NamedTuple):
+    """A data set of which everything is read but the tokens: they are 0."""
+    index: IndexedDataset
+
+    def read(self, first: int, stop: int) -> np.ndarray:  # ids [stop - first]
+        return np.zeros(stop - first, np.int64)
+
+    def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
+        return self.index.counted(first, stop)
+
+    def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
+        return self.index.document_starts(first, stop)
+
+
 class Part(NamedTuple):
     """What a window holds of one document."""
     tokens: np.ndarray  # [n]
     counted: np.ndarray  # bool [n]: does the loss count the token as a target?
 
 
-def read_stream(index: IndexedDataset, first: int, slots: int, wants_starts: bool) -> Window:
+def read_stream(
+    index: IndexedDataset | WithoutTokens, first: int, slots: int, wants_starts: bool
+) -> Window:
     """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
     stop = first + slots
     starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
     return Window(index.read(first, stop), starts, counted_targets(index, first, stop), slots)
 
 
-def counted_targets(index: IndexedDataset, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
+def counted_targets(
+    index: IndexedDataset | WithoutTokens, first: int, stop: int
+) -> np.ndarray | None:  # bool [stop - first]
     """Does the loss count each of the tokens [first, stop)? Where they begin inside a conversation, its first
     answer there does not: the question is cut away, or a part of it. None: all count."""
     counted = index.counted(first, stop)
@@ -48,7 +66,9 @@ def counted_targets(index: IndexedDataset, first: int, stop: int) -> np.ndarray 
     return counted
 
 
-def read_pieces(index: IndexedDataset, pieces: list[tuple[int, int]], slots: int, pad_id: int) -> Window:
+def read_pieces(
+    index: IndexedDataset | WithoutTokens, pieces: list[tuple[int, int]], slots: int, pad_id: int
+) -> Window:
     """The tokens of the pieces [first, stop), then padding. Neither the first token of a piece nor padding
     counts."""
     parts: list[Part] = []

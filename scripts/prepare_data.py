@@ -12,18 +12,21 @@ Exit codes: 0 done, 2 a mistake in the input or the command (one line), 82 the d
 path), 130 interrupted. After any of them, and after a kill, the same command continues where it stopped.
 """
 import argparse
+import contextlib
 import json
+import os
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
-from config import ConfigError, usable_cores
+from config import ConfigError, provenance, usable_cores
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from data import prepare
 from data.chat import FIXED_DATE, parsed_date
-from data.documents import KINDS
+from data.documents import COMPRESSED, KINDS
 from data.show import shown_documents
 
 USER_MISTAKE = 2
@@ -48,15 +51,16 @@ def arguments() -> argparse.ArgumentParser:
     parser.error = lambda message: parser.exit(USER_MISTAKE, f"error: {message}; see --help\n")  # one line
     add = parser.add_argument
     add("--input", nargs="+", metavar="FILE",
-        help=f"files, folders or globs of {' '.join(KINDS)} (also .gz, .zst; text: one document a file), "
-             "hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
+        help=f"files, folders or globs of {' '.join(KINDS)} (also {', '.join(COMPRESSED)}; text: one "
+             "document a file), hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own "
+             "source)")
     add("--tokenizer", metavar="T",
         help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
     add("--out", required=True, metavar="PREFIX",
         help="PREFIX.bin and PREFIX.idx are written; unfinished work is kept in PREFIX.parts/")
     add("--chat", action="store_true",
         help="each record is a conversation (OpenAI, ShareGPT, prompt and completion, Alpaca), written "
-             " with the tokenizer's chat template; the loss counts what the assistant says")
+             "with the tokenizer's chat template; the loss counts what the assistant says")
     add("--date", metavar="YYYY-MM-DD",
         help="with --chat: today's date for templates that write it (default: theirs, or " + FIXED_DATE + ")")
     add("--seq-len", type=int, metavar="N",
@@ -77,6 +81,8 @@ def arguments() -> argparse.ArgumentParser:
         help="end each document with the end-of-document token (default: on)")
     add("--eod", metavar="TOKEN_OR_ID",
         help="the token that ends documents, by its text or id (default: what the tokenizer's files name)")
+    add("--max-lost", type=float, default=prepare.MAX_LOST, metavar="PERCENT",
+        help="refuse a tokenizer that loses more of the text's bytes (default: 1)")
     add("--skip-bad", action="store_true",
         help="leave out and count invalid UTF-8 and broken records; otherwise the first one ends the run")
     add("--show", type=int, metavar="N",
@@ -87,6 +93,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     missing = [f"--{name}" for name in ("input", "tokenizer") if getattr(args, name) is None]
     is_shown_alone = args.show is not None and len(missing) == 2
@@ -101,10 +108,13 @@ def main(argv: list[str] | None = None) -> int:
         if args.show is not None and args.show < 1:
             raise ConfigError(f"--show: {args.show} must be at least 1")
         if is_shown_alone:
-            show(args.out, args.show)
+            with until_closed_pipe():
+                show(args.out, args.show)
             return 0
         if args.workers < 1:
             raise ConfigError(f"--workers: {args.workers} must be at least 1")
+        if not 0 <= args.max_lost <= 100:
+            raise ConfigError(f"--max-lost: {args.max_lost:g} is not a percentage from 0 to 100")
         if args.chat and not args.append_eod:
             raise ConfigError("--no-append-eod: the format of a conversation says how it ends; leave it out")
         chat_options = {"--date": args.date, "--drop-reasoning": args.drop_reasoning or None,
@@ -127,10 +137,12 @@ def main(argv: list[str] | None = None) -> int:
             is_chat=args.chat,
             has_fim=args.fim,
             eod=args.eod,
+            max_lost=args.max_lost,
             date=args.date,
             drops_reasoning=args.drop_reasoning,
             seq_len=args.seq_len,
             long=args.long or ("anywhere" if args.seq_len is None else "refuse"),
+            made=provenance.of_script("scripts.prepare_data", argv),
             say=progress.say,
             progress=progress.show,
         )
@@ -153,10 +165,21 @@ def main(argv: list[str] | None = None) -> int:
     progress.end()
     for record in report["bad_records"]:
         progress.say(f"left out {record}")
-    if args.show is not None:
-        show(args.out, args.show)
-    print(json.dumps(report) if args.json else summary(report))
+    with until_closed_pipe():
+        if args.show is not None:
+            show(args.out, args.show)
+        print(json.dumps(report) if args.json else summary(report))
     return 0
+
+
+@contextlib.contextmanager
+def until_closed_pipe() -> Iterator[None]:
+    """Prints until the reader of a pipe, such as `| head`, closes it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
 
 
 def show(out: str, count: int) -> None:
@@ -181,6 +204,9 @@ def summary(report: dict) -> str:
         "data": f"{report['documents']:,} documents, {text_bytes / 1e6:,.1f} MB, {tokens:,} tokens "
                 f"({text_bytes / tokens:.2f} bytes per token){left_out}",
         **report["contract"],
+        "lost": f"{report['lost_bytes']:,} bytes of the text "
+                f"({100 * report['lost_bytes'] / text_bytes:.3g} %), "
+                f"{report['unknown_tokens']:,} unknown tokens",
     }
     if report["chat"]:
         style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"

@@ -366,16 +366,6 @@ def test_every_layout_trains_the_same(tmp_path, doc_mask):
     assert abs(losses(tmp_path / "all")[0][0][0] - want[0][0]) > 1e-4
 
 
-def test_a_step_in_which_nothing_counts(tmp_path):
-    """A loss of 0, and no gradient: the run goes on."""
-    rows = [said("q" * 4000, "a")] * 4
-    words = ["llama3-tiny", *MODEL, "--data.path", bytes_corpus(tmp_path, rows), "--train.steps", "6",
-             "--data.split", "75,25", "--log.dir", str(tmp_path), "--log.name", "r"]
-    assert job(tmp_path / "r", 1, words).codes == [0]
-    found, _ = losses(tmp_path / "r")
-    assert len(found) == 6 and (0, 0) in found
-
-
 def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
     """A Llama of transformers, imported and run by us on what the loader reads; its labels are -100 where the
     marks of its own template say that a token does not count."""

@@ -712,7 +712,7 @@ def test_resume_in_place_is_refused_with_the_way_out(alone, exported, tmp_path, 
     assert cfg.data.tokenizer == str(tmp_path / "back" / "tokenizer")
     data = SimpleNamespace(tokenizer=tokenizer.load_tokenizer(cfg.data.tokenizer), fingerprint="x")
     fresh = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 1)
-    with pytest.raises(config.ConfigError, match="start anew with --log.name OTHER --checkpoint.init_from"):
+    with pytest.raises(config.ConfigError, match="from its weights: --log.name OTHER --checkpoint.init_from"):
         state.load(fresh, state.find_index(str(tmp_path / "back"), []))
 
 
