@@ -57,7 +57,7 @@ def test_a_run_and_its_resume(tmp_path, capsys):
     assert dict(scalars["tokens"])[6] == 6 * 4 * 32
     assert dict(scalars["flops"])[6] == pytest.approx(2 * dict(scalars["flops"])[3])
     assert "| train.steps | 6 |" in texts["config"] and "| parameters |" in texts["run"]
-    assert "| provenance.commit |" in texts["run"]
+    assert "| provenance.code.commit |" in texts["run"]
     assert texts["sample"].startswith("    def ") and texts["end"].startswith("finished: ")
     assert pictures == ["loss"]
 
