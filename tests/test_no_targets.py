@@ -20,8 +20,8 @@ SEQ_LEN = 16  # of ranks.MODEL
 
 
 def conversations(folder, *turns: str | int, count: int = 40, name: str = "chat") -> str:
-    """A prefix of `count` conversations, with the byte tokenizer. turns: an answer, or how many random letters
-    a question has."""
+    """A prefix of `count` conversations, with the byte tokenizer. turns: an answer, or the number of random
+    letters of a question."""
     return prepared(folder, [turns] * count, name)
 
 
@@ -240,8 +240,9 @@ def test_every_layout_skips_the_same_steps(tmp_path, mostly_questions, layout):
 def test_more_steps_in_a_row_than_may_fail(tmp_path):
     """They are no failure, however many they are; in fp16 the loss scale stays, too."""
     prefix = conversations(tmp_path, "y", 150)
-    words = ["--train.steps", "40", "--train.dtype", "fp16", "--train.loss_scale_window", "3",
-             "--checkpoint.every", "1", "--checkpoint.keep", "100", "--train.global_batch", "1"]
+    words = ["--train.steps", "40", "--train.dtype", "fp16", "--train.loss_scale", "256",
+             "--train.loss_scale_window", "3", "--checkpoint.every", "1", "--checkpoint.keep", "100",
+             "--train.global_batch", "1"]
     end = run(tmp_path, prefix, *words)
     assert end.codes == [0], end.logs
     rows, _ = rows_of(tmp_path / "r")
