@@ -409,7 +409,7 @@ class BatchLoader:
             return "prepare it again from conversations in which the assistant speaks"
         if mean > self._cfg.train.seq_len + 1:
             return (f"raise train.seq_len: a conversation has {mean:,.0f} tokens on average, and what the "
-                    "assistant says lies outside of these sequences")
+                    "assistant says lies outside of these sequences, or without its question")
         if self._cfg.data.pack == "stream":
             return "take data.pack best_fit, which keeps conversations whole"
         return "give more conversations in which the assistant speaks"
