@@ -107,6 +107,8 @@ class TrainingData(Protocol):
     def tokenizer(self) -> Fingerprinted | None: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def is_chat(self) -> bool: ...
 
 
 class OptimizerMoments(Protocol):
@@ -284,6 +286,7 @@ def describe_run(run: RunState, step: int) -> Tree:
         "tokens": run.phases.tokens_seen(step),
         "config": dataclasses.asdict(run.phases.whole),
         **fingerprints(run.data),
+        "chat": run.data.is_chat,
         "torch": torch.__version__,
         "layout": dataclasses.asdict(run.mesh.dims),
         "loss_scale": run.scaler.state(),
@@ -333,7 +336,7 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
             source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
             raise ConfigError(
                 f"data.path: the {name} of {where} has fingerprint {stored}, this one {found}; "
-                f"give the same data, or start anew with --log.name OTHER --checkpoint.init_from {source}"
+                f"give the same data and data.bos, or start anew with --log.name OTHER --checkpoint.init_from {source}"
             )
 
     # What may.

@@ -256,6 +256,8 @@ class DataConfig:
     #   none: that of the data
     eod: str | None = None  # text or id of the token that ends documents, for a data.tokenizer whose files
     #   name different ones, or another than the ids of a file without an index have; none: what they name
+    bos: bool | None = None  # put the tokenizer's start token (BOS) before each document and prompt; none: as
+    #   the tokenizer's files say
     split: str = "95,5"  # train,valid[,test]: shares of the documents
     doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention
     #   within documents, with the document lengths of the first million tokens of the run
@@ -287,6 +289,7 @@ class EvalConfig:
     sample: int = 48  # number of tokens of text that each validation samples; 0: no text
     prompt: str | None = None  # start of the sampled text; none: the first words of the validation data
     temperature: float = 0.8  # sampling temperature
+    special: bool = False  # control tokens that eval.prompt and eval.tasks spell are such, and not text
     tasks: str | None = None  # PATH[,PATH...]: files and folders of tasks with known answers, in the form of
     #   CORE (arXiv 2406.11794) or in JSONL (docs/training.md); none: no tasks
     tasks_every: int | None = None  # steps between scores of the tasks, a multiple of every; none: with each

@@ -180,6 +180,10 @@ class TemplateChat:
                 spans.append(self._turn(messages, number, text=text, after=after))
         return ChatText(text, tuple(spans))
 
+    def invite(self, messages: list[Message]) -> str:
+        """The text of a conversation, up to where the assistant speaks. Raises BadConversation."""
+        return self._render(messages, invites=True)
+
     def _render(self, messages: list[Message], invites: bool = False) -> str:
         import jinja2  # only for a template
 

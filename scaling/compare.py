@@ -44,7 +44,8 @@ SILENT_MINUTES = 10.0  # without a line from a run, before it may no longer be r
 # Keys that decide which tokens a loss is a mean over, and which tokens an evaluation reads.
 TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
 EVALUATION_KEYS = (
-    "data.path", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid", "train.seq_len",
+    "data.path", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid",
+    "train.seq_len",
 )
 EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
 DIVERGED = "diverged"

@@ -1,0 +1,116 @@
+"""data/prompts.py: from a folder of a tokenizer to a run, its greedy texts and its scores, beside transformers
+on the exported folder, for the tokenizers that families have.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from families import FAMILIES, make_tokenizer
+from ranks import MODEL
+
+import train
+from scripts import convert, evaluate, generate, prepare_data
+
+CORE = ["llama2", "llama3", "qwen3", "deepseek"]
+TEXT = "the cat sat on the mat, and the rat sat"
+TURNS = ["say <|im_end|> and </s> it", "the cat"]
+NEW = 12
+# the system message is not one that all templates take
+HAS_SYSTEM = ("llama3", "qwen2", "qwen3", "deepseek", "phi3", "smollm", "olmo")
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def told(capsys, main, *words):
+    """What a script prints, as JSON."""
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def trained(home, tokenizer, capsys, *more):
+    """A run of three steps on prepared text."""
+    with open(home / "in.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": f"{TEXT} {number} {TEXT}"}) + "\n" for number in range(60))
+    words = ["--input", home / "in.jsonl", "--tokenizer", tokenizer, "--out", home / "data", "--workers", 1]
+    assert prepare_data.main([str(word) for word in words]) == 0
+    settings = ["--data.path", home / "data", "--log.dir", home, "--log.name", "run", "--train.steps", 3]
+    settings += ["--train.dtype", "fp32", "--optim.lr", 0.05, *more]
+    assert train.main(["llama3-tiny", *MODEL, *map(str, settings)]) == 0
+    return home / "run"
+
+
+def their_text(tokenizer, model, ids, stops):
+    """The greedy text of transformers."""
+    given = torch.tensor([ids])
+    made = model.generate(
+        given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NEW, eos_token_id=stops,
+        pad_token_id=0,
+    )
+    return tokenizer.decode(made[0, len(ids):], skip_special_tokens=True)
+
+
+def their_score(tokenizer, model, before, after):
+    """lm-eval's log-likelihood of a continuation (api/model.py, _encode_pair) with transformers' logits."""
+    spaces = len(before) - len(before.rstrip())
+    if spaces:
+        before, after = before[:-spaces], before[-spaces:] + after
+    whole, context = tokenizer(before + after).input_ids, tokenizer(before).input_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
+    return sum(float(logits[place - 1, whole[place]]) for place in range(len(context), len(whole)))
+
+
+@pytest.mark.slow(core=CORE)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_and_scores_are_those_of_transformers(transformers, tmp_path, capsys, name):
+    family = FAMILIES[name]
+    run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys)
+    header = capsys.readouterr().out
+    begins = f"documents begin with {family.bos!r}" if family.puts_start else "documents end with"
+    assert begins in " ".join(header.split())
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    stops = sorted(theirs.convert_tokens_to_ids(text) for text in {family.eos, *family.stops})
+
+    # a text that is continued
+    greedy = ["--max-new-tokens", NEW, "--temperature", 0]
+    prompt = theirs(TEXT).input_ids
+    assert (prompt[0] == theirs.bos_token_id) == family.puts_start
+    found = told(capsys, generate.main, run, "--prompt", TEXT, *greedy)
+    assert found["prompt_tokens"] == len(prompt)
+    assert found["text"] == TEXT + their_text(theirs, model, prompt, stops)
+
+    # a text with marks, read as marks
+    marked = f"{TEXT}{family.eos}{TEXT}"
+    found = told(capsys, generate.main, run, "--prompt", marked, "--special", *greedy)
+    assert found["prompt_tokens"] == len(theirs(marked).input_ids)
+    assert found["text"] == marked + their_text(theirs, model, theirs(marked).input_ids, stops)
+
+    # scores
+    example = {"query": f"{TEXT} on the ", "choices": ["mat", "rat sat", "hat"], "gold": 0}
+    (tmp_path / "task.jsonl").write_text(json.dumps(example) + "\n")
+    report = told(capsys, evaluate.main, run, "--tasks", tmp_path / "task.jsonl")
+    score = their_score(theirs, model, example["query"], "mat")
+    assert report["tasks"]["task"]["bpb"] == pytest.approx(-score / math.log(2) / 3, abs=1e-4)
+
+    # a chat
+    if family.template is None:
+        return
+    messages = [{"role": "system", "content": "be brief"}] if name in HAS_SYSTEM else []
+    words = ["--system", "be brief"] if messages else []
+    for turn in ("the cat", "sat on the mat"):
+        messages.append({"role": "user", "content": turn})
+        words += ["--chat", turn]
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        found = told(capsys, generate.main, run, *words, *greedy)
+        answer = their_text(theirs, model, ids, stops)
+        assert found["prompt_tokens"] == len(ids)
+        assert found["text"] == answer
+        messages.append({"role": "assistant", "content": answer})
