@@ -55,6 +55,7 @@ PROBES = (
     "\x00\x01\x7f",
     "Ａ ﬁ ½ Ⅷ",
 )
+ADDS_TOKENS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors
 Encode = Callable[[str], list[int]]  # text -> ids
 
 
@@ -311,14 +312,13 @@ def tokenizer_json(
 
 
 def with_start(post_processor: Tree | None, start: tuple[str, int] | None) -> Tree | None:
-    """A post-processor that puts the token `start`, (text, id), before a text, or none, and else does what it
-    did. A sentence's own special tokens in front are taken away."""
+    """The post-processor with other tokens before a text: `start`, (text, id), or none."""
     steps = [post_processor] if post_processor else []
     if post_processor and post_processor["type"] == "Sequence":
         steps = post_processor["processors"]
     template = {"type": "TemplateProcessing", "single": [part_of("A", 0)],
                 "pair": [part_of("A", 0), part_of("B", 1)], "special_tokens": {}}
-    others = [step for step in steps if step["type"] not in ("TemplateProcessing", "BertProcessing", "RobertaProcessing")]
+    others = [step for step in steps if step["type"] not in ADDS_TOKENS]
     template = next((step for step in steps if step["type"] == "TemplateProcessing"), template)
 
     made = {**template, "special_tokens": dict(template["special_tokens"])}

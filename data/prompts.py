@@ -4,15 +4,15 @@
     prompt      the same for a text that is continued: never empty
     chat        messages, in the tokenizer's format (chat.py), up to where the assistant speaks
 
-The start token (BOS). The files of a tokenizer say whether one is put before a text: the post-processor of a
-tokenizer.json, as transformers 5 follows it; add_bos_token of the tokenizer_config.json beside a sentencepiece
-model. data.bos decides otherwise. Training data is read with the same token (start_tokens.py). A chat template
+The start token (BOS). The files of a tokenizer say whether one is put before a text: the post-processor of
+a tokenizer.json, as transformers 5 follows it; add_bos_token of the tokenizer_config.json beside a
+sentencepiece model. data.bos decides otherwise. Training data is read with the same token (start_tokens.py). A chat template
 writes its own.
 
 Control tokens. Text that spells one is text, as in training data. Where `special` is asked for it is the
-control token, as in transformers. In a chat the tokens that the template writes are control tokens, and those
-that a message spells are text. An answer of the assistant keeps marks that are not special, such as </think>:
-the model has written them as tokens.
+control token, as in transformers. In a chat the tokens that the template writes are control tokens, and
+those that a message spells are text. An answer of the assistant keeps marks that are not special, such as
+</think>: the model has written them as tokens.
 """
 import json
 import re
@@ -71,8 +71,9 @@ def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
 def added_start(tok: Tokenizer) -> SpecialToken | None:
     """The token that the tokenizer's own files put before a text. Raises ConfigError if they put several."""
     if isinstance(tok, SentencePieceTokenizer):
-        adds = json.loads(tok.files.get(TOKENIZER_CONFIG, b"{}")).get("add_bos_token")
-        return replace(tok.contract.start, named_by=(TOKENIZER_CONFIG,)) if adds and tok.contract.start else None
+        start = tok.contract.start
+        adds_start = json.loads(tok.files.get(TOKENIZER_CONFIG, b"{}")).get("add_bos_token")
+        return replace(start, named_by=(TOKENIZER_CONFIG,)) if adds_start and start else None
     if not isinstance(tok, JsonTokenizer):
         return None
 
@@ -80,8 +81,8 @@ def added_start(tok: Tokenizer) -> SpecialToken | None:
     count = (*encoding.special_tokens_mask, 0).index(0)
     if count > 1:
         raise ConfigError(f"data.bos: tokenizer.json puts {count} tokens before a text "
-                          f"({' '.join(encoding.tokens[:count])}), and one start token is what is known here; "
-                          "data.bos false puts none")
+                          f"({' '.join(encoding.tokens[:count])}), and here a document begins with one at "
+                          "most; data.bos false puts none")
     return SpecialToken(encoding.ids[0], encoding.tokens[0], ("tokenizer.json",)) if count else None
 
 
@@ -164,7 +165,8 @@ class Prompts:
         except BadConversation:
             return self.stops
         closing = text[slice(*spans[-1])].rpartition(PROBE)[2] if spans else ""
-        ends = [token_id for token_id in self._control.encode(closing) if token_id in self.tok.contract.control]
+        control = self.tok.contract.control
+        ends = [token_id for token_id in self._control.encode(closing) if token_id in control]
         return self.stops | set(ends[:1])
 
     @property
@@ -181,8 +183,8 @@ class Prompts:
     @cached_property
     def _control(self) -> "ControlReader":
         if not isinstance(self.tok, JsonTokenizer):
-            raise ConfigError(f"--special: text spells no control token of the tokenizer {self.tok.name}, which "
-                              "is no tokenizer.json; leave it out")
+            raise ConfigError(f"--special: text spells no control token of the tokenizer {self.tok.name}, "
+                              "which is not a tokenizer.json; leave it out")
         return control_reader(self.tok)
 
     def _guarded(self, message: Message) -> Message:

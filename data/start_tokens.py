@@ -123,8 +123,8 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
     num_begun = int((firsts == known.id).sum())
     ends_alike = known.id == tok.eod  # then the end of the document before stands in front, too
     if 0 < num_begun < len(firsts) and not ends_alike:
-        raise ConfigError(f"data.bos: some documents of {name} begin with the start token {known}, and others "
-                          "do not; prepare the data again")
+        raise ConfigError(f"data.bos: some documents of {name} begin with the start token {known}, and "
+                          "others do not; prepare the data again")
     if start is None:
         if num_begun and not ends_alike:
             why = "data.bos is false" if wanted is False else "the tokenizer's files put none there"

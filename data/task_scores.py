@@ -4,8 +4,8 @@ The tokens of an answer. Context and answer are encoded as one text, as training
 follows the tokens that the context alone begins with, less the space at its end: so a space between context
 and answer belongs to the answer, and a token that both share is scored whole. lm-eval does the same, but for
 shared tokens: there it scores the last ones of the text. A text begins with the start token, where the model
-has one (prompts.py); else an empty context is the token that ends a document. Tokens beyond the model's context
-are dropped from the left.
+has one (prompts.py); else an empty context is the token that ends a document. Tokens beyond the model's
+context are dropped from the left.
 
 The metrics of a task of choices:
 

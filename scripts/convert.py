@@ -380,7 +380,8 @@ def set_start(start: SpecialToken | None, known: SpecialToken | None, tokenizer_
 def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool, start: SpecialToken | None) -> None:
     """Checks that AutoTokenizer gives our ids, if transformers is installed.
 
-    start: stands before them where it adds special tokens. is_ours: we wrote tokenizer.json; texts that contain special tokens must agree, too.
+    start: stands before them where it adds special tokens. is_ours: we wrote tokenizer.json; texts that
+    contain special tokens must agree, too.
     Raises ExportRefused if an id differs.
     """
     try:
@@ -398,10 +399,10 @@ def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool, start: Spe
         bare, whole = auto.encode("a", add_special_tokens=False), auto.encode("a")
     except Exception as error:  # whatever transformers does not accept in the folder
         raise hf_tokenizer.ExportRefused(f"{who} fails: {' '.join(str(error).split())[:200]}") from None
-    front = whole[:max(0, len(whole) - len(bare))] if whole[-len(bare):] == bare else whole[:1]
-    if front != ([start.id] if start else []):
-        raise hf_tokenizer.ExportRefused(f"{who} puts {front} before a text, and the run "
-                                         f"{start if start else 'nothing'}")
+    theirs = whole[0] if whole[:1] != bare[:1] else None
+    if theirs != (start.id if start else None):
+        raise hf_tokenizer.ExportRefused(f"{who} begins a text with {auto.decode(whole[:1])!r}, and the run "
+                                         f"with {start or 'no start token'}")
     if line is not None:
         raise hf_tokenizer.ExportRefused(f"{who} gives other ids on {line[:60]!r}")
 

@@ -5,8 +5,8 @@
     python -m scripts.generate RUN --chat
 
 RUN is a run folder, or one of its checkpoint folders. --chat writes messages with the chat template of the
-tokenizer, as the run has read conversations, and prints the answers alone. Without a message it reads them from
-the terminal, a line each; Ctrl-D ends.
+tokenizer, as the run has read conversations, and prints the answers alone. Without a message it reads them
+from the terminal, a line each; Ctrl-D ends.
 """
 import argparse
 import json
@@ -140,8 +140,8 @@ def chat(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> N
         messages.append({"role": USER, "content": question})
         prompt = prompts.chat(messages)
         if len(prompt) >= run.cfg.model.context:
-            raise ConfigError(f"--chat: the conversation has {len(prompt)} tokens, and the model's context is "
-                              f"{run.cfg.model.context}; begin another")
+            raise ConfigError(f"--chat: the conversation has {len(prompt)} tokens, and the model's context "
+                              f"is {run.cfg.model.context}; begin another")
         sample = take_sample(
             run, prompt, args, stops=prompts.turn_stops, seed=args.seed + number, device=device,
             stop_text=prompts.stop_text,

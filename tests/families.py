@@ -26,7 +26,8 @@ QWEN3 = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA2 = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
     "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
@@ -76,8 +77,8 @@ class Family:
     """What tells the tokenizers of a family from others.
 
     splits: "bytes" (byte-level BPE), "prefix" (sentencepiece's, with a space before a text) or "spaces"
-    (without). puts_start: does its post-processor put bos before a text? special, marks: added tokens, special
-    and not. settings: more of tokenizer_config.json. stops: of generation_config.json.
+    (without). puts_start: does its post-processor put bos before a text? special, marks: added tokens,
+    special and not. settings: more of tokenizer_config.json. stops: of generation_config.json.
     """
     splits: str
     special: tuple[str, ...]
@@ -94,7 +95,8 @@ FAMILIES = {
     "llama2": Family("prefix", ("<unk>", "<s>", "</s>"), "</s>", "<s>", True, LLAMA2,
                      settings=(("add_bos_token", True),)),
     "llama3": Family(
-        "bytes", ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "bytes",
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|eot_id|>", "<|begin_of_text|>", True, LLAMA3, stops=("<|end_of_text|>", "<|eot_id|>"),
     ),
     "qwen2": Family("bytes", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>", template=QWEN2,
@@ -102,13 +104,16 @@ FAMILIES = {
     "qwen3": Family("bytes", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>", template=QWEN3,
                     marks=("<think>", "</think>")),
     "mistral": Family("spaces", ("<unk>", "<s>", "</s>", "[INST]", "[/INST]"), "</s>", "<s>", True, MISTRAL),
-    "gemma": Family("spaces", ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"), "<eos>",
-                    "<bos>", True, GEMMA, stops=("<eos>", "<end_of_turn>")),
-    "deepseek": Family("bytes", ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), "<｜end▁of▁sentence｜>",
-                       "<｜begin▁of▁sentence｜>", True, DEEPSEEK, marks=("<｜User｜>", "<｜Assistant｜>")),
-    "phi3": Family("prefix", ("<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
-                   "<|endoftext|>", "<s>", False, PHI3, settings=(("add_bos_token", False),),
-                   stops=("<|endoftext|>", "<|end|>")),
+    "gemma": Family("spaces", ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+                    "<eos>", "<bos>", True, GEMMA, stops=("<eos>", "<end_of_turn>")),
+    "deepseek": Family("bytes", ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+                       "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", True, DEEPSEEK,
+                       marks=("<｜User｜>", "<｜Assistant｜>")),
+    "phi3": Family(
+        "prefix", ("<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        "<|endoftext|>", "<s>", False, PHI3, settings=(("add_bos_token", False),),
+        stops=("<|endoftext|>", "<|end|>"),
+    ),
     "gpt2": Family("bytes", ("<|endoftext|>",), "<|endoftext|>", "<|endoftext|>"),
     "smollm": Family("bytes", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>", "<|im_start|>",
                      template=SMOLLM),
@@ -135,7 +140,8 @@ def sentencepiece_like(special: tuple[str, ...], has_prefix: bool) -> tokenizers
     merges = [("t", "h"), ("th", "e"), (SPACE, "the"), ("a", "t"), (SPACE, "s"), ("e", "r")]
     names += ["".join(merge) for merge in merges]
     vocab = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    made = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    model = models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    made = tokenizers.Tokenizer(model)
     steps = [normalizers.Prepend(SPACE)] if has_prefix else []
     made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     ends = [decoders.Strip(" ", 1, 0)] if has_prefix else []

@@ -156,6 +156,7 @@ def config_at(layout: str):
 class Facts:
     """Of data, what a checkpoint asks."""
     fingerprint = "data"
+    is_chat = False
     tokenizer = type("Tokenizer", (), {"fingerprint": "tokenizer"})
 
 

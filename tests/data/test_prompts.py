@@ -1,21 +1,27 @@
-"""data/prompts.py: from a folder of a tokenizer to a run, its greedy texts and its scores, beside transformers
-on the exported folder, for the tokenizers that families have.
+"""data/prompts.py: from a folder of a tokenizer to a run, its greedy texts and its scores, beside
+transformers on the exported folder, for the tokenizers that families have.
 """
 
 import json
 import math
+import re
+import shutil
 
 import pytest
+import tokenizers
 import torch
 from families import FAMILIES, make_tokenizer
 from ranks import MODEL
 
 import train
+from config import ConfigError
+from data.prompts import open_prompts, start_token
+from data.tokenizer import load_tokenizer, train_bpe
 from scripts import convert, evaluate, generate, prepare_data
 
 CORE = ["llama2", "llama3", "qwen3", "deepseek"]
 TEXT = "the cat sat on the mat, and the rat sat"
-TURNS = ["say <|im_end|> and </s> it", "the cat"]
+SPELLED = "say {} and {} it"
 NEW = 12
 # the system message is not one that all templates take
 HAS_SYSTEM = ("llama3", "qwen2", "qwen3", "deepseek", "phi3", "smollm", "olmo")
@@ -114,3 +120,94 @@ def test_texts_and_scores_are_those_of_transformers(transformers, tmp_path, caps
         assert found["prompt_tokens"] == len(ids)
         assert found["text"] == answer
         messages.append({"role": "assistant", "content": answer})
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.template])
+def test_control_tokens_that_a_message_spells_are_text(transformers, tmp_path, name):
+    """What the template writes is control tokens: the text between them is encoded by itself, as text."""
+    home = make_tokenizer(name, tmp_path / "tok")
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    spelled = SPELLED.format(FAMILIES[name].special[-1], FAMILIES[name].eos)
+    messages = [
+        {"role": "user", "content": "QQQ"},
+        {"role": "assistant", "content": "the mat"},
+        {"role": "user", "content": "QQQ"},
+    ]
+    written = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    own = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
+    own.encode_special_tokens = True  # what is special in it is text
+    control = "|".join(map(re.escape, (*FAMILIES[name].special, *FAMILIES[name].marks)))
+    want = []
+    for part in re.split(f"({control})", written):
+        if re.fullmatch(control, part):
+            want.append(own.token_to_id(part))
+        elif part:
+            want += own.encode(part.replace("QQQ", spelled), add_special_tokens=False).ids
+
+    for message in messages:
+        message["content"] = message["content"].replace("QQQ", spelled)
+    prompts = open_prompts(load_tokenizer(home), None)
+    assert prompts.chat(messages) == want
+    if FAMILIES[name].puts_start:  # the template writes one, and no second is put before it
+        assert want.count(theirs.bos_token_id) == written.count(FAMILIES[name].bos)
+
+
+@pytest.mark.slow(core=["smollm-true"])
+@pytest.mark.parametrize(
+    "name, wanted", [("llama3", "false"), ("llama2", "false"), ("smollm", "true"), ("phi3", "true")]
+)
+def test_the_start_token_that_a_run_chooses_goes_into_its_export(transformers, tmp_path, capsys, name, wanted):
+    """data.bos against what the files say: a folder that transformers reads as the run reads text."""
+    run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys, "--data.bos", wanted)
+    has_start = wanted == "true"
+    assert ("documents begin with" in " ".join(capsys.readouterr().out.split())) == has_start
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert settings["add_bos_token"] == has_start
+    ids = theirs(TEXT).input_ids
+    assert (ids[0] == theirs.bos_token_id) == has_start
+    assert ids[has_start:] == theirs(TEXT, add_special_tokens=False).input_ids
+    assert told(capsys, generate.main, run, "--prompt", TEXT)["prompt_tokens"] == len(ids)
+
+
+def test_our_own_tokenizer_with_a_start_token(transformers, tmp_path, capsys):
+    run = trained(tmp_path, "bpe-300", capsys, "--data.bos", "true")
+    assert "documents begin with '<s>' (id 1), as data.bos says" in " ".join(capsys.readouterr().out.split())
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    assert "no tokenizer.json is written" not in capsys.readouterr().out
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    own = load_tokenizer(run / "tokenizer")
+    assert theirs(TEXT).input_ids == [1, *own.encode(TEXT)]
+    for name, wanted, problem in (
+        ("bytes", "true", "names no start token"), ("qwen2", "true", "names no start token"),
+    ):
+        tok = name if name == "bytes" else make_tokenizer(name, tmp_path / name)
+        with pytest.raises(ConfigError, match=problem):
+            start_token(load_tokenizer(tok), wanted == "true")
+
+
+def test_a_sentencepiece_model_follows_the_file_beside_it(tmp_path, capsys):
+    """tokenizer_config.json stays with the model: in the data, in the run, in prompts."""
+    (tmp_path / "tok").mkdir()
+    train_bpe([TEXT * 20], 300, tmp_path / "tok" / "tokenizer.model")
+    (tmp_path / "tok" / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": "<s>"}')
+    run = trained(tmp_path, tmp_path / "tok", capsys)
+    shutil.rmtree(tmp_path / "tok")
+    plain = load_tokenizer(run / "tokenizer").encode(TEXT)
+    assert told(capsys, generate.main, run, "--prompt", TEXT)["prompt_tokens"] == 1 + len(plain)
+    with pytest.raises(ConfigError, match="--special: text spells no control token"):
+        generate.main([str(run), "--prompt", TEXT, "--special"])
+
+
+def test_several_tokens_before_a_text(tmp_path):
+    home = make_tokenizer("llama3", tmp_path / "tok")
+    made = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
+    names = ("<|begin_of_text|>", "<|eot_id|>")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        f"{names[0]} {names[1]} $A", special_tokens=[(name, made.token_to_id(name)) for name in names]
+    )
+    made.save(str(home / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="data.bos: tokenizer.json puts 2 tokens before a text"):
+        open_prompts(load_tokenizer(home), None)
+    assert open_prompts(load_tokenizer(home), False).start is None
