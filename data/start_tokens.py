@@ -117,20 +117,19 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
 
     start = start_token(tok, wanted)
     known = start or tok.contract.start
-    if known is None:
+    if known is None or (start is None and wanted is None):
         return index
     firsts = first_ids(index)
     num_begun = int((firsts == known.id).sum())
     ends_alike = known.id == tok.eod  # then the end of the document before stands in front, too
-    if 0 < num_begun < len(firsts) and not ends_alike:
-        raise ConfigError(f"data.bos: some documents of {name} begin with the start token {known}, and "
-                          "others do not; prepare the data again")
     if start is None:
         if num_begun and not ends_alike:
-            why = "data.bos is false" if wanted is False else "the tokenizer's files put none there"
-            raise ConfigError(f"data.bos: documents of {name} begin with {known}, and {why}; set data.bos "
-                              "true, or prepare the data again")
+            raise ConfigError(f"data.bos: false, but documents of {name} begin with {known}; leave it out, or "
+                              "prepare the data again")
         return index
+    if 0 < num_begun < len(firsts) and not ends_alike:
+        raise ConfigError(f"data.bos: some documents of {name} begin with the start token {start}, and "
+                          "others do not; prepare the data again")
     if num_begun == len(firsts) or (index.documents == 0 and ends_alike):
         return index
     if index.documents == 0:

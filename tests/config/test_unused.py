@@ -109,7 +109,7 @@ READ = {
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay weight_decay clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages elastic",
-    "data": "path tokenizer bos split doc_mask pack fim_rate prefetch",
+    "data": "path tokenizer eod bos split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",
