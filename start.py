@@ -336,7 +336,8 @@ def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
         if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
             continue
         with contextlib.suppress(ConfigError, OSError):
-            if load_tokenizer(place, cfg.data.eod).fingerprint == tokenizer.fingerprint:  # else the files belong to another
+            found = load_tokenizer(place, cfg.data.eod)
+            if found.fingerprint == tokenizer.fingerprint:  # else the files belong to another
                 copy_tokenizer_files(place, folder)
 
 
@@ -398,8 +399,11 @@ class SamplePrompt(NamedTuple):
 
 
 def sample_prompt(cfg: Config, valid_data: BatchLoader) -> SamplePrompt:
-    """eval.prompt; without it the first words of the validation data, which suit any corpus. Of conversations:
-    eval.prompt as a message of the user, or what stands before the first answer. Raises ConfigError."""
+    """eval.prompt; without it the first words of the validation data, which suit any corpus.
+
+    Of conversations: eval.prompt as a message of the user, or what stands before an answer of the data.
+    Raises ConfigError.
+    """
     prompts, given = valid_data.prompts, cfg.eval.prompt
     if valid_data.is_chat:
         messages = [{"role": USER, "content": given or ""}]

@@ -336,7 +336,8 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
             source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
             raise ConfigError(
                 f"data.path: the {name} of {where} has fingerprint {stored}, this one {found}; "
-                f"give the same data and data.bos, or start anew with --log.name OTHER --checkpoint.init_from {source}"
+                "give the same data and data.bos, or start anew with --log.name OTHER "
+                f"--checkpoint.init_from {source}"
             )
 
     # What may.
