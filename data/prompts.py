@@ -6,8 +6,8 @@
 
 The start token (BOS). The files of a tokenizer say whether one is put before a text: the post-processor of
 a tokenizer.json, as transformers 5 follows it; add_bos_token of the tokenizer_config.json beside a
-sentencepiece model. data.bos decides otherwise. Training data is read with the same token (start_tokens.py). A chat template
-writes its own.
+sentencepiece model. data.bos decides otherwise. Training data is read with the same token
+(start_tokens.py). A chat template writes its own.
 
 Control tokens. Text that spells one is text, as in training data. Where `special` is asked for it is the
 control token, as in transformers. In a chat the tokens that the template writes are control tokens, and

@@ -124,8 +124,8 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
     ends_alike = known.id == tok.eod  # then the end of the document before stands in front, too
     if start is None:
         if num_begun and not ends_alike:
-            raise ConfigError(f"data.bos: false, but documents of {name} begin with {known}; leave it out, or "
-                              "prepare the data again")
+            raise ConfigError(f"data.bos: false, but documents of {name} begin with {known}; leave it out, "
+                              "or prepare the data again")
         return index
     if 0 < num_begun < len(firsts) and not ends_alike:
         raise ConfigError(f"data.bos: some documents of {name} begin with the start token {start}, and "

@@ -32,11 +32,11 @@ def generate(
 ) -> Iterator[int]:
     """Yields new token ids, the same on every rank.
 
-    temperature 0: the likeliest token. Ends before an id of `stops`, and when the model has read `limit` tokens (learned
-    positions have no more). vocab: ids from here on are never taken, as of a model whose table is longer than
-    its tokenizer. multiple: sequence parallelism divides the sequence, so it is padded to a
-    multiple of this and computed anew for each token (a token does not depend on what comes after it); 1: the
-    cache is used.
+    temperature 0: the likeliest token. Ends before an id of `stops`, and when the model has read `limit`
+    tokens (learned positions have no more). vocab: ids from here on are never taken, as of a model whose
+    table is longer than its tokenizer. multiple: sequence parallelism divides the sequence, so it is padded
+    to a multiple of this and computed again for each token (a token does not depend on what comes after it);
+    1: the cache is used.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)

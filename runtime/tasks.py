@@ -23,8 +23,8 @@ class EvaluationModel:
 
     logits: tokens [b, s], b at most `batch` -> [b, s, vocab]. write: (prompt ids, how many) -> the likeliest
     new ids, one by one.
-    encode: text -> ids, with the start token of the model, if it has one. encode_bare: without it. before_text:
-    the id that an empty context is. context: the length of the longest sequence.
+    encode: text -> ids, with the start token of the model, if it has one. encode_bare: without it.
+    before_text: the id that an empty context is. context: the length of the longest sequence.
     """
 
     logits: Callable[[Tensor], Tensor]

@@ -156,7 +156,7 @@ def test_control_tokens_that_a_message_spells_are_text(transformers, tmp_path, n
 @pytest.mark.parametrize(
     "name, wanted", [("llama3", "false"), ("llama2", "false"), ("smollm", "true"), ("phi3", "true")]
 )
-def test_the_start_token_that_a_run_chooses_goes_into_its_export(transformers, tmp_path, capsys, name, wanted):
+def test_exports_have_the_start_token_that_a_run_chooses(transformers, tmp_path, capsys, name, wanted):
     """data.bos against what the files say: a folder that transformers reads as the run reads text."""
     run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys, "--data.bos", wanted)
     has_start = wanted == "true"

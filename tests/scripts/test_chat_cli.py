@@ -1,4 +1,4 @@
-"""A run that is tuned on conversations, and talking to it: prepare_data --chat, train.py, scripts.generate."""
+"""A run that is tuned on conversations, and talking to it: prepare_data --chat, train.py, generate --chat."""
 
 import io
 import json
@@ -152,7 +152,7 @@ def test_control_tokens_of_a_prompt_and_what_is_said_of_them(chatml, plain, caps
     _, note = lines(capsys, chatml, "--prompt", turn)
     assert note.startswith("note: <|im_start|> in --prompt is read as text; --special reads control tokens")
     for run in (chatml, plain):
-        assert lines(capsys, run, "--prompt", "the cat")[1].startswith("note: this run was trained on conversat")
+        assert lines(capsys, run, "--prompt", "the cat")[1].startswith("note: this run was trained on conv")
 
 
 @pytest.mark.parametrize(
