@@ -40,13 +40,13 @@ def told(capsys, main, *words):
 
 
 def trained(home, tokenizer, capsys, *more):
-    """A run of three steps on prepared text."""
+    """A run on prepared text whose weights are large, so that each token of a prompt changes the text."""
     with open(home / "in.jsonl", "w") as file:
         file.writelines(json.dumps({"text": f"{TEXT} {number} {TEXT}"}) + "\n" for number in range(60))
     words = ["--input", home / "in.jsonl", "--tokenizer", tokenizer, "--out", home / "data", "--workers", 1]
     assert prepare_data.main([str(word) for word in words]) == 0
-    settings = ["--data.path", home / "data", "--log.dir", home, "--log.name", "run", "--train.steps", 3]
-    settings += ["--train.dtype", "fp32", "--optim.lr", 0.05, *more]
+    settings = ["--data.path", home / "data", "--log.dir", home, "--log.name", "run", "--train.steps", 1]
+    settings += ["--train.dtype", "fp32", "--optim.lr", 1e-6, "--model.init_std", 0.3, *more]
     assert train.main(["llama3-tiny", *MODEL, *map(str, settings)]) == 0
     return home / "run"
 
@@ -92,6 +92,7 @@ def test_texts_and_scores_are_those_of_transformers(transformers, tmp_path, caps
     found = told(capsys, generate.main, run, "--prompt", TEXT, *greedy)
     assert found["prompt_tokens"] == len(prompt)
     assert found["text"] == TEXT + their_text(theirs, model, prompt, stops)
+    assert their_text(theirs, model, prompt[1:], stops) != their_text(theirs, model, prompt, stops)
 
     # a text with marks, read as marks
     marked = f"{TEXT}{family.eos}{TEXT}"
