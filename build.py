@@ -4,7 +4,7 @@ Used by train.py, and by scripts that evaluate, generate and convert.
 """
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from config import (
     ParallelConfig,
     Phase,
     Phases,
+    Tree,
     config_of_stage,
     phases_of,
 )
@@ -84,6 +85,7 @@ class TrainingRun:
     reruns: StepReruns  # of steps that are computed twice (train.rerun_every, train.rerun_suspects)
     recording: RecordedPipeline | None = None  # runs in place of the pipeline (train.cuda_graphs)
     ema: WeightEMA | None = None  # of the master weights (train.ema)
+    provenance: Tree = field(default_factory=dict)  # what makes the run, for its checkpoints
 
     @property
     def data(self) -> BatchLoader:

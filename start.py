@@ -4,10 +4,11 @@ train.py calls what is here from the top to the bottom, and what a function call
 can be refused is refused here. The last two are called after the first step, and at the end.
 """
 import contextlib
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.memory import MemoryCheckpoints, has_record
-from config import Config, ConfigError, is_due, phases_of
+from config import Config, ConfigError, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
 from config.phases import named
 from config.terminal import output_width, wrapped
@@ -27,9 +28,12 @@ from data.blend import parse_blend, source_names
 from data.download import download_sources, local_path
 from data.loader import BatchLoader, open_loader
 from data.prompts import USER
+from data.raw import RawShards
+from data.start_tokens import files_of
 from data.task_files import ScoredTask, read_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.sharding import parallel_dims
+from optim.lr import learning_rate_of_run, schedules_of
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
@@ -118,7 +122,7 @@ def check_data(cfg: Config, world: World) -> Config:
     """The config with the vocabulary of the data. Opens that of every phase once, on rank 0, which also makes
     what is made at the first opening. Data in a store is downloaded before. Collective.
 
-    Raises ConfigError if the data of a phase cannot be read, or has another tokenizer.
+    Raises ConfigError if the data of a phase cannot be read, has another tokenizer, or no target that counts.
     """
     everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
     copies = state.first_rank_does(lambda: download_sources(cfg), everyone, timeout_s)
@@ -126,7 +130,8 @@ def check_data(cfg: Config, world: World) -> Config:
 
     def open_once() -> int:
         tokenizer = None
-        for phase in phases_of(cfg).all:
+        phases = phases_of(cfg)
+        for phase in phases.all:
             with named(phase):
                 check_source_names(phase.cfg)
                 data = open_loader(cfg, "train", 0, 1, phase=phase.number)
@@ -137,6 +142,9 @@ def check_data(cfg: Config, world: World) -> Config:
                         f"data.path: {phase.cfg.data.path} was made with another tokenizer than the data of "
                         "the first phase; prepare it with the same one"
                     )
+                known = with_vocab(cfg, tokenizer.vocab)
+                steps = total_steps(known, flops_per_token(known.model, known.train.seq_len))
+                data.count_targets(phases.last_step(phase, steps))
                 if phase.number > 1:
                     open_loader(cfg, "valid", 0, 1, phase=phase.number).close()
         assert tokenizer is not None  # there is a phase
@@ -209,10 +217,10 @@ def start_run(
     world: World,
     folder: Path,
     in_memory: MemoryCheckpoints | None = None,
-) -> tuple[TrainingRun, BatchLoader, int, list[str]]:
+) -> tuple[TrainingRun, BatchLoader, state.StartingPoint, list[str]]:
     """The run of the phase that comes next, with what it continues.
 
-    Returns (run, its valid split, steps done, notes for the log). Collective.
+    Returns (run, its valid split, what it has loaded, notes for the log). Collective.
     """
     root = folder / "checkpoints"
     phases = phases_of(cfg)
@@ -236,14 +244,34 @@ def start_run(
                 in_memory.drop_after(start.step)  # what this run goes on from is its only past
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
-            return run, valid_data, start.step, notes
+            notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start)]
+            return describe_start(run, env, start, root), valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
+
+
+def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
+    """[a line that compares learning rates], where a run goes on with another one than it had."""
+    if start.resumed is None:
+        return []
+    meta, step = start.resumed.meta, start.step
+    try:
+        before, horizon = phases_of(config.build_tree(Config, meta["config"])), state.horizon_in(meta)
+    except ConfigError:  # of another version, whose keys are not those of today
+        return []
+    if horizon is None:
+        return []
+    old = learning_rate_of_run(schedules_of(before, horizon), step)
+    if math.isclose(old, run.learning_rate(step), rel_tol=1e-9):
+        return []
+    after = run.learning_rate(min(step + 1, run.steps))
+    return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings have another schedule"]
 
 
 def is_evaluation_missing(
     cfg: Config, step: int, folder: Path, everyone: comm.Group, is_end: bool = False
 ) -> bool:
-    """Whether an evaluation was due after this step, and left out because the run was asked to stop.
+    """Whether an evaluation was due after this step, and is not in the folder: the run was asked to stop, or
+    another run made the step.
 
     is_end: the run ends with this step. Collective.
     """
@@ -271,6 +299,86 @@ def build_phase(
     with advised_on_memory(phase.cfg, world):
         run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
     return run, valid_data
+
+
+def other_code(start: state.StartingPoint, env: setup.LaunchEnv, folder: Path) -> list[str]:
+    """A line each where the run goes on with other code, and other packages, than made the checkpoint."""
+    if start.resumed is None or env.provenance is None:
+        return []
+    folder = folder if start.memory else start.resumed.path.parent.parent
+    old = start.resumed.meta.get("provenance") or {}
+    if not provenance.is_code(old.get("code")):  # of another version
+        return []
+    try:
+        change = provenance.code_change(old["code"], env.provenance.code, folder)
+        packages = provenance.other_versions(old["versions"], env.provenance.record["versions"])
+    except (KeyError, TypeError, AttributeError):
+        return []
+    found = [f"resumed with other code ({change})"] if change else []
+    packages = [line for line in packages if not line.startswith("torch ")]  # checkpoint/state.py says that
+    return [*found, f"resumed with other packages ({', '.join(packages)})"] if packages else found
+
+
+def describe_start(
+    run: TrainingRun, env: setup.LaunchEnv, start: state.StartingPoint, root: Path
+) -> TrainingRun:
+    """The run, with what makes it. root: the folder of its checkpoints. Collective."""
+    def describe() -> Tree:
+        if env.provenance is None:
+            return {}
+        inputs = {**weight_inputs(run.cfg, start, root), "data": data_inputs(run.data)}
+        return {**env.provenance.record, "step": start.step, "inputs": inputs}
+
+    return replace(run, provenance=state.first_rank_does(describe, run.mesh.world))
+
+
+def describe_phase(run: TrainingRun, before: Tree, step: int) -> TrainingRun:
+    """The run of a phase that begins after `step`, with what makes it. before: that of the phase before."""
+    if not before:
+        return run
+    inputs = {**before["inputs"], "data": data_inputs(run.data)}
+    return replace(run, provenance={**before, "step": step, "inputs": inputs})
+
+
+def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
+    """{key of checkpoint.*: the checkpoint that it has named}; {} where a run begins or goes on by itself."""
+    index = start.weights or start.resumed
+    if index is None or start.memory or index.path.parent == root:
+        return {}
+    key = "init_from" if start.weights else "branch" if cfg.checkpoint.branch else "resume"
+    sealed = (index.path / "index.sha256").read_text().split()[0]
+    return {f"checkpoint.{key}": {"path": str(index.path.absolute()), "index_sha256": sealed}}
+
+
+def data_inputs(loader: BatchLoader) -> list[Tree]:
+    """What a phase reads: for each data set its name, its prefix or file, and the fingerprints of it and of
+    its tokenizer."""
+    found: list[Tree] = []
+    for dataset in loader.datasets:
+        index, tokenizer = files_of(dataset.index), loader.required_tokenizer
+        path = str(index.bin.absolute())
+        found.append({
+            "name": dataset.name,
+            "path": path if isinstance(index, RawShards) else path.removesuffix(".bin"),
+            "identity": index.identity,
+            "tokenizer": tokenizer.name,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+        })
+    return found
+
+
+def keep_provenance(run: TrainingRun, env: setup.LaunchEnv, folder: Path) -> list[str]:
+    """Writes down, on rank 0, what makes the run. Returns a warning where the folder does not take it."""
+    if env.provenance is None:
+        return []
+    defaults = config.flatten_tree(asdict(Config()))
+    settings = config.flatten_tree(asdict(run.phases.whole))
+    chosen = {key: value for key, value in settings.items() if value != defaults[key]}
+    try:
+        provenance.keep(folder, {**run.provenance, "settings": chosen}, env.provenance.code.patch)
+    except OSError as error:
+        return [f"warning: {error.filename or folder}: {error.strerror}; the run does not say what made it"]
+    return []
 
 
 def connect(cfg: Config, world: World) -> Mesh:
@@ -363,6 +471,12 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
         for batch in valid_data.microbatches(index):
             found.append(shard_batch(batch, mesh.cp))
     return found
+
+
+def describe_targets(run: TrainingRun) -> str | None:
+    """How much counts of what the run reads in its phase; None where everything does."""
+    counts = run.data.count_targets(run.last_step)
+    return counts.describe() if counts else None
 
 
 def trained_flops_per_token(run: TrainingRun) -> float:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,24 @@ from checkpoint.memory import MemoryCheckpoints
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
-from config import CheckpointConfig, Config, ConfigError, is_due, is_permanent_step, phases_of, unused, usage
+from config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    Phases,
+    Tree,
+    is_due,
+    is_permanent_step,
+    phases_of,
+    unused,
+    usage,
+)
 from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.phases import change_text, named
 from config.run_name import with_own_folder
 from config.terminal import output_width, wrapped
 from data.loader import BatchLoader, check_paths
+from data.prompts import Prompts
 from data.task_files import ScoredTask
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
@@ -50,7 +62,7 @@ from plan.count import parameters, table
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
 from runtime.console import parameter_count
-from runtime.evaluate import loss_report, mean_loss
+from runtime.evaluate import NO_LOSS, loss_report, mean_loss
 from runtime.faults import FaultHook, disturb_grads, disturb_next_sums
 from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.goodput import GoodputClock
@@ -70,9 +82,12 @@ from start import (
     build_phase,
     check_data,
     check_same_everywhere,
+    describe_phase,
+    describe_targets,
     elastic_layout,
     flops_so_far,
     is_evaluation_missing,
+    keep_provenance,
     keep_tokenizer,
     open_memory,
     open_tasks,
@@ -99,11 +114,13 @@ SKIPPED_STEPS_FP16 = 20
 class StepResult(NamedTuple):
     """Scalars on the device.
 
-    loss: the mean over counted tokens. is_good: a bool; False: the step was skipped.
+    loss: the mean over the counted targets; 0 without any. is_good: a bool; False: the step was skipped.
+    num_targets: the counted targets of all ranks.
     """
     loss: Tensor
     grad_norm: Tensor
     is_good: Tensor
+    num_targets: Tensor
 
 
 def train_step(
@@ -117,6 +134,8 @@ def train_step(
     """Optimizer step number `step` (from 1) over the microbatches of this rank. Never waits for the device,
     unless it may be computed again (runtime/rerun.py).
 
+    A step is skipped if it is not finite, if it is a spike, or if no target of its batch counts.
+
     grads_ready: called when the gradients are summed over all ranks; begin: before the forward. In a step
     that is computed again both are called again.
     """
@@ -125,26 +144,29 @@ def train_step(
     def compute() -> StepNumbers:
         begin()
         local_microbatches = shard_microbatches(run, microbatches)
-        num_tokens = count_tokens(local_microbatches, run.mesh)
-        loss = forward_backward(run, local_microbatches, loss_scale / num_tokens) / loss_scale
+        num_targets = count_targets(local_microbatches, run.mesh)
+        token_scale = loss_scale / num_targets.clamp(min=1)
+        loss = forward_backward(run, local_microbatches, token_scale) / loss_scale
         finish_grad_reductions(run.buckets, run.mesh)
         grads_ready()
         norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / loss_scale
-        return StepNumbers(loss, norm, num_tokens)
+        return StepNumbers(loss, norm, num_targets)
 
-    loss, norm, num_tokens = run.reruns.run_first(step, compute)
+    loss, norm, num_targets = run.reruns.run_first(step, compute)
     is_finite = guard.is_good_step(loss, norm)
-    is_good = run.spikes.window.accept(loss, norm, is_finite)
-    run.reruns.compare(step, compute, is_good)
+    has_targets = num_targets > 0
+    is_good = run.spikes.window.accept(loss, norm, is_finite & has_targets)
+    run.reruns.compare(step, compute, is_good | ~has_targets)
 
-    run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_tokens, loss_scale)
+    run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_targets, loss_scale)
     grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
     if run.ema is not None:
         run.ema.update(is_good)
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
-    update_scaler_and_routers(run, is_finite, is_good, loss_scale)
-    return StepResult(loss, norm, is_good)
+    run.scaler.adapt(is_finite, has_targets)
+    run.routers.update_after_step(is_good, loss_scale)
+    return StepResult(loss, norm, is_good, num_targets)
 
 
 def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list[Microbatch]:
@@ -153,14 +175,13 @@ def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list
     return [shard_batch(batch.with_tokens_ahead(depth), run.mesh.cp) for batch in microbatches]
 
 
-def count_tokens(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
-    """The counted tokens of the step over all ranks, int64 scalar. One all-reduce of a number over dp_cp.
+def count_targets(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
+    """The counted targets of the step over all ranks, int64 scalar. One all-reduce of a number over dp_cp.
 
-    Counted before the first forward, so that the mean is exact under document masks and packing. At least 1:
-    a step in which no token counts has the loss 0 and no gradient.
+    Counted before the first forward, so that the mean is exact under document masks and packing.
     """
-    num_tokens = torch.stack([batch.num_counted() for batch in microbatches]).sum()
-    return comm.all_reduce_sum(num_tokens, mesh.dp_cp).clamp(min=1)
+    num_targets = torch.stack([batch.num_counted() for batch in microbatches]).sum()
+    return comm.all_reduce_sum(num_targets, mesh.dp_cp)
 
 
 def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
@@ -176,17 +197,6 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     ops = run.schedules[len(microbatches)]
     pipeline = run.pipeline if run.recording is None else run.recording
     return pipeline.run(ops, microbatches, token_scale)
-
-
-def update_scaler_and_routers(
-    run: TrainingRun, is_finite: Tensor, is_good: Tensor, loss_scale: Tensor
-) -> None:
-    """Adapts the loss scale and the biases of routers to the step.
-
-    is_finite: else it overflowed. is_good: it was applied. loss_scale: what its loss was multiplied by.
-    """
-    run.scaler.adapt(is_finite)
-    run.routers.update_after_step(is_good, loss_scale)
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -229,7 +239,7 @@ class Session:
     source_batches: dict[str, list[Microbatch]]  # of each source of a blend
     prompt: SamplePrompt  # of the texts that the model writes
     tokenizer: Tokenizer
-    tasks: EncodedTasks | None
+    tasks: dict[int, EncodedTasks]  # of each model.context that a phase has; {}: there are none
     log: MetricsLogger
     trace: ProfilerTrace
     saver: CheckpointSaver
@@ -334,7 +344,8 @@ def run_training(
     restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
     cfg = check_data(cfg, world)
     in_memory = open_memory(cfg, env, world, folder)
-    run, valid_data, start_step, notes = start_run(cfg, env, world, folder, in_memory)
+    run, valid_data, start, notes = start_run(cfg, env, world, folder, in_memory)
+    start_step = start.step
     notes = [*setup.launcher_notes(), *restored, *notes]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
@@ -349,6 +360,7 @@ def run_training(
         goodput.forget()
         return report_nothing_to_do(run, env, folder, report_exit)
     notes = [*notes, *probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)]
+    notes = [*notes, *keep_provenance(run, env, folder)]
 
     session = make_session(
         run,
@@ -366,7 +378,10 @@ def run_training(
     )
     del run  # the session has it, for the length of a phase
     if session.tasks:
-        notes = [*notes, f"{'tasks':<9}{session.tasks.describe()}"]
+        notes = [*notes, f"{'tasks':<9}{session.tasks[session.cfg.model.context].describe()}"]
+    targets = describe_targets(session.run) if session.is_first_rank else None
+    if targets:
+        notes = [f"{'targets':<9}{targets}", *notes]
     with (
         session.log,
         summarized_failure(lambda: session),
@@ -377,16 +392,17 @@ def run_training(
     ):
         counts = parameters(cfg.model)
         without_embedding = counts["total"] - counts["embedding"]
-        session.log.header((counts["total"], without_embedding), session.train_data.describe(), notes)
+        sizes = counts["total"], without_embedding
+        session.log.header(sizes, session.train_data.describe(), notes, session.run.provenance)
         if start_step == 0 or owes_evaluation:
             evaluate(session, start_step)
         with collected_between_steps():
             end = train_loop(session)
             while end.reason is None and end.step < session.run.steps:  # a phase is over, and saved
-                whole, kept = session.run.phases.whole, session.kept()
+                whole, made, kept = session.run.phases.whole, session.run.provenance, session.kept()
                 session.train_data.close()
                 del session  # its memory is free before the next phase takes its own
-                session = begin_phase(whole, end.step, **kept)
+                session = begin_phase(whole, end.step, start, made, **kept)
                 end = train_loop(session)
         session.train_data.close()
         clear_memory(session.in_memory)
@@ -520,7 +536,7 @@ def run_one_step(session: Session, step: int) -> None:
 
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
-        loss, norm, is_good = train_step(
+        loss, norm, is_good, num_targets = train_step(
             run, step, microbatches, session.guard, grads_ready=grads_ready, begin=begin
         )
     if run.reruns.latest is not None:
@@ -535,6 +551,7 @@ def run_one_step(session: Session, step: int) -> None:
         loss=loss,
         grad_norm=norm,
         is_good=is_good,
+        num_targets=num_targets,
         learning_rate=run.learning_rate(step),
         data_seconds=data_seconds,
         seconds=time.perf_counter() - started,
@@ -589,7 +606,7 @@ def log_evaluation(session: Session, step: int) -> None:
     run = session.run
     tokenizer = session.tokenizer
 
-    def mean_loss_of(batches: list[Microbatch]) -> tuple[float, float]:
+    def mean_loss_of(batches: list[Microbatch]) -> tuple[float | None, float]:
         return mean_loss(
             batches,
             summed_loss=run.pipeline.evaluate,
@@ -612,7 +629,7 @@ def log_evaluation(session: Session, step: int) -> None:
     report = evaluate_tasks(session, step)
     session.log.log_evaluation(
         step,
-        **loss_report(loss, bytes_per_token),
+        **(NO_LOSS if loss is None else loss_report(loss, bytes_per_token)),
         ema_loss=ema_loss,
         source_losses=source_losses,
         sample=text,
@@ -645,7 +662,7 @@ def evaluate_tasks(session: Session, step: int) -> TaskReport | None:
     every = session.cfg.eval.tasks_every or 1
     if not session.tasks or (step % every and step != session.run.steps):
         return None
-    return score_tasks(session.tasks, session.run.score)
+    return score_tasks(session.tasks[session.cfg.model.context], session.run.score)
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: int) -> bool:
@@ -837,6 +854,7 @@ def summarize_run(session: Session, reason: str | None) -> None:
         flops=flops_so_far(session.run, summary["step"]),
         **summary,
         goodput=session.goodput.report(lines.skipped_seconds(session.folder)).to_summary(),
+        provenance=session.run.provenance,
     )
 
 
@@ -854,20 +872,32 @@ def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
 # ---- what a loop begins with -------------------------------------------------------------------------------
 
 
-def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
+def begin_phase(
+    cfg: Config, step: int, start: state.StartingPoint, made: Tree, **kept: Any
+) -> Session:
     """The session of the phase after `step`, which is saved. Collective.
 
-    cfg: of the whole run. kept: see Session.kept.
+    cfg: of the whole run. start: what this process has begun with. made: what makes the phase before. kept:
+    see Session.kept.
     """
     gc.collect()  # hooks and buckets refer to each other
     env, world, folder, log = (kept[name] for name in ("env", "world", "folder", "log"))
     phases = phases_of(cfg)
     before, phase = phases.of_step(step), phases.of_step(step + 1)
     run, valid_data = build_phase(cfg, env, world, phase.number)
-    state.resume_after(run, folder / "checkpoints", step)
+    run = describe_phase(run, made, step)
+    if step == start.step:  # it has only validated: the step may be another run's, or in memory
+        state.load_start(run, folder / "checkpoints", start)
+    else:
+        state.resume_after(run, folder / "checkpoints", step)
     kept["observe"]("run.built", step, run=run, data=run.data, valid=valid_data)
     kept["slow"].begin_phase(run.mesh.dims)
     log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
+    targets = describe_targets(run) if env.rank == 0 else None
+    if targets:
+        log.log_line(f"targets: {targets}")
+    for warning in keep_provenance(run, env, folder):
+        log.log_line(warning)
     return Session(
         cfg=run.cfg,
         run=run,
@@ -900,10 +930,7 @@ def make_session(
     cfg = run.cfg
     train_data = run.data
     tokenizer = train_data.required_tokenizer
-    encoded = None
-    if tasks:
-        prompts = train_data.prompts
-        encoded = encode_tasks("eval.tasks", tasks, prompts, cfg.model.context, cfg.eval.special)
+    encoded = encode_for_phases(tasks, train_data.prompts, run.phases)
     if env.rank == 0:
         keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
@@ -952,6 +979,23 @@ def make_session(
     )
 
 
+def encode_for_phases(
+    tasks: list[ScoredTask], prompts: Prompts, phases: Phases
+) -> dict[int, EncodedTasks]:
+    """{model.context: the tasks with at most so many tokens}, of every phase; {} without tasks.
+
+    Raises ConfigError for an answer that does not fit into the context of a phase.
+    """
+    found: dict[int, EncodedTasks] = {}
+    for phase in phases.all if tasks else ():
+        context = phase.cfg.model.context
+        if context not in found:
+            with named(phase):
+                special = phase.cfg.eval.special
+                found[context] = encode_tasks("eval.tasks", tasks, prompts, context, special)
+    return found
+
+
 def report_nothing_to_do(
     run: TrainingRun, env: setup.LaunchEnv, folder: Path, report_exit: ReportExit
 ) -> int:
@@ -979,7 +1023,8 @@ def main(argv: list[str]) -> int:
         recipes = {name: config.from_tree(config.recipe(name), name) for name in config.recipes()}
         print(table(recipes, output_width()))
         return 0
-    name, file, argv = config.split_argv(argv)
+    words = argv
+    name, file, argv = config.split_argv(words)
     for index, word in enumerate(argv):
         if word in ("--help", "-h"):
             show_help(name, file, argv, index)
@@ -1026,6 +1071,8 @@ def main(argv: list[str]) -> int:
             if env.device.type == "cuda":
                 peers.start_device_watch()
             check_same_everywhere(cfg, world)
+            if env.rank == 0:
+                env = replace(env, provenance=setup.start_provenance(env, words))
             return train(
                 cfg,
                 env,

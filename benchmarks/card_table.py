@@ -6,6 +6,20 @@ from collections.abc import Mapping
 from benchmarks.markdown import markdown_table
 
 
+def step_cells(row: Mapping) -> dict[str, str]:
+    """Returns the cells of a measured step."""
+    return {
+        "tokens/s": f"{row['tokens/s']:,.0f}",
+        "step ms": f"{row['ms']:.1f}",
+        "spread": f"{row['spread']:.1%}",
+        "TFLOP/s": f"{row['TFLOP/s']:.3g}",
+        "MFU": "n/a" if row["MFU"] is None else f"{row['MFU']:.1%}",
+        "peak GiB": "n/a" if row["gib"] is None else f"{row['gib']:.1f}",
+        "loss": f"{row['loss']:.3f}",
+        "first step s": f"{row['first s']:.0f}",
+    }
+
+
 def table_cells(row: dict, best: Mapping[str, float], dense: Mapping[str, float]) -> dict[str, str]:
     """Returns a row of the table.
 
@@ -20,17 +34,10 @@ def table_cells(row: dict, best: Mapping[str, float], dense: Mapping[str, float]
     is_packed = row["model"].startswith("packed")
     return cells | {
         "layers": str(row["shape"]["layers"]),
-        "tokens/s": f"{row['tokens/s']:,.0f}",
-        "step ms": f"{row['ms']:.1f}",
-        "spread": f"{row['spread']:.1%}",
-        "TFLOP/s": f"{row['TFLOP/s']:.3g}",
-        "MFU": "n/a" if row["MFU"] is None else f"{row['MFU']:.1%}",
-        "peak GiB": "n/a" if row["gib"] is None else f"{row['gib']:.1f}",
+        **step_cells(row),
         "ours is": f"{ratio:.2f} x" if ratio else "",
         "of unpacked": f"{row['TFLOP/s'] / unpacked:.1%}" if is_packed and unpacked else "",
-        "loss": f"{row['loss']:.3f}",
         "params": f"{row['parameters'] / 1e9:.2f}B",
-        "first step s": f"{row['first s']:.0f}",
     }
 
 

@@ -108,7 +108,7 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         number = next(step_numbers)
         batch = Microbatch(tokens, targets, positions, documents, sequence_ids, number)
-        loss, _, _ = train_step(run, number, [batch], guard)
+        loss = train_step(run, number, [batch], guard).loss
         return loss
 
     return step, sum(slot.numel for bucket in run.buckets for slot in bucket.slots)
@@ -179,19 +179,7 @@ def transformers(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep,
         else:
             liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True)
 
-    settings = dict(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv or shape.heads,
-        max_position_embeddings=shape.seq,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    settings = others.transformers_settings(shape)
     with torch.device(device):
         if shape.experts:
             mixture = dict(

@@ -37,7 +37,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks import card
-from benchmarks.commit import commit_id
 from benchmarks.first_jobs import FirstRun, card_job, files_of_tests, jobs_of
 from benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
 from benchmarks.first_table import make_table, progress_line
@@ -46,6 +45,7 @@ from benchmarks.launches import Chip
 from benchmarks.process import terminates_cleanly
 from benchmarks.travel import describe_peers, travel_line
 from config import ConfigError
+from config.provenance import commit_id
 
 HELP = "a first meeting with a GPU: rates, steps, kernels, small models, peers"
 CARD = "card"  # the section of the first row

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from benchmarks.card_table import step_cells
 from benchmarks.first_plan import SECTIONS
 from benchmarks.markdown import markdown_table
 from benchmarks.measured import compare, measured_rates
@@ -26,16 +27,7 @@ def cells_of(row: Mapping) -> dict[str, str]:
         cells["layers"] = str(row["shape"]["layers"])
         cells["planned GiB"] = f"{row['planned gib']:.1f}"
     if row.get("tokens/s"):
-        cells |= {
-            "tokens/s": f"{row['tokens/s']:,.0f}",
-            "step ms": f"{row['ms']:.1f}",
-            "spread": f"{row['spread']:.1%}",
-            "TFLOP/s": f"{row['TFLOP/s']:.3g}",
-            "MFU": "n/a" if row["MFU"] is None else f"{row['MFU']:.1%}",
-            "peak GiB": "n/a" if row["gib"] is None else f"{row['gib']:.1f}",
-            "loss": f"{row['loss']:.3f}",
-            "first step s": f"{row['first s']:.0f}",
-        }
+        cells |= step_cells(row)
     cells["why"] = "; ".join(filter(None, (row.get("problem"), row.get("note"))))
     return {column: cell for column, cell in cells.items() if cell}
 

@@ -65,6 +65,23 @@ def refuse_packed(shape: Shape, name: str) -> None:
         raise ImportError(f"{name}: no attention over packed documents here")
 
 
+def transformers_settings(shape: Shape) -> dict[str, object]:
+    """The configuration that every decoder of transformers takes for a shape."""
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv or shape.heads,
+        "max_position_embeddings": shape.seq,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+
+
 class GPTBlock(nn.Module):
     """nanoGPT's block: LayerNorm, fused qkv, GELU at four times the width.
 

@@ -106,7 +106,7 @@ def ours(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tuple[Tr
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         batch = Microbatch(tokens, targets, positions)
-        loss, _, _ = train_step(run, next(step_numbers), [batch], guard)
+        loss = train_step(run, next(step_numbers), [batch], guard).loss
         return loss
 
     return step, sum(slot.numel for bucket in run.buckets for slot in bucket.slots)
@@ -224,19 +224,7 @@ def transformers(
     """Llama, or Mixtral for a mixture."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    settings = dict(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        max_position_embeddings=shape.seq,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
+    settings = others.transformers_settings(shape)
     if shape.experts:
         mixture = dict(
             num_local_experts=shape.experts,

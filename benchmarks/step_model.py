@@ -37,12 +37,12 @@ import torch
 
 import config
 from benchmarks.card import fit_layers
-from benchmarks.commit import commit_id
 from benchmarks.launches import CHIPS, META, Chip, Launch, Recorder, claimed_gpu, without_initial_weights
 from benchmarks.shape import Shape
 from benchmarks.work import PARTS, Facts, JudgedLaunch, judge
 from build import TrainingRun, build_run
 from config import Config, ConfigError
+from config.provenance import commit_id
 from kernels.attention_mask import DocumentCounts
 from parallel.cost import Workload
 from parallel.microbatch import Microbatch

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import config
 from checkpoint import mirror, state, store
-from config import Config, ConfigError, Tree, phases_of, span_of
+from config import Config, ConfigError, Phases, Tree, phases_of, rest_of_ramp, span_of
 from config.phases import CHANGEABLE, differing_keys, phases_text, value_of, with_values
 
 NOT_INHERITED = {  # section: keys that a branch does not have from its source
     "log": ("name",),
-    "checkpoint": ("resume", "init_from", "branch"),
+    "checkpoint": ("resume", "init_from", "init_changes", "branch"),
 }
 
 
@@ -60,14 +60,37 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     # what may change in a phase begins here; the rest is compared at the resume (state.check_same_run)
     differing = differing_keys(here.cfg, stated)
     changes = {key: value for key, value in differing.items() if key in changeable_keys()}
+    ramp = rest_of_ramp(here.cfg.train, step - here.steps_before)
+    if changes and ramp and "train.global_batch" not in changes:  # a ramp goes on to the batch of the source
+        changes.setdefault("train.ramp", ramp)
     rows = json.loads(before.whole.train.phases or "[]")[:here.number - 1]
     rows += [{"after_steps": step, **changes}] if changes else []
     phases = json.dumps([*rows, *later]) if rows or later else None
     cfg = with_values(stated, {key: value_of(before.whole, key) for key in changeable_keys()})
     branch = f"{path.parent.parent}@{step}"
     cfg = with_values(cfg, {"train.phases": phases, "checkpoint.branch": branch})
-    phases_of(cfg)  # raises if they are not in order
-    return cfg
+    return with_schedule_of_source(cfg, before, step, state.horizon_in(meta))
+
+
+def with_schedule_of_source(cfg: Config, before: Phases, step: int, horizon: int | None) -> Config:
+    """The config of a branch after `step`, in which the schedule of learning rates that has begun ends where
+    it did in the source (optim.decay_steps). One that ends with the source ends with the branch, unless a
+    phase of the branch begins another.
+
+    before: the phases of the source. horizon: its last step; None: not known. Raises ConfigError if the
+    phases of the branch are not in order.
+    """
+    phases = phases_of(cfg)
+    schedule = before.schedule_of(step)
+    old_end, new_end = before.schedule_end(schedule), phases.schedule_end(phases.schedule_of(step))
+    end = old_end or horizon
+    if old_end == new_end or end is None:
+        return cfg
+    if schedule.number == 1:
+        return with_values(cfg, {"optim.decay_steps": end})
+    rows = json.loads(cfg.train.phases or "[]")
+    rows[schedule.number - 2]["optim.decay_steps"] = end
+    return with_values(cfg, {"train.phases": json.dumps(rows)})
 
 
 def find_source(where: str, asker: str = "checkpoint.branch") -> Path:

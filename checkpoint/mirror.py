@@ -2,7 +2,7 @@
 
     URL/NAME/checkpoints/step_00001000/     its files, and index.sha256 as the last of them
     URL/NAME/checkpoints/step_00001000.keep the mark of a permanent checkpoint
-    URL/NAME/config.yaml, metrics.jsonl, tokenizer/
+    URL/NAME/config.yaml, metrics.jsonl, provenance.jsonl, tokenizer/, patches/
 
 The run folder stays the truth: a checkpoint is committed there first, by checkpoint/store.py, and rank 0 then
 sends it. A store has no rename. So index.sha256, without which a folder is no checkpoint, is written when all
@@ -25,12 +25,14 @@ from checkpoint import store
 from checkpoint.files import IntegrityError, remove, storage_errors, sync_dir
 from checkpoint.locks import folder_lock, run_lock
 from config import Config, ConfigError
+from config.provenance import PATCHES, RECORDS_FILE
 from remote.files import CHECK, RemoteError, RemoteFolder, in_threads, is_url, open_folder, path_of_url
 
 CHECKPOINTS = "checkpoints"
 MARKER = "index.sha256"
 KEEP = ".keep"
-RUN_FILES = ("config.yaml", "metrics.jsonl")  # beside the tokenizer
+RUN_FILES = ("config.yaml", "metrics.jsonl", RECORDS_FILE)
+RUN_FOLDERS = ("tokenizer", PATCHES)
 WHOLE_MARKER = re.compile(rb"[0-9a-f]{64}  index\.json\n")  # some stores show half of what is being written
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -100,8 +102,8 @@ def update(run: RemoteFolder, folder: Path, keep: int) -> None:
 
 def send_run_files(run: RemoteFolder, folder: Path) -> None:
     """Sends what a checkpoint is read with, and the metrics so far."""
-    tokenizer = sorted((folder / "tokenizer").glob("*"))
-    for path in (*(folder / name for name in RUN_FILES), *tokenizer):
+    inner = [path for name in RUN_FOLDERS for path in sorted((folder / name).glob("*"))]
+    for path in (*(folder / name for name in RUN_FILES), *inner):
         if path.is_file():
             run.write(path.relative_to(folder).as_posix(), path.read_bytes())
 
@@ -213,8 +215,8 @@ def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Pa
 
 def fetch_run_files(run: RemoteFolder, folder: Path) -> None:
     """Brings what a checkpoint is read with, and the metrics that lead to it."""
-    tokenizer = run.folder("tokenizer")
-    for name in (*RUN_FILES, *(f"tokenizer/{name}" for name in tokenizer.names())):
+    inner = [f"{place}/{name}" for place in RUN_FOLDERS for name in run.folder(place).names()]
+    for name in (*RUN_FILES, *inner):
         data = run.read(name)
         if data is not None:
             with storage_errors(folder / name, len(data)):

@@ -10,6 +10,7 @@ same when the run is continued; the others may change.
 import dataclasses
 import functools
 import pathlib
+import shlex
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,18 @@ from torch import Tensor
 
 from checkpoint import mirror, store
 from checkpoint.folder import parse_index
+from checkpoint.origin import (
+    FINGERPRINT_DIGITS,
+    UNKNOWN,
+    Kinds,
+    WeightOrigin,
+    compare,
+    data_of_tokenizer,
+    header_lines,
+    kinds_of,
+    other_start,
+    stored_boxes,
+)
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import Ranks
 from config import (
@@ -34,8 +47,9 @@ from config import (
     is_permanent_step,
     phases_of,
 )
+from config.function import FUNCTION_KEYS, START
 from config.optimizers import EMA
-from config.phases import check_same_past
+from config.phases import CHANGEABLE, check_same_past, check_same_schedule, horizon_of
 from config.run_name import HORIZON_KEYS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -47,8 +61,10 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm, messages
 from remote.files import is_url
 
-# If one of these changed, samples would be repeated or lost.
+# If one of these changed, samples would be repeated or lost, or a checkpoint would hold other states. So must
+# the keys that decide what the weights compute (config/function.py).
 MUST_MATCH = (
+    "model.aux_kind",
     "train.seed",
     "train.seq_len",
     "train.global_batch",
@@ -62,20 +78,6 @@ MUST_MATCH = (
     "data.fim_tokens",
     "optim.name",
 )
-# All other keys of model.* must match, too.
-MAY_DIFFER = (
-    "model.preset",
-    "model.attention",
-    "model.dropout",
-    "model.init_std",
-    "model.aux_loss",
-    "model.z_loss",
-    "model.jitter",
-    "model.capacity",
-    "model.drop",
-    "model.pad",
-    "model.router_bias_rate",
-)
 # A change of these needs no warning.
 UNREPORTED = ("log.", "eval.", "checkpoint.", "profile.")
 EMA_SUFFIX = f"@{EMA}"  # of the keys of optim/ema.py
@@ -83,7 +85,6 @@ TRAINED = "trained"
 WEIGHTS = (TRAINED, EMA)  # which weights of a checkpoint a script reads
 BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
 DOWNLOADS = pathlib.Path("runs/remote")  # copies of checkpoints in a store, for scripts
-FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
 BoxedTensors = list[tuple[Box, Tensor]]
 Result = TypeVar("Result")
@@ -109,6 +110,8 @@ class TrainingData(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def is_chat(self) -> bool: ...
+    @property
+    def has_start(self) -> bool: ...
 
 
 class OptimizerMoments(Protocol):
@@ -167,6 +170,8 @@ class RunState(Protocol):
     def spikes(self) -> Spikes: ...
     @property
     def steps(self) -> int: ...
+    @property
+    def provenance(self) -> Tree: ...
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------
@@ -280,23 +285,31 @@ def fingerprints(data: TrainingData) -> dict[str, str]:
 
 
 def describe_run(run: RunState, step: int) -> Tree:
-    """The content of meta.json: how far the run is, and which settings it has (those of all phases)."""
+    """The content of meta.json: how far the run is and goes, and which settings it has (of all phases)."""
     return {
         "step": step,
         "tokens": run.phases.tokens_seen(step),
+        "steps": run.steps,
         "config": dataclasses.asdict(run.phases.whole),
         **fingerprints(run.data),
         "chat": run.data.is_chat,
+        "bos": run.data.has_start,
         "torch": torch.__version__,
         "layout": dataclasses.asdict(run.mesh.dims),
         "loss_scale": run.scaler.state(),
         "spikes": run.spikes.state(),
+        "provenance": run.provenance,
     }
 
 
 def config_of(meta: Tree) -> Config:
     """The config with which the last step before a save was made: of a run with phases, that of the phase."""
     return phases_of(build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
+
+
+def horizon_in(meta: Tree) -> int | None:
+    """The steps of the run that made a checkpoint; None: an old checkpoint of a run that states FLOPs."""
+    return meta.get("steps") or horizon_of(build_tree(Config, meta["config"]))
 
 
 def name_of(index: store.StoredIndex, in_memory: bool) -> str:
@@ -318,26 +331,34 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     if any(settings.get(key) for settings in (old, new) for key in ("train.phases", "data.span")):
         before = phases_of(build_tree(Config, meta["config"]))
         phase_notes = check_same_past(before, run.phases, meta["step"], where)
+        horizons = (horizon_in(meta) or run.steps, run.steps)
+        if check_same_schedule(before, run.phases, meta["step"], where, horizons):
+            old["optim.decay_steps"] = new["optim.decay_steps"]  # states the end that it had
     old["train.phases"] = new["train.phases"]  # compared phase by phase
     changed = [key for key in new if old.get(key) != new[key] and not key.startswith(UNREPORTED)]
 
     # What must not change.
-    for key in changed:
-        if must_match(key):
-            raise ConfigError(
-                f"{key}: {where} was trained with {old.get(key)}, not {new[key]}; set it back, "
-                f"or start anew with --log.name OTHER (and --checkpoint.init_from to keep the weights)"
-            )
+    source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
+    new_run = f"start a new run from its weights: --log.name OTHER --checkpoint.init_from {source}"
+    unequal = [key for key in changed if must_match(key)]
+    if unequal:
+        key, of_function = unequal[0], [key for key in unequal if key in FUNCTION_KEYS]
+        stating = f" --checkpoint.init_changes {','.join(of_function)}" if of_function else ""
+        raise ConfigError(
+            f"{key}: {where} was trained with {old.get(key)}, not {new[key]}; set it back, "
+            f"{branch_advice(key, new[key], meta['step'], where, in_memory)}or {new_run}{stating}"
+        )
     for name, current in fingerprints(run.data).items():
         is_of_phase = run.phases.of_step(meta["step"]) == run.phase  # each phase has data of its own
         if meta[name] != current and (is_of_phase or name != "data"):
             stored = meta[name][:FINGERPRINT_DIGITS]
             found = current[:FINGERPRINT_DIGITS]
-            source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
+            stating = f" --checkpoint.init_changes {START}" if other_start(meta, run.data.has_start) else ""
+            advice = f"give the same data and data.bos, or {new_run}{stating}"
+            if name == "tokenizer" and stored != UNKNOWN:  # its weights know other tokens
+                advice = f"{data_of_tokenizer(source, run.cfg)}, or start a new run: --log.name OTHER"
             raise ConfigError(
-                f"data.path: the {name} of {where} has fingerprint {stored}, this one {found}; "
-                "give the same data and data.bos, or start anew with --log.name OTHER "
-                f"--checkpoint.init_from {source}"
+                f"data.path: the {name} of {where} has fingerprint {stored}, this one {found}; {advice}"
             )
 
     # What may.
@@ -345,6 +366,18 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     if meta["torch"] != torch.__version__:
         warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
     return warnings + phase_notes
+
+
+def branch_advice(key: str, value: object, step: int, where: str, in_memory: bool) -> str:
+    """How a branch of the checkpoint (`where`, of this step) changes a key, if one can: words of an error."""
+    section, _, name = key.partition(".")
+    if in_memory or name not in CHANGEABLE.get(section, "").split():
+        return ""
+    source = shlex.quote(f"{pathlib.Path(where).parent.parent}@{step}")
+    return (
+        f"or go on with it in a branch, with the optimizer state: train.py --log.name OTHER "
+        f"--checkpoint.branch {source} --{key} {value}; "
+    )
 
 
 def check_left_out(meta: Tree, new: Tree, where: str) -> None:
@@ -358,13 +391,13 @@ def check_left_out(meta: Tree, new: Tree, where: str) -> None:
         if new[key] is not None:
             raise ConfigError(
                 f"{key}: {where} has left out data after spikes (optim.spike_rewind), and a run with {key} "
-                "cannot follow it; leave it out, or start anew with --checkpoint.init_from"
+                "cannot follow it; leave it out, or start a new run from its weights (--checkpoint.init_from)"
             )
 
 
 def must_match(key: str) -> bool:
     """Whether a run cannot be continued with another value of this key."""
-    return key in MUST_MATCH or (key.startswith("model.") and key not in MAY_DIFFER)
+    return key in MUST_MATCH or key in FUNCTION_KEYS
 
 
 def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> None:
@@ -428,10 +461,10 @@ def find_checkpoint(
         root = folder
     found = store.newest_checkpoint(root, log, bad, check) if root.is_dir() else None
     if found is None:
-        raise ConfigError(
-            f"checkpoint: {path} holds no checkpoint; "
-            f"give a run folder or a folder like .../checkpoints/step_00000100"
-        )
+        advice = "give a run folder or a folder like .../checkpoints/step_00000100"
+        if (folder / "config.json").is_file():  # of Hugging Face
+            advice = f"import it first: python -m scripts.convert from-hf {path} RUN"
+        raise ConfigError(f"checkpoint: {path} holds no checkpoint; {advice}")
     return found
 
 
@@ -456,13 +489,17 @@ def load_weights(
     more: Sequence[tuple[Box, Tensor]] = (),
     meet: Callable[[Callable[[], None]], object] = lambda work: work(),
     sharers: int = 1,
+    origin: WeightOrigin | None = None,
 ) -> None:
     """Loads the weights alone, whatever else the checkpoint holds: for evaluation, init_from and export.
 
     source: the checkpoint folder, or its index. more: tensors beside those of the buckets. meet: calls its
-    argument, on many ranks together. sharers: see store.start_load.
+    argument, on many ranks together. sharers: see store.start_load. origin: says which weights are taken;
+    the others stay. None: all are.
     """
-    wants = [*state_boxes(buckets, {}, read_shares(buckets)), *more]
+    wants = weight_boxes(buckets, more)
+    if origin is not None:
+        wants = stored_boxes(origin, wants)
     started: list[store.StartedLoad] = []
 
     def verify() -> None:
@@ -472,6 +509,11 @@ def load_weights(
     meet(lambda: started.pop().fill())
     pass_on_all(buckets, {})
     load_buckets(buckets)
+
+
+def weight_boxes(buckets: list[Bucket], more: Sequence[tuple[Box, Tensor]] = ()) -> BoxedTensors:
+    """The weights that this rank reads, and `more`; pass_on_all brings it the rest."""
+    return [*state_boxes(buckets, {}, read_shares(buckets)), *more]
 
 
 def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
@@ -779,18 +821,40 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
 
     if start.weights is None:
         return 0, start.notes
-    world = run.mesh.world
-    timeout_s = run.cfg.checkpoint.timeout_s
+    return 0, [*start.notes, *load_origin(run, start.weights)]
+
+
+def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
+    """Loads the weights of checkpoint.init_from. Collective. Returns the lines of the header that say what
+    was taken.
+
+    Raises ConfigError, before a tensor changes, if they are not those of this run's model.
+    """
+    world, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
+    origin = compare(
+        index,
+        config_of(index.meta),
+        run.cfg,
+        fingerprint=fingerprints(run.data)["tokenizer"],
+        has_start=run.data.has_start,
+    )
+    routers = run.routers.boxes(weights=True)
+    own = store.pack(kinds_of(origin, weight_boxes(run.buckets, routers)))
+    kinds: Kinds = {}
+    for of_rank in comm.gather_objects(own, world):
+        kinds |= store.unpack(of_rank)
+    notes = first_rank_does(lambda: header_lines(origin, kinds), world, timeout_s)
     load_weights(
         run.buckets,
-        start.weights,
-        more=run.routers.boxes(weights=True),
+        index,
+        more=routers,
         meet=lambda work: all_ranks_do(work, world, timeout_s),
         sharers=ranks_on_this_host(world),
+        origin=origin,
     )
     if run.ema is not None:
         run.ema.start()
-    return 0, [*start.notes, f"weights from {start.weights.path}"]
+    return notes
 
 
 def layout_change(meta: Tree, dims: ParallelDims) -> list[str]:

@@ -3,7 +3,9 @@
 schema.py    every key with its type, default and meaning, and what follows from them
 loading.py   recipes, files and the command line -> Config; Config -> YAML
 optimizers.py  what each optimizer reads, keeps and supports
+function.py  which keys decide what weights compute
 machine.py   whether this system will do, and how many cores it has
+provenance.py  which code, command, packages and machine made something
 phases.py    from which step on which keys have other values
 strict.py    YAML without its surprises; ConfigError
 rules.py     which values go together: validate, and suggestions near what was asked for
@@ -20,7 +22,6 @@ from config.loading import (
     HORIZONS,
     TRAINING_ONLY_KEYS,
     build_tree,
-    code_hash,
     dotted_overrides,
     dump,
     flatten_tree,
@@ -38,6 +39,7 @@ from config.loading import (
 from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.phases import Phase, Phases, phases_of, span_of
+from config.provenance import code_hash
 from config.schema import (
     MAX_LOSS_SCALE,
     CheckpointConfig,
@@ -50,6 +52,7 @@ from config.schema import (
     ParallelConfig,
     ProfileConfig,
     TrainConfig,
+    as_number,
     comma_separated,
     compression_block,
     config_of_stage,
@@ -71,6 +74,7 @@ from config.schema import (
     positive_integers,
     profiled_steps,
     recomputes,
+    rest_of_ramp,
     sequences_seen,
     steps_to_see,
     value_dim,

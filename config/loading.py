@@ -8,7 +8,6 @@ rules that involve several keys.
 import dataclasses
 import difflib
 import functools
-import hashlib
 import json
 import math
 import pathlib
@@ -26,9 +25,6 @@ from config.strict import ConfigError, Tree, read_yaml
 
 Section = TypeVar("Section")  # a dataclass of config/schema.py
 CONFIG_FOLDER = pathlib.Path(__file__).parent.parent / "configs"
-CODE_FOLDERS = (
-    "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
-)
 TRUE_WORDS = ("true", "on", "yes", "1")
 FALSE_WORDS = ("false", "off", "no", "0")
 HORIZONS = ("steps", "tokens", "flops")  # keys of train.* that set the length of a run
@@ -236,18 +232,6 @@ def recipe(name: str) -> Tree:
         raise ConfigError(f"{name}: no such recipe{hint}")
     run_settings = CONFIG_FOLDER / "runs" / f"{preset.get('recipe', 'pretrain')}.yaml"
     return merge(shipped_configs(run_settings), {"model": {"preset": name}})
-
-
-def code_hash() -> str:
-    """sha256 of all Python files of the core."""
-    root = CONFIG_FOLDER.parent
-    paths = list(root.glob("*.py"))
-    for folder in CODE_FOLDERS:
-        paths += (root / folder).rglob("*.py")
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 # ---- command line ----------------------------------------------------------------------------------------

@@ -22,23 +22,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config.schema import Config, TrainConfig, sequences_seen, steps_to_see
+from config.schema import Config, TrainConfig, rest_of_ramp, sequences_seen, steps_to_see
 from config.strict import ConfigError, Tree, read_yaml_value
 
 STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is in each phase
 
-# {section: its keys that a phase may change}. None of them changes what a checkpoint holds.
+# {section: its keys that a phase may change}. None of them changes what a checkpoint holds, but for
+# model.context with learned positions, which config/rules.py refuses.
 CHANGEABLE = {
     "model": "context rope_theta rope_factor rope_kind rope_low_freq rope_high_freq rope_original "
              "rope_mscale rope_mscale_all window dropout attention mtp_weight aux_loss z_loss jitter "
              "capacity drop pad router_bias_rate",
     "train": "seq_len micro_batch global_batch ramp",
-    "optim": "lr min_lr warmup decay decay_fraction beta1 beta2 momentum weight_decay clip",
+    "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay clip",
     "parallel": "tp sp async_tp pp vpp schedule stages cp cp_kind ep etp ep_chunks dp_rep zero recompute "
                 "recompute_parts recompute_stages offload",
     "data": "path doc_mask fim_rate fim_spm_rate fim_split",
 }
-SCHEDULE_KEYS = ("lr", "min_lr", "warmup", "decay", "decay_fraction")  # of optim.*: one begins a new schedule
+SCHEDULE_KEYS = tuple(  # one of them begins a new schedule
+    f"optim.{key}" for key in ("lr", "min_lr", "warmup", "decay", "decay_fraction", "decay_steps")
+)
 
 ParseKey = Callable[[str, Any, str], Any]  # (section.key, value, its name in messages) -> the typed value
 
@@ -59,7 +62,7 @@ class Phase:
     @property
     def begins_schedule(self) -> bool:
         """Whether the schedule of the learning rate begins anew."""
-        return self.number == 1 or any(f"optim.{key}" in self.changes for key in SCHEDULE_KEYS)
+        return self.number == 1 or any(key in self.changes for key in SCHEDULE_KEYS)
 
     def tokens_seen(self, steps: int) -> int:
         """Tokens of the run after `steps` of its steps, the last of which is in this phase."""
@@ -85,6 +88,18 @@ class Phases:
         """The last step of a phase, in a run of `steps` steps."""
         following = self.after(phase)
         return steps if following is None else min(steps, following.steps_before)
+
+    def schedule_of(self, step: int) -> Phase:
+        """The phase that begins the schedule of learning rates of a step."""
+        here = self.of_step(step).number
+        return next(phase for phase in reversed(self.all[:here]) if phase.begins_schedule)
+
+    def schedule_end(self, schedule: Phase) -> int | None:
+        """The step at which the schedule that a phase begins ends; None: with the run."""
+        if schedule.cfg.optim.decay_steps is not None:
+            return schedule.cfg.optim.decay_steps
+        later = [phase.steps_before for phase in self.all[schedule.number:] if phase.begins_schedule]
+        return later[0] if later else None
 
     def tokens_seen(self, steps: int) -> int:
         """Tokens in the first `steps` steps of the run."""
@@ -219,12 +234,23 @@ def next_phase(before: Phase, row: Tree, where: str) -> Phase:
         )
     changes = tuple(key for key in row if key not in STARTS)
     cfg = with_changes(before.cfg, {key: row[key] for key in changes})
+    decay_steps = cfg.optim.decay_steps
+    if decay_steps is not None and "optim.decay_steps" in changes and decay_steps <= steps:
+        raise ConfigError(
+            f"{where}: phase {number}: optim.decay_steps: {decay_steps:,} is a step of the run, and must "
+            f"come after step {steps:,}, where the phase begins; raise it, or leave it out"
+        )
     return Phase(number, steps, before.tokens_seen(steps), cfg, changes)
 
 
 def with_changes(cfg: Config, changes: Tree) -> Config:
-    """The config of a phase with these changes. A ramp (train.ramp) ends with its phase."""
-    return with_values(cfg, {"train.ramp": None, **changes})
+    """The config of a phase with these changes. A ramp (train.ramp) ends with its phase, and the end of a
+    schedule (optim.decay_steps) with the schedule.
+    """
+    ended: Tree = {"train.ramp": None}
+    if any(key in changes for key in SCHEDULE_KEYS):
+        ended["optim.decay_steps"] = None
+    return with_values(cfg, {**ended, **changes})
 
 
 def with_values(cfg: Config, values: Tree) -> Config:
@@ -270,7 +296,11 @@ def named(phase: Phase) -> Iterator[None]:
 def change_text(before: Phase, phase: Phase) -> str:
     """phase 2 after step 1,000 (2,048,000 tokens): train.seq_len 256 -> 512, optim.lr 0.001 -> 0.0003"""
     parts: list[str] = []
-    for path in phase.changes:
+    changes = [*phase.changes]
+    steps = phase.steps_before - before.steps_before
+    if "train.ramp" not in changes and rest_of_ramp(before.cfg.train, steps):
+        changes.append("train.ramp")  # which ends before it has reached train.global_batch
+    for path in changes:
         parts.append(f"{path} {value_of(before.cfg, path)} -> {value_of(phase.cfg, path)}")
     start = f"phase {phase.number} after step {phase.steps_before:,} ({phase.tokens_before:,} tokens)"
     return f"{start}: {', '.join(parts)}"
@@ -295,7 +325,8 @@ def differing_keys(old: Config, new: Config) -> Tree:
 
 # ---- a run that goes on ------------------------------------------------------------------------------------
 
-FREE_IN_PAST = ("parallel.", "train.micro_batch")  # what a phase that has begun may have otherwise
+# What a phase that has begun may have otherwise; check_same_schedule looks at optim.decay_steps.
+FREE_IN_PAST = ("parallel.", "train.micro_batch", "optim.decay_steps")
 
 
 def past_of(phases: Phases, step: int) -> Tree:
@@ -322,6 +353,35 @@ def past_of(phases: Phases, step: int) -> Tree:
         for path in ("train.global_batch", "train.ramp", "data.path"):
             found[f"phase {phase.number}: {path}"] = value_of(phase.cfg, path)
     return found
+
+
+def horizon_of(cfg: Config) -> int | None:
+    """The steps of a run that states them or its tokens; None: it states FLOPs."""
+    train = cfg.train
+    return phases_of(cfg).steps_to_see(train.tokens) if train.tokens else train.steps
+
+
+def check_same_schedule(
+    old: Phases, new: Phases, step: int, where: str, horizons: tuple[int, int]
+) -> bool:
+    """Whether the schedule of learning rates in which a checkpoint (`where`, of this step) is ends where it
+    did.
+
+    horizons: of the checkpoint's run and of the one that continues it. Another horizon, or another
+    optim.decay_steps, is what the user wants. Raises ConfigError if it is another plan of phases that moves
+    the end, and so the rates of the next steps.
+    """
+    schedule = new.schedule_of(step)
+    ends = [phases.schedule_end(phases.schedule_of(step)) for phases in (old, new)]
+    old_end, new_end = (end or horizon for end, horizon in zip(ends, horizons))
+    if schedule.cfg.optim.decay_steps is not None or ends == [None, None] or old_end == new_end:
+        return old_end == new_end
+    place = "" if schedule.number == 1 else f" in phase {schedule.number}"
+    raise ConfigError(
+        f"train.phases: {where} is at step {step:,}, in a schedule of learning rates that ends at step "
+        f"{old_end:,}, and with these phases it would end at step {new_end:,}; set optim.decay_steps "
+        f"{old_end}{place} to keep its rates, or {new_end} to change them"
+    )
 
 
 def value_of(cfg: Config, path: str) -> Any:

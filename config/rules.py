@@ -4,6 +4,7 @@ They are checked before any work starts. A config that breaks one is refused wit
 key, what is wrong with it and, where possible, values nearby that are accepted (config/suggestions.py).
 """
 import math
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -22,8 +23,11 @@ from config import (
     phases_of,
     positive_integers,
     profiled_steps,
+    sections,
     value_dim,
 )
+from config.function import FUNCTION_KEYS, START, TOKENIZER, VALUES_ALONE, differences
+from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
 from config.schema import RANGES
 
@@ -299,7 +303,8 @@ def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """train.phases: the run reaches every phase, and its length does not depend on them."""
+    """train.phases: the run reaches every phase, whose weights are those of the phase before, and its length
+    does not depend on them."""
     train = cfg.train
     if train.phases is None:
         return
@@ -307,7 +312,15 @@ def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
         train.flops is None,
         "train.flops: the FLOPs of a token differ from phase to phase (train.phases); give train.steps or "
         "train.tokens")
-    last = phases_of(cfg).all[-1]
+    phases = phases_of(cfg).all
+    for phase in phases[1:]:
+        for key, (old, new) in differences(phases[0].cfg.model, phase.cfg.model).items():
+            yield Rule(
+                key in VALUES_ALONE,
+                f"train.phases: phase {phase.number}: {key}: {old} -> {new} changes the shapes of weights, "
+                "which a phase keeps; begin a new run there, with checkpoint.init_from and "
+                f"checkpoint.init_changes {key}")
+    last = phases[-1]
     key, end, start = "steps", train.steps, last.steps_before
     if train.tokens is not None:
         key, end, start = "tokens", train.tokens, last.tokens_before
@@ -706,12 +719,12 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
     unit = sequences_per_microbatch(cfg, world)
     numbers = positive_integers(train.ramp)
     yield Rule(
-        len(numbers) == 3,
+        len(numbers) in (3, 4),
         f"train.ramp: {train.ramp!r} must be START,INCREMENT,SAMPLES: three whole numbers above 0 and below "
         "1e9",
         ramp_unit=unit)
 
-    start, increment, _ = numbers
+    start, increment = numbers[:2]
     yield Rule(
         start < train.global_batch and (train.global_batch - start) % increment == 0,
         f"train.ramp: {train.ramp} does not lead from {start} sequences by {increment} at a time to "
@@ -725,13 +738,17 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """One beginning of a run; checkpoint.keep_at is a list of steps, or log2; checkpoint.mirror is a URL;
-    saves into memory come more often than those to the disk."""
+    """One beginning of a run; checkpoint.init_changes names what weights depend on; checkpoint.keep_at is a
+    list of steps, or log2; checkpoint.mirror is a URL; saves into memory come more often than those to the
+    disk."""
     checkpoint = cfg.checkpoint
     yield Rule(
         checkpoint.branch is None or (checkpoint.resume == "auto" and checkpoint.init_from is None),
         "checkpoint.branch: says what the run begins with, and so do checkpoint.resume and init_from; "
         "set one of them")
+    for word in comma_separated(checkpoint.init_changes):
+        problem = no_change_of_model(word)
+        yield Rule(not problem, f"checkpoint.init_changes: {word}{problem}")
     keep_at = checkpoint.keep_at
     yield Rule(
         keep_at in (None, "log2") or positive_integers(keep_at),
@@ -745,6 +762,20 @@ def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
         memory_every is None or every is None or memory_every < every,
         f"checkpoint.memory_every: {memory_every} is not below checkpoint.every={every}, which saves to the "
         "disk; lower it, or leave it out")
+
+
+def no_change_of_model(word: str) -> str:
+    """What is wrong with a word of checkpoint.init_changes, after it; "" where it may stand there.
+
+    A word that does not begin with a section is the name of a weight, which the checkpoint is asked for.
+    """
+    section, _, key = word.partition(".")
+    section_type = sections().get(section)
+    if section_type is None or word in FUNCTION_KEYS or word in (TOKENIZER, START):
+        return ""
+    if key not in typing.get_type_hints(section_type):
+        return ": no such key" + nearest_key(section_type, f"{section}.", key)
+    return " does not change what weights compute; leave it out"
 
 
 def task_rules(cfg: Config, world: int) -> Iterator[Rule]:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from config.optimizers import OPTIMIZERS
@@ -137,7 +138,8 @@ class TrainConfig:
     global_batch: int = 16  # sequences in a step, over all ranks and micro-batches
     ramp: str | None = None  # START,INCREMENT,SAMPLES: the first steps take START sequences, and the number
     #   grows by INCREMENT until it is global_batch, evenly over the first SAMPLES sequences (Megatron-LM's
-    #   --rampup-batch-size); none: every step takes global_batch sequences
+    #   --rampup-batch-size); none: every step takes global_batch sequences. A fourth number: sequences of the
+    #   ramp that were read before, where a branch goes on with it
     phases: str | None = None  # YAML file (or the list itself): from which step or token on which keys have
     #   other values (docs/phases.md); none: the same values from the first step to the last
     seed: int = 1234  # of weights, sample order and dropout
@@ -181,6 +183,8 @@ class OptimConfig:
     warmup: int = 100  # steps of linear warmup, at most a tenth of the run
     decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # shape of the decay after the warmup
     decay_fraction: float = 0.2  # wsd: the last fraction of the run, in which the rate falls linearly
+    decay_steps: int | None = None  # the step of the run at which the schedule ends; later ones have its last
+    #   rate; none: where the next schedule begins (train.phases), or with the run
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
     momentum: float = 0.95  # decay of the momentum, of optimizers that have one in the place of beta1
@@ -258,6 +262,8 @@ class DataConfig:
     #   name different ones, or another than the ids of a file without an index have; none: what they name
     bos: bool | None = None  # put the tokenizer's start token (BOS) before each document and prompt; none: as
     #   the tokenizer's files say
+    dtype: Literal["uint16", "uint32", "int32", "uint64", "int64"] | None = None  # of the ids in a file that
+    #   has neither an index nor a header; none: uint16, where the vocabulary and the file allow no other
     split: str = "95,5"  # train,valid[,test]: shares of the documents
     doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention
     #   within documents, with the document lengths of the first million tokens of the run
@@ -309,7 +315,10 @@ class CheckpointConfig:
     #   permanent
     resume: str = "auto"  # auto: the newest good checkpoint of this run | none | a checkpoint or run folder
     init_from: str | None = None  # checkpoint or run folder that gives the initial weights (no optimizer
-    #   state, step 0)
+    #   state, step 0), of a model that computes the same
+    init_changes: str | None = None  # KEY[,KEY...]: what may differ from the model of init_from, e.g.
+    #   model.layers,model.window: keys of model.*, data.tokenizer, data.bos, and weights by name
+    #   (head.weight, layers.*.attn.q.weight) that are not taken; none: nothing (docs/checkpoints.md)
     branch: str | None = None  # RUN or RUN@STEP: begin at that checkpoint of another run, with its weights,
     #   optimizer state, step, settings and position in the data; what else is set begins there
     failed_saves: int = 2  # saves in a row that may fail for their storage, such as a full disk: the run goes
@@ -381,7 +390,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
              "rope_low_freq rope_high_freq rope_original",
     "train": "steps tokens flops seq_len micro_batch global_batch max_minutes rerun_every threads fp8_block "
              "loss_scale_window",
-    "optim": "lr eps clip spike_sigma spike_window spike_rewind spike_rewinds",
+    "optim": "lr eps clip decay_steps spike_sigma spike_window spike_rewind spike_rewinds",
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "data": "span",
     "eval": "every batches tasks_every tasks_limit",
@@ -531,19 +540,19 @@ def batch_size_phases(train: TrainConfig) -> list[BatchPhase]:
 
     If train.ramp is too short for a batch size, its phase has no steps: the next one starts at the same step.
     """
-    if not train.ramp:
-        start, increment, samples = train.global_batch, 1, 1
-    else:
-        start, increment, samples = positive_integers(train.ramp)
+    start, increment, samples, seen = train.global_batch, 1, 1, 0
+    if train.ramp:
+        start, increment, samples, *rest = positive_integers(train.ramp)
+        seen = sum(rest)
     rises = (train.global_batch - start) // increment
 
-    step = sequence = 0
+    step, sequence = 0, 0
     phases: list[BatchPhase] = []
     for rise in range(rises):
         batch_size = start + rise * increment
         phases.append(BatchPhase(step, sequence, batch_size))
 
-        last_sequence = ceil_div(samples * (rise + 1), rises)
+        last_sequence = ceil_div(samples * (rise + 1), rises) - seen
         steps = max(0, ceil_div(last_sequence - sequence, batch_size))
         step += steps
         sequence += steps * batch_size
@@ -572,6 +581,14 @@ def steps_to_see(train: TrainConfig, wanted: int) -> int:
         if phase.first_sequence <= wanted:
             return phase.first_step + ceil_div(wanted - phase.first_sequence, phase.batch_size)
     raise ValueError(f"{wanted} sequences are fewer than 0")
+
+
+def rest_of_ramp(train: TrainConfig, steps: int) -> str | None:
+    """train.ramp for a run that goes on after the first `steps` steps of this one; None: the ramp is over."""
+    if not train.ramp or global_batch_at(train, steps) == train.global_batch:
+        return None
+    *ramp, seen = [*positive_integers(train.ramp), 0][:4]
+    return ",".join(map(str, [*ramp, seen + sequences_seen(train, steps)]))
 
 
 def global_batch_sizes(train: TrainConfig) -> list[int]:
@@ -663,6 +680,14 @@ def positive_integers(text: str | None) -> list[int]:
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", word) for word in words):
         return []
     return [int(word) for word in words]
+
+
+def as_number(word: str) -> Fraction | None:
+    """The number that `word` spells exactly, as the weight of a blend; None if it is none."""
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def divisors(number: int) -> list[int]:

@@ -56,7 +56,7 @@ def nearby_ramp(cfg: Config, unit: int, can_run: CanRun) -> str:
     """
     train = cfg.train
     given = positive_integers(train.ramp)
-    if len(given) != 3:
+    if len(given) not in (3, 4):
         given = [*given, unit, unit, 100 * train.global_batch]
     first, increment, samples = given[:3]
 

@@ -11,6 +11,7 @@ Keys that contradict each other are the subject of config/rules.py. A key withou
 train.py calls check_unused; programs that build configs for a proof or a plan (proof/verify, plan/search.py)
 do not.
 """
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from config import (
     OPTIMIZERS,
     Config,
     ConfigError,
+    as_number,
     build_tree,
     comma_separated,
     compression_block,
@@ -71,8 +73,12 @@ def sequences_exceed_context(cfg: Config) -> bool:
 
 def has_sources(path: str) -> bool:
     """Whether data.path is a blend of several sources: a weight comes first (data/blend.py)."""
-    words = path.split()
-    return len(words) > 2 and words[0].replace(".", "", 1).isdigit()
+    if not path.split() or as_number(path.split()[0]) is None:
+        return False
+    try:
+        return len(shlex.split(path)) > 2
+    except ValueError:  # data/blend.py says what is wrong with it
+        return True
 
 
 def unused_in(row: UnusedModelKeys, why: str, remedy: str) -> UnusedKeys:
@@ -344,6 +350,13 @@ TABLE = (
         keys="mirror_failures",
         when=lambda cfg, _: cfg.checkpoint.mirror is None,
         why="counts uploads to checkpoint.mirror, which is none",
+        remedy="set that, or leave this out",
+    ),
+    UnusedKeys(
+        section="checkpoint",
+        keys="init_changes",
+        when=lambda cfg, _: cfg.checkpoint.init_from is None,
+        why="states what differs from checkpoint.init_from, which is none",
         remedy="set that, or leave this out",
     ),
     UnusedKeys(

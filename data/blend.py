@@ -11,11 +11,10 @@ billions of samples.
 import math
 import shlex
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
-from config import ConfigError
+from config import ConfigError, as_number
 
 TIME_BITS = 64  # due times are multiples of 2**-64
 
@@ -98,11 +97,3 @@ def source_names(paths: list[str]) -> list[str]:
     """A short name of each path: its last part, or all of it where two end alike."""
     short = [path.rstrip("/").rpartition("/")[2].removesuffix(".bin").removesuffix(".idx") for path in paths]
     return [name if short.count(name) == 1 else path for name, path in zip(short, paths)]
-
-
-def as_number(word: str) -> Fraction | None:
-    """The number that `word` spells exactly, or None."""
-    try:
-        return Fraction(word)
-    except (ValueError, ZeroDivisionError):
-        return None

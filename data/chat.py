@@ -56,6 +56,8 @@ class EncodedChat(NamedTuple):
     """A conversation as token ids."""
     ids: np.ndarray  # [tokens]
     counted: np.ndarray  # bool [tokens]
+    pieces: list[np.ndarray]  # the ids of each part that was encoded for itself, without an end
+    texts: list[str]  # the text of each
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
@@ -134,8 +136,12 @@ class PlainChat:
             ends_with_answer = bool(chat.spans) and chat.spans[-1][1] == len(chat.text)
             counted = [*is_counted[begin:begin + count], ends_with_answer]
             masks = [np.full(len(part), value) for part, value in zip(ids, counted)]
-            result.append(EncodedChat(np.concatenate(ids, dtype=np.int32, casting="unsafe"),
-                                      np.concatenate(masks)))
+            result.append(EncodedChat(
+                np.concatenate(ids, dtype=np.int32, casting="unsafe"),
+                np.concatenate(masks),
+                pieces=ids[:-1],
+                texts=parts[begin:begin + count],
+            ))
             begin += count
         return result
 
@@ -159,16 +165,21 @@ class TemplateChat:
     template: "jinja2.Template"
     names: dict[str, str]  # special tokens that a template may write: bos_token, ...
     processor: "tokenizers.Tokenizer"  # reads special tokens in a text as such
-    special: tuple[str, ...]  # all of them
+    control: tuple[str, ...]  # tokens that no text makes, but the template
+    pairs: tuple[tuple[str, str], ...]  # those that the template reads around reasoning and calls: <x>, </x>
 
     def write(self, messages: list[Message]) -> ChatText:
         """The text of a conversation. Raises BadConversation if the template refuses it, if a message spells
-        a special token, or if the text does not show where an assistant's turn begins and ends."""
+        a control token, or if the text does not show where an assistant's turn begins and ends."""
         for number, message in enumerate(messages, 1):
-            spelled = [token for token in self.special if token in message["content"]]
+            texts = list(strings_of(message))
+            if message["role"] == ASSISTANT:
+                texts = [self._without_pairs(text) for text in texts]
+            spelled = [token for token in self.control if any(token in text for text in texts)]
             if spelled:
-                raise BadConversation(f"message {number} ({message['role']}) spells the special token "
-                                      f"{spelled[0]}, which would end or begin a turn")
+                raise BadConversation(f"message {number} ({message['role']}) spells the control token "
+                                      f"{spelled[0]}, which only the chat template may write; take it "
+                                      "out, or give reasoning as reasoning_content and calls as tool_calls")
 
         text = self._render(messages)
         if GENERATION_START in text:
@@ -183,6 +194,12 @@ class TemplateChat:
     def invite(self, messages: list[Message]) -> str:
         """The text of a conversation, up to where the assistant speaks. Raises BadConversation."""
         return self._render(messages, invites=True)
+
+    def _without_pairs(self, text: str) -> str:
+        """A text of the assistant's without the marks around reasoning and calls, if they stand in pairs."""
+        for first, last in self.pairs:
+            text = re.sub(f"{re.escape(first)}(.*?){re.escape(last)}", r"\1", text, flags=re.DOTALL)
+        return text
 
     def _render(self, messages: list[Message], invites: bool = False) -> str:
         import jinja2  # only for a template
@@ -242,8 +259,18 @@ class TemplateChat:
             counted = np.zeros(len(offsets), bool)
             for start, stop in chat.spans:
                 counted |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
-            result.append(EncodedChat(np.array(encoding.ids, np.int32), counted))
+            ids = np.array(encoding.ids, np.int32)
+            result.append(EncodedChat(ids, counted, pieces=[ids], texts=[chat.text]))
         return result
+
+
+def strings_of(value: object) -> Iterator[str]:
+    """All strings in a message: of its content, reasoning, calls, names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings_of(part)
 
 
 def marked_text(text: str) -> ChatText:
@@ -283,8 +310,12 @@ def chat_format(tok: Tokenizer | None) -> ChatFormat:
     processor = tokenizers.Tokenizer.from_str(tok.files["tokenizer.json"].decode("utf-8"))
     processor.no_padding()
     processor.no_truncation()
-    special = [token.content for token in processor.get_added_tokens_decoder().values() if token.special]
-    return TemplateChat(template, special_names(tok.files), processor, tuple(special))
+    control = [processor.id_to_token(number) for number in sorted(tok.contract.control)]
+    closed = [(token, f"</{token[1:]}") for token in control if token.startswith("<")]
+    pairs = [(first, last) for first, last in closed if last in control and last in source]
+    return TemplateChat(
+        template, special_names(tok.files), processor, control=tuple(control), pairs=tuple(pairs)
+    )
 
 
 def template_source(files: dict[str, bytes]) -> str | None:

@@ -130,17 +130,18 @@ def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]]) -> None
                               f"{name} with {tok.label}; prepare them with the same one")
 
 
-def check_stored(path: str, stored: TokenizerContract, wanted: TokenizerContract, requested: str,
-                 eod: str | None) -> None:
+def check_stored(path: str, stored: TokenizerContract, wanted: TokenizerContract, *, requested: str,
+                 eod: str | None, folder: str) -> None:
     """Raises ConfigError if `wanted`, for which data.tokenizer and data.eod ask, is not the tokenizer beside
-    the data."""
+    the data, in `folder`."""
     if wanted.fingerprint == stored.fingerprint:
         return
     if eod is not None and wanted.end.id != stored.end.id:
         raise ConfigError(f"data.eod: {wanted.end} is asked for, but documents of {path} end with "
                           f"{stored.end}; leave data.eod out, or prepare the data again with --eod")
     raise ConfigError(f"data.tokenizer: {requested} is {wanted.label}, but {path} was made with "
-                      f"{stored.label}; leave data.tokenizer out, or prepare the data again")
+                      f"{stored.label}; prepare the data again with --tokenizer {requested}, or set "
+                      f"data.tokenizer {folder}")
 
 
 # ---- special tokens ----------------------------------------------------------------------------------------
@@ -299,7 +300,7 @@ def spelled_tokens(
 
 
 def check_words(place: pathlib.Path | str, words: Iterable[int], control: dict[int, str]) -> None:
-    """Raises ConfigError, which names `place`, if there are control tokens {id: text} that are plain words."""
+    """Raises ConfigError, which names `place`, if some of the control tokens {id: text} are plain words."""
     for token_id in sorted(words):
         raise ConfigError(f"{place}: text that spells {control[token_id]!r} makes its id {token_id}, as of "
                           "any word, so that it cannot mark the end of a document or a turn; take another "

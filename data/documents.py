@@ -2,19 +2,21 @@
 
     .jsonl, .json, .ndjson       one JSON object on each line; plain files are divided by byte range
     .txt, .md, .rst, .py         each file is one document
-    .gz, .zst of these           read as a whole
+    .gz, .zst, .bz2, .xz of these   read as a whole
     .parquet                     divided by row group
     hf:NAME[:CONFIG][:SPLIT]     a dataset of the Hugging Face hub, streamed, divided by shard
     stdlib                       the source of Python's standard library
 
 A unit depends on the inputs alone, never on the number of workers. Memory: the longest document.
 """
+import bz2
 import codecs
 import glob
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import pathlib
 import sysconfig
@@ -37,7 +39,15 @@ KINDS = {
     ".parquet": "parquet",
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text",
 }
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+TABLE = "is a table, and its rows would be one text: write it as parquet or jsonl, as with " \
+        "pandas.read_csv(FILE).to_parquet(FILE)"
+ARCHIVE = "is an archive; unpack it, and give the files"
+OTHER_FILES = {  # {end of a name: why it is not read}
+    ".csv": TABLE, ".tsv": TABLE, ".zip": ARCHIVE, ".tar": ARCHIVE, ".tgz": ARCHIVE, ".7z": ARCHIVE,
+    ".pdf": "holds pages; take their text out of it first", ".docx": "holds pages; save it as plain text",
+    ".arrow": "is Arrow's format; write it as parquet", ".pt": "is torch's format; write it as jsonl",
+}
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 PARQUET_ROWS = 256  # in memory at a time
 
@@ -101,6 +111,8 @@ def pieces_of_file(name: str, unit_bytes: int) -> Iterator[DocumentPiece]:
 
     for path in matching_files(name):
         kind = kind_of(path) or "text"
+        if name_end(path) in OTHER_FILES:
+            raise ConfigError(f"{path}: {OTHER_FILES[name_end(path)]}")
         file_bytes = os.path.getsize(path)
         if kind == "parquet":
             num_groups = open_parquet(path).metadata.num_row_groups
@@ -122,7 +134,8 @@ def matching_files(name: str) -> list[str]:
     if path.is_dir():
         files = sorted(str(file) for file in path.rglob("*") if file.is_file() and kind_of(str(file)))
         if not files:
-            raise ConfigError(f"--input {name}: holds no {' '.join(KINDS)} file (or .gz, .zst of one)")
+            packed = ", ".join(COMPRESSED)
+            raise ConfigError(f"--input {name}: holds no {' '.join(KINDS)} file (or {packed} of one)")
         return files
     if path.exists():
         return [name]
@@ -134,10 +147,18 @@ def matching_files(name: str) -> list[str]:
 
 def kind_of(path: str) -> str | None:
     """The kind that the name of a file says; None if it says none."""
+    return KINDS.get(name_end(path))
+
+
+def name_end(path: str) -> str:
+    """The end of a file's name, without that of its compression."""
     stem, end = os.path.splitext(path)
-    if end in COMPRESSED:
-        end = os.path.splitext(stem)[1]
-    return KINDS.get(end)
+    return os.path.splitext(stem)[1] if end in COMPRESSED else end
+
+
+def is_plain(piece: DocumentPiece) -> bool:
+    """Is its size that of the file, as text or JSON?"""
+    return piece.kind in ("jsonl", "text") and not piece.path.endswith(COMPRESSED)
 
 
 def stdlib_files() -> list[str]:
@@ -203,7 +224,7 @@ def read_piece(
     field = checked_text if chat is None else conversation_reader(chat)
     try:
         yield from readers[piece.kind](piece, key, field)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{piece.path}: cannot be read to its end: {reason}") from None
 
@@ -339,11 +360,15 @@ def piece_location(piece: DocumentPiece, line: int) -> str:
 
 # ---- compressed files --------------------------------------------------------------------------------------
 
-def open_streams(path: str) -> tuple[io.BufferedReader, io.BufferedReader | gzip.GzipFile]:
+def open_streams(path: str) -> tuple[io.BufferedReader, io.BufferedIOBase]:
     """Returns the file on disk, and the stream of its content: the same object for a plain file."""
     disk_file = open(path, "rb")
     if path.endswith(".gz"):
         return disk_file, gzip.GzipFile(fileobj=disk_file)
+    if path.endswith(".bz2"):
+        return disk_file, bz2.BZ2File(disk_file)
+    if path.endswith(".xz"):
+        return disk_file, lzma.LZMAFile(disk_file)
     if path.endswith(".zst"):
         return disk_file, io.BufferedReader(ZstdReader(disk_file), 1 << 20)
     return disk_file, disk_file

@@ -437,6 +437,8 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.max_id = -1
         self.max_id_at = 0  # index of the first token with the largest id
+        self.lost_bytes: int | None = None  # of the text, which its tokens do not have; None: not counted
+        self.unknown_tokens: int | None = None
         self._checksums = BlockChecksums()
         self._mask = LossMaskBits() if has_mask else None
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -493,18 +495,19 @@ class IndexedDatasetWriter:
             self._mask_file.write(self._mask.bytes_of(counted))
 
     def finish(self, tokenizer: Tokenizer | None = None, text_bytes: int | None = None,
-               source: str | None = None, fault_point: Callable[[str], object] = lambda name: None) -> None:
+               source: str | None = None, fault_point: Callable[[str], object] = lambda name: None,
+               made: Tree | None = None) -> None:
         """Writes the other files, syncs all of them to disk, and renames them into place, the .idx last.
 
         text_bytes: UTF-8 bytes of the text. source: what the text is, for people. fault_point: called at each
-        of the named crash points (data/prepare.py). Raises ValueError if the lengths do not sum to the
-        tokens, or if the mask has another length.
+        of the named crash points (data/prepare.py). made: what made it (config/provenance.py). Raises
+        ValueError if the lengths do not sum to the tokens, or if the mask has another length.
         """
         self._write_crc()
         self._finish_mask()
         self._write_idx()
         self._write_tokenizer(tokenizer)
-        self._write_json(tokenizer, text_bytes, source)
+        self._write_json(tokenizer, text_bytes, source, made)
         with naming_errors(self._bin_file.name):
             sync_file(self._bin_file)
         fault_point("prepare.pre_publish")
@@ -558,7 +561,8 @@ class IndexedDatasetWriter:
                 folder.mkdir()
                 tokenizer.save(folder)
 
-    def _write_json(self, tokenizer: Tokenizer | None, text_bytes: int | None, source: str | None) -> None:
+    def _write_json(self, tokenizer: Tokenizer | None, text_bytes: int | None, source: str | None,
+                    made: Tree | None) -> None:
         made_with: Tree | None = None
         if tokenizer is not None:
             made_with = tokenizer.contract.record()
@@ -567,6 +571,8 @@ class IndexedDatasetWriter:
             "block": BLOCK,
             "source": source,
             "text_bytes": text_bytes,
+            "lost_bytes": self.lost_bytes,
+            "unknown_tokens": self.unknown_tokens,
             "tokenizer": made_with,
             "documents": self.documents,
             "tokens": self.tokens,
@@ -575,6 +581,8 @@ class IndexedDatasetWriter:
             "idx_sha256": file_sha256(self._temporary(".idx")),
             "crc_sha256": file_sha256(self._temporary(".crc")),
         }
+        if made is not None:
+            meta["provenance"] = made
         if self._mask is not None:
             meta["counted"] = self._mask.counted
             meta["mask_crc_sha256"] = file_sha256(self._temporary(".mask.crc"))

@@ -1,16 +1,21 @@
-"""Bytes of text that each token id stands for: the exact denominator of bits per byte.
+"""Bytes of text that each token id stands for: the exact denominator of bits per byte, and what is compared
+with the text to find what a tokenizer loses.
 
-Decoding a window of tokens does not give it: a window may begin or end inside a character, for which decoders
-write a replacement character of three bytes. So the length comes from the vocabulary:
+Decoding a window of tokens does not give them: a window may begin or end inside a character, for which
+decoders write a replacement character of three bytes. So they come from the vocabulary:
 
     byte-level BPE                     one character of the token's name is one byte
     sentencepiece, its tokenizer.json  U+2581 is a space, <0x0A> is one byte
-    special tokens                     no text
-    others (WordPiece)                 the id is decoded alone, which is approximate
+    control and unknown tokens         no text
+    others (WordPiece, WordLevel)      the id is decoded alone, which is approximate
 
-Where a tokenizer normalizes text, the bytes are those of the normalized text.
+Where a tokenizer changes text (lower case, NFKC, spaces) or knows no token for it, the bytes are those that
+are left. prepare_data counts the others, PREFIX.json keeps their number, and where it is not small bits per
+byte are not known.
 """
 import json
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,48 +24,65 @@ from data.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer,
 
 SPACE_MARK = "\u2581"  # sentencepiece's sign for a space
 BYTE_LEVEL_SPACE_MARK = "\u0120"  # that of byte-level BPE
+WHITE_SPACE = list(b" \t\n\v\f\r")
+EXACT_SHARE = 1e-4  # of lost bytes, up to which bits per byte are told: more digits are not printed
+# what a tokenizer of any language must give back: if it does not, data without a record may have lost as much
+PROBE = "A b  c\n\td, é 漢字 и 🙂\n"
+
+
+class TokenTexts(NamedTuple):
+    """What each id stands for. prefix: the mark that the tokenizer puts before a text; None: it puts none."""
+    texts: list[bytes]
+    names: list[str]
+    prefix: str | None
 
 
 def token_byte_lengths(tok: Tokenizer) -> np.ndarray:  # int64 [2, vocab]
     """UTF-8 bytes of each id inside a document, and as the first token of one. The two differ where the
     tokenizer puts a space before a text."""
+    found = token_texts(tok)
+    rows = found.texts, first_texts(found)
+    return np.array([[len(text) for text in texts] for texts in rows], np.int64)
+
+
+def first_texts(found: TokenTexts) -> list[bytes]:
+    """The bytes of each id as the first token of a text: without the space that the tokenizer puts there."""
+    prefix = found.prefix
+    if prefix is None:
+        return found.texts
+    return [text[1:] if name.startswith(prefix) else text for text, name in zip(found.texts, found.names)]
+
+
+def token_texts(tok: Tokenizer, spells_control: bool = False) -> TokenTexts:
+    """The bytes of each id inside a document. spells_control: those of control tokens are their names, as in
+    the text of a conversation; else they are no text."""
     if isinstance(tok, ByteTokenizer):
-        inside = np.array([token_id < 256 for token_id in range(tok.vocab)], np.int64)
-        return np.stack([inside, inside])
-
-    if isinstance(tok, SentencePieceTokenizer):
-        sizes, names, prefix = lengths_of_model(tok)
+        found = TokenTexts([bytes([token_id]) for token_id in range(256)] + [b""], [""] * tok.vocab, None)
+    elif isinstance(tok, SentencePieceTokenizer):
+        found = texts_of_model(tok)
     else:
-        sizes, names, prefix = lengths_of_json(tok)
-    first_sizes: list[int] = []
-    for size, name in zip(sizes, names):
-        has_prefix = prefix is not None and name.startswith(prefix)
-        first_sizes.append(size - 1 if has_prefix else size)
-    return np.array([sizes, first_sizes], np.int64)
+        found = texts_of_json(tok)
+    for token_id in tok.contract.control:
+        found.texts[token_id] = found.names[token_id].encode() if spells_control else b""
+    if tok.contract.unknown is not None:
+        found.texts[tok.contract.unknown] = b""
+    return found
 
 
-def lengths_of_model(tok: SentencePieceTokenizer) -> tuple[list[int], list[str], str | None]:
-    """Returns bytes and name of each id, and the mark that the tokenizer puts before a text (None: it puts
-    none)."""
+def texts_of_model(tok: SentencePieceTokenizer) -> TokenTexts:
     model = tok.processor
     names = [model.id_to_piece(token_id) for token_id in range(tok.vocab)]
-    sizes: list[int] = []
+    texts: list[bytes] = []
     for token_id, name in enumerate(names):
-        if model.is_control(token_id) or model.is_unused(token_id):
-            sizes.append(0)
-        elif model.is_unknown(token_id):
-            sizes.append(len(model.decode([token_id]).encode()))
-        elif model.is_byte(token_id):
-            sizes.append(1)
+        if model.is_unused(token_id):
+            texts.append(b"")
         else:
-            sizes.append(text_size(name))
-
+            texts.append(sentencepiece_text(name))
     adds_space = model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
-    return sizes, names, SPACE_MARK if adds_space else None
+    return TokenTexts(texts, names, SPACE_MARK if adds_space else None)
 
 
-def lengths_of_json(tok: JsonTokenizer) -> tuple[list[int], list[str], str | None]:
-    """As lengths_of_model, for a tokenizer.json."""
+def texts_of_json(tok: JsonTokenizer) -> TokenTexts:
     spec = json.loads(tok.files["tokenizer.json"])
     decoders = steps_by_type(spec.get("decoder"))
     pre_tokenizers = steps_by_type(spec.get("pre_tokenizer"))
@@ -69,21 +91,22 @@ def lengths_of_json(tok: JsonTokenizer) -> tuple[list[int], list[str], str | Non
 
     prefix = None
     if "ByteLevel" in decoders:
-        sizes = [len(name) for name in names]
+        byte_of = byte_level_letters()
+        texts = [bytes(byte_of[letter] for letter in name if letter in byte_of) for name in names]
         if pre_tokenizers.get("ByteLevel", {}).get("add_prefix_space"):
             prefix = BYTE_LEVEL_SPACE_MARK
     elif "ByteFallback" in decoders or "Metaspace" in decoders:
-        sizes = [1 if is_byte(name) else text_size(name) for name in names]
+        texts = [sentencepiece_text(name) for name in names]
         first_names = tok.processor.encode("a", add_special_tokens=False).tokens[:1]
         if first_names and first_names[0].startswith(SPACE_MARK):
             prefix = SPACE_MARK
     else:
-        sizes = [len(tok.decode([token_id]).encode()) for token_id in range(tok.vocab)]
+        texts = [tok.decode([token_id]).encode() for token_id in range(tok.vocab)]
 
     for token in spec.get("added_tokens") or ():
-        if token["id"] < len(sizes):
-            sizes[token["id"]] = 0 if token["special"] else len(token["content"].encode())
-    return sizes, names, prefix
+        if token["id"] < len(texts):
+            texts[token["id"]] = token["content"].encode()
+    return TokenTexts(texts, names, prefix)
 
 
 def steps_by_type(part: Tree | None) -> dict[str, Tree]:
@@ -94,11 +117,100 @@ def steps_by_type(part: Tree | None) -> dict[str, Tree]:
     return {step["type"]: step for step in steps}
 
 
-def is_byte(name: str) -> bool:
-    """Is this the name of a byte: <0x0A>?"""
-    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+def byte_level_letters() -> dict[str, int]:
+    """{letter: byte} of GPT-2's alphabet: a byte that can be shown is itself, the others are letters from 256
+    on."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
-def text_size(name: str) -> int:
-    """UTF-8 bytes of the text that a sentencepiece name spells."""
-    return len(name.replace(SPACE_MARK, " ").encode())
+def sentencepiece_text(name: str) -> bytes:
+    """The text that a sentencepiece name spells: <0x0A> is a byte, U+2581 a space."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    return name.replace(SPACE_MARK, " ").encode()
+
+
+# ---- what is lost ------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class ByteCheck:
+    """Compares texts with the bytes of their tokens. byte_check makes it.
+
+    content: the bytes of all ids, one after the other, as they are inside a text and as first tokens.
+    starts, sizes: of each in it, int32 [2 * vocab]. None: a text is decoded whole, since the ids do not have
+    texts of their own. keeps_space: white space counts; conversations lose it beside control tokens.
+    """
+    tok: Tokenizer
+    content: np.ndarray | None
+    starts: np.ndarray
+    sizes: np.ndarray
+    keeps_space: bool
+
+    def lost(self, texts: list[bytes], pieces: list[np.ndarray]) -> int:
+        """Bytes of the texts, each encoded as one piece, that their tokens do not have."""
+        if isinstance(self.tok, ByteTokenizer):
+            return 0
+        if self.content is None:
+            there = [self.tok.decode(ids.tolist()).encode() for ids in pieces]
+            return sum(self._missing(text, np.frombuffer(each, np.uint8)) for text, each in zip(texts, there))
+
+        # all at once, which is enough where nothing is lost
+        rows = np.concatenate(pieces).astype(np.int64)
+        ends = np.cumsum([len(ids) for ids in pieces])
+        begins = np.concatenate([[0], ends[:-1]])
+        rows[begins[begins < ends]] += self.tok.vocab
+        sizes = self.sizes[rows]
+        byte_ends = np.cumsum(sizes, dtype=np.int64)
+        total = int(byte_ends[-1]) if len(byte_ends) else 0
+        # where each byte lies in `content`: the place of its token, and on from there
+        places = np.repeat((self.starts[rows] - (byte_ends - sizes)).astype(np.int32), sizes)
+        places += np.arange(total, dtype=np.int32)
+        found = self.content[places]
+        if np.array_equal(found, np.frombuffer(b"".join(texts), np.uint8)):
+            return 0
+
+        # text by text
+        bounds = np.concatenate([[0], byte_ends])
+        return sum(self._missing(text, found[bounds[first]:bounds[end]])
+                   for text, first, end in zip(texts, begins.tolist(), ends.tolist()))
+
+    def _missing(self, text: bytes, found: np.ndarray) -> int:
+        """Bytes of a text that are not among `found`, uint8 [n], wherever they stand."""
+        wanted = np.frombuffer(text, np.uint8)
+        if np.array_equal(wanted, found):
+            return 0
+        missing = np.bincount(wanted, minlength=256) - np.bincount(found, minlength=256)
+        if not self.keeps_space:
+            missing[WHITE_SPACE] = 0
+        return int(missing.clip(min=0).sum())
+
+
+def byte_check(tok: Tokenizer, is_chat: bool = False) -> ByteCheck:
+    """is_chat: the texts are conversations, in which control tokens are spelled."""
+    found = token_texts(tok, spells_control=is_chat)
+    sizes, starts, content = np.zeros(0, np.int32), np.zeros(0, np.int32), None
+    if has_own_texts(tok):
+        rows = [*found.texts, *first_texts(found)]
+        sizes = np.array([len(text) for text in rows], np.int32)
+        starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+        content = np.frombuffer(b"".join(rows), np.uint8)
+    return ByteCheck(tok, content, starts, sizes, keeps_space=not is_chat)
+
+
+def has_own_texts(tok: Tokenizer) -> bool:
+    """Is a text the texts of its tokens, one after the other?"""
+    if not isinstance(tok, JsonTokenizer):
+        return True
+    decoders = steps_by_type(json.loads(tok.files["tokenizer.json"]).get("decoder"))
+    return not decoders.keys().isdisjoint(("ByteLevel", "ByteFallback", "Metaspace"))
+
+
+def is_exact(tok: Tokenizer, meta: Tree) -> bool:
+    """Are the bytes of tokens those of the text? meta: of the data (PREFIX.json); where that does not say
+    what was lost, the tokenizer is tried on a text."""
+    lost = meta.get("lost_bytes")
+    if lost is not None:
+        return lost <= EXACT_SHARE * (meta["text_bytes"] or 0) and has_own_texts(tok)
+    return has_own_texts(tok) and byte_check(tok).lost([PROBE.encode()], [np.array(tok.encode(PROBE))]) == 0

@@ -41,13 +41,14 @@ from data.contract import check_same_tokenizer, check_stored
 from data.download import local_data
 from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
-from data.lengths import token_byte_lengths
+from data.lengths import is_exact, token_byte_lengths
 from data.pack import pack_windows
 from data.prompts import Prompts, open_prompts
-from data.raw import RawShards
+from data.raw import RawShards, is_raw_file
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
-from data.start_tokens import Index, with_starts
+from data.start_tokens import Index, StartedDocuments, with_starts
+from data.targets import SAMPLED_SEQUENCES, TargetCounts, WithoutTokens, cut_targets, number_of_targets
 from data.tokenizer import Tokenizer
 from data.window import Window, read_pieces, read_stream
 from parallel.microbatch import IGNORE_INDEX, Microbatch
@@ -285,17 +286,21 @@ class BatchLoader:
     def _read_window(self, location: SampleLocation, slots: int) -> Window:
         """The tokens of a sample."""
         index = self.datasets[location.dataset].index
-        sampler = self._windows[location.dataset]
         fim = self._fim if index.loss_mask is None else None  # conversations stay as they are
-        if isinstance(sampler, PackedSampler):
-            pad_id = self.tokenizer.eod if self.tokenizer else 0
-            window = read_pieces(index, sampler.pieces(location.sample_id), slots, pad_id)
-        else:
-            wants_starts = self._cfg.data.doc_mask or fim is not None
-            window = read_stream(index, location.first_token, slots, wants_starts)
+        window = self._window_of(location, slots, index, self._cfg.data.doc_mask or fim is not None)
         if fim is None:
             return window
         return fim.rearrange_window(window, derive_seed(self._seeds[location.dataset], location.sample_id))
+
+    def _window_of(
+        self, location: SampleLocation, slots: int, index: Index | WithoutTokens, wants_starts: bool
+    ) -> Window:
+        """A sample as it stands in the data. Without wants_starts, no starts are looked up in a stream."""
+        sampler = self._windows[location.dataset]
+        if isinstance(sampler, PackedSampler):
+            pad_id = self.tokenizer.eod if self.tokenizer else 0
+            return read_pieces(index, sampler.pieces(location.sample_id), slots, pad_id)
+        return read_stream(index, location.first_token, slots, wants_starts)
 
     # ---- facts about the data ------------------------------------------------------------------------------
 
@@ -311,6 +316,11 @@ class BatchLoader:
     def prompts(self) -> Prompts:
         """What a model of this data reads for a text. Raises as required_tokenizer does."""
         return open_prompts(self.required_tokenizer, self._cfg.data.bos)
+
+    @property
+    def has_start(self) -> bool:
+        """Does a document begin with a start token? Raises as `prompts` does."""
+        return self.prompts.start is not None
 
     @property
     def is_chat(self) -> bool:
@@ -370,6 +380,67 @@ class BatchLoader:
             lengths += np.diff(starts, prepend=0, append=seq_len).tolist()
         return lengths
 
+    def count_targets(self, last_step: int) -> TargetCounts | None:
+        """What counts of what the phase reads, from its first SAMPLED_SEQUENCES sequences. None where every
+        target counts, or nothing is read.
+
+        last_step: of the phase. Raises ConfigError, with a way out, if none of these sequences has a target
+        that counts.
+        """
+        is_stream = self._cfg.data.pack == "stream"
+        masks = [dataset.index.loss_mask for dataset in self.datasets]
+        has_starts = any(isinstance(dataset.index, StartedDocuments) for dataset in self.datasets)
+        if is_stream and not self._cfg.data.doc_mask and not has_starts and not any(masks):
+            return None
+        steps = last_step - self._reading.phase.steps_before
+        sequences = min(self.samples, sequences_seen(self._train, max(steps, 0)))
+        looked_at = min(sequences, SAMPLED_SEQUENCES)
+        if looked_at == 0:
+            return None
+
+        seq_len = self._cfg.train.seq_len
+        doc_mask = self._cfg.data.doc_mask
+        counts: list[int] = []  # of each sequence
+        cut = 0
+        for location in self._locate_samples(self._reading.sequences_before, looked_at):
+            index, sampler = self.datasets[location.dataset].index, self._windows[location.dataset]
+            window = self._window_of(location, seq_len + 1, WithoutTokens(index), doc_mask)
+            counts.append(number_of_targets(window.counted, window.starts if doc_mask else None, seq_len))
+            if index.loss_mask is None:
+                continue
+            pieces = [(location.first_token, location.first_token + seq_len + 1)]
+            if isinstance(sampler, PackedSampler):
+                pieces = sampler.pieces(location.sample_id)
+            cut += sum(cut_targets(index, first, stop) for first, stop in pieces)
+
+        if sum(counts) == 0:
+            raise ConfigError(f"data.path: none of the {looked_at:,} sequences of {self._cfg.data.path} that "
+                              f"were looked at has a target that counts; {self._way_to_targets()}")
+        return TargetCounts(
+            looked_at=looked_at,
+            sequences=sequences,
+            places=looked_at * seq_len,
+            targets=sum(counts),
+            empty=counts.count(0),
+            cut=cut if any(masks) else None,
+        )
+
+    def _way_to_targets(self) -> str:
+        """What to do where no target counts."""
+        chats = [dataset.index for dataset in self.datasets if dataset.index.loss_mask is not None]
+        if not chats:
+            return "set data.doc_mask false: nothing is predicted across documents, and these are too short"
+        tokens = sum(index.tokens for index in chats)
+        mean = tokens / max(sum(index.documents for index in chats), 1)
+        if all(index.meta.get("counted") == 0 for index in chats):
+            return "prepare it again from conversations in which the assistant speaks"
+        if mean > self._cfg.train.seq_len + 1:
+            return (f"raise train.seq_len: a conversation has {mean:,.0f} tokens on average, and what the "
+                    "assistant says lies outside of these sequences")
+        if self._cfg.data.pack == "stream":
+            return "take data.pack best_fit, which keeps conversations whole"
+        return "give more conversations in which the assistant speaks"
+
     @cached_property
     def _byte_lengths(self) -> torch.Tensor:  # int64 [2, vocab]
         lengths = token_byte_lengths(self.required_tokenizer)
@@ -377,10 +448,15 @@ class BatchLoader:
             lengths[:, [self._fim.prefix, self._fim.middle, self._fim.suffix]] = 0
         return torch.from_numpy(lengths)
 
+    @cached_property
+    def _has_true_bytes(self) -> bool:
+        """Do the tokens have the bytes of the text, in all data sets?"""
+        return all(is_exact(self.required_tokenizer, dataset.index.meta) for dataset in self.datasets)
+
     def text_bytes(self, batch: Microbatch) -> torch.Tensor:
         """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): an int64 scalar on its
-        device. UNKNOWN_BYTES without a tokenizer."""
-        if self.tokenizer is None:
+        device. UNKNOWN_BYTES without a tokenizer, or where it has lost a part of the text."""
+        if self.tokenizer is None or not self._has_true_bytes:
             return torch.full((), UNKNOWN_BYTES, dtype=torch.int64, device=batch.tokens.device)
         inside, first = self._byte_lengths.to(batch.targets.device)
         is_counted = batch.targets != IGNORE_INDEX
@@ -458,7 +534,7 @@ def check_paths(cfg: Config) -> None:
 
     for path in parse_blend(cfg.data.path)[1]:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
-        is_raw = path.endswith(".bin") and os.path.isfile(path)
+        is_raw = is_raw_file(path)
         is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
         if path == "stdlib" or is_url(path) or is_raw or is_indexed:
             continue
@@ -496,6 +572,9 @@ def open_loader(
     check_paths(cfg)
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
+    if cfg.data.dtype and not any(isinstance(each.index, RawShards) for each in datasets):
+        raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
+                          f"{cfg.data.path} says what its ids are; leave it out")
     check_same_tokenizer((each.name, each.tokenizer.contract) for each in datasets if each.tokenizer)
     return BatchLoader(
         cfg,
@@ -512,7 +591,7 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     """Opens one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
     name = path
     path = local_data(name, cfg.data.cache)
-    prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx")
+    prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx").removesuffix(".npy")
     requested = cfg.data.tokenizer
     note = ""
     if path == "stdlib":
@@ -521,9 +600,14 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     tok = tokenizer_of_dataset(path, prefix, requested, cfg.data.eod)
 
     vocab = cfg.model.vocab or (tok.vocab if tok else None)
-    is_raw = path.endswith(".bin") and os.path.isfile(path) and not os.path.exists(f"{prefix}.idx")
-    if is_raw:
-        index = RawShards(path, vocab, tok.eod if tok else None)
+    if is_raw_file(path):
+        index = RawShards(
+            path,
+            vocab,
+            tok.eod if tok else None,
+            stated=cfg.data.dtype,
+            ids=tok.vocab if tok else None,
+        )
     else:
         index = IndexedDataset(prefix, vocab)
 
@@ -551,7 +635,9 @@ def tokenizer_of_dataset(
 
     wanted = tokenizer.load_tokenizer(requested, eod)
     if stored is not None:
-        check_stored(path, stored.contract, wanted.contract, requested, eod)
+        check_stored(
+            path, stored.contract, wanted.contract, requested=requested, eod=eod, folder=folder
+        )
     return stored or wanted
 
 

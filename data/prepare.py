@@ -13,6 +13,7 @@ reports a worker that dies.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -32,14 +33,15 @@ from typing import IO
 
 import numpy as np
 
-from config import ConfigError, Tree
+from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
+from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, template_source
 from data.contract import dtype_of
-from data.chat import ChatFormat, ChatText, chat_format, template_source
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
-from data.indexed import IndexedDataset, IndexedDatasetWriter, naming_errors, sync_file
+from data.indexed import IndexedDataset, IndexedDatasetWriter, file_sha256, naming_errors, sync_file
+from data.lengths import byte_check
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
@@ -51,6 +53,9 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
+SHARD_FORMAT = "with lost bytes"  # shards of another are made again
+MAX_LOST = 1.0  # percent of the text's bytes that tokens may lose
+HASHED_BYTES = 1 << 30  # of input, that are hashed for PREFIX.json
 SHOWN = 5  # bad documents that a shard and the report name
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
@@ -71,6 +76,7 @@ class TokenizeJob:
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
     has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
     eod: str | None = None  # text or id of the token that the user wants to end documents with
+    max_lost: float = MAX_LOST  # percent of the text's bytes that tokens may lose
 
 
 def prepare_corpus(
@@ -85,7 +91,9 @@ def prepare_corpus(
     is_chat: bool = False,
     has_fim: bool = False,
     eod: str | None = None,
+    max_lost: float = MAX_LOST,
     source: str | None = None,
+    made: Tree | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
     progress: Progress = lambda done, whole: None,
@@ -93,6 +101,8 @@ def prepare_corpus(
 ) -> Tree:
     """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
     that scripts.prepare_data prints.
+
+    made: what makes it (config/provenance.py), for OUT.json, which then names the inputs, too.
 
     Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
     the disk fails.
@@ -105,7 +115,7 @@ def prepare_corpus(
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod)
+    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod, max_lost)
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -126,15 +136,22 @@ def prepare_corpus(
         began_shards = time.monotonic()
         progress(0, sum(unit_size(units[number]) for number in todo))
         num_workers = min(workers, len(todo))
+        finished = watched_losses(job, units, len(todo))
         if num_workers > 1:
-            run_in_workers(job, units, todo, workers=num_workers, progress=progress)
+            run_in_workers(
+                job, units, todo, workers=num_workers, progress=progress, finished=finished
+            )
         else:
-            run_in_process(job, units, todo, tok=tok, progress=progress, fault_point=fault_point)
+            run_in_process(
+                job, units, todo, tok=tok, progress=progress, finished=finished, fault_point=fault_point
+            )
 
         shard_seconds = time.monotonic() - began_shards
         shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
 
-        counts = merge_shards(job, units, tok, out=out, source=source, fault_point=fault_point)
+        if made is not None:
+            made = {**made, "inputs": input_files(units)}
+        counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
         shutil.rmtree(job.parts)
 
     return {
@@ -171,6 +188,25 @@ def locked_folder(folder: str) -> Iterator[None]:
         yield
 
 
+def input_files(units: list[Unit]) -> list[Tree]:
+    """Path, size and sha256 of each input; without the last where it is not a file, and beyond HASHED_BYTES
+    in all: they take seconds."""
+    found: list[Tree] = []
+    bytes_left = HASHED_BYTES
+    for path, kind in sorted({(piece.path, piece.kind) for unit in units for piece in unit}):
+        if kind == "hf":
+            found.append({"path": path})
+            continue
+        size = os.path.getsize(path)
+        bytes_left -= size
+        found.append({
+            "path": os.path.abspath(path),
+            "bytes": size,
+            "sha256": file_sha256(pathlib.Path(path)) if bytes_left >= 0 else None,
+        })
+    return found
+
+
 def unit_size(unit: Unit) -> int:
     """Bytes of input in a unit."""
     return sum(piece.size for piece in unit)
@@ -195,7 +231,7 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         status = os.stat(path)
         stamps.append((path, status.st_size, status.st_mtime_ns))
 
-    parts = [tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    parts = [SHARD_FORMAT, tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
     if job.has_fim:
         parts.append("fim")
     if job.is_chat:
@@ -274,6 +310,8 @@ class ShardCounts:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    lost_bytes: int = 0  # of the text, which its tokens do not have
+    unknown_tokens: int = 0  # for text that has no other token
     counted: int = 0  # tokens that the loss counts
     empty: int = 0  # documents without text, which are left out
     bad: int = 0  # documents that cannot be read, which are left out
@@ -295,6 +333,7 @@ class ShardWriter:
         self._eod = [np.array([tok.eod])] if job.append_eod else []
         self._dtype = dtype_of(tok.vocab)
         self._chat = chat_format(tok) if job.is_chat else None
+        self._check = byte_check(tok, is_chat=isinstance(self._chat, TemplateChat))
         ends = (".bin", ".len", ".mask") if job.is_chat else (".bin", ".len")
         self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in ends}
         self._files: dict[str, IO[bytes]] = {}
@@ -317,11 +356,17 @@ class ShardWriter:
             return
         texts = [record.text or "" for record in records]
         if self._chat is None:
-            documents_ids = self._with_eod(self._tok.encode_batch(texts))
+            pieces = self._tok.encode_batch(texts)
+            piece_texts = [text.encode("utf-8") for text in texts]
+            self.counts.text_bytes += sum(map(len, piece_texts))
+            documents_ids = self._with_eod(pieces)
         else:
             chats = [ChatText(text, record.spans) for text, record in zip(texts, records)]
             encoded = self._chat.encode_batch(self._tok, chats)
             documents_ids = [chat.ids for chat in encoded]
+            pieces = [ids for chat in encoded for ids in chat.pieces]
+            piece_texts = [text.encode("utf-8") for chat in encoded for text in chat.texts]
+            self.counts.text_bytes += sum(map(len, piece_texts))
             counted = np.concatenate([chat.counted for chat in encoded])
             self._append(".mask", counted.astype(np.uint8))
             self.counts.counted += int(counted.sum())
@@ -333,7 +378,9 @@ class ShardWriter:
 
         self.counts.documents += len(texts)
         self.counts.tokens += len(tokens)
-        self.counts.text_bytes += sum(len(text.encode("utf-8")) for text in texts)
+        self.counts.lost_bytes += self._check.lost(piece_texts, pieces)
+        if self._tok.contract.unknown is not None:
+            self.counts.unknown_tokens += int((tokens == self._tok.contract.unknown).sum())
 
     def _with_eod(self, encoded: list[np.ndarray]) -> list[np.ndarray]:
         return [np.concatenate([ids, *self._eod]) for ids in encoded]
@@ -432,8 +479,8 @@ def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
 # ---- in this process, or in workers ------------------------------------------------------------------------
 
 def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
-                   progress: Progress, fault_point: FaultPoint) -> None:
-    """Makes the shards `todo` one after the other."""
+                   progress: Progress, finished: Callable[[int], None], fault_point: FaultPoint) -> None:
+    """Makes the shards `todo` one after the other. finished: receives the number of each."""
     total = sum(unit_size(units[number]) for number in todo)
     bytes_before = 0  # of the finished units
     for number in todo:
@@ -443,10 +490,11 @@ def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok:
 
         make_shard(job, number, units[number], tok, report=report, fault_point=fault_point)
         bytes_before += unit_size(units[number])
+        finished(number)
 
 
 def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, workers: int,
-                   progress: Progress) -> None:
+                   progress: Progress, finished: Callable[[int], None]) -> None:
     """Makes the shards `todo` in worker processes, which get them in order. When a shard fails, those before
     it still finish, so that the error raised is that of the first bad unit of the input, whatever the
     workers' speed. Raises ConfigError if a worker dies."""
@@ -455,7 +503,7 @@ def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, work
         for _ in range(workers):
             pipe, process = start_worker(job)
             pool[pipe] = process
-        distribute(job, units, todo, pool=pool, progress=progress)
+        distribute(job, units, todo, pool=pool, progress=progress, finished=finished)
     finally:
         for pipe, process in pool.items():
             process.terminate()
@@ -474,7 +522,7 @@ def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
 
 
 def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
-               progress: Progress) -> None:
+               progress: Progress, finished: Callable[[int], None]) -> None:
     """Sends the shards to the workers and receives their messages, until all are done or the first fault is
     known."""
     total = sum(unit_size(units[number]) for number in todo)
@@ -502,7 +550,9 @@ def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Po
                 progress(sum(bytes_done.values()), total)
                 continue
             number = running.pop(pipe)
-            if kind == "fault" and number < first_failed:
+            if kind == "done":
+                finished(number)
+            elif number < first_failed:
                 first_failed = number
                 fault = value
     if fault:
@@ -548,7 +598,7 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
 # ---- merge -------------------------------------------------------------------------------------------------
 
 def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pathlib.Path,
-                 source: str | None, fault_point: FaultPoint) -> Tree:
+                 source: str | None, made: Tree | None, fault_point: FaultPoint) -> Tree:
     """Writes all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
     document is left."""
     counts = total_counts(job, units)
@@ -558,17 +608,22 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
         raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
                           f"{counts['bad']} bad records{first_bad}")
 
+    check_lost(job, counts, counts["text_bytes"])
+
     with IndexedDatasetWriter(out, tok.vocab, has_mask=job.is_chat) as writer:
         for number in range(len(units)):
             append_shard(job, number, writer)
             fault_point("prepare.mid_merge")
-        writer.finish(tok, counts["text_bytes"], source, fault_point)
+        writer.lost_bytes = counts["lost_bytes"]
+        writer.unknown_tokens = counts["unknown_tokens"]
+        writer.finish(tok, counts["text_bytes"], source, fault_point, made)
     return counts
 
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
     """The counts of all shards; "bad_records" names the first SHOWN bad documents."""
-    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "counted": 0, "empty": 0, "bad": 0}
+    names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "empty", "bad")
+    total: Tree = dict.fromkeys(names, 0)
     bad_records: list[str] = []
     for number, unit in enumerate(units):
         counts = shard_counts(job, number)
@@ -578,6 +633,38 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
             if len(bad_records) < SHOWN:
                 bad_records.append(f"{documents.piece_location(unit[piece_number], line)}: {error}")
     return {**total, "bad_records": bad_records}
+
+
+def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
+    """Raises ConfigError if the tokens have lost more than the allowed share of so many bytes of text. The
+    shards are kept."""
+    lost = counts["lost_bytes"]
+    if 100 * lost > job.max_lost * text_bytes:
+        share = f"{100 * lost / text_bytes:.3g} % of the text's bytes"
+        unknown = f"{counts['unknown_tokens']:,} unknown tokens"
+        raise ConfigError(f"--tokenizer: loses {lost:,} of {text_bytes:,} bytes ({share}; {unknown}), more "
+                          f"than --max-lost {job.max_lost:g} %; take one that keeps all text, such as bpe-N, "
+                          "or raise --max-lost")
+
+
+def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Callable[[int], None]:
+    """What receives the number of each finished shard, and raises as check_lost does as soon as no shard to
+    come can change that: text is not longer than the plain files that hold it. num_shards: to be made."""
+    whole = 0
+    for piece in itertools.chain(*units):
+        if job.is_chat or not documents.is_plain(piece):
+            return lambda number: None
+        whole += piece.size
+    so_far = {"lost_bytes": 0, "unknown_tokens": 0, "shards": 0}
+
+    def finished(number: int) -> None:
+        counts = {**shard_counts(job, number), "shards": 1}
+        for key in so_far:
+            so_far[key] += counts[key]
+        if so_far["shards"] < num_shards:  # after the last one, the bytes of the text are known
+            check_lost(job, so_far, whole)
+
+    return finished
 
 
 def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:
@@ -628,7 +715,10 @@ def prepare_stdlib(
         started = time.monotonic()
         try:
             source = f"python stdlib {version}"
-            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source)
+            made = provenance.of_process()
+            prepare_corpus(
+                ["stdlib"], spec, temporary / "text", skip_bad=True, eod=eod, source=source, made=made
+            )
             os.replace(temporary, home)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -1,56 +1,83 @@
-"""Token files without an index: nanoGPT's .bin, and modded-nanogpt's shards.
+"""Token files without an index. Each is known by its first bytes:
 
-    nanoGPT's .bin          u16 ids, nothing else
-    modded-nanogpt's shard  a header of 256 x i32 (20240520, 1, number of tokens, zeros), then u16 ids
+    NumPy's .npy            a header with dtype and shape, then ids of 8 to 64 bits
+    modded-nanogpt, llm.c   a header of 256 x i32 (magic, version, number of tokens, zeros), then ids whose
+                            width the magic tells: 20240520 (GPT-2) 16 bits, 20240801 (Llama 3) 32 bits
+    nanoGPT's .bin          ids of 16 bits, nothing else
 
-Documents are what end-of-document ids separate, found only where they are needed. There are no checksums; ids
-are checked against the vocabulary at the first read. Sources: github.com/karpathy/nanoGPT,
-github.com/KellerJordan/modded-nanogpt.
+The last has no header. It is taken for ids of 16 bits only where the vocabulary fits into them, and where the
+file does not read as wider ids; else data.dtype states what it is.
+
+Documents are what end-of-document ids separate, found only where they are needed. There are no checksums; the
+ids of some blocks are compared with the vocabulary at the opening, those of every block at its first read.
+Sources: github.com/karpathy/nanoGPT, github.com/karpathy/llm.c, github.com/KellerJordan/modded-nanogpt.
 """
 import hashlib
+import os
 import pathlib
+from typing import NamedTuple
 
 import numpy as np
 
 from config import ConfigError
+from data.contract import WIDEST_U16
 from data.indexed import IndexedDataset, file_stamp
 
-SHARD_MAGIC = 20240520
+ENDS = (".bin", ".npy")
+NPY_MAGIC = b"\x93NUMPY"
 SHARD_HEADER_BYTES = 1024
-GPT2_EOD = 50256  # shards hold ids of GPT-2's tokenizer by definition
+GPT2_MAGIC = 20240520
+GPT2_EOD = 50256  # shards with this magic hold ids of GPT-2's tokenizer by definition
+SHARDS = {GPT2_MAGIC: (1, "<u2"), 20240801: (7, "<u4")}  # {magic: (version, dtype of the ids)}
+OTHER_FILES = {  # {first bytes: of what}
+    b"\x1f\x8b\x08": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip (also torch.save's and .npz)",
+    b"PAR1": "parquet",
+    b"MMIDIDX": "Megatron's .idx",
+}
 PROBE = 1 << 20  # bytes of each end that the identity covers; also tokens searched for the next document
+WIDTH_SAMPLE = 1 << 16  # ids at each of three places from which the width of a file without a header is seen
+SMALL = 16  # the upper halves of wide ids are below it, in vocabularies of less than a million
+
+
+class RawLayout(NamedTuple):
+    """Where the ids of a file lie."""
+    dtype: np.dtype
+    header_bytes: int
+    eod: int | None = None  # where the format itself says which id ends a document
 
 
 class RawShards(IndexedDataset):
-    """One file of u16 ids as a stream of tokens. eod: the id that ends a document; none: not known.
+    """One file of ids as a stream of tokens.
 
-    `documents` is 0: their number is not known. Raises ConfigError if the size of the file is not that of
-    such a file.
+    vocab: ids are below it. eod: the id that ends a document; none: not known. stated: data.dtype. ids: of
+    the tokenizer that made the file, which decides how wide they must be; none: as many as vocab.
+
+    `documents` is 0: their number is not known. Raises ConfigError if the file is not one of ids, or if their
+    width cannot be known.
     """
 
-    def __init__(self, path: pathlib.Path | str, vocab: int | None = None, eod: int | None = None) -> None:
+    def __init__(self, path: pathlib.Path | str, vocab: int | None = None, eod: int | None = None, *,
+                 stated: str | None = None, ids: int | None = None) -> None:
         self.bin = pathlib.Path(path)
-        self.dtype = np.dtype("<u2")
         self.documents = 0
         self.meta = {}
         self.loss_mask = None
         self._crc = None
         self._stamps = {self.bin: file_stamp(self.bin)}
 
+        layout = layout_of(self.bin, stated, vocab if ids is None else ids)
         size = self.bin.stat().st_size
-        header = np.fromfile(self.bin, "<i4", 3)
-        is_shard = len(header) == 3 and header[0] == SHARD_MAGIC
-        header_bytes = SHARD_HEADER_BYTES if is_shard else 0
-        self.tokens = (size - header_bytes) // self.dtype.itemsize
-        self._eod = GPT2_EOD if is_shard and eod is None else eod
-        if size % self.dtype.itemsize or self.tokens < 1 or (is_shard and self.tokens != header[2]):
-            expected = f"a shard of {header[2]}" if is_shard else "whole"
-            raise ConfigError(f"{path}: {size} bytes are not {expected} u16 ids: "
-                              "truncated, empty or of another format; restore it")
+        self.dtype = layout.dtype
+        self.tokens = (size - layout.header_bytes) // self.dtype.itemsize
+        self._eod = layout.eod if eod is None else eod
 
-        self._map_bin(vocab, header_bytes)
+        self._map_bin(vocab, layout.header_bytes)
         self._probe_ids()
         parts = [str(size).encode(), self._raw[:PROBE].tobytes(), self._raw[-PROBE:].tobytes()]
+        if self.dtype != np.dtype("<u2"):
+            parts.append(self.dtype.str.encode())
         # of both ends only: to read the whole file would take minutes
         self.identity = hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -73,3 +100,105 @@ class RawShards(IndexedDataset):
 
     def _refuse_id(self, token: int, value: int) -> None:
         raise ConfigError(f"{self.bin}: token {token}: {self._of_vocabulary(value)}")
+
+
+def is_raw_file(path: str) -> bool:
+    """Is a path of data.path a file of ids without an index?"""
+    return path.endswith(ENDS) and os.path.isfile(path) and not os.path.exists(f"{path[:-4]}.idx")
+
+
+# ---- what a file is ----------------------------------------------------------------------------------------
+
+def layout_of(path: pathlib.Path, stated: str | None, ids: int | None) -> RawLayout:
+    """Where the ids lie, by the first bytes of a file. stated: data.dtype. ids: of the tokenizer; None: not
+    known. Raises ConfigError if it is another file, or if the width of the ids cannot be known."""
+    with open(path, "rb") as file:
+        start = file.read(12)
+    magic, version = np.frombuffer(start[:8].ljust(8, b"\0"), "<i4").tolist()
+    if start.startswith(NPY_MAGIC):
+        layout = npy_layout(path)
+    elif magic in SHARDS:
+        layout = shard_layout(path, magic, version)
+    else:
+        return headerless_layout(path, start, stated, ids)
+    if stated is not None and np.dtype(stated) != layout.dtype:
+        raise ConfigError(f"data.dtype: {stated} is asked for, and the header of {path} says "
+                          f"{layout.dtype.name}; leave it out")
+    return layout
+
+
+def npy_layout(path: pathlib.Path) -> RawLayout:
+    """The layout of NumPy's file. Raises ConfigError if it is no row of whole numbers."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:  # an object array, or a file that is shorter than its header says
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: {path.stat().st_size} bytes are not the array that its header names "
+                          f"({reason}): truncated or of another kind; restore it") from None
+    if array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
+        raise ConfigError(f"{path}: an array of {array.dtype.name} ({array.dtype.str}) holds no ids; save "
+                          "little-endian whole numbers, such as ids.astype('<u2')")
+    if array.ndim != 1 or not len(array):
+        raise ConfigError(f"{path}: an array of shape {array.shape} is no row of ids; save ids.reshape(-1)")
+    return RawLayout(array.dtype, array.offset)
+
+
+def shard_layout(path: pathlib.Path, magic: int, version: int) -> RawLayout:
+    """The layout of a shard of llm.c or modded-nanogpt. Raises ConfigError if its size is another."""
+    known_version, dtype = SHARDS[magic]
+    if version != known_version:
+        raise ConfigError(f"{path}: begins as a shard of llm.c ({magic}), but of version {version}, where "
+                          f"only {known_version} is known; write it again")
+    layout = RawLayout(np.dtype(dtype), SHARD_HEADER_BYTES, GPT2_EOD if magic == GPT2_MAGIC else None)
+    count = int(np.fromfile(path, "<i4", 3)[2]) if path.stat().st_size >= 12 else 0
+    check_size(path, layout, count)
+    return layout
+
+
+def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids: int | None) -> RawLayout:
+    """The layout of a file that begins with ids. Raises ConfigError as layout_of does."""
+    state = "state it with data.dtype uint16, uint32 or uint64"
+    if stated is None:
+        for magic, kind in OTHER_FILES.items():
+            if start.startswith(magic):
+                raise ConfigError(f"{path}: begins as a file of {kind}, not of ids; unpack it, or make ids "
+                                  "of it with scripts.prepare_data")
+        if ids is not None and ids > WIDEST_U16:
+            raise ConfigError(f"{path}: has no header that tells the width of its ids, and a vocabulary of "
+                              f"{ids:,} does not fit into 16 bits; {state}")
+    layout = RawLayout(np.dtype(stated or "<u2"), 0)
+    check_size(path, layout, None)
+    width = 16 if stated else width_shown(path)
+    if width > 16:
+        raise ConfigError(f"{path}: without a header, reads as ids of {width} bits, not of 16: only every "
+                          f"{'second' if width == 32 else 'fourth'} number is not small; {state}")
+    return layout
+
+
+def check_size(path: pathlib.Path, layout: RawLayout, count: int | None) -> None:
+    """Raises ConfigError unless a file holds whole ids, `count` of them if that is known."""
+    size = path.stat().st_size
+    tokens, rest = divmod(size - layout.header_bytes, layout.dtype.itemsize)
+    if rest or tokens < 1 or (count is not None and tokens != count):
+        expected = "whole" if count is None else f"a shard of {count}"
+        raise ConfigError(f"{path}: {size} bytes are not {expected} {layout.dtype.name} ids: "
+                          "truncated, empty or of another format; restore it")
+
+
+def width_shown(path: pathlib.Path) -> int:
+    """The bits of an id that a file shows if it is read as ids of 16: of wider ones, every second number, or
+    three of four, are small. Reads three places of it."""
+    count = path.stat().st_size // 8  # groups of four
+    groups = min(count, WIDTH_SAMPLE // 4)
+    largest = np.zeros(4, int)
+    for part in range(3):
+        first = (count - groups) * part // 2
+        sample = np.fromfile(path, "<u2", 4 * groups, offset=8 * first)
+        if len(sample):
+            largest = np.maximum(largest, sample.reshape(-1, 4).max(0))
+    is_large = (largest >= SMALL).tolist()
+    if groups < SMALL:  # too few to tell
+        return 16
+    if sum(is_large) == 1:
+        return 64
+    return 32 if is_large in ([True, False, True, False], [False, True, False, True]) else 16

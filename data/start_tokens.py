@@ -25,11 +25,11 @@ PROBED_TOKENS = 1 << 16  # of a file without an index, in which they are looked 
 class StartedDocuments:
     """An IndexedDataset to whose documents the token `start` is added, with the same interface.
 
-    Document d begins at its token in the file, plus d.
+    Document d begins at its token in the file, plus d. files: the IndexedDataset.
     """
 
     def __init__(self, index: IndexedDataset, start: int) -> None:
-        self._index = index
+        self.files = index
         self._start = start
         self.documents = index.documents
         self.tokens = index.tokens + index.documents
@@ -38,33 +38,37 @@ class StartedDocuments:
 
     @property
     def meta(self) -> dict:
-        return self._index.meta
+        return self.files.meta
 
     @property
     def loss_mask(self) -> LossMask | None:
-        return self._index.loss_mask
+        return self.files.loss_mask
 
     @property
     def probed(self) -> tuple[int, int] | None:
-        return self._index.probed
+        return self.files.probed
 
     @property
     def contract(self) -> FileContract:
-        return self._index.contract
+        return self.files.contract
 
     def check_unchanged(self) -> None:
-        self._index.check_unchanged()
+        self.files.check_unchanged()
 
     # ---- places --------------------------------------------------------------------------------------------
 
     def document_start(self, number: int) -> int:
         """First token of a document; for `number` = documents: the end of the stream."""
-        return self._index.document_start(number) + number
+        return self.files.document_start(number) + number
+
+    def document_at(self, token: int) -> int:
+        """The document that holds a token."""
+        return self._starts_before(token + 1) - 1
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
         """The tokens strictly between `first` and `stop` that begin a document."""
         numbers = np.arange(self._starts_before(first + 1), self._starts_before(stop))
-        return self._index.document_firsts(numbers) + numbers
+        return self.files.document_firsts(numbers) + numbers
 
     def split_point(self, part: int, whole: int) -> int:
         """As of IndexedDataset: of the same document."""
@@ -79,14 +83,14 @@ class StartedDocuments:
     def read(self, first: int, stop: int) -> np.ndarray:  # int64 [stop - first]
         """The ids of the tokens [first, stop). Raises as IndexedDataset.read does."""
         before, places = self._starts_in(first, stop)
-        ids = self._index.read(first - before, stop - before - len(places))
+        ids = self.files.read(first - before, stop - before - len(places))
         return np.insert(ids.astype(np.int64), places, self._start)
 
     def counted(self, first: int, stop: int) -> np.ndarray:  # bool [stop - first]
         """Does the loss count each of the tokens [first, stop) as a target? No start token."""
         before, places = self._starts_in(first, stop)
         begin, end = first - before, stop - before - len(places)
-        counted = self._index.counted(begin, end)
+        counted = self.files.counted(begin, end)
         counted = np.ones(end - begin, bool) if counted is None else counted
         return np.insert(counted, places, False)
 
@@ -95,7 +99,7 @@ class StartedDocuments:
         the file's tokens in the range before which it stands."""
         before = self._starts_before(first)
         numbers = np.arange(before, self._starts_before(stop))
-        return before, self._index.document_firsts(numbers) - (first - before)
+        return before, self.files.document_firsts(numbers) - (first - before)
 
 
 Index = IndexedDataset | StartedDocuments
@@ -136,6 +140,11 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
         raise ConfigError(f"data.bos: {name} has no .idx that names its documents, so that the start token "
                           f"{start} cannot be put before each; data.bos false reads it without")
     return StartedDocuments(index, start.id)
+
+
+def files_of(index: Index) -> IndexedDataset:
+    """The files that an index reads, as they are."""
+    return index.files if isinstance(index, StartedDocuments) else index
 
 
 def first_ids(index: IndexedDataset) -> np.ndarray:  # [at most PROBED_DOCUMENTS]

@@ -18,6 +18,8 @@ import itertools
 import json
 import pathlib
 import re
+import shlex
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -35,6 +37,11 @@ if TYPE_CHECKING:  # imported only where a tokenizer.json is used
 MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
 CHAT_TEMPLATE = "chat_template.jinja"  # writes conversations (chat.py); kept beside a tokenizer.json
+OTHER_LISTS = {  # {the beginning of a file: what it is}
+    re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"): "tiktoken's list of tokens",
+    re.compile(rb"\d+ b?['\"].*['\"] \d+\r?\n"): "RWKV's list of tokens",
+}
+CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
 BYTE_PIECES = 256
 MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
 BYTES_CONTRACT = TokenizerContract(
@@ -184,7 +191,8 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
     if path.is_dir():
         found = [path / name for name in FILE_NAMES if (path / name).exists()]
         if not found:
-            raise ConfigError(f"{path}: holds no tokenizer.json, tokenizer.model or tokenizer.bytes")
+            raise ConfigError(f"{path}: holds no tokenizer.json, tokenizer.model or tokenizer.bytes"
+                              f"{way_to_json(path)}")
         path = found[0]
     if str(spec) == "bytes" or path.name == "tokenizer.bytes":
         if eod not in (None, str(BYTES_CONTRACT.end.id), BYTES_CONTRACT.end.text):
@@ -199,9 +207,27 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
             hint = "bpe-N is for data.path stdlib and for prepare_data"
         raise ConfigError(f"tokenizer {spec}: {error.strerror}; {hint}") from None
 
+    for pattern, kind in OTHER_LISTS.items():
+        if pattern.match(content):
+            raise ConfigError(f"{path}: is {kind}, which is not read; give a tokenizer.json with the same "
+                              "ids: that of the model at the hub, or what transformers' AutoTokenizer saves")
     beside = read_files(path.parent, [*contract.SETTINGS, CHAT_TEMPLATE])
     load = load_json if path.suffix == ".json" else load_sentencepiece
     return load(path, content, beside, eod)
+
+
+def way_to_json(folder: pathlib.Path) -> str:
+    """How a folder with a vocabulary and merges gets a tokenizer.json; "" if it has none."""
+    files = [folder / "vocab.json", folder / "merges.txt"]
+    if not all(file.exists() for file in files):
+        return ""
+    if any((folder / name).exists() for name in contract.SETTINGS):  # they name its special tokens
+        code = (f"from transformers import AutoTokenizer as A; A.from_pretrained({str(folder)!r})"
+                f".save_pretrained({str(folder)!r})")
+    else:
+        code = (f"from tokenizers import ByteLevelBPETokenizer as B; B.from_file({str(files[0])!r}, "
+                f"{str(files[1])!r}).save({str(folder / 'tokenizer.json')!r})")
+    return f", but vocab.json and merges.txt; make one with python -c {shlex.quote(code)}"
 
 
 def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
@@ -229,6 +255,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     )
     settings = contract.read_settings(path.parent, beside)
     end = contract.end_token(vocabulary, settings, processor.eos_id(), eod)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=without_marks(content, processor))
     bos = processor.bos_id()
     pad = processor.pad_id()
 
@@ -249,6 +276,22 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
         processor=processor,
         files=files if eod is None else contract.settled(files, end),
     )
+
+
+def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcessor) -> bytes:
+    """The content of a .model in which the pieces that direct a model are control pieces, which no text
+    makes. Gemma's <start_of_turn> is a symbol of the user's, and as such found in every text."""
+    for number in range(processor.vocab_size()):
+        name = processor.id_to_piece(number)
+        if contract.is_markup(name):
+            # the message of a piece: its text, its score and its type, which ends it
+            text = name.encode()
+            size = len(text)
+            length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+            score = struct.pack("<f", processor.get_score(number))
+            piece = b"\x0a" + length + text + b"\x15" + score + b"\x18"
+            content = content.replace(piece + bytes([USER_DEFINED]), piece + bytes([CONTROL]))
+    return content
 
 
 def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
@@ -275,10 +318,12 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
     )
     settings = contract.read_settings(path.parent, beside)
     end = contract.end_token(vocabulary, settings, None, eod)
-    start, pad = (contract.first_named(kind, settings, vocabulary) for kind in ("bos", "pad"))
+    added = processor.get_added_tokens_decoder()
+    named = [contract.first_named(kind, settings, vocabulary) for kind in ("bos", "pad")]
+    # an id that is a plain word here is of another model's config.json
+    start, pad = (token if token and token.id in added else None for token in named)
 
     # no text makes them
-    added = processor.get_added_tokens_decoder()
     hidden = frozenset({number for number, token in added.items() if token.special} | {end.id})
     marked = {number for number, token in added.items() if contract.is_markup(token.content)}
     control = hidden | marked | {token.id for token in (end, start, pad) if token}

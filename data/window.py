@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.start_tokens import Index
+from data.targets import WithoutTokens
 
 NO_STARTS = np.empty(0, np.int64)
 
@@ -26,14 +27,16 @@ class Part(NamedTuple):
     counted: np.ndarray  # bool [n]: does the loss count the token as a target?
 
 
-def read_stream(index: Index, first: int, slots: int, wants_starts: bool) -> Window:
+def read_stream(index: Index | WithoutTokens, first: int, slots: int, wants_starts: bool) -> Window:
     """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
     stop = first + slots
     starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
     return Window(index.read(first, stop), starts, index.counted(first, stop), slots)
 
 
-def read_pieces(index: Index, pieces: list[tuple[int, int]], slots: int, pad_id: int) -> Window:
+def read_pieces(
+    index: Index | WithoutTokens, pieces: list[tuple[int, int]], slots: int, pad_id: int
+) -> Window:
     """The tokens of the pieces [first, stop), then padding. Neither the first token of a piece nor padding
     counts."""
     parts: list[Part] = []

@@ -84,9 +84,12 @@ def softmax_cross_entropy_block(
     column = column.clamp(0, values.shape[1] - 1)[:, None]
     target_logit = values.gather(1, column)[:, 0].where(is_here, 0.0)
 
-    probs = torch.softmax(values, 1)
-    # the largest probability is exp(largest logit - lse), and never underflows
-    local_lse = values.amax(1) - probs.amax(1).log()
+    if start >= vocab:  # all is padding, and no softmax is defined
+        probs, local_lse = torch.zeros_like(values), values[:, 0].clone()
+    else:
+        probs = torch.softmax(values, 1)
+        # the largest probability is exp(largest logit - lse), and never underflows
+        local_lse = values.amax(1) - probs.amax(1).log()
     lse = local_lse
     if merge is not None:
         lse, target_logit = merge(local_lse, target_logit)

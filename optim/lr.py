@@ -9,11 +9,13 @@ from config import OptimConfig, Phases
 class RateSchedule:
     """The learning rate from one step of the run to another.
 
-    cfg: its peak and shape. first, last: steps of the run, before the first update and of the last one.
+    cfg: its peak and shape. first, last: steps of the run, before the first update and of the last one. end:
+    of its shape: after it the rate stays, and a schedule that is over before it has not decayed to its end.
     """
     cfg: OptimConfig
     first: int
     last: int
+    end: int
 
 
 def schedules_of(phases: Phases, steps: int) -> list[RateSchedule]:
@@ -22,18 +24,22 @@ def schedules_of(phases: Phases, steps: int) -> list[RateSchedule]:
     One reaches from the phase that states a key of it to the next phase that does, or to the end of the run.
     """
     beginning = [phase for phase in phases.all if phase.begins_schedule]
-    ends = [phase.steps_before for phase in beginning[1:]] + [steps]
-    return [RateSchedule(phase.cfg.optim, phase.steps_before, end) for phase, end in zip(beginning, ends)]
+    lasts = [phase.steps_before for phase in beginning[1:]] + [steps]
+    schedules: list[RateSchedule] = []
+    for phase, last in zip(beginning, lasts):
+        end = phases.schedule_end(phase) or steps
+        schedules.append(RateSchedule(phase.cfg.optim, phase.steps_before, last, end))
+    return schedules
 
 
 def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
     """The learning rate of update `step` (from 1) of a run.
 
-    The warmup of a later schedule begins at the rate with which the schedule before it has ended.
+    The warmup of a later schedule begins at the rate of the step before it.
     """
     rate = 0.0
     for schedule in schedules:
-        length = schedule.last - schedule.first
+        length = schedule.end - schedule.first
         here = min(step, schedule.last) - schedule.first
         rate = learning_rate(schedule.cfg, here, length, rate)
         if step <= schedule.last:
@@ -45,7 +51,7 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int, rate_before: float = 
     """The learning rate of update `step` (from 1) of `steps`.
 
     After a linear warmup from rate_before, cfg.decay gives the shape: cosine, wsd (arXiv 2404.06395), linear
-    or constant.
+    or constant. Beyond `steps` the rate stays.
     """
     # at most a tenth of the run is warmup
     warmup = min(cfg.warmup, steps // 10)

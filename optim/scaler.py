@@ -32,17 +32,22 @@ class LossScaler:
         self.good_steps = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def adapt(self, is_good: Tensor) -> None:
-        """Adapts the scale after a step. is_good: a bool scalar, False if the step overflowed."""
+    def adapt(self, is_good: Tensor, has_targets: Tensor) -> None:
+        """Adapts the scale after a step. A step without targets changes nothing.
+
+        is_good: a bool scalar, False if the step overflowed. has_targets: a bool scalar.
+        """
         if not self.dynamic:
             return
-        self.good_steps = torch.where(is_good, self.good_steps + 1, 0.0)
-        window_is_full = self.good_steps >= self.window
+        good_steps = torch.where(is_good, self.good_steps + 1, 0.0)
+        window_is_full = good_steps >= self.window
+        good_steps = torch.where(window_is_full, 0.0, good_steps)
         doubled = (self.scale * 2).clamp(max=MAX_LOSS_SCALE)
         halved = (self.scale / 2).clamp(min=1.0)
         grown = torch.where(window_is_full, doubled, self.scale)
-        self.scale = torch.where(is_good, grown, halved)
-        self.good_steps = torch.where(window_is_full, 0.0, self.good_steps)
+        scale = torch.where(is_good, grown, halved)
+        self.scale = torch.where(has_targets, scale, self.scale)
+        self.good_steps = torch.where(has_targets, good_steps, self.good_steps)
 
     def state(self) -> list[float]:
         """What `load` takes, for a checkpoint's meta.json. Reads the device."""

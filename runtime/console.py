@@ -9,7 +9,7 @@ its control characters.
 """
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from config.terminal import columns_of, fitting_columns, hanging_lines, output_width, wrapped
@@ -47,6 +47,10 @@ COLUMNS = (  # in their order
     StepColumn("eta", 9, PLAIN, priority=2),
 )
 ALWAYS_SHOWN = 1  # the column with this priority, beside the step
+SKIPPED_STEPS = (  # behind a step line: name of the count, its words, colour
+    ("skipped", "skipped", RED),
+    ("without_targets", "without targets", YELLOW),
+)
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
@@ -99,9 +103,9 @@ def duration(seconds: float) -> str:
 
 
 def decimals(value: float | None, digits: int) -> str:
-    """The value with this number of decimals, or as 1.2e+05 where it needs six columns; n/a for None."""
+    """The value with this number of decimals, or as 1.2e+05 where it needs six columns; - for None."""
     if value is None:
-        return "n/a"
+        return "-"
     fits = abs(value) < 10 ** (5 - digits) or not math.isfinite(value)
     return f"{value:.{digits}f}" if fits else f"{value:.1e}"
 
@@ -231,7 +235,8 @@ class Console:
         """Writes one step line; before it the labels, if the terminal has another width now.
 
         row: as in metrics.jsonl. eta: seconds left.
-        rates: since the line before: tokens_per_s, tflops, mfu, data (share of the time), skipped (a count).
+        rates: since the line before: tokens_per_s, tflops, mfu, data (share of the time), and the counts of
+        SKIPPED_STEPS.
         """
         cells = {
             "loss": decimals(row["loss"], 4),
@@ -255,10 +260,11 @@ class Console:
         for column in columns:
             line += self.paint(f"{cells[column.label]:>{column.width}}", column.color)
             line_width += column.width
-        if rates["skipped"]:
-            text = f"  {rates['skipped']} skipped"
-            fits = width is None or line_width + len(text) <= width
-            line += ("" if fits else "\n") + self.paint(text, RED)
+        texts = {name: f"  {rates[name]} {words}" for name, words, _ in SKIPPED_STEPS if rates[name]}
+        if texts and width is not None and line_width + len("".join(texts.values())) > width:
+            line += "\n"
+        for name, _, color in SKIPPED_STEPS:
+            line += self.paint(texts.get(name, ""), color)
         self.write(line)
 
     def show_task(self, step: int, text: str) -> None:
@@ -268,9 +274,9 @@ class Console:
     def show_evaluation(
         self,
         step: int,
-        loss: float,
-        perplexity: float,
-        bits_per_byte: float,
+        loss: float | None,
+        perplexity: float | None,
+        bits_per_byte: float | None,
         sample: str = "",
         ema_loss: float | None = None,
     ) -> None:
@@ -279,8 +285,9 @@ class Console:
             f"{self.dim(' eval')} {step}",
             f"{self.dim('val')} {self.paint(decimals(loss, 3), GREEN)}",
             f"{self.dim('ppl')} {decimals(perplexity, 1)}",
-            f"{self.dim('bpb')} {decimals(bits_per_byte, 2)}",
         ]
+        if not math.isnan(bits_per_byte):  # the bytes are known
+            parts.append(f"{self.dim('bpb')} {decimals(bits_per_byte, 2)}")
         if ema_loss is not None:
             parts.append(f"{self.dim('ema')} {decimals(ema_loss, 3)}")
         line = "  ".join(parts)
@@ -290,14 +297,17 @@ class Console:
             line += f"   {self.dim('|')} {visible(sample, room)}"
         self.write(line)
 
-    def show_sources(self, step: int, losses: dict[str, float]) -> None:
+    def show_sources(self, step: int, losses: Mapping[str, float | None]) -> None:
         """Writes the validation loss of each source of a blend."""
         parts = [f"{name} {self.paint(decimals(loss, 3), GREEN)}" for name, loss in losses.items()]
         self.hanging(f"{self.dim(' eval')} {step}  {self.dim('of sources')}  ", "  ".join(parts))
 
-    def show_outcome(self, outcome: str, sample: str) -> None:
-        """Writes how the run ended, and the last sample of the model: below it, where they do not fit."""
-        label = "sample: "
+    def show_outcome(self, outcome: str, sample: str, name: str = "sample") -> None:
+        """Writes how the run ended, and the last sample of the model: below it, where they do not fit.
+
+        name: what the sample is called.
+        """
+        label = f"{name}: "
         width = self.width()
         room = SAMPLE_WIDTH if width is None else min(SAMPLE_WIDTH, width - len(label))
         text = label + visible(sample, room)

@@ -10,6 +10,7 @@ from parallel.wire import comm
 from parallel.wire.comm import Group
 
 MAX_EXPONENT = 700.0  # exp overflows a float soon after
+NO_LOSS = {"val_loss": None, "val_ppl": None, "val_bpb": None}  # where no target counts
 
 
 def mean_loss(
@@ -18,10 +19,10 @@ def mean_loss(
     summed_loss: Callable[[list[Microbatch]], Tensor],
     text_bytes: Callable[[Microbatch], Tensor],
     group: Group,
-) -> tuple[float, float]:
+) -> tuple[float | None, float]:
     """Returns (mean loss in nats per counted token, bytes of text per counted token).
 
-    The second is nan without a tokenizer.
+    The first is None where no token counts, and the second nan there and without a tokenizer.
 
     summed_loss: batches -> their summed loss over all ranks.
     group: the ranks whose batches differ.
@@ -35,7 +36,7 @@ def mean_loss(
     counts = comm.all_reduce_sum(own_counts, group)
     num_tokens, num_bytes = counts.tolist()
     if num_tokens == 0:
-        return math.nan, math.nan
+        return None, math.nan
     return loss_sum / num_tokens, num_bytes / num_tokens if num_bytes >= 0 else math.nan
 
 

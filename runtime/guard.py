@@ -5,6 +5,7 @@ Guarantees
 - A step that is not finite is skipped as a whole (the optimizer leaves weights and states as they are), and
   by every rank alike, because loss and gradient norm are already reduced over the whole world.
 - After `limit` bad steps in a row the run ends with exit code 77; its last good checkpoint stays as it is.
+- A step without targets is skipped too (train.train_step). It is no bad step, and ends no row of them.
 """
 from collections.abc import Iterable
 from typing import Protocol

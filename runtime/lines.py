@@ -16,6 +16,7 @@ from typing import Any
 NAME = "metrics.jsonl"
 LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; any other line is torn or foreign
 SKIPPED = b'"skipped": 1'  # is in the lines of skipped steps
+NO_TARGETS = b'"targets": 0,'  # is in the lines of steps in which no target counts
 EVALUATION = b'"val_loss"'  # is in the lines of evaluations
 
 Rows = list[dict[str, Any]]
@@ -224,6 +225,22 @@ def skipped_seconds(run_dir: Path) -> float:
     with open(path, "rb") as file:
         rows = [parse(line) for line in file if SKIPPED in line]
     return sum(row.get("step_ms") or 0 for row in rows if row is not None and row.get("skipped")) / 1000
+
+
+def steps_without_targets(run_dir: Path) -> int:
+    """How many steps had no target that counts. Raises OSError."""
+    path = Path(run_dir) / NAME
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        return sum(NO_TARGETS in line for line in file)
+
+
+def is_missing(row: dict[str, Any], name: str) -> bool:
+    """Whether a row has no loss of this name because no target counted. One that is null for another reason
+    was not finite.
+    """
+    return row[name] is None and not row.get("nonfinite")
 
 
 def is_step_line(line: bytes) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Phase, phases_of
+from config import Config, ModelConfig, Phase, Tree, phases_of
 from config.phases import change_lines
 from config.version import VERSION
 from parallel.wire import clock
@@ -45,7 +45,7 @@ from runtime.console import (
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import code_of
 from runtime.goodput import GoodputClock
-from runtime.lines import MetricsFile, read_metrics, skipped_seconds
+from runtime.lines import MetricsFile, read_metrics, skipped_seconds, steps_without_targets
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.sinks import Sink
@@ -118,7 +118,7 @@ class PendingStep:
     learning_rate: float
     host_ms: float  # of the whole step, by the host's clock
     data_ms: float  # of these, waiting for data
-    scalars: Tensor  # [3 or 5]: loss, norm, verdict, and the two parts of the noise scale
+    scalars: Tensor  # [4 or 6]: loss, norm, verdict, targets, and the two parts of the noise scale
     start: DeviceEvent | None  # None on a CPU
     end: DeviceEvent | None
     router_stats: Tensor | None  # [mixture layers, experts + 4], see runtime/experts.py
@@ -164,7 +164,7 @@ class MetricsLogger:
         self.shares: list[StepShares] = []  # of steps that were read, and not yet compared with other ranks
         self.spikes: list[tuple[int, bool]] = []  # of steps that were read, and not yet returned
         self.slow: list[Slow] = []  # for the next row
-        self.last_sample = ""
+        self.last_sample = (self.start_step, "")  # the step, and what the model wrote
         self.last_step = self.start_step  # that was read
         self.closed = False
 
@@ -187,7 +187,11 @@ class MetricsLogger:
             settings = dataclasses.replace(settings, mode="off")
         name = cfg.log.name or self.run_dir.name
         tree = dataclasses.asdict(cfg)
-        self.sinks: list[Sink] = [WandbSink(settings, self.run_dir, name, tree)]
+        made = self.env.provenance
+        command = made.record["command"] if made else ""
+        wandb = WandbSink(settings, self.run_dir, name, tree, command=command)
+        self.sync_hints = [wandb.sync_command] if wandb.sync_command else []
+        self.sinks: list[Sink] = [wandb]
         if is_writer and cfg.log.tensorboard:
             self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
         self.picture: LivePicture | None = None
@@ -221,6 +225,7 @@ class MetricsLogger:
         loss: Tensor,
         grad_norm: Tensor,
         is_good: Tensor,
+        num_targets: Tensor,
         learning_rate: float,
         seconds: float,
         data_seconds: float,
@@ -230,15 +235,17 @@ class MetricsLogger:
     ) -> list[int]:
         """Records one step without waiting for the device.
 
-        Returns the flags (1: not finite) of the steps that this call has read, oldest first: often none.
+        Returns the flags (1: not finite) of the steps with targets that this call has read, oldest first:
+        often none.
 
-        loss, grad_norm, is_good (the update was made): scalars [] on any device; they are copied.
+        loss, grad_norm, is_good (the update was made), num_targets (that the loss counts): scalars [] on any
+        device; they are copied.
         seconds: of the whole step on the host. data_seconds: of these, waiting for data.
         router_stats: the statistics of the routers (RouterStates.stats, model/router_states.py), not copied.
         noise_scale_parts: the two parts of the noise scale (optim/noise.py), [2].
         comm: times of this rank's exchanges (parallel/wire/clock.py); read when the device's numbers are.
         """
-        parts = [loss, grad_norm, is_good]
+        parts = [loss, grad_norm, is_good, num_targets]
         if noise_scale_parts is not None:
             parts += list(noise_scale_parts)
         dtype = torch.float32 if self.env.device.type == "mps" else torch.float64  # which has no fp64
@@ -355,7 +362,8 @@ class MetricsLogger:
         self.pending = []
 
         for row in rows:
-            self.unreturned.append(row["skipped"] - row.get("spike", 0))
+            if row["targets"]:
+                self.unreturned.append(row["skipped"] - row.get("spike", 0))
             self.add_spike(row)
             self.recent_ms.append(row["step_ms"])
             self.seconds_in_steps += row["step_ms"] / 1000
@@ -377,7 +385,9 @@ class MetricsLogger:
 
     def make_row(self, pending: PendingStep, scalars: list[float], memory_gib: float) -> dict[str, Any]:
         """The line of one step in metrics.jsonl, its fields in their order."""
-        loss, grad_norm, is_good, *noise_scale_parts = scalars
+        loss, grad_norm, is_good, num_targets, *noise_scale_parts = scalars
+        has_targets = num_targets > 0
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         step = pending.step
         step_ms = pending.step_ms()
         exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
@@ -391,10 +401,11 @@ class MetricsLogger:
         flops = tokens_per_s_per_gpu * self.flops_per_token
         row: dict[str, Any] = {
             "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
+            "loss": loss if has_targets else None,  # a mean over nothing
+            "grad_norm": grad_norm if has_targets else None,
             "lr": pending.learning_rate,
             "tokens": phase.tokens_seen(step),
+            "targets": int(num_targets),
             "step_ms": step_ms,
             "data_ms": pending.data_ms,
             "comm_exposed_ms": exposed_ms,
@@ -407,8 +418,7 @@ class MetricsLogger:
             "skipped": int(not is_good),
         }
         if self.cfg.optim.spike_sigma is not None:
-            is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-            row["spike"] = int(not is_good and is_finite)
+            row["spike"] = int(not is_good and is_finite and has_targets)
         if self.slow:
             row |= slow_fields(self.slow)
             self.slow = []
@@ -445,10 +455,17 @@ class MetricsLogger:
 
     # ---- the console ---------------------------------------------------------------------------------------
 
-    def header(self, parameters: tuple[int, int], data: str, notes: Sequence[str] = ()) -> None:
+    def header(
+        self,
+        parameters: tuple[int, int],
+        data: str,
+        notes: Sequence[str] = (),
+        provenance: Tree | None = None,
+    ) -> None:
         """Prints what is about to run.
 
-        parameters: (all, without embeddings). notes: one line each, such as the resume.
+        parameters: (all, without embeddings). notes: one line each, such as the resume. provenance: what
+        makes the run, for W&B and TensorBoard.
         """
         console = self.console
         console.write_wrapped(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
@@ -470,10 +487,10 @@ class MetricsLogger:
         console.columns(self.steps)
         if self.file:
             self.picture = LivePicture(self.run_dir, parameter_count(parameters[0]))
-        self.describe_to_sinks(parameters, data)
+        self.describe_to_sinks(parameters, data, provenance)
 
-    def describe_to_sinks(self, parameters: tuple[int, int], data: str) -> None:
-        """What config.yaml does not say: sizes, ranks, device, FLOPs."""
+    def describe_to_sinks(self, parameters: tuple[int, int], data: str, provenance: Tree | None) -> None:
+        """What config.yaml does not say: sizes, ranks, device, FLOPs, code."""
         total, without_embeddings = parameters
         facts = {
             "parameters": total,
@@ -488,6 +505,8 @@ class MetricsLogger:
             "host": self.env.host,
             "data": data,
         }
+        if provenance:
+            facts["provenance"] = provenance
         for sink in self.sinks:
             sink.describe(facts)
 
@@ -510,7 +529,8 @@ class MetricsLogger:
             "tflops": flops / 1e12,
             "mfu": self.utilization(flops),
             "data": sum(row["data_ms"] for row in rows) / 1000 / seconds,
-            "skipped": sum(row["skipped"] for row in rows),
+            "skipped": sum(row["skipped"] for row in rows if row["targets"]),
+            "without_targets": sum(not row["targets"] for row in rows),
         }
         step = last["step"]
         self.console.show_step(step, self.steps, row=last, rates=rates, eta=self.eta(step))
@@ -537,30 +557,34 @@ class MetricsLogger:
         self,
         step: int,
         *,
-        val_loss: float,
-        val_ppl: float,
-        val_bpb: float,
+        val_loss: float | None,
+        val_ppl: float | None,
+        val_bpb: float | None,
         ema_loss: float | None = None,
-        source_losses: dict[str, float] | None = None,
+        source_losses: Mapping[str, float | None] | None = None,
         sample: str = "",
         tasks: Mapping[str, float] | None = None,
         task_lines: Sequence[str] = (),
     ) -> None:
         """Records a validation: loss in nats a token, perplexity, bits a byte, and a sample of the model.
 
+        A loss is None where no target counts: null in the file, and nothing in W&B.
+
         ema_loss: of the moving average of the weights (train.ema): val/ema/loss. source_losses: of each
         source of a blend, by its name: val/NAME/loss.
         tasks: metrics of tasks, by their names in the file and in W&B; task_lines: the same for the console.
         """
         self.read_pending()
-        values = {"val_loss": float(val_loss), "val_ppl": float(val_ppl), "val_bpb": float(val_bpb)}
-        more = {f"val/{name}/loss": float(loss) for name, loss in (source_losses or {}).items()}
-        if ema_loss is not None:
-            more["val/ema/loss"] = float(ema_loss)
+        values = {"val_loss": val_loss, "val_ppl": val_ppl, "val_bpb": val_bpb}
+        more: dict[str, float | None] = {}
+        for name, loss in (source_losses or {}).items():
+            more[f"val/{name}/loss"] = loss
+        if self.cfg.train.ema is not None:
+            more["val/ema/loss"] = ema_loss
         more |= tasks or {}
         self.write([{"step": step} | values | more])
         shown = {name.replace("_", "/", 1): value for name, value in values.items()}
-        self.put(step, shown | more)
+        self.put(step, flatten_row(shown | more))
         if sample:
             # as it stands, without what could steer a terminal
             text = "\n".join(visible(line, len(line) * ESCAPE_LENGTH) for line in sample.split("\n"))
@@ -568,17 +592,21 @@ class MetricsLogger:
                 sink.text(step, "sample", text)
         if self.picture:
             self.picture.draw_soon()
-        self.last_sample = sample or self.last_sample
+        if sample:
+            self.last_sample = (step, sample)
         self.console.show_evaluation(
             step,
-            loss=values["val_loss"],
-            perplexity=values["val_ppl"],
-            bits_per_byte=values["val_bpb"],
+            loss=val_loss,
+            perplexity=val_ppl,
+            bits_per_byte=val_bpb,
             ema_loss=ema_loss,
             sample=sample,
         )
         if source_losses:
             self.console.show_sources(step, source_losses)
+        if val_loss is None:
+            self.console.write_wrapped(f"no target of the validation at step {step:,} counts, so it has no "
+                                       "loss; raise eval.batches or train.seq_len")
         for line in task_lines:
             self.console.show_task(step, line)
         self.last_event = self.record_event()  # the next step starts here
@@ -624,7 +652,7 @@ class MetricsLogger:
             self.write_final_rows,
             self.report_goodput,
             lambda: self.close_sinks(code, reason),
-            lambda: self.summary(reason, hints),
+            lambda: self.summary(reason, [*self.sync_hints, *hints]),
         )
         for part in parts:
             try:
@@ -678,7 +706,12 @@ class MetricsLogger:
         losses = self.read_losses()
         if losses:
             outcome += f"   loss {losses[0]:.2f} -> {losses[-1]:.2f}  {sparkline(losses)}"
-        self.console.show_outcome(outcome, self.last_sample)
+        without = steps_without_targets(self.run_dir) if self.file else 0
+        if without:
+            outcome += f"   {without:,} of {self.last_step:,} steps had no target, and changed nothing"
+        step, sample = self.last_sample
+        name = "sample" if step == self.last_step else f"sample of step {step:,}"
+        self.console.show_outcome(outcome, sample, name)
         self.console.hints("next", hints)
 
     def read_losses(self) -> list[float]:

@@ -67,9 +67,10 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     """
     run_dir = Path(run_dir)
     train, valid = read_metrics(run_dir)
+    last = train[-1] if train else None
     train = [row for row in train if row["loss"] is not None]
     valid = [row for row in valid if row["val_loss"] is not None]
-    if not train:
+    if last is None or not train:
         return None
     # not pyplot: it has global state and looks for a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -82,7 +83,7 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     steps = column(train, "step")
     shown = np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).astype(int))
     draw_losses(loss_axes, train, valid, shown)
-    loss_axes.set_title(title(run_dir, params, train[-1]), loc="left", fontsize=11, color=INK)
+    loss_axes.set_title(title(run_dir, params, last), loc="left", fontsize=11, color=INK)
     draw_rate(rate_axes, steps[shown], column(train, "lr")[shown])
     for axes in (loss_axes, rate_axes):
         draw_phases(axes, train)

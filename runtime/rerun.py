@@ -50,11 +50,11 @@ class ComputeDiffers(RuntimeError):
 class StepNumbers(NamedTuple):
     """What forward and backward give beside gradients, scalars on the device.
 
-    loss, norm: of the step, without the loss scale. num_tokens: those that count in the loss.
+    loss, norm: of the step, without the loss scale. num_targets: those that count in the loss.
     """
     loss: Tensor
     norm: Tensor
-    num_tokens: Tensor
+    num_targets: Tensor
 
 
 ComputeStep = Callable[[], StepNumbers]  # runs forward and backward, and sums the gradients
@@ -97,7 +97,7 @@ class StepReruns:
     def compare(self, step: int, compute: ComputeStep, is_good: Tensor) -> None:
         """Runs the step again if that is due, or if it is suspect on any rank. Collective.
 
-        is_good: a bool scalar; False: the step is about to be skipped. Raises ComputeDiffers on all ranks.
+        is_good: a bool scalar; False: the step is not finite or a spike. Raises ComputeDiffers on all ranks.
         """
         if self.first is None:
             return

@@ -12,7 +12,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch
 
 import config
 from config import Config, ConfigError, usable_cores
+from config.provenance import Provenance, describe, read_code, typed
 from runtime.faults import FaultInjector, parse
 from runtime.processes import catches, die_with_parent, process_seconds
 from runtime.spares import SPARE_WORD, wait_for_job
@@ -71,6 +72,7 @@ class LaunchEnv:
     host: str = ""
     color: bool = False  # whether the console may use colours
     wandb: WandbSettings = WandbSettings()
+    provenance: Provenance | None = None  # what made this start; on rank 0 alone
 
     def __str__(self) -> str:
         """For the first line of the console: torch 2.13.0 · cpu x1 (2 threads)"""
@@ -361,6 +363,24 @@ def has_netrc_key() -> bool:
         return f"machine {host}" in file.read_text()
     except (OSError, UnicodeDecodeError):
         return False
+
+
+# ---- what made this start ----------------------------------------------------------------------------------
+
+def start_provenance(env: LaunchEnv, argv: Sequence[str]) -> Provenance:
+    """What makes the run of this start: train.py with these words. Takes some hundredths of a second."""
+    command = typed(["python", "train.py", *map(redact, argv)])
+    is_gpu = env.device.type == "cuda"
+    hardware = {
+        "device": torch.cuda.get_device_name(env.device) if is_gpu else env.device.type,
+        "ranks": env.world,
+        "ranks_of_node": env.local_world,
+        "threads": env.threads,
+    }
+    if is_gpu:
+        hardware["cuda"] = torch.version.cuda or torch.version.hip
+    code = read_code()
+    return Provenance(describe(command, code, hardware), code)
 
 
 # ---- exit_reason.json --------------------------------------------------------------------------------------

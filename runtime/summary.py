@@ -23,23 +23,26 @@ def write_summary(folder: Path, **facts: object) -> None:
 def summarize_metrics(folder: Path) -> dict[str, Any]:
     """What metrics.jsonl of a run says about all of it.
 
-    Medians are over steps, without the first of a process's life, which compiles and connects. A value is
-    None where no row has one.
+    Medians are over steps, without the first of a process's life, which compiles and connects. The best
+    validation is one after a step: of step 0 there is no checkpoint. A value is None where no row has one.
     """
     steps, validations = read_metrics(folder, max_steps=EVERY_STEP)
     last = steps[-1] if steps else {}
+    trained = [row for row in steps if row.get("targets") != 0]  # older runs do not have the field
     measured = [row for row in validations if row["val_loss"] is not None]
-    best = min(measured, key=lambda row: row["val_loss"], default=None)
+    after_a_step = [row for row in measured if row["step"] > 0]
+    best = min(after_a_step, key=lambda row: row["val_loss"], default=None)
     return {
         "step": last.get("step", 0),
         "tokens": last.get("tokens", 0),
-        "train_loss": last.get("loss"),
+        "train_loss": trained[-1].get("loss") if trained else None,
         "validation": measured[-1] if measured else None,
         "best_validation": best,
         "tokens_per_s": median(steps, "tokens_per_s"),
         "mfu": median(steps, "mfu"),
         "peak_memory_gib": max((row["mem_gib"] for row in steps if row.get("mem_gib")), default=None),
         "skipped_steps": sum(bool(row.get("skipped")) for row in steps),
+        "steps_without_targets": len(steps) - len(trained),  # of the skipped ones
         "minutes_in_steps": sum(row.get("step_ms") or 0 for row in steps) / MS_OF_MINUTE,
     }
 

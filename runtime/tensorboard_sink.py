@@ -47,7 +47,7 @@ class TensorboardSink:
             self.trouble = f"{type(error).__name__}: {error}"
 
     def describe(self, facts: Values) -> None:
-        self.attempt(lambda: self.writer.add_text("run", as_table(facts), 0))
+        self.attempt(lambda: self.writer.add_text("run", as_table(flatten_tree(facts)), 0))
 
     def put(self, step: int, values: Values) -> None:
         def write() -> None:

@@ -2,7 +2,7 @@
 
 It imports nothing of Bevatron. The first line is
 
-    {"init": the arguments of wandb.init, "shift_file": PATH}
+    {"init": the arguments of wandb.init, "shift_file": PATH, "program": PATH, "arguments": [its words]}
 
 The lines after it:
 
@@ -56,7 +56,17 @@ def run_wandb(trainer_pid: int) -> None:
     import wandb
     # console off: wandb does not capture our streams; x_stats_pid: it watches the trainer's CPU and memory,
     # not ours
-    settings = wandb.Settings(console="off", silent=True, save_code=False, x_stats_pid=trainer_pid)
+    program = Path(first_line["program"])
+    sys.argv = [str(program), *first_line["arguments"]]
+    settings = wandb.Settings(
+        console="off",
+        silent=True,
+        save_code=False,
+        x_stats_pid=trainer_pid,
+        program=program.name,
+        program_relpath=program.name,
+        program_abspath=str(program),
+    )
     run = wandb.init(**first_line["init"], settings=settings)
     for names in OVER_TOKENS:
         run.define_metric(names, step_metric="tokens")

@@ -12,6 +12,7 @@ warning; close() waits a few seconds, then kills. metrics.jsonl has everything. 
 import json
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import IO, Any
 from runtime.setup import WandbSettings, redact
 from runtime.sinks import ending
 
+TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 CLOSE_SECONDS = 5.0  # how long close() waits for W&B
 BUFFER_BYTES = 4 * 2**20  # that may wait for the pipe: about 10,000 records
 WRITE_BYTES = 65536  # of one write into the pipe
@@ -44,13 +46,16 @@ class Child(subprocess.Popen[bytes]):
 class WandbSink:
     """Sends records to W&B. With mode off there is no child, and every method does nothing.
 
-    name: of the run. tree: the resolved config as plain data.
-    max_buffered: bytes that may wait for the pipe.
+    name: of the run. tree: the resolved config as plain data. command: that of train.py, which W&B shows.
+    max_buffered: bytes that may wait for the pipe. sync_command (attribute): sends what an offline run has
+    written, of all its starts; "" where there is nothing.
     """
 
-    def __init__(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any],
-                 max_buffered: int = BUFFER_BYTES) -> None:
+    def __init__(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any], *,
+                 command: str = "", max_buffered: int = BUFFER_BYTES) -> None:
         """Starts the child and returns at once."""
+        self.command = command
+        self.sync_command = ""
         self.max_buffered = max_buffered
         self.buffer = bytearray()  # what the pipe has not taken yet
         self.dropped = 0  # records
@@ -79,7 +84,15 @@ class WandbSink:
         program = str(Path(__file__).with_name("wandb_child.py"))
         self.child = Child([sys.executable, program, str(os.getpid())])
         os.set_blocking(self.child.stdin.fileno(), False)
-        self.send({"init": init_arguments, "shift_file": str((run_dir / "wandb_shift").resolve())})
+        self.send({
+            "init": init_arguments,
+            "shift_file": str((run_dir / "wandb_shift").resolve()),
+            "program": str(TRAIN_FILE),
+            "arguments": shlex.split(self.command)[2:],  # after python train.py
+        })
+        if settings.mode == "offline":
+            folders = f"{shlex.quote(str(folder))}/wandb/offline-run-*-{init_arguments['id']}"
+            self.sync_command = f"wandb sync {folders}"
 
     def describe(self, facts: dict[str, Any]) -> None:
         """Adds facts of the run to its config in W&B, under "run"."""

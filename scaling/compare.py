@@ -15,20 +15,22 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import cycle
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import config
-from config import Config, ConfigError
+from config import Config, ConfigError, Phase, Phases, Tree, phases_of, provenance, span_of
+from config.phases import value_of
 from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
 from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
 from runtime.lines import NAME as METRICS_FILE
-from runtime.lines import Rows, read_metrics
+from runtime.lines import Rows, is_missing, read_metrics
 from runtime.summary import SUMMARY_FILE
 from scaling.optimum import SMOOTHING, smoothed
 from scaling.points import Array
@@ -47,6 +49,9 @@ EVALUATION_KEYS = (
     "data.path", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid",
     "train.seq_len",
 )
+VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # where data.fim_valid is true
+CODE, DATA = ORIGINS = "code", "data"  # what made a run, beside its settings
+SHOWN_DIGITS = 12  # of a fingerprint
 EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
 DIVERGED = "diverged"
 STYLE = """
@@ -65,9 +70,13 @@ class Run:
     """A run as its folder tells it.
 
     tokens, flops, loss, tokens_per_s, mfu: of each step [steps]; NaN where a step has none.
+    has_targets: whether targets count in each step, bool [steps]; a step without any has no loss.
     validation_tokens, validation_loss, validation_bpb (bits a byte): of each evaluation [n].
+    validated_with: {key: its values}, of the keys that decide which tokens an evaluation reads, in the phases
+    that were validated.
     finished: None where its last start has not said how it ended.
     silent_minutes: since it last wrote a line.
+    origins: {one of ORIGINS: (what must be equal in equal runs, its words)}; empty where it does not say.
     """
     name: str
     settings: dict[str, Any]
@@ -77,16 +86,27 @@ class Run:
     loss: Array
     tokens_per_s: Array
     mfu: Array
+    has_targets: NDArray[np.bool_]
     validation_tokens: Array
     validation_loss: Array
     validation_bpb: Array
+    validated_with: dict[str, tuple[Any, ...]]
     finished: bool | None
     silent_minutes: float
+    origins: dict[str, tuple[Any, str]]
 
     @cached_property
     def smooth_loss(self) -> Array:
-        """Training loss, smoothed: [steps]."""
-        return smoothed(self.tokens, self.loss)
+        """Training loss, smoothed: [steps]. A step without targets has that of the step before it."""
+        numbers = np.arange(len(self.loss))
+        last_known = np.maximum.accumulate(np.where(self.has_targets, numbers, 0))
+        return smoothed(self.tokens, self.loss)[last_known]
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the loss of the last step with targets is not finite."""
+        losses = self.loss[self.has_targets]
+        return len(losses) > 0 and not np.isfinite(losses[-1])
 
     def loss_at(self, tokens: float) -> float:
         """Training loss, smoothed, after so many tokens; NaN before the first step of a branch."""
@@ -114,7 +134,10 @@ def read_run(folder: Path) -> Run:
         of_token = summary["flops"] / summary["tokens"]
     tokens = column(steps, "tokens")
     all_steps = column(steps, "step")
-    evaluated = [row for row in evaluations if all_steps[0] <= row["step"] <= all_steps[-1]]
+    evaluated = [
+        row for row in evaluations
+        if all_steps[0] <= row["step"] <= all_steps[-1] and not is_missing(row, "val_loss")
+    ]
     return Run(
         name=folder.name,
         settings=flat_settings(cfg),
@@ -124,13 +147,36 @@ def read_run(folder: Path) -> Run:
         loss=column(steps, "loss"),
         tokens_per_s=column(steps, "tokens_per_s"),
         mfu=column(steps, "mfu"),
+        has_targets=np.array([not is_missing(row, "loss") for row in steps]),
         # of a long run not every step was read
         validation_tokens=np.interp(column(evaluated, "step"), all_steps, tokens),
         validation_loss=column(evaluated, "val_loss"),
         validation_bpb=column(evaluated, "val_bpb"),
+        validated_with=validation_settings(cfg, [row["step"] for row in (*evaluated, steps[-1])]),
         finished=how_it_ended(summary, starts, last_step=steps[-1]["step"]),
         silent_minutes=silent_minutes(folder),
+        origins=read_origins(folder),
     )
+
+
+def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
+    """See Run. Of a run whose starts were of several codes or data sets, all of them in order."""
+    records = provenance.read_records(folder)
+    if not records:
+        return {}
+    codes = {record["code"]["hash"]: code_text(folder, record["code"]) for record in records}
+    inputs = [item for record in records for item in record.get("inputs", {}).get("data", [])]
+    data = dict.fromkeys(item["identity"] for item in inputs)
+    return {
+        CODE: (tuple(codes), ", ".join(codes.values())),
+        DATA: (tuple(data), ", ".join(identity[:SHOWN_DIGITS] for identity in data)),
+    }
+
+
+def code_text(folder: Path, code: Tree) -> str:
+    """ "ab12cd3", or "ab12cd3+ (1234.patch)"."""
+    patch = f" ({provenance.patch_path(folder, code).name})" if code.get("patch") else ""
+    return provenance.label(code) + patch
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -180,6 +226,25 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.startswith(PLACES)}
 
 
+def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, ...]]:
+    """{key: its values in the phases of these steps, in order}: values that follow each other differ."""
+    phases = phases_of(cfg)
+    numbers = sorted({phases.of_step(step).number for step in steps})
+    rows = [validation_settings_of(phases, phases.all[number - 1]) for number in numbers]
+    return {key: tuple(value for value, _ in groupby(row[key] for row in rows)) for key in rows[0]}
+
+
+def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
+    """{key: what it comes to in a validation of a phase}."""
+    found = {key: value_of(phase.cfg, key) for key in EVALUATION_KEYS}
+    if phase.cfg.data.pack == "stream":
+        found["data.span"] = span_of(phases, phase)
+    for key in VALID_FIM_KEYS:
+        found[key] = value_of(phase.cfg, key) if phase.cfg.data.fim_valid else None
+    found[" x ".join(EVALUATION_SIZE)] = math.prod(value_of(phase.cfg, key) for key in EVALUATION_SIZE)
+    return found
+
+
 def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
     """{section.key: its value in each run}, of the keys that are not the same in all."""
     differing: dict[str, list[Any]] = {}
@@ -190,17 +255,40 @@ def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return differing
 
 
+def different_origins(runs: list[Run]) -> dict[str, list[Any]]:
+    """{one of ORIGINS: its words for each run}, of those that are not the same in all. Where a run does not
+    say what made it, nothing is known to differ."""
+    if not all(run.origins for run in runs):
+        return {}
+    pairs = {name: [run.origins[name] for run in runs] for name in ORIGINS}
+    return {
+        name: [words for _, words in origins]
+        for name, origins in pairs.items()
+        if len({identity for identity, _ in origins}) > 1
+    }
+
+
+def differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Of code, data and settings."""
+    return {**different_origins(runs), **different_settings(runs)}
+
+
 def doubts(runs: list[Run]) -> list[str]:
     """A line for each reason why losses in nats a token may not be compared between these runs."""
-    differing = different_settings(runs)
+    differing = differences(runs)
+    if all(run.origins for run in runs) and DATA not in differing:
+        differing.pop("data.path", None)  # the same tokens, in another place
     lines: list[str] = []
     tokenizer = [key for key in TOKENIZER_KEYS if key in differing]
     if tokenizer:
         lines.append(f"{', '.join(tokenizer)}: not the same; where tokenizers differ, nats per token do not "
                      "compare, and bits/byte do")
-    evaluation = [key for key in EVALUATION_KEYS if key in differing]
-    if len({math.prod(run.settings[key] for key in EVALUATION_SIZE) for run in runs}) > 1:
-        evaluation.append(" x ".join(EVALUATION_SIZE))
+    validated = [run.validated_with for run in runs]
+    evaluation = [key for key in validated[0] if any(other[key] != validated[0][key] for other in validated)]
+    if all(run.origins for run in runs):
+        is_same_data = DATA not in differing
+        evaluation = [key for key in evaluation if not (is_same_data and key == "data.path")]
+        evaluation = evaluation if is_same_data else [DATA, *evaluation]
     if evaluation:
         lines.append(f"{', '.join(evaluation)}: not the same; validation losses are of different tokens")
     return lines
@@ -222,7 +310,7 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
             "FLOPs": f"{run.flops[-1]:.2e}",
             "val loss": last_text(run.validation_loss),
             "bits/byte": bits_text(run),
-            "train loss": loss_text(run.smooth_loss[-1]) if np.isfinite(run.loss[-1]) else DIVERGED,
+            "train loss": DIVERGED if run.has_diverged else loss_text(run.smooth_loss[-1]),
             f"at {short_number(tokens)} tokens": loss_text(run.loss_at(tokens)),
             f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops)),
             "tokens/s": median_text(run.tokens_per_s, short_number),
@@ -317,7 +405,7 @@ def draw_runs(runs: list[Run]) -> bytes:
 
 def page(runs: list[Run], refresh_s: int | None = None) -> str:
     """One HTML file with everything in it. refresh_s: a browser reads it again after so many seconds."""
-    differing = different_settings(runs)
+    differing = differences(runs)
     picture = base64.b64encode(draw_runs(runs)).decode()
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     parts = [
@@ -332,7 +420,7 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
     ]
     if len(runs) > 1:
-        parts.append("<h2>What differs in their settings</h2>")
+        parts.append("<h2>What differs in their code, data and settings</h2>")
         rows = [{"key": key} | {run.name: str(value) for run, value in zip(runs, values)}
                 for key, values in differing.items()]
         parts.append(html_table(rows) if rows else "<p>Nothing.</p>")

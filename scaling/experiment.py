@@ -18,7 +18,7 @@ import numpy as np
 
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
-from runtime.lines import read_metrics
+from runtime.lines import is_missing, read_metrics
 from runtime.stop import SIGNALS, is_under_nohup
 from scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
 from scaling.points import NON_EMBEDDING, Array, Points, make_points
@@ -153,12 +153,18 @@ def run_size(
 
 
 def final_loss(folder: Path, steps: int) -> float | None:
-    """The validation loss at the horizon of a run; None if it has not got there, NaN if it is not finite."""
+    """The validation loss at the horizon of a run; None if it has not got there, NaN if it is not finite.
+
+    Raises ConfigError if no target of the validation counts.
+    """
     _, validations = read_metrics(folder)
-    at_end = [row["val_loss"] for row in validations if row["step"] == steps]
+    at_end = [row for row in validations if row["step"] == steps]
     if not at_end:
         return None
-    return math.nan if at_end[-1] is None else at_end[-1]
+    if is_missing(at_end[-1], "val_loss"):
+        raise ConfigError(f"{folder}: no target of its validation counts, so it has no loss; raise "
+                          "eval.batches or train.seq_len in another folder")
+    return math.nan if at_end[-1]["val_loss"] is None else at_end[-1]["val_loss"]
 
 
 def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = None) -> Points:

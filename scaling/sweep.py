@@ -20,6 +20,7 @@ import config
 from config import Config, ConfigError
 from plan.job import job_of_rank
 from runtime.lines import Rows, read_metrics
+from scaling.experiment import final_loss
 from scaling.manifest import keep_manifest
 from scaling.optimum import SMOOTHING, smoothed
 from scaling.points import Array
@@ -243,12 +244,11 @@ def micro_batch_of(sequences: int, most: int) -> int:
 
 
 def read_curve(run: SweepRun, folder: Path) -> SweepCurve | None:
-    """None if the run is not at its end yet."""
-    steps, validations = read_metrics(folder / run.name, max_steps=run.steps + 1)
-    at_end = [row["val_loss"] for row in validations if row["step"] == run.steps]
-    if not at_end:
+    """None if the run is not at its end yet. Raises ConfigError if no target of its validation counts."""
+    final = final_loss(folder / run.name, run.steps)
+    if final is None:
         return None
-    final_loss = at_end[-1]
+    steps, _ = read_metrics(folder / run.name, max_steps=run.steps + 1)
     tokens = column(steps, "tokens")
     return SweepCurve(
         run,
@@ -256,7 +256,7 @@ def read_curve(run: SweepRun, folder: Path) -> SweepCurve | None:
         loss=smoothed(tokens, column(steps, "loss")),
         noise_s=column(steps, "noise_s"),
         noise_g2=column(steps, "noise_g2"),
-        final_loss=math.nan if final_loss is None else float(final_loss),
+        final_loss=final,
     )
 
 

@@ -20,7 +20,8 @@ from build import check_size, weights_only
 from checkpoint import state, store
 from checkpoint.branch import find_source
 from checkpoint.files import remove
-from config import Config, ConfigError, Tree
+from config import Config, ConfigError, Tree, provenance
+from config.function import differences
 from config.terminal import ParagraphHelp
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
     folder = Path(out)
     if folder.exists():
         raise ConfigError(f"{folder}: exists already; give a folder that does not")
-    average(paths, folder)
+    average(paths, folder, provenance.of_script("scripts.average", argv))
     print(f"{folder}: the mean of {len(paths)} checkpoints: {', '.join(map(str, paths))}")
     return 0
 
@@ -65,8 +66,11 @@ def find_checkpoints(sources: list[str], last: int | None) -> list[Path]:
     return [path for _, path in reversed(saved[:last])]
 
 
-def average(paths: list[Path], folder: Path) -> None:
-    """Writes the run folder with the mean of the checkpoints. Raises ConfigError if they do not match."""
+def average(paths: list[Path], folder: Path, made: Tree) -> None:
+    """Writes the run folder with the mean of the checkpoints. Raises ConfigError if they do not match.
+
+    made: what makes it (config/provenance.py).
+    """
     indexes = [store.quick_check(path) for path in paths]
     metas = [index.meta for index in indexes]
     cfgs = [state.config_of(meta) for meta in metas]
@@ -89,6 +93,7 @@ def average(paths: list[Path], folder: Path) -> None:
         **metas[-1],
         "config": dataclasses.asdict(cfgs[-1]),
         "averaged": [str(path) for path in paths],
+        "provenance": made,
         "layout": dataclasses.asdict(Mesh.single().dims),
     }
     try:
@@ -103,14 +108,11 @@ def average(paths: list[Path], folder: Path) -> None:
 
 
 def check_same_model(first_path: Path, path: Path, first: Config, other: Config) -> None:
-    """Raises ConfigError if a key of the model differs that gives other weights."""
-    for field in dataclasses.fields(first.model):
-        key = f"model.{field.name}"
-        left, right = getattr(first.model, field.name), getattr(other.model, field.name)
-        if left != right and state.must_match(key):
-            raise ConfigError(
-                f"{key}: {path} has {right}, and {first_path} has {left}; average models of one shape"
-            )
+    """Raises ConfigError if the two models compute different functions."""
+    for key, (left, right) in differences(first.model, other.model).items():
+        raise ConfigError(
+            f"{key}: {path} has {right}, and {first_path} has {left}; average weights of one model"
+        )
 
 
 if __name__ == "__main__":

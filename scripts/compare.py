@@ -2,11 +2,11 @@
 
     python -m scripts.compare RUN [RUN ...] [--out report.html] [--watch 30]
 
-Prints what differs in their settings, and their losses at equal tokens and at equal FLOPs. --out writes a
-page with the picture and all settings that needs no other file (.png: the picture alone). --watch writes it
-again every so many seconds until all runs have ended, and a browser reads it again by itself. A run that has
-not ended and writes nothing for ten minutes is shown with "no news": it may have been killed. Of one run it
-is a report.
+Prints what differs in their code, data and settings, and their losses at equal tokens and at equal FLOPs.
+--out writes a page with the picture and all settings that needs no other file (.png: the picture alone).
+--watch writes it again every so many seconds until all runs have ended, and a browser reads it again by
+itself. A run that has not ended and writes nothing for ten minutes is shown with "no news": it may have been
+killed. Of one run it is a report.
 """
 import argparse
 import json
@@ -20,7 +20,7 @@ from runtime.failure import fail_cleanly
 from scaling.compare import (
     SMOOTHING_TEXT,
     Run,
-    different_settings,
+    differences,
     doubts,
     draw_runs,
     page,
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(runs: list[Run], as_json: bool) -> None:
-    differing = different_settings(runs)
+    differing = differences(runs)
     if as_json:
         print(json.dumps({"runs": table_rows(runs), "different": differing, "doubts": doubts(runs)}))
         return
@@ -78,7 +78,12 @@ def report(runs: list[Run], as_json: bool) -> None:
     if len(runs) > 1:
         rows = [{"different": key} | {run.name: str(value) for run, value in zip(runs, values)}
                 for key, values in differing.items()]
-        print("\n".join(text_table(rows, width)) if rows else "no setting differs")
+        print("\n".join(text_table(rows, width)) if rows else nothing_differs(runs))
+
+
+def nothing_differs(runs: list[Run]) -> str:
+    known = all(run.origins for run in runs)
+    return "neither code, nor data, nor a setting differs" if known else "no setting differs"
 
 
 def write(runs: list[Run], path: Path, refresh_s: int | None) -> None:

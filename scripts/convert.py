@@ -41,7 +41,7 @@ from build import check_counts, check_size, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
-from config import Config, ConfigError, ModelConfig
+from config import Config, ConfigError, ModelConfig, Tree, provenance
 from config.suggestions import check_rules
 from config.terminal import ParagraphHelp, output_width, wrapped
 from data import tokenizer
@@ -69,11 +69,13 @@ class LogitsDiffer(ConfigError):
 
 # ---- import ----------------------------------------------------------------------------------------------
 
-def from_hf(folder: Path, run: Path, spec: str | None = None, eod: str | None = None) -> dict:
+def from_hf(
+    folder: Path, run: Path, spec: str | None = None, eod: str | None = None, made: Tree | None = None
+) -> dict:
     """Writes the run folder `run` from the Hugging Face folder; returns the report.
 
     spec: the tokenizer; None: that of the folder, if it has one. eod: the token that ends documents; None:
-    what the tokenizer's files name.
+    what the tokenizer's files name. made: what makes it (config/provenance.py).
     Raises ConfigError; LogitsDiffer; StorageError.
     """
     family, model = hf_config.read_hf_config(folder)
@@ -87,7 +89,7 @@ def from_hf(folder: Path, run: Path, spec: str | None = None, eod: str | None = 
 
     with new_folder(run) as temp:
         ours = import_weights(
-            family, cfg, found, source=folder, tok=tok, checkpoints=temp / "checkpoints")
+            family, cfg, found, source=folder, tok=tok, checkpoints=temp / "checkpoints", made=made)
         gc.collect()  # one model in memory at a time
         with storage_errors(temp, 0):
             (temp / "config.yaml").write_text(config.dump(cfg))
@@ -142,6 +144,7 @@ def import_weights(
     source: Path,
     tok: Tokenizer | None,
     checkpoints: Path,
+    made: Tree | None,
 ) -> Tensor:
     """Saves the weights `found` in `source` as step 0; returns our logits [2, s, vocab] of the probe."""
     model = cfg.model
@@ -157,6 +160,8 @@ def import_weights(
         "data": f"none: weights imported from {family}",
         "torch": torch.__version__,
         "layout": asdict(Mesh.single().dims),
+        "provenance": made or {},
+        "bos": has_start(tok),
     }
     try:
         store.save(checkpoints, 0, pieces, meta, keep=1)
@@ -164,6 +169,14 @@ def import_weights(
         name = FAMILIES[family].hf_name(str(error).partition(":")[0])
         raise ConfigError(f"{source}: {name} holds NaN or Inf; these weights are damaged") from None
     return our_logits(stage, probe(model))
+
+
+def has_start(tok: Tokenizer | None) -> bool | None:
+    """Does a run with this tokenizer begin documents with a start token? None: it is not known."""
+    try:
+        return None if tok is None else start_token(tok, None) is not None
+    except ConfigError:  # a run has to choose with data.bos
+        return None
 
 
 def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
@@ -250,6 +263,7 @@ def to_hf(
         gc.collect()  # one model in memory at a time
         with storage_errors(temp, 0):
             write_settings(temp, model, tok, source=source, dtype=DTYPES[dtype])
+            write_json(temp / "provenance.json", origin_of(path, meta, weights))
             if tok:
                 notes += export_json(tok, family, temp, start_token(tok, cfg.data.bos))
         tokens = probe(model)
@@ -265,6 +279,21 @@ def to_hf(
         "logits": match,
         "notes": notes,
         "next": f'AutoModelForCausalLM.from_pretrained("{folder}")',
+    }
+
+
+def origin_of(path: Path, meta: Tree, weights: str) -> Tree:
+    """What an export says of the run that it is of. path, meta: of the checkpoint. weights: see to_hf."""
+    made = meta.get("provenance") or {}
+    code = made.get("code", {})
+    return {
+        "run": meta["config"]["log"]["name"] or path.parent.parent.name,
+        "step": meta["step"],
+        "tokens": meta["tokens"],
+        "weights": weights,
+        "commit": code.get("commit"),
+        "changed": code.get("changed"),
+        "training": made,
     }
 
 
@@ -551,7 +580,8 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     try:
         if args.command == "from-hf":
-            report = from_hf(args.folder, args.run, args.tokenizer, args.eod)
+            made = provenance.of_script("scripts.convert", argv)
+            report = from_hf(args.folder, args.run, args.tokenizer, args.eod, made)
         else:
             report = to_hf(args.run, args.folder, args.dtype, args.tokenizer, args.weights, args.eod)
     except LogitsDiffer as error:

@@ -26,7 +26,9 @@ from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
 from config.terminal import ParagraphHelp
+from data.blend import parse_blend
 from data.loader import BatchLoader, open_loader
+from data.raw import is_raw_file
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
@@ -82,13 +84,22 @@ def main(argv: list[str]) -> int:
 def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
     """Prints loss, perplexity and bits per byte of the data that --data, --samples and --seq-len select.
 
-    Raises ConfigError if the data was made with another tokenizer.
+    Raises ConfigError if the data was made with another tokenizer, or the model has too few positions.
     """
     # the data
     seq_len = args.seq_len or run.cfg.train.seq_len
+    check_context(run.cfg, seq_len)
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
-        named = replace(cfg.data, path=args.data, split="0,1", tokenizer=args.tokenizer, eod=args.eod)
+        has_raw = any(map(is_raw_file, parse_blend(args.data)[1]))
+        named = replace(
+            cfg.data,
+            path=args.data,
+            split="0,1",
+            tokenizer=args.tokenizer,
+            eod=args.eod,
+            dtype=cfg.data.dtype if has_raw else None,
+        )
         cfg = replace(cfg, data=named)
     elif not cfg.data.path:
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
@@ -96,6 +107,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     batch_size = args.micro_batch or run.cfg.train.micro_batch
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
+    for dataset in data.datasets:
+        dataset.index.contract.check(run.known_tokenizer.contract if run.known_tokenizer else None)
     samples = min(data.samples, args.samples or data.samples)
 
     # its loss
@@ -125,9 +138,21 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
         source = {"run": str(run.path), "step": run.step, "data": name, "tokens": samples * seq_len}
         print(json.dumps({**source, **finite, "seconds": seconds}))
     else:
+        bits = "" if math.isnan(report["val_bpb"]) else f"   bits per byte {report['val_bpb']:.4f}"
         print(f"{run.path} on {name}: {samples * seq_len:,} tokens in {seconds:.1f} s\n"
-              f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}   "
-              f"bits per byte {report['val_bpb']:.4f}")
+              f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}{bits}")
+
+
+def check_context(cfg: Config, seq_len: int) -> None:
+    """Says that sequences are longer than model.context. Raises ConfigError where positions are learned."""
+    model = cfg.model
+    if seq_len <= model.context:
+        return
+    if model.positions == "learned":
+        raise ConfigError(f"--seq-len: {seq_len} is longer than the {model.context} learned positions of the "
+                          "model; lower it")
+    print(f"--seq-len: {seq_len} is beyond model.context {model.context}, for which its positions were made",
+          file=sys.stderr)
 
 
 def open_validation(cfg: Config, batch_size: int) -> BatchLoader:

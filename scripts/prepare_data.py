@@ -8,16 +8,17 @@ path), 130 interrupted. After any of them, and after a kill, the same command co
 """
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
 import time
 from typing import TextIO
 
-from config import ConfigError, usable_cores
+from config import ConfigError, provenance, usable_cores
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from data import prepare
-from data.documents import KINDS
+from data.documents import COMPRESSED, KINDS
 
 USER_MISTAKE = 2
 OUT_OF_MEMORY = 81
@@ -41,8 +42,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.error = lambda message: parser.exit(USER_MISTAKE, f"error: {message}; see --help\n")  # one line
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
-        help=f"files, folders or globs of {' '.join(KINDS)} (also .gz, .zst; text: one document a file), "
-             "hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
+        help=f"files, folders or globs of {' '.join(KINDS)} (also {', '.join(COMPRESSED)}; text: one "
+             "document a file), hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own "
+             "source)")
     add("--tokenizer", required=True, metavar="T",
         help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
     add("--out", required=True, metavar="PREFIX",
@@ -60,6 +62,8 @@ def arguments() -> argparse.ArgumentParser:
         help="end each document with the end-of-document token (default: on)")
     add("--eod", metavar="TOKEN_OR_ID",
         help="the token that ends documents, by its text or id (default: what the tokenizer's files name)")
+    add("--max-lost", type=float, default=prepare.MAX_LOST, metavar="PERCENT",
+        help="refuse a tokenizer that loses more of the text's bytes (default: 1)")
     add("--skip-bad", action="store_true",
         help="leave out and count invalid UTF-8 and broken records; otherwise the first one ends the run")
     add("--json", action="store_true", help="print the report as one line of JSON on stdout")
@@ -67,11 +71,14 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     args = arguments().parse_args(argv)
     progress = Progress(sys.stderr)
     try:
         if args.workers < 1:
             raise ConfigError(f"--workers: {args.workers} must be at least 1")
+        if not 0 <= args.max_lost <= 100:
+            raise ConfigError(f"--max-lost: {args.max_lost:g} is not a percentage from 0 to 100")
         if args.chat and not args.append_eod:
             raise ConfigError("--no-append-eod: the format of a conversation says how it ends; leave it out")
         report = prepare.prepare_corpus(
@@ -85,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
             is_chat=args.chat,
             has_fim=args.fim,
             eod=args.eod,
+            max_lost=args.max_lost,
+            made=provenance.of_script("scripts.prepare_data", argv),
             say=progress.say,
             progress=progress.show,
         )
@@ -107,7 +116,10 @@ def main(argv: list[str] | None = None) -> int:
     progress.end()
     for record in report["bad_records"]:
         progress.say(f"left out {record}")
-    print(json.dumps(report) if args.json else summary(report))
+    try:
+        print(json.dumps(report) if args.json else summary(report), flush=True)
+    except BrokenPipeError:  # the reader of a pipe, such as `| head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
     return 0
 
 
@@ -122,6 +134,9 @@ def summary(report: dict) -> str:
         "data": f"{report['documents']:,} documents, {text_bytes / 1e6:,.1f} MB, {tokens:,} tokens "
                 f"({text_bytes / tokens:.2f} bytes per token){left_out}",
         **report["contract"],
+        "lost": f"{report['lost_bytes']:,} bytes of the text "
+                f"({100 * report['lost_bytes'] / text_bytes:.3g} %), "
+                f"{report['unknown_tokens']:,} unknown tokens",
     }
     if report["chat"]:
         style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"

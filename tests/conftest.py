@@ -40,6 +40,7 @@ import zygote
 if sys.platform == "linux":
     zygote.ForkingPopen.install()
 
+from config import ConfigError
 from proof.mutate import cover
 from runtime.pool import WorkerPool
 
@@ -91,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
     known = selection.with_siblings(known, [item.nodeid for item in items])
     try:
         chosen, note = choose(config, items, known)
-    except selection.SelectionError as error:
+    except (selection.SelectionError, ConfigError) as error:
         raise pytest.UsageError(str(error)) from None
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]

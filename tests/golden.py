@@ -51,16 +51,22 @@ def machine(layout: str = "") -> dict[str, str]:
 
 
 def record(folder: pathlib.Path, data: str, name: str) -> dict:
-    """A run of a layout: {"losses": of each step, "checksums": {stored piece: end of its checksum}}."""
+    """A run of a layout: {"losses" and "targets": of each step, "checksums": {stored piece: end of its
+    checksum}}."""
     world, words = LAYOUTS[name]
     args = ["llama3-tiny", *RUN, *words, "--data.path", data, "--log.dir", str(folder), "--log.name", "run"]
     end = job(folder, world, args)
     assert end.codes == [0] * world, end.logs
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
     (_, path), *_ = store.committed_checkpoints(folder / "run" / "checkpoints")
     pieces = store.read_index(path)["pieces"]
     checksums = {f"{piece['key']} at {list(piece['start'])}": piece["checksum"][-16:] for piece in pieces}
-    return {"losses": [row["loss"] for row in rows if "loss" in row], "checksums": checksums}
+    return {
+        "losses": [row["loss"] for row in rows],
+        "targets": [row["targets"] for row in rows],
+        "checksums": checksums,
+    }
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from footprints import NO_TEXT
 
+from config.parts import parse_part
 from proof.mutate.cover import REST, Footprints, parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,13 +109,13 @@ def longest_first(names: Iterable[str], known: Footprints) -> list[str]:
 
 
 def part_of(names: Iterable[str], part: str, known: Footprints) -> set[str]:
-    """The tests of part K of M ("K/M"): whole files, spread so that the parts take about as long."""
-    match = re.fullmatch(r"(\d+)/(\d+)", part)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise SelectionError(f"--part {part}: expected K/M with K from 1 to M, such as 1/4")
-    number, parts = int(match[1]), int(match[2])
+    """The tests of part K of M ("K/M"): whole files, spread so that the parts take about as long.
+
+    Raises ConfigError if there is no such part.
+    """
     names = list(names)
     lengths = lengths_of(names, known)
+    number, parts = parse_part(part, len(lengths))
     totals = [0.0] * parts
     files = set()
     for file in longest_first(names, known):

@@ -24,10 +24,9 @@ def home(tmp_path_factory):
     return home
 
 
-def branched(home, name: str, monkeypatch, *argv: str, at: str = "@6", fault: str = "") -> int:
+def branched(home, name: str, *argv: str, at: str = "@6", fault: str = "") -> int:
     """train.py --checkpoint.branch: no other word of the command line is the source's."""
-    monkeypatch.setattr("test_resume.ARGS", [])
-    return run(home, name, fault, ("--checkpoint.branch", f"{home / 'source'}{at}", *argv))
+    return run(home, name, fault, ("--checkpoint.branch", f"{home / 'source'}{at}", *argv), args=())
 
 
 def steps(folder) -> list[dict]:
@@ -36,8 +35,8 @@ def steps(folder) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_branch_that_changes_nothing_is_its_source(home, monkeypatch):
-    assert branched(home, "same", monkeypatch) == 0, (home / "same.log").read_text()
+def test_a_branch_that_changes_nothing_is_its_source(home):
+    assert branched(home, "same") == 0, (home / "same.log").read_text()
     source = [dict(row) for row in story(home / "source") if "loss" in dict(row)]
     found = steps(home / "same")
     assert [row["step"] for row in found] == [7, 8, 9]
@@ -52,13 +51,13 @@ def test_a_branch_that_changes_nothing_is_its_source(home, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home, monkeypatch):
+def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home):
     b = str(home / "b" / "text")
     data = ("--data.path", f"0.5 {b} 0.5 {home / 'a' / 'text'}", "--train.seq_len", "32")
     words = (*data, "--optim.decay", "linear", "--optim.lr", "1e-4", "--train.steps", "12")
-    assert branched(home, "whole", monkeypatch, *words) == 0, (home / "whole.log").read_text()
-    assert branched(home, "killed", monkeypatch, *words, fault="step.end:step=10:act=SIGKILL") == -9
-    assert branched(home, "killed", monkeypatch, *words) == 0, (home / "killed.log").read_text()
+    assert branched(home, "whole", *words) == 0, (home / "whole.log").read_text()
+    assert branched(home, "killed", *words, fault="step.end:step=10:act=SIGKILL") == -9
+    assert branched(home, "killed", *words) == 0, (home / "killed.log").read_text()
     whole, killed = steps(home / "whole"), steps(home / "killed")
     assert [row["step"] for row in whole] == list(range(7, 13))
     assert [row["loss"] for row in whole] == [row["loss"] for row in killed]
@@ -66,7 +65,7 @@ def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home, monkeypa
     assert [row["lr"] for row in whole] == pytest.approx([1e-5 + 9e-5 * (6 - n) / 6 for n in range(1, 7)])
     cfg = config.from_tree(config.read_yaml(home / "whole" / "config.yaml"))
     assert [phase.steps_before for phase in phases_of(cfg).all] == [0, 6]
-    again = run(home, "whole", extra=("--config", str(home / "whole" / "config.yaml")))
+    again = run(home, "whole", extra=("--config", str(home / "whole" / "config.yaml")), args=())
     assert again == 0 and "already at step 12 of 12" in (home / "whole.log").read_text()
 
 
@@ -84,8 +83,8 @@ def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home, monkeypa
         (("--train.seq_len", "24"), "@6", ""),
     ],
 )
-def test_what_is_refused(home, monkeypatch, words, at, line):
-    code = branched(home, "refused", monkeypatch, *words, at=at)
+def test_what_is_refused(home, words, at, line):
+    code = branched(home, "refused", *words, at=at)
     told = (home / "refused.log").read_text().splitlines()[-1]
     if not line:  # a longer length that is no multiple begins a new epoch
         assert code == 0, told
@@ -93,7 +92,7 @@ def test_what_is_refused(home, monkeypatch, words, at, line):
     assert code == 2 and told.startswith("error: ") and line in told, told
 
 
-def test_a_source_that_says_it_is_huge_is_refused_before_memory_is_taken(home, monkeypatch):
+def test_a_source_that_says_it_is_huge_is_refused_before_memory_is_taken(home):
     """meta.json of anybody, under matching checksums: 1e6 wide, beside tensors that are 32 wide."""
     path = home / "huge" / "checkpoints" / "step_00000006"
     shutil.copytree(home / "source" / "checkpoints" / "step_00000006", path)
@@ -106,8 +105,7 @@ def test_a_source_that_says_it_is_huge_is_refused_before_memory_is_taken(home, m
     (path / "index.json").write_bytes(sealed)
     (path / "index.sha256").write_bytes(folder.seal_index(sealed))
 
-    monkeypatch.setattr("test_resume.ARGS", [])
-    assert run(home, "of-huge", extra=("--checkpoint.branch", f"{home / 'huge'}@6")) == 2
+    assert run(home, "of-huge", extra=("--checkpoint.branch", f"{home / 'huge'}@6"), args=()) == 2
     told = (home / "of-huge.log").read_text().splitlines()[-1]
     assert "step_00000006: the config says" in told and "the two are not of one model" in told, told
 

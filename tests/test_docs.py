@@ -38,6 +38,7 @@ import scripts.generate
 import scripts.launch
 import scripts.plan
 import scripts.prepare_data
+import scripts.reproduce
 import scripts.schedule
 import scripts.scrub
 import train
@@ -304,6 +305,7 @@ PARSERS: dict[str, Callable] = {
     "scripts.mutate": lambda words: proof.mutate.command.make_parser().parse_known_args(words),
     "scripts.plan": lambda words: scripts.plan.arguments().parse_known_args(words),
     "scripts.prepare_data": lambda words: scripts.prepare_data.arguments().parse_known_args(words),
+    "scripts.reproduce": lambda words: scripts.reproduce.arguments().parse_known_args(words),
     "scripts.scaling": lambda words: scaling.command.arguments().parse_known_args(words),
     "scripts.schedule": lambda words: scripts.schedule.arguments().parse_known_args(words),
 }
@@ -478,6 +480,7 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "--world 4": "4 ranks on two cores; tests/proof/test_verify.py proves mixtures",
     "--world 8": "8 ranks on two cores",
     "--tasks": "needs the package lm-eval",
+    "scripts.reproduce": "makes a git worktree of the checkout; tests/test_reproduce.py does, of a copy",
     "runs/tuned runs/soup": "needs longer runs; tests/scripts/test_average.py averages",
     "python train.py --help": "prints all keys; the narrower forms are run",
 }
@@ -497,11 +500,14 @@ SMALLER = {  # words in a command: what is changed, so that it takes a moment
     "--checkpoint.every": {"--checkpoint.every": "1"},
     "--train.steps 400": {"--train.steps": "3"},
     "--train.phases": {"--train.phases": '[{"after_steps": 1, "train.seq_len": 16, "optim.lr": 1e-4}]'},
-    "--checkpoint.keep_every": {"--checkpoint.keep_every": "1"},
-    "--checkpoint.branch": {"--checkpoint.branch": "runs/trunk@1"},
+    "--log.name trunk": {  # which has a branch of step 100, run as it is printed
+        "--train.steps": "102",
+        "--train.micro_batch": "2",
+        "--train.global_batch": "2",
+    },
     "scripts.average": {"--last": "2"},
     "0.7 runs": {"--data.path": "0.7 runs/data/corpus 0.3 runs/data/corpus", "--data.split": "60,30,10"},
-    "--model.vocab 1024": {"--model.vocab": "257"},
+    "tuned-hf": {"--data.tokenizer": "bytes", "--checkpoint.init_changes": "data.tokenizer"},
     "prepare_data": {"--tokenizer": "bytes", "--workers": "1"},
     "--fim": {"--input": "corpus/a.jsonl", "--tokenizer": "bpe-300"},
     "--data.fim_rate": {"--data.path": "runs/data/code"},
@@ -524,8 +530,12 @@ def reason_not_to_run(command: Command) -> str | None:
 
 
 def made_smaller(command: Command) -> list[str]:
-    """The words, with those of SMALLER instead of theirs, or after them."""
+    """The words, with those of SMALLER instead of theirs, or after them. Those of a branch, which is as small
+    as its source, stay as they are printed.
+    """
     words = command.words
+    if "--checkpoint.branch" in words:
+        return words
     for marker, changes in SMALLER.items():
         if marker not in command.text or "--list" in words or "--help" in words:
             continue

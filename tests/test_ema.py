@@ -157,6 +157,7 @@ class Facts:
     """Of data, what a checkpoint asks."""
     fingerprint = "data"
     is_chat = False
+    has_start = False
     tokenizer = type("Tokenizer", (), {"fingerprint": "tokenizer"})
 
 
@@ -261,11 +262,10 @@ def test_init_from(home):
 
 
 @pytest.mark.slow
-def test_a_branch_goes_on_with_the_average_of_its_source(home, monkeypatch):
+def test_a_branch_goes_on_with_the_average_of_its_source(home):
     """One that changes nothing has, in the end, what its source has."""
     assert run(home, "trunk", extra=(*EMA, "--checkpoint.keep_every", "3")) == 0
-    monkeypatch.setattr("test_resume.ARGS", [])
-    assert run(home, "branch", extra=("--checkpoint.branch", f"{home / 'trunk'}@6")) == 0
+    assert run(home, "branch", extra=("--checkpoint.branch", f"{home / 'trunk'}@6"), args=()) == 0
     assert weights(home / "branch") == weights(home / "trunk") == weights(home / "clean")
 
 

@@ -28,6 +28,7 @@ def test_a_run_is_what_it_was(tmp_path, data, recorded, name):
     found, was = golden.record(tmp_path, data, name), recorded["layouts"][name]
     assert len(found["losses"]) == len(was["losses"]) == golden.STEPS
     assert found["checksums"].keys() == was["checksums"].keys()
+    assert found["targets"] == was["targets"]
     machine = golden.machine(name)
     if machine == recorded["of"]:
         assert found == was, "meant? PYTHONPATH=.:tests python tests/golden.py"

@@ -54,6 +54,12 @@ def test_cuts_that_do_not_fit_are_refused(stages, schedule, says):
     assert says in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.slow
+def test_a_rank_whose_vocabulary_is_padding(ranks, tmp_path):
+    """257 ids in a table of 1,024 rows: the second rank has padding alone."""
+    proved(ranks(2), tmp_path, "llama3-tiny", dict(tp=2), vocab_multiple=1024)
+
+
 PARTS = "core,norm,act"
 AWAY = [dict(zero=z, offload="both") for z in (0, 3)] + [
     dict(pp=2, zero=2, schedule="zb-v", offload="both", recompute="full"),

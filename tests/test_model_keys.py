@@ -114,7 +114,7 @@ def look(model: dict) -> Seen:
         patch.stop()
     with mock.patch.object(moe, "plan_dispatch", plan):
         own = train.shard_microbatches(run, first)
-        tokens = train.count_tokens(own, run.mesh)
+        tokens = train.count_targets(own, run.mesh)
         loss = train.forward_backward(run, own, run.scaler.scale / tokens) / run.scaler.scale
     assert int(tokens) == 64
     run.routers.update_after_step(torch.tensor(True), run.scaler.scale)

@@ -179,6 +179,7 @@ def test_what_the_gpu_of_a_mac_reports(monkeypatch, tmp_path, capsys):
     log = MetricsLogger(tmp_path, cfg, env, steps=3, flops_per_token=1.0)
     log.header((1, 1), "x")
     numbers = {"loss": torch.tensor(2.5), "grad_norm": torch.tensor(0.5), "is_good": torch.tensor(True)}
+    numbers["num_targets"] = torch.tensor(16)
     with NoDoubles():
         for step in (1, 2, 3):
             log.log_step(step, **numbers, learning_rate=0.1, data_seconds=0.0, seconds=9.0)

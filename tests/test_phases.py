@@ -387,6 +387,7 @@ def test_the_planner_plans_the_phase_that_needs_most():
         ("- {after_steps: 2, optim.lr: 1e-3}", "train.steps: the run ends after 2 steps, and phase 2"),
         ("- {after_steps: 1, train.global_batch: 3, train.micro_batch: 2}", "train.phases: phase 2: train"),
         ("- {after_steps: 1, optim.min_lr: 9}", "train.phases: phase 2: optim.min_lr: 9"),
+        ("- {after_steps: 3, optim.decay_steps: 3}", "{file}: phase 2: optim.decay_steps: 3 is a step"),
     ],
 )
 def test_what_is_refused(tmp_path, text, words):
@@ -400,6 +401,16 @@ def test_what_is_refused(tmp_path, text, words):
 
 
 @pytest.mark.slow
+def test_a_phase_keeps_the_number_of_learned_positions(tmp_path):
+    """Refused before the first step, and not where the phase begins, where the checkpoint would not fit."""
+    path = write_phases(tmp_path, "- after_steps: 3\n  model.context: 64\n")
+    more = ("--data.path", corpus(tmp_path), "--model.positions", "learned", "--model.context", "32")
+    assert run(tmp_path, "learned", "", (*more, "--train.phases", path)) == 2
+    told = (tmp_path / "learned.log").read_text().splitlines()
+    assert told[-1].startswith("error: train.phases: phase 2: model.context: 32 -> 64 "), told[-1]
+    assert not (tmp_path / "learned" / "metrics.jsonl").exists()
+
+
 def test_what_is_refused_of_data_and_past(home):
     """Before any step: exit code 2 and one line."""
     text = "- {after_steps: 4, optim.lr: 1e-3}\n- {after_steps: 5, data.path: %s}"
@@ -428,7 +439,11 @@ def test_a_phase_that_is_added_to_a_run_that_had_none(home):
     assert run(home.folder, "added", extra=more) == 2
     line = (home.folder / "added.log").read_text().splitlines()[-1]
     assert "set --data.span 16" in line, line
-    assert run(home.folder, "added", extra=(*more, "--data.span", "16")) == 0
+    more = (*more, "--data.span", "16")
+    assert run(home.folder, "added", extra=more) == 2
+    line = (home.folder / "added.log").read_text().splitlines()[-1]
+    assert "ends at step 9, and with these phases it would end at step 5; set optim.decay_steps 9" in line
+    assert run(home.folder, "added", extra=(*more, "--optim.decay_steps", "9")) == 0
     steps = [dict(row) for row in story(home.folder / "added") if "loss" in dict(row)]
     assert [row["phase"] for row in steps[3:]] == [1, 1, 2, 2, 2, 2]
     assert "new: phase 2 after step 5" in (home.folder / "added.log").read_text()

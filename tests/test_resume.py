@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import sys
 import traceback
+from collections.abc import Sequence
 
 import pytest
 from ranks import corpus
@@ -68,7 +69,7 @@ def home(tmp_path_factory):
     return home
 
 
-def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = ()) -> int:
+def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = (), args: Sequence = ARGS) -> int:
     """train.py in a child -> its exit code, or minus the signal that killed it."""
     pid = os.fork()
     if pid == 0:
@@ -83,7 +84,7 @@ def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = ()) -> in
             code = fail_cleanly(
                 train.main,
                 [
-                    *ARGS,
+                    *args,
                     "--log.dir",
                     str(home),
                     "--log.name",

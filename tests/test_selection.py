@@ -8,6 +8,7 @@ import pytest
 import selection
 from selection import SelectionError
 
+from config import ConfigError
 from proof.mutate import cover
 from proof.mutate.cover import REST, Footprints
 
@@ -55,8 +56,8 @@ def test_parts_have_every_test_once_by_files_and_are_even(parts):
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", "1/0"])
 def test_a_part_that_is_not_one_is_refused(part):
-    with pytest.raises(SelectionError, match=f"^--part {part}: expected K/M"):
-        selection.part_of(["f::t"], part, cover.NOTHING)
+    with pytest.raises(ConfigError, match=f"^--part: '{part}' must be K/M"):
+        selection.part_of(["f::t", "g::t"], part, cover.NOTHING)
 
 
 def test_long_files_come_first():

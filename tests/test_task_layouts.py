@@ -149,3 +149,24 @@ def test_log_probabilities_of_transformers(home, alone, tmp_path, capsys):
         nats = log_probs.gather(1, ids[0, 1:, None])[-len(answer) :].sum().item()
         bits = -nats / math.log(2) / len(continuation.strip())
         assert want[f"tasks/text{number}/bpb"] == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_tasks_are_cut_to_the_context_of_their_phase(home):
+    """Whichever phase a process begins in: a run that was stopped in the second reports the same numbers."""
+    rows = json.dumps([{"after_steps": 2, "train.seq_len": 48, "model.context": 48}])
+    more = f"--model.context 16 --eval.tasks_every 1 --train.steps 4 --train.phases {rows.replace(' ', '')}"
+    for name, fault in (("whole", ""), ("stopped", "step.begin:step=3:act=SIGTERM")):
+        words = arguments(home, name, "llama2-tiny", more)
+        if fault:
+            assert job(home / f"{name}-first", 1, words, fault=fault).codes == [75]
+        end = job(home / f"{name}-last", 1, words)
+        assert end.codes == [0], end.logs
+    whole, stopped = (validations(home / name) for name in ("whole", "stopped"))
+    assert whole == stopped and list(whole) == [0, 1, 2, 3, 4]
+
+    # an answer that a later phase cannot take is refused before any step
+    words = arguments(home, "long", "llama2-tiny", more.replace("48", "8"))
+    end = job(home / "long", 1, words)
+    assert end.codes == [2] and "train.phases: phase 2: eval.tasks: " in end.errors()[0], end.logs
+    assert not (home / "long" / "metrics.jsonl").exists()

@@ -20,12 +20,12 @@ from benchmarks.chaos.incidents import FAULTS
 from benchmarks.chaos.layouts import BY_NAME, LAYOUTS, RunLayout
 from benchmarks.chaos.results import append_report, read_reports
 from benchmarks.chaos.rounds import Draw, Harness, Report, draw_rounds
-from benchmarks.commit import commit_id
 from benchmarks.corpus import write_corpus
 from benchmarks.markdown import markdown_table
 from benchmarks.process import terminates_cleanly
 from config import ConfigError
 from config.parts import part_of
+from config.provenance import commit_id
 
 DOCUMENTS = 60
 HELP = "faults drawn by a seed in real runs of train.py: exit codes, weights, metrics, files, processes"

@@ -21,7 +21,7 @@ import torch
 MAX_BYTES = 256 << 20  # of one message
 MAX_TOTAL_BYTES = 4 << 30  # of the messages that a rank receives at once
 MAX_SHOWN = 100  # characters of what a peer has sent, in an error message
-PACKAGES = (  # whose classes a message may name: config.loading.CODE_FOLDERS and the programs above them
+PACKAGES = (  # whose classes a message may name: config.provenance.CODE_FOLDERS and the programs above them
     "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
     "build", "train",
 )

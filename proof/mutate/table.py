@@ -147,10 +147,10 @@ TABLE = (
         what="microbatches with unequal token counts get equal weight (torchtitan 1842)",
         file="train.py",
         old=(
-            "num_tokens = torch.stack([batch.num_counted() for batch in microbatches]).sum()\n"
-            "    return comm.all_reduce_sum(num_tokens, mesh.dp_cp).clamp(min=1)"
+            "num_targets = torch.stack([batch.num_counted() for batch in microbatches]).sum()\n"
+            "    return comm.all_reduce_sum(num_targets, mesh.dp_cp)"
         ),
-        new="return len(microbatches) * microbatches[0].num_counted().clamp(min=1)",
+        new="return len(microbatches) * microbatches[0].num_counted()",
         model="llama3-tiny",
         world=1,
         layout="zero0 mb2 docs",
@@ -158,8 +158,8 @@ TABLE = (
     Mutation(
         what="the loss is divided by this rank's tokens (Megatron-LM 673)",
         file="train.py",
-        old="return comm.all_reduce_sum(num_tokens, mesh.dp_cp)",
-        new="return mesh.dp_cp.size * num_tokens",
+        old="return comm.all_reduce_sum(num_targets, mesh.dp_cp)",
+        new="return mesh.dp_cp.size * num_targets",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",
@@ -392,8 +392,8 @@ TABLE = (
     Mutation(
         what="the loss is a mean over this rank's tokens under context parallelism (Megatron-LM 673, 906)",
         file="train.py",
-        old="return comm.all_reduce_sum(num_tokens, mesh.dp_cp)",
-        new="return mesh.dp_cp.size * num_tokens",
+        old="return comm.all_reduce_sum(num_targets, mesh.dp_cp)",
+        new="return mesh.dp_cp.size * num_targets",
         model="llama3-tiny",
         world=2,
         layout="cp2 zero0 mb1 cp-ring",
@@ -401,8 +401,8 @@ TABLE = (
     Mutation(
         what="context-parallel ranks' tokens are counted over the data ranks alone",
         file="train.py",
-        old="comm.all_reduce_sum(num_tokens, mesh.dp_cp)",
-        new="comm.all_reduce_sum(num_tokens, mesh.dp)",
+        old="comm.all_reduce_sum(num_targets, mesh.dp_cp)",
+        new="comm.all_reduce_sum(num_targets, mesh.dp)",
         model="llama3-tiny",
         world=2,
         layout="cp2 zero0 mb1 cp-ring",
@@ -2124,10 +2124,10 @@ TABLE = (
     Mutation(
         what="spike: rank 0 alone does not apply the step",
         file="train.py",
-        old="is_good = run.spikes.window.accept(loss, norm, is_finite)",
+        old="is_good = run.spikes.window.accept(loss, norm, is_finite & has_targets)",
         new=(
-            "is_good = run.spikes.window.accept(loss, norm, is_finite)\n"
-            "    is_good = is_finite if run.mesh.world.index else is_good"
+            "is_good = run.spikes.window.accept(loss, norm, is_finite & has_targets)\n"
+            "    is_good = is_finite & has_targets if run.mesh.world.index else is_good"
         ),
         model="llama3-tiny",
         world=2,

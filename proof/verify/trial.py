@@ -5,8 +5,8 @@ Everything is compared that a run reads, computes and writes:
 - of each step: the tokens of each batch, the loss, the gradients by name and their norm, whether it is good,
   and what routers count;
 - the validation loss, the sampled ids and the logits that they were drawn from;
-- from the run folder: metrics.jsonl (loss, norm, learning rate, tokens, validation) and the checkpoints
-  (parameters and moments by name, and the step and tokens of the run).
+- from the run folder: metrics.jsonl (loss, norm, learning rate, tokens, counted targets, validation) and the
+  checkpoints (parameters and moments by name, and the step and tokens of the run).
 """
 import contextlib
 import hashlib
@@ -225,9 +225,8 @@ class TrialObserver:
         for box, part in routers.boxes():
             self.compare_close(f"step {step} {box.key}", part, step, box)
 
-    def evaluation_end(self, step: int, loss: float, ids: list[int]) -> None:
-        exact_loss = torch.tensor(loss, dtype=torch.float64)
-        self.compare_close(f"validation loss after step {step}", exact_loss, step + 0.5)
+    def evaluation_end(self, step: int, loss: float | None, ids: list[int]) -> None:
+        self.compare_metric(f"validation loss after step {step}", loss, step + 0.5)
         self.compare_equal(f"sampled ids after step {step}", torch.tensor(ids), step + 0.5)
         for index, logits in enumerate(self.logits_of_sample):
             what = f"logits of sampled token {index} after step {step}"

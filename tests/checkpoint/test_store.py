@@ -216,7 +216,11 @@ def test_nothing_non_finite_is_committed(tmp_path, dtype, bad):
 
 def test_huge_finite_values_are_fine(tmp_path):
     t = torch.full((50,), torch.finfo(torch.float64).max, dtype=torch.float64)
-    store.save(tmp_path, 1, whole({"w": t, "b": t.new_full((9,), 3e38).bfloat16()}), {}, keep=1)
+    truth = {"w": t, "b": t.new_full((9,), 3e38).bfloat16()}
+    path = store.save(tmp_path, 1, whole(truth), {}, keep=1)
+    got = blank(truth)
+    store.load(path, whole(got))
+    assert same(got, truth) and torch.isfinite(got["b"]).all()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -15,6 +15,7 @@ import config
 import train
 from config import Config, ConfigError, unused
 from config.schema import OptimConfig
+from data.blend import parse_blend
 
 OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
 SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
@@ -91,6 +92,7 @@ CASES = (
     ),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
     ({"mirror_failures": 2}, "", "--checkpoint.mirror s3://bucket/runs", 1),
+    ({"init_changes": "model.window"}, "", "--checkpoint.init_from runs/other", 1),
     ({"replicas": 1, "memory_dir": "/tmp"}, "", "--checkpoint.memory_every 10", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
@@ -107,9 +109,9 @@ READ = {
     "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
-    "optim": "name lr warmup decay weight_decay clip spike_sigma",
+    "optim": "name lr warmup decay decay_steps weight_decay clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages elastic",
-    "data": "path tokenizer eod bos split doc_mask pack fim_rate prefetch",
+    "data": "path tokenizer eod bos dtype split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",
@@ -329,3 +331,17 @@ def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, nam
         idle = any(path == f"optim.{key}" for path, *_ in unused.find_unused(cfg, 1))
         same = weights(key, *words) == plain
         assert same == idle, f"optim.{key} of {name}"
+
+
+@pytest.mark.parametrize("blend", ["0.5 a 0.5 b", "1/3 a 2/3 b", "3e-1 a 7e-1 b", "1 'my a' 2 b"])
+def test_every_blend_has_sources(blend):
+    assert len(parse_blend(blend)[1]) == 2  # which train.py validates one by one
+    words = ["--data.path", blend, "--eval.source_batches", "4"]
+    assert unused.check_unused(config.resolve("llama3-tiny", None, words)) == ""
+
+
+@pytest.mark.parametrize("path", ["stdlib", "a folder of text", "1 'my text'", "0.5 a"])
+def test_a_single_source_has_none(path):
+    assert len(parse_blend(path)[1]) == 1
+    words = ["--data.path", path, "--eval.source_batches", "4"]
+    assert "eval.source_batches 4" in unused.check_unused(config.resolve("llama3-tiny", None, words))

@@ -203,6 +203,14 @@ def test_another_model_s_config_does_not_make_the_model_grow(tmp_path, capsys):
     assert "\n  vocab: 260" in (tmp_path / "r" / "config.yaml").read_text()
 
 
+def test_another_model_s_start_is_not_taken_for_a_control_token(tmp_path):
+    """LlamaConfig's default of 1 is a plain letter of this tokenizer."""
+    said = {TOKENIZER: {"eos_token": "</s>"}, CONFIG: {"bos_token_id": 1, "pad_token_id": 3}}
+    home = make_folder(tmp_path / "t", said)
+    assert prepared(tmp_path, home) == 0 == prepared(tmp_path, home, "--eod", "<|im_end|>")
+    assert tokenizer.load_tokenizer(home).bos is None
+
+
 def test_ids_with_holes_are_all_of_the_vocabulary(tmp_path):
     """A count of tokens is less than the largest id where ids are left out."""
     home = make_folder(tmp_path / "t", {TOKENIZER: {"eos_token": "</s>"}})

@@ -138,5 +138,5 @@ def test_a_run_does_not_go_on_with_the_other(home, tmp_path, capsys):
     words = ["--log.name", "run", "--log.dir", tmp_path]
     assert train.main(settings(home, home / "data", *words)) == 0
     more = [*words, "--train.steps", "5", "--data.bos", "false"]
-    with pytest.raises(ConfigError, match="give the same data and data.bos, or start anew"):
+    with pytest.raises(ConfigError, match="give the same data and data.bos, or start a new run .*init_changes data.bos"):
         train.main(settings(home, home / "data", *more))

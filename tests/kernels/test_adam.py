@@ -63,7 +63,11 @@ def test_a_skipped_step_changes_nothing(form):
 
 
 def test_nothing_to_update():
-    adamw(*(torch.zeros(0) for _ in range(4)), step=1, grad_scale=ONE, is_good=YES, **HYPER)
+    """A rank may own no element of a bucket: the call is one, and the tensors stay as they are."""
+    empty = [torch.zeros(0) for _ in range(5)]
+    adamw(*empty[:4], step=1, grad_scale=ONE, is_good=YES, weight_copy=empty[4], **HYPER)
+    assert [tensor.shape for tensor in empty] == [(0,)] * 5
+    assert torch.equal(ONE, torch.tensor(1.0)) and bool(YES)
 
 
 @pytest.mark.parametrize("low_dtype", [None, torch.bfloat16, torch.float16])

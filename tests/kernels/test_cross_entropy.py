@@ -118,9 +118,13 @@ def test_no_gradient_without_grad_mode(given):
     assert not loss.requires_grad and not kept.main_grad.any()
 
 
-def test_vocabulary_in_two_parts():
-    """Two ranks' halves, merged as a tensor-parallel head merges them, against the whole."""
-    hidden, weight, y = case(11, 6, 14)
+@pytest.mark.parametrize("rows", [14, 21])
+def test_vocabulary_in_parts(rows):
+    """Parts of two ranks, and of three of which the last is all padding, merged as a tensor-parallel head
+    merges them, against the whole.
+    """
+    hidden, weight, y = case(11, 6, rows)
+    y = y % 12
     y[3] = IGNORE_INDEX
     want = linear_cross_entropy(hidden, weight, y, 0.3, 12)
     dh, dw = torch.autograd.grad(want, (hidden, weight))
@@ -131,7 +135,7 @@ def test_vocabulary_in_two_parts():
         logits.gather(1, y.clamp(0)[:, None])[:, 0].where(y != IGNORE_INDEX, 0.0),
     )
     parts = []
-    for start in (0, 7):
+    for start in range(0, rows, 7):
         at = iter(range(0, 11, 4))
 
         def merge(lse, picked, at=at):
@@ -142,8 +146,8 @@ def test_vocabulary_in_two_parts():
         got = linear_cross_entropy(hidden, half, y, 0.3, 12, start=start, merge=merge, chunk=4)
         torch.testing.assert_close(got, want)
         parts.append(torch.autograd.grad(got, (hidden, half)))
-    torch.testing.assert_close(parts[0][0] + parts[1][0], dh)
-    torch.testing.assert_close(torch.cat((parts[0][1], parts[1][1])), dw)
+    torch.testing.assert_close(sum(part for part, _ in parts), dh)
+    torch.testing.assert_close(torch.cat([part for _, part in parts]), dw)
 
 
 @pytest.mark.slow(every=12)

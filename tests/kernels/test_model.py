@@ -44,7 +44,7 @@ def seen(cfg: Config) -> dict[str, torch.Tensor]:
         )
 
     batches = RandomTokens(cfg, 0, 1).microbatches(0)
-    made["loss"], made["norm"], _ = train_step(run, 1, batches, NonFiniteGuard(), gradients)
+    made["loss"], made["norm"], *_ = train_step(run, 1, batches, NonFiniteGuard(), gradients)
     return made | {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
 
 

@@ -55,6 +55,7 @@ def feed():
                     loss=value,
                     grad_norm=value * 2,
                     is_good=torch.isfinite(value),
+                    num_targets=torch.tensor(16),
                     learning_rate=1e-3,
                     seconds=0.5,
                     data_seconds=0.1,

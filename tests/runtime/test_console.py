@@ -66,7 +66,7 @@ def test_numbers_for_people():
         "1.0 MB",
         "1.5 TB",
     ]
-    assert [decimals(x, 4) for x in (6.942, 123.0, math.nan, None)] == ["6.9420", "1.2e+02", "nan", "n/a"]
+    assert [decimals(x, 4) for x in (6.942, 123.0, math.nan, None)] == ["6.9420", "1.2e+02", "nan", "-"]
 
 
 def test_sparkline():
@@ -185,6 +185,7 @@ def test_a_sample_takes_what_is_left():
 def line(console, step=100, steps=600, skipped=0, **over):
     row = {"loss": 4.8113, "grad_norm": 0.842, "lr": 4e-3, "mem_gib": 0.2, "tokens": 204_800} | over
     rates = {"tokens_per_s": 13_200, "tflops": 0.07, "mfu": None, "data": 0.004, "skipped": skipped}
+    rates["without_targets"] = 0
     console.show_step(step, steps, row, rates, 78)
 
 

@@ -162,6 +162,7 @@ def test_metrics_tell_it(metrics, tmp_path, cfg):
             loss=one,
             grad_norm=one,
             is_good=one > 0,
+            num_targets=torch.tensor(16),
             learning_rate=1.0,
             seconds=1.0,
             data_seconds=0.0,

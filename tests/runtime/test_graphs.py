@@ -91,7 +91,8 @@ def trained(
             if step == WARM_UP_STEPS:
                 run.buckets[0].grads.local[0] = float("nan")
 
-        loss, norm, ok = train_step(run, step, batches(step, cfg.data.doc_mask, device, number), guard, spoil)
+        microbatches = batches(step, cfg.data.doc_mask, device, number)
+        loss, norm, ok, _ = train_step(run, step, microbatches, guard, spoil)
         told += [loss.clone(), norm.clone(), ok.clone()]
     if recording is not None:
         assert recording.steps_run == numbers.count(numbers[-1]) and recording.replay is not None

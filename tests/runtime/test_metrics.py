@@ -19,6 +19,7 @@ KEYS = [
     "grad_norm",
     "lr",
     "tokens",
+    "targets",
     "step_ms",
     "data_ms",
     "comm_exposed_ms",
@@ -65,6 +66,7 @@ def test_fp64_losses_read_back_bit_for_bit(metrics, tmp_path):
         loss=value,
         grad_norm=value,
         is_good=torch.tensor(True),
+        num_targets=torch.tensor(16),
         learning_rate=1e-3,
         seconds=1.0,
         data_seconds=0.0,
@@ -91,7 +93,7 @@ def test_numbers_are_brought_over_only_at_the_interval(metrics, feed, monkeypatc
         [],
         [0, 0],
     ]  # first, every 4th, last
-    assert seen == [3, 9, 12, 6]  # three numbers a step, all at once
+    assert seen == [4, 12, 16, 8]  # four numbers a step, all at once
 
 
 def test_buffers_may_be_used_again(metrics, tmp_path):
@@ -100,7 +102,14 @@ def test_buffers_may_be_used_again(metrics, tmp_path):
     for step in range(1, 5):
         loss.fill_(step)
         m.log_step(
-            step, loss=loss, grad_norm=loss, is_good=ok, learning_rate=1e-3, seconds=1.0, data_seconds=0.0
+            step,
+            loss=loss,
+            grad_norm=loss,
+            is_good=ok,
+            num_targets=torch.tensor(16),
+            learning_rate=1e-3,
+            seconds=1.0,
+            data_seconds=0.0,
         )
     assert [r["loss"] for r in lines(tmp_path)] == [1, 2, 3, 4]
 
@@ -128,6 +137,7 @@ def test_the_noise_scale_is_a_ratio_of_running_means_and_a_resume_goes_on_with_i
                 loss=one,
                 grad_norm=one,
                 is_good=torch.tensor(step != 4),
+                num_targets=torch.tensor(16),
                 learning_rate=1e-3,
                 seconds=1.0,
                 data_seconds=0.0,
@@ -240,6 +250,7 @@ def test_eta_is_not_fooled_by_one_slow_step(metrics):
             loss=one,
             grad_norm=one,
             is_good=one,
+            num_targets=torch.tensor(16),
             learning_rate=1e-3,
             seconds=60.0 if step == 5 else 0.5,
             data_seconds=0.0,
@@ -260,7 +271,14 @@ def test_eta_counts_what_stands_between_steps(metrics, monkeypatch):
     for step in range(1, 9):
         now[0] += 0.5 + (3 if step in (3, 7) else 0)
         m.log_step(
-            step, loss=one, grad_norm=one, is_good=one, learning_rate=1e-3, seconds=0.5, data_seconds=0.0
+            step,
+            loss=one,
+            grad_norm=one,
+            is_good=one,
+            num_targets=one,
+            learning_rate=1e-3,
+            seconds=0.5,
+            data_seconds=0.0,
         )
     assert m.eta(8) == pytest.approx(92 * 1.25)
 
@@ -402,7 +420,14 @@ def test_a_step_costs_microseconds(metrics, tmp_path):
     for step in range(2, 1002):
         begun = time.perf_counter()
         m.log_step(
-            step, loss=one, grad_norm=one, is_good=one, learning_rate=1e-3, seconds=1.0, data_seconds=0.0
+            step,
+            loss=one,
+            grad_norm=one,
+            is_good=one,
+            num_targets=one,
+            learning_rate=1e-3,
+            seconds=1.0,
+            data_seconds=0.0,
         )
         took.append(time.perf_counter() - begun)
     print("median us", 1e6 * statistics.median(took), "mean us", 1e6 * statistics.mean(took))

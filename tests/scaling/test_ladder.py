@@ -248,7 +248,7 @@ def test_one_size_trains_and_branches(tmp_path, capsys):
     # a loss that is null is one of a run that is done
     metrics = tmp_path / branch.name / "metrics.jsonl"
     *steps, last = metrics.read_text().splitlines()
-    row = json.loads(last) | {"val_loss": None}
+    row = json.loads(last) | {"val_loss": None, "nonfinite": True}
     metrics.write_text("\n".join([*steps, json.dumps(row)]) + "\n")
     with pytest.raises(ConfigError, match="d1-b1: diverged: its validation loss is not finite"):
         main(["fit", str(tmp_path)])

@@ -130,3 +130,21 @@ def test_data_of_another_tokenizer_is_refused(home, tmp_path, capsys):
         ConfigError, match=r"^--data: .*bpe was made with the tokenizer .*prepare_data --tokenizer"
     ):
         main([str(home / "run"), "--data", str(tmp_path / "bpe")])
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_sequences_beyond_the_context(home, capsys, positions):
+    """There are no more learned positions; rotary ones go on, and are said not to be trained."""
+    words = [*MODEL, "--train.steps", "1", "--data.path", str(home / "text"), "--log.dir", str(home)]
+    words += ["--model.positions", positions, "--model.context", str(SEQ), "--log.name", positions]
+    assert train.main(["llama2-tiny", *words]) == 0
+    capsys.readouterr()
+    run = [str(home / positions), "--seq-len", str(2 * SEQ), "--json"]
+    if positions == "learned":
+        with pytest.raises(ConfigError, match="^--seq-len: 32 is longer than the 16 learned positions"):
+            main(run)
+        return
+    assert main(run) == 0
+    end = capsys.readouterr()
+    assert json.loads(end.out)["tokens"] % (2 * SEQ) == 0
+    assert "--seq-len: 32 is beyond model.context 16" in end.err

@@ -168,7 +168,7 @@ def test_publish_does_not_wait(ranks):
 def trained(world, cfg):
     run, data = start(world, cfg)
     for step in (1, 2, 3):
-        loss, norm, _ = train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
+        loss, norm, *_ = train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
     for b in run.buckets:
         b.weights.wait_unshard()
     return [loss, norm, *(b.weights.master for b in run.buckets)]

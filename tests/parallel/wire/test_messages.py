@@ -17,7 +17,7 @@ import config
 from checkpoint.files import IntegrityError, StorageError
 from checkpoint.folder import NewerFormat, StoredPiece
 from checkpoint.hf_rules import UnlikeFamily
-from config.loading import CODE_FOLDERS
+from config.provenance import CODE_FOLDERS
 from parallel.sharding.boxes import Box
 from parallel.wire import comm, messages
 from parallel.wire.comm import Group, PeerError

@@ -1,0 +1,281 @@
+"""The weights of another run as those that a new run begins with: checkpoint.init_from.
+
+They are taken by name, into a model that computes the same function from them (config/function.py), under the
+tokenizer that they were trained with, with or without its start token as there. checkpoint.init_changes
+states what is meant to be otherwise: a key of the model, data.tokenizer, data.bos, or the name of a weight
+that is not to be taken. All else is refused.
+"""
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpoint.store import StoredIndex
+from config import Config, ConfigError, ModelConfig, Tree, comma_separated
+from config.function import FUNCTION_KEYS, ROWS, START, TOKENIZER, VALUES_ALONE, differences, written
+from parallel.sharding.boxes import Box
+
+UNKNOWN = "none"  # fingerprint of the tokenizer of weights that were imported without one
+FINGERPRINT_DIGITS = 12  # of a fingerprint in a message
+MAX_NAMED = 4  # weights that a message names; the rest is only counted
+LAYER = re.compile(r"layers\.(\d+)\.")
+LOAD = ".router.load"  # of model.aux_kind global: a statistic of the training, as moments are
+
+TAKEN, IN_PART, FRESH, DROPPED = "taken", "in part", "fresh", "dropped"
+Kinds = dict[str, tuple[str, Sequence[int]]]  # {weight of this run: (TAKEN, IN_PART or FRESH, its shape)}
+
+
+@dataclass(frozen=True)
+class WeightOrigin:
+    """Where the weights of a new run come from, and what differs between the two, as checkpoint.init_changes
+    states.
+
+    keys: {key: (value there, value here)}. names: patterns of weights that are not taken. source, target: the
+    models there and here. shapes: of the stored weights, by name.
+    """
+    index: StoredIndex
+    keys: Mapping[str, tuple[Any, Any]]
+    names: list[str]
+    source: ModelConfig
+    target: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def is_named(self, name: str) -> bool:
+        """Whether the weight is stated by its name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.names)
+
+    def stored_name(self, name: str) -> str | None:
+        """The stored weight whose place in the model is that of `name`; None if there is none.
+
+        Modules of multi-token prediction are numbered after the last block.
+        """
+        layer = LAYER.match(name)
+        if layer is None or self.source.layers == self.target.layers:
+            return name if name in self.shapes else None
+        number = int(layer[1])
+        if number >= self.target.layers:
+            number += self.source.layers - self.target.layers
+        elif number >= self.source.layers:
+            return None
+        stored = f"layers.{number}.{name[layer.end():]}"
+        return stored if stored in self.shapes else None
+
+    def rows(self, name: str) -> int | None:
+        """The number of first rows that mean the same there and here; None where that is all or nothing."""
+        deciding = ROWS.get(name, ())
+        if not any(f"model.{key}" in self.keys for key in deciding):
+            return None
+        return min(getattr(self.source, deciding[0]), getattr(self.target, deciding[0]))
+
+    def kind(self, name: str, shape: Sequence[int]) -> str:
+        """How a weight of this run begins."""
+        stored = self.stored_name(name)
+        if stored is None or self.is_named(name):
+            return FRESH
+        stored_shape = self.shapes[stored]
+        if self.rows(name) is not None and stored_shape[1:] == tuple(shape[1:]):
+            return IN_PART
+        return TAKEN if stored_shape == tuple(shape) else FRESH
+
+
+# ---- what may differ ---------------------------------------------------------------------------------------
+
+def compare(
+    index: StoredIndex, source: Config, cfg: Config, *, fingerprint: str, has_start: bool
+) -> WeightOrigin:
+    """Compares the function and the tokenizer of stored weights with those of a run.
+
+    source: the config of index. fingerprint: of the run's tokenizer. has_start: do its documents begin with
+    the start token? Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if
+    it states what does not differ.
+    """
+    keys: dict[str, tuple[Any, Any]] = differences(source.model, cfg.model)
+    there = index.meta["tokenizer"]
+    if there not in (fingerprint, UNKNOWN):
+        keys[TOKENIZER] = there[:FINGERPRINT_DIGITS], fingerprint[:FINGERPRINT_DIGITS]
+    elif other_start(index.meta, has_start):  # that of another tokenizer is another anyway
+        keys[START] = not has_start, has_start
+
+    stated = comma_separated(cfg.checkpoint.init_changes)
+    stated_keys = [word for word in stated if word in FUNCTION_KEYS or word in (TOKENIZER, START)]
+    unstated = [key for key in keys if key not in stated]
+    if unstated:
+        differing = ", ".join(f"{key} {two_values(keys[key])}" for key in unstated)
+        changes = ",".join([*stated, *unstated])
+        raise ConfigError(
+            f"checkpoint.init_from: {index.path} holds the weights of another model: {differing}; "
+            f"{remedy(index.path, {key: keys[key] for key in unstated}, cfg)}, or state that it differs: "
+            f"--checkpoint.init_changes {changes}"
+        )
+    for key in stated_keys:
+        if key not in keys:
+            why = no_difference(key, there, cfg)
+            raise ConfigError(f"checkpoint.init_changes: {key} {why}; leave it out")
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in index.pieces:
+        key = piece.box.key
+        if "@" not in key and not key.endswith(LOAD):
+            shapes[key] = piece.box.shape
+    return WeightOrigin(
+        index=index,
+        keys=keys,
+        names=[word for word in stated if word not in stated_keys],
+        source=source.model,
+        target=cfg.model,
+        shapes=shapes,
+    )
+
+
+def other_start(meta: Tree, has_start: bool) -> bool:
+    """Is it known that documents begin otherwise there? meta: of the checkpoint."""
+    return meta.get("bos") not in (None, has_start)
+
+
+def two_values(values: tuple[Any, Any]) -> str:
+    return f"{written(values[0])} there and {written(values[1])} here"
+
+
+def no_difference(key: str, fingerprint: str, cfg: Config) -> str:
+    """Why a stated key is not needed. fingerprint: of the tokenizer there."""
+    if key == START:
+        return "is the same there and here, or belongs to another tokenizer"
+    if key != TOKENIZER:
+        value = getattr(cfg.model, key.partition(".")[2])
+        return f"is {written(value)} there and here, or the weights compute the same with both"
+    if fingerprint == UNKNOWN:
+        return "is not known there"
+    return "is the same there and here"
+
+
+def remedy(path: Path, keys: Mapping[str, tuple[Any, Any]], cfg: Config) -> str:
+    """How to make the run agree with the checkpoint `path` in these keys: {key: (value there, here)}."""
+    advice: list[str] = []
+    follows = {START}
+    if START in keys:
+        advice.append(f"set --{START} {written(keys[START][0])}")
+    if TOKENIZER in keys:
+        advice.append(data_of_tokenizer(path, cfg))
+        follows = {TOKENIZER, "model.vocab"}  # the vocabulary is that of the tokenizer
+    if not follows.issuperset(keys):
+        advice.append("set the model as it is there")
+    return " and ".join(advice)
+
+
+def data_of_tokenizer(checkpoint: Path | str, cfg: Config) -> str:
+    """How to come to data of the tokenizer with which a checkpoint was trained."""
+    folder = Path(checkpoint).parent.parent / "tokenizer"
+    name = str(folder) if folder.is_dir() else "ITS_TOKENIZER"
+    if cfg.data.path == "stdlib":
+        return f"set --data.tokenizer {name}"
+    return f"prepare the data with --tokenizer {name}"
+
+
+# ---- what is taken -----------------------------------------------------------------------------------------
+
+def kinds_of(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> Kinds:
+    """How each weight begins of which this rank holds a part."""
+    return {box.key: (origin.kind(box.key, box.shape), box.shape) for box, _ in wants}
+
+
+def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
+    """Of what this rank wants, that which is taken, under the names and shapes that the checkpoint has."""
+    found: list[tuple[Box, Tensor]] = []
+    for box, tensor in wants:
+        kind = origin.kind(box.key, box.shape)
+        stored = origin.stored_name(box.key)
+        if kind == FRESH or stored is None:
+            continue
+        rows = origin.rows(box.key)
+        if kind == IN_PART and rows is not None:
+            end = min(rows - box.start[0], box.size[0])
+            if end <= 0:
+                continue
+            box, tensor = box.rows(0, end), tensor[:end]
+        found.append((replace(box, key=stored, shape=origin.shapes[stored]), tensor))
+    return found
+
+
+def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
+    """The lines of the header that say where the weights come from, and what was taken, fresh or dropped.
+
+    kinds: of all ranks. Raises ConfigError where a weight of one side has no place on the other, and nothing
+    that is stated explains it; where a stated name is that of no weight; and where nothing is taken.
+    """
+    names: dict[str, list[str]] = {TAKEN: [], IN_PART: [], FRESH: [], DROPPED: []}
+    used: set[str | None] = set()
+    for name, (kind, _) in kinds.items():
+        names[kind].append(name)
+        if kind != FRESH:
+            used.add(origin.stored_name(name))
+    names[DROPPED] = [name for name in origin.shapes if name not in used]
+    check_explained(origin, kinds, names[FRESH], names[DROPPED])
+    if not names[TAKEN] and not names[IN_PART]:
+        raise ConfigError(
+            f"checkpoint.init_from: no weight of {origin.index.path} has a place here; leave it out"
+        )
+
+    index = origin.index
+    counts = ", ".join(f"{len(found):,} {kind}" for kind, found in names.items() if found)
+    unknown = "; their tokenizer is not known" if index.meta["tokenizer"] == UNKNOWN else ""
+    lines = [f"{'weights':<9}from {index.path} (step {index.meta['step']:,}): {counts}{unknown}"]
+    if origin.keys:
+        changed = [f"{key} {written(old)} -> {written(new)}" for key, (old, new) in origin.keys.items()]
+        lines.append(f"{'changed':<9}{', '.join(changed)}")
+    for kind in (IN_PART, FRESH, DROPPED):
+        if names[kind]:
+            said = some_of(names[kind], lambda name, kind=kind: with_rows(origin, name, kind))
+            lines.append(f"{kind:<9}{len(names[kind]):,}: {said}")
+    return lines
+
+
+def with_rows(origin: WeightOrigin, name: str, kind: str) -> str:
+    return f"{name} ({origin.rows(name):,} rows)" if kind == IN_PART else name
+
+
+def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], dropped: list[str]) -> None:
+    """Raises ConfigError for weights that one side lacks and nothing stated explains; for a name of none."""
+    for pattern in origin.names:
+        if not any(fnmatchcase(name, pattern) for name in (*kinds, *origin.shapes)):
+            raise ConfigError(
+                f"checkpoint.init_changes: {pattern} is no weight there, and none here; leave it out"
+            )
+    if origin.keys.keys() - VALUES_ALONE - {TOKENIZER, START}:  # a key that changes names or shapes
+        return
+    lacking = [name for name in fresh if not origin.is_named(name)]
+    extra = [name for name in dropped if not origin.is_named(name)]
+    wrong: list[str] = []
+    if extra:
+        said = some_of(extra, lambda name: with_shape(name, origin.shapes[name], kinds))
+        wrong.append(f"weights there without a place here: {len(extra):,} ({said})")
+    if lacking:
+        said = some_of(lacking, lambda name: with_shape(name, kinds[name][1], origin.shapes))
+        wrong.append(f"weights here that are not there: {len(lacking):,} ({said})")
+    if wrong:
+        raise ConfigError(
+            f"checkpoint.init_from: {origin.index.path} does not fit this run, nothing was loaded: "
+            f"{'; '.join(wrong)}; take the code and the config that made it, or name the weights that are "
+            "not to be taken, * for any part of a name: --checkpoint.init_changes 'layers.*.attn.gate.weight'"
+        )
+
+
+def with_shape(name: str, shape: Sequence[int], others: Iterable[str]) -> str:
+    """The name; with its shape where the other side has a weight of this name, too, of another shape."""
+    return f"{name} {tuple(shape)}" if name in others else name
+
+
+def some_of(names: Iterable[str], text: Callable[[str], str]) -> str:
+    """The first few names, and how many there are beside them."""
+    ordered = sorted(names, key=by_number)
+    shown = ", ".join(text(name) for name in ordered[:MAX_NAMED])
+    more = len(ordered) - MAX_NAMED
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Sorts layers.2 before layers.10."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]

@@ -1,0 +1,92 @@
+"""Which keys of a config decide the function that weights compute, and which do not.
+
+Two models without `differences` have weights of the same names and shapes, and the same weights give the same
+logits. Every key of model.* belongs to the function unless it is listed here, so that a new one is asked for
+until somebody says that it need not be. Keys of other sections say how the function is laid out, rounded,
+trained and fed; the tokenizer, which says what a token id means, is compared by its fingerprint; whether
+documents begin with its start token is compared, too.
+"""
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from config.schema import (
+    ModelConfig,
+    expert_ffn_size,
+    has_experts,
+    head_dim,
+    kv_heads,
+    mup_score_scale,
+    mup_width_ratio,
+    no_effect,
+    padded_vocab,
+)
+
+TOKENIZER = "data.tokenizer"
+START = "data.bos"  # whether documents begin with the tokenizer's start token
+
+# Keys of model.* that say how weights begin, how they are trained, and by which kernel they are used.
+NOT_THE_FUNCTION = (
+    "preset", "attention", "dropout", "init_std", "mtp_weight", "router_bias_rate", "jitter", "aux_loss",
+    "aux_kind", "z_loss", "capacity", "drop", "pad",
+)
+FUNCTION_KEYS = frozenset(
+    f"model.{field.name}" for field in fields(ModelConfig) if field.name not in NOT_THE_FUNCTION
+)
+# Those that leave the names and shapes of the weights as they are.
+VALUES_ALONE = frozenset(f"model.{key}" for key in (
+    "norm_eps", "rope_theta", "rope_factor", "rope_kind", "rope_low_freq", "rope_high_freq", "rope_original",
+    "rope_mscale", "rope_mscale_all", "rope_pairs", "window", "mup_base", "mup_head_dim", "top_k", "router",
+    "router_renorm", "router_groups", "router_group_top_k", "router_scale",
+))
+# Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,
+# and one that pads them.
+ROWS = {
+    "embed.weight": ("vocab", "vocab_multiple"),
+    "head.weight": ("vocab", "vocab_multiple"),
+    "positions.weight": ("context",),
+}
+
+# What is computed with a key, where other keys have a say in it: two values of the key may give the same.
+RESOLVED: dict[str, Callable[[ModelConfig], object]] = {
+    "kv_heads": kv_heads,
+    "head_dim": head_dim,
+    "moe_ffn": expert_ffn_size,
+    "vocab_multiple": padded_vocab,
+    "mup_base": mup_width_ratio,
+    "mup_head_dim": mup_score_scale,
+}
+
+
+def differences(left: ModelConfig, right: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """{model.KEY: (value of left, value of right)} of the keys by which the two compute different functions.
+
+    A key that only one of the models reads is not among them: the key that makes the model read it is.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for field in fields(ModelConfig):
+        key = field.name
+        values = getattr(left, key), getattr(right, key)
+        if values[0] == values[1] or f"model.{key}" not in FUNCTION_KEYS:
+            continue
+        if not (is_read(key, left) and is_read(key, right)):
+            continue
+        resolve = RESOLVED.get(key)
+        if resolve is None or resolve(left) != resolve(right):
+            found[f"model.{key}"] = values
+    return found
+
+
+def is_read(key: str, model: ModelConfig) -> bool:
+    """Whether the function depends on this key of model.*, given the others."""
+    if key == "context":  # RoPE is computed for any position
+        return model.positions == "learned"
+    if key == "ffn" and model.experts and model.moe_ffn:
+        layers = range(model.layers + model.mtp)
+        return not all(has_experts(model, layer) for layer in layers)
+    return key not in no_effect(model)
+
+
+def written(value: object) -> str:
+    """A value as a config file has it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

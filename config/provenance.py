@@ -1,0 +1,504 @@
+"""Which code, command, packages and machine made something: a run, a checkpoint, a data set, an export.
+
+    read_code(root)                     the code of a checkout: commit, what is not committed, a hash
+    describe(command, code, hardware)   all that is kept, as a tree for JSON
+    keep(folder, record, patch)         one line of provenance.jsonl in a run folder, and the patch once
+    read_records(folder)                those lines
+    changed_files(...)                  what differs between a kept tree and the files of today
+
+Nothing here ends a start: where git is absent, refuses or does not answer, the record says why, and the hash
+of the code stands for the commit. git never looks for untracked files, which takes minutes where many lie
+about; the folders of the code are looked through by this module. It writes nothing, not even its index.
+"""
+import contextlib
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from config.machine import usable_cores
+from config.strict import ConfigError, Tree
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE_FOLDERS = (
+    "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
+)
+RECIPES = ("configs/*.yaml", "configs/*/*.yaml")
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "sentencepiece", "safetensors", "flash-attn")
+RECORDS_FILE = "provenance.jsonl"
+PATCHES = "patches"  # a folder beside it
+MAX_PATCH_BYTES = 1 << 20  # of a patch that is kept
+MOST_FILES = 300  # whose names a record has
+GIT_SECONDS = 10.0  # that a call of git may take at a start
+TREE_SECONDS = 300.0  # that it may take to make a working tree
+GIT = (  # whatever the user's settings are
+    "git", "--no-pager", "--no-optional-locks",
+    "-c", "core.quotepath=off", "-c", "core.fsmonitor=false", "-c", "color.ui=false",
+    "-c", "diff.autoRefreshIndex=false",  # which would write the index
+)
+DIFF = (
+    "diff", "--no-renames", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/",
+    "--submodule=short",
+)
+COMMIT_DIGITS = 7  # in messages
+SHOWN_FILES = 6  # in a line
+# words in the name of an option whose value is a secret; with a word before it also a key
+SECRET_WORDS = {"token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
+KEY_WORDS = {"api", "access", "secret", "private", "account", "auth"}
+FIRST_FILE = re.compile(rb"^diff --git ", re.MULTILINE)  # of a patch
+# what a diff says of a file that is only newer than the index knows
+UNCHANGED = re.compile(rb"^diff --git .*\n(?=diff --git |\Z)", re.MULTILINE)
+USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
+QUERY_OF_URL = re.compile(r"(://[^?\s]*\?)\S+")
+HIDDEN = "..."
+COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class GitError(Exception):
+    """git is not there, refuses or does not answer. Its text is one line."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code of a checkout.
+
+    digest: code_hash. commit: of HEAD; None: git does not say, for the reason `why`. prefix: of the checkout
+    in the repository, "" or "folder/". changed: {path: (lines added, lines removed)} of what is not
+    committed, untracked Python files and recipes included. patch: what makes it of the commit (git apply).
+    files: {path: sha256} without a commit.
+    """
+    digest: str
+    commit: str | None = None
+    why: str = ""
+    prefix: str = ""
+    changed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    patch: bytes = b""
+    files: dict[str, str] = field(default_factory=dict)
+
+    def tree(self) -> Tree:
+        """For JSON. The patch is there by its sha256; "kept" says whether it is small enough to be kept."""
+        found: Tree = {"hash": self.digest, "commit": self.commit}
+        if self.commit is None:
+            return {**found, "why": self.why, "files": self.files}
+        names = sorted(self.changed, key=lambda name: not is_of_core(name))[:MOST_FILES]
+        found |= {"prefix": self.prefix, "changed": {name: list(self.changed[name]) for name in names}}
+        if self.patch:
+            is_kept = len(self.patch) <= MAX_PATCH_BYTES
+            found |= {"patch": sha256(self.patch), "patch_bytes": len(self.patch), "kept": is_kept}
+        return found
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What made something. record: see describe; code: with the patch, which the record has not."""
+    record: Tree
+    code: Code
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+# ---- the code ----------------------------------------------------------------------------------------------
+
+
+def code_paths(root: Path) -> list[Path]:
+    """The Python files of the core of a checkout, in order."""
+    paths = list(root.glob("*.py"))
+    for folder in CODE_FOLDERS:
+        paths += (root / folder).rglob("*.py")
+    return sorted(paths)
+
+
+def code_hash(root: Path | None = None) -> str:
+    """sha256 of all Python files of the core. root: the checkout; None: this one."""
+    digest = hashlib.sha256()
+    for path in code_paths(root or ROOT):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def is_of_core(name: str) -> bool:
+    """Whether code_hash covers a path of the checkout."""
+    first, slash, _ = name.partition("/")
+    return name.endswith(".py") and (not slash or first in CODE_FOLDERS)
+
+
+def loaded_paths(root: Path) -> list[Path]:
+    """The files below `root` from which this process has loaded modules; not those of its environment."""
+    inside = f"{root}{os.sep}"
+    environment = tuple(f"{place}{os.sep}" for place in (sys.prefix, sys.base_prefix))
+    within = tuple(place for place in environment if place.startswith(inside))
+    found: list[Path] = []
+    for module in list(sys.modules.values()):
+        file = str(getattr(module, "__file__", None))
+        # thousands of modules: texts, which are faster than paths
+        if file.startswith(inside) and file.endswith(".py") and not file.startswith(within):
+            found.append(Path(file))
+    return [path for path in found if "site-packages" not in path.parts]
+
+
+def read_code(root: Path | None = None) -> Code:
+    """The code of a checkout; None: this one. Raises nothing that git may cause."""
+    root = root or ROOT
+    core = code_paths(root)
+    digest = code_hash(root)
+    recipes = [path for pattern in RECIPES for path in root.glob(pattern)]
+    names = sorted({str(path.relative_to(root)) for path in (*core, *recipes, *loaded_paths(root))})
+    try:
+        prefix, commit = git(root, "rev-parse", "--show-prefix", "HEAD").decode().split("\n")[:2]
+        tracked = set(git(root, "ls-files", "-z", "--", *tops_of(names)).decode().split("\0"))
+        if "train.py" not in tracked:
+            raise GitError(f"git: the repository around {root} does not have it")
+        changed, patch = uncommitted(root, prefix, [name for name in names if name not in tracked])
+    except (GitError, OSError, ValueError) as error:
+        files = {str(path.relative_to(root)): sha256(path.read_bytes()) for path in core}
+        return Code(digest, why=str(error), files=files)
+    return Code(digest, commit, prefix=prefix, changed=changed, patch=patch)
+
+
+def tops_of(names: Iterable[str]) -> list[str]:
+    """The files at the top and the folders there that hold these paths."""
+    return sorted({name.partition("/")[0] for name in names})
+
+
+def uncommitted(root: Path, prefix: str, untracked: list[str]) -> tuple[dict[str, tuple[int, int]], bytes]:
+    """({path: (lines added, lines removed)}, the patch) of what HEAD does not have. Raises GitError.
+
+    untracked: paths of files that count, too.
+    """
+    text = git(root, *DIFF, "--numstat", "-p", "--binary", "--full-index", "HEAD", "--", ".")
+    begin = FIRST_FILE.search(text)
+    counts, patch = (text, b"") if begin is None else (text[:begin.start()], text[begin.start():])
+    patch = UNCHANGED.sub(b"", patch)
+    changed: dict[str, tuple[int, int]] = {}
+    for line in counts.decode(errors="replace").split("\n"):
+        if not line:
+            continue
+        added, removed, name = line.split("\t", 2)  # dashes where it is no text
+        if (added, removed) != ("0", "0"):
+            changed[name.removeprefix(prefix)] = (number_of(added), number_of(removed))
+    for name in untracked:
+        content = (root / name).read_bytes()
+        lines = content.count(b"\n") + (not content.endswith(b"\n") and bool(content))
+        changed[name] = (lines, 0)
+        patch += patch_of_new_file(prefix + name, content)
+    return changed, patch
+
+
+def number_of(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def patch_of_new_file(name: str, content: bytes) -> bytes:
+    """What `git diff` says of a file that was added."""
+    old, new = quoted(f"a/{name}"), quoted(f"b/{name}")
+    head = f"diff --git {old} {new}\nnew file mode 100644\n"
+    if not content:
+        return f"{head}index 0000000..e69de29\n".encode()  # the id of an empty file
+    lines = content.removesuffix(b"\n").split(b"\n")
+    body = b"".join(b"+" + line + b"\n" for line in lines)
+    if not content.endswith(b"\n"):
+        body += b"\\ No newline at end of file\n"
+    tab = "\t" if " " in name else ""  # where the name ends
+    return f"{head}--- /dev/null\n+++ {new}{tab}\n@@ -0,0 +1,{len(lines)} @@\n".encode() + body
+
+
+def quoted(name: str) -> str:
+    """A path as patches write it: one with quotes or control characters as a string of C."""
+    is_plain = name.isprintable() and not set(name) & set('"\\')
+    return name if is_plain else json.dumps(name, ensure_ascii=False)
+
+
+def git(root: Path, *words: str, content: bytes = b"", seconds: float = GIT_SECONDS) -> bytes:
+    """What git prints in the folder. content: its input. Raises GitError."""
+    try:
+        done = subprocess.run(
+            [*GIT, *words], cwd=root, input=content, capture_output=True, timeout=seconds, check=False
+        )
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError) and root.is_dir()
+        raise GitError("git is not installed" if missing else f"git: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise GitError(f"git {words[0]} did not end within {seconds:g} s") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
+        raise GitError("git: " + said[0].removeprefix("fatal: ").removeprefix("error: "))
+    return done.stdout
+
+
+def label(code: Tree) -> str:
+    """ "ab12cd3", "ab12cd3+" where code was not committed; without a commit "code 12ab34c". """
+    if not code.get("commit"):
+        return f"code {code['hash'][:COMMIT_DIGITS]}"
+    has_code = any(name.endswith((".py", ".yaml")) for name in code["changed"])
+    return code["commit"][:COMMIT_DIGITS] + ("+" if has_code else "")
+
+
+def commit_id() -> str:
+    """label() of this checkout; "unknown" without git."""
+    code = read_code().tree()
+    return label(code) if code["commit"] else "unknown"
+
+
+# ---- the command, the packages, the machine ----------------------------------------------------------------
+
+
+def typed(words: Sequence[str]) -> str:
+    """A command as a shell takes it, without the secrets that options and URLs may hold."""
+    shown: list[str] = []
+    hide_next = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if hide_next and not word.startswith("--"):
+            word = HIDDEN
+        elif name.startswith("-") and equals and is_secret(name):
+            word = f"{name}={HIDDEN}"
+        hide_next = word.startswith("--") and not equals and is_secret(word)
+        word = USER_OF_URL.sub(f"{HIDDEN}@", word)
+        shown.append(QUERY_OF_URL.sub(rf"\1{HIDDEN}", word))
+    return shlex.join(shown)
+
+
+def is_secret(option: str) -> bool:
+    """Whether the value of an option is one that nobody else should read."""
+    words = re.split(r"[-_.]+", option.lower())
+    is_key = any(pair[1] == "key" and pair[0] in KEY_WORDS for pair in zip(words, words[1:]))
+    return is_key or bool(SECRET_WORDS & set(words))
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that decide about numbers and ids; those that are not there are left
+    out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        loaded = getattr(sys.modules.get(name.replace("-", "_")), "__version__", None)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = str(loaded or importlib.metadata.version(name))
+    return found
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        # of a machine with many cores the whole file takes long
+        name = re.search(r"^model name\s*:\s*(.*)$", file.read(4096), re.MULTILINE)
+        if name:
+            return name[1]
+    return platform.machine()
+
+
+def describe(command: str, code: Code, hardware: Tree | None = None) -> Tree:
+    """What made something, now and here. command: see typed. hardware: more of it than the CPU."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "code": code.tree(),
+        "versions": versions(),
+        "hardware": {"processor": processor(), "cores": usable_cores(), **(hardware or {})},
+    }
+
+
+def of_script(name: str, argv: Sequence[str]) -> Tree:
+    """describe() for `python -m NAME ARGV`."""
+    return describe(typed(["python", "-m", name, *argv]), read_code())
+
+
+def of_process() -> Tree:
+    """describe() for this process, whatever was started."""
+    return describe(typed(["python", *sys.orig_argv[1:]]), read_code())
+
+
+def other_versions(old: Tree, new: Tree) -> list[str]:
+    """["numpy 1.26.4 -> 2.1.0", ...]: what is not the same in two answers of versions()."""
+    names = dict.fromkeys([*old, *new])
+    pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in names]
+    return [f"{name} {before} -> {now}" for name, before, now in pairs if before != now]
+
+
+# ---- in a run folder ---------------------------------------------------------------------------------------
+
+
+def keep(folder: Path, record: Tree, patch: bytes) -> None:
+    """Adds a line to the records of a run, and writes the patch if it is not there. Raises OSError."""
+    code = record["code"]
+    if code.get("kept"):
+        path = patch_path(folder, code)
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists():
+            temporary = path.with_name(f"{path.name}.tmp")
+            temporary.write_bytes(patch)
+            temporary.replace(path)
+    with open(folder / RECORDS_FILE, "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def patch_path(folder: Path, code: Tree) -> Path:
+    """Where a run folder keeps what was not committed."""
+    return folder / PATCHES / f"{code['patch'][:16]}.patch"
+
+
+def read_patch(folder: Path, code: Tree) -> bytes:
+    """What makes the code of its commit. Raises ConfigError where it was not kept, is gone or is damaged."""
+    if not code.get("patch"):
+        return b""
+    if not code["kept"]:
+        names = listed(code["changed"])
+        raise ConfigError(f"{folder}: {code['patch_bytes']:,} bytes were not committed, more than the "
+                          f"{MAX_PATCH_BYTES:,} that a run keeps: {names}; restore these files yourself")
+    path = patch_path(folder, code)
+    try:
+        patch = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; it has what was not committed; restore it from a "
+                          "copy of the run") from None
+    if sha256(patch) != code["patch"]:
+        raise ConfigError(f"{path}: is damaged (its sha256 is another); restore it from a copy of the run")
+    return patch
+
+
+def read_records(folder: Path) -> list[Tree]:
+    """The records of a run, one for each start that trained, in order; damaged lines are left out."""
+    found: list[Tree] = []
+    with contextlib.suppress(OSError), open(folder / RECORDS_FILE, errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and is_code(record.get("code")):
+                    found.append(record)
+    return found
+
+
+def is_code(tree: Any) -> bool:
+    """Whether this is a tree of Code. A run folder may be somebody else's: what it says becomes words of git
+    and names of files.
+    """
+    try:
+        digests = [tree["hash"], *([tree["patch"]] if "patch" in tree else [])]
+        commit, names = tree["commit"], [*tree.get("changed", {}), *tree.get("files", {})]
+        paths = [Path(tree.get("prefix", ""), name) for name in names]
+        return (
+            all(DIGEST.fullmatch(digest) for digest in digests)
+            and (isinstance(tree["files"], dict) if commit is None else bool(COMMIT.fullmatch(commit)))
+            and (commit is None or isinstance(tree["prefix"], str))
+            and not any(path.is_absolute() or ".." in path.parts for path in paths)
+        )
+    except (KeyError, TypeError, AttributeError):
+        return False
+
+
+# ---- other code --------------------------------------------------------------------------------------------
+
+
+def code_change(old: Tree, new: Code, folder: Path, root: Path | None = None) -> str | None:
+    """ "ab12cd3 -> ab12cd3+: model/mlp.py +1 -1"; None where the core is the same.
+
+    old: the code of a record. folder: of its run, which has the patch. root: the checkout of `new`; None:
+    this one.
+    """
+    if old["hash"] == new.digest:
+        return None
+    commits = f"{label(old)} -> {label(new.tree())}"
+    try:
+        changes = changed_files(old, new, folder, root or ROOT)
+    except (ConfigError, GitError, OSError) as error:
+        return f"{commits}: which files differ is not known ({error})"
+    return f"{commits}: {listed(changes)}"
+
+
+def listed(changes: dict[str, Any]) -> str:
+    """ "model/mlp.py +1 -1, data/x.py and 3 more files" """
+    words = [f"{name} +{lines[0]} -{lines[1]}" if any(lines or ()) else name
+             for name, lines in changes.items()]
+    more = len(words) - SHOWN_FILES
+    text = ", ".join(words[:SHOWN_FILES])
+    return f"{text} and {more} more file{'s' if more > 1 else ''}" if more > 0 else text
+
+
+def changed_files(old: Tree, new: Code, folder: Path, root: Path) -> dict[str, tuple[int, int] | None]:
+    """{path: (lines added, lines removed) since the record}, of files of the core; None: nobody knows how
+    many. Raises GitError, ConfigError and OSError where nobody knows which.
+    """
+    if not old.get("commit"):  # the record has a hash of each file
+        now = {str(path.relative_to(root)): sha256(path.read_bytes()) for path in code_paths(root)}
+        before: dict[str, str] = old["files"]
+        return {name: None for name in sorted(before.keys() | now) if before.get(name) != now.get(name)}
+
+    names = set(old["changed"]) | set(new.changed)
+    if old["commit"] != new.commit:
+        try:
+            there = new.commit or "HEAD"
+            text = git(root, *DIFF, "--name-only", "-z", "--relative", old["commit"], there, "--", ".")
+        except GitError as error:
+            raise GitError(f"{label(old)} is not in this clone" if new.commit else str(error)) from None
+        names |= set(text.decode().split("\0"))
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, then in contents_at(old, sorted(filter(is_of_core, names)), folder, root).items():
+        path = root / name
+        lines = count_changes(then, path.read_bytes() if path.exists() else b"")
+        if lines != (0, 0):
+            found[name] = lines
+    return found
+
+
+def contents_at(code: Tree, names: list[str], folder: Path, root: Path) -> dict[str, bytes]:
+    """{path: its content in the tree of a record}; b"" where it has none. Raises as changed_files does."""
+    patch, prefix = read_patch(folder, code), code["prefix"]
+    found = dict(zip(names, blobs(root, code["commit"], [prefix + name for name in names])))
+    patched = [name for name in names if name in code["changed"]]
+    if patched:
+        with tempfile.TemporaryDirectory() as place:
+            paths = {name: Path(place, prefix + name) for name in patched}
+            for name, path in paths.items():
+                content = found[name]
+                if content is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
+            chosen = [f"--include={prefix}{name}" for name in patched]
+            # in no repository, whatever lies around the folder
+            words = ("--git-dir=/dev/null", "apply", "--whitespace=nowarn", *chosen, "-")
+            git(Path(place), *words, content=patch)
+            found |= {name: path.read_bytes() if path.exists() else None for name, path in paths.items()}
+    return {name: content or b"" for name, content in found.items()}
+
+
+def blobs(root: Path, commit: str, names: list[str]) -> list[bytes | None]:
+    """The content of each path in a commit; None where it has none. Raises GitError."""
+    asked = "".join(f"{commit}:{name}\n" for name in names)
+    answer = git(root, "cat-file", "--batch", content=asked.encode())
+    found: list[bytes | None] = []
+    for _ in names:
+        head, _, answer = answer.partition(b"\n")
+        if head.endswith(b" missing"):
+            found.append(None)
+            continue
+        size = int(head.split()[-1])
+        found.append(answer[:size])
+        answer = answer[size + 1:]
+    return found
+
+
+def count_changes(old: bytes, new: bytes) -> tuple[int, int]:
+    """(lines added, lines removed)."""
+    texts = [content.decode(errors="replace").splitlines() for content in (old, new)]
+    added = removed = 0
+    for line in list(difflib.unified_diff(*texts, lineterm="", n=0))[2:]:
+        added += line.startswith("+")
+        removed += line.startswith("-")
+    return added, removed

@@ -1,0 +1,240 @@
+"""Makes a run again: its tree, its inputs, its command.
+
+    python -m scripts.reproduce RUN [--out FOLDER]       the tree in FOLDER/code, and the command
+    python -m scripts.reproduce RUN --run                starts it too, and compares the losses bit for bit
+
+The tree is a git worktree at the commit of the run, with the patch of what was not committed. Its hash must
+be that of the code that ran, and the data, tokenizers and checkpoints that the run began with must be there
+with the same fingerprints; else one line says what is not, and nothing is made. The new run goes into
+FOLDER/run, sends nothing to W&B or a store, and is started in the folder in which the first was. On the same
+machine, with the same packages, it gives the same bits where train.deterministic holds.
+"""
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from config import ConfigError, Tree, code_hash, provenance
+from config.provenance import GitError, git
+from config.run_name import IDLE
+from config.terminal import ParagraphHelp, output_width, wrapped
+from data.indexed import IndexedDataset
+from data.raw import RawShards
+from data.tokenizer import load_tokenizer
+from runtime.failure import fail_cleanly
+from runtime.lines import read_metrics
+
+EVERY_STEP = 1 << 40  # more than a run has
+DIGITS = 12  # of a fingerprint in a message
+DIFFERENT = 1  # exit code: the losses are not the same
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduce",
+        description=__doc__,
+        formatter_class=ParagraphHelp,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder (default: RUN-again)")
+    parser.add_argument("--run", action="store_true", dest="starts", help="start the command, too")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = arguments().parse_args(argv)
+    run = args.run.absolute()
+    out = (args.out or Path(f"{run}-again")).absolute()
+
+    # whatever stands in the way, before anything is made
+    records = read_run(args.run)
+    record = records[0]
+    if out.exists():
+        raise ConfigError(f"--out: {out} exists; give a folder that does not, or remove it "
+                          f"(git worktree remove --force {shlex.quote(str(out / 'code'))})")
+    check_one_story(args.run, records)
+    patch = provenance.read_patch(run, record["code"])
+    check_commit(args.run, record)
+    notes = check_inputs(records)
+    notes += strange_surroundings(record)
+    if not Path(record["folder"]).is_dir():
+        raise ConfigError(f"{record['folder']}: the run was started there, and it is gone; make that folder")
+
+    # the tree, and the command
+    tree = make_tree(record, patch, out)
+    shutil.copy(run / "config.yaml", out / "config.yaml")
+    words = command_words(record, tree, out)
+    width = output_width()
+    for line in (f"tree: {tree}, {provenance.label(record['code'])}", f"typed: {record['command']}", *notes):
+        print("\n".join(wrapped(line, width)))
+    print(f"cd {shlex.quote(record['folder'])} && {shlex.join(words)}", flush=True)
+    if not args.starts:
+        return 0
+    code = subprocess.run(words, cwd=record["folder"], check=False).returncode
+    return code or compare_losses(run, out / "run")
+
+
+# ---- what is known of the run ------------------------------------------------------------------------------
+
+
+def read_run(run: Path) -> list[Tree]:
+    """What made the run: a record for each start, and for each phase that began in it. Raises ConfigError."""
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run}: holds no run (no config.yaml); give a folder that train.py has written")
+    records = provenance.read_records(run)
+    if not records:
+        raise ConfigError(f"{run}: does not say what made it (no {provenance.RECORDS_FILE}); it is of an "
+                          "earlier version, or was copied without that file")
+    return records
+
+
+def check_one_story(run: Path, records: list[Tree]) -> None:
+    """Raises ConfigError where a later start ran other code, settings or ranks than the first."""
+    first = records[0]
+    for index, record in enumerate(records[1:], 1):
+        number = len({one["date"] for one in records[:index + 1]})
+        who = f"{run}: start {number}, from step {record['step']:,} on,"
+        end = (f"so no one command makes it again; {provenance.RECORDS_FILE} has commit and patch of each "
+               "start")
+        if record["code"]["hash"] != first["code"]["hash"]:
+            labels = " -> ".join(provenance.label(one["code"]) for one in (first, record))
+            raise ConfigError(f"{who} ran other code ({labels}), {end}")
+        old, new = first["settings"], record["settings"]
+        for key in {**old, **new}:
+            if old.get(key) != new.get(key) and not key.startswith(IDLE):
+                raise ConfigError(f"{who} had another {key} ({old.get(key)} -> {new.get(key)}), {end}")
+        ranks = [one["hardware"]["ranks"] for one in (first, record)]
+        if ranks[0] != ranks[1]:
+            raise ConfigError(f"{who} ran on {ranks[1]} ranks, not {ranks[0]}, {end}")
+
+
+def check_commit(run: Path, record: Tree) -> None:
+    """Raises ConfigError if this clone has not the commit, or the run has none and ran other code."""
+    code = record["code"]
+    commit, root = code.get("commit"), provenance.ROOT
+    if commit is None:
+        if code_hash() != code["hash"]:
+            raise ConfigError(
+                f"{run}: was made without a commit ({code['why']}), by {provenance.label(code)}, and {root} "
+                f"is other code; call this script in the checkout that made it (on {record['host']})"
+            )
+        return
+    try:
+        git(root, "cat-file", "-e", f"{commit}^{{commit}}")
+    except GitError as error:
+        raise ConfigError(
+            f"{run}: its commit {commit} is not in this clone, {root} ({error}); git fetch the branch that "
+            f"has it, or call this script in the clone that made it (on {record['host']})"
+        ) from None
+
+
+def check_inputs(records: list[Tree]) -> list[str]:
+    """Raises ConfigError, which names the file, for an input that is gone or changed. Returns notes."""
+    notes: list[str] = []
+    data = {item["path"]: item for record in records for item in record["inputs"]["data"]}
+    for path, item in data.items():
+        if item["name"] == "stdlib" and not Path(f"{path}.idx").exists():
+            notes.append(f"note: {path} is gone; the run makes the corpus again, of this Python")
+            continue
+        check_data(path, item)
+    for key, weights in records[0]["inputs"].items():
+        if key == "data":
+            continue
+        sealed = Path(weights["path"], "index.sha256")
+        if not sealed.is_file() or sealed.read_text().split()[0] != weights["index_sha256"]:
+            what = "is another checkpoint now" if sealed.is_file() else "is gone"
+            raise ConfigError(f"{key}: {weights['path']} {what}; restore the one with which the run began")
+    return notes
+
+
+def check_data(path: str, item: Tree) -> None:
+    """Raises ConfigError if a data set is not what the run has read."""
+    advice = "restore the data that the run has read"
+    try:
+        dataset = RawShards(path) if path.endswith(".bin") else IndexedDataset(path)
+        folder = Path(f"{path.removesuffix('.bin')}.tokenizer")
+        tokenizer = load_tokenizer(folder).fingerprint if folder.is_dir() else item["tokenizer_fingerprint"]
+    except (ConfigError, OSError) as error:
+        raise ConfigError(f"{str(error).partition(';')[0]}; {advice}") from None
+    found = {"identity": (dataset.bin, dataset.identity), "tokenizer_fingerprint": (folder, tokenizer)}
+    for key, (file, now) in found.items():
+        if now != item[key]:
+            raise ConfigError(f"{file}: is not what it was (fingerprint {now[:DIGITS]}, the run read "
+                              f"{item[key][:DIGITS]}); {advice}")
+
+
+def strange_surroundings(record: Tree) -> list[str]:
+    """Notes on what may change the bits."""
+    found = provenance.other_versions(record["versions"], provenance.versions())
+    processor = provenance.processor()
+    if processor != record["hardware"]["processor"]:
+        found.append(f"processor {record['hardware']['processor']} -> {processor}")
+    return [f"note: not as it was, so bits may differ: {', '.join(found)}"] if found else []
+
+
+# ---- the tree and the command ------------------------------------------------------------------------------
+
+
+def make_tree(record: Tree, patch: bytes, out: Path) -> Path:
+    """Makes OUT with the code in it; returns the folder of train.py. Raises ConfigError, and leaves nothing.
+
+    A run without a commit ran the code of this checkout, which then is the tree.
+    """
+    code, root = record["code"], provenance.ROOT
+    if code["commit"] is None:
+        out.mkdir(parents=True)
+        return root
+    worktree = out / "code"
+    try:
+        words = ("worktree", "add", "--detach", str(worktree), code["commit"])
+        git(root, *words, seconds=provenance.TREE_SECONDS)
+        if patch:
+            git(worktree, "apply", "--whitespace=nowarn", "-", content=patch)
+        tree = worktree / code["prefix"]
+        if code_hash(tree) != code["hash"]:
+            raise GitError("the tree of its commit and patch is not the code that ran; its run folder, or "
+                           "what git does to files here (core.autocrlf, filters), has changed")
+    except (GitError, OSError) as error:
+        subprocess.run(["git", "worktree", "remove", "--force", str(worktree)], cwd=root, capture_output=True)
+        shutil.rmtree(out, ignore_errors=True)
+        subprocess.run(["git", "worktree", "prune"], cwd=root, capture_output=True)
+        raise ConfigError(f"{worktree}: {error}") from None
+    return tree
+
+
+def command_words(record: Tree, tree: Path, out: Path) -> list[str]:
+    """The command that makes the run again, in the folder in which it was started."""
+    hardware = record["hardware"]
+    launcher: list[str] = []
+    if hardware["ranks"] > 1:
+        nodes = -(-hardware["ranks"] // hardware["ranks_of_node"])
+        where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes), "--rdzv-endpoint", "HOST:PORT"]
+        launcher = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(hardware["ranks_of_node"])]
+    # what it began with, as it was then; and nothing goes where the first run has sent it
+    pinned = {key: weights["path"] for key, weights in record["inputs"].items() if key != "data"}
+    pinned.pop("checkpoint.branch", None)  # which names the step
+    pinned |= {"log.dir": str(out), "log.name": "run", "log.wandb": "off", "checkpoint.mirror": "none"}
+    pinned["train.threads"] = str(hardware["threads"])  # which decide about the order of sums
+    words = ["--config", str(out / "config.yaml")]
+    words += [word for key, value in pinned.items() for word in (f"--{key}", value)]
+    return [sys.executable, *launcher, str(tree / "train.py"), *words]
+
+
+def compare_losses(first: Path, again: Path) -> int:
+    """Prints whether the losses of two runs are the same, bit for bit; returns the exit code."""
+    old, new = (
+        {row["step"]: row["loss"] for row in read_metrics(folder, EVERY_STEP)[0]} for folder in (first, again)
+    )
+    steps = sorted(old.keys() & new.keys())
+    for step in steps:
+        if old[step] != new[step]:
+            print(f"losses differ from step {step:,} on: {old[step]!r}, now {new[step]!r}")
+            return DIFFERENT
+    print(f"the same {len(steps):,} losses, bit for bit")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(fail_cleanly(main, sys.argv[1:]))

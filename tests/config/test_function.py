@@ -1,0 +1,140 @@
+"""config/function.py names exactly the keys that change what weights compute: every key is changed in a tiny
+model, and its logits in fp64, and the names and shapes of its weights, are looked at.
+"""
+
+import dataclasses
+import typing
+import zlib
+
+import pytest
+import torch
+from test_model_keys import CASES, OTHER_KINDS, SIZE, TRAIN, Case
+
+import config
+from build import weights_only
+from config import ConfigError, ModelConfig, function
+from config.suggestions import check_rules
+
+TOKENS = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(4))
+KINDS = {"plain": {}, **OTHER_KINDS}
+ROUNDS = {"dtype", "fp8", "fp8_block", "fp8_keep", "compile"}  # of train.*: how it is rounded
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """model: as the config has it. shapes: of its weights, by name. logits: of TOKENS."""
+
+    model: ModelConfig
+    shapes: dict[str, tuple[int, ...]]
+    logits: torch.Tensor
+
+    def differs_from(self, other: "Seen") -> bool:
+        if self.shapes != other.shapes or self.logits.shape != other.logits.shape:
+            return True
+        return not torch.allclose(self.logits, other.logits, rtol=1e-11, atol=1e-14)
+
+
+def fill(key: str, tensor: torch.Tensor) -> None:
+    """Numbers that follow from the name of the weight."""
+    stream = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    tensor.copy_(0.3 * torch.randn(tensor.shape, generator=stream, dtype=torch.float64))
+    if key.endswith("norm.weight"):
+        tensor += 1
+
+
+@torch.no_grad()
+def look(model: dict, **sections) -> Seen:
+    """The model with weights that follow from their names. Raises ConfigError where it is refused."""
+    model = {"preset": "llama2-tiny", **SIZE, "rope_original": 16, **model}
+    tree = {"model": model, "train": TRAIN, "log": {"name": "function"}}
+    cfg = config.from_tree(config.merge(tree, sections))
+    if not sections:
+        check_rules(cfg)
+    stage, boxes = weights_only(cfg, torch.device("cpu"), "fp64")
+    for box, tensor in boxes:
+        fill(box.key, tensor)
+    logits = stage.logits(TOKENS, torch.arange(16).expand(2, 16))
+    return Seen(cfg.model, {box.key: box.shape for box, _ in boxes}, logits)
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """The same settings are looked at once."""
+    known: dict[tuple, Seen] = {}
+
+    def get(model: dict) -> Seen:
+        key = tuple(sorted(model.items(), key=str))
+        if key not in known:
+            known[key] = look(model)
+        return known[key]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_key_is_named_if_and_only_if_the_function_changes(seen, case: Case):
+    """In the model where it acts, and in every kind of model."""
+    for base in (case.base, *({**kind, **case.base} for kind in KINDS.values()), *KINDS.values()):
+        if base.get(case.key, getattr(ModelConfig, case.key)) == case.to:
+            continue
+        try:
+            before, after = seen(base), seen({**base, case.key: case.to})
+        except ConfigError:  # there is no such model
+            continue
+        named = function.differences(before.model, after.model)
+        expected = {f"model.{case.key}"} if after.differs_from(before) else set()
+        assert set(named) == expected, (case.key, base)
+        if before.shapes != after.shapes:
+            assert f"model.{case.key}" not in function.VALUES_ALONE
+
+
+def test_every_key_of_the_model_is_tried():
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert {case.key for case in CASES} == names - {"preset"}
+    assert function.FUNCTION_KEYS.isdisjoint(f"model.{key}" for key in function.NOT_THE_FUNCTION)
+    assert len(function.FUNCTION_KEYS) + len(function.NOT_THE_FUNCTION) == len(names)
+    assert function.VALUES_ALONE < function.FUNCTION_KEYS
+
+
+@pytest.mark.parametrize(
+    "model, same",
+    [
+        ({"kv_heads": 4}, {}),  # as many as heads
+        ({"head_dim": 8}, {}),  # hidden / heads
+        ({"mup_base": 32}, {}),  # as wide as the base
+        ({"vocab_multiple": 64}, {}),  # 100 ids take 128 rows either way
+        ({"experts": 4, "moe_ffn": 48}, {"experts": 4}),  # ffn
+        ({"rope_factor": 4.0, "rope_mscale": 0.5}, {"rope_factor": 4.0}),  # without YaRN
+    ],
+    ids=str,
+)
+def test_a_value_that_is_written_otherwise_is_the_same_function(seen, model, same):
+    before, after = seen(same), look(model)
+    assert not after.differs_from(before)
+    assert function.differences(before.model, after.model) == {}
+
+
+def changed_value(kind: object, value: object) -> object:
+    """Another value of a key of this type."""
+    if typing.get_origin(kind) is typing.Literal:
+        return next(choice for choice in typing.get_args(kind) if choice != value)
+    members = [member for member in typing.get_args(kind) if member is not type(None)]
+    if members:
+        return changed_value(members[0], value)
+    if kind is bool:
+        return not value
+    if kind in (int, float):
+        return kind((value or 0) * 2 + 1)
+    return "1"
+
+
+@pytest.mark.parametrize("name", [name for name in config.sections() if name != "model"])
+def test_keys_of_other_sections_do_not_change_it(seen, name):
+    base = {"experts": 4, "dropout": 0.1}
+    section = config.sections()[name]
+    for key, kind in typing.get_type_hints(section).items():
+        if (name == "train" and key in ROUNDS) or key == "phases":
+            continue
+        value = changed_value(kind, {**TRAIN, **dataclasses.asdict(section())}[key])
+        after = look(base, **{name: {key: value}})
+        assert not after.differs_from(seen(base)), f"{name}.{key}"

@@ -1,0 +1,161 @@
+"""What a tokenizer loses of the text: counted by prepare_data, refused above a share, and not in bits per
+byte. From a user's files on, with small tokenizers of each kind.
+"""
+
+import io
+import json
+
+import pytest
+import sentencepiece
+import tokenizers
+from ranks import MODEL
+
+import train
+from config import ConfigError
+from data import prepare, tokenizer
+from data.indexed import IndexedDataset
+from scripts import evaluate, prepare_data
+
+TEXTS = ["def f(x):\n    return  x\n", "漢字 かな", "Привет 🙂"]
+PLAIN = ["some words to learn from and more words", "aaa bbb ccc some more of them"]
+END = {"tokenizer_config.json": json.dumps({"eos_token": "</s>"})}
+
+
+def made(kind, home):
+    """A tokenizer of each kind that learned nothing but PLAIN."""
+    home.mkdir()
+    if kind in ("unigram", "bpe"):  # sentencepiece's defaults
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(PLAIN * 9), model_writer=model, model_type=kind, vocab_size=40,
+            minloglevel=3, hard_vocab_limit=False,
+        )
+        (home / "tokenizer.model").write_bytes(model.getvalue())
+        return home
+    if kind == "ours":
+        tokenizer.train_bpe(PLAIN * 9, 285, home / "tokenizer.model")
+        return home
+    models = {"word": tokenizers.models.WordLevel(unk_token="<unk>"), "lower": tokenizers.models.BPE(),
+              "json-bpe": tokenizers.models.BPE(unk_token="<unk>")}
+    trainers = {"word": tokenizers.trainers.WordLevelTrainer, "lower": tokenizers.trainers.BpeTrainer,
+                "json-bpe": tokenizers.trainers.BpeTrainer}
+    some = tokenizers.Tokenizer(models[kind])
+    alphabet = {}
+    if kind == "lower":  # as many bytes as before, and other ones
+        some.normalizer = tokenizers.normalizers.Lowercase()
+        some.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        some.decoder = tokenizers.decoders.ByteLevel()
+        alphabet["initial_alphabet"] = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    else:
+        some.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = ["</s>", "<unk>"]
+    trainer = trainers[kind](vocab_size=300, special_tokens=special, show_progress=False, **alphabet)
+    some.train_from_iterator(PLAIN, trainer)
+    some.save(str(home / "tokenizer.json"))
+    for name, content in END.items():
+        (home / name).write_text(content)
+    return home
+
+
+def prepared(tmp_path, texts, home, *more):
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    path = tmp_path / "in.jsonl"
+    if not path.exists() or path.read_text() != content:
+        path.write_text(content)
+    words = ["--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out", "--workers", 1]
+    return prepare_data.main([str(word) for word in [*words, *more]])
+
+
+def report_of(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "word", "json-bpe", "lower"])
+def test_what_is_lost_is_counted_and_refused(tmp_path, capsys, kind):
+    home = made(kind, tmp_path / "t")
+    texts = [text.upper() for text in PLAIN] if kind == "lower" else TEXTS
+    assert prepared(tmp_path, texts, home) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--max-lost" in err and " % of the text's bytes" in err
+    assert not (tmp_path / "out.idx").exists()
+
+    assert prepared(tmp_path, texts, home, "--max-lost", "100", "--json") == 0
+    report = report_of(capsys)
+    whole = sum(len(text.encode()) for text in texts)
+    back = [tokenizer.load_tokenizer(home).decode(ids) for ids in documents(tmp_path / "out")]
+    least = sum(max(0, len(text.encode()) - len(there.encode())) for text, there in zip(texts, back))
+    least = sum(letter.isupper() for text in texts for letter in text) if kind == "lower" else least // 2
+    assert least <= report["lost_bytes"] <= whole and report["lost_bytes"] > 0.01 * whole
+    assert (report["unknown_tokens"] > 0) == (kind != "lower")
+    meta = IndexedDataset(tmp_path / "out").meta
+    assert (meta["lost_bytes"], meta["unknown_tokens"]) == (report["lost_bytes"], report["unknown_tokens"])
+    assert prepared(tmp_path, texts, home, "--max-lost", "100") == 0
+    assert f"{report['lost_bytes']:,} bytes" in " ".join(capsys.readouterr().out.split())
+
+
+def documents(out):
+    data = IndexedDataset(out)
+    return [data.document(number)[:-1].tolist() for number in range(data.documents)]
+
+
+@pytest.mark.parametrize("kind", ["ours", "bytes"])
+def test_nothing_is_lost(tmp_path, capsys, kind):
+    home = kind if kind == "bytes" else made(kind, tmp_path / "t")
+    assert prepared(tmp_path, [*TEXTS, " begins", "\n"], home, "--json") == 0
+    report = report_of(capsys)
+    assert report["lost_bytes"] == report["unknown_tokens"] == 0
+
+
+def test_by_hand(tmp_path, capsys):
+    """Of 1,000 bytes 4 are of two characters that nothing has learned: 0.4 %."""
+    home = made("unigram", tmp_path / "t")
+    text = "some words " * 90 + "é é"
+    text = "a" * (1000 - len(text.encode())) + text
+    assert len(text.encode()) == 1000
+    assert prepared(tmp_path, [text], home, "--max-lost", "0.39") == 2
+    assert "0.4" in capsys.readouterr().err
+
+
+def test_the_refused_shards_are_kept(tmp_path, capsys):
+    """The same command with a larger share has nothing left to do."""
+    home = made("word", tmp_path / "t")
+    assert prepared(tmp_path, TEXTS, home) == 2
+    assert prepared(tmp_path, TEXTS, home, "--max-lost", "100") == 0
+    assert "nothing was left to tokenize" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_that_nothing_can_make_good_ends_the_work(tmp_path, workers):
+    """Not after all of it: the second of four files is enough to know."""
+    home = made("word", tmp_path / "t")
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("漢字 " * 3000)
+    inputs = [str(tmp_path / f"{number}.txt") for number in range(4)]
+    with pytest.raises(ConfigError, match="loses .*--max-lost 30 %"):
+        prepare.prepare_corpus(
+            inputs, str(home), tmp_path / "out", workers=workers, unit_bytes=20_000, max_lost=30
+        )
+    assert len(list((tmp_path / "out.parts").glob("00*.json"))) < 4
+
+
+@pytest.mark.parametrize("share", ["-1", "nan", "101"])
+def test_a_share_that_is_none(tmp_path, capsys, share):
+    assert prepared(tmp_path, TEXTS, "bytes", f"--max-lost={share}") == 2
+    assert capsys.readouterr().err.startswith("error: --max-lost: ")
+
+
+@pytest.mark.parametrize("kind, prints", [("unigram", False), ("ours", True)])
+def test_bits_per_byte_are_of_the_true_bytes_or_none(tmp_path, capsys, kind, prints):
+    home = made(kind, tmp_path / "t")
+    assert prepared(tmp_path, [*TEXTS, *PLAIN] * 40, home, "--max-lost", "100") == 0
+    words = ["llama2-tiny", *MODEL, "--data.path", tmp_path / "out", "--train.steps", "1"]
+    more = ["--log.dir", tmp_path, "--log.name", "r", "--checkpoint.every", "1"]
+    capsys.readouterr()
+    assert train.main([str(word) for word in [*words, *more]]) == 0
+    out = capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    values = [row["val_bpb"] for row in rows if "val_loss" in row]
+    assert values and all((value is not None) == prints for value in values)
+    assert ("bpb" in out) == prints
+    assert evaluate.main([str(tmp_path / "r")]) == 0
+    assert ("bits per byte" in capsys.readouterr().out) == prints

@@ -1,0 +1,376 @@
+"""checkpoint.init_from: weights go into a model that computes what their own did, or what changes is stated
+by name (checkpoint.init_changes). All from the files on, with train.py as a program.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import corpus, job
+from safetensors.torch import load_file
+
+from checkpoint import store
+from data import tokenizer
+from data.indexed import IndexedDatasetWriter
+
+ROOT = Path(__file__).parent.parent
+SMALL = {
+    "model.layers": 3,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "model.kv_heads": 2,
+    "model.ffn": 24,
+    "model.vocab_multiple": 64,
+    "train.steps": 1,
+    "train.seq_len": 16,
+    "train.micro_batch": 2,
+    "train.global_batch": 2,
+    "train.threads": 1,
+    "optim.lr": 1e-30,  # the weights after the step are those before it
+    "optim.warmup": 0,
+    "eval.every": "none",
+    "eval.batches": 1,
+    "eval.sample": 0,
+    "log.every": 1,
+}
+CHANGES = "--checkpoint.init_changes"
+
+
+def words(home: Path, name: str, settings: dict) -> list[str]:
+    """The arguments of train.py. Keys of `settings` have __ for their dot."""
+    given = {key.replace("__", "."): value for key, value in settings.items()}
+    place = {"data.path": home / "text", "log.dir": home / "runs", "log.name": name}
+    every = {**SMALL, **place, **given}
+    return ["llama3-tiny", *(word for key, value in every.items() for word in (f"--{key}", str(value)))]
+
+
+def program(*argv: object) -> tuple[int, str]:
+    """(exit code, what it printed)"""
+    end = subprocess.run(
+        [sys.executable, *map(str, argv)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return end.returncode, end.stdout + end.stderr
+
+
+def trains(home: Path, name: str, **settings) -> str:
+    """What train.py prints, which must not fail."""
+    code, told = program("train.py", *words(home, name, settings))
+    assert code == 0, told
+    return told
+
+
+def refused(home: Path, **settings) -> str:
+    """The line with which it is refused, before a step."""
+    code, told = program("train.py", *words(home, "refused", settings))
+    last = told.splitlines()[-1]
+    began = (home / "runs" / "refused" / "metrics.jsonl").exists()
+    shutil.rmtree(home / "runs" / "refused", ignore_errors=True)
+    assert code == 2 and last.startswith("error: ") and not began, told
+    return last
+
+
+def checkpoint(run: Path) -> Path:
+    found = store.newest_checkpoint(run / "checkpoints", [])
+    assert found is not None
+    return found
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint, put together from the boxes that ranks have written."""
+    path = checkpoint(run)
+    shards = {shard.name: load_file(shard) for shard in path.glob("*.safetensors")}
+    found: dict[str, torch.Tensor] = {}
+    for piece in store.quick_check(path).pieces:
+        box = piece.box
+        if "@" not in box.key:
+            whole = found.setdefault(box.key, torch.full(box.shape, torch.nan))
+            place = tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
+            whole[place] = shards[piece.file][piece.name]
+    return found
+
+
+def text(home: Path, name: str, spec: str | Path) -> Path:
+    """A data set of that tokenizer."""
+    tok = tokenizer.load_tokenizer(spec)
+    with IndexedDatasetWriter(home / name, tok.vocab) as writer:
+        for number in range(60):
+            writer.add([*tok.encode(f"line {number} of some words, and of others " * 2), tok.eod])
+        writer.finish(tok, 1)
+    return home / name
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """In runs/: `plain`; `text` is its data."""
+    home = tmp_path_factory.mktemp("init_from")
+    assert corpus(home)
+    trains(home, "plain")
+    return home
+
+
+@pytest.fixture(scope="module")
+def plain(home):
+    return {"checkpoint__init_from": home / "runs" / "plain"}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], keys) -> bool:
+    return all(torch.equal(left[key], right[key]) for key in keys)
+
+
+# ---- the function ------------------------------------------------------------------------------------------
+
+
+def test_the_same_model_takes_all_and_the_header_says_from_where(home, plain):
+    """Dropout, kernel, seed, batch: none of them is the function."""
+    settings = {"model__dropout": 0.1, "model__attention": "sdpa", "train__seed": 7, "train__seq_len": 8}
+    told = trains(home, "same", **plain, **settings)
+    found, source = weights(home / "runs" / "same"), weights(home / "runs" / "plain")
+    assert found.keys() == source.keys() and same(found, source, source)
+    assert f"weights  from {checkpoint(home / 'runs' / 'plain')} (step 1): {len(source)} taken" in told
+    assert not any(word in told for word in ("fresh", "dropped", "changed  "))
+
+
+@pytest.mark.slow(every=3)
+@pytest.mark.parametrize(
+    "key, here, said",
+    [
+        ("window", 4, "model.window none there and 4 here"),
+        ("layers", 2, "model.layers 3 there and 2 here"),
+        ("tied", "true", "model.tied false there and true here"),
+        ("heads", 4, "model.heads 2 there and 4 here"),
+        ("rope_theta", 7, "model.rope_theta 500000.0 there and 7.0 here"),
+        ("vocab", 300, "model.vocab 257 there and 300 here"),
+    ],
+)
+def test_another_function_is_refused_with_both_values_and_the_way_out(home, plain, key, here, said):
+    line = refused(home, **plain, **{f"model__{key}": here})
+    assert said in line and f"{CHANGES} model.{key}" in line, line
+
+
+def test_what_is_refused_of_the_key_itself(home, plain):
+    for changes, said in (
+        ("model.window", "model.window is none there and here"),
+        ("data.tokenizer", "data.tokenizer is the same there and here"),
+        ("gate.weight", "gate.weight is no weight there, and none here"),
+        ("model.windw", "model.windw: no such key; did you mean model.window?"),
+        ("train.seed", "train.seed does not change what weights compute; leave it out"),
+    ):
+        line = refused(home, **plain, checkpoint__init_changes=changes)
+        assert line.startswith("error: checkpoint.init_changes: ") and said in line, line
+    assert "checkpoint.init_from, which is none" in refused(home, checkpoint__init_changes="model.window")
+    both = refused(home, **plain, model__window=4, model__layers=2, checkpoint__init_changes="model.window")
+    assert "model.layers 3 there" in both and f"{CHANGES} model.window,model.layers" in both, both
+
+
+# ---- what is stated ----------------------------------------------------------------------------------------
+
+
+def test_another_window_takes_all(home, plain):
+    told = trains(home, "window", **plain, model__window=4, checkpoint__init_changes="model.window")
+    source = weights(home / "runs" / "plain")
+    assert same(weights(home / "runs" / "window"), source, source)
+    assert "changed  model.window none -> 4" in told and "dropped" not in told
+
+
+@pytest.mark.slow(every=2)
+@pytest.mark.parametrize("layers, gone, new", [(2, {2}, set()), (4, set(), {3})])
+def test_fewer_and_more_layers(home, plain, layers, gone, new):
+    """The first ones are taken; one that the source does not have begins as in a run without it."""
+    settings = {"model__layers": layers, "model__tied": "true"}
+    trains(home, f"fresh-{layers}", **settings)
+    told = trains(
+        home, f"of-{layers}", **plain, **settings, checkpoint__init_changes="model.layers,model.tied"
+    )
+    source, fresh = weights(home / "runs" / "plain"), weights(home / "runs" / f"fresh-{layers}")
+    found = weights(home / "runs" / f"of-{layers}")
+    added = {key for key in found if key.startswith(tuple(f"layers.{layer}." for layer in new))}
+    dropped = {key for key in source if key.startswith(tuple(f"layers.{layer}." for layer in gone))}
+    assert found.keys() == fresh.keys() == (source.keys() - dropped - {"head.weight"}) | added
+    assert same(found, source, found.keys() - added) and same(found, fresh, added)
+    assert f"changed  model.layers 3 -> {layers}, model.tied false -> true" in told
+    assert f"{len(found) - len(added)} taken, " in told
+    assert f"dropped  {len(dropped) + 1}: head.weight" in told
+    assert bool(new) == (f"fresh    {len(added)}: layers.3." in told)
+
+
+@pytest.mark.slow(every=2)
+@pytest.mark.parametrize("vocab, rows", [(300, 320), (400, 448)])
+def test_a_larger_vocabulary_takes_the_rows_of_the_tokens(home, plain, vocab, rows):
+    """Also where the padded tables have one size: rows of padding were never trained."""
+    settings = {"model__vocab": vocab, "train__seed": 5}
+    trains(home, f"fresh-{vocab}", **settings)
+    told = trains(home, f"of-{vocab}", **plain, **settings, checkpoint__init_changes="model.vocab")
+    source, fresh = weights(home / "runs" / "plain"), weights(home / "runs" / f"fresh-{vocab}")
+    found = weights(home / "runs" / f"of-{vocab}")
+    for key in ("embed.weight", "head.weight"):
+        assert found[key].shape == (rows, 16)
+        assert torch.equal(found[key], torch.cat([source[key][:257], fresh[key][257:]]))
+    assert same(found, source, found.keys() - {"embed.weight", "head.weight"})
+    assert "in part  2: embed.weight (257 rows), head.weight (257 rows)" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [8, 40])
+def test_another_number_of_learned_positions(home, context):
+    learned = {"model__positions": "learned", "train__seq_len": 8}
+    if not (home / "runs" / "learned").exists():
+        trains(home, "learned", **learned, model__context=16)
+    settings = {**learned, "model__context": context, "train__seed": 9}
+    trains(home, f"fresh-context-{context}", **settings)
+    of = {"checkpoint__init_from": home / "runs" / "learned"}
+    assert "model.context 16 there" in refused(home, **settings, **of)
+    trains(home, f"of-context-{context}", **settings, **of, checkpoint__init_changes="model.context")
+    source, fresh, found = (
+        weights(home / "runs" / name)["positions.weight"]
+        for name in ("learned", f"fresh-context-{context}", f"of-context-{context}")
+    )
+    assert torch.equal(found, torch.cat([source[:context], fresh[16:]]))
+
+
+@pytest.mark.slow
+def test_modules_of_further_tokens_keep_their_place_behind_the_last_block(home):
+    """They are numbered after the blocks: layers.3 is a module of three blocks, and a block of four."""
+    trains(home, "modules", model__mtp=1)
+    of = {"checkpoint__init_from": home / "runs" / "modules", "model__mtp": 1}
+    trains(home, "two", **of, model__layers=2, checkpoint__init_changes="model.layers")
+    told = trains(home, "four", **of, model__layers=4, checkpoint__init_changes="model.layers")
+    source = weights(home / "runs" / "modules")
+    for name, place in (("two", "layers.2."), ("four", "layers.4.")):
+        found = weights(home / "runs" / name)
+        keys = [key for key in source if key.startswith("layers.3.")]
+        assert f"{place}join.weight" in found
+        assert all(torch.equal(found[key.replace("layers.3.", place)], source[key]) for key in keys)
+    assert "fresh    9: layers.3.attn" in told and "dropped" not in told
+
+
+def test_weights_by_name_and_with_ranks(home, plain):
+    """A new head: the source's is not taken. Two stages, and shards of two ranks, begin as one process."""
+    changes = {"checkpoint__init_changes": "head.weight,model.layers", "model__layers": 2, "train__seed": 5}
+    told = trains(home, "new-head", **plain, **changes)
+    trains(home, "fresh-head", model__layers=2, train__seed=5)
+    found, source = weights(home / "runs" / "new-head"), weights(home / "runs" / "plain")
+    assert torch.equal(found["head.weight"], weights(home / "runs" / "fresh-head")["head.weight"])
+    assert same(found, source, found.keys() - {"head.weight"})
+    assert "fresh    1: head.weight" in told and "dropped  10: head.weight, layers.2." in told
+
+    for name, layout in (("pp", {"parallel__pp": 2}), ("zero", {"parallel__zero": 2})):
+        ranks = words(home, name, {**plain, **changes, **layout, "train__micro_batch": 1})
+        end = job(home, 2, ranks)
+        assert end.codes == [0, 0], end.logs
+        assert same(weights(home / "runs" / name), found, found)
+        assert [line for line in end.logs[0].splitlines() if line.startswith("dropped  10: head.weight")]
+
+
+def damaged(home: Path, name: str, *, without: str, extra: str) -> Path:
+    """The run `plain` as a code with another set of weights has saved it."""
+    index = store.quick_check(checkpoint(home / "runs" / "plain"))
+    kept = {key: tensor for key, tensor in weights(home / "runs" / "plain").items() if without not in key}
+    boxes = [(piece.box, kept[piece.box.key]) for piece in index.pieces if piece.box.key in kept]
+    whole = store.Box.whole
+    boxes += [(whole(f"layers.{layer}.{extra}", (16, 16)), torch.ones(16, 16)) for layer in range(3)]
+    store.save(home / "runs" / name / "checkpoints", 1, boxes, index.meta, keep=1)
+    return home / "runs" / name
+
+
+def test_weights_that_one_side_lacks_are_refused_by_name(home):
+    """As after an edit of the model: no key differs. A key that leaves the weights as they are is no
+    reason."""
+    source = damaged(home, "edited", without="mlp.up", extra="attn.gate.weight")
+    of = {"checkpoint__init_from": source}
+    for more in ({}, {"model__window": 4, "checkpoint__init_changes": "model.window"}):
+        line = refused(home, **of, **more)
+        assert "weights there without a place here: 3 (layers.0.attn.gate.weight, layers.1.attn" in line
+        assert "weights here that are not there: 3 (layers.0.mlp.up.weight, " in line, line
+        assert CHANGES in line
+    end = job(home, 2, words(home, "refused", {**of, "parallel__pp": 2, "train__micro_batch": 1}))
+    assert end.codes == [2, 2] and "without a place here: 3 (" in end.errors()[0], end.logs
+    told = trains(
+        home, "consent", **of, checkpoint__init_changes="layers.*.attn.gate.weight,layers.*.mlp.up.weight"
+    )
+    assert "dropped  3: layers.0.attn.gate.weight" in told and "fresh    3: layers.0.mlp.up.weight" in told
+
+
+# ---- the tokenizer -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pieces(home):
+    """Two sentencepiece models of as many ids, with data of each, `a` and `b`; a run of `a`."""
+    for name, words in (("a", "some words and others"), ("b", "line of tokens, lines")):
+        tokenizer.train_bpe([words] * 9, 280, home / f"{name}.model")
+        text(home, name, home / f"{name}.model")
+    trains(home, "of-a", data__path=home / "a")
+    return home
+
+
+def test_weights_under_another_tokenizer(pieces):
+    home, source = pieces, pieces / "runs" / "of-a"
+    of_b = {"data__path": home / "b", "checkpoint__init_from": source}
+    line = refused(home, **of_b)
+    assert "data.tokenizer " in line and "--data.tokenizer none" not in line
+    assert f"prepare the data with --tokenizer {source}/tokenizer" in line
+    assert f"{CHANGES} data.tokenizer" in line and "model.vocab" not in line, line
+    told = trains(home, "b-anyway", **of_b, checkpoint__init_changes="data.tokenizer")
+    assert "changed  data.tokenizer " in told
+    assert same(weights(home / "runs" / "b-anyway"), weights(source), weights(source))
+    assert "taken" in trains(home, "a-again", data__path=home / "a", checkpoint__init_from=source)
+
+
+def test_a_resume_under_another_tokenizer_advises_nothing_that_harms(pieces):
+    """The way out that it names is tried: data of the run's tokenizer."""
+    home = pieces
+    code, told = program("train.py", *words(home, "of-a", {"data__path": home / "b", "train__steps": 2}))
+    line = told.splitlines()[-1]
+    assert code == 2 and "tokenizer" in line and "checkpoint.init_from" not in line, told
+    folder = line.partition("--tokenizer ")[2].split(",")[0].split(";")[0]
+    again = text(home, "b-as-a", folder)
+    code, told = program(
+        "train.py", *words(home, "again", {"data__path": again, "checkpoint__init_from": home / "runs/of-a"})
+    )
+    assert code == 0, told
+
+
+@pytest.mark.slow
+def test_a_resume_of_another_model_advises_what_works(home, plain):
+    """The command that it names, with what it says, trains."""
+    settings = {"model__window": 4, "train__steps": 2}
+    code, told = program("train.py", *words(home, "plain", settings))
+    line = told.splitlines()[-1]
+    assert code == 2 and line.startswith("error: model.window: "), told
+    advice = line.partition("--log.name OTHER ")[2].split()
+    code, told = program("train.py", *words(home, "advised", settings), *advice)
+    assert code == 0 and "changed  model.window none -> 4" in told, told
+
+
+# ---- weights of Hugging Face -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_imported_model(pieces):
+    """Out and in again: its function and its tokenizer are known, and asked for as those of a run of ours."""
+    home, imported = pieces, pieces / "runs" / "imported"
+    code, told = program("-m", "scripts.convert", "to-hf", home / "runs" / "of-a", home / "hf")
+    assert code == 0, told
+    code, told = program("-m", "scripts.convert", "from-hf", home / "hf", imported)
+    assert code == 0, told
+
+    own = text(home, "imported-text", imported / "tokenizer")
+    of = {"data__path": own, "checkpoint__init_from": imported, "model__vocab_multiple": 128}
+    assert "scripts.convert from-hf" in refused(home, **{**of, "checkpoint__init_from": home / "hf"})
+    told = trains(home, "tuned", **of)
+    assert f"weights  from {checkpoint(imported)} (step 0)" in told
+    source, found = weights(imported), weights(home / "runs" / "tuned")
+    assert found.keys() == source.keys() and same(found, source, found)
+    assert "model.norm_eps 1e-05 there and 0.01 here" in refused(home, **of, model__norm_eps=0.01)
+    assert "data.tokenizer " in refused(home, **{**of, "data__path": home / "b"})
+
+    # data that contradicts the imported config: to leave data.tokenizer out is no way out
+    config = ("--config", imported / "config.yaml", "--data.path", home / "b", "--train.dtype", "fp32")
+    code, told = program("train.py", *config)
+    assert code == 2 and "leave data.tokenizer out" not in told, told
+    assert f"--tokenizer {imported}/tokenizer" in told.splitlines()[-1], told
+    code, told = program("train.py", *config, "--data.tokenizer", "none", "--train.seq_len", "16")
+    assert code == 2 and "data.tokenizer " in told.splitlines()[-1], told

@@ -1,0 +1,305 @@
+"""Steps, runs and validations without a counted target: conversations whose answers lie outside of what is
+read. Runs start from a file of conversations, and what they say is counted by hand from its mask.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from ranks import MODEL, job
+from safetensors.torch import load_file
+
+from checkpoint import store
+from scripts import prepare_data
+
+SEQ_LEN = 16  # of ranks.MODEL
+
+
+def conversations(folder, question: int, answer: str, count: int = 40, name: str = "chat") -> str:
+    """A prefix of `count` conversations of the same length, with the byte tokenizer."""
+    rng = np.random.default_rng(0)
+    source = folder / f"{name}.jsonl"
+    with open(source, "w") as file:
+        for _ in range(count):
+            letters = "".join(map(chr, rng.integers(97, 123, question)))
+            turns = [{"role": "user", "content": letters}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    words = ["--input", str(source), "--tokenizer", "bytes", "--out", str(folder / name), "--chat"]
+    assert prepare_data.main(words) == 0
+    return str(folder / name)
+
+
+def bits(prefix: str) -> np.ndarray:
+    """Which tokens count, from the file itself: bool [tokens]."""
+    tokens = json.loads(open(f"{prefix}.json").read())["tokens"]
+    return np.unpackbits(np.fromfile(f"{prefix}.mask", np.uint8), bitorder="little")[:tokens].astype(bool)
+
+
+def run(home, prefix, *words, name="r", world=1):
+    args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.dtype", "fp64", "--data.split", "75,25",
+            "--log.dir", str(home), "--log.name", name, *words]
+    return job(home / f"job-{name}", world, args)
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row], [row for row in rows if "val_loss" in row]
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def mostly_questions(tmp_path_factory):
+    """One sequence of six has a target: about half of the steps of four sequences have none."""
+    return conversations(tmp_path_factory.mktemp("data"), question=70, answer="yes")
+
+
+# ---- before the first step ---------------------------------------------------------------------------------
+
+
+def test_the_header_says_what_counts(tmp_path):
+    """All 167 sequences of the training part are looked at, and counted here by hand."""
+    prefix = conversations(tmp_path, question=76, answer="yes", count=36)
+    is_counted = bits(prefix)
+    length = len(is_counted) // 36
+    train = is_counted[:27 * length]
+    number, left_over = divmod(len(train) - 1, SEQ_LEN)
+    assert left_over == 0, "windows would begin at a random token"
+    targets = np.stack([train[i * SEQ_LEN + 1:(i + 1) * SEQ_LEN + 1] for i in range(number)])
+    place = np.arange(number)[:, None] * SEQ_LEN + 1 + np.arange(SEQ_LEN)[None, :]
+    begins_before = place // length * length < np.arange(number)[:, None] * SEQ_LEN
+    cut = (targets & begins_before).sum() / targets.sum()
+
+    end = run(tmp_path, prefix, "--train.steps", "2", "--train.global_batch", "84",
+              "--train.micro_batch", "42")  # 168 sequences
+    assert end.codes == [0], end.logs
+    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    empty = (targets.sum(1) == 0).mean()
+    shares = [100 * targets.mean(), 100 * empty, 100 * cut]
+    assert [float(share) for share in re.findall(r"([\d.]+) %", line)] == [round(x, 1) for x in shares]
+    assert "looked at" not in line
+
+
+def test_whole_conversations_are_not_cut(tmp_path):
+    prefix = conversations(tmp_path, question=10, answer="yes")
+    end = run(tmp_path, prefix, "--train.steps", "1", "--train.seq_len", "64", "--data.pack", "best_fit",
+              "--data.doc_mask", "true")
+    assert end.codes == [0], end.logs
+    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    assert "0.0 % of sequences have none" in line and "cut" not in line
+    assert "looked at" not in line  # the four sequences that the run reads
+
+
+def test_a_large_file_is_sampled(tmp_path):
+    prefix = conversations(tmp_path, question=70, answer="yes", count=400)
+    share = bits(prefix).mean()
+    end = run(tmp_path, prefix, "--train.steps", "8", "--train.global_batch", "128",
+              "--train.micro_batch", "64")
+    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    assert re.search(r"\(512 of 1,024 sequences looked at\)", line), line
+    assert float(re.search(r"([\d.]+) %", line)[1]) == pytest.approx(100 * share, rel=0.3)
+
+
+@pytest.mark.parametrize("words, way_out", [
+    (["--train.steps", "2"], "raise train.seq_len: a conversation has 4,0"),
+    (["--train.steps", "2", "--data.pack", "best_fit", "--data.doc_mask", "true"], "raise train.seq_len"),
+])
+def test_a_run_without_any_target_is_refused(tmp_path, words, way_out):
+    """Eight sequences of questions, whose answers the run never reaches."""
+    prefix = conversations(tmp_path, question=4000, answer="a", count=8)
+    end = run(tmp_path, prefix, *words)
+    assert end.codes == [2]
+    (line,) = end.errors()
+    assert "none of the 8 sequences" in line and "data.path" in line and way_out in line, line
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_documents_of_one_token_are_refused(tmp_path):
+    from data import tokenizer
+    from data.indexed import IndexedDatasetWriter
+
+    tok = tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(tmp_path / "ends", tok.vocab) as writer:
+        for _ in range(200):
+            writer.add([tok.eod])
+        writer.finish(tok, 1)
+    end = run(tmp_path, str(tmp_path / "ends"), "--train.steps", "2", "--data.doc_mask", "true")
+    assert end.codes == [2]
+    assert "data.doc_mask" in end.errors()[0] and "none of the" in end.errors()[0]
+
+
+# ---- a step without a target -------------------------------------------------------------------------------
+
+
+def tensors_of(folder):
+    """{name of a file and a tensor: tensor} of a checkpoint."""
+    return {
+        f"{file.name} {name}": tensor
+        for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def test_a_step_without_a_target_changes_nothing(tmp_path, mostly_questions):
+    """Weights, moments and average are those of the checkpoint before; the rate goes on; no loss is told."""
+    steps = 8
+    words = ["--train.steps", str(steps), "--checkpoint.every", "1", "--checkpoint.keep", "20",
+             "--train.ema", "0.9", "--optim.weight_decay", "0.5"]
+    end = run(tmp_path, mostly_questions, *words)
+    assert end.codes == [0], end.logs
+    rows, _ = rows_of(tmp_path / "r")
+    empty = [row["step"] for row in rows if row["targets"] == 0]
+    assert 2 <= len(empty) <= 6 and len(rows) == steps
+
+    folders = dict(store.committed_checkpoints(tmp_path / "r" / "checkpoints"))
+    for row in rows:
+        is_empty = row["step"] in empty
+        assert row["skipped"] == is_empty and "nonfinite" not in row
+        assert (row["loss"] is None, row["grad_norm"] is None) == (is_empty, is_empty)
+        if row["step"] == 1:
+            continue
+        before, after = (tensors_of(folders[step]) for step in (row["step"] - 1, row["step"]))
+        same = [torch.equal(before[name], after[name]) for name in after]
+        assert before.keys() == after.keys() and any("ema" in name for name in after)
+        assert all(same) if is_empty else not any(same)
+
+    # the rate is that of a run in which every step trains
+    from ranks import corpus
+    assert run(tmp_path, corpus(tmp_path), *words, name="full").codes == [0]
+    full, _ = rows_of(tmp_path / "full")
+    assert [row["lr"] for row in rows] == [row["lr"] for row in full]
+    assert {row["targets"] for row in full} == {4 * SEQ_LEN}
+
+    # what the run says
+    summary = summary_of(tmp_path / "r")
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    assert summary["steps_without_targets"] == len(empty) and summary["finished"]
+    assert summary["train_loss"] == losses[-1]
+    log = end.logs[0]
+    assert f"{len(empty)} of {steps} steps had no target" in log
+    assert f"loss {losses[0]:.2f} -> {losses[-1]:.2f}" in log
+    shown = {int(line.split("/")[0]): line.split() for line in log.splitlines()
+             if re.match(rf" *\d+/{steps} ", line)}
+    assert all((shown[row["step"]][1:3] == ["-", "-"]) == (row["step"] in empty) for row in rows)
+
+
+LAYOUTS = {
+    "zero1": "--parallel.zero 1",
+    "zero3": "--parallel.zero 3",
+    "pp2": "--parallel.pp 2 --train.micro_batch 2",
+    "cp2": "--parallel.cp 2",
+    "tp2": "--parallel.tp 2",
+}
+
+
+@pytest.mark.slow(core=["zero1"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_skips_the_same_steps(tmp_path, mostly_questions, layout):
+    """fp64, with an average of the weights, reruns of suspect steps and a window of spikes."""
+    words = ["--train.steps", "8", "--train.ema", "0.9", "--train.rerun_suspects", "true",
+             "--optim.spike_sigma", "50", "--optim.spike_window", "2"]
+    assert run(tmp_path, mostly_questions, *words, name="one").codes == [0]
+    end = run(tmp_path, mostly_questions, *words, *LAYOUTS[layout].split(), name="two", world=2)
+    assert end.codes == [0, 0], end.logs
+    want, found = rows_of(tmp_path / "one")[0], rows_of(tmp_path / "two")[0]
+    for name in ("targets", "skipped", "spike", "lr"):
+        assert [row[name] for row in found] == [row[name] for row in want], name
+    assert sum(row["skipped"] for row in want) >= 2 and not any(row["spike"] for row in want)
+    for name in ("loss", "grad_norm"):
+        numbers = [[np.nan if row[name] is None else row[name] for row in rows] for rows in (found, want)]
+        np.testing.assert_allclose(*numbers, rtol=1e-9)
+    assert "computed again" not in end.logs[0]
+    averages = [[row["val/ema/loss"] for row in rows_of(tmp_path / name)[1]] for name in ("one", "two")]
+    np.testing.assert_allclose(*averages, rtol=1e-9)
+
+
+def test_more_steps_in_a_row_than_may_fail(tmp_path):
+    """They are no failure, however many they are; in fp16 the loss scale stays, too."""
+    prefix = conversations(tmp_path, question=400, answer="y", count=40)
+    words = ["--train.steps", "40", "--train.dtype", "fp16", "--train.loss_scale_window", "3",
+             "--checkpoint.every", "1", "--checkpoint.keep", "100", "--train.global_batch", "1"]
+    end = run(tmp_path, prefix, *words)
+    assert end.codes == [0], end.logs
+    rows, _ = rows_of(tmp_path / "r")
+    has_targets = "".join("x" if row["targets"] else "-" for row in rows)
+    assert "-" * 21 in has_targets and "x" in has_targets, has_targets  # train.SKIPPED_STEPS_FP16 is 20
+    assert not any("nonfinite" in row for row in rows)
+
+    folders = sorted(store.committed_checkpoints(tmp_path / "r" / "checkpoints"))
+    scales = [store.read_meta(folder)["loss_scale"] for _, folder in folders]
+    for row, before, after in zip(rows[1:], scales, scales[1:]):
+        assert (before == after) == (row["targets"] == 0)
+
+
+# ---- a validation without a target -------------------------------------------------------------------------
+
+
+def test_a_validation_without_a_target_has_no_loss(tmp_path):
+    """The valid part is one long question at its start."""
+    prefix = conversations(tmp_path, question=4000, answer="a" * 2000, count=4)
+    end = run(tmp_path, prefix, "--train.steps", "60", "--eval.every", "30", "--train.ema", "0.9",
+              "--train.global_batch", "1")
+    assert end.codes == [0], end.logs
+    _, validations = rows_of(tmp_path / "r")
+    assert len(validations) >= 2
+    for row in validations:
+        assert [row[name] for name in ("val_loss", "val_ppl", "val_bpb", "val/ema/loss")] == [None] * 4
+        assert "nonfinite" not in row
+    assert "nan" not in end.logs[0] and "no target" in end.logs[0]
+    assert summary_of(tmp_path / "r")["validation"] is None
+
+
+# ---- who reads it ------------------------------------------------------------------------------------------
+
+
+def test_a_missing_loss_is_not_a_divergence(tmp_path, mostly_questions, capsys):
+    """A run whose last steps have no target, and whose validation has none, beside one that has diverged."""
+    from scripts import compare
+
+    assert run(tmp_path, mostly_questions, "--train.steps", "8").codes == [0]
+    file = tmp_path / "r" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    last = max(row["step"] for row in rows)
+    rows = [row | {"loss": None, "grad_norm": None, "targets": 0, "skipped": 1}
+            if row["step"] == last and "loss" in row else row for row in rows]
+    rows = [row | dict.fromkeys(("val_loss", "val_ppl", "val_bpb")) if "val_loss" in row else row
+            for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare.main([str(tmp_path / "r"), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert "diverged" not in told.values() and told["val loss"] == "none"
+    assert told["train loss"] not in ("none", "n/a")
+
+
+def test_a_missing_validation_loss_ends_no_experiment_in_silence(tmp_path):
+    """As the files of runs tell it: a ladder and a sweep name the run, a loss that is not finite is kept."""
+    from config import ConfigError
+    from scaling.experiment import final_loss
+    from scaling.sweep import SweepRun, read_curve
+
+    step = {"step": 4, "loss": 3.0, "tokens": 256, "targets": 64}
+    without = {"step": 4, "val_loss": None, "val_ppl": None, "val_bpb": None}
+    for name, row in (("none", without), ("diverged", without | {"nonfinite": True})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(step) + "\n" + json.dumps(row) + "\n")
+    assert np.isnan(final_loss(tmp_path / "diverged", 4))
+    with pytest.raises(ConfigError, match="none: no target of its validation counts"):
+        final_loss(tmp_path / "none", 4)
+    with pytest.raises(ConfigError, match="none: no target of its validation counts"):
+        read_curve(SweepRun("none", rate=1.0, batch=4, batch_tokens=64, steps=4), tmp_path)
+
+
+def test_no_sink_and_no_picture_has_a_loss_of_such_a_step(tmp_path, mostly_questions):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    end = run(tmp_path, mostly_questions, "--train.steps", "8", "--log.tensorboard", "true")
+    assert end.codes == [0], end.logs
+    rows, _ = rows_of(tmp_path / "r")
+    events = accumulator.EventAccumulator(str(tmp_path / "r" / "tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == pytest.approx({row["step"]: row["loss"] for row in rows if row["targets"]}, rel=1e-6)
+    assert len(losses) < 8 and len(events.Scalars("train/targets")) == 8
+    assert (tmp_path / "r" / "loss.png").exists()
