@@ -286,7 +286,7 @@ class Console:
             f"{self.dim('val')} {self.paint(decimals(loss, 3), GREEN)}",
             f"{self.dim('ppl')} {decimals(perplexity, 1)}",
         ]
-        if not math.isnan(bits_per_byte):  # the bytes are known
+        if bits_per_byte is not None and not math.isnan(bits_per_byte):  # the bytes are known
             parts.append(f"{self.dim('bpb')} {decimals(bits_per_byte, 2)}")
         if ema_loss is not None:
             parts.append(f"{self.dim('ema')} {decimals(ema_loss, 3)}")

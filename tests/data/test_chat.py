@@ -201,8 +201,10 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
     for chat in rows:
         share.append({"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in chat]})
     assert prepare(share, home, tmp_path / "b", "--jsonl-key", "conversations", "--workers", "2") == 0
-    for end in (".bin", ".idx", ".mask", ".mask.crc", ".json"):
+    for end in (".bin", ".idx", ".mask", ".mask.crc"):
         assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes(), end
+    said = [json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab"]
+    assert all(meta.pop("provenance") for meta in said) and said[0] == said[1]
 
     data = IndexedDataset(tmp_path / "a")
     want = encoded(home, rows)

@@ -40,7 +40,6 @@ def run(tmp_path, *more):
     return train.main(argv)
 
 
-@pytest.mark.slow
 def test_a_run_and_its_resume(tmp_path, capsys):
     """The curves are those of metrics.jsonl, each step once, over tokens and FLOPs; with text and picture."""
     pytest.importorskip("tensorboard")
@@ -58,6 +57,7 @@ def test_a_run_and_its_resume(tmp_path, capsys):
     assert dict(scalars["tokens"])[6] == 6 * 4 * 32
     assert dict(scalars["flops"])[6] == pytest.approx(2 * dict(scalars["flops"])[3])
     assert "| train.steps | 6 |" in texts["config"] and "| parameters |" in texts["run"]
+    assert "| provenance.code.commit |" in texts["run"]
     assert texts["sample"].startswith("    def ") and texts["end"].startswith("finished: ")
     assert pictures == ["loss"]
 
