@@ -17,6 +17,7 @@ from data.indexed import IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
 from data.start_tokens import StartedDocuments
 from data.tokenizer import load_tokenizer
+from parallel.microbatch import IGNORE_INDEX
 from scripts import prepare_data
 
 TEXTS = [f"{'the cat sat ' * (number % 7)}on mat {number}" for number in range(50)]
@@ -77,6 +78,7 @@ def test_ranges_are_those_of_the_list(home):
         assert index.counted(first, stop).tolist() == (stream[first:stop] != bos).tolist()
         inside = firsts[(firsts > first) & (firsts < stop)]
         assert index.document_starts(first, stop).tolist() == inside.tolist()
+        assert index.document_at(first) == (firsts <= first).sum() - 1
 
 
 @pytest.mark.parametrize("more", [(), ("--data.doc_mask", "true"), ("--data.pack", "best_fit")], ids=str)
@@ -138,5 +140,47 @@ def test_a_run_does_not_go_on_with_the_other(home, tmp_path, capsys):
     words = ["--log.name", "run", "--log.dir", tmp_path]
     assert train.main(settings(home, home / "data", *words)) == 0
     more = [*words, "--train.steps", "5", "--data.bos", "false"]
-    with pytest.raises(ConfigError, match="give the same data and data.bos, or start a new run .*init_changes data.bos"):
+    said = "give the same data and data.bos, or start a new run .*init_changes data.bos$"
+    with pytest.raises(ConfigError, match=said):
         train.main(settings(home, home / "data", *more))
+
+
+# ---- how much counts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ("--data.doc_mask", "true"), ("--data.pack", "best_fit")], ids=str)
+def test_what_the_header_says_to_count_is_what_batches_count(home, more):
+    """Three steps of four sequences, of which the header tells the share."""
+    data = loader(home, home / "data", *more)
+    counts = data.count_targets(3)
+    batches = [batch for step in range(3) for batch in data.microbatches(step)]
+    targets = torch.cat([batch.targets for batch in batches])
+    assert (counts.looked_at, counts.places) == (12, targets.numel())
+    assert counts.targets == int((targets != IGNORE_INDEX).sum()) < counts.places
+    assert counts.cut is None
+
+
+def test_of_conversations_it_says_what_begins_before_its_sequence(home, tmp_path):
+    """In the plain format, which has no token for a beginning of its own; all by hand from the lists."""
+    make_tokenizer("llama3", tmp_path / "tok")
+    (tmp_path / "tok" / "chat_template.jinja").unlink()
+    turns = [("user", "the cat sat"), ("assistant", "on the mat")]
+    rows = [{"messages": [{"role": role, "content": text * (1 + number % 3)} for role, text in turns]}
+            for number in range(40)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--chat", "--input", tmp_path / "in.jsonl", "--tokenizer", tmp_path / "tok", "--out",
+             tmp_path / "chats", "--workers", "1"]
+    assert prepare_data.main([str(word) for word in words]) == 0
+
+    data = loader(tmp_path, tmp_path / "chats")
+    counts = data.count_targets(3)
+    cut = counted = 0
+    for step in range(3):
+        for batch in data.microbatches(step):
+            for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist()):
+                begins = False  # has a start token been seen in this sequence?
+                for token, target in zip(tokens, targets):
+                    begins |= token == data.prompts.start.id
+                    counted += target != IGNORE_INDEX
+                    cut += target != IGNORE_INDEX and not begins
+    assert (counts.targets, counts.cut) == (counted, cut) and cut > 0
