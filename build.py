@@ -5,6 +5,7 @@ Used by train.py, and by scripts that evaluate, generate and convert.
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from config import (
 )
 from data import tokenizer
 from data.loader import BatchLoader
+from data.prompts import Prompts, open_prompts
 from data.task_scores import Score, TextRow, score_rows
 from data.tokenizer import Tokenizer
 from model.context import KeyValueCache
@@ -331,13 +333,14 @@ def check_device(cfg: Config, device: torch.device) -> None:
 class TrainedModel:
     """The weights of a checkpoint in a stage, with the tokenizer that they were trained with.
 
-    known_tokenizer: None of weights that were imported without one.
+    known_tokenizer: None of weights that were imported without one. is_chat: was it trained on conversations?
     """
     cfg: Config
     stage: PipelineStage
     known_tokenizer: Tokenizer | None
     path: Path
     step: int
+    is_chat: bool = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -346,6 +349,12 @@ class TrainedModel:
             raise ConfigError(f"--tokenizer: {self.path.parent.parent} has none, and text needs one; "
                               "give bytes, a .model, a tokenizer.json, or their folder")
         return self.known_tokenizer
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """What the model reads for a text. Raises ConfigError as `tokenizer` does, or if data.bos contradicts
+        the tokenizer."""
+        return open_prompts(self.tokenizer, self.cfg.data.bos)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
@@ -445,7 +454,8 @@ def load_run(
     known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec, eod)
     stage, boxes = weights_only(cfg, device, cfg.train.dtype)
     store.load(index, state.stored_as(index, boxes, weights), strict=False, allow_cast=True)
-    return TrainedModel(cfg, stage, known_tokenizer, path=path, step=meta["step"])
+    return TrainedModel(cfg, stage, known_tokenizer, path=path, step=meta["step"],
+                        is_chat=meta.get("chat", False))
 
 
 def tokenizer_of_run(

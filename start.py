@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +27,9 @@ from config.terminal import output_width, wrapped
 from data.blend import parse_blend, source_names
 from data.download import download_sources, local_path
 from data.loader import BatchLoader, open_loader
+from data.prompts import USER
 from data.raw import RawShards
+from data.start_tokens import files_of
 from data.task_files import ScoredTask, read_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.sharding import parallel_dims
@@ -352,7 +355,7 @@ def data_inputs(loader: BatchLoader) -> list[Tree]:
     its tokenizer."""
     found: list[Tree] = []
     for dataset in loader.datasets:
-        index, tokenizer = dataset.index, loader.required_tokenizer
+        index, tokenizer = files_of(dataset.index), loader.required_tokenizer
         path = str(index.bin.absolute())
         found.append({
             "name": dataset.name,
@@ -496,9 +499,35 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
     return found
 
 
-def sample_prompt(cfg: Config, valid_data: BatchLoader) -> str:
-    """eval.prompt; without it the first words of the validation data, which suit any corpus."""
-    return valid_data.opening_words() if cfg.eval.prompt is None else cfg.eval.prompt
+class SamplePrompt(NamedTuple):
+    """What the texts begin with that a run samples.
+
+    ids: what the model reads. text: how the log shows them. stops, stop_text: what ends the text.
+    hint: arguments of scripts.generate for another.
+    """
+    ids: list[int]
+    text: str
+    stops: frozenset[int]
+    stop_text: str | None
+    hint: str
+
+
+def sample_prompt(cfg: Config, valid_data: BatchLoader) -> SamplePrompt:
+    """eval.prompt; without it the first words of the validation data, which suit any corpus.
+
+    Of conversations: eval.prompt as a message of the user, or what stands before an answer of the data.
+    Raises ConfigError.
+    """
+    prompts, given = valid_data.prompts, cfg.eval.prompt
+    if valid_data.is_chat:
+        messages = [{"role": USER, "content": given or ""}]
+        ids = valid_data.opening_chat() if given is None else prompts.chat(messages)
+        return SamplePrompt(ids, prompts.shown(ids), prompts.turn_stops, prompts.stop_text, "--chat")
+
+    text = valid_data.opening_words() if given is None else given
+    special = cfg.eval.special and given is not None
+    hint = f"--prompt {shlex.quote(text)}{' --special' if special else ''}"
+    return SamplePrompt(prompts.prompt(text, special), text, prompts.stops, None, hint)
 
 
 def write_config(cfg: Config, folder: Path) -> None:

@@ -42,6 +42,7 @@ from config.phases import change_text, named
 from config.run_name import with_own_folder
 from config.terminal import output_width, wrapped
 from data.loader import BatchLoader, check_paths
+from data.prompts import Prompts
 from data.task_files import ScoredTask
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ from runtime.slow import SlowRanks
 from runtime.stop import StopRequest
 from runtime.summary import summarize_metrics, write_summary
 from start import (
+    SamplePrompt,
     advised_on_memory,
     build_phase,
     check_data,
@@ -235,7 +237,7 @@ class Session:
     valid_data: BatchLoader
     valid_batches: list[Microbatch]
     source_batches: dict[str, list[Microbatch]]  # of each source of a blend
-    prompt: str  # of the texts that the model writes
+    prompt: SamplePrompt  # of the texts that the model writes
     tokenizer: Tokenizer
     tasks: dict[int, EncodedTasks]  # of each model.context that a phase has; {}: there are none
     log: MetricsLogger
@@ -614,8 +616,12 @@ def log_evaluation(session: Session, step: int) -> None:
 
     loss, bytes_per_token = mean_loss_of(session.valid_batches)
     source_losses = {name: mean_loss_of(batches)[0] for name, batches in session.source_batches.items()}
-    ids = sample(run, tokenizer, session.prompt)
-    text = session.prompt + tokenizer.decode(ids) if ids else ""
+    prompt = session.prompt
+    ids = sample(run, tokenizer, prompt)
+    answer = tokenizer.decode(ids)
+    if prompt.stop_text is not None:
+        answer = answer.partition(prompt.stop_text)[0]
+    text = prompt.text + answer if ids else ""
     ema_loss = None
     if run.ema is not None:
         with run.ema.as_weights():
@@ -633,16 +639,16 @@ def log_evaluation(session: Session, step: int) -> None:
     session.observe("eval.end", step, loss=loss, ids=ids)
 
 
-def sample(run: TrainingRun, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def sample(run: TrainingRun, tokenizer: Tokenizer, prompt: SamplePrompt) -> list[int]:
     """The ids of a text that the model writes now, after the prompt; none if eval.sample is 0."""
     options = run.cfg.eval
     model = run.cfg.model
     ids = generate(
         run.logits,
-        tokenizer.encode(prompt) or [tokenizer.eod],
+        prompt.ids,
         options.sample,
         temperature=options.temperature,
-        eod=tokenizer.eod,
+        stops=prompt.stops,
         device=run.device,
         limit=model.context if model.positions == "learned" else None,
         vocab=tokenizer.vocab,
@@ -799,7 +805,7 @@ def close_run(session: Session, end: LoopEnd) -> None:
 
     run_words = shlex.quote(str(folder))
     hints = [
-        f"python -m scripts.generate {run_words} --prompt {shlex.quote(session.prompt)}",
+        f"python -m scripts.generate {run_words} {session.prompt.hint}",
         f"python -m scripts.evaluate {run_words}",
         "python train.py --list",
     ]
@@ -924,7 +930,7 @@ def make_session(
     cfg = run.cfg
     train_data = run.data
     tokenizer = train_data.required_tokenizer
-    encoded = encode_for_phases(tasks, tokenizer, run.phases)
+    encoded = encode_for_phases(tasks, train_data.prompts, run.phases)
     if env.rank == 0:
         keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
@@ -974,7 +980,7 @@ def make_session(
 
 
 def encode_for_phases(
-    tasks: list[ScoredTask], tokenizer: Tokenizer, phases: Phases
+    tasks: list[ScoredTask], prompts: Prompts, phases: Phases
 ) -> dict[int, EncodedTasks]:
     """{model.context: the tasks with at most so many tokens}, of every phase; {} without tasks.
 
@@ -985,7 +991,8 @@ def encode_for_phases(
         context = phase.cfg.model.context
         if context not in found:
             with named(phase):
-                found[context] = encode_tasks("eval.tasks", tasks, tokenizer, context)
+                special = phase.cfg.eval.special
+                found[context] = encode_tasks("eval.tasks", tasks, prompts, context, special)
     return found
 
 

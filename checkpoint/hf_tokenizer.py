@@ -9,6 +9,7 @@ Every other tokenizer is refused, and check_exact compares the ids on real lines
 transformers' own converter ignores the settings of the model: the LlamaTokenizer of one version gives other
 ids than that of the next version, for the same .model file.
 """
+import itertools
 import json
 import shutil
 import struct
@@ -54,6 +55,7 @@ PROBES = (
     "\x00\x01\x7f",
     "Ａ ﬁ ½ Ⅷ",
 )
+ADDS_TOKENS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")  # post-processors
 Encode = Callable[[str], list[int]]  # text -> ids
 
 
@@ -307,6 +309,32 @@ def tokenizer_json(
         "decoder": decoder,
         "model": model,
     }
+
+
+def with_start(post_processor: Tree | None, start: tuple[str, int] | None) -> Tree | None:
+    """The post-processor with other tokens before a text: `start`, (text, id), or none."""
+    steps = [post_processor] if post_processor else []
+    if post_processor and post_processor["type"] == "Sequence":
+        steps = post_processor["processors"]
+    template = {"type": "TemplateProcessing", "single": [part_of("A", 0)],
+                "pair": [part_of("A", 0), part_of("B", 1)], "special_tokens": {}}
+    others = [step for step in steps if step["type"] not in ADDS_TOKENS]
+    template = next((step for step in steps if step["type"] == "TemplateProcessing"), template)
+
+    made = {**template, "special_tokens": dict(template["special_tokens"])}
+    for name in ("single", "pair"):
+        parts = list(itertools.dropwhile(lambda part: "SpecialToken" in part, template[name]))
+        if start:
+            text, token_id = start
+            parts.insert(0, {"SpecialToken": {"id": text, "type_id": 0}})
+            made["special_tokens"][text] = {"id": text, "ids": [token_id], "tokens": [text]}
+        made[name] = parts
+    return {"type": "Sequence", "processors": [*others, made]}
+
+
+def part_of(name: str, type_id: int) -> Tree:
+    """A text of a post-processor's template."""
+    return {"Sequence": {"id": name, "type_id": type_id}}
 
 
 def tokenizer_config(model_type: str, bos: str | None, eos: str, unknown: str | None) -> Tree:

@@ -1,8 +1,9 @@
 """The weights of another run as those that a new run begins with: checkpoint.init_from.
 
 They are taken by name, into a model that computes the same function from them (config/function.py), under the
-tokenizer that they were trained with. checkpoint.init_changes states what is meant to be otherwise: a key of
-the model, data.tokenizer, or the name of a weight that is not to be taken. All else is refused.
+tokenizer that they were trained with, with or without its start token as there. checkpoint.init_changes
+states what is meant to be otherwise: a key of the model, data.tokenizer, data.bos, or the name of a weight
+that is not to be taken. All else is refused.
 """
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from checkpoint.store import StoredIndex
-from config import Config, ConfigError, ModelConfig, comma_separated
-from config.function import FUNCTION_KEYS, ROWS, TOKENIZER, VALUES_ALONE, differences, written
+from config import Config, ConfigError, ModelConfig, Tree, comma_separated
+from config.function import FUNCTION_KEYS, ROWS, START, TOKENIZER, VALUES_ALONE, differences, written
 from parallel.sharding.boxes import Box
 
 UNKNOWN = "none"  # fingerprint of the tokenizer of weights that were imported without one
@@ -83,26 +84,31 @@ class WeightOrigin:
 
 # ---- what may differ ---------------------------------------------------------------------------------------
 
-def compare(index: StoredIndex, source: Config, cfg: Config, fingerprint: str) -> WeightOrigin:
+def compare(
+    index: StoredIndex, source: Config, cfg: Config, *, fingerprint: str, has_start: bool
+) -> WeightOrigin:
     """Compares the function and the tokenizer of stored weights with those of a run.
 
-    source: the config of index. fingerprint: of the run's tokenizer. Raises ConfigError if they differ in
-    what checkpoint.init_changes does not state, or if it states what does not differ.
+    source: the config of index. fingerprint: of the run's tokenizer. has_start: do its documents begin with
+    the start token? Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if
+    it states what does not differ.
     """
     keys: dict[str, tuple[Any, Any]] = differences(source.model, cfg.model)
     there = index.meta["tokenizer"]
     if there not in (fingerprint, UNKNOWN):
         keys[TOKENIZER] = there[:FINGERPRINT_DIGITS], fingerprint[:FINGERPRINT_DIGITS]
+    elif other_start(index.meta, has_start):  # that of another tokenizer is another anyway
+        keys[START] = not has_start, has_start
 
     stated = comma_separated(cfg.checkpoint.init_changes)
-    stated_keys = [word for word in stated if word in FUNCTION_KEYS or word == TOKENIZER]
+    stated_keys = [word for word in stated if word in FUNCTION_KEYS or word in (TOKENIZER, START)]
     unstated = [key for key in keys if key not in stated]
     if unstated:
         differing = ", ".join(f"{key} {two_values(keys[key])}" for key in unstated)
         changes = ",".join([*stated, *unstated])
         raise ConfigError(
             f"checkpoint.init_from: {index.path} holds the weights of another model: {differing}; "
-            f"{remedy(index.path, unstated, cfg)}, or state that it differs: "
+            f"{remedy(index.path, {key: keys[key] for key in unstated}, cfg)}, or state that it differs: "
             f"--checkpoint.init_changes {changes}"
         )
     for key in stated_keys:
@@ -125,12 +131,19 @@ def compare(index: StoredIndex, source: Config, cfg: Config, fingerprint: str) -
     )
 
 
+def other_start(meta: Tree, has_start: bool) -> bool:
+    """Is it known that documents begin otherwise there? meta: of the checkpoint."""
+    return meta.get("bos") not in (None, has_start)
+
+
 def two_values(values: tuple[Any, Any]) -> str:
     return f"{written(values[0])} there and {written(values[1])} here"
 
 
 def no_difference(key: str, fingerprint: str, cfg: Config) -> str:
     """Why a stated key is not needed. fingerprint: of the tokenizer there."""
+    if key == START:
+        return "is the same there and here, or belongs to another tokenizer"
     if key != TOKENIZER:
         value = getattr(cfg.model, key.partition(".")[2])
         return f"is {written(value)} there and here, or the weights compute the same with both"
@@ -139,14 +152,18 @@ def no_difference(key: str, fingerprint: str, cfg: Config) -> str:
     return "is the same there and here"
 
 
-def remedy(path: Path, keys: Sequence[str], cfg: Config) -> str:
-    """How to make the run agree with the checkpoint `path` in these keys."""
-    as_there = "set the model as it is there"
-    if TOKENIZER not in keys:
-        return as_there
-    advice = data_of_tokenizer(path, cfg)
-    follows = {TOKENIZER, "model.vocab"}  # the vocabulary is that of the tokenizer
-    return advice if follows.issuperset(keys) else f"{advice} and {as_there}"
+def remedy(path: Path, keys: Mapping[str, tuple[Any, Any]], cfg: Config) -> str:
+    """How to make the run agree with the checkpoint `path` in these keys: {key: (value there, here)}."""
+    advice: list[str] = []
+    follows = {START}
+    if START in keys:
+        advice.append(f"set --{START} {written(keys[START][0])}")
+    if TOKENIZER in keys:
+        advice.append(data_of_tokenizer(path, cfg))
+        follows = {TOKENIZER, "model.vocab"}  # the vocabulary is that of the tokenizer
+    if not follows.issuperset(keys):
+        advice.append("set the model as it is there")
+    return " and ".join(advice)
 
 
 def data_of_tokenizer(checkpoint: Path | str, cfg: Config) -> str:
@@ -227,7 +244,7 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
             raise ConfigError(
                 f"checkpoint.init_changes: {pattern} is no weight there, and none here; leave it out"
             )
-    if origin.keys.keys() - VALUES_ALONE - {TOKENIZER}:  # a key that changes names or shapes
+    if origin.keys.keys() - VALUES_ALONE - {TOKENIZER, START}:  # a key that changes names or shapes
         return
     lacking = [name for name in fresh if not origin.is_named(name)]
     extra = [name for name in dropped if not origin.is_named(name)]

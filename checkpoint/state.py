@@ -30,6 +30,7 @@ from checkpoint.origin import (
     data_of_tokenizer,
     header_lines,
     kinds_of,
+    other_start,
     stored_boxes,
 )
 from checkpoint.saver import CheckpointSaver
@@ -46,7 +47,7 @@ from config import (
     is_permanent_step,
     phases_of,
 )
-from config.function import FUNCTION_KEYS
+from config.function import FUNCTION_KEYS, START
 from config.optimizers import EMA
 from config.phases import CHANGEABLE, check_same_past, check_same_schedule, horizon_of
 from config.run_name import HORIZON_KEYS, is_idle
@@ -107,6 +108,10 @@ class TrainingData(Protocol):
     def tokenizer(self) -> Fingerprinted | None: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def is_chat(self) -> bool: ...
+    @property
+    def has_start(self) -> bool: ...
 
 
 class OptimizerMoments(Protocol):
@@ -287,6 +292,8 @@ def describe_run(run: RunState, step: int) -> Tree:
         "steps": run.steps,
         "config": dataclasses.asdict(run.phases.whole),
         **fingerprints(run.data),
+        "chat": run.data.is_chat,
+        "bos": run.data.has_start,
         "torch": torch.__version__,
         "layout": dataclasses.asdict(run.mesh.dims),
         "loss_scale": run.scaler.state(),
@@ -346,7 +353,8 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
         if meta[name] != current and (is_of_phase or name != "data"):
             stored = meta[name][:FINGERPRINT_DIGITS]
             found = current[:FINGERPRINT_DIGITS]
-            advice = f"give the same data, or {new_run}"
+            stating = f" --checkpoint.init_changes {START}" if other_start(meta, run.data.has_start) else ""
+            advice = f"give the same data and data.bos, or {new_run}{stating}"
             if name == "tokenizer" and stored != UNKNOWN:  # its weights know other tokens
                 advice = f"{data_of_tokenizer(source, run.cfg)}, or start a new run: --log.name OTHER"
             raise ConfigError(
@@ -823,7 +831,13 @@ def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
     Raises ConfigError, before a tensor changes, if they are not those of this run's model.
     """
     world, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
-    origin = compare(index, config_of(index.meta), run.cfg, fingerprints(run.data)["tokenizer"])
+    origin = compare(
+        index,
+        config_of(index.meta),
+        run.cfg,
+        fingerprint=fingerprints(run.data)["tokenizer"],
+        has_start=run.data.has_start,
+    )
     routers = run.routers.boxes(weights=True)
     own = store.pack(kinds_of(origin, weight_boxes(run.buckets, routers)))
     kinds: Kinds = {}

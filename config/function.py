@@ -3,7 +3,8 @@
 Two models without `differences` have weights of the same names and shapes, and the same weights give the same
 logits. Every key of model.* belongs to the function unless it is listed here, so that a new one is asked for
 until somebody says that it need not be. Keys of other sections say how the function is laid out, rounded,
-trained and fed; the tokenizer, which says what a token id means, is compared by its fingerprint.
+trained and fed; the tokenizer, which says what a token id means, is compared by its fingerprint; whether
+documents begin with its start token is compared, too.
 """
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,6 +23,7 @@ from config.schema import (
 )
 
 TOKENIZER = "data.tokenizer"
+START = "data.bos"  # whether documents begin with the tokenizer's start token
 
 # Keys of model.* that say how weights begin, how they are trained, and by which kernel they are used.
 NOT_THE_FUNCTION = (

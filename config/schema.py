@@ -260,6 +260,8 @@ class DataConfig:
     #   none: that of the data
     eod: str | None = None  # text or id of the token that ends documents, for a data.tokenizer whose files
     #   name different ones, or another than the ids of a file without an index have; none: what they name
+    bos: bool | None = None  # put the tokenizer's start token (BOS) before each document and prompt; none: as
+    #   the tokenizer's files say
     dtype: Literal["uint16", "uint32", "int32", "uint64", "int64"] | None = None  # of the ids in a file that
     #   has neither an index nor a header; none: uint16, where the vocabulary and the file allow no other
     split: str = "95,5"  # train,valid[,test]: shares of the documents
@@ -293,6 +295,7 @@ class EvalConfig:
     sample: int = 48  # number of tokens of text that each validation samples; 0: no text
     prompt: str | None = None  # start of the sampled text; none: the first words of the validation data
     temperature: float = 0.8  # sampling temperature
+    special: bool = False  # control tokens that eval.prompt and eval.tasks spell are such, and not text
     tasks: str | None = None  # PATH[,PATH...]: files and folders of tasks with known answers, in the form of
     #   CORE (arXiv 2406.11794) or in JSONL (docs/training.md); none: no tasks
     tasks_every: int | None = None  # steps between scores of the tasks, a multiple of every; none: with each
@@ -314,8 +317,8 @@ class CheckpointConfig:
     init_from: str | None = None  # checkpoint or run folder that gives the initial weights (no optimizer
     #   state, step 0), of a model that computes the same
     init_changes: str | None = None  # KEY[,KEY...]: what may differ from the model of init_from, e.g.
-    #   model.layers,model.window: keys of model.*, data.tokenizer, and weights by name (head.weight,
-    #   layers.*.attn.q.weight) that are not taken; none: nothing (docs/checkpoints.md)
+    #   model.layers,model.window: keys of model.*, data.tokenizer, data.bos, and weights by name
+    #   (head.weight, layers.*.attn.q.weight) that are not taken; none: nothing (docs/checkpoints.md)
     branch: str | None = None  # RUN or RUN@STEP: begin at that checkpoint of another run, with its weights,
     #   optimizer state, step, settings and position in the data; what else is set begins there
     failed_saves: int = 2  # saves in a row that may fail for their storage, such as a full disk: the run goes

@@ -383,6 +383,13 @@ TABLE = (
     ),
     UnusedKeys(
         section="eval",
+        keys="special",
+        when=lambda cfg, _: cfg.eval.tasks is None and (cfg.eval.prompt is None or cfg.eval.sample == 0),
+        why="is about texts of eval.prompt and eval.tasks, and there are none",
+        remedy="set one of them, or leave this out",
+    ),
+    UnusedKeys(
+        section="eval",
         keys="tasks_every tasks_limit",
         when=lambda cfg, _: cfg.eval.tasks is None,
         why="belongs to the tasks of a validation, and eval.tasks is none",

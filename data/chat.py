@@ -225,6 +225,25 @@ class TemplateChat:
         turns = sorted(begins[number] for number in asks if number in begins)
         return ChatText(made.text, tuple(spans), cuts, tuple(turns), tuple(notes))
 
+    def invite(self, messages: list[Message]) -> str:
+        """The text of messages of text, up to where the assistant speaks. Raises BadConversation."""
+        reason: BadConversation | None = None
+        for in_parts in (False, True):  # some templates read content as a list of parts alone
+            seen: list[TracedMessage] = []
+            for number, message in enumerate(messages):
+                content = message["content"]
+                parts = [{"type": "text", "text": content}]
+                seen.append(TracedMessage({**message, "content": parts if in_parts else content}, number))
+            try:
+                text = self.render(seen, invites=True).text
+            except BadConversation as error:
+                reason = reason or error
+                continue
+            asked = [message["content"].strip() for message in messages if message["role"] != ASSISTANT]
+            if all(content in text for content in asked):
+                return text
+        raise reason or BadConversation("the chat template leaves a message out")
+
     def render(self, messages: list[TracedMessage], tools: list[Any] | None = None,
                settings: Tree | None = None, invites: bool = False) -> TracedRender:
         """What the template writes. Raises BadConversation if it refuses."""

@@ -267,6 +267,10 @@ class IndexedDataset:
                 self._check_block(block)
         return self._token_ids[first:stop]
 
+    def peek(self, places: np.ndarray) -> np.ndarray:  # int64 [n] -> [n], in the file's dtype
+        """The ids at these places, without a check: what is decided by them is checked when it is read."""
+        return self._token_ids[places]
+
     def _check_size(self) -> None:
         """Raises ChecksumError if the .bin was truncated: to read a page that is gone kills with SIGBUS."""
         size = os.fstat(self._bin_file.fileno()).st_size
@@ -301,6 +305,12 @@ class IndexedDataset:
         if sequence == self.sequences:
             return self.tokens
         return int(self._offsets[sequence]) // self.dtype.itemsize
+
+    def document_firsts(self, numbers: np.ndarray) -> np.ndarray:  # int64 [n] -> int64 [n]
+        """First token of each of these documents."""
+        sequences = self._bounds[numbers]
+        offsets = self._offsets[np.minimum(sequences, self.sequences - 1)]
+        return np.where(sequences == self.sequences, self.tokens, offsets // self.dtype.itemsize)
 
     def document_at(self, token: int) -> int:
         """The document that holds a token; empty documents hold none."""

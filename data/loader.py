@@ -8,6 +8,7 @@ also under train.ramp). Each global sample number passes through these files:
     sampler.py   sample number -> first token of its window in the dataset's split
     best_fit.py  with data.pack best_fit, in its place: sample number -> pieces of whole documents
     indexed.py   window -> seq_len + 1 token ids, from a memory-mapped file (raw.py: files without an index)
+    start_tokens.py  the same with a start token before each document, where the model has one
     fim.py       with data.fim_rate: windows with the middle of documents at their end
     pack.py      windows -> Microbatch
 
@@ -42,9 +43,11 @@ from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
 from data.lengths import is_exact, token_byte_lengths
 from data.pack import pack_windows
+from data.prompts import Prompts, open_prompts
 from data.raw import RawShards, is_raw_file
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
+from data.start_tokens import Index, StartedDocuments, with_starts
 from data.targets import SAMPLED_SEQUENCES, TargetCounts, cut_targets, number_of_targets
 from data.tokenizer import Tokenizer
 from data.window import Window, WithoutTokens, read_pieces, read_stream
@@ -57,6 +60,8 @@ PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the 
 UNKNOWN_BYTES = -1  # of a text whose tokenizer is not known
 OPENING_TOKENS = 64  # of a split, from which its first words are taken
 OPENING_CHARACTERS = 32  # of these words, at most
+CHAT_TOKENS = 1 << 12  # of a split, among whose conversations one is a prompt
+HELLO = {"role": "user", "content": "Hello"}  # where there is none
 FIRST_WORDS = re.compile(r"\s*(\S+(?:[ \t]+\S+){0,2})")  # of a text: up to three of its first line
 CPU = torch.device("cpu")
 
@@ -71,7 +76,7 @@ class ReadHangs(RuntimeError):
 class BlendedDataset:
     """One dataset of the blend."""
     name: str  # as in data.path
-    index: IndexedDataset
+    index: Index
     tokenizer: Tokenizer | None
     split_points: tuple[int, ...]  # first token of train, of valid, of test, and the end of the stream
     note: str  # for the run's header: "made in 2.4 s", "cached" or ""
@@ -288,7 +293,7 @@ class BatchLoader:
         return fim.rearrange_window(window, derive_seed(self._seeds[location.dataset], location.sample_id))
 
     def _window_of(
-        self, location: SampleLocation, slots: int, index: IndexedDataset | WithoutTokens, wants_starts: bool
+        self, location: SampleLocation, slots: int, index: Index | WithoutTokens, wants_starts: bool
     ) -> Window:
         """A sample as it stands in the data. Without wants_starts, no starts are looked up in a stream."""
         sampler = self._windows[location.dataset]
@@ -306,6 +311,27 @@ class BatchLoader:
             raise ConfigError(f"data.tokenizer: {self._cfg.data.path} does not say which tokenizer made it; "
                               "name it: bytes, a tokenizer.json or an x.model")
         return self.tokenizer
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """What a model of this data reads for a text. Raises as required_tokenizer does."""
+        return open_prompts(self.required_tokenizer, self._cfg.data.bos)
+
+    @property
+    def has_start(self) -> bool:
+        """Does a document begin with a start token? Raises as `prompts` does."""
+        return self.prompts.start is not None
+
+    @property
+    def is_chat(self) -> bool:
+        """Does the largest part of the data hold conversations?"""
+        return self._largest.index.loss_mask is not None
+
+    @property
+    def _largest(self) -> BlendedDataset:
+        """The dataset that has the largest weight."""
+        weights = self._mix.weights
+        return self.datasets[weights.index(max(weights))]
 
     @property
     def vocab(self) -> int | None:
@@ -363,7 +389,8 @@ class BatchLoader:
         """
         is_stream = self._cfg.data.pack == "stream"
         masks = [dataset.index.loss_mask for dataset in self.datasets]
-        if is_stream and not self._cfg.data.doc_mask and not any(masks):
+        has_starts = any(isinstance(dataset.index, StartedDocuments) for dataset in self.datasets)
+        if is_stream and not self._cfg.data.doc_mask and not has_starts and not any(masks):
             return None
         steps = last_step - self._reading.phase.steps_before
         sequences = min(self.samples, sequences_seen(self._train, max(steps, 0)))
@@ -434,7 +461,8 @@ class BatchLoader:
         inside, first = self._byte_lengths.to(batch.targets.device)
         is_counted = batch.targets != IGNORE_INDEX
         target = batch.targets[is_counted]
-        begins_document = batch.tokens[is_counted] == self.tokenizer.eod
+        before = batch.tokens[is_counted]
+        begins_document = (before == self.tokenizer.eod) | (before == self.prompts.before_text)
         return torch.where(begins_document, first[target], inside[target]).sum()
 
     def describe(self) -> str:
@@ -446,7 +474,9 @@ class BatchLoader:
             texts.append(share + describe_dataset(dataset))
         tokenizer_name = "unknown"
         if self.tokenizer:
-            tokenizer_name = f"{self.tokenizer.name}, documents end with {self.tokenizer.contract.end}"
+            start = self.prompts.start
+            begin = "" if start is None else f"begin with {start}, as {start.named_by[0]} says, and "
+            tokenizer_name = f"{self.tokenizer.name}, documents {begin}end with {self.tokenizer.contract.end}"
         if self._cfg.data.pack == "best_fit":
             packed = [sampler for sampler in self._windows if isinstance(sampler, PackedSampler)]
             share = sum(sampler.whole.utilization * sampler.count for sampler in packed) / self.samples
@@ -468,6 +498,18 @@ class BatchLoader:
             ids = ids[:ids.index(tokenizer.eod)]
         words = FIRST_WORDS.match(tokenizer.decode(ids))
         return words[1][:OPENING_CHARACTERS] if words else ""
+
+    def opening_chat(self) -> list[int]:
+        """The ids of a conversation of the split, up to where the assistant speaks first: the shortest of the
+        first ones. Raises as microbatches does, and ConfigError if there is none."""
+        dataset = self._largest
+        first, last = self._split_of(dataset)
+        found: list[list[int]] = []
+        for begin, stop in document_ranges(dataset.index, first, min(last, first + CHAT_TOKENS)).tolist():
+            counted = dataset.index.counted(begin, stop)
+            if counted is not None and counted.any():
+                found.append(dataset.index.read(begin, begin + int(counted.argmax())).tolist())
+        return min(filter(None, found), key=len, default=self.prompts.chat([HELLO]))
 
     def check_unchanged(self) -> None:
         """Raises ChecksumError if a data file has changed since it was opened."""
@@ -570,6 +612,7 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
         index = IndexedDataset(prefix, vocab)
 
     index.contract.check(tok.contract if tok else None)
+    index = with_starts(index, tok, cfg.data.bos, name)
 
     total = sum(shares)
     split_points = [index.split_point(sum(shares[:part]), total) for part in range(len(SPLITS) + 1)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.indexed import IndexedDataset
+from data.start_tokens import Index
 from data.window import counted_targets
 
 SAMPLED_SEQUENCES = 512  # that a start looks at, at most
@@ -55,7 +55,7 @@ def number_of_targets(counted: np.ndarray | None, starts: np.ndarray | None, seq
     return int(is_target.sum())
 
 
-def cut_targets(index: IndexedDataset, first: int, stop: int) -> int:
+def cut_targets(index: Index, first: int, stop: int) -> int:
     """The counted targets among the tokens (first, stop) whose document begins before `first`."""
     if index.document_start(index.document_at(first)) == first:
         return 0

@@ -3,8 +3,9 @@
 The tokens of an answer. Context and answer are encoded as one text, as training saw text. Scored is what
 follows the tokens that the context alone begins with, less the space at its end: so a space between context
 and answer belongs to the answer, and a token that both share is scored whole. lm-eval does the same, but for
-shared tokens: there it scores the last ones of the text. An empty context is the start of a document: the
-token that ends one. Tokens beyond the model's context are dropped from the left.
+shared tokens: there it scores the last ones of the text. A text begins with the start token, where the model
+has one (prompts.py); else an empty context is the token that ends a document. Tokens beyond the model's
+context are dropped from the left.
 
 The metrics of a task of choices:
 
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 
 from config import ConfigError
+from data.prompts import Prompts
 from data.task_files import ScoredTask
-from data.tokenizer import Tokenizer
 from kernels.cross_entropy import IGNORE_INDEX
 from parallel.wire import comm
 from parallel.wire.comm import Group
@@ -81,8 +82,11 @@ class EncodedTasks:
 # ---- texts -> rows -----------------------------------------------------------------------------------------
 
 
-def encode_tasks(key: str, tasks: list[ScoredTask], tokenizer: Tokenizer, context: int) -> EncodedTasks:
-    """context: tokens that the model sees at most. key: what the user set, for messages.
+def encode_tasks(
+    key: str, tasks: list[ScoredTask], prompts: Prompts, context: int, special: bool = False
+) -> EncodedTasks:
+    """context: tokens that the model sees at most. key: what the user set, for messages. special: control
+    tokens that a text spells are such.
 
     Raises ConfigError, which names file and line, for an answer that has more tokens than that, or none.
     """
@@ -92,7 +96,7 @@ def encode_tasks(key: str, tasks: list[ScoredTask], tokenizer: Tokenizer, contex
             prompt = task.prompt(index)
             for option in example.options:
                 before = prompt + task.before(example, option)
-                row = encode(before, option.continuation, tokenizer)
+                row = encode(before, option.continuation, prompts, special)
                 if not 0 < row.num_scored <= context:
                     raise ConfigError(f"{key}: {example.place}: an answer of {row.num_scored} tokens; the "
                                       f"model takes 1 to {context} (model.context)")
@@ -100,14 +104,14 @@ def encode_tasks(key: str, tasks: list[ScoredTask], tokenizer: Tokenizer, contex
     return EncodedTasks(tasks, rows)
 
 
-def encode(before: str, continuation: str, tokenizer: Tokenizer) -> TextRow:
-    """A text whose end, from `before` on, is scored."""
-    whole = tokenizer.encode(before + continuation)
-    known = tokenizer.encode(before.rstrip()) if before.strip() else []
+def encode(before: str, continuation: str, prompts: Prompts, special: bool = False) -> TextRow:
+    """A text whose end, from `before` on, is scored. special: see encode_tasks."""
+    whole = prompts.document(before + continuation, special)
+    known = prompts.document(before.rstrip(), special)
     shared = 0
     while shared < min(len(known), len(whole)) and known[shared] == whole[shared]:
         shared += 1
-    start = [] if shared else [tokenizer.eod]
+    start = [] if shared else [prompts.before_text]
     ids = torch.tensor([*start, *whole], dtype=torch.int32)
     return TextRow(ids, len(whole) - shared)
 

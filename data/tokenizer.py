@@ -21,7 +21,7 @@ import re
 import shlex
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,10 +102,11 @@ class ByteTokenizer(Contracted):
 
 @dataclass(frozen=True)
 class SentencePieceTokenizer(Contracted):
-    """A sentencepiece model."""
+    """A sentencepiece model. files: the tokenizer_config.json beside it, if there is one."""
     contract: TokenizerContract
     model: bytes  # content of the .model file
     processor: sentencepiece.SentencePieceProcessor
+    files: dict[str, bytes] = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)
@@ -119,7 +120,8 @@ class SentencePieceTokenizer(Contracted):
         return self.processor.decode([int(token_id) for token_id in ids])
 
     def save(self, folder: pathlib.Path | str) -> None:
-        pathlib.Path(folder, "tokenizer.model").write_bytes(self.model)
+        for name, content in {"tokenizer.model": self.model, **self.files}.items():
+            pathlib.Path(folder, name).write_bytes(content)
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     bos = processor.bos_id()
     pad = processor.pad_id()
 
+    files = {name: beside[name] for name in (contract.TOKENIZER_CONFIG,) if name in beside}
     is_ours = processor.piece_to_id("\n") != processor.unk_id()  # train_bpe makes a piece for the newline
     return SentencePieceTokenizer(
         contract=TokenizerContract(
@@ -271,6 +274,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
         ),
         model=content,
         processor=processor,
+        files=files if eod is None else contract.settled(files, end),
     )
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.indexed import IndexedDataset
+from data.loss_mask import LossMask
+from data.start_tokens import Index
 
 NO_STARTS = np.empty(0, np.int64)
 
@@ -22,7 +23,11 @@ class Window(NamedTuple):
 
 class WithoutTokens(NamedTuple):
     """A data set of which everything is read but the tokens: they are 0."""
-    index: IndexedDataset
+    index: Index
+
+    @property
+    def loss_mask(self) -> LossMask | None:
+        return self.index.loss_mask
 
     def read(self, first: int, stop: int) -> np.ndarray:  # ids [stop - first]
         return np.zeros(stop - first, np.int64)
@@ -40,9 +45,7 @@ class Part(NamedTuple):
     counted: np.ndarray  # bool [n]: does the loss count the token as a target?
 
 
-def read_stream(
-    index: IndexedDataset | WithoutTokens, first: int, slots: int, wants_starts: bool
-) -> Window:
+def read_stream(index: Index | WithoutTokens, first: int, slots: int, wants_starts: bool) -> Window:
     """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
     stop = first + slots
     starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
@@ -50,12 +53,14 @@ def read_stream(
 
 
 def counted_targets(
-    index: IndexedDataset | WithoutTokens, first: int, stop: int
+    index: Index | WithoutTokens, first: int, stop: int
 ) -> np.ndarray | None:  # bool [stop - first]
     """Does the loss count each of the tokens [first, stop)? Where they begin inside a conversation, its first
     answer there does not: the question is cut away, or a part of it. None: all count."""
     counted = index.counted(first, stop)
-    if counted is None or first == 0 or len(index.document_starts(first - 1, first + 1)):
+    if counted is None or index.loss_mask is None:
+        return counted
+    if first == 0 or len(index.document_starts(first - 1, first + 1)):
         return counted
     later = index.document_starts(first, stop)
     rest = counted[:later[0] - first] if len(later) else counted  # of the conversation
@@ -67,7 +72,7 @@ def counted_targets(
 
 
 def read_pieces(
-    index: IndexedDataset | WithoutTokens, pieces: list[tuple[int, int]], slots: int, pad_id: int
+    index: Index | WithoutTokens, pieces: list[tuple[int, int]], slots: int, pad_id: int
 ) -> Window:
     """The tokens of the pieces [first, stop), then padding. Neither the first token of a piece nor padding
     counts."""

@@ -1,5 +1,5 @@
 """Sampling of text: one forward over the prompt, then one token a step with a cache of keys and values."""
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
-    eod: int | None = None,
+    stops: Collection[int] = (),
     seed: int = 0,
     limit: int | None = None,
     vocab: int | None = None,
@@ -32,11 +32,11 @@ def generate(
 ) -> Iterator[int]:
     """Yields new token ids, the same on every rank.
 
-    temperature 0: the likeliest token. Stops at `eod`, and when the model has read `limit` tokens (learned
-    positions have no more). vocab: ids from here on are never taken, as of a model whose table is longer than
-    its tokenizer. multiple: sequence parallelism divides the sequence, so it is padded to a
-    multiple of this and computed anew for each token (a token does not depend on what comes after it); 1: the
-    cache is used.
+    temperature 0: the likeliest token. Ends before an id of `stops`, and when the model has read `limit`
+    tokens (learned positions have no more). vocab: ids from here on are never taken, as of a model whose
+    table is longer than its tokenizer. multiple: sequence parallelism divides the sequence, so it is padded
+    to a multiple of this and computed again for each token (a token does not depend on what comes after it);
+    1: the cache is used.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -61,7 +61,7 @@ def generate(
             top_p=top_p,
             generator=generator,
         )
-        if token == eod:
+        if token in stops:
             return
         yield token
         if cache is not None:

@@ -23,14 +23,16 @@ class EvaluationModel:
 
     logits: tokens [b, s], b at most `batch` -> [b, s, vocab]. write: (prompt ids, how many) -> the likeliest
     new ids, one by one.
-    eod: the id that ends a document. context: the length of the longest sequence.
+    encode: text -> ids, with the start token of the model, if it has one. encode_bare: without it.
+    before_text: the id that an empty context is. context: the length of the longest sequence.
     """
 
     logits: Callable[[Tensor], Tensor]
     write: Callable[[list[int], int], Iterator[int]]
     encode: Callable[[str], list[int]]
+    encode_bare: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    eod: int
+    before_text: int
     context: int
     batch: int = 1
 
@@ -63,12 +65,12 @@ class EvaluationModel:
     def join(self, pair: Pair) -> Tensor:
         """The ids of a context and its continuation, the last `context` + 1 of them: [n]."""
         before, after = pair
-        ids = [*(before or [self.eod]), *after]
+        ids = [*(before or [self.before_text]), *after]
         return torch.tensor(ids[-(self.context + 1):])
 
     def generate_until(self, prompt: str, stops: Sequence[str], max_new_tokens: int) -> str:
         """The likeliest text after `prompt`, up to the first of `stops`, of at most `max_new_tokens`."""
-        prompt_ids = self.encode(prompt) or [self.eod]
+        prompt_ids = self.encode(prompt) or [self.before_text]
         ids: list[int] = []
         text = ""
         prompt_ids = prompt_ids[-max(1, self.context - max_new_tokens):]
@@ -138,10 +140,10 @@ def harness_model(speaker: EvaluationModel) -> Any:
     )
 
     class HarnessModel(TemplateLM):
-        eot_token_id = speaker.eod
+        eot_token_id = speaker.before_text
 
-        def tok_encode(self, string: str, **_: object) -> list[int]:
-            return speaker.encode(string)
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+            return speaker.encode_bare(string) if add_special_tokens is False else speaker.encode(string)
 
         def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]],
                                   **_: object) -> list[tuple[float, bool]]:
@@ -152,8 +154,8 @@ def harness_model(speaker: EvaluationModel) -> Any:
             return [self.text_log_likelihood(request.args[0]) for request in requests]
 
         def text_log_likelihood(self, text: str) -> float:
-            ids = speaker.encode(text)
-            windows = get_rolling_token_windows(ids, speaker.eod, speaker.context, 1)
+            ids = speaker.encode_bare(text)
+            windows = get_rolling_token_windows(ids, speaker.before_text, speaker.context, 1)
             scores = speaker.scores([make_disjoint_window(window) for window in windows])
             return sum(log_likelihood for log_likelihood, _ in scores)
 

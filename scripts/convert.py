@@ -45,6 +45,8 @@ from config import Config, ConfigError, ModelConfig, Tree, provenance
 from config.suggestions import check_rules
 from config.terminal import ParagraphHelp, output_width, wrapped
 from data import tokenizer
+from data.contract import SpecialToken
+from data.prompts import added_start, start_token
 from data.tokenizer import Tokenizer
 from model.precision import DTYPES
 from model.transformer import PipelineStage
@@ -159,6 +161,7 @@ def import_weights(
         "torch": torch.__version__,
         "layout": asdict(Mesh.single().dims),
         "provenance": made or {},
+        "bos": has_start(tok),
     }
     try:
         store.save(checkpoints, 0, pieces, meta, keep=1)
@@ -166,6 +169,14 @@ def import_weights(
         name = FAMILIES[family].hf_name(str(error).partition(":")[0])
         raise ConfigError(f"{source}: {name} holds NaN or Inf; these weights are damaged") from None
     return our_logits(stage, probe(model))
+
+
+def has_start(tok: Tokenizer | None) -> bool | None:
+    """Does a run with this tokenizer begin documents with a start token? None: it is not known."""
+    try:
+        return None if tok is None else start_token(tok, None) is not None
+    except ConfigError:  # a run has to choose with data.bos
+        return None
 
 
 def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
@@ -254,7 +265,7 @@ def to_hf(
             write_settings(temp, model, tok, source=source, dtype=DTYPES[dtype])
             write_json(temp / "provenance.json", origin_of(path, meta, weights))
             if tok:
-                notes += export_json(tok, family, temp)
+                notes += export_json(tok, family, temp, start_token(tok, cfg.data.bos))
         tokens = probe(model)
         match = compare(ours, their_logits(temp, tokens, model), "from transformers")
         if match is None:
@@ -341,8 +352,9 @@ def export_tokenizer(tok: Tokenizer, source: Path, target: Path) -> dict[str, in
     }
 
 
-def export_json(tok: Tokenizer, family: str, target: Path) -> list[str]:
-    """Writes tokenizer.json for a tokenizer that has none, if it can be exact.
+def export_json(tok: Tokenizer, family: str, target: Path, start: SpecialToken | None) -> list[str]:
+    """Writes tokenizer.json for a tokenizer that has none, if it can be exact. start: what is put before a
+    text, as the files then say.
 
     Returns notes on what is not exact.
     """
@@ -351,7 +363,9 @@ def export_json(tok: Tokenizer, family: str, target: Path) -> list[str]:
     try:
         if is_ours:
             write_tokenizer_json(tok, family, *files)
-        check_auto_tokenizer(tok, target, is_ours)
+        if start != added_start(tok):
+            set_start(start, tok.contract.start, *files)
+        check_auto_tokenizer(tok, target, is_ours, start)
     except hf_tokenizer.ExportRefused as refusal:
         if not is_ours:  # the files of another project stay as they are
             return [f"{refusal}; PreTrainedTokenizerFast may do better"]
@@ -378,10 +392,25 @@ def write_tokenizer_json(tok: Tokenizer, family: str, tokenizer_file: Path, sett
     write_json(settings_file, hf_tokenizer.tokenizer_config(family, bos, eos, unknown))
 
 
-def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool) -> None:
+def set_start(start: SpecialToken | None, known: SpecialToken | None, tokenizer_file: Path,
+              settings_file: Path) -> None:
+    """Makes the files put `start` before a text, or nothing. known: the tokenizer's start token."""
+    if tokenizer_file.exists():
+        data = json.loads(tokenizer_file.read_text(encoding="utf-8"))
+        data["post_processor"] = hf_tokenizer.with_start(
+            data.get("post_processor"), (start.text, start.id) if start else None
+        )
+        tokenizer_file.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+    names = {"bos_token": known.text} if known else {}
+    write_json(settings_file, {**settings, **names, "add_bos_token": start is not None})
+
+
+def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool, start: SpecialToken | None) -> None:
     """Checks that AutoTokenizer gives our ids, if transformers is installed.
 
-    is_ours: we wrote tokenizer.json; texts that contain special tokens must agree, too.
+    start: stands before them where it adds special tokens. is_ours: we wrote tokenizer.json; texts that
+    contain special tokens must agree, too.
     Raises ExportRefused if an id differs.
     """
     try:
@@ -396,8 +425,13 @@ def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool) -> None:
             lambda text: auto.encode(text, add_special_tokens=False),
             without=() if is_ours else list(auto.get_added_vocab()),
         )
+        bare, whole = auto.encode("a", add_special_tokens=False), auto.encode("a")
     except Exception as error:  # whatever transformers does not accept in the folder
         raise hf_tokenizer.ExportRefused(f"{who} fails: {' '.join(str(error).split())[:200]}") from None
+    theirs = whole[0] if whole[:1] != bare[:1] else None
+    if theirs != (start.id if start else None):
+        raise hf_tokenizer.ExportRefused(f"{who} begins a text with {auto.decode(whole[:1])!r}, and the run "
+                                         f"with {start or 'no start token'}")
     if line is not None:
         raise hf_tokenizer.ExportRefused(f"{who} gives other ids on {line[:60]!r}")
 

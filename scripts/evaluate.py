@@ -61,6 +61,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--shots", type=int, help="--tasks: examples in a prompt; none: the default of the task")
     add("--limit", type=int, help="--tasks: examples of each task; none: all")
     add("--task-folder", help="--tasks: a folder with your own task files")
+    add("--special", action="store_true",
+        help="--tasks: control tokens that texts spell are such, as in lm-eval, and not text")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -213,7 +215,7 @@ def evaluate_tasks(
         train = replace(run.cfg.train, micro_batch=args.micro_batch)
         run = replace(run, cfg=replace(run.cfg, train=train))
     if tasks:
-        encoded = encode_tasks("--tasks", tasks, run.tokenizer, run.cfg.model.context)
+        encoded = encode_tasks("--tasks", tasks, run.prompts, run.cfg.model.context, args.special)
         report = score_tasks(encoded, run.score)
         results, core = report.metrics, report.core
     names = [task for task in args.tasks if not is_path(task)]
@@ -234,7 +236,8 @@ def evaluate_tasks(
 
 def evaluation_model(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> EvaluationModel:
     """The functions of the run that lm-eval needs."""
-    tok = run.tokenizer
+    prompts, tok = run.prompts, run.tokenizer
+    bare = replace(prompts, start=None)
 
     @torch.no_grad()
     def logits(tokens: torch.Tensor) -> torch.Tensor:
@@ -242,15 +245,16 @@ def evaluation_model(run: TrainedModel, args: argparse.Namespace, device: torch.
         return run.stage.logits(tokens.to(device), positions)
 
     def write(ids: list[int], max_new: int) -> Iterator[int]:
-        return generate(run.logits, ids, max_new, temperature=0, eod=tok.eod, vocab=tok.vocab,
+        return generate(run.logits, ids, max_new, temperature=0, stops=prompts.stops, vocab=tok.vocab,
                         device=device)
 
     return EvaluationModel(
         logits=logits,
         write=write,
-        encode=tok.encode,
+        encode=lambda text: prompts.document(text, args.special),
+        encode_bare=lambda text: bare.document(text, args.special),
         decode=tok.decode,
-        eod=tok.eod,
+        before_text=prompts.before_text,
         context=run.cfg.model.context,
         batch=args.micro_batch or run.cfg.train.micro_batch,
     )

@@ -1,13 +1,19 @@
 """Text from a run.
 
     python -m scripts.generate RUN --prompt "def " --max-new-tokens 100
+    python -m scripts.generate RUN --chat "What is 2 + 2?"
+    python -m scripts.generate RUN --chat
 
-RUN is a run folder, or one of its checkpoint folders.
+RUN is a run folder, or one of its checkpoint folders. --chat writes messages with the chat template of the
+tokenizer, as the run has read conversations, and prints the answers alone. Without a message it reads them
+from the terminal, a line each; Ctrl-D ends.
 """
 import argparse
 import json
 import sys
 import time
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +21,19 @@ from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import ConfigError
 from config.terminal import ParagraphHelp
+from data.conversation import ASSISTANT, Message
+from data.prompts import SYSTEM, USER
 from model.generate import generate
 from runtime.failure import fail_cleanly
+
+FROM_TERMINAL = "-"
+NEW_TOKENS, NEW_TOKENS_OF_ANSWER = 100, 500
+
+
+class Sample(NamedTuple):
+    """New ids, and how long they took."""
+    ids: list[int]
+    seconds: float
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -32,21 +49,28 @@ def arguments() -> argparse.ArgumentParser:
         help="bytes, a .model, a tokenizer.json or a folder; none: that of the run, if it has one")
     add("--eod", metavar="TOKEN_OR_ID",
         help="--tokenizer: the token that ends documents; none: what the tokenizer's files name")
-    add("--prompt", default="", help="start of the text; empty: a new document")
-    add("--max-new-tokens", type=int, default=100)
+    add("--prompt", help="start of the text; none, or empty: a new document")
+    add("--special", action="store_true",
+        help="--prompt: control tokens that it spells, such as <|im_start|>, are such, and not text")
+    add("--chat", nargs="?", action="append", const=FROM_TERMINAL, metavar="MESSAGE",
+        help="a message of the user, and its answer; several: one after the other; none, or -: from the "
+             "terminal, a line each")
+    add("--system", metavar="TEXT", help="--chat: the system message")
+    add("--max-new-tokens", type=int,
+        help=f"of a text, or of each answer; none: {NEW_TOKENS} or {NEW_TOKENS_OF_ANSWER}")
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
     add("--top-k", type=int, help="sample from the k most likely tokens")
     add("--top-p", type=float, help="sample from the smallest set of tokens with this probability")
     add("--seed", type=int, default=0)
     add("--samples", type=int, default=1)
-    add("--json", action="store_true", help="print one JSON object for each sample")
+    add("--json", action="store_true", help="print one JSON object for each sample, or for each answer")
     return parser
 
 
 def check_ranges(args: argparse.Namespace) -> None:
     """Raises ConfigError if an option is out of range."""
     in_range = {
-        "max-new-tokens": args.max_new_tokens > 0,
+        "max-new-tokens": args.max_new_tokens is None or args.max_new_tokens > 0,
         "temperature": args.temperature >= 0,
         "samples": args.samples > 0,
         "top-k": args.top_k is None or args.top_k > 0,
@@ -57,49 +81,145 @@ def check_ranges(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: out of range; see --help")
 
 
+def check_together(args: argparse.Namespace) -> None:
+    """Raises ConfigError for an option that does nothing beside the others."""
+    if args.chat:
+        alone = {"prompt": args.prompt is not None, "special": args.special, "samples": args.samples > 1}
+        reason = "does not go with --chat, whose messages are text"
+    else:
+        alone = {"system": args.system is not None}
+        reason = "is for --chat"
+    for name, is_given in alone.items():
+        if is_given:
+            raise ConfigError(f"--{name}: {reason}; leave it out")
+
+
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     check_ranges(args)
+    check_together(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = load_run(args.run, device, weights=args.weights, tokenizer_spec=args.tokenizer, eod=args.eod)
-    prompt = run.tokenizer.encode(args.prompt) or [run.tokenizer.eod]
-
-    for sample in range(args.samples):
-        started = time.perf_counter()
-        ids = sample_ids(run, prompt, args, seed=args.seed + sample, device=device)
-        seconds = time.perf_counter() - started
-
-        text = args.prompt + run.tokenizer.decode(ids)
-        if args.json:
-            print(json.dumps({
-                "text": text,
-                "prompt_tokens": len(prompt),
-                "new_tokens": len(ids),
-                "tokens_per_s": len(ids) / seconds,
-            }))
-        else:
-            print(text if args.samples == 1 else f"--- sample {sample}\n{text}")
+    if args.chat:
+        chat(run, args, device)
+    else:
+        continue_text(run, args, device)
     return 0
 
 
-def sample_ids(
-    run: TrainedModel, prompt: list[int], args: argparse.Namespace, *, seed: int, device: torch.device
-) -> list[int]:
-    """The new token ids of one sample."""
+# ---- a text ------------------------------------------------------------------------------------------------
+
+def continue_text(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
+    """Prints samples of a text that begins with --prompt."""
+    text = args.prompt or ""
+    prompt = run.prompts.prompt(text, args.special)
+    spelled = [] if args.special else run.prompts.spelled(text)
+    if spelled:
+        note(f"{spelled[0]} in --prompt is read as text; --special reads control tokens, --chat writes them")
+    elif run.is_chat and not args.special:
+        note("this run was trained on conversations; --chat asks as they do")
+
+    for number in range(args.samples):
+        sample = take_sample(
+            run, prompt, args, stops=run.prompts.stops, seed=args.seed + number, device=device
+        )
+        written = text + run.tokenizer.decode(sample.ids)
+        if args.json:
+            print_json(written, prompt, sample)
+        else:
+            print(written if args.samples == 1 else f"--- sample {number}\n{written}")
+
+
+# ---- a chat ------------------------------------------------------------------------------------------------
+
+def chat(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
+    """Prints the answers to the messages of --chat."""
+    prompts = run.prompts
+    messages: list[Message] = [] if args.system is None else [{"role": SYSTEM, "content": args.system}]
+    for number, question in enumerate(questions(args.chat)):
+        messages.append({"role": USER, "content": question})
+        prompt = prompts.chat(messages)
+        if len(prompt) >= run.cfg.model.context:
+            raise ConfigError(f"--chat: the conversation has {len(prompt)} tokens, and the model's context "
+                              f"is {run.cfg.model.context}; begin another")
+        sample = take_sample(
+            run, prompt, args, stops=prompts.turn_stops, seed=args.seed + number, device=device,
+            stop_text=prompts.stop_text,
+        )
+        answer = run.tokenizer.decode(sample.ids)
+        if prompts.stop_text is not None:
+            answer = answer.partition(prompts.stop_text)[0].removesuffix("\n")
+        messages.append({"role": ASSISTANT, "content": answer})
+        if args.json:
+            print_json(answer, prompt, sample)
+        else:
+            print(answer, flush=True)
+
+
+def questions(words: Iterable[str]) -> Iterator[str]:
+    """The messages of the user; FROM_TERMINAL: the lines of the terminal, up to its end."""
+    for word in words:
+        if word != FROM_TERMINAL:
+            yield word
+            continue
+        while True:
+            if sys.stdin.isatty():
+                print("> ", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+            if not line:
+                break
+            if line.strip():
+                yield line.removesuffix("\n")
+
+
+# ---- sampling ----------------------------------------------------------------------------------------------
+
+def take_sample(
+    run: TrainedModel,
+    prompt: list[int],
+    args: argparse.Namespace,
+    *,
+    stops: Collection[int],
+    seed: int,
+    device: torch.device,
+    stop_text: str | None = None,
+) -> Sample:
+    """One sample after the ids of a prompt. stops, stop_text: end it, the text once it is written."""
+    started = time.perf_counter()
     model = run.cfg.model
-    return list(generate(
+    ids: list[int] = []
+    for token in generate(
         run.logits,
         prompt,
-        args.max_new_tokens,
+        args.max_new_tokens or (NEW_TOKENS_OF_ANSWER if args.chat else NEW_TOKENS),
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        eod=run.tokenizer.eod,
+        stops=stops,
         seed=seed,
         limit=model.context if model.positions == "learned" else None,
         vocab=run.tokenizer.vocab,
         device=device,
-    ))
+    ):
+        ids.append(token)
+        if stop_text is not None and stop_text in run.tokenizer.decode(ids):
+            break
+    return Sample(ids, time.perf_counter() - started)
+
+
+def print_json(text: str, prompt: list[int], sample: Sample) -> None:
+    """Prints the object of --json."""
+    print(json.dumps({
+        "text": text,
+        "prompt_tokens": len(prompt),
+        "new_tokens": len(sample.ids),
+        "tokens_per_s": len(sample.ids) / sample.seconds,
+    }), flush=True)
+
+
+def note(text: str) -> None:
+    """Prints a line that does not belong to the text."""
+    print(f"note: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

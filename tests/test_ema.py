@@ -156,6 +156,8 @@ def config_at(layout: str):
 class Facts:
     """Of data, what a checkpoint asks."""
     fingerprint = "data"
+    is_chat = False
+    has_start = False
     tokenizer = type("Tokenizer", (), {"fingerprint": "tokenizer"})
 
 

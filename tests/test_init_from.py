@@ -345,6 +345,29 @@ def test_a_resume_of_another_model_advises_what_works(home, plain):
     assert code == 0 and "changed  model.window none -> 4" in told, told
 
 
+def test_documents_that_begin_otherwise_are_refused_until_it_is_stated(pieces):
+    """With a start token, which the weights have not seen; each way out is tried."""
+    home, source = pieces, {"checkpoint__init_from": pieces / "runs" / "of-a", "data__path": pieces / "a"}
+    line = refused(home, **source, data__bos="true")
+    assert "data.bos false there and true here; set --data.bos false, or " in line, line
+    assert line.endswith(f"{CHANGES} data.bos"), line
+    assert "taken" in trains(home, "without", **source, data__bos="false")
+    told = trains(home, "with", **source, data__bos="true", checkpoint__init_changes="data.bos")
+    assert "changed  data.bos false -> true" in told
+    line = refused(home, **source, checkpoint__init_changes="data.bos")
+    assert "data.bos is the same there and here" in line and "leave it out" in line
+
+
+@pytest.mark.slow
+def test_a_resume_with_a_start_token_advises_what_works(pieces):
+    home, settings = pieces, {"data__path": pieces / "a", "data__bos": "true", "train__steps": 2}
+    code, told = program("train.py", *words(home, "of-a", settings))
+    assert code == 2, told
+    advice = told.splitlines()[-1].partition("--log.name OTHER ")[2].split()
+    code, told = program("train.py", *words(home, "advised-start", settings), *advice)
+    assert code == 0 and "changed  data.bos false -> true" in told, told
+
+
 # ---- weights of Hugging Face -------------------------------------------------------------------------------
 
 

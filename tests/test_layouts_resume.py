@@ -67,7 +67,9 @@ def begin(world: World, cfg):
         cfg,
         mesh,
         torch.device("cpu"),
-        SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d"),
+        SimpleNamespace(
+            tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d", is_chat=False, has_start=False
+        ),
         cfg.train.steps,
     )
     return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)

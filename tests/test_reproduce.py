@@ -13,6 +13,7 @@ import fake_wandb
 import numpy as np
 import pytest
 import torch
+from families import make_tokenizer
 from ranks import MODEL, corpus, job
 
 import config
@@ -223,6 +224,17 @@ def test_where_weights_come_from(run, repo, tmp_path, capfd):
     assert f"--checkpoint.init_from {source} " in capfd.readouterr().out
     shutil.rmtree(source)
     assert f"checkpoint.init_from: {source} is gone" in refusal(tmp_path / "tuned")
+
+
+def test_data_that_is_read_with_start_tokens_is_known_by_its_files(run, repo, tmp_path):
+    home = make_tokenizer("llama3", tmp_path / "tok")
+    lines = [json.dumps({"text": f"the cat {number}" * 9}) for number in range(90)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    words = ["--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "data"]
+    assert prepare_data.main([str(word) for word in words]) == 0
+    code, out = run("--data.path", str(tmp_path / "data"))
+    assert code == 0 and "documents begin with" in out, out
+    assert reproduce.main([str(tmp_path / "r"), "--out", str(tmp_path / "again")]) == 0
 
 
 # ---- data sets, exports ------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ CASES = (
     ({"replicas": 1, "memory_dir": "/tmp"}, "", "--checkpoint.memory_every 10", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
+    ({"special": "true"}, "--eval.prompt none", "--eval.prompt a", 1),
     ({"tasks_every": 100, "tasks_limit": 7}, "", "--eval.tasks configs/tasks", 1),
     ({"project": "mine"}, "", "--log.wandb offline", 1),
     ({"slow_window": 20}, "", "", 2),
@@ -110,7 +111,7 @@ READ = {
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay decay_steps weight_decay clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages elastic",
-    "data": "path tokenizer eod dtype split doc_mask pack fim_rate prefetch",
+    "data": "path tokenizer eod bos dtype split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",

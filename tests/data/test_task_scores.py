@@ -10,6 +10,7 @@ import torch
 
 from config import ConfigError
 from data import tokenizer
+from data.prompts import Prompts
 from data.task_files import Example, Option, ScoredTask
 from data.task_scores import (
     Score,
@@ -26,7 +27,7 @@ BYTES = tokenizer.load_tokenizer("bytes")
 
 
 def scored(before, continuation, tok=BYTES):
-    row = encode(before, continuation, tok)
+    row = encode(before, continuation, Prompts(tok))
     ids = row.ids.tolist()
     return ids[: -row.num_scored], ids[-row.num_scored :]
 
@@ -92,7 +93,7 @@ def test_metrics_by_hand():
 
     for right in range(3):
         one = Example(example.options, right, "f:1")
-        encoded = encode_tasks("k", [task([one])], BYTES, 100)
+        encoded = encode_tasks("k", [task([one])], Prompts(BYTES), 100)
         encoded = type(encoded)(encoded.tasks, rows)
         report = score_tasks(encoded, given(nats))
         found = report.metrics["t"]
@@ -106,7 +107,7 @@ def test_metrics_by_hand():
 
 def test_of_equal_answers_the_first_counts():
     examples = [Example((Option("x", "a"), Option("x", "b")), answer, "f:1") for answer in (0, 1)]
-    encoded = encode_tasks("k", [task(examples)], BYTES, 100)
+    encoded = encode_tasks("k", [task(examples)], Prompts(BYTES), 100)
     found = score_tasks(encoded, given([-1.0] * 4)).metrics["t"]
     assert found["acc"] == found["acc_norm"] == found["acc_token"] == 0.5
 
@@ -119,7 +120,7 @@ def test_continuations_and_core():
         task(chosen, baseline=0.5, in_core=True, name="chosen"),
         task(chosen, baseline=0.5, name="apart"),
     ]
-    encoded = encode_tasks("k", tasks, BYTES, 100)
+    encoded = encode_tasks("k", tasks, Prompts(BYTES), 100)
     ends = [Score(-math.log(2), True), Score(-math.log(16), False), -1.0, -2.0, -2.0, -1.0]
     report = score_tasks(encoded, given(ends))
     assert report.metrics["texts"] == pytest.approx({"acc": 0.5, "bpb": (1 / 2 + 4 / 4) / 2, "centered": 0.5})
@@ -131,14 +132,14 @@ def test_continuations_and_core():
 def test_an_answer_longer_than_the_context_is_refused_with_its_place():
     example = Example((Option("x", "a" * 9),), 0, "tasks.jsonl:7")
     with pytest.raises(ConfigError, match=r"^eval.tasks: tasks.jsonl:7: an answer of 9 tokens; .* 1 to 8"):
-        encode_tasks("eval.tasks", [task([example])], BYTES, 8)
-    (row,) = encode_tasks("eval.tasks", [task([example])], BYTES, 9).rows
+        encode_tasks("eval.tasks", [task([example])], Prompts(BYTES), 8)
+    (row,) = encode_tasks("eval.tasks", [task([example])], Prompts(BYTES), 9).rows
     assert len(row.ids) == 10
 
 
 def test_a_long_context_is_dropped_from_the_left():
     example = Example((Option("abcdefgh", "xy"),), 0, "f:1")
-    (row,) = encode_tasks("k", [task([example])], BYTES, 5).rows
+    (row,) = encode_tasks("k", [task([example])], Prompts(BYTES), 5).rows
     assert bytes(row.ids.tolist()) == b"efghxy" and row.num_scored == 2
 
 

@@ -32,6 +32,7 @@ def speaker(batch=1):
         causal,
         write,
         lambda text: list(text.encode()),
+        lambda text: list(text.encode()),
         lambda ids: bytes(ids).decode("ascii", "replace"),
         EOD,
         CONTEXT,

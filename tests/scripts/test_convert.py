@@ -396,7 +396,8 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
             "0",
         ],
     )
-    data = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="none"), fingerprint="random")
+    tok = SimpleNamespace(fingerprint="none")
+    data = SimpleNamespace(tokenizer=tok, fingerprint="random", is_chat=False, has_start=False)
     ours = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 3)
     state.load_weights(
         ours.buckets, state.find_checkpoint(cfg.checkpoint.init_from, []), ours.routers.boxes(weights=True)
@@ -473,7 +474,7 @@ def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
         ["--train.steps", "1", "--model.layers", "2", "--model.hidden", "32", "--model.ffn", "40"],
     )
     cfg = replace(cfg, model=replace(cfg.model, vocab=tok.vocab, **model))
-    data = SimpleNamespace(tokenizer=tok, fingerprint="random")
+    data = SimpleNamespace(tokenizer=tok, fingerprint="random", is_chat=False, has_start=False)
     made = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 1)
     path = save(made, folder / "checkpoints", 5)
     (folder / "tokenizer").mkdir()
@@ -710,7 +711,8 @@ def test_resume_in_place_is_refused_with_the_way_out(alone, exported, tmp_path, 
         tmp_path / "back"
     )
     assert cfg.data.tokenizer == str(tmp_path / "back" / "tokenizer")
-    data = SimpleNamespace(tokenizer=tokenizer.load_tokenizer(cfg.data.tokenizer), fingerprint="x")
+    tok = tokenizer.load_tokenizer(cfg.data.tokenizer)
+    data = SimpleNamespace(tokenizer=tok, fingerprint="x", is_chat=False, has_start=False)
     fresh = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 1)
     with pytest.raises(config.ConfigError, match="from its weights: --log.name OTHER --checkpoint.init_from"):
         state.load(fresh, state.find_index(str(tmp_path / "back"), []))

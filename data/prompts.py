@@ -1,0 +1,264 @@
+"""A text and its role -> token ids, for everything that a model is asked: samples, generation, tasks.
+
+    document    a text that begins a document: the start token, if the model has one, and the text
+    prompt      the same for a text that is continued: never empty
+    chat        messages, in the tokenizer's format (chat.py), up to where the assistant speaks
+
+The start token (BOS). The files of a tokenizer say whether one is put before a text: the post-processor of
+a tokenizer.json, as transformers 5 follows it; add_bos_token of the tokenizer_config.json beside a
+sentencepiece model. data.bos decides otherwise. Training data is read with the same token
+(start_tokens.py). A chat template writes its own.
+
+Control tokens. Text that spells one is text, as in training data. Where `special` is asked for it is the
+control token, as in transformers. In a chat the tokens that the template writes are control tokens, and
+those that a message spells are text. An answer of the assistant keeps marks that are not special, such as
+</think>: the model has written them as tokens.
+"""
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from config import ConfigError
+from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, parts_of
+from data.contract import TOKENIZER_CONFIG, SpecialToken
+from data.conversation import ASSISTANT, BadConversation, Conversation, Message
+from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
+
+if TYPE_CHECKING:  # imported only where a tokenizer.json is used
+    import tokenizers
+
+USER, SYSTEM = "user", "system"
+PLAIN_STOP = f"\n{USER}: "  # what follows an answer in the plain format
+PROBE = "0"  # an answer that no template changes
+GUARD = "\U0010fffd"  # stands inside of a spelled control token, so that it is not taken for one
+FIRST_STAND_IN = 0xf0000  # of characters for private use, one for each control token
+
+
+# ---- the start token ---------------------------------------------------------------------------------------
+
+def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
+    """The token that begins a document; None: there is none. wanted: data.bos, None: as the files say.
+
+    Raises ConfigError if a start token is wanted and the tokenizer names none, or if its post-processor puts
+    several tokens before a text.
+    """
+    if wanted is False:
+        return None
+    added = added_start(tok)
+    if added is not None or wanted is None:
+        return added
+    if tok.contract.start is None:
+        raise ConfigError(f"data.bos: the tokenizer {tok.name} names no start token; name it as bos_token in "
+                          f"{TOKENIZER_CONFIG} beside the tokenizer, or leave data.bos out")
+    return replace(tok.contract.start, named_by=("data.bos",))
+
+
+def added_start(tok: Tokenizer) -> SpecialToken | None:
+    """The token that the tokenizer's own files put before a text. Raises ConfigError if they put several."""
+    if isinstance(tok, SentencePieceTokenizer):
+        start = tok.contract.start
+        adds_start = json.loads(tok.files.get(TOKENIZER_CONFIG, b"{}")).get("add_bos_token")
+        return replace(start, named_by=(TOKENIZER_CONFIG,)) if adds_start and start else None
+    if not isinstance(tok, JsonTokenizer):
+        return None
+
+    encoding = tok.processor.encode("a", add_special_tokens=True)
+    count = (*encoding.special_tokens_mask, 0).index(0)
+    if count > 1:
+        raise ConfigError(f"data.bos: tokenizer.json puts {count} tokens before a text "
+                          f"({' '.join(encoding.tokens[:count])}), and here a document begins with one at "
+                          "most; data.bos false puts none")
+    return SpecialToken(encoding.ids[0], encoding.tokens[0], ("tokenizer.json",)) if count else None
+
+
+# ---- prompts -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a model reads for a text. open_prompts makes it. start: begins a document; None: nothing does."""
+    tok: Tokenizer
+    start: SpecialToken | None = None
+
+    @property
+    def before_text(self) -> int:
+        """The id that the first token of a document follows: of the start, else of the end of another."""
+        return self.start.id if self.start else self.tok.eod
+
+    def document(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text that begins a document. special: control tokens that it spells are such; a start
+        token among them is not doubled. Raises ConfigError if the tokenizer cannot read them."""
+        ids = self._control.encode(text) if special else self.tok.encode(text)
+        if self.start is None or (special and ids[:1] == [self.start.id]):
+            return ids
+        return [self.start.id, *ids]
+
+    def prompt(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text that is continued: at least one. special: see document."""
+        return self.document(text, special) or [self.tok.eod]
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation, up to where the assistant speaks. messages: {"role", "content"}.
+
+        Raises ConfigError if the template refuses them.
+        """
+        if isinstance(self.format, TemplateChat):
+            guarded = [self._guarded(message) for message in messages]
+            try:
+                text = self.format.invite(guarded)
+            except BadConversation as error:
+                raise ConfigError(f"the conversation: {error}") from None
+            return self._control.encode(text)
+
+        # the plain format, in the parts in which it is trained
+        try:
+            chat = self.format.write(conversation_of(messages))
+        except BadConversation as error:
+            raise ConfigError(f"the conversation: {error}") from None
+        invited = ChatText(f"{chat.text}{ASSISTANT}: ", chat.spans)
+        parts = [invited.text[begin:stop] for begin, stop, _ in parts_of(invited)]
+        ids = np.concatenate(self.tok.encode_batch(parts)).tolist()
+        return ids if self.start is None else [self.start.id, *ids]
+
+    def shown(self, ids: list[int]) -> str:
+        """The text of ids with its control tokens, where the tokenizer has names for them."""
+        if isinstance(self.tok, JsonTokenizer):
+            return self.tok.processor.decode(ids, skip_special_tokens=False)
+        return self.tok.decode(ids)
+
+    def spelled(self, text: str) -> list[str]:
+        """The control tokens that a text spells."""
+        if not isinstance(self.tok, JsonTokenizer):
+            return []
+        return [match[0] for match in self._control.pattern.finditer(text)]
+
+    # ---- where a text ends ---------------------------------------------------------------------------------
+
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """Ids that end a generated text: the end of a document, and those of generation_config.json."""
+        files = getattr(self.tok, "files", {})
+        named = json.loads(files.get("generation_config.json", b"{}")).get("eos_token_id")
+        several = named if isinstance(named, list) else [named]
+        return frozenset({self.tok.eod, *(each for each in several if isinstance(each, int))})
+
+    @cached_property
+    def turn_stops(self) -> frozenset[int]:
+        """Ids that end an answer in a chat: `stops`, and the control token that the template writes after
+        one."""
+        if not isinstance(self.format, TemplateChat):
+            return self.stops
+        try:
+            probe = [{"role": USER, "content": PROBE}, {"role": ASSISTANT, "content": PROBE}]
+            chat = self.format.write(conversation_of(probe))
+        except BadConversation:
+            return self.stops
+        closing = chat.text[slice(*chat.spans[-1])].rpartition(PROBE)[2] if chat.spans else ""
+        control = self.tok.contract.control
+        ends = [token_id for token_id in self._control.encode(closing) if token_id in control]
+        return self.stops | set(ends[:1])
+
+    @property
+    def stop_text(self) -> str | None:
+        """The text that ends an answer in a chat; None: only ids do."""
+        return None if isinstance(self.format, TemplateChat) else PLAIN_STOP
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def format(self) -> ChatFormat:
+        return chat_format(self.tok)
+
+    @cached_property
+    def _control(self) -> "ControlReader":
+        if not isinstance(self.tok, JsonTokenizer):
+            raise ConfigError(f"--special: text spells no control token of the tokenizer {self.tok.name}, "
+                              "which is not a tokenizer.json; leave it out")
+        return control_reader(self.tok)
+
+    def _guarded(self, message: Message) -> Message:
+        """The message with a guard in each control token that it spells."""
+        reader = self._control
+        pattern = reader.special if message["role"] == ASSISTANT else reader.pattern
+        content = pattern.sub(lambda match: f"{match[0][:1]}{GUARD}{match[0][1:]}", message["content"])
+        return {**message, "content": content}
+
+
+def conversation_of(messages: list[Message]) -> Conversation:
+    """Messages whose answers count."""
+    return Conversation(messages, counts=[message["role"] == ASSISTANT for message in messages])
+
+
+def open_prompts(tok: Tokenizer, bos: bool | None) -> Prompts:
+    """The prompts of a model. bos: data.bos. Raises ConfigError as start_token does."""
+    return Prompts(tok, start_token(tok, bos))
+
+
+# ---- control tokens in a text ------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class ControlReader:
+    """Encodes a text whose control tokens are such, but for those with a guard in them.
+
+    processor: the tokenizer, to which control tokens are text; each has a stand-in, a token of one character.
+    pattern: finds all control tokens; special: those that the file calls special. stand_ins: of each.
+    ids: of the token for which each stand-in stands. cuts: text that spells a token would make it, and is cut
+    there.
+    """
+    processor: "tokenizers.Tokenizer"
+    pattern: re.Pattern[str]
+    special: re.Pattern[str]
+    stand_ins: dict[str, str]
+    ids: dict[int, int]
+    cuts: bool
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ConfigError if the text holds a character that is used as a stand-in."""
+        if any(stand_in in text for stand_in in self.stand_ins.values()):
+            raise ConfigError("the prompt holds a character for private use, U+F0000 or one behind it, which "
+                              "stands for a control token; leave it out")
+        replaced = self.pattern.sub(lambda match: self.stand_ins[match[0]], text)
+        parts = replaced.split(GUARD) if self.cuts else [replaced.replace(GUARD, "")]
+        encodings = self.processor.encode_batch(parts, add_special_tokens=False)
+        return [self.ids.get(token_id, token_id) for encoding in encodings for token_id in encoding.ids]
+
+
+def control_reader(tok: JsonTokenizer) -> ControlReader:
+    """The reader of a tokenizer's control tokens."""
+    import tokenizers
+
+    processor = tokenizers.Tokenizer.from_str(tok.processor.to_str())
+    processor.encode_special_tokens = True
+    added = processor.get_added_tokens_decoder()
+    texts = {number: processor.id_to_token(number) for number in sorted(tok.contract.control)}
+
+    stand_ins = {text: chr(FIRST_STAND_IN + place) for place, text in enumerate(texts.values())}
+    for number, text in texts.items():
+        like = added.get(number)
+        processor.add_tokens([tokenizers.AddedToken(
+            stand_ins[text],
+            single_word=like.single_word if like else False,
+            lstrip=like.lstrip if like else False,
+            rstrip=like.rstrip if like else False,
+            normalized=like.normalized if like else False,
+            special=False,
+        )])
+    ids = {processor.token_to_id(stand_ins[text]): number for number, text in texts.items()}
+    return ControlReader(
+        processor=processor,
+        pattern=any_of(texts.values()),
+        special=any_of(texts[number] for number in tok.hidden & texts.keys()),
+        stand_ins=stand_ins,
+        ids=ids,
+        cuts=tok.words is not None,
+    )
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds the texts; of several at a place, the longest."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

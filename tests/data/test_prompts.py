@@ -1,0 +1,214 @@
+"""data/prompts.py: from a folder of a tokenizer to a run, its greedy texts and its scores, beside
+transformers on the exported folder, for the tokenizers that families have.
+"""
+
+import json
+import math
+import re
+import shutil
+
+import pytest
+import tokenizers
+import torch
+from families import FAMILIES, make_tokenizer
+from ranks import MODEL
+
+import train
+from config import ConfigError
+from data.prompts import open_prompts, start_token
+from data.tokenizer import load_tokenizer, train_bpe
+from scripts import convert, evaluate, generate, prepare_data
+
+CORE = ["llama2", "llama3", "qwen3", "deepseek"]
+TEXT = "the cat sat on the mat, and the rat sat"
+SPELLED = "say {} and {} it"
+NEW = 12
+# the system message is not one that all templates take
+HAS_SYSTEM = ("llama3", "qwen2", "qwen3", "deepseek", "phi3", "smollm", "olmo")
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def told(capsys, main, *words):
+    """What a script prints, as JSON."""
+    capsys.readouterr()
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def trained(home, tokenizer, capsys, *more):
+    """A run on prepared text whose weights are large, so that each token of a prompt changes the text."""
+    with open(home / "in.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": f"{TEXT} {number} {TEXT}"}) + "\n" for number in range(60))
+    words = ["--input", home / "in.jsonl", "--tokenizer", tokenizer, "--out", home / "data", "--workers", 1]
+    assert prepare_data.main([str(word) for word in words]) == 0
+    settings = ["--data.path", home / "data", "--log.dir", home, "--log.name", "run", "--train.steps", 1]
+    settings += ["--train.dtype", "fp32", "--optim.lr", 1e-6, "--model.init_std", 0.3, *more]
+    assert train.main(["llama3-tiny", *MODEL, *map(str, settings)]) == 0
+    return home / "run"
+
+
+def their_text(tokenizer, model, ids, stops):
+    """The greedy text of transformers."""
+    given = torch.tensor([ids])
+    made = model.generate(
+        given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NEW, eos_token_id=stops,
+        pad_token_id=0,
+    )
+    return tokenizer.decode(made[0, len(ids):], skip_special_tokens=True)
+
+
+def their_score(tokenizer, model, before, after):
+    """lm-eval's log-likelihood of a continuation (api/model.py, _encode_pair) with transformers' logits."""
+    spaces = len(before) - len(before.rstrip())
+    if spaces:
+        before, after = before[:-spaces], before[-spaces:] + after
+    whole, context = tokenizer(before + after).input_ids, tokenizer(before).input_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
+    return sum(float(logits[place - 1, whole[place]]) for place in range(len(context), len(whole)))
+
+
+@pytest.mark.slow(core=CORE)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_and_scores_are_those_of_transformers(transformers, tmp_path, capsys, name):
+    family = FAMILIES[name]
+    run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys)
+    header = capsys.readouterr().out
+    begins = f"documents begin with {family.bos!r}" if family.puts_start else "documents end with"
+    assert begins in " ".join(header.split())
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    stops = sorted(theirs.convert_tokens_to_ids(text) for text in {family.eos, *family.stops})
+
+    # a text that is continued
+    greedy = ["--max-new-tokens", NEW, "--temperature", 0]
+    prompt = theirs(TEXT).input_ids
+    assert (prompt[0] == theirs.bos_token_id) == family.puts_start
+    found = told(capsys, generate.main, run, "--prompt", TEXT, *greedy)
+    assert found["prompt_tokens"] == len(prompt)
+    assert found["text"] == TEXT + their_text(theirs, model, prompt, stops)
+    assert their_text(theirs, model, prompt[1:], stops) != their_text(theirs, model, prompt, stops)
+
+    # a text with marks, read as marks
+    marked = f"{TEXT}{family.eos}{TEXT}"
+    found = told(capsys, generate.main, run, "--prompt", marked, "--special", *greedy)
+    assert found["prompt_tokens"] == len(theirs(marked).input_ids)
+    assert found["text"] == marked + their_text(theirs, model, theirs(marked).input_ids, stops)
+
+    # scores
+    example = {"query": f"{TEXT} on the ", "choices": ["mat", "rat sat", "hat"], "gold": 0}
+    (tmp_path / "task.jsonl").write_text(json.dumps(example) + "\n")
+    report = told(capsys, evaluate.main, run, "--tasks", tmp_path / "task.jsonl")
+    score = their_score(theirs, model, example["query"], "mat")
+    assert report["tasks"]["task"]["bpb"] == pytest.approx(-score / math.log(2) / 3, abs=1e-4)
+
+    # a chat
+    if family.template is None:
+        return
+    messages = [{"role": "system", "content": "be brief"}] if name in HAS_SYSTEM else []
+    words = ["--system", "be brief"] if messages else []
+    for turn in ("the cat", "sat on the mat"):
+        messages.append({"role": "user", "content": turn})
+        words += ["--chat", turn]
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        found = told(capsys, generate.main, run, *words, *greedy)
+        answer = their_text(theirs, model, ids, stops)
+        assert found["prompt_tokens"] == len(ids)
+        assert found["text"] == answer
+        messages.append({"role": "assistant", "content": answer})
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.template])
+def test_control_tokens_that_a_message_spells_are_text(transformers, tmp_path, name):
+    """What the template writes is control tokens: the text between them is encoded by itself, as text."""
+    home = make_tokenizer(name, tmp_path / "tok")
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    spelled = SPELLED.format(FAMILIES[name].special[-1], FAMILIES[name].eos)
+    messages = [
+        {"role": "user", "content": "QQQ"},
+        {"role": "assistant", "content": "the mat"},
+        {"role": "user", "content": "QQQ"},
+    ]
+    written = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    own = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
+    own.encode_special_tokens = True  # what is special in it is text
+    control = "|".join(map(re.escape, (*FAMILIES[name].special, *FAMILIES[name].marks)))
+    want = []
+    for part in re.split(f"({control})", written):
+        if re.fullmatch(control, part):
+            want.append(own.token_to_id(part))
+        elif part:
+            want += own.encode(part.replace("QQQ", spelled), add_special_tokens=False).ids
+
+    for message in messages:
+        message["content"] = message["content"].replace("QQQ", spelled)
+    prompts = open_prompts(load_tokenizer(home), None)
+    assert prompts.chat(messages) == want
+    if FAMILIES[name].puts_start:  # the template writes one, and no second is put before it
+        assert want.count(theirs.bos_token_id) == written.count(FAMILIES[name].bos)
+
+
+@pytest.mark.slow(core=["smollm-true"])
+@pytest.mark.parametrize(
+    "name, wanted", [("llama3", "false"), ("llama2", "false"), ("smollm", "true"), ("phi3", "true")]
+)
+def test_exports_have_the_start_token_that_a_run_chooses(transformers, tmp_path, capsys, name, wanted):
+    """data.bos against what the files say: a folder that transformers reads as the run reads text."""
+    run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys, "--data.bos", wanted)
+    has_start = wanted == "true"
+    assert ("documents begin with" in " ".join(capsys.readouterr().out.split())) == has_start
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert settings["add_bos_token"] == has_start
+    ids = theirs(TEXT).input_ids
+    assert (ids[0] == theirs.bos_token_id) == has_start
+    assert ids[has_start:] == theirs(TEXT, add_special_tokens=False).input_ids
+    assert told(capsys, generate.main, run, "--prompt", TEXT)["prompt_tokens"] == len(ids)
+
+
+def test_our_own_tokenizer_with_a_start_token(transformers, tmp_path, capsys):
+    run = trained(tmp_path, "bpe-300", capsys, "--data.bos", "true")
+    assert "documents begin with '<s>' (id 1), as data.bos says" in " ".join(capsys.readouterr().out.split())
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    assert "no tokenizer.json is written" not in capsys.readouterr().out
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    own = load_tokenizer(run / "tokenizer")
+    assert theirs(TEXT).input_ids == [1, *own.encode(TEXT)]
+    for name, wanted, problem in (
+        ("bytes", "true", "names no start token"), ("qwen2", "true", "names no start token"),
+    ):
+        tok = name if name == "bytes" else make_tokenizer(name, tmp_path / name)
+        with pytest.raises(ConfigError, match=problem):
+            start_token(load_tokenizer(tok), wanted == "true")
+
+
+def test_a_sentencepiece_model_follows_the_file_beside_it(tmp_path, capsys):
+    """tokenizer_config.json stays with the model: in the data, in the run, in prompts."""
+    (tmp_path / "tok").mkdir()
+    train_bpe([TEXT * 20], 300, tmp_path / "tok" / "tokenizer.model")
+    (tmp_path / "tok" / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": "<s>"}')
+    run = trained(tmp_path, tmp_path / "tok", capsys)
+    shutil.rmtree(tmp_path / "tok")
+    plain = load_tokenizer(run / "tokenizer").encode(TEXT)
+    assert told(capsys, generate.main, run, "--prompt", TEXT)["prompt_tokens"] == 1 + len(plain)
+    with pytest.raises(ConfigError, match="--special: text spells no control token"):
+        generate.main([str(run), "--prompt", TEXT, "--special"])
+
+
+def test_several_tokens_before_a_text(tmp_path):
+    home = make_tokenizer("llama3", tmp_path / "tok")
+    made = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
+    names = ("<|begin_of_text|>", "<|eot_id|>")
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        f"{names[0]} {names[1]} $A", special_tokens=[(name, made.token_to_id(name)) for name in names]
+    )
+    made.save(str(home / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="data.bos: tokenizer.json puts 2 tokens before a text"):
+        open_prompts(load_tokenizer(home), None)
+    assert open_prompts(load_tokenizer(home), False).start is None
