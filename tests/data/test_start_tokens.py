@@ -164,7 +164,8 @@ def test_of_conversations_it_says_what_begins_before_its_sequence(home, tmp_path
     """In the plain format, which has no token for a beginning of its own; all by hand from the lists."""
     make_tokenizer("llama3", tmp_path / "tok")
     (tmp_path / "tok" / "chat_template.jinja").unlink()
-    turns = [("user", "the cat sat"), ("assistant", "on the mat")] * 2  # a second answer counts where it goes on
+    # the second answer counts where the first is cut away
+    turns = [("user", "the cat sat"), ("assistant", "on the mat")] * 2
     rows = [{"messages": [{"role": role, "content": text * (1 + number % 3)} for role, text in turns]}
             for number in range(40)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
