@@ -186,6 +186,7 @@ class TemplateChat:
     ends_turns: bool = True  # does it write a token after what the assistant says?
     date: str | None = None  # that it is told, if it asks
     drops_reasoning: bool = False  # may it leave reasoning out?
+    pairs: tuple[tuple[str, str], ...] = ()  # control tokens <x>, </x> of reasoning and calls that it reads
 
     def write(self, conversation: Conversation) -> ChatText:
         """The text of a conversation. Raises BadConversation if the template refuses it in every form, leaves
@@ -208,7 +209,9 @@ class TemplateChat:
         tools = traced_tools(conversation.tools, leaves)
         made = self.render(messages, tools, conversation.settings)
         notes = check_whole(made, leaves, self.drops_reasoning)
-        cuts = self._cuts(made)
+        spoken = {traced.source_mark(index): self._paired_marks(leaf.text)
+                  for index, leaf in enumerate(leaves) if is_answer(conversation, leaf)}
+        cuts = self._cuts(made, spoken)
         if cuts:
             notes.append("control tokens that messages spell are encoded as plain text")
 
@@ -291,12 +294,25 @@ class TemplateChat:
             parts.append((pieces[-1].stop, stop))
         return merged(parts)
 
-    def _cuts(self, made: TracedRender) -> tuple[int, ...]:
-        """Where a control token that a string of the record spells is cut: after its first character."""
+    def _paired_marks(self, text: str) -> set[str]:
+        """The marks of reasoning and calls (<think>, </think>) that stand in a text in pairs alone."""
+        marks: set[str] = set()
+        for first, last in self.pairs:
+            rest = re.sub(f"{re.escape(first)}.*?{re.escape(last)}", "", text, flags=re.DOTALL)
+            if first in text and first not in rest and last not in rest:
+                marks |= {first, last}
+        return marks
+
+    def _cuts(self, made: TracedRender, spoken: dict[str, set[str]]) -> tuple[int, ...]:
+        """Where a control token that a string of the record spells is cut: after its first character.
+
+        spoken: {source: control tokens that it may spell}.
+        """
         cuts: list[int] = []
         place = 0
         while self.control is not None and (found := self.control.search(made.text, place)):
-            is_spelled = made.sources[found.start():found.end()].strip(traced.TEMPLATE) != ""
+            sources = made.sources[found.start():found.end()].strip(traced.TEMPLATE)
+            is_spelled = sources != "" and found[0] not in spoken.get(sources[0], ())
             place = found.start() + 1 if is_spelled else found.end()
             if is_spelled:
                 cuts.append(place)
@@ -500,6 +516,13 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
     return notes
 
 
+def is_answer(conversation: Conversation, leaf: Leaf) -> bool:
+    """Is it the content of a message of the assistant's?"""
+    if leaf.message is None or not leaf.place.endswith("its content"):
+        return False
+    return conversation.messages[leaf.message]["role"] == ASSISTANT
+
+
 def missing_part(leaf: Leaf, written: str, text: str) -> str | None:
     """The first part of a string that the text does not hold; None: it holds all. written: what came from
     the string. White space at ends may be lost, a part may be in JSON, and tools' words in other letters."""
@@ -559,8 +582,16 @@ def chat_format(
     spelled = {processor.id_to_token(number) for number in tok.contract.control} - {None}
     longest_first = sorted(spelled, key=len, reverse=True)
     control = re.compile("|".join(map(re.escape, longest_first))) if spelled else None
-    told = date if asks_date else None
-    made = TemplateChat(template, names, processor, control, date=told, drops_reasoning=drops_reasoning)
+    closed = [(token, f"</{token[1:]}") for token in longest_first if token.startswith("<")]
+    made = TemplateChat(
+        template,
+        names,
+        processor,
+        control,
+        date=date if asks_date else None,
+        drops_reasoning=drops_reasoning,
+        pairs=tuple((first, last) for first, last in closed if last in spelled and last in source),
+    )
     return replace(made, header=invitation(made), ends_turns=ends_turns(made))
 
 
