@@ -1,102 +1,95 @@
 """Conversations -> text, and the parts of it that the loss counts: what the assistant says.
 
-A conversation is a list of messages, {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT). A
-tokenizer folder with a chat template (chat_template.jinja, or tokenizer_config.json) writes it as
-transformers' apply_chat_template does, to the token. Every other tokenizer gets a plain format:
+A tokenizer folder with a chat template (chat_template.jinja, or tokenizer_config.json) writes a conversation
+(conversation.py) as transformers' apply_chat_template does, to the token. Every other tokenizer gets a plain
+format:
 
     user: What is 2 + 2?
     assistant: 4
 
-What an assistant's message adds to the text counts, from where the template invites it to speak
-(add_generation_prompt) to the token that ends its turn; white space after that token does not. Where a
-template marks {% generation %}, exactly what is inside counts.
+The template runs on strings that know where they come from (traced.py), and marks which message each part of
+the text belongs to. So four things are known of every template, whatever it looks ahead to or rewrites:
 
-A template may write a message in another way once others follow (Qwen3 drops earlier reasoning). Then the
-turn is found by its content and by what the template writes after it.
+    turn        what a message of the assistant adds, from where the template invites it to speak
+                (add_generation_prompt) to the token that ends its turn, counts. White space after that token
+                does not, and reasoning counts where the invitation has already opened it. Where a template
+                marks {% generation %}, exactly what is inside counts.
+    whole       every content, definition of a tool and call is in the text, or the record is refused
+    plain       a control token that a message spells is encoded as plain text, those of the template are not
+    alone       what another message says inside a turn (a tool's result) does not count
 
-A template is not told today's date (strftime_now): the same conversations give the same tokens on every day.
-
-Source: transformers, utils/chat_template_utils.py, for the environment of a template.
+A template is not told today's date (strftime_now), but --date: the same conversations give the same tokens on
+every day. One that cannot do without is told FIXED_DATE.
 """
+import datetime
+import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from config import ConfigError, Tree
+from data import traced
+from data.conversation import ASSISTANT, REASONING, BadConversation, Conversation, Message
 from data.tokenizer import CHAT_TEMPLATE, JsonTokenizer, Tokenizer
+from data.traced import TracedMessage, TracedRender, TracedText
 
 if TYPE_CHECKING:  # imported only where a conversation needs them
     import jinja2
     import tokenizers
 
-Message = dict[str, Any]
 Span = tuple[int, int]  # characters [start, stop) of a text
 
-ASSISTANT = "assistant"
-SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "chatgpt": ASSISTANT}
-GENERATION_START, GENERATION_STOP = "\0[", "\0]"  # what {% generation %} writes around its content
+FIXED_DATE = "2025-01-01"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class BadConversation(ValueError):
-    """A conversation that cannot be written as text. The message is the reason."""
+THOUGHTS = re.compile(r"</?think>")  # in a content: templates take reasoning from between them
+NOT_WRITTEN = {"tool_call_id", "name"}  # of a message: many templates leave them out
+PROBE = "Zqx"  # a content that no template writes by itself
+ROLE = re.compile(r"[\w.-]+")
 
 
 class ChatText(NamedTuple):
     """A conversation as text."""
     text: str
     spans: tuple[Span, ...]  # the parts that the loss counts, in order
+    cuts: tuple[int, ...] = ()  # where the text is cut, so that no content makes a control token
+    turns: tuple[int, ...] = ()  # where a user's message follows an answer: a long one may be cut there
+    notes: tuple[str, ...] = ()  # for the report
+
+
+class LeftOut(BadConversation):
+    """The template writes the conversation without so many of its strings."""
+
+    def __init__(self, message: str, strings: int) -> None:
+        super().__init__(message)
+        self.strings = strings
+
+
+def missing_strings(error: BadConversation) -> float:
+    """How many strings a template leaves out; all of them if it refuses the conversation."""
+    return error.strings if isinstance(error, LeftOut) else float("inf")
 
 
 class EncodedChat(NamedTuple):
     """A conversation as token ids."""
     ids: np.ndarray  # [tokens]
     counted: np.ndarray  # bool [tokens]
-    pieces: list[np.ndarray]  # the ids of each part that was encoded for itself, without an end
-    texts: list[str]  # the text of each
+    turns: tuple[int, ...] = ()  # the tokens at which it may be cut
+    # the ids of each part that was encoded for itself, without an end, and the text of each
+    pieces: tuple[np.ndarray, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
-# ---- messages ----------------------------------------------------------------------------------------------
-
-def parse_messages(value: object) -> list[Message]:
-    """The messages {"role", "content", ...} of a conversation. Raises BadConversation."""
-    if not isinstance(value, list) or not value:
-        raise BadConversation("holds no list of messages")
-    messages = [parse_message(number, message) for number, message in enumerate(value, 1)]
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise BadConversation(f"has no message of the {ASSISTANT}: nothing would count in the loss")
-    return messages
-
-
-def parse_message(number: int, message: object) -> Message:
-    """One message, with its number from 1. Raises BadConversation."""
-    if not isinstance(message, dict):
-        raise BadConversation(f"message {number} is no object with role and content")
-    if "role" in message:
-        role, content = message["role"], message.get("content")
-    else:
-        role, content = message.get("from"), message.get("value")
-        role = SHAREGPT_ROLES.get(str(role), role)
-    if not isinstance(role, str) or not role:
-        raise BadConversation(f"message {number} has no role (or from)")
-
-    if isinstance(content, list) and all(is_text_part(part) for part in content):
-        content = "".join(part["text"] for part in content)
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str) or "\0" in content:
-        raise BadConversation(f"message {number} ({role}) has no text under content (or value)")
-    others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {**others, "role": role, "content": content}
-
-
-def is_text_part(part: object) -> bool:
-    """Is this a part {"type": "text", "text": ...} of a message?"""
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+class Leaf(NamedTuple):
+    """One string of a conversation. is_required: the text must hold it."""
+    text: str
+    message: int | None  # number of its message; None: it is of a tool's definition
+    place: str  # for the user
+    is_required: bool
+    is_value: bool = False  # a number, true, false or null in JSON: a template writes it, and leaves no trace
 
 
 # ---- formats -----------------------------------------------------------------------------------------------
@@ -105,17 +98,30 @@ class PlainChat:
     """The plain format. A conversation ends with the end-of-document token, which counts after an assistant's
     message."""
 
-    def write(self, messages: list[Message]) -> ChatText:
-        """The text of a conversation."""
+    def write(self, conversation: Conversation) -> ChatText:
+        """The text of a conversation. Raises BadConversation for tools and reasoning."""
+        if conversation.tools:
+            raise BadConversation("the plain format cannot write its tools; take a tokenizer with a template")
         text = ""
         spans: list[Span] = []
-        for message in messages:
+        turns: list[int] = []
+        notes = [f"{key!r} of messages is not read" for message in conversation.messages for key in message
+                 if key not in NOT_WRITTEN | {"role", "content"}]
+        asks = set(turn_messages(conversation.messages))
+        for number, message in enumerate(conversation.messages):
+            for key in ("tool_calls", *REASONING):
+                if message.get(key):
+                    place = f"message {number + 1} ({message['role']})"
+                    raise BadConversation(f"{place}: the plain format cannot write its {key}; take a "
+                                          "tokenizer with a template")
+            if number in asks and spans and spans[-1][1] == len(text):
+                turns.append(len(text))
             text += f"{message['role']}: "
             start = len(text)
             text += f"{message['content']}\n"
-            if message["role"] == ASSISTANT:
+            if conversation.counts[number]:
                 spans.append((start, len(text)))
-        return ChatText(text, tuple(spans))
+        return ChatText(text, tuple(spans), turns=tuple(turns), notes=tuple(notes))
 
     def encode_batch(self, tok: Tokenizer, chats: list[ChatText]) -> list[EncodedChat]:
         """Encodes each part for itself, as a generation continues a prompt."""
@@ -136,11 +142,14 @@ class PlainChat:
             ends_with_answer = bool(chat.spans) and chat.spans[-1][1] == len(chat.text)
             counted = [*is_counted[begin:begin + count], ends_with_answer]
             masks = [np.full(len(part), value) for part, value in zip(ids, counted)]
+            places = np.cumsum([0, *map(len, ids)]).tolist()
+            turns = [place for place, (start, _, _) in zip(places, parts_of(chat)) if start in chat.turns]
             result.append(EncodedChat(
                 np.concatenate(ids, dtype=np.int32, casting="unsafe"),
                 np.concatenate(masks),
-                pieces=ids[:-1],
-                texts=parts[begin:begin + count],
+                turns=tuple(turns),
+                pieces=tuple(ids[:-1]),
+                texts=tuple(parts[begin:begin + count]),
             ))
             begin += count
         return result
@@ -159,130 +168,358 @@ def parts_of(chat: ChatText) -> Iterator[tuple[int, int, bool]]:
         yield end, len(chat.text), False
 
 
+class Form(NamedTuple):
+    """One of the ways in which templates expect a conversation."""
+    arguments_in_json: bool = False  # of a call: a string; else an object
+    content_in_parts: bool = False  # [{"type": "text", "text": ...}]; else a string
+    developer_is_system: bool = False
+
+
 @dataclass(frozen=True)
 class TemplateChat:
     """The format of a chat template. Nothing is added to what it writes."""
     template: "jinja2.Template"
-    names: dict[str, str]  # special tokens that a template may write: bos_token, ...
-    processor: "tokenizers.Tokenizer"  # reads special tokens in a text as such
-    control: tuple[str, ...]  # tokens that no text makes, but the template
-    pairs: tuple[tuple[str, str], ...]  # those that the template reads around reasoning and calls: <x>, </x>
+    names: Tree  # what a template may use: bos_token, ...
+    processor: "tokenizers.Tokenizer"  # reads control tokens in a text as such
+    control: re.Pattern[str] | None  # finds a control token in a text
+    header: str = ""  # what the template writes before the assistant speaks
+    ends_turns: bool = True  # does it write a token after what the assistant says?
+    date: str | None = None  # that it is told, if it asks
+    drops_reasoning: bool = False  # may it leave reasoning out?
 
-    def write(self, messages: list[Message]) -> ChatText:
-        """The text of a conversation. Raises BadConversation if the template refuses it, if a message spells
-        a control token, or if the text does not show where an assistant's turn begins and ends."""
-        for number, message in enumerate(messages, 1):
-            texts = list(strings_of(message))
-            if message["role"] == ASSISTANT:
-                texts = [self._without_pairs(text) for text in texts]
-            spelled = [token for token in self.control if any(token in text for text in texts)]
-            if spelled:
-                raise BadConversation(f"message {number} ({message['role']}) spells the control token "
-                                      f"{spelled[0]}, which only the chat template may write; take it "
-                                      "out, or give reasoning as reasoning_content and calls as tool_calls")
+    def write(self, conversation: Conversation) -> ChatText:
+        """The text of a conversation. Raises BadConversation if the template refuses it in every form, leaves
+        a part of it out, or does not show where an assistant's turn begins and ends."""
+        reason: BadConversation | None = None
+        for form in forms_of(conversation):
+            try:
+                return self._write(conversation, form)
+            except BadConversation as error:
+                # the form that comes nearest says why
+                if reason is None or missing_strings(error) < missing_strings(reason):
+                    reason = error
+        assert reason is not None
+        raise reason
 
-        text = self._render(messages)
-        if GENERATION_START in text:
-            return marked_text(text)
+    def _write(self, conversation: Conversation, form: Form) -> ChatText:
+        leaves: list[Leaf] = []
+        messages = [traced_message(number, message, form, leaves)
+                    for number, message in enumerate(conversation.messages)]
+        tools = traced_tools(conversation.tools, leaves)
+        made = self.render(messages, tools, conversation.settings)
+        notes = check_whole(made, leaves, self.drops_reasoning)
+        cuts = self._cuts(made)
+        if cuts:
+            notes.append("control tokens that messages spell are encoded as plain text")
+
+        if not (self.ends_turns or made.has_marks):
+            notes.append("a turn ends with the token that begins the next one: the last has no end")
         spans: list[Span] = []
-        for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                after = spans[-1][1] if spans else 0
-                spans.append(self._turn(messages, number, text=text, after=after))
-        return ChatText(text, tuple(spans))
+        for number, counts in enumerate(conversation.counts):
+            if counts and made.has_marks:
+                spans += marked_spans(made, number)
+            elif counts:
+                spans += self._turn(made, number, leaves)
+        begins = {piece.message: piece.start for piece in reversed(made.pieces)}
+        asks = turn_messages(conversation.messages)
+        turns = sorted(begins[number] for number in asks if number in begins)
+        return ChatText(made.text, tuple(spans), cuts, tuple(turns), tuple(notes))
 
     def invite(self, messages: list[Message]) -> str:
-        """The text of a conversation, up to where the assistant speaks. Raises BadConversation."""
-        return self._render(messages, invites=True)
+        """The text of messages of text, up to where the assistant speaks. Raises BadConversation."""
+        reason: BadConversation | None = None
+        for in_parts in (False, True):  # some templates read content as a list of parts alone
+            seen: list[TracedMessage] = []
+            for number, message in enumerate(messages):
+                content = message["content"]
+                parts = [{"type": "text", "text": content}]
+                seen.append(TracedMessage({**message, "content": parts if in_parts else content}, number))
+            try:
+                text = self.render(seen, invites=True).text
+            except BadConversation as error:
+                reason = reason or error
+                continue
+            asked = [message["content"].strip() for message in messages if message["role"] != ASSISTANT]
+            if all(content in text for content in asked):
+                return text
+        raise reason or BadConversation("the chat template leaves a message out")
 
-    def _without_pairs(self, text: str) -> str:
-        """A text of the assistant's without the marks around reasoning and calls, if they stand in pairs."""
-        for first, last in self.pairs:
-            text = re.sub(f"{re.escape(first)}(.*?){re.escape(last)}", r"\1", text, flags=re.DOTALL)
-        return text
-
-    def _render(self, messages: list[Message], invites: bool = False) -> str:
+    def render(self, messages: list[TracedMessage], tools: list[Any] | None = None,
+               settings: Tree | None = None, invites: bool = False) -> TracedRender:
+        """What the template writes. Raises BadConversation if it refuses."""
         import jinja2  # only for a template
 
+        variables = {**self.names, "messages": messages, "add_generation_prompt": invites, "tools": tools,
+                     "documents": None, **(settings or {})}
         try:
-            return self.template.render(messages=messages, add_generation_prompt=invites, tools=None,
-                                        documents=None, **self.names)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            return traced.render(self.template, variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = reason.replace("data.traced.TracedText", "str").replace("TracedText", "str")
             raise BadConversation(f"the chat template refuses it: {reason}") from None
 
-    def _render_or_none(self, messages: list[Message], invites: bool = False) -> str | None:
-        """The text of the first messages alone; none if the template refuses them."""
-        try:
-            return self._render(messages, invites)
-        except BadConversation:
-            return None
+    def _turn(self, made: TracedRender, number: int, leaves: list[Leaf]) -> list[Span]:
+        """The parts of the text that the assistant says in message `number`."""
+        place = f"message {number + 1} ({ASSISTANT})"
+        pieces = [piece for piece in made.pieces if piece.message == number]
+        if not pieces:
+            raise BadConversation(f"{place}: the chat template writes it outside of its loop over messages; "
+                                  "mark it with {% generation %}")
+        own = {traced.source_mark(index) for index, leaf in enumerate(leaves) if leaf.message == number}
+        others = {traced.source_mark(index) for index, leaf in enumerate(leaves)
+                  if leaf.message not in (number, None)}
 
-    def _turn(self, messages: list[Message], number: int, *, text: str, after: int) -> Span:
-        """The part of `text` that the assistant's message adds; it begins at `after` or later."""
-        content = messages[number]["content"].strip()
+        # where it begins: after the role's header, unless it goes on with the turn of an earlier message
+        start = pieces[0].start
+        if made.text.startswith(self.header, start):
+            start += len(self.header)
 
-        # where it begins: after the invitation, or after what the earlier messages wrote
-        start = -1
-        for invites in (True, False):
-            before = self._render_or_none(messages[:number], invites)
-            if before is not None and text.startswith(before) and len(before) >= after:
-                start = len(before)
-                break
+        # where it ends: white space after the token that ends the turn belongs to nobody
+        stop = pieces[-1].stop
+        said = max((made.sources.rfind(source, start, stop) + 1 for source in own), default=0) or start
+        if made.text[said:stop].strip():
+            stop = said + len(made.text[said:stop].rstrip())
+        if not self.ends_turns and self.control is not None:
+            # the token that begins the next turn ends this one
+            blank = len(made.text[stop:]) - len(made.text[stop:].lstrip())
+            next_token = self.control.match(made.text, stop + blank)
+            stop = next_token.end() if next_token else stop
 
-        # where it ends: where the next message begins
-        whole = self._render_or_none(messages[:number + 1]) or text
-        if start >= 0 and text.startswith(whole) and len(whole) > start:
-            stop = len(whole)
-        else:
-            # later messages changed how this one is written: find its content, and what closes it
-            closing = whole[whole.rindex(content) + len(content):] if content and content in whole else ""
-            place = text.find(content + closing, max(start, after)) if closing else -1
-            if place < 0:
-                raise BadConversation(f"message {number + 1}: the chat template writes it in a way in which "
-                                      "its turn cannot be found")
-            start = place if start < 0 else start
-            stop = place + len(content) + len(closing)
+        parts = [(max(piece.start, start), min(piece.stop, stop)) for piece in pieces
+                 if others.isdisjoint(made.sources[piece.start:piece.stop])]
+        if stop > pieces[-1].stop:
+            parts.append((pieces[-1].stop, stop))
+        return merged(parts)
 
-        # white space after the token that ends the turn belongs to nobody
-        turn = text[start:stop]
-        if not turn.rstrip().endswith(content):
-            stop = start + len(turn.rstrip())
-        return start, stop
+    def _cuts(self, made: TracedRender) -> tuple[int, ...]:
+        """Where a control token that a string of the record spells is cut: after its first character."""
+        cuts: list[int] = []
+        place = 0
+        while self.control is not None and (found := self.control.search(made.text, place)):
+            is_spelled = made.sources[found.start():found.end()].strip(traced.TEMPLATE) != ""
+            place = found.start() + 1 if is_spelled else found.end()
+            if is_spelled:
+                cuts.append(place)
+        return tuple(cuts)
 
     def encode_batch(self, tok: Tokenizer, chats: list[ChatText]) -> list[EncodedChat]:
         """Encodes whole conversations. A token counts if a part of its characters does."""
-        texts = [chat.text for chat in chats]
+        whole = iter(self.processor.encode_batch([chat.text for chat in chats if not chat.cuts],
+                                                 add_special_tokens=False))
         result: list[EncodedChat] = []
-        for chat, encoding in zip(chats, self.processor.encode_batch(texts, add_special_tokens=False)):
-            offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            counted = np.zeros(len(offsets), bool)
+        for chat in chats:
+            if chat.cuts:
+                pieces, offsets = self._encode_cut(chat)
+            else:
+                encoding = next(whole)
+                pieces, offsets = [np.array(encoding.ids, np.int32)], encoding.offsets
+            places = np.array(offsets, np.int64).reshape(-1, 2)
+            counted = np.zeros(len(places), bool)
             for start, stop in chat.spans:
-                counted |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
-            ids = np.array(encoding.ids, np.int32)
-            result.append(EncodedChat(ids, counted, pieces=[ids], texts=[chat.text]))
+                counted |= (places[:, 0] < stop) & (places[:, 1] > start)
+            turns = np.searchsorted(places[:, 0], chat.turns).tolist()
+            result.append(EncodedChat(
+                np.concatenate(pieces),
+                counted,
+                turns=tuple(turns),
+                pieces=tuple(pieces),
+                texts=tuple(chat.text[first:stop] for first, stop in between_cuts(chat)),
+            ))
         return result
 
+    def _encode_cut(self, chat: ChatText) -> tuple[list[np.ndarray], list[Span]]:
+        """The ids of each part between the cuts, and the characters of each id."""
+        pieces: list[np.ndarray] = []
+        offsets: list[Span] = []
+        newline = self.processor.encode("\n", add_special_tokens=False).ids
+        for first, stop in between_cuts(chat):
+            # some tokenizers put a space before a text, and none after a newline
+            before = "\n" if first else ""
+            encoding = self.processor.encode(before + chat.text[first:stop], add_special_tokens=False)
+            skipped = len(newline) if before else 0
+            if encoding.ids[:skipped] != (newline if before else []):
+                encoding = self.processor.encode(chat.text[first:stop], add_special_tokens=False)
+                before, skipped = "", 0
+            shift = first - len(before)
+            pieces.append(np.array(encoding.ids[skipped:], np.int32))
+            offsets += [(begin + shift, end + shift) for begin, end in encoding.offsets[skipped:]]
+        return pieces, offsets
 
-def strings_of(value: object) -> Iterator[str]:
-    """All strings in a message: of its content, reasoning, calls, names."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from strings_of(part)
+
+def between_cuts(chat: ChatText) -> Iterator[Span]:
+    """The parts of a text that are encoded each for itself."""
+    return itertools.pairwise((0, *chat.cuts, len(chat.text)))
 
 
-def marked_text(text: str) -> ChatText:
-    """The text without the marks of {% generation %}, and what was between them."""
-    plain = ""
+def turn_messages(messages: list[Message]) -> list[int]:
+    """The numbers of the user's messages that follow another's answer."""
+    return [number for number in range(1, len(messages))
+            if messages[number]["role"] == "user" and messages[number - 1]["role"] in (ASSISTANT, "tool")]
+
+
+def cut_at_turns(chat: EncodedChat, size: int) -> list[EncodedChat]:
+    """The conversation in parts that begin with a user's message, each as long as `size` tokens allow. A turn
+    that is longer stays whole."""
+    parts: list[EncodedChat] = []
+    first = 0
+    ends = [*chat.turns, len(chat.ids)]
+    for end, following in zip(ends, [*ends[1:], None]):
+        if end > first and (following is None or following - first > size):
+            parts.append(EncodedChat(chat.ids[first:end], chat.counted[first:end]))
+            first = end
+    return parts
+
+
+def merged(parts: list[Span]) -> list[Span]:
+    """The parts, those without a character left out and neighbours joined."""
     spans: list[Span] = []
-    for part in re.split(f"({re.escape(GENERATION_START)}.*?{re.escape(GENERATION_STOP)})", text, flags=re.S):
-        start = len(plain)
-        plain += part.removeprefix(GENERATION_START).removesuffix(GENERATION_STOP)
-        if part.startswith(GENERATION_START):
-            spans.append((start, len(plain)))
-    return ChatText(plain, tuple(spans))
+    for start, stop in parts:
+        if spans and start == spans[-1][1]:
+            spans[-1] = spans[-1][0], max(stop, start)
+        elif stop > start:
+            spans.append((start, stop))
+    return spans
+
+
+def marked_spans(made: TracedRender, number: int) -> list[Span]:
+    """What the template marks of a message. Raises BadConversation if that is nothing."""
+    spans = merged([(piece.start, piece.stop) for piece in made.pieces
+                    if piece.is_marked and piece.message == number])
+    if not spans:
+        raise BadConversation(f"message {number + 1} ({ASSISTANT}): the chat template marks others with "
+                              "{% generation %}, and nothing of it")
+    return spans
+
+
+# ---- the strings of a conversation -------------------------------------------------------------------------
+
+def forms_of(conversation: Conversation) -> Iterator[Form]:
+    """The forms to try, the usual one first."""
+    messages = conversation.messages
+    has_calls = any(message.get("tool_calls") for message in messages)
+    has_developer = any(message["role"] == "developer" for message in messages)
+    choices = ((False, True) if has_calls else (False,), (False, True),
+               (False, True) if has_developer else (False,))
+    for choice in sorted(itertools.product(*choices), key=sum):
+        yield Form(*choice)
+
+
+def traced_message(number: int, message: Message, form: Form, leaves: list[Leaf]) -> TracedMessage:
+    """The message as a template sees it. Its strings are added to `leaves`."""
+    role = message["role"]
+    place = f"message {number + 1} ({role})"
+    if not ROLE.fullmatch(role):
+        raise BadConversation(f"{place}: a role is one word")
+
+    def leaf(text: str, key: str, is_required: bool = True) -> TracedText:
+        leaves.append(Leaf(text, number, f"{place}: its {key}", is_required))
+        return TracedText(text, traced.source_mark(len(leaves) - 1) * len(text))
+
+    def any_value(value: Any, key: str, is_required: bool) -> Any:
+        if isinstance(value, str):
+            return leaf(value, key, is_required)
+        if isinstance(value, dict):
+            return {any_value(name, key, is_required): any_value(item, key, is_required)
+                    for name, item in value.items()}
+        if isinstance(value, list):
+            return [any_value(item, key, is_required) for item in value]
+        leaves.append(Leaf(json.dumps(value), number, f"{place}: its {key}", is_required, is_value=True))
+        return value
+
+    seen: Message = {"role": "system" if form.developer_is_system and role == "developer" else role}
+    content = leaf(message["content"], "content")
+    seen["content"] = [{"type": "text", "text": content}] if form.content_in_parts else content
+    for key, value in message.items():
+        if key == "tool_calls":
+            seen[key] = [traced_call(call, form, any_value) for call in value]
+        elif key in REASONING:
+            seen |= dict.fromkeys(REASONING, leaf(value, key))
+        elif key not in seen:
+            seen[key] = any_value(value, key, False)
+    return TracedMessage(seen, number)
+
+
+def traced_call(call: Tree, form: Form, any_value: Any) -> Tree:
+    """A call as a template sees it."""
+    function = call["function"]
+    arguments = function["arguments"]
+    if form.arguments_in_json and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    around = {key: any_value(value, "tool_calls", False) for key, value in call.items() if key != "function"}
+    return {**around, "function": {
+        **function,
+        "name": any_value(function["name"], "tool_calls", True),
+        "arguments": any_value(arguments, "tool_calls", True),
+    }}
+
+
+def traced_tools(tools: list[Tree] | None, leaves: list[Leaf]) -> list[Any] | None:
+    """The definitions as a template sees them. Names, descriptions, choices and parameters are required; of
+    the rest of a schema (types, limits) a template writes what its model knows."""
+    def value_of(value: Any, key: str, parent: str) -> Any:
+        if isinstance(value, str):
+            is_required = key in ("name", "description", "enum") or parent == "properties" and key == ""
+            leaves.append(Leaf(value, None, f"tools: {key or 'parameter'}", is_required))
+            return TracedText(value, traced.source_mark(len(leaves) - 1) * len(value))
+        if isinstance(value, dict):
+            return {value_of(name, "", key): value_of(item, name, key) for name, item in value.items()}
+        if isinstance(value, list):
+            return [value_of(item, key, parent) for item in value]
+        return value
+
+    return None if tools is None else [value_of(tool, "tools", "") for tool in tools]
+
+
+def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = False) -> list[str]:
+    """Raises LeftOut if the text leaves out a string that it must hold. Returns notes of what else it leaves
+    out."""
+    written: dict[str, str] = {}
+    for run in re.finditer(r"([^\0])\1*", made.sources):
+        source = run[1]
+        written[source] = written.get(source, "") + made.text[run.start():run.end()]
+
+    notes: list[str] = []
+    reasons: list[str] = []
+    for number, leaf in enumerate(leaves):
+        text = written.get(traced.source_mark(number), "")
+        missing = missing_part(leaf, text, made.text)
+        if missing is None:
+            continue
+        key = leaf.place.rpartition("its ")[2]
+        is_reasoning = key in REASONING or missing not in THOUGHTS.split(leaf.text)[-1:]
+        if leaf.is_required and not (is_reasoning and drops_reasoning):
+            hint = "; let it with --drop-reasoning" if is_reasoning else ""
+            what = "reasoning " if is_reasoning and key not in REASONING else ""
+            reasons.append(f"{leaf.place} {what}{shortened(missing)} is left out by the chat template{hint}")
+        elif leaf.is_required:
+            notes.append("reasoning is left out by the chat template")
+        elif leaf.message is not None and key not in NOT_WRITTEN | {"tool_calls"}:
+            notes.append(f"{key!r} of messages is not read")
+    if reasons:
+        raise LeftOut(reasons[0], len(reasons))
+    return notes
+
+
+def missing_part(leaf: Leaf, written: str, text: str) -> str | None:
+    """The first part of a string that the text does not hold; None: it holds all. written: what came from
+    the string. White space at ends may be lost, a part may be in JSON, and tools' words in other letters."""
+    if leaf.is_value:
+        value = json.loads(leaf.text)
+        is_found = leaf.is_required and (leaf.text in text or str(value) in text)
+        return None if is_found else leaf.text
+    for part in THOUGHTS.split(leaf.text):
+        said = part.strip()
+        forms = [said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]]
+        if leaf.message is None:
+            written, forms = written.lower(), [form.lower() for form in forms]
+        if not any(form in written for form in forms):
+            return part
+    return None
+
+
+def shortened(text: str, size: int = 40) -> str:
+    """A string for a message, in quotes."""
+    return repr(text if len(text) <= size else text[:size - 3] + "...")
 
 
 ChatFormat = PlainChat | TemplateChat
@@ -290,9 +527,11 @@ ChatFormat = PlainChat | TemplateChat
 
 # ---- templates ---------------------------------------------------------------------------------------------
 
-def chat_format(tok: Tokenizer | None) -> ChatFormat:
-    """The format that belongs to a tokenizer; the plain one for none. Raises ConfigError if its template is
-    not one."""
+def chat_format(
+    tok: Tokenizer | None, date: str | None = None, drops_reasoning: bool = False
+) -> ChatFormat:
+    """The format that belongs to a tokenizer; the plain one for none. date: year-month-day that a template is
+    told. drops_reasoning: may it leave reasoning out? Raises ConfigError if its template is not one."""
     if not isinstance(tok, JsonTokenizer):
         return PlainChat()
     source = template_source(tok.files)
@@ -303,19 +542,74 @@ def chat_format(tok: Tokenizer | None) -> ChatFormat:
     import tokenizers
 
     try:
-        template = environment().from_string(source)
+        template = traced.traced_environment().from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(f"tokenizer {tok.name}: its chat template is not one ({error}); "
                           f"repair {CHAT_TEMPLATE}") from None
     processor = tokenizers.Tokenizer.from_str(tok.files["tokenizer.json"].decode("utf-8"))
     processor.no_padding()
     processor.no_truncation()
-    control = [processor.id_to_token(number) for number in sorted(tok.contract.control)]
-    closed = [(token, f"</{token[1:]}") for token in control if token.startswith("<")]
-    pairs = [(first, last) for first, last in closed if last in control and last in source]
-    return TemplateChat(
-        template, special_names(tok.files), processor, control=tuple(control), pairs=tuple(pairs)
-    )
+
+    names: Tree = dict(special_names(tok.files))
+    asks_date = "strftime_now" in source
+    if date is None and asks_date and not re.search(r"strftime_now\s+is\s+(not\s+)?defined", source):
+        date = FIXED_DATE
+    if date is not None and asks_date:
+        names["strftime_now"] = parsed_date(date).strftime
+    spelled = {processor.id_to_token(number) for number in tok.contract.control} - {None}
+    longest_first = sorted(spelled, key=len, reverse=True)
+    control = re.compile("|".join(map(re.escape, longest_first))) if spelled else None
+    told = date if asks_date else None
+    made = TemplateChat(template, names, processor, control, date=told, drops_reasoning=drops_reasoning)
+    return replace(made, header=invitation(made), ends_turns=ends_turns(made))
+
+
+def parsed_date(date: str) -> datetime.datetime:
+    """Raises ConfigError if it is not year-month-day."""
+    try:
+        return datetime.datetime.strptime(date, "%Y-%m-%d")
+    except ValueError:
+        raise ConfigError(f"--date: {date} is not a day; write it as {FIXED_DATE}") from None
+
+
+def invitation(chat: TemplateChat) -> str:
+    """What the template writes before the assistant speaks; empty if it does not invite it. Reasoning that it
+    opens there is said by the assistant."""
+    for silent in probes(chat, "user"):
+        inviting = chat.render([TracedMessage(message, 0) for message in silent.messages], invites=True)
+        if inviting.text.startswith(silent.made.text):
+            tail = inviting.text[len(silent.made.text):]
+        else:
+            asked = [piece.stop for piece in inviting.pieces if piece.message == 0]
+            tail = inviting.text[max(asked, default=0):]
+        return THOUGHTS.split(tail)[0]
+    return ""
+
+
+def ends_turns(chat: TemplateChat) -> bool:
+    """Does the template write anything after what the assistant says, and before what comes next?"""
+    for probe in probes(chat, "user", ASSISTANT):
+        said = [probe.made.text[piece.start:piece.stop] for piece in probe.made.pieces if piece.message == 1]
+        return not said or not "".join(said).rstrip().endswith(PROBE)
+    return True
+
+
+class Probe(NamedTuple):
+    """A small conversation that the template writes."""
+    messages: list[Message]
+    made: TracedRender
+
+
+def probes(chat: TemplateChat, *roles: str) -> Iterator[Probe]:
+    """A conversation of these roles in each form that the template takes."""
+    for content in (PROBE, [{"type": "text", "text": PROBE}]):
+        messages = [{"role": role, "content": content} for role in roles]
+        try:
+            made = chat.render([TracedMessage(message, number) for number, message in enumerate(messages)])
+        except BadConversation:
+            continue
+        if made.text.count(PROBE) == len(roles):
+            yield Probe(messages, made)
 
 
 def template_source(files: dict[str, bytes]) -> str | None:
@@ -345,36 +639,3 @@ def special_names(files: dict[str, bytes]) -> dict[str, str]:
 def tokenizer_settings(files: dict[str, bytes]) -> Tree:
     """The content of tokenizer_config.json; {} if there is none."""
     return json.loads(files.get("tokenizer_config.json", b"{}"))
-
-
-def environment() -> "jinja2.Environment":
-    """Where a template runs: without access to Python, and with the functions that templates expect."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}, with marks around it."""
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            marks = [nodes.Output([nodes.TemplateData(mark)], lineno=line)
-                     for mark in (GENERATION_START, GENERATION_STOP)]
-            return [marks[0], *body, marks[1]]
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    made.filters["tojson"] = to_json
-    made.globals["raise_exception"] = refuse
-    return made

@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from config import ConfigError
-from data.chat import BadConversation, ChatFormat, parse_messages
+from config import ConfigError, Tree
+from data.chat import ChatFormat, ChatText
+from data.conversation import BadConversation, read_conversation
 
 if TYPE_CHECKING:  # imported only where an input needs them
     import datasets
@@ -68,10 +69,10 @@ class DocumentRecord(NamedTuple):
     line: int  # from 1: in the file; of jsonl in the piece (see piece_location); of parquet and hf: the row
     error: str  # why it cannot be read; else empty
     bytes_read: int = 0  # of the piece so far, where that is known
-    spans: tuple[tuple[int, int], ...] = ()  # of a conversation: the characters that the loss counts
+    chat: ChatText | None = None  # of a conversation: what counts of it
 
 
-ReadField = Callable[[object, str, int], DocumentRecord]  # (content of the field, its name, line) -> record
+ReadRecord = Callable[[Tree, int], DocumentRecord]  # (fields or columns, line) -> document
 
 
 class BadDocument(ConfigError):
@@ -212,24 +213,25 @@ def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
 # ---- reading -----------------------------------------------------------------------------------------------
 
 def read_piece(
-    piece: DocumentPiece, key: str, chat: ChatFormat | None = None
+    piece: DocumentPiece, key: str | None, chat: ChatFormat | None = None
 ) -> Iterator[DocumentRecord]:
-    """The documents of a piece in order, and those that cannot be read. key: the field or column of the text.
-    chat: how the conversations there are written; none: it holds text. Raises ConfigError naming a file that
-    cannot be read to its end."""
+    """The documents of a piece in order, and those that cannot be read. key: the field or column of the text,
+    or of the messages (None: the form of the record says it). chat: how conversations are written; none: the
+    piece holds text. Raises ConfigError naming a file that cannot be read to its end."""
     readers = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}
     if chat is not None and piece.kind == "text":
         message = f"{piece.path}: --chat reads conversations from jsonl, parquet or hf:NAME, not text"
         raise ConfigError(message)
-    field = checked_text if chat is None else conversation_reader(chat)
+    read = text_reader(key or "text") if chat is None else conversation_reader(chat, key)
+    column = key if chat is None else None  # a conversation may have more than one
     try:
-        yield from readers[piece.kind](piece, key, field)
+        yield from readers[piece.kind](piece, column, read)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{piece.path}: cannot be read to its end: {reason}") from None
 
 
-def read_text(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
+def read_text(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
     _, stream = open_streams(piece.path)
     with stream:
         raw = stream.read().removeprefix(codecs.BOM_UTF8)
@@ -242,7 +244,7 @@ def read_text(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[Docu
     yield DocumentRecord(text, 1, "", piece.size)
 
 
-def read_jsonl(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
+def read_jsonl(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
     """Of a plain file: the lines that begin in [start, stop) of the piece. Of a compressed file: all
     lines."""
     disk_file, stream = open_streams(piece.path)
@@ -260,10 +262,10 @@ def read_jsonl(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[Doc
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip():
                 position = offset if is_plain else disk_file.tell()
-                yield parse_line(raw, key, line, field)._replace(bytes_read=position - piece.start)
+                yield parse_line(raw, line, read)._replace(bytes_read=position - piece.start)
 
 
-def parse_line(raw: bytes, key: str, line: int, field: ReadField) -> DocumentRecord:
+def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
     """The document of one line of jsonl."""
     try:
         record = json.loads(raw.decode("utf-8"))
@@ -273,8 +275,13 @@ def parse_line(raw: bytes, key: str, line: int, field: ReadField) -> DocumentRec
     except (ValueError, RecursionError) as error:
         return DocumentRecord(None, line, f"broken JSON ({error})")
     if not isinstance(record, dict):
-        return DocumentRecord(None, line, f"not an object with {key!r}")
-    return field(record.get(key), key, line)
+        return DocumentRecord(None, line, f"not an object but {type(record).__name__}")
+    return read(record, line)
+
+
+def text_reader(key: str) -> ReadRecord:
+    """Reads the text under a field."""
+    return lambda record, line: checked_text(record.get(key), key, line)
 
 
 def checked_text(text: object, key: str, line: int) -> DocumentRecord:
@@ -290,16 +297,17 @@ def checked_text(text: object, key: str, line: int) -> DocumentRecord:
     return DocumentRecord(text, line, "")
 
 
-def conversation_reader(chat: ChatFormat) -> ReadField:
-    """Reads the messages under a field as the text that `chat` makes of them."""
-    def read(value: object, key: str, line: int) -> DocumentRecord:
-        if value is None:
-            return DocumentRecord(None, line, f"no messages under {key!r} (see --jsonl-key)")
+def conversation_reader(chat: ChatFormat, key: str | None) -> ReadRecord:
+    """Reads a conversation as the text that `chat` makes of it."""
+    def read(record: Tree, line: int) -> DocumentRecord:
         try:
-            text, spans = chat.write(parse_messages(value))
+            conversation = read_conversation(record, key)
+            written = chat.write(conversation)
         except BadConversation as error:
-            return DocumentRecord(None, line, f"{key!r} {error}")
-        return checked_text(text, key, line)._replace(spans=spans)
+            return DocumentRecord(None, line, str(error))
+        unread = tuple(f"{name!r} is not read" for name in conversation.unread)
+        document = checked_text(written.text, key or "messages", line)
+        return document._replace(chat=written._replace(notes=unread + written.notes))
 
     return read
 
@@ -312,24 +320,26 @@ def seek_line(file: io.BufferedIOBase, start: int) -> int:
     return start - 1 + len(file.readline())
 
 
-def read_parquet(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
+def read_parquet(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
+    """The rows of the piece's row groups; of their columns only `column`, unless that is None."""
     table = open_parquet(piece.path)
     columns = table.schema_arrow.names
-    if key not in columns:
-        raise ConfigError(f"{piece.path}: no column {key!r}; it has {', '.join(columns)}: "
+    if column is not None and column not in columns:
+        raise ConfigError(f"{piece.path}: no column {column!r}; it has {', '.join(columns)}: "
                           "choose with --jsonl-key")
 
     row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
-    for batch in table.iter_batches(PARQUET_ROWS, row_groups=range(piece.start, piece.stop), columns=[key]):
-        for value in batch.column(0):
+    wanted = columns if column is None else [column]
+    for batch in table.iter_batches(PARQUET_ROWS, row_groups=range(piece.start, piece.stop), columns=wanted):
+        for values in zip(*batch.columns):
             row += 1
             try:
-                yield field(value.as_py(), key, row)
+                yield read({name: value.as_py() for name, value in zip(wanted, values)}, row)
             except UnicodeDecodeError:
                 yield DocumentRecord(None, row, "invalid UTF-8")
 
 
-def read_hf(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
+def read_hf(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
     shard = hf_dataset(piece.path).shard(piece.stop, piece.start)
     numbered_rows = enumerate(shard, 1)
     while True:
@@ -340,7 +350,7 @@ def read_hf(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[Docume
                               "run the same command again to continue") from None
         if row is None:
             return
-        yield field(row.get(key), key, number)
+        yield read(row, number)
 
 
 def piece_location(piece: DocumentPiece, line: int) -> str:

@@ -48,9 +48,9 @@ from data.raw import RawShards, is_raw_file
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
 from data.start_tokens import Index, StartedDocuments, with_starts
-from data.targets import SAMPLED_SEQUENCES, TargetCounts, WithoutTokens, cut_targets, number_of_targets
+from data.targets import SAMPLED_SEQUENCES, TargetCounts, cut_targets, number_of_targets
 from data.tokenizer import Tokenizer
-from data.window import Window, read_pieces, read_stream
+from data.window import Window, WithoutTokens, read_pieces, read_stream
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 from parallel.offload import CopyStream, Event
 from remote.files import is_url
@@ -436,7 +436,7 @@ class BatchLoader:
             return "prepare it again from conversations in which the assistant speaks"
         if mean > self._cfg.train.seq_len + 1:
             return (f"raise train.seq_len: a conversation has {mean:,.0f} tokens on average, and what the "
-                    "assistant says lies outside of these sequences")
+                    "assistant says lies outside of these sequences, or without its question")
         if self._cfg.data.pack == "stream":
             return "take data.pack best_fit, which keeps conversations whole"
         return "give more conversations in which the assistant speaks"

@@ -36,7 +36,7 @@ import numpy as np
 from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
-from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, template_source
+from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns, template_source
 from data.contract import dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
@@ -53,7 +53,8 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
-SHARD_FORMAT = "with lost bytes"  # shards of another are made again
+LONG = ("refuse", "turns", "anywhere")  # what becomes of a conversation that is longer than a sequence
+SHARD_FORMAT = "with lost bytes and lengths"  # shards of another are made again
 MAX_LOST = 1.0  # percent of the text's bytes that tokens may lose
 HASHED_BYTES = 1 << 30  # of input, that are hashed for PREFIX.json
 SHOWN = 5  # bad documents that a shard and the report name
@@ -70,13 +71,21 @@ FAULT_POINTS = (  # where the tests kill the process
 class TokenizeJob:
     """What decides the bytes of the shards, and where they are written."""
     parts: str  # folder of the shards
-    key: str  # field or column of the text, or of the messages, in jsonl, parquet, hf
+    key: str | None  # field or column of the text, or of the messages (None: the form of a record says it)
     append_eod: bool
     skip_bad: bool
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
     has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
     eod: str | None = None  # text or id of the token that the user wants to end documents with
     max_lost: float = MAX_LOST  # percent of the text's bytes that tokens may lose
+    date: str | None = None  # that a chat template is told, as year-month-day
+    drops_reasoning: bool = False  # may a chat template leave reasoning out?
+    seq_len: int | None = None  # that conversations are to fit; none: it is not known
+    long: str = "anywhere"  # of LONG, for those that do not fit
+
+    def chat_format(self, tok: Tokenizer | None) -> ChatFormat | None:
+        """How conversations are written; None: documents are texts. Raises ConfigError for a bad date."""
+        return chat_format(tok, self.date, self.drops_reasoning) if self.is_chat else None
 
 
 def prepare_corpus(
@@ -84,7 +93,7 @@ def prepare_corpus(
     tokenizer: str,
     out: pathlib.Path | str,
     *,
-    key: str = "text",
+    key: str | None = "text",
     workers: int = 1,
     append_eod: bool = True,
     skip_bad: bool = False,
@@ -92,6 +101,10 @@ def prepare_corpus(
     has_fim: bool = False,
     eod: str | None = None,
     max_lost: float = MAX_LOST,
+    date: str | None = None,
+    drops_reasoning: bool = False,
+    seq_len: int | None = None,
+    long: str = "anywhere",
     source: str | None = None,
     made: Tree | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
@@ -115,7 +128,20 @@ def prepare_corpus(
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim, eod, max_lost)
+    job = TokenizeJob(
+        parts=f"{out}.parts",
+        key=key,
+        append_eod=append_eod,
+        skip_bad=skip_bad,
+        is_chat=is_chat,
+        has_fim=has_fim,
+        eod=eod,
+        max_lost=max_lost,
+        date=date,
+        drops_reasoning=drops_reasoning,
+        seq_len=seq_len,
+        long=long,
+    )
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -126,6 +152,9 @@ def prepare_corpus(
             say(f"starting over: {num_dropped} shards that an unfinished run has made are of other inputs or "
                 "settings")
         tok = ready_tokenizer(job, tokenizer, units, say)
+        told_date = getattr(job.chat_format(tok), "date", None)
+        if date is not None and told_date is None:
+            raise ConfigError("--date: the format of the conversations asks for no date; leave it out")
         fault_point("prepare.planned")
         todo = [number for number in range(len(units)) if not shard_is_finished(job, number)]
         shards_kept = len(units) - len(todo)
@@ -157,7 +186,10 @@ def prepare_corpus(
     return {
         "out": str(out),
         **counts,
-        "chat": type(chat_format(tok)).__name__ if is_chat else None,
+        "chat": type(job.chat_format(tok)).__name__ if is_chat else None,
+        "date": told_date,
+        "seq_len": seq_len,
+        "long_are": long,
         "tokenizer": tok.name,
         "fingerprint": tok.fingerprint,
         "vocab": tok.vocab,
@@ -236,6 +268,7 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         parts.append("fim")
     if job.is_chat:
         parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
+        parts += [job.date, job.drops_reasoning, job.seq_len, job.long]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -281,14 +314,14 @@ def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) ->
 def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
     """Trains a BPE of `pieces` ids on the text of evenly spaced units."""
     started = time.monotonic()
-    chat = chat_format(None) if job.is_chat else None
+    chat = job.chat_format(None)
     sentinels = SENTINELS[0] if job.has_fim else ()
     tok = tokenizers.train_bpe(training_texts(units, job.key, chat), pieces, sentinels=sentinels)
     say(f"tokenizer {tok.name} (trained, {time.monotonic() - started:.1f} s)")
     return tok
 
 
-def training_texts(units: list[Unit], key: str, chat: ChatFormat | None) -> Iterator[str]:
+def training_texts(units: list[Unit], key: str | None, chat: ChatFormat | None) -> Iterator[str]:
     """Documents of evenly spaced units, until they have TRAINING_CHARACTERS characters."""
     stride = max(1, sum(map(unit_size, units)) // TRAINING_CHARACTERS)
     characters_left = TRAINING_CHARACTERS
@@ -313,10 +346,13 @@ class ShardCounts:
     lost_bytes: int = 0  # of the text, which its tokens do not have
     unknown_tokens: int = 0  # for text that has no other token
     counted: int = 0  # tokens that the loss counts
+    longest: int = 0  # tokens of a document
+    long: int = 0  # conversations that do not fit a sequence
     empty: int = 0  # documents without text, which are left out
     bad: int = 0  # documents that cannot be read, which are left out
     # the first bad ones: piece of the unit, line, error
     shown: list[tuple[int, int, str]] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)  # of conversations: how many have it
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of its files
 
 
@@ -331,8 +367,9 @@ class ShardWriter:
         self._tok = tok
         self._fault_point = fault_point
         self._eod = [np.array([tok.eod])] if job.append_eod else []
+        self._slots = sys.maxsize if job.seq_len is None else job.seq_len + 1  # tokens that a sequence holds
         self._dtype = dtype_of(tok.vocab)
-        self._chat = chat_format(tok) if job.is_chat else None
+        self._chat = job.chat_format(tok)
         self._check = byte_check(tok, is_chat=isinstance(self._chat, TemplateChat))
         ends = (".bin", ".len", ".mask") if job.is_chat else (".bin", ".len")
         self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in ends}
@@ -350,37 +387,60 @@ class ShardWriter:
                 stack.enter_context(naming_errors(self._temporary[end]))
                 stack.enter_context(file)
 
-    def write(self, records: list[DocumentRecord]) -> None:
-        """Encodes and writes some documents."""
+    def write(self, records: list[DocumentRecord]) -> list[tuple[int, str]]:
+        """Encodes and writes some documents. Returns the numbers of those that are too long, and why."""
         if not records:
-            return
-        texts = [record.text or "" for record in records]
+            return []
+        too_long: list[tuple[int, str]] = []
         if self._chat is None:
+            texts = [record.text or "" for record in records]
             pieces = self._tok.encode_batch(texts)
-            piece_texts = [text.encode("utf-8") for text in texts]
-            self.counts.text_bytes += sum(map(len, piece_texts))
             documents_ids = self._with_eod(pieces)
         else:
-            chats = [ChatText(text, record.spans) for text, record in zip(texts, records)]
+            chats = [record.chat for record in records if record.chat is not None]
             encoded = self._chat.encode_batch(self._tok, chats)
-            documents_ids = [chat.ids for chat in encoded]
+            too_long = self._too_long(encoded)
+            left_out = {number for number, _ in too_long}
+            records = [record for number, record in enumerate(records) if number not in left_out]
+            encoded = [chat for number, chat in enumerate(encoded) if number not in left_out]
+            if not encoded:
+                return too_long
+            texts = [text for chat in encoded for text in chat.texts]
             pieces = [ids for chat in encoded for ids in chat.pieces]
-            piece_texts = [text.encode("utf-8") for chat in encoded for text in chat.texts]
-            self.counts.text_bytes += sum(map(len, piece_texts))
+            if self._job.long == "turns":
+                encoded = [part for chat in encoded for part in cut_at_turns(chat, self._slots)]
+            documents_ids = [chat.ids for chat in encoded]
             counted = np.concatenate([chat.counted for chat in encoded])
             self._append(".mask", counted.astype(np.uint8))
             self.counts.counted += int(counted.sum())
+            for record in records:
+                for note in dict.fromkeys(record.chat.notes if record.chat else ()):
+                    self.counts.notes[note] = self.counts.notes.get(note, 0) + 1
 
         tokens = np.concatenate(documents_ids, dtype=self._dtype, casting="unsafe")
         self._append(".bin", tokens)
         self._append(".len", np.array([len(ids) for ids in documents_ids], "<i4"))
         self._fault_point("prepare.mid_shard")
 
-        self.counts.documents += len(texts)
+        self.counts.documents += len(documents_ids)
         self.counts.tokens += len(tokens)
+        self.counts.longest = max(self.counts.longest, *map(len, documents_ids))
+        piece_texts = [text.encode("utf-8") for text in texts]
+        self.counts.text_bytes += sum(map(len, piece_texts))
         self.counts.lost_bytes += self._check.lost(piece_texts, pieces)
         if self._tok.contract.unknown is not None:
             self.counts.unknown_tokens += int((tokens == self._tok.contract.unknown).sum())
+        return too_long
+
+    def _too_long(self, chats: list[EncodedChat]) -> list[tuple[int, str]]:
+        """Counts the conversations that do not fit. Returns (number, why) of those that the job refuses."""
+        slots = self._slots
+        long = [number for number, chat in enumerate(chats) if len(chat.ids) > slots]
+        self.counts.long += len(long)
+        if self._job.long != "refuse":
+            return []
+        return [(number, f"a conversation of {len(chats[number].ids):,} tokens, and --seq-len {slots - 1:,} "
+                         f"holds {slots:,}; raise it, or cut with --long") for number in long]
 
     def _with_eod(self, encoded: list[np.ndarray]) -> list[np.ndarray]:
         return [np.concatenate([ids, *self._eod]) for ids in encoded]
@@ -432,34 +492,42 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
                fault_point: FaultPoint = lambda name: None) -> None:
     """Makes shard `number` from its unit. report: receives the bytes of the unit that are done.
     Raises BadDocument at the first one unless job.skip_bad is set."""
-    chat = chat_format(tok) if job.is_chat else None
+    chat = job.chat_format(tok)
     with ShardWriter(job, number, tok, fault_point) as writer:
-        records: list[DocumentRecord] = []
-        characters = 0  # in records
+        waiting: list[tuple[int, DocumentRecord]] = []  # with the number of their piece
+        characters = 0  # in waiting
         bytes_before = 0  # of the pieces before this one
+
+        def leave_out(piece_number: int, line: int, error: str) -> None:
+            if not job.skip_bad:
+                location = documents.piece_location(unit[piece_number], line)
+                raise BadDocument(f"{location}: {error}; fix it, or leave out such records with --skip-bad")
+            writer.counts.bad += 1
+            if len(writer.counts.shown) < SHOWN:
+                writer.counts.shown.append((piece_number, line, error))
+
+        def write_waiting() -> None:
+            for place, error in writer.write([record for _, record in waiting]):
+                piece_number, record = waiting[place]
+                leave_out(piece_number, record.line, error)
+            waiting.clear()
+
         for piece_number, piece in enumerate(unit):
             for record in documents.read_piece(piece, job.key, chat):
                 if record.text is None:
-                    if not job.skip_bad:
-                        location = documents.piece_location(piece, record.line)
-                        raise BadDocument(f"{location}: {record.error}; fix it, "
-                                          "or leave out such records with --skip-bad")
-                    writer.counts.bad += 1
-                    if len(writer.counts.shown) < SHOWN:
-                        writer.counts.shown.append((piece_number, record.line, record.error))
+                    leave_out(piece_number, record.line, record.error)
                 elif not record.text:
                     writer.counts.empty += 1
                 else:
-                    records.append(record)
+                    waiting.append((piece_number, record))
                     characters += len(record.text)
 
                 if characters >= BATCH_CHARACTERS:
-                    writer.write(records)
+                    write_waiting()
                     report(bytes_before + record.bytes_read)
-                    records = []
                     characters = 0
             bytes_before += piece.size
-        writer.write(records)
+        write_waiting()
         writer.sync()
     writer.commit()
     report(bytes_before)
@@ -621,18 +689,25 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
 
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
-    """The counts of all shards; "bad_records" names the first SHOWN bad documents."""
-    names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "empty", "bad")
+    """The counts of all shards; "bad_records" names the first SHOWN bad documents, and
+    "notes" says of how many conversations each is true."""
+    names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "long", "empty",
+             "bad")
     total: Tree = dict.fromkeys(names, 0)
+    longest = 0
     bad_records: list[str] = []
+    notes: dict[str, int] = {}
     for number, unit in enumerate(units):
         counts = shard_counts(job, number)
         for key in total:
             total[key] += counts[key]
+        longest = max(longest, counts["longest"])
+        for note, records in counts["notes"].items():
+            notes[note] = notes.get(note, 0) + records
         for piece_number, line, error in counts["shown"]:
             if len(bad_records) < SHOWN:
                 bad_records.append(f"{documents.piece_location(unit[piece_number], line)}: {error}")
-    return {**total, "bad_records": bad_records}
+    return {**total, "bad_records": bad_records, "notes": notes, "longest": longest}
 
 
 def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:

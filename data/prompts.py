@@ -24,19 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from config import ConfigError
-from data.chat import (
-    ASSISTANT,
-    BadConversation,
-    ChatFormat,
-    ChatText,
-    Message,
-    PlainChat,
-    TemplateChat,
-    chat_format,
-    marked_text,
-    parts_of,
-)
+from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, parts_of
 from data.contract import TOKENIZER_CONFIG, SpecialToken
+from data.conversation import ASSISTANT, BadConversation, Conversation, Message
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 if TYPE_CHECKING:  # imported only where a tokenizer.json is used
@@ -122,10 +112,13 @@ class Prompts:
                 text = self.format.invite(guarded)
             except BadConversation as error:
                 raise ConfigError(f"the conversation: {error}") from None
-            return self._control.encode(marked_text(text).text)
+            return self._control.encode(text)
 
         # the plain format, in the parts in which it is trained
-        chat = self.format.write(messages)
+        try:
+            chat = self.format.write(conversation_of(messages))
+        except BadConversation as error:
+            raise ConfigError(f"the conversation: {error}") from None
         invited = ChatText(f"{chat.text}{ASSISTANT}: ", chat.spans)
         parts = [invited.text[begin:stop] for begin, stop, _ in parts_of(invited)]
         ids = np.concatenate(self.tok.encode_batch(parts)).tolist()
@@ -161,10 +154,10 @@ class Prompts:
             return self.stops
         try:
             probe = [{"role": USER, "content": PROBE}, {"role": ASSISTANT, "content": PROBE}]
-            text, spans = self.format.write(probe)
+            chat = self.format.write(conversation_of(probe))
         except BadConversation:
             return self.stops
-        closing = text[slice(*spans[-1])].rpartition(PROBE)[2] if spans else ""
+        closing = chat.text[slice(*chat.spans[-1])].rpartition(PROBE)[2] if chat.spans else ""
         control = self.tok.contract.control
         ends = [token_id for token_id in self._control.encode(closing) if token_id in control]
         return self.stops | set(ends[:1])
@@ -193,6 +186,11 @@ class Prompts:
         pattern = reader.special if message["role"] == ASSISTANT else reader.pattern
         content = pattern.sub(lambda match: f"{match[0][:1]}{GUARD}{match[0][1:]}", message["content"])
         return {**message, "content": content}
+
+
+def conversation_of(messages: list[Message]) -> Conversation:
+    """Messages whose answers count."""
+    return Conversation(messages, counts=[message["role"] == ASSISTANT for message in messages])
 
 
 def open_prompts(tok: Tokenizer, bos: bool | None) -> Prompts:

@@ -4,27 +4,13 @@ The order of sequences is shuffled, so the first of a run are spread over its da
 loss mask and where documents begin; tokens only of files without an index.
 """
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from data.start_tokens import Index
+from data.window import counted_targets
 
 SAMPLED_SEQUENCES = 512  # that a start looks at, at most
-
-
-class WithoutTokens(NamedTuple):
-    """A data set of which everything is read but the tokens: they are 0."""
-    index: Index
-
-    def read(self, first: int, stop: int) -> np.ndarray:  # ids [stop - first]
-        return np.zeros(stop - first, np.int64)
-
-    def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
-        return self.index.counted(first, stop)
-
-    def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
-        return self.index.document_starts(first, stop)
 
 
 @dataclass(frozen=True)
@@ -74,5 +60,5 @@ def cut_targets(index: Index, first: int, stop: int) -> int:
     if index.document_start(index.document_at(first)) == first:
         return 0
     starts = index.document_starts(first, stop)
-    counted = index.counted(first, int(starts[0]) if len(starts) else stop)
+    counted = counted_targets(index, first, int(starts[0]) if len(starts) else stop)
     return 0 if counted is None else int(counted[1:].sum())

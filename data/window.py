@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.loss_mask import LossMask
 from data.start_tokens import Index
-from data.targets import WithoutTokens
 
 NO_STARTS = np.empty(0, np.int64)
 
@@ -21,6 +21,24 @@ class Window(NamedTuple):
     filled: int  # slots before the padding
 
 
+class WithoutTokens(NamedTuple):
+    """A data set of which everything is read but the tokens: they are 0."""
+    index: Index
+
+    @property
+    def loss_mask(self) -> LossMask | None:
+        return self.index.loss_mask
+
+    def read(self, first: int, stop: int) -> np.ndarray:  # ids [stop - first]
+        return np.zeros(stop - first, np.int64)
+
+    def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
+        return self.index.counted(first, stop)
+
+    def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
+        return self.index.document_starts(first, stop)
+
+
 class Part(NamedTuple):
     """What a window holds of one document."""
     tokens: np.ndarray  # [n]
@@ -31,7 +49,26 @@ def read_stream(index: Index | WithoutTokens, first: int, slots: int, wants_star
     """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
     stop = first + slots
     starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
-    return Window(index.read(first, stop), starts, index.counted(first, stop), slots)
+    return Window(index.read(first, stop), starts, counted_targets(index, first, stop), slots)
+
+
+def counted_targets(
+    index: Index | WithoutTokens, first: int, stop: int
+) -> np.ndarray | None:  # bool [stop - first]
+    """Does the loss count each of the tokens [first, stop)? Where they begin inside a conversation, its first
+    answer there does not: the question is cut away, or a part of it. None: all count."""
+    counted = index.counted(first, stop)
+    if counted is None or index.loss_mask is None:
+        return counted
+    if first == 0 or len(index.document_starts(first - 1, first + 1)):
+        return counted
+    later = index.document_starts(first, stop)
+    rest = counted[:later[0] - first] if len(later) else counted  # of the conversation
+    answers = np.flatnonzero(rest)
+    if len(answers):
+        ends = np.flatnonzero(~rest[answers[0]:])
+        rest[:answers[0] + ends[0] if len(ends) else len(rest)] = False
+    return counted
 
 
 def read_pieces(
@@ -41,7 +78,7 @@ def read_pieces(
     counts."""
     parts: list[Part] = []
     for first, stop in pieces:
-        counted = index.counted(first, stop)
+        counted = counted_targets(index, first, stop)
         if counted is None:
             counted = np.ones(stop - first, bool)
         counted[0] = False

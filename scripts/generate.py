@@ -21,7 +21,7 @@ from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import ConfigError
 from config.terminal import ParagraphHelp
-from data.chat import ASSISTANT, Message
+from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
 from model.generate import generate
 from runtime.failure import fail_cleanly

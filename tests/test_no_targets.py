@@ -1,5 +1,7 @@
 """Steps, runs and validations without a counted target: conversations whose answers lie outside of what is
 read. Runs start from a file of conversations, and what they say is counted by hand from its mask.
+
+An answer whose question is cut away does not count. Where sequences are short, the assistant speaks first.
 """
 
 import json
@@ -17,15 +19,24 @@ from scripts import prepare_data
 SEQ_LEN = 16  # of ranks.MODEL
 
 
-def conversations(folder, question: int, answer: str, count: int = 40, name: str = "chat") -> str:
-    """A prefix of `count` conversations of the same length, with the byte tokenizer."""
+def conversations(folder, *turns: str | int, count: int = 40, name: str = "chat") -> str:
+    """A prefix of `count` conversations, with the byte tokenizer. turns: an answer, or the number of random
+    letters of a question."""
+    return prepared(folder, [turns] * count, name)
+
+
+def prepared(folder, chats: list[tuple[str | int, ...]], name: str = "chat") -> str:
+    """A prefix of conversations, each given by its turns."""
     rng = np.random.default_rng(0)
     source = folder / f"{name}.jsonl"
     with open(source, "w") as file:
-        for _ in range(count):
-            letters = "".join(map(chr, rng.integers(97, 123, question)))
-            turns = [{"role": "user", "content": letters}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": turns}) + "\n")
+        for turns in chats:
+            messages = [
+                {"role": "assistant", "content": turn} if isinstance(turn, str) else
+                {"role": "user", "content": "".join(map(chr, rng.integers(97, 123, turn)))}
+                for turn in turns
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
     words = ["--input", str(source), "--tokenizer", "bytes", "--out", str(folder / name), "--chat"]
     assert prepare_data.main(words) == 0
     return str(folder / name)
@@ -55,37 +66,45 @@ def summary_of(folder):
 @pytest.fixture(scope="module")
 def mostly_questions(tmp_path_factory):
     """One sequence of six has a target: about half of the steps of four sequences have none."""
-    return conversations(tmp_path_factory.mktemp("data"), question=70, answer="yes")
+    return conversations(tmp_path_factory.mktemp("data"), "yes", 14)
 
 
 # ---- before the first step ---------------------------------------------------------------------------------
 
 
 def test_the_header_says_what_counts(tmp_path):
-    """All 167 sequences of the training part are looked at, and counted here by hand."""
-    prefix = conversations(tmp_path, question=76, answer="yes", count=36)
+    """All 35 sequences of the training part are looked at, and counted here by hand. The second answer of a
+    conversation that is cut counts if the first one, or a part of it, stands before its question."""
+    prefix = conversations(tmp_path, 28, "yes", 10, "yes", count=36)
     is_counted = bits(prefix)
-    length = len(is_counted) // 36
+    seq_len, length = 64, len(is_counted) // 36
     train = is_counted[:27 * length]
-    number, left_over = divmod(len(train) - 1, SEQ_LEN)
-    assert left_over == 0, "windows would begin at a random token"
-    targets = np.stack([train[i * SEQ_LEN + 1:(i + 1) * SEQ_LEN + 1] for i in range(number)])
-    place = np.arange(number)[:, None] * SEQ_LEN + 1 + np.arange(SEQ_LEN)[None, :]
-    begins_before = place // length * length < np.arange(number)[:, None] * SEQ_LEN
+    number, left_over = divmod(len(train) - 1, seq_len)
+    assert (number, left_over) == (35, 0), "windows would begin at a random token"
+    begin = np.arange(number)[:, None] * seq_len
+    place = begin + 1 + np.arange(seq_len)
+    begins_before = place // length * length < begin
+    end_of_first = len("user: \nassistant: yes\n") + 28
+    is_second = place % length >= end_of_first
+    sees_first = begin < place // length * length + end_of_first
+    targets = train[place] & (~begins_before | is_second & sees_first)
+    assert targets.sum() < train[place].sum()
     cut = (targets & begins_before).sum() / targets.sum()
 
-    end = run(tmp_path, prefix, "--train.steps", "2", "--train.global_batch", "84",
-              "--train.micro_batch", "42")  # 168 sequences
+    end = run(tmp_path, prefix, "--train.steps", "1", "--train.global_batch", "35",
+              "--train.micro_batch", "35", "--train.seq_len", "64")
     assert end.codes == [0], end.logs
     (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
     empty = (targets.sum(1) == 0).mean()
     shares = [100 * targets.mean(), 100 * empty, 100 * cut]
     assert [float(share) for share in re.findall(r"([\d.]+) %", line)] == [round(x, 1) for x in shares]
     assert "looked at" not in line
+    (row,), _ = rows_of(tmp_path / "r")
+    assert row["targets"] == targets.sum()  # those that are trained
 
 
 def test_whole_conversations_are_not_cut(tmp_path):
-    prefix = conversations(tmp_path, question=10, answer="yes")
+    prefix = conversations(tmp_path, 10, "yes")
     end = run(tmp_path, prefix, "--train.steps", "1", "--train.seq_len", "64", "--data.pack", "best_fit",
               "--data.doc_mask", "true")
     assert end.codes == [0], end.logs
@@ -95,8 +114,10 @@ def test_whole_conversations_are_not_cut(tmp_path):
 
 
 def test_a_large_file_is_sampled(tmp_path):
-    prefix = conversations(tmp_path, question=70, answer="yes", count=400)
-    share = bits(prefix).mean()
+    prefix = conversations(tmp_path, "yes", 14, count=800)
+    place = np.flatnonzero(bits(prefix))
+    is_whole = place // 37 * 37 >= (place - 1) // SEQ_LEN * SEQ_LEN
+    share = is_whole.sum() / len(bits(prefix))
     end = run(tmp_path, prefix, "--train.steps", "8", "--train.global_batch", "128",
               "--train.micro_batch", "64")
     (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
@@ -110,7 +131,7 @@ def test_a_large_file_is_sampled(tmp_path):
 ])
 def test_a_run_without_any_target_is_refused(tmp_path, words, way_out):
     """Eight sequences of questions, whose answers the run never reaches."""
-    prefix = conversations(tmp_path, question=4000, answer="a", count=8)
+    prefix = conversations(tmp_path, 4000, "a", count=8)
     end = run(tmp_path, prefix, *words)
     assert end.codes == [2]
     (line,) = end.errors()
@@ -218,9 +239,10 @@ def test_every_layout_skips_the_same_steps(tmp_path, mostly_questions, layout):
 
 def test_more_steps_in_a_row_than_may_fail(tmp_path):
     """They are no failure, however many they are; in fp16 the loss scale stays, too."""
-    prefix = conversations(tmp_path, question=400, answer="y", count=40)
-    words = ["--train.steps", "40", "--train.dtype", "fp16", "--train.loss_scale_window", "3",
-             "--checkpoint.every", "1", "--checkpoint.keep", "100", "--train.global_batch", "1"]
+    prefix = conversations(tmp_path, "y", 150)
+    words = ["--train.steps", "40", "--train.dtype", "fp16", "--train.loss_scale", "256",
+             "--train.loss_scale_window", "3", "--checkpoint.every", "1", "--checkpoint.keep", "100",
+             "--train.global_batch", "1"]
     end = run(tmp_path, prefix, *words)
     assert end.codes == [0], end.logs
     rows, _ = rows_of(tmp_path / "r")
@@ -239,7 +261,7 @@ def test_more_steps_in_a_row_than_may_fail(tmp_path):
 
 def test_a_validation_without_a_target_has_no_loss(tmp_path):
     """The valid part is one long question at its start."""
-    prefix = conversations(tmp_path, question=4000, answer="a" * 2000, count=4)
+    prefix = prepared(tmp_path, [("aaa", 14)] * 300 + [(4000, "a")] * 100)
     end = run(tmp_path, prefix, "--train.steps", "60", "--eval.every", "30", "--train.ema", "0.9",
               "--train.global_batch", "1")
     assert end.codes == [0], end.logs

@@ -11,7 +11,8 @@ from ranks import MODEL, job
 
 import config
 from data import tokenizer
-from data.chat import BadConversation, PlainChat, chat_format, parse_messages
+from data.chat import PlainChat, chat_format
+from data.conversation import BadConversation, parse_messages, read_conversation
 from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
 from data.loss_mask import LossMaskBits
@@ -111,7 +112,11 @@ def with_template(folder, home, template, inside=False):
 def encoded(home, chats):
     tok = tokenizer.load_tokenizer(home)
     form = chat_format(tok)
-    return form.encode_batch(tok, [form.write(parse_messages(chat)) for chat in chats])
+    return form.encode_batch(tok, [form.write(conversation(chat)) for chat in chats])
+
+
+def conversation(messages):
+    return read_conversation({"messages": messages})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -124,7 +129,7 @@ def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, name):
     theirs = transformers.AutoTokenizer.from_pretrained(homes[1])
     assert theirs.apply_chat_template(CHATS[0], tokenize=False) == chat_format(
         tokenizer.load_tokenizer(homes[0])
-    ).write(CHATS[0]).text
+    ).write(conversation(CHATS[0])).text
     for home in homes:
         for chat, ours in zip(CHATS, encoded(home, CHATS)):
             want = theirs.apply_chat_template(
@@ -140,7 +145,7 @@ def test_the_plain_format_by_hand():
     tok = tokenizer.load_tokenizer("bytes")
     form = chat_format(tok)
     assert isinstance(form, PlainChat)
-    chats = [form.write(chat) for chat in (said("hi", "yó"), said("hi", "yo", "so"))]
+    chats = [form.write(conversation(chat)) for chat in (said("hi", "yó"), said("hi", "yo", "so"))]
     first, second = form.encode_batch(tok, chats)
     text = "user: hi\nassistant: yó\n"
     assert first.ids.tolist() == [*text.encode(), 256]
@@ -160,7 +165,7 @@ def test_the_plain_format_by_hand():
 ])
 def test_what_is_no_conversation(value, reason):
     with pytest.raises(BadConversation, match=reason):
-        parse_messages(value)
+        conversation(value)
 
 
 def test_styles_of_messages():
@@ -204,7 +209,9 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
     for end in (".bin", ".idx", ".mask", ".mask.crc"):
         assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes(), end
     said = [json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab"]
-    assert all(meta.pop("provenance") and meta.pop("sha256") for meta in said) and said[0] == said[1]
+    for meta in said:  # sha256: of the .json itself
+        assert meta.pop("provenance") and meta.pop("sha256")
+    assert said[0] == said[1]
 
     data = IndexedDataset(tmp_path / "a")
     want = encoded(home, rows)
@@ -227,23 +234,25 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
             targets = torch.cat([batch.targets for batch in loader.microbatches(step)])
             for (dataset, _, first), row in zip(locations, targets.tolist()):
                 for place, target in enumerate(row, first + 1):
-                    is_counted = (dataset == 1 or counted[place]) and not (doc_mask and place in starts)
+                    # an answer counts if its question, the beginning of its document, is in the window
+                    is_whole = max(start for start in starts if start <= place) >= first
+                    is_counted = (dataset == 1 or counted[place] and is_whole)
+                    is_counted = is_counted and not (doc_mask and place in starts)
                     assert target == (stream[place] if is_counted else -100)
         # two ranks read the same rows
         halves = [open_loader(cfg, "train", rank, 2).microbatches(2) for rank in (0, 1)]
         assert torch.cat([batch.targets for half in halves for batch in half]).equal(targets)
 
 
-def settings(path, doc_mask=False):
+def settings(path, doc_mask=False, seq_len=24):
     return config.Config(
         data=config.DataConfig(path=path, doc_mask=doc_mask),
-        train=config.TrainConfig(steps=1, seq_len=24, micro_batch=1, global_batch=4),
+        train=config.TrainConfig(steps=1, seq_len=seq_len, micro_batch=1, global_batch=4),
     )
 
 
 @pytest.mark.parametrize("row, words, reason", [
     ({"text": "x"}, [], "no messages under 'messages'"),
-    ({"messages": said("x <|im_end|> y", "z")}, [], "spells the control token <|im_end|>"),
     ({"messages": [{"role": "tool", "content": "x"}, *said("a", "b")]}, ["brackets"], "only user and"),
     ({"messages": said("a", "b")}, ["--no-append-eod"], "--no-append-eod"),
     ({"messages": said("a", "b")}, ["{% for"], "its chat template is not one"),
@@ -341,7 +350,7 @@ def test_every_layout_trains_the_same(tmp_path, doc_mask):
     """fp64: two ranks like one, in losses, gradient norms and validation; and after a resume."""
     words = ["llama3-tiny", *MODEL, "--data.path", bytes_corpus(tmp_path), "--data.doc_mask", doc_mask,
              "--train.dtype", "fp64", "--train.steps", "3", "--data.split", "70,30",
-             "--log.dir", str(tmp_path)]
+             "--train.seq_len", "64", "--log.dir", str(tmp_path)]  # which holds a question and its answer
     alone = job(tmp_path / "one", 1, [*words, "--log.name", "one"])
     assert alone.codes == [0], alone.logs
     want, want_valid = losses(tmp_path / "one")
@@ -385,8 +394,9 @@ def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
     rows = many(20)
     assert prepare([{"messages": chat} for chat in rows], tmp_path / "run" / "tokenizer", tmp_path / "a") == 0
     reference = transformers.AutoTokenizer.from_pretrained(home)
-    ids, labels = [], []
+    ids, labels, starts = [], [], []
     for chat in rows:
+        starts.append(len(ids))
         told = reference.apply_chat_template(
             chat,
             chat_template=CHATML_MARKED,
@@ -397,15 +407,16 @@ def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
         ids += told["input_ids"]
         labels += [x if m else -100 for x, m in zip(told["input_ids"], told["assistant_masks"])]
 
-    loader = open_loader(settings(str(tmp_path / "a")), "train", 0, 1)
+    loader = open_loader(settings(str(tmp_path / "a"), seq_len=96), "train", 0, 1)
     ours = load_run(str(tmp_path / "run"), torch.device("cpu"), "fp64")
     batches = loader.microbatches(0)
     places = [first for _, _, first in loader._locate_samples(0, 4)]
     total = count = 0
     with torch.no_grad():
         for first in places[:len(batches)]:
-            window = slice(first, first + 25)
+            window = slice(first, first + 97)
             x, y = torch.tensor([ids[window]]), torch.tensor([labels[window]])
+            y[:, :min(start for start in starts if start >= first) - first] = -100  # a question is cut away
             number = int((y[:, 1:] != -100).sum())
             if number:
                 total += float(theirs(input_ids=x, labels=y).loss) * number

@@ -1,0 +1,275 @@
+"""Records -> conversations, in the forms in which they are published.
+
+    OpenAI          messages: role, content (text, or parts of text), tool_calls, weight; and tools
+    ShareGPT        conversations: from, value; and system, tools
+    Hugging Face    prompt and completion, each text or messages; chosen, with or without prompt
+    Alpaca          instruction, input, output; and system, history
+
+Images, sound and video are refused. A key that nothing here reads is named (Conversation.unread).
+"""
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from config import Tree
+
+Message = dict[str, Any]
+
+ASSISTANT = "assistant"
+SHAREGPT_ROLES = {
+    "human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT,
+    "observation": "tool", "function_response": "tool", "function_call": ASSISTANT,
+}
+MESSAGE_KEYS = ("messages", "conversations", "conversation")  # the first that a record has is read
+WEIGHTS = ("weight", "loss", "train", "training")  # 0 or false: the message does not count
+REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; a template reads one of the names
+TOOLS = ("tools", "functions")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+MESSAGE_READ = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id",
+                *WEIGHTS, *REASONING}
+EMPTY = (None, "", [], {})
+
+
+class BadConversation(ValueError):
+    """A conversation that cannot be written as text. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a record holds. counts: does the loss count the message? settings: names that the template
+    reads, of chat_template_kwargs. unread: keys of the record that nothing reads."""
+    messages: list[Message]
+    counts: list[bool]
+    tools: list[Tree] | None = None
+    settings: Tree | None = None
+    unread: tuple[str, ...] = ()
+
+
+def read_conversation(record: Tree, key: str | None = None) -> Conversation:
+    """The conversation of a record. key: that of its messages; None: the form says it. Raises
+    BadConversation, which names the field."""
+    key = key or next((name for name in MESSAGE_KEYS if name in record), None)
+    for name in MEDIA:
+        if record.get(name) not in EMPTY:
+            raise BadConversation(f"{name!r} holds what is not text, and only text is read")
+
+    if key is not None:
+        if record.get(key) is None:
+            raise BadConversation(f"no messages under {key!r} (see --jsonl-key)")
+        messages, read = parse_messages(record[key], key), {key}
+        prompt_size = 0
+    elif "chosen" in record or "completion" in record:
+        answer = "chosen" if "chosen" in record else "completion"
+        prompt, answers = parse_side(record, "prompt", "user"), parse_side(record, answer, ASSISTANT)
+        is_whole = bool(prompt) and answers[:len(prompt)] == prompt
+        messages = answers if is_whole else [*prompt, *answers]
+        prompt_size, read = len(prompt), {"prompt", answer}
+    elif "instruction" in record and "output" in record:
+        messages, read = alpaca_messages(record), {"instruction", "input", "output", "history"}
+        prompt_size = 0
+    else:
+        raise BadConversation(f"no messages under {MESSAGE_KEYS[0]!r} or {', '.join(MESSAGE_KEYS[1:])}, no "
+                              "prompt and completion, no instruction and output (see --jsonl-key)")
+
+    system = record.get("system")
+    if system not in EMPTY:
+        if not isinstance(system, str):
+            raise BadConversation("'system' is not text")
+        first = messages[0]
+        if first["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+            prompt_size += 1
+        elif first["content"] != system:
+            raise BadConversation("'system' and its first message are two system prompts; remove one")
+
+    counts = [number >= prompt_size and message_counts(number + 1, message)
+              for number, message in enumerate(messages)]
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise BadConversation(f"{key or 'the record'!r} has no message of the {ASSISTANT}: "
+                              "nothing would count in the loss")
+    if not any(counts):
+        raise BadConversation(f"no message of the {ASSISTANT} counts (weight, loss or train): "
+                              "nothing would be trained")
+    settings = parsed_json(record.get("chat_template_kwargs"))
+    if settings not in EMPTY and not isinstance(settings, dict):
+        raise BadConversation("'chat_template_kwargs' is not an object")
+    read |= {"system", "chat_template_kwargs", *TOOLS}
+    unread = [name for name, value in record.items() if name not in read and value not in EMPTY]
+    return Conversation(messages, counts, parse_tools(record), settings or None, tuple(unread))
+
+
+# ---- forms -------------------------------------------------------------------------------------------------
+
+def parse_side(record: Tree, key: str, role: str) -> list[Message]:
+    """The messages of `prompt`, `completion` or `chosen`: text is one of `role`."""
+    value = record.get(key)
+    if value in EMPTY and key == "prompt":
+        return []
+    if isinstance(value, str):
+        if key == "chosen" and record.get("prompt") in EMPTY:
+            raise BadConversation("'chosen' is text, and there is no 'prompt' that it answers")
+        return [{"role": role, "content": checked_text(value, repr(key))}]
+    return parse_messages(value, key)
+
+
+def alpaca_messages(record: Tree) -> list[Message]:
+    """The messages of instruction, input and output, after those of history (pairs of texts)."""
+    messages: list[Message] = []
+    history = record.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadConversation("'history' is not a list of pairs of texts")
+        question, answer = pair
+        messages += [{"role": "user", "content": checked_text(question, "'history'")},
+                     {"role": ASSISTANT, "content": checked_text(answer, "'history'")}]
+    asked = [checked_text(record["instruction"], "'instruction'")]
+    if record.get("input") not in EMPTY:
+        asked.append(checked_text(record["input"], "'input'"))
+    answer = checked_text(record["output"], "'output'")
+    return [*messages, {"role": "user", "content": "\n".join(asked)}, {"role": ASSISTANT, "content": answer}]
+
+
+def parse_messages(value: object, key: str = "messages") -> list[Message]:
+    """The messages {"role", "content", ...} under `key`. Raises BadConversation."""
+    value = parsed_json(value)
+    if not isinstance(value, list) or not value:
+        raise BadConversation(f"{key!r} holds no list of messages")
+    return [parse_message(number, message) for number, message in enumerate(value, 1)]
+
+
+def parse_message(number: int, message: object) -> Message:
+    """One message, with its number from 1: role, content, and what else it has. Raises BadConversation."""
+    if not isinstance(message, dict):
+        raise BadConversation(f"message {number} is no object with role and content")
+    if message.get("role") is not None:
+        role, content = message["role"], message.get("content")
+        role = "tool" if role == "function" else role
+    else:
+        written, content = message.get("from"), message.get("value")
+        role = SHAREGPT_ROLES.get(str(written), written)
+        if written == "function_call":
+            message = {**message, "tool_calls": parsed_json(content)}
+            content = ""
+    if not isinstance(role, str) or not role:
+        raise BadConversation(f"message {number} has no role (or from)")
+
+    place = f"message {number} ({role})"
+    calls = message.get("tool_calls") or message.get("function_call")
+    if isinstance(content, list):
+        content = "".join(text_of_part(part, place) for part in content)
+    if content is None and (calls or any(message.get(name) for name in REASONING)):
+        content = ""
+    parsed = {"role": role, "content": checked_text(content, place)}
+    if calls:
+        parsed["tool_calls"] = parse_calls(calls, place)
+    thoughts = [message[name] for name in REASONING if message.get(name) not in EMPTY]
+    if thoughts:
+        if any(thought != thoughts[0] for thought in thoughts):
+            raise BadConversation(f"{place} has {' and '.join(REASONING)} that differ; keep one")
+        parsed["reasoning_content"] = checked_text(thoughts[0], f"{place}: its reasoning_content")
+    others = {name: value for name, value in message.items()
+              if value not in EMPTY and (name not in MESSAGE_READ or name in ("tool_call_id", *WEIGHTS))}
+    return {**others, **parsed}
+
+
+def checked_text(value: object, place: str) -> str:
+    """Raises BadConversation if it is not text."""
+    if not isinstance(value, str) or "\0" in value:
+        raise BadConversation(f"{place} has no text under content (or value)")
+    return value
+
+
+def text_of_part(part: object, place: str) -> str:
+    """The text of one part of a content. Raises BadConversation for an image, and for sound."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part, dict):
+        raise BadConversation(f"{place} holds {kind}, and only text is read")
+    return checked_text(part.get("text"), place)
+
+
+def message_counts(number: int, message: Message) -> bool:
+    """Does the loss count the message? Raises BadConversation for a weight other than 0 and 1."""
+    is_assistant = message["role"] == ASSISTANT
+    for name in WEIGHTS:
+        weight = message.pop(name, None)
+        if weight is None:
+            continue
+        place = f"message {number} ({message['role']}): its {name}"
+        if weight not in (0, 1):
+            raise BadConversation(f"{place} is {weight}; a message counts (1, true) or not (0, false)")
+        if weight and not is_assistant:
+            raise BadConversation(f"{place} is {weight}, and only what the {ASSISTANT} says counts")
+        is_assistant = is_assistant and bool(weight)
+    return is_assistant
+
+
+# ---- tools -------------------------------------------------------------------------------------------------
+
+def parse_calls(value: object, place: str) -> list[Tree]:
+    """The calls of a message, each {"type": "function", "function": {"name", "arguments"}}; arguments in
+    JSON are parsed."""
+    value = parsed_json(value)
+    calls = value if isinstance(value, list) else [value]
+    parsed: list[Tree] = []
+    for call in calls:
+        called = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+            raise BadConversation(f"{place}: its tool_calls hold no name and arguments of a function")
+        arguments = parsed_json(called.get("arguments", {}))
+        around = {name: item for name, item in call.items() if name in ("id", "type")}
+        function = {**called, "arguments": {} if arguments in EMPTY else arguments}
+        parsed.append({"type": "function", **around, "function": function})
+    return parsed
+
+
+def parse_tools(record: Tree) -> list[Tree] | None:
+    """The definitions of a record's tools, each {"type": "function", "function": {...}}; None if it has
+    none."""
+    named = [name for name in TOOLS if record.get(name) not in EMPTY]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise BadConversation(f"{' and '.join(named)} both define tools; keep one")
+    value = parsed_json(record[named[0]])
+    if value in EMPTY:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadConversation(f"{named[0]!r} is no list of definitions of tools")
+    return [tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
+            for tool in (without_nulls(tool) for tool in value)]
+
+
+def parsed_json(value: object) -> Any:
+    """What a string of JSON says, if it is an object or a list; the value itself if it is none."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that hold null: parquet gives every object the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def strings_of(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
+    """(keys that lead to it, value) of each value in nested objects and lists, the keys of objects included
+    as (..., "key")."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield (*path, "key"), key
+            yield from strings_of(item, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings_of(item, path)
+    else:
+        yield path, value

@@ -1,0 +1,348 @@
+"""Text that knows which string of a record each of its characters comes from.
+
+A chat template rearranges the strings of a conversation: it trims them, splits reasoning off, writes them as
+JSON, leaves some out. TracedText is a str, so that a template decides and writes as it always does, and its
+methods carry the source of each character along. traced_environment is transformers' environment of
+templates, with three additions that change no text:
+
+    ~, join, tojson        keep the sources
+    loops over messages    mark which message the text inside belongs to
+    {% generation %}       marks what is inside
+
+Marks stand between two NUL in the text, which strings of a record may not hold.
+
+Source: transformers, utils/chat_template_utils.py, for the environment of a template.
+"""
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import jinja2
+
+MARK = re.compile("\0([^\0]*)\0")
+TEMPLATE = "\0"  # the source of a character that the template wrote
+MAX_SOURCES = 0x10FFFF  # a source is one character
+PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001|\\\\ue000([0-9]+)\\\\ue001")  # plain, or as JSON in ASCII
+STR_METHODS = ("join", "replace")  # of a template's string, which may take traced ones
+
+
+class TracedText(str):
+    """A string; sources: of each character, TEMPLATE or source_mark(number of the string)."""
+    sources: str
+
+    def __new__(cls, text: str, sources: str) -> "TracedText":
+        made = super().__new__(cls, text)
+        made.sources = sources
+        return made
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return TracedText, (str.__str__(self), self.sources)
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: str) -> str:
+        return joined((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> str:
+        return joined((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __getitem__(self, where: Any) -> "TracedText":
+        return TracedText(super().__getitem__(where), self.sources[where])
+
+    def __iter__(self) -> Iterator["TracedText"]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __mul__(self, times: Any) -> "TracedText":
+        return TracedText(super().__mul__(times), self.sources * times)
+
+    def join(self, parts: Iterable[str]) -> str:
+        pieces: list[str] = []
+        for part in parts:
+            pieces += [self, part] if pieces else [part]
+        return joined(pieces)
+
+    # ---- ends ----------------------------------------------------------------------------------------------
+
+    def lstrip(self, characters: str | None = None) -> "TracedText":
+        return self[len(self) - len(super().lstrip(characters)):]
+
+    def rstrip(self, characters: str | None = None) -> "TracedText":
+        return self[:len(super().rstrip(characters))]
+
+    def strip(self, characters: str | None = None) -> "TracedText":
+        return self.lstrip(characters).rstrip(characters)
+
+    def removeprefix(self, prefix: str) -> "TracedText":
+        return self[len(prefix):] if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> "TracedText":
+        return self[:len(self) - len(suffix)] if self.endswith(suffix) else self
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def split(self, separator: str | None = None, maxsplit: Any = -1) -> list[str]:
+        return self._located(super().split(separator, maxsplit), separator)
+
+    def rsplit(self, separator: str | None = None, maxsplit: Any = -1) -> list[str]:
+        return self._located(super().rsplit(separator, maxsplit), separator)
+
+    def splitlines(self, keepends: Any = False) -> list[str]:
+        return self._located(super().splitlines(keepends), None)
+
+    def partition(self, separator: str) -> tuple[str, ...]:
+        return tuple(self._located(super().partition(separator), ""))
+
+    def rpartition(self, separator: str) -> tuple[str, ...]:
+        return tuple(self._located(super().rpartition(separator), ""))
+
+    def replace(self, old: str, new: str, count: Any = -1) -> str:
+        if not old:
+            return super().replace(old, new, count)
+        return TracedText(new, sources_of(new)).join(self.split(old, count))
+
+    def _located(self, parts: Iterable[str], separator: str | None) -> list[str]:
+        """The parts of this text, in order, with their sources. separator: between two; None: white space."""
+        place = 0
+        found: list[str] = []
+        for part in parts:
+            if separator is None:
+                place = self.find(part, place)
+            found.append(self[place:place + len(part)])
+            place += len(part) + len(separator or "")
+        return found
+
+    # ---- letters -------------------------------------------------------------------------------------------
+
+    def upper(self) -> "TracedText":
+        return self._rewritten(super().upper())
+
+    def lower(self) -> "TracedText":
+        return self._rewritten(super().lower())
+
+    def capitalize(self) -> "TracedText":
+        return self._rewritten(super().capitalize())
+
+    def title(self) -> "TracedText":
+        return self._rewritten(super().title())
+
+    def _rewritten(self, text: str) -> "TracedText":
+        """This text in other letters; where their number changes, all have the first one's source."""
+        return TracedText(text, self.sources if len(text) == len(self) else self.sources[:1] * len(text))
+
+
+def source_mark(number: int) -> str:
+    """The source of the characters of string `number` of a record."""
+    return chr(number + 1)
+
+
+def sources_of(text: str) -> str:
+    """The source of each character."""
+    return text.sources if isinstance(text, TracedText) else TEMPLATE * len(text)
+
+
+def joined(parts: Iterable[object]) -> str:
+    """The parts one after the other, with their sources where one has any."""
+    texts = [str(part) for part in parts]
+    whole = "".join(texts)
+    if not any(isinstance(text, TracedText) for text in texts):
+        return whole
+    return TracedText(whole, "".join(map(sources_of, texts)))
+
+
+def traced_json(value: object, **options: Any) -> str:
+    """JSON of a value, with the sources of its strings."""
+    strings: list[TracedText] = []
+    if options.get("sort_keys"):
+        options = {**options, "sort_keys": False}
+        value = with_sorted_keys(value)
+    text = json.dumps(hidden(value, strings), **options)
+
+    parts: list[str] = []
+    end = 0
+    for match in PLACEHOLDER.finditer(text):
+        parts += [text[end:match.start()], json_letters(strings[int(match[1] or match[2])], options)]
+        end = match.end()
+    return joined([*parts, text[end:]])
+
+
+def json_letters(text: TracedText, options: dict[str, Any]) -> str:
+    """What JSON writes between the quotes of a string."""
+    in_ascii = options.get("ensure_ascii", True)
+    whole = json.dumps(str.__str__(text), ensure_ascii=in_ascii)[1:-1]
+    if len(whole) == len(text):
+        return TracedText(whole, text.sources)
+    letters = [json.dumps(letter, ensure_ascii=in_ascii)[1:-1] for letter in str.__iter__(text)]
+    sources = [source * len(letter) for letter, source in zip(letters, text.sources)]
+    return TracedText("".join(letters), "".join(sources))
+
+
+def hidden(value: object, strings: list[TracedText]) -> object:
+    """The value with placeholders for its traced strings, which are added to `strings`."""
+    if isinstance(value, TracedText):
+        strings.append(value)
+        return f"\ue000{len(strings) - 1}\ue001"
+    if isinstance(value, dict):
+        return {hidden(key, strings): hidden(item, strings) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hidden(item, strings) for item in value]
+    return value
+
+
+def with_sorted_keys(value: object) -> object:
+    """The value with the keys of all objects in order."""
+    if isinstance(value, dict):
+        return {key: with_sorted_keys(value[key]) for key in sorted(value)}
+    if isinstance(value, (list, tuple)):
+        return [with_sorted_keys(item) for item in value]
+    return value
+
+
+# ---- templates ---------------------------------------------------------------------------------------------
+
+class TracedMessage(dict):
+    """A message that a template sees; number: from 0."""
+
+    def __init__(self, message: dict[str, Any], number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Piece(NamedTuple):
+    """A part of a text that one message wrote."""
+    start: int
+    stop: int
+    message: int | None  # the message whose turn of a loop wrote it; None: it was written outside
+    is_marked: bool  # is it inside {% generation %}?
+
+
+class TracedRender(NamedTuple):
+    """What a template wrote."""
+    text: str
+    sources: str  # of each character
+    pieces: tuple[Piece, ...]  # of the text, in order; none is empty
+    has_marks: bool  # is there a {% generation %}, be it an empty one?
+
+
+def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRender:
+    """Writes a template. Raises what it raises."""
+    loops: set[int] = set()  # over messages
+
+    def begin(loop: int, item: object) -> str:
+        if not isinstance(item, TracedMessage):
+            return ""
+        loops.add(loop)
+        return f"\0loop {loop} {item.number}\0"
+
+    def end_of(loop: int) -> str:
+        return f"\0loop {loop} \0" if loop in loops else ""
+
+    context = template.new_context({**variables, "_traced_begin": begin, "_traced_end": end_of})
+    texts: list[str] = []
+    sources: list[str] = []
+    pieces: list[Piece] = []
+    owners: list[tuple[str, int]] = []  # (loop, message) of the loops that are open
+    open_marks = 0
+    has_marks = False
+    length = 0
+
+    for chunk in template.root_render_func(context):
+        chunk_sources = sources_of(chunk)
+        end = 0
+        for match in [*MARK.finditer(chunk), None]:
+            stop = match.start() if match else len(chunk)
+            if stop > end:
+                texts.append(str.__getitem__(chunk, slice(end, stop)))
+                sources.append(chunk_sources[end:stop])
+                message = owners[-1][1] if owners else None
+                pieces.append(Piece(length, length + stop - end, message, open_marks > 0))
+                length += stop - end
+            if match is None:
+                continue
+            end = match.end()
+            kind, _, what = str(match[1]).partition(" ")
+            if kind in ("[", "]"):
+                has_marks = True
+                open_marks += 1 if kind == "[" else -1
+            else:
+                loop, _, number = what.partition(" ")
+                open_loops = [name for name, _ in owners]
+                if loop in open_loops:
+                    del owners[open_loops.index(loop):]
+                if number:
+                    owners.append((loop, int(number)))
+    return TracedRender("".join(texts), "".join(sources), tuple(pieces), has_marks)
+
+
+def traced_environment() -> "jinja2.Environment":
+    """Where a template runs: without access to Python, and with the functions that templates expect."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.visitor import NodeTransformer
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}, with marks around it."""
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            marks = [nodes.Output([nodes.TemplateData(f"\0{mark}\0")], lineno=line) for mark in "[]"]
+            return [marks[0], *body, marks[1]]
+
+    class Tracing(NodeTransformer):
+        """Writes a loop's marks, and ~ so that it keeps sources."""
+        loops = 0
+
+        def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+            self.generic_visit(node)
+            items = nodes.List(node.nodes, lineno=node.lineno)
+            return nodes.Filter(items, "_traced_concat", [], [], None, None, lineno=node.lineno)
+
+        def visit_For(self, node: nodes.For) -> nodes.Node | list[nodes.Node]:
+            self.loops += 1
+            number = self.loops
+            self.generic_visit(node)
+            if not isinstance(node.target, nodes.Name):
+                return node
+            line = node.lineno
+            known = [nodes.Const(number), nodes.Name(node.target.name, "load")]
+            calls = [nodes.Call(nodes.Name(f"_traced_{name}", "load"), given, [], None, None)
+                     for name, given in (("begin", known), ("end", known[:1]))]
+            node.body.insert(0, nodes.Output([calls[0]], lineno=line))
+            return [node, nodes.Output([calls[1]], lineno=line)]
+
+    class TracedEnvironment(ImmutableSandboxedEnvironment):
+        concat = staticmethod(joined)
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+            tree = super()._parse(source, name, filename)
+            tree = Tracing().visit(tree)
+            return tree.set_environment(self)
+
+        def call(__self, __context: Any, __called: Any, *args: Any, **kwargs: Any) -> Any:
+            of = getattr(__called, "__self__", None)
+            if type(of) is str and getattr(__called, "__name__", "") in STR_METHODS:
+                __called = getattr(TracedText(of, sources_of(of)), __called.__name__)
+            return super().call(__context, __called, *args, **kwargs)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+        return traced_json(value, ensure_ascii=ensure_ascii, **options)
+
+    def join_texts(values: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
+        if attribute is not None:
+            values = [made.getitem(value, attribute) for value in values]
+        return TracedText(separator, sources_of(separator)).join(map(str, values))
+
+    made = TracedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    made.filters.update(tojson=to_json, join=join_texts, _traced_concat=joined)
+    made.globals["raise_exception"] = refuse
+    return made

@@ -1,0 +1,358 @@
+"""Published chat templates: the text is that of transformers, what counts is what TRL's training templates
+mark, and no record loses a part in silence.
+"""
+
+import copy
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_table import CONVERSATIONS, WEATHER, said, templates, tokenizer_folder, verdict
+
+import config
+from data.chat import chat_format
+from data.conversation import BadConversation, read_conversation
+from data.indexed import IndexedDataset
+from data.loader import open_loader
+from data.tokenizer import load_tokenizer
+from scripts import prepare_data
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: no tokenizer.json")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+PAGE = Path(__file__).resolve().parents[2] / "docs/chat-templates.md"
+NAMES = [name for name in templates() if not name.endswith("_training")]
+CORE = ["qwen3", "gptoss", "glm4moe", "phi3", "gemma4_v5", "deepseekv3"]
+
+
+@pytest.mark.slow(core=CORE)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_says_what_is_right_and_what_is_refused(tmp_path, name):
+    home = tokenizer_folder(tmp_path, templates()[name])
+    cells, beside = zip(*(verdict(home, name, record) for record in CONVERSATIONS.values()))
+    assert not [cell for cell in cells if cell.startswith("!")]
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if f"| {name} |" in line]
+    assert [row[1:11] for row in rows] == [list(cells)]
+    assert rows[0][11] == ", ".join(dict.fromkeys(filter(None, beside)))
+
+
+def word(rng):
+    letters = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=10))
+    return letters + rng.choice(["", '"', "\n", "é", "\\"]) + "z"
+
+
+def record_of(rng):
+    """A record with what records have, and the words that must be trained."""
+    words = []
+
+    def new():
+        words.append(word(rng))
+        return words[-1]
+
+    messages = []
+    if rng.random() < 0.3:
+        messages.append({"role": rng.choice(["system", "developer"]), "content": new()})
+    record = {"messages": messages}
+    has_tools = rng.random() < 0.4
+    if has_tools:
+        tool = json.loads(json.dumps(WEATHER))
+        tool["function"].update(name=re.sub(r"\W", "", new()), description=new())
+        words[-2] = tool["function"]["name"]
+        record["tools"] = [tool]
+    for _ in range(rng.randint(1, 3)):
+        messages.append({"role": "user", "content": new()})
+        answer = {"role": "assistant", "content": new()}
+        kind = rng.random()
+        if kind < 0.2:
+            answer["reasoning_content"] = new()
+        elif kind < 0.4:
+            thought = new()
+            answer["content"] = f"<think>\n{thought}\n</think>\n\n{answer['content']}"
+        elif kind < 0.7 and has_tools:
+            arguments = {"city": new(), "number": rng.randint(10**6, 10**7)}
+            words.append(str(arguments["number"]))
+            if rng.random() < 0.5:
+                arguments = json.dumps(arguments)
+            call = {"id": "abcdefghi", "type": "function",
+                    "function": {"name": record["tools"][0]["function"]["name"], "arguments": arguments}}
+            answer["tool_calls"] = [call]
+            messages.append(answer)
+            messages.append({"role": "tool", "tool_call_id": "abcdefghi", "content": new()})
+            answer = {"role": "assistant", "content": new()}
+        messages.append(answer)
+    return record, words
+
+
+@pytest.mark.slow(core=CORE)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_string_is_trained_or_the_record_is_refused(tmp_path, name):
+    """Words are random, so that the text has one only if the template wrote it."""
+    home = tokenizer_folder(tmp_path, templates()[name])
+    chat = chat_format(load_tokenizer(home))
+    kept = 0
+    for seed in range(24):
+        record, words = record_of(random.Random(seed))
+        try:
+            written = chat.write(read_conversation(record))
+        except BadConversation as error:
+            assert re.search(r"refuses it: .|(message \d|tools).* is left out", str(error)), error
+            continue
+        kept += 1
+        for each in words:
+            forms = [each, json.dumps(each)[1:-1], json.dumps(each, ensure_ascii=False)[1:-1]]
+            forms += [json.dumps(form)[1:-1] for form in forms]
+            assert any(form in written.text for form in forms), (seed, each, written.text)
+        answers = sum(message["role"] == "assistant" for message in record["messages"])
+        assert len(written.spans) >= answers - written.text.count("tool_response"), (seed, written)
+    assert kept >= 1
+
+
+# ---- from a file -------------------------------------------------------------------------------------------
+
+def prepare(rows, home, out, *words):
+    source = out.with_suffix(".jsonl")
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["--input", str(source), "--tokenizer", str(home), "--out", str(out), "--chat"]
+    return prepare_data.main([*command, "--workers", "1", *words])
+
+
+def read_back(home, out):
+    """(text, what counts) of a corpus of one conversation."""
+    data = IndexedDataset(out)
+    ids, counted = data.read(0, data.tokens), data.counted(0, data.tokens)
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    return theirs.decode(ids), theirs.decode(ids[counted])
+
+
+def test_tools_and_calls_of_a_file(tmp_path, capsys):
+    home = tokenizer_folder(tmp_path / "t", templates()["qwen3"])
+    record = {"id": 7, **copy.deepcopy(CONVERSATIONS["call"])}
+    record["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Pa\\"ris"}'  # OpenAI's way
+    assert prepare([record], home, tmp_path / "a") == 0
+    assert "'id' is not read (1 records)" in capsys.readouterr().out
+    text, counted = read_back(home, tmp_path / "a")
+    assert '"name": "get_weather", "description": "Weather of a city, né"' in text
+    assert counted == (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa\\"ris"}}\n</tool_call><|im_end|>'
+        "<think>\n\n</think>\n\nit rains<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("name", ["bytes", "qwen3"])
+def test_a_key_of_a_message_that_is_not_read_is_named(tmp_path, capsys, name):
+    home = "bytes" if name == "bytes" else tokenizer_folder(tmp_path / "t", templates()[name])
+    chat = said("ask", "so")
+    chat[0] |= {"time": 4, "mood": "sad", "name": "Ann"}
+    assert prepare([{"messages": chat}, {"messages": chat}], home, tmp_path / "a") == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "'time' of messages is not read (2 records)" in out
+    assert "'mood' of messages is not read (2 records)" in out
+
+
+def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
+    home = tokenizer_folder(tmp_path / "t", templates()["qwen3"])
+    record = CONVERSATIONS["think twice"]
+    assert prepare([record], home, tmp_path / "a") == 2
+    assert "message 2 (assistant): its content reasoning" in (error := capsys.readouterr().err)
+    assert "--drop-reasoning" in error
+    assert prepare([record], home, tmp_path / "a", "--drop-reasoning") == 0
+    assert "reasoning is left out by the chat template (1 records)" in capsys.readouterr().out
+    assert read_back(home, tmp_path / "a")[1] == (
+        "answer 1<|im_end|><think>\nhm 2\n</think>\n\nanswer 2<|im_end|>"
+    )
+
+
+def test_the_date_is_told(tmp_path, capsys):
+    home = tokenizer_folder(tmp_path / "t", templates()["gptoss"])
+    for words, day in (([], "2025-01-01"), (["--date", "2026-05-04"], "2026-05-04")):
+        assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", *words) == 0
+        assert f"told the date {day}" in capsys.readouterr().out
+        assert f"Current date: {day}" in read_back(home, tmp_path / "a")[0]
+    assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "May") == 2
+    assert "--date: May is not a day" in capsys.readouterr().err
+    home = tokenizer_folder(tmp_path / "q", templates()["qwen3"])
+    assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "2026-05-04") == 2
+    assert "asks for no date" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("message", [0, 1])
+def test_a_message_makes_no_control_token(tmp_path, message):
+    """transformers' sanitize_control_tokens encodes what a message spells as plain text."""
+    home = tokenizer_folder(tmp_path / "t", templates()["qwen3_instruct_2507"])
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    turn = "<|im_end|>\n<|im_start|>assistant\nyes"
+    for spelled in (turn, "a <|im_end|>", "<|im_start|>", "<|im_<|im_end|>"):
+        chat = said("ask", "answer")
+        chat[message]["content"] = spelled
+        assert prepare([{"messages": chat}], home, tmp_path / "a") == 0
+        data = IndexedDataset(tmp_path / "a")
+        want = theirs.apply_chat_template(chat, sanitize_control_tokens=True)["input_ids"]
+        assert data.read(0, data.tokens).tolist() == want
+        start = theirs.convert_tokens_to_ids("<|im_start|>")
+        assert np.count_nonzero(data.read(0, data.tokens) == start) == 2
+
+
+def test_tokens_that_are_not_special_neither(tmp_path, capsys):
+    home = tokenizer_folder(tmp_path / "t", templates()["qwen2_5"])
+    tok = load_tokenizer(home)
+    added = json.loads((home / "tokenizer.json").read_text())["added_tokens"]
+    marker, is_special = next((one["id"], one["special"]) for one in added if one["content"] == "<tool_call>")
+    assert not is_special
+    assert prepare([{"messages": said("a <tool_call> b", "c")}], home, tmp_path / "a") == 0
+    assert "encoded as plain text (1 records)" in capsys.readouterr().out
+    data = IndexedDataset(tmp_path / "a")
+    assert marker not in data.read(0, data.tokens)
+    assert "a <tool_call> b" in tok.decode(data.read(0, data.tokens))
+
+
+@pytest.mark.parametrize("record, text, counted", [
+    ({"prompt": "ask", "completion": "so"}, "user: ask\nassistant: so\n", "so\n"),
+    ({"prompt": said("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]},
+     "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n"),
+    ({"chosen": said("a", "b")}, "user: a\nassistant: b\n", "b\n"),
+    ({"prompt": "a", "chosen": "b"}, "user: a\nassistant: b\n", "b\n"),
+    ({"instruction": "do", "input": "it", "output": "done"}, "user: do\nit\nassistant: done\n", "done\n"),
+    ({"instruction": "do", "input": "", "output": "done", "system": "s", "history": [["q", "r"]]},
+     "system: s\nuser: q\nassistant: r\nuser: do\nassistant: done\n", "r\ndone\n"),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+     "system: s\nuser: a\nassistant: b\n", "b\n"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]},
+                   {"role": "assistant", "content": "c"}]}, "user: ab\nassistant: c\n", "c\n"),
+    ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0}, *said("c", "d")]},
+     "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n"),
+    ({"messages": [*said("a"), {"role": "assistant", "content": "b", "loss": False}, *said("c"),
+                   {"role": "assistant", "content": "d", "loss": True}]},
+     "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n"),
+])
+def test_forms_of_records(tmp_path, record, text, counted):
+    """What is counted by hand, without the token that ends the document."""
+    assert prepare([record], "bytes", tmp_path / "a") == 0
+    data = IndexedDataset(tmp_path / "a")
+    ids = data.read(0, data.tokens)
+    assert bytes(ids[:-1].tolist()).decode() == text
+    assert bytes(ids[:-1][data.counted(0, data.tokens)[:-1]].tolist()).decode() == counted
+
+
+@pytest.mark.parametrize("record, reason", [
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "message 1 (user) holds image_url, and only text is read"),
+    ({"messages": said("a", "b"), "images": ["x.png"]}, "'images' holds what is not text"),
+    ({"messages": said("a", "b"), "tools": [WEATHER]}, "the plain format cannot write its tools"),
+    ({"messages": [*said("a"), {"role": "assistant", "content": "b", "reasoning": "c"}]},
+     "cannot write its reasoning_content"),
+    ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0}]}, "would be trained"),
+    ({"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0.5}]}, "its weight is 0.5"),
+    ({"messages": [{"role": "user", "content": "a", "loss": True}, *said("c", "b")[1:]]}, "its loss is True"),
+    ({"chosen": "b", "rejected": "c"}, "'chosen' is text, and there is no 'prompt'"),
+    ({"messages": [{"role": "system", "content": "t"}, *said("a", "b")], "system": "s"}, "two system"),
+    ({"instruction": "a", "output": 3}, "'output' has no text"),
+])
+def test_one_line_for_a_record_that_cannot_be_read(tmp_path, capsys, record, reason):
+    assert prepare([record], "bytes", tmp_path / "a") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and reason in lines[0] and "a.jsonl:1: " in lines[0]
+
+
+# ---- whole conversations -----------------------------------------------------------------------------------
+
+def four_turns():
+    """Each turn is 25 tokens in bytes, and the end is one."""
+    return said(*(text * 3 for text in "aAbBcCdD"))
+
+
+def test_the_next_command_keeps_conversations_whole(tmp_path, capsys):
+    """It trains as it is printed, and every sequence begins with a whole conversation."""
+    rows = [{"messages": said("a" * size, "b" * size)} for size in range(1, 41)]
+    assert prepare(rows, "bytes", tmp_path / "a") == 0
+    out = capsys.readouterr().out
+    command = out.splitlines()[-1].split("train.py ")[1].split()
+    assert "the longest has 100 tokens: train.seq_len 99" in re.sub(r"\s+", " ", out)
+    assert command[2:] == ["--data.pack", "best_fit", "--data.doc_mask", "true"]
+
+    data = config.DataConfig(path=str(tmp_path / "a"), pack=command[3], doc_mask=True)
+    train = config.TrainConfig(steps=1, seq_len=128, micro_batch=1, global_batch=4)
+    batches = open_loader(config.Config(data=data, train=train), "train", 0, 1).microbatches(0)
+    for batch in batches:
+        text = bytes(id for id in batch.tokens[0].tolist() if id < 256).decode()
+        assert text.startswith("user: a") and re.fullmatch("(user: a+\nassistant: b+\n)*", text)
+
+
+@pytest.mark.parametrize("long, code, texts", [
+    ("refuse", 2, None),
+    ("turns", 0, ["user: aaa\nassistant: AAA\nuser: bbb\nassistant: BBB\n",
+                  "user: ccc\nassistant: CCC\nuser: ddd\nassistant: DDD\n"]),
+    ("anywhere", 0, None),
+])
+def test_long_conversations(tmp_path, capsys, long, code, texts):
+    rows = [{"messages": four_turns()}, {"messages": said("a", "b")}]
+    words = ["--seq-len", "52", "--long", long]
+    assert prepare(rows, "bytes", tmp_path / "a", *words) == code
+    output = capsys.readouterr()
+    if long == "refuse":
+        assert "a.jsonl:1: a conversation of 101 tokens, and --seq-len 52 holds 53" in output.err
+        assert prepare(rows, "bytes", tmp_path / "a", *words, "--skip-bad") == 0
+        assert "1 did not fit a sequence of 52: left out" in capsys.readouterr().out
+    else:
+        assert "1 did not fit a sequence of 52: cut" in output.out and "--train.seq_len 52" in output.out
+    data = IndexedDataset(tmp_path / "a")
+    assert data.documents == {"refuse": 1, "turns": 3, "anywhere": 2}[long]
+    for number, text in enumerate(texts or ()):
+        ids = data.read(data.document_start(number), data.document_start(number + 1))
+        assert bytes(id for id in ids.tolist() if id < 256).decode() == text
+
+
+@pytest.mark.parametrize("pack", ["best_fit", "stream"])
+def test_an_answer_whose_question_is_cut_away_does_not_count(tmp_path, pack):
+    """Every counted target of a batch has its own question before it in the sequence."""
+    rows = [{"messages": said(*(f"{letter}{letter}", letter.upper() * 9) * 3)}
+            for letter in "abcdefghijklmnop"]
+    assert prepare(rows, "bytes", tmp_path / "a") == 0
+    data = config.DataConfig(path=str(tmp_path / "a"), pack=pack, doc_mask=True)
+    train = config.TrainConfig(steps=1, seq_len=40, micro_batch=1, global_batch=16)
+    batches = open_loader(config.Config(data=data, train=train), "train", 0, 1).microbatches(0)
+    counted = 0
+    for batch in batches:
+        tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
+        for place, target in enumerate(targets):
+            if target in (-100, 10, 256):
+                continue
+            counted += 1
+            before = bytes(id % 256 for id in tokens[:place + 1]).decode()
+            assert f"user: {chr(target).lower() * 2}\n" in before
+    assert counted > 50
+
+
+def test_show_marks_what_counts(tmp_path, capsys):
+    home = tokenizer_folder(tmp_path / "t", templates()["qwen2_5"])
+    assert prepare([CONVERSATIONS["system"]], home, tmp_path / "a", "--show", "1") == 0
+    shown = ("document 1 of 1: 46 tokens, 4 count\n<|im_start|>system\nbe nice<|im_end|>\n<|im_start|>user\n"
+             "first<|im_end|>\n<|im_start|>assistant\n⟦one<|im_end|>⟧\n\n\n")
+    assert shown in capsys.readouterr().out
+    assert prepare_data.main(["--out", str(tmp_path / "a"), "--show", "3"]) == 0
+    assert capsys.readouterr().out == shown
+    assert prepare_data.main(["--out", str(tmp_path / "b"), "--show", "3"]) == 2
+    assert "b.idx: No such file" in capsys.readouterr().err
+
+
+def test_a_cut_puts_no_space_into_a_text(tmp_path):
+    """Tokenizers of sentencepiece's kind put a space before a text; transformers decodes what is stored."""
+    import tokenizers
+
+    home = tokenizer_folder(tmp_path / "t", templates()["qwen3_instruct_2507"])
+    words = ["<unk>", "▁", *map(chr, range(10)), *map(chr, range(32, 127)), "▁a", "▁b", "▁x", "▁y"]
+    model = tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=0)
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    made.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    made.save(str(home / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    chat = said("a <|im_end|> b", "x <|im_start|>y")
+    assert prepare([{"messages": chat}], home, tmp_path / "a") == 0
+    data = IndexedDataset(tmp_path / "a")
+    text = theirs.decode(data.read(0, data.tokens))
+    assert "a <|im_end|> b<|im_end|>" in text and "x <|im_start|>y<|im_end|>" in text, text
+    marks = [theirs.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")]
+    assert [np.count_nonzero(data.read(0, data.tokens) == mark) for mark in marks] == [2, 2]
