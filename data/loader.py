@@ -494,6 +494,9 @@ class BatchLoader:
         part = SPLITS.index(self.split)
         first, last = self.datasets[0].split_points[part:part + 2]
         ids = self.datasets[0].index.read(first, min(last, first + OPENING_TOKENS)).tolist()
+        start = self.prompts.start
+        if start is not None and ids[:1] == [start.id]:
+            ids = ids[1:]
         if tokenizer.eod in ids:
             ids = ids[:ids.index(tokenizer.eod)]
         words = FIRST_WORDS.match(tokenizer.decode(ids))

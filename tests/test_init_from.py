@@ -340,7 +340,7 @@ def test_a_resume_of_another_model_advises_what_works(home, plain):
     code, told = program("train.py", *words(home, "plain", settings))
     line = told.splitlines()[-1]
     assert code == 2 and line.startswith("error: model.window: "), told
-    advice = line.partition("--log.name OTHER ")[2].split()
+    advice = line.rpartition("--log.name OTHER ")[2].split()
     code, told = program("train.py", *words(home, "advised", settings), *advice)
     assert code == 0 and "changed  model.window none -> 4" in told, told
 

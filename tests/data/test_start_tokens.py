@@ -185,3 +185,13 @@ def test_of_conversations_it_says_what_begins_before_its_sequence(home, tmp_path
                     counted += target != IGNORE_INDEX
                     cut += target != IGNORE_INDEX and not begins
     assert (counts.targets, counts.cut) == (counted, cut) and cut > 0
+
+
+def test_the_prompt_of_samples_is_there_where_the_start_token_ends_documents_too(home, tmp_path):
+    """GPT-2's <|endoftext|> is both."""
+    words = ["--input", home / "in.jsonl", "--tokenizer", make_tokenizer("gpt2", tmp_path / "tok"), "--out",
+             tmp_path / "data", "--workers", "1"]
+    assert prepare_data.main([str(word) for word in words]) == 0
+    data = loader(tmp_path, tmp_path / "data", "--data.bos", "true")
+    assert data.prompts.start.id == data.tokenizer.eod
+    assert data.opening_words() == "on mat 0"
