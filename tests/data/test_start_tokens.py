@@ -184,7 +184,7 @@ def test_of_conversations_it_says_what_begins_before_its_sequence(home, tmp_path
                     begins |= token == data.prompts.start.id
                     counted += target != IGNORE_INDEX
                     cut += target != IGNORE_INDEX and not begins
-    assert (counts.targets, counts.cut) == (counted, cut) and counted > 0
+    assert (counts.targets, counts.cut) == (counted, cut) and cut > 0
 
 
 def test_the_prompt_of_samples_is_there_where_the_start_token_ends_documents_too(home, tmp_path):
