@@ -153,7 +153,7 @@ class ByteCheck:
         if isinstance(self.tok, ByteTokenizer):
             return 0
         if self.content is None:
-            there = [self.tok.decode(ids.tolist()).encode() for ids in pieces]
+            there = [self._decoded(ids.tolist()).encode() for ids in pieces]
             return sum(self._missing(text, np.frombuffer(each, np.uint8)) for text, each in zip(texts, there))
 
         # all at once, which is enough where nothing is lost
@@ -175,6 +175,13 @@ class ByteCheck:
         bounds = np.concatenate([[0], byte_ends])
         return sum(self._missing(text, found[bounds[first]:bounds[end]])
                    for text, first, end in zip(texts, begins.tolist(), ends.tolist()))
+
+    def _decoded(self, ids: list[int]) -> str:
+        """The text of ids, with the names of control tokens where conversations spell them."""
+        if self.keeps_space or not isinstance(self.tok, JsonTokenizer):
+            return self.tok.decode(ids)
+        known = [token_id for token_id in ids if token_id != self.tok.contract.unknown]
+        return self.tok.processor.decode(known, skip_special_tokens=False)
 
     def _missing(self, text: bytes, found: np.ndarray) -> int:
         """Bytes of a text that are not among `found`, uint8 [n], wherever they stand."""

@@ -159,3 +159,43 @@ def test_bits_per_byte_are_of_the_true_bytes_or_none(tmp_path, capsys, kind, pri
     assert ("bpb" in out) == prints
     assert evaluate.main([str(tmp_path / "r")]) == 0
     assert ("bits per byte" in capsys.readouterr().out) == prints
+
+
+@pytest.mark.parametrize("words, kept", [
+    (["--long", "anywhere"], 2), (["--long", "turns"], 2), (["--skip-bad"], 1),
+])
+def test_conversations_that_are_cut(tmp_path, capsys, words, kept):
+    """Letters that the tokenizer makes small are lost: of the conversations that are written, each once."""
+    home = made("lower", tmp_path / "t")
+    (home / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    said = [("user", "Ab </s> cD"), ("assistant", "EF")]
+    chats = [said, said * 30]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "".join(f"{role} {content}</s>" for chat in chats[:kept] for role, content in chat)
+
+    command = ["--chat", "--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out",
+               "--seq-len", 64, "--max-lost", 100, "--json", *words]
+    assert prepare_data.main([str(word) for word in command]) == 0
+    report = report_of(capsys)
+    assert (report["text_bytes"], report["lost_bytes"]) == (len(text), sum(map(str.isupper, text)))
+    assert (report["documents"] > kept) == ("turns" in words)
+
+
+@pytest.mark.parametrize("answer, lost", [("more words", 0), ("more 漢字 words", 6)])
+def test_control_tokens_of_a_template_are_not_lost(tmp_path, capsys, answer, lost):
+    """Of a tokenizer whose ids have no texts of their own, so that whole conversations are decoded."""
+    home = made("word", tmp_path / "t")
+    (home / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }} </s> {% endfor %}{% if add_generation_prompt %} {% endif %}"
+    )
+    said = [{"role": "user", "content": "some words"}, {"role": "assistant", "content": answer}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    command = ["--chat", "--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out",
+               "--max-lost", 100, "--json"]
+    assert prepare_data.main([str(word) for word in command]) == 0
+    report = report_of(capsys)
+    assert (report["lost_bytes"], report["unknown_tokens"]) == (lost, int(lost > 0))
