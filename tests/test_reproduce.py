@@ -13,7 +13,7 @@ import fake_wandb
 import numpy as np
 import pytest
 import torch
-from families import make_tokenizer
+from tokenizer_families import make_tokenizer
 from ranks import MODEL, corpus, job
 
 import config

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import tokenizers
 import torch
-from families import FAMILIES, make_tokenizer
+from tokenizer_families import FAMILIES, make_tokenizer
 from ranks import MODEL
 
 import train

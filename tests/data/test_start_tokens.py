@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, make_tokenizer
+from tokenizer_families import FAMILIES, make_tokenizer
 from ranks import MODEL
 
 import config

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import tokenizers
-from families import make_tokenizer
+from tokenizer_families import make_tokenizer
 from ranks import MODEL
 
 import train
