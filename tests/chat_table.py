@@ -1,15 +1,16 @@
-"""Published chat templates, what transformers and TRL make of them, and a table of what we do.
+"""Chat templates, what transformers and TRL make of them, and a table of what we do.
 
     python tests/chat_table.py       prints the table of docs/chat-templates.md
 
-tests/data/chat_templates.json.xz holds the templates of TRL 1.16 (trl/chat_templates, Apache-2.0) by name.
-NAME_training marks with {% generation %} what counts of NAME.
+The published templates are those of the package trl, if it is installed (pip install --no-deps trl), by the
+names of their files; NAME_training marks with {% generation %} what counts of NAME. OWN has a template of
+each kind that needs care.
 """
 import copy
 import datetime
 import functools
+import importlib.util
 import json
-import lzma
 import re
 import sys
 import tempfile
@@ -60,11 +61,69 @@ CONVERSATIONS = {
 }
 
 
+INVITATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+OWN = {
+    # one turn as the other
+    "turns": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        + INVITATION + "{# <tool_call> #}"
+    ),
+    # looks ahead for the last question, and drops what was thought before it; tools and calls
+    "thoughts": (
+        "{% set ns = namespace(asked=-1) %}"
+        "{% for m in messages if m.role == 'user' %}{% set ns.asked = messages.index(m) %}{% endfor %}"
+        "{% if tools %}<|im_start|>system\n"
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% set thought = m.reasoning_content or '' %}{% set content = m.content or '' %}"
+        "{% if '</think>' in content %}"
+        "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+        "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+        "<|im_start|>assistant\n"
+        "{% if loop.index0 > ns.asked and (loop.last or thought) %}"
+        "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}"
+        "{% for call in m.tool_calls or [] %}"
+        '<tool_call>\n{"name": "{{ call.function.name }}", '
+        '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n'
+        "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
+        "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        + INVITATION
+    ),
+    # cannot do without the date
+    "dated": (
+        "<|im_start|>system\nCurrent date: {{ strftime_now('%Y-%m-%d') }}<|im_end|>\n"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        + INVITATION
+    ),
+    # contents are lists of parts; the roles have other names; nothing ends the last turn
+    "parts": (
+        "{% for m in messages %}<|{{ 'model' if m.role == 'assistant' else m.role }}|>"
+        "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|model|>{% endif %}"
+    ),
+    # marks what counts
+    "marked": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+        "{% endfor %}" + INVITATION
+    ),
+}
+
+
 @functools.cache
 def templates():
-    """{name: template}."""
-    packed = (ROOT / "tests/data/chat_templates.json.xz").read_bytes()
-    return json.loads(lzma.decompress(packed))
+    """{name: template}: OWN, and those of trl."""
+    found = dict(OWN)
+    package = importlib.util.find_spec("trl")
+    for folder in package.submodule_search_locations if package else ():
+        for file in sorted(Path(folder, "chat_templates").glob("*.jinja")):
+            found[file.stem] = file.read_text()
+    return found
+
+
+def published():
+    """The names of the templates of trl."""
+    return [name for name in templates() if name not in OWN and not name.endswith("_training")]
 
 
 def tokenizer_folder(home, template):
@@ -194,10 +253,8 @@ def table():
     lines = ["| template | " + " | ".join(CONVERSATIONS) + " | beside TRL's twin |",
              "|---" * (len(CONVERSATIONS) + 2) + "|"]
     with tempfile.TemporaryDirectory() as scratch:
-        for name, template in templates().items():
-            if name.endswith("_training"):
-                continue
-            home = tokenizer_folder(Path(scratch, name), template)
+        for name in published():
+            home = tokenizer_folder(Path(scratch, name), templates()[name])
             cells, beside = zip(*(verdict(home, name, record) for record in CONVERSATIONS.values()))
             twin = ", ".join(dict.fromkeys(filter(None, beside)))
             lines.append(f"| {name} | " + " | ".join(cells) + f" | {twin} |")

@@ -1,5 +1,5 @@
-"""Published chat templates: the text is that of transformers, what counts is what TRL's training templates
-mark, and no record loses a part in silence.
+"""Chat templates, our own of each kind and published ones: the text is that of transformers, what counts is
+what TRL's training templates mark, and no record loses a part in silence.
 """
 
 import copy
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_table import CONVERSATIONS, WEATHER, said, templates, tokenizer_folder, verdict
+from chat_table import CONVERSATIONS, OWN, WEATHER, published, said, templates, tokenizer_folder, verdict
 
 import config
 from data.chat import chat_format
@@ -23,12 +23,21 @@ from scripts import prepare_data
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: no tokenizer.json")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 PAGE = Path(__file__).resolve().parents[2] / "docs/chat-templates.md"
-NAMES = [name for name in templates() if not name.endswith("_training")]
-CORE = ["qwen3", "gptoss", "glm4moe", "phi3", "gemma4_v5", "deepseekv3"]
+NOT_INSTALLED = pytest.mark.skip("trl, an optional package, is not installed")
+PUBLISHED = published() or [pytest.param("none", marks=NOT_INSTALLED)]
 
 
-@pytest.mark.slow(core=CORE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OWN)
+def test_our_own_are_right(tmp_path, name):
+    """Each kind of conversation has the text and the marks of transformers, or is refused with its reason."""
+    home = tokenizer_folder(tmp_path, templates()[name])
+    cells = [verdict(home, name, record)[0] for record in CONVERSATIONS.values()]
+    assert not [cell for cell in cells if cell.startswith("!")], cells
+    assert cells.count("+") >= 6, cells
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_page_says_what_is_right_and_what_is_refused(tmp_path, name):
     home = tokenizer_folder(tmp_path, templates()[name])
     cells, beside = zip(*(verdict(home, name, record) for record in CONVERSATIONS.values()))
@@ -85,9 +94,18 @@ def record_of(rng):
     return record, words
 
 
-@pytest.mark.slow(core=CORE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OWN)
 def test_every_string_is_trained_or_the_record_is_refused(tmp_path, name):
+    check_every_string(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_string_is_trained_by_published_ones(tmp_path, name):
+    check_every_string(tmp_path, name)
+
+
+def check_every_string(tmp_path, name):
     """Words are random, so that the text has one only if the template wrote it."""
     home = tokenizer_folder(tmp_path, templates()[name])
     chat = chat_format(load_tokenizer(home))
@@ -127,7 +145,7 @@ def read_back(home, out):
 
 
 def test_tools_and_calls_of_a_file(tmp_path, capsys):
-    home = tokenizer_folder(tmp_path / "t", templates()["qwen3"])
+    home = tokenizer_folder(tmp_path / "t", templates()["thoughts"])
     record = {"id": 7, **copy.deepcopy(CONVERSATIONS["call"])}
     record["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Pa\\"ris"}'  # OpenAI's way
     assert prepare([record], home, tmp_path / "a") == 0
@@ -140,7 +158,7 @@ def test_tools_and_calls_of_a_file(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("name", ["bytes", "qwen3"])
+@pytest.mark.parametrize("name", ["bytes", "thoughts"])
 def test_a_key_of_a_message_that_is_not_read_is_named(tmp_path, capsys, name):
     home = "bytes" if name == "bytes" else tokenizer_folder(tmp_path / "t", templates()[name])
     chat = said("ask", "so")
@@ -152,7 +170,7 @@ def test_a_key_of_a_message_that_is_not_read_is_named(tmp_path, capsys, name):
 
 
 def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
-    home = tokenizer_folder(tmp_path / "t", templates()["qwen3"])
+    home = tokenizer_folder(tmp_path / "t", templates()["thoughts"])
     record = CONVERSATIONS["think twice"]
     assert prepare([record], home, tmp_path / "a") == 2
     assert "message 2 (assistant): its content reasoning" in (error := capsys.readouterr().err)
@@ -165,14 +183,14 @@ def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
 
 
 def test_the_date_is_told(tmp_path, capsys):
-    home = tokenizer_folder(tmp_path / "t", templates()["gptoss"])
+    home = tokenizer_folder(tmp_path / "t", templates()["dated"])
     for words, day in (([], "2025-01-01"), (["--date", "2026-05-04"], "2026-05-04")):
         assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", *words) == 0
         assert f"told the date {day}" in capsys.readouterr().out
         assert f"Current date: {day}" in read_back(home, tmp_path / "a")[0]
     assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "May") == 2
     assert "--date: May is not a day" in capsys.readouterr().err
-    home = tokenizer_folder(tmp_path / "q", templates()["qwen3"])
+    home = tokenizer_folder(tmp_path / "q", templates()["thoughts"])
     assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "2026-05-04") == 2
     assert "asks for no date" in capsys.readouterr().err
 
@@ -180,7 +198,7 @@ def test_the_date_is_told(tmp_path, capsys):
 @pytest.mark.parametrize("message", [0, 1])
 def test_a_message_makes_no_control_token(tmp_path, message):
     """transformers' sanitize_control_tokens encodes what a message spells as plain text."""
-    home = tokenizer_folder(tmp_path / "t", templates()["qwen3_instruct_2507"])
+    home = tokenizer_folder(tmp_path / "t", templates()["turns"])
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     turn = "<|im_end|>\n<|im_start|>assistant\nyes"
     for spelled in (turn, "a <|im_end|>", "<|im_start|>", "<|im_<|im_end|>"):
@@ -195,7 +213,7 @@ def test_a_message_makes_no_control_token(tmp_path, message):
 
 
 def test_tokens_that_are_not_special_neither(tmp_path, capsys):
-    home = tokenizer_folder(tmp_path / "t", templates()["qwen2_5"])
+    home = tokenizer_folder(tmp_path / "t", templates()["turns"])
     tok = load_tokenizer(home)
     added = json.loads((home / "tokenizer.json").read_text())["added_tokens"]
     marker, is_special = next((one["id"], one["special"]) for one in added if one["content"] == "<tool_call>")
@@ -325,7 +343,7 @@ def test_an_answer_whose_question_is_cut_away_does_not_count(tmp_path, pack):
 
 
 def test_show_marks_what_counts(tmp_path, capsys):
-    home = tokenizer_folder(tmp_path / "t", templates()["qwen2_5"])
+    home = tokenizer_folder(tmp_path / "t", templates()["turns"])
     assert prepare([CONVERSATIONS["system"]], home, tmp_path / "a", "--show", "1") == 0
     shown = ("document 1 of 1: 46 tokens, 4 count\n<|im_start|>system\nbe nice<|im_end|>\n<|im_start|>user\n"
              "first<|im_end|>\n<|im_start|>assistant\n⟦one<|im_end|>⟧\n\n\n")
@@ -340,7 +358,7 @@ def test_a_cut_puts_no_space_into_a_text(tmp_path):
     """Tokenizers of sentencepiece's kind put a space before a text; transformers decodes what is stored."""
     import tokenizers
 
-    home = tokenizer_folder(tmp_path / "t", templates()["qwen3_instruct_2507"])
+    home = tokenizer_folder(tmp_path / "t", templates()["turns"])
     words = ["<unk>", "▁", *map(chr, range(10)), *map(chr, range(32, 127)), "▁a", "▁b", "▁x", "▁y"]
     model = tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=0)
     made = tokenizers.Tokenizer(model)
