@@ -155,6 +155,17 @@ def ranks():
         p.close()
 
 
+@pytest.fixture(autouse=True)
+def process_settings():
+    """What train.main sets for the whole process is as before after each test: determinism, threads."""
+    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+    yield
+    if torch.get_deterministic_debug_mode() != mode:
+        torch.set_deterministic_debug_mode(mode)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def real_starts(monkeypatch):
     """Programs that the test starts are processes of their own, not forks of the zygote (tests/zygote.py)."""
