@@ -529,6 +529,7 @@ def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "provenance.json",
         "tokenizer.json",
         "tokenizer.model",
         "tokenizer_config.json",
