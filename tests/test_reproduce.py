@@ -280,6 +280,7 @@ def test_an_export_a_mean_and_an_import_say_what_made_them(run, repo, tmp_path, 
     assert "scripts.convert from-hf" in meta["provenance"]["command"]
 
 
+@pytest.mark.slow
 def test_runs_of_other_code_and_data_are_told_apart(run, repo, tmp_path, capfd):
     assert run()[0] == 0
     assert run("--log.name", "same")[0] == 0
