@@ -178,12 +178,12 @@ def data_of_tokenizer(checkpoint: Path | str, cfg: Config) -> str:
 # ---- what is taken -----------------------------------------------------------------------------------------
 
 def kinds_of(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> Kinds:
-    """How each weight begins of which this rank holds a part."""
+    """Returns how each weight begins that this rank holds a part of."""
     return {box.key: (origin.kind(box.key, box.shape), box.shape) for box, _ in wants}
 
 
 def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
-    """Of what this rank wants, that which is taken, under the names and shapes that the checkpoint has."""
+    """Selects what is taken of this rank's weights, under the names and shapes of the checkpoint."""
     found: list[tuple[Box, Tensor]] = []
     for box, tensor in wants:
         kind = origin.kind(box.key, box.shape)

@@ -157,11 +157,13 @@ PARSERS: dict[type, Callable[[Any, str], Any]] = {
 
 
 def flatten_tree(tree: Tree) -> Tree:
-    """{section: {key: value}} -> {section.key: value}"""
+    """Returns a tree without inner ones: {"a": {"b": 1}, "c": 2} -> {"a.b": 1, "c": 2}."""
     flat: Tree = {}
-    for section, keys in tree.items():
-        for key, value in keys.items():
-            flat[f"{section}.{key}"] = value
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in flatten_tree(value).items()}
+        else:
+            flat[name] = value
     return flat
 
 

@@ -104,7 +104,10 @@ class Code:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What made something. record: see describe; code: with the patch, which the record has not."""
+    """The origin of a run, a checkpoint, data or an export.
+
+    record: see describe. code: with the patch, which the record leaves out.
+    """
     record: Tree
     code: Code
 
@@ -205,7 +208,7 @@ def number_of(text: str) -> int:
 
 
 def patch_of_new_file(name: str, content: bytes) -> bytes:
-    """What `git diff` says of a file that was added."""
+    """Returns the diff of an added file, as `git diff` prints it."""
     old, new = quoted(f"a/{name}"), quoted(f"b/{name}")
     head = f"diff --git {old} {new}\nnew file mode 100644\n"
     if not content:
@@ -225,7 +228,7 @@ def quoted(name: str) -> str:
 
 
 def git(root: Path, *words: str, content: bytes = b"", seconds: float = GIT_SECONDS) -> bytes:
-    """What git prints in the folder. content: its input. Raises GitError."""
+    """Runs git in the folder; returns its output. content: its input. Raises GitError."""
     try:
         done = subprocess.run(
             [*GIT, *words], cwd=root, input=content, capture_output=True, timeout=seconds, check=False
@@ -355,7 +358,7 @@ def patch_path(folder: Path, code: Tree) -> Path:
 
 
 def read_patch(folder: Path, code: Tree) -> bytes:
-    """What makes the code of its commit. Raises ConfigError where it was not kept, is gone or is damaged."""
+    """Reads the patch that makes the code. Raises ConfigError if it was not kept, is gone or is damaged."""
     if not code.get("patch"):
         return b""
     if not code["kept"]:

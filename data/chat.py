@@ -249,7 +249,7 @@ class TemplateChat:
 
     def render(self, messages: list[TracedMessage], tools: list[Any] | None = None,
                settings: Tree | None = None, invites: bool = False) -> TracedRender:
-        """What the template writes. Raises BadConversation if it refuses."""
+        """Renders the template. Raises BadConversation if it refuses."""
         import jinja2  # only for a template
 
         variables = {**self.names, "messages": messages, "add_generation_prompt": invites, "tools": tools,
@@ -398,7 +398,7 @@ def merged(parts: list[Span]) -> list[Span]:
 
 
 def marked_spans(made: TracedRender, number: int) -> list[Span]:
-    """What the template marks of a message. Raises BadConversation if that is nothing."""
+    """Returns the spans that the template marks in a message. Raises BadConversation if there are none."""
     spans = merged([(piece.start, piece.stop) for piece in made.pieces
                     if piece.is_marked and piece.message == number])
     if not spans:

@@ -1,4 +1,4 @@
-"""What token ids mean, for all that write and read them: prepare_data, runs, evaluation, generation.
+"""The meaning of token ids, for all that write and read them: prepare_data, runs, evaluation, generation.
 
     TokenizerContract   of a tokenizer: its fingerprint, how many ids it has, what ends a document and which
                         files say so, which ids no text makes
@@ -47,7 +47,7 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class TokenizerContract:
-    """What the ids of a tokenizer mean.
+    """The meaning of a tokenizer's ids.
 
     vocab: ids are below it. end: ends a document. start, pad: as the files name them; they decide nothing.
     unknown: the id of text that has no other; None: every text has one. control: ids that no text makes.
@@ -69,7 +69,7 @@ class TokenizerContract:
         return f"{self.name} ({self.fingerprint[:DIGEST_SHOWN]})"
 
     def record(self) -> Tree:
-        """What PREFIX.json keeps of it."""
+        """Returns the fields that PREFIX.json keeps."""
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
@@ -80,7 +80,7 @@ class TokenizerContract:
         }
 
     def lines(self) -> dict[str, str]:
-        """What prepare_data prints of it, by label."""
+        """Returns the lines that prepare_data prints, by label."""
         grown = ""
         if self.model_vocab is not None and self.model_vocab > self.vocab:
             grown = (f"; config.json's vocab_size of {self.model_vocab:,} is a model's, and model.vocab asks "
@@ -158,7 +158,7 @@ class Vocabulary(NamedTuple):
 
 
 class Named(NamedTuple):
-    """What one file names."""
+    """The ids that one file names for a special token."""
     file: str
     said: str  # in its own words
     ids: tuple[int, ...]  # those that the tokenizer has

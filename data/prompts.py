@@ -80,7 +80,7 @@ def added_start(tok: Tokenizer) -> SpecialToken | None:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a model reads for a text. open_prompts makes it. start: begins a document; None: nothing does."""
+    """Turns texts into the ids that a model reads (see open_prompts). start: the token that begins a document."""
     tok: Tokenizer
     start: SpecialToken | None = None
 

@@ -15,7 +15,7 @@ SAMPLED_SEQUENCES = 512  # that a start looks at, at most
 
 @dataclass(frozen=True)
 class TargetCounts:
-    """What `looked_at` of `sequences` sequences have of targets that the loss counts.
+    """The counted targets of `looked_at` out of `sequences` sequences.
 
     places: targets that they would have if all counted. targets: those that count. empty: sequences without
     any. cut: targets in conversations that begin before their sequence; None where there are no

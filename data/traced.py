@@ -219,7 +219,7 @@ class Piece(NamedTuple):
 
 
 class TracedRender(NamedTuple):
-    """What a template wrote."""
+    """The text that a template wrote, and where each part comes from."""
     text: str
     sources: str  # of each character
     pieces: tuple[Piece, ...]  # of the text, in order; none is empty

@@ -22,7 +22,7 @@ class Window(NamedTuple):
 
 
 class WithoutTokens(NamedTuple):
-    """A data set of which everything is read but the tokens: they are 0."""
+    """A data set whose tokens are not read: they are 0."""
     index: Index
 
     @property

@@ -47,7 +47,7 @@ class TensorboardSink:
             self.trouble = f"{type(error).__name__}: {error}"
 
     def describe(self, facts: Values) -> None:
-        self.attempt(lambda: self.writer.add_text("run", as_table(flat(facts)), 0))
+        self.attempt(lambda: self.writer.add_text("run", as_table(flatten_tree(facts)), 0))
 
     def put(self, step: int, values: Values) -> None:
         def write() -> None:
@@ -87,17 +87,6 @@ class TensorboardSink:
             self.writer.add_text("end", f"{ending(code)[0]}: {closing_line}", 0)
             self.writer.close()
         self.attempt(write)
-
-
-def flat(facts: Values) -> Values:
-    """Facts without inner ones: {"a": 1, "b": {"c": 2}} -> {"a": 1, "b.c": 2}."""
-    found: dict[str, Any] = {}
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            found |= {f"{key}.{name}": inner for name, inner in flat(value).items()}
-        else:
-            found[key] = value
-    return found
 
 
 def as_table(facts: Values) -> str:
