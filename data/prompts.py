@@ -80,7 +80,7 @@ def added_start(tok: Tokenizer) -> SpecialToken | None:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Turns texts into the ids that a model reads (see open_prompts). start: the token that begins a document."""
+    """Turns texts into the ids that a model reads (open_prompts). start: begins a document, if any does."""
     tok: Tokenizer
     start: SpecialToken | None = None
 
