@@ -45,6 +45,7 @@ from proof.mutate import cover
 from runtime.pool import WorkerPool
 
 torch.set_num_threads(1)
+DETERMINISM = torch.get_deterministic_debug_mode()
 
 
 def pytest_addoption(parser):
@@ -157,13 +158,19 @@ def ranks():
 
 @pytest.fixture(autouse=True)
 def process_settings():
-    """What train.main sets for the whole process is as before after each test: determinism, threads."""
-    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
+    """Each test begins and ends without what train.main sets for the whole process: determinism, threads. In
+    a test, or in a fixture of a module before it.
+    """
+    reset_process()
     yield
-    if torch.get_deterministic_debug_mode() != mode:
-        torch.set_deterministic_debug_mode(mode)
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+    reset_process()
+
+
+def reset_process() -> None:
+    if torch.get_deterministic_debug_mode() != DETERMINISM:
+        torch.set_deterministic_debug_mode(DETERMINISM)
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture

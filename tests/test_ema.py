@@ -248,6 +248,7 @@ def test_a_run_that_begins_to_average_and_one_that_ends(home):
     assert not any(key.endswith("@ema") for key in weights(home / "late"))
 
 
+@pytest.mark.slow
 def test_init_from(home):
     """A new run's average begins at the weights that it is given, not at the average of its source."""
     source = home / "clean" / "checkpoints" / "step_00000009"

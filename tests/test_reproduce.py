@@ -143,6 +143,7 @@ def test_a_resume_under_other_code_says_so(run, repo, tmp_path):
     assert [record["step"] for record in provenance.read_records(tmp_path / "r")] == [0, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_resume_under_other_packages_says_so(run, repo, monkeypatch):
     monkeypatch.setattr(np, "__version__", "1.0")
     assert run()[0] == 0

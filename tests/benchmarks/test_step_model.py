@@ -301,6 +301,7 @@ def without_bytes_of_counts(launches: list[tuple]) -> list[tuple]:
 
 
 @INTERPRETED
+@pytest.mark.slow(core=["dense+documents"])
 @pytest.mark.parametrize("name", ["moe", "dense+documents"])
 def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
     """Triton's kernels: launched through the interpreter in a step that computes, and only recorded on meta.

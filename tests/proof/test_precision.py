@@ -37,15 +37,18 @@ from proof.precision.two_runs import NOT_COMPARED, compare_runs
 LLAMA, MIXTURE = "llama3-tiny", "mixtral-tiny"
 # (recipe, ranks, cell): every dtype, optimizer, ZeRO stage and kind of layout once
 CORE = [
-    (LLAMA, 2, Cell("bf16", "adamw", 1, 0, 0)),
     (LLAMA, 2, Cell("fp16", "lion", 2, 3, 0)),
     (LLAMA, 2, Cell("fp8", "muon", 3, 1, 0)),
-    (LLAMA, 2, Cell("bf16", "adamw-bf16", 3, 0, 1)),
-    (LLAMA, 2, Cell("fp32", "lars", 0, 4, 0)),
     (LLAMA, 2, Cell("bf16", "sgd", 3, 0, 2)),
-    (LLAMA, 4, Cell("bf16", "lamb", 2, 3, 0)),
     (MIXTURE, 2, Cell("bf16", "adamw", 1, 5, 0)),
 ]
+MORE = [
+    (LLAMA, 2, Cell("bf16", "adamw", 1, 0, 0)),
+    (LLAMA, 2, Cell("bf16", "adamw-bf16", 3, 0, 1)),
+    (LLAMA, 2, Cell("fp32", "lars", 0, 4, 0)),
+    (LLAMA, 4, Cell("bf16", "lamb", 2, 3, 0)),
+]
+BY_HAND = [*CORE, *MORE]
 DRAWN = 2
 
 
@@ -79,8 +82,9 @@ def holds(prover: Prover, cell: Cell) -> None:
     assert not [s for s in seen if s.share > 1], max(seen, key=lambda s: s.share)
 
 
-@pytest.mark.parametrize("name, world, cell", CORE, ids=[cell.words(world) for _, world, cell in CORE])
-def test_the_core(provers, name, world, cell):
+@pytest.mark.slow(core=[cell.words(world) for _, world, cell in CORE])
+@pytest.mark.parametrize("name, world, cell", BY_HAND, ids=[cell.words(world) for _, world, cell in BY_HAND])
+def test_cells_by_hand(provers, name, world, cell):
     holds(provers(name, world), cell)
 
 
