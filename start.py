@@ -24,7 +24,7 @@ from config import Config, ConfigError, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
 from config.phases import named
 from config.terminal import output_width, wrapped
-from data.blend import parse_blend, source_names
+from data.blend import named_paths, source_names, validation_key
 from data.download import download_sources, local_path
 from data.loader import BatchLoader, open_loader
 from data.prompts import USER
@@ -145,20 +145,37 @@ def check_data(cfg: Config, world: World) -> Config:
                 known = with_vocab(cfg, tokenizer.vocab)
                 steps = total_steps(known, flops_per_token(known.model, known.train.seq_len))
                 data.count_targets(phases.last_step(phase, steps))
-                if phase.number > 1:
-                    open_loader(cfg, "valid", 0, 1, phase=phase.number).close()
+                if phase.number > 1 or phase.cfg.data.valid is not None:
+                    check_valid(open_loader(cfg, "valid", 0, 1, phase=phase.number), data)
         assert tokenizer is not None  # there is a phase
         return tokenizer.vocab
 
     return with_vocab(cfg, state.first_rank_does(open_once, everyone, timeout_s))
 
 
+def check_valid(valid_data: BatchLoader, train_data: BatchLoader) -> None:
+    """Raises ConfigError if the validation data was made with another tokenizer than the training data."""
+    made_with, wanted = valid_data.required_tokenizer, train_data.required_tokenizer
+    if made_with.fingerprint != wanted.fingerprint:
+        names = " ".join(dataset.name for dataset in valid_data.datasets)
+        raise ConfigError(
+            f"data.valid: {names} was made with tokenizer {made_with.contract.label}, the training data with "
+            f"{wanted.contract.label}; prepare it with the same one"
+        )
+
+
+def validated_paths(cfg: Config) -> list[str]:
+    """The paths of the data sets that a validation reads. Raises ConfigError."""
+    return [path for key, path in named_paths(cfg.data) if key == validation_key(cfg.data)]
+
+
 def check_source_names(cfg: Config) -> None:
     """Raises ConfigError if the losses of a source and of the averaged weights would have one name."""
-    paths = parse_blend(cfg.data.path)[1]
+    paths = validated_paths(cfg)
     is_validated_apart = len(paths) > 1 and cfg.eval.source_batches != 0
     if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
-        raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
+        key = validation_key(cfg.data)
+        raise ConfigError(f"{key}: a source named {EMA} would share val/{EMA}/loss with train.ema")
 
 
 def open_memory(cfg: Config, env: setup.LaunchEnv, world: World, folder: Path) -> MemoryCheckpoints | None:
@@ -245,7 +262,7 @@ def start_run(
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
             notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start)]
-            return describe_start(run, env, start, root), valid_data, start, notes
+            return describe_start(run, valid_data, env, start, root), valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
 
@@ -320,23 +337,27 @@ def other_code(start: state.StartingPoint, env: setup.LaunchEnv, folder: Path) -
 
 
 def describe_start(
-    run: TrainingRun, env: setup.LaunchEnv, start: state.StartingPoint, root: Path
+    run: TrainingRun,
+    valid_data: BatchLoader,
+    env: setup.LaunchEnv,
+    start: state.StartingPoint,
+    root: Path,
 ) -> TrainingRun:
     """The run, with what makes it. root: the folder of its checkpoints. Collective."""
     def describe() -> Tree:
         if env.provenance is None:
             return {}
-        inputs = {**weight_inputs(run.cfg, start, root), "data": data_inputs(run.data)}
+        inputs = {**weight_inputs(run.cfg, start, root), "data": data_inputs(run, valid_data)}
         return {**env.provenance.record, "step": start.step, "inputs": inputs}
 
     return replace(run, provenance=state.first_rank_does(describe, run.mesh.world))
 
 
-def describe_phase(run: TrainingRun, before: Tree, step: int) -> TrainingRun:
+def describe_phase(run: TrainingRun, valid_data: BatchLoader, before: Tree, step: int) -> TrainingRun:
     """The run of a phase that begins after `step`, with what makes it. before: that of the phase before."""
     if not before:
         return run
-    inputs = {**before["inputs"], "data": data_inputs(run.data)}
+    inputs = {**before["inputs"], "data": data_inputs(run, valid_data)}
     return replace(run, provenance={**before, "step": step, "inputs": inputs})
 
 
@@ -350,14 +371,18 @@ def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
     return {f"checkpoint.{key}": {"path": str(index.path.absolute()), "index_sha256": sealed}}
 
 
-def data_inputs(loader: BatchLoader) -> list[Tree]:
+def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
     """What a phase reads: for each data set its name, its prefix or file, and the fingerprints of it and of
-    its tokenizer."""
+    its tokenizer. Those of data.valid come last, with a split of their own."""
     found: list[Tree] = []
-    for dataset in loader.datasets:
-        index, tokenizer = files_of(dataset.index), loader.required_tokenizer
+    own_validation = [] if run.cfg.data.valid is None else valid_data.datasets
+    read = [*((dataset, {}) for dataset in run.data.datasets),
+            *((dataset, {"split": valid_data.split}) for dataset in own_validation)]
+    for dataset, of_split in read:
+        index, tokenizer = files_of(dataset.index), run.data.required_tokenizer
         path = str(index.bin.absolute())
         found.append({
+            **of_split,
             "name": dataset.name,
             "path": path if isinstance(index, RawShards) else path.removesuffix(".bin"),
             "identity": index.identity,
@@ -453,7 +478,7 @@ def tokenizer_places(cfg: Config) -> list[Path]:
     """Folders that may hold the files of the run's tokenizer."""
     given = Path(cfg.data.tokenizer or "bytes")
     places = [given.parent if given.is_file() else given]
-    for path in parse_blend(cfg.data.path)[1]:
+    for _, path in named_paths(cfg.data):
         prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
         places.append(Path(f"{prefix}.tokenizer"))
     for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
@@ -486,14 +511,15 @@ def trained_flops_per_token(run: TrainingRun) -> float:
 
 
 def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
-    """{name of a source: its microbatches of every evaluation}; empty where data.path is no blend."""
-    paths = parse_blend(cfg.data.path)[1]
+    """{name of a source: its microbatches of every evaluation}; empty where a single one is validated."""
+    paths = validated_paths(cfg)
     batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
     if len(paths) == 1 or batches == 0:
         return {}
     found: dict[str, list[Microbatch]] = {}
     for name, path in zip(source_names(paths), paths):
-        alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
+        key = validation_key(cfg.data).removeprefix("data.")
+        alone = replace(cfg, data=replace(cfg.data, **{key: f"1 {shlex.quote(path)}"}))
         data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
         found[name] = read_valid_batches(batches, data, mesh)
     return found

@@ -382,6 +382,8 @@ def run_training(
     targets = describe_targets(session.run) if session.is_first_rank else None
     if targets:
         notes = [f"{'targets':<9}{targets}", *notes]
+    if cfg.data.valid is not None:
+        notes = [f"{'valid':<9}{session.valid_data.describe_datasets()}", *notes]
     with (
         session.log,
         summarized_failure(lambda: session),
@@ -885,7 +887,7 @@ def begin_phase(
     phases = phases_of(cfg)
     before, phase = phases.of_step(step), phases.of_step(step + 1)
     run, valid_data = build_phase(cfg, env, world, phase.number)
-    run = describe_phase(run, made, step)
+    run = describe_phase(run, valid_data, made, step)
     if step == start.step:  # it has only validated: the step may be another run's, or in memory
         state.load_start(run, folder / "checkpoints", start)
     else:

@@ -265,6 +265,8 @@ class DataConfig:
     dtype: Literal["uint16", "uint32", "int32", "uint64", "int64"] | None = None  # of the ids in a file that
     #   has neither an index nor a header; none: uint16, where the vocabulary and the file allow no other
     split: str = "95,5"  # train,valid[,test]: shares of the documents
+    valid: str | None = None  # validation data of its own, named as in path; of a blend, each source is
+    #   validated apart. What split leaves to valid is then trained on; none: that share of path
     doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention
     #   within documents, with the document lengths of the first million tokens of the run
     span: int | None = None  # consecutive tokens that stay together when samples are shuffled, so that a

@@ -71,8 +71,19 @@ def sequences_exceed_context(cfg: Config) -> bool:
     return cfg.model.positions == "rope" and cfg.model.context < cfg.train.seq_len
 
 
+def gives_to_valid_alone(split: str) -> bool:
+    """Whether data.split leaves something to the validation split, and nothing to the test split."""
+    shares = [share.strip() for share in split.split(",")]
+    return len(shares) == 2 and shares[1] != "0"
+
+
+def has_made_data(path: str) -> bool:
+    """Whether a path of data.* names data that is made or downloaded when the run starts."""
+    return "stdlib" in path.split() or "://" in path
+
+
 def has_sources(path: str) -> bool:
-    """Whether data.path is a blend of several sources: a weight comes first (data/blend.py)."""
+    """Whether a path of data.* is a blend of several sources: a weight comes first (data/blend.py)."""
     if not path.split() or as_number(path.split()[0]) is None:
         return False
     try:
@@ -332,6 +343,13 @@ TABLE = (
     ),
     UnusedKeys(
         section="data",
+        keys="split",
+        when=lambda cfg, _: cfg.data.valid is not None and gives_to_valid_alone(cfg.data.split),
+        why="gives a share of data.path to validation, and data.valid is validation data of its own",
+        remedy="leave it out",
+    ),
+    UnusedKeys(
+        section="data",
         keys="fim_spm_rate fim_split fim_tokens fim_valid",
         when=lambda cfg, _: cfg.data.fim_rate == 0,
         why="belongs to fill-in-the-middle, and data.fim_rate is 0",
@@ -340,7 +358,7 @@ TABLE = (
     UnusedKeys(
         section="data",
         keys="cache",
-        when=lambda cfg, _: "stdlib" not in cfg.data.path.split() and "://" not in cfg.data.path,
+        when=lambda cfg, _: not has_made_data(cfg.data.path) and not has_made_data(cfg.data.valid or ""),
         why="is the folder of data that is made or downloaded when the run starts, and data.path names files",
         remedy="leave it out",
         note="the job script of a site sets it once for all data",
@@ -369,8 +387,8 @@ TABLE = (
     UnusedKeys(
         section="eval",
         keys="source_batches",
-        when=lambda cfg, _: not has_sources(cfg.data.path),
-        why="validates the sources of a blend, and data.path is a single source",
+        when=lambda cfg, _: not has_sources(cfg.data.valid or cfg.data.path),
+        why="validates the sources of a blend, and the validation data is a single source",
         remedy="leave it out",
         note="one script, blends and single sources",
     ),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config import ConfigError, as_number
+from config import ConfigError, DataConfig, as_number
 
 TIME_BITS = 64  # due times are multiples of 2**-64
 
@@ -66,11 +66,23 @@ class Blend:
         return counts
 
 
-def parse_blend(text: str) -> tuple[Blend, list[str]]:
+def named_paths(data: DataConfig) -> list[tuple[str, str]]:
+    """(key, path) of each dataset that data.path and data.valid name. Raises ConfigError."""
+    specs = {"data.path": data.path, "data.valid": data.valid}
+    named = [(key, parse_blend(text, key)[1]) for key, text in specs.items() if text is not None]
+    return [(key, path) for key, paths in named for path in paths]
+
+
+def validation_key(data: DataConfig) -> str:
+    """The key whose data sets a validation reads."""
+    return "data.path" if data.valid is None else "data.valid"
+
+
+def parse_blend(text: str, key: str = "data.path") -> tuple[Blend, list[str]]:
     """ "0.7 a 0.3 b" -> the blend, and the path of each dataset; a single path has weight 1.
-    Raises ConfigError naming data.path."""
+    Raises ConfigError naming the key."""
     if not text.strip():
-        raise ConfigError("data.path: empty; name the data: a prefix of .bin/.idx that "
+        raise ConfigError(f"{key}: empty; name the data: a prefix of .bin/.idx that "
                           "python -m scripts.prepare_data made, a blend \"0.7 a 0.3 b\", or stdlib")
     if as_number(text.split()[0]) is None:
         return Blend((1,)), [text.strip()]
@@ -78,16 +90,16 @@ def parse_blend(text: str) -> tuple[Blend, list[str]]:
     try:
         words = shlex.split(text)  # a path with spaces can be quoted
     except ValueError as error:
-        raise ConfigError(f"data.path: {text!r}: {str(error).lower()}") from None
+        raise ConfigError(f"{key}: {text!r}: {str(error).lower()}") from None
 
     numbers = [as_number(word) for word in words[::2]]
     paths = words[1::2]
     weights = [number for number in numbers if number is not None]
     if len(paths) != len(numbers) or len(weights) != len(numbers):
-        raise ConfigError(f"data.path: {text!r} is not a blend; weights and paths must alternate: "
+        raise ConfigError(f"{key}: {text!r} is not a blend; weights and paths must alternate: "
                           "\"0.7 a 0.3 b\"")
     if min(weights) <= 0:
-        raise ConfigError(f"data.path: {text!r}: weights must be above 0; leave the dataset out instead")
+        raise ConfigError(f"{key}: {text!r}: weights must be above 0; leave the dataset out instead")
 
     scale = math.lcm(*(weight.denominator for weight in weights))
     return Blend(tuple(int(weight * scale) for weight in weights)), paths

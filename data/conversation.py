@@ -8,7 +8,7 @@
 Images, sound and video are refused. A key that nothing here reads is named (Conversation.unread).
 """
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,28 @@ class Conversation:
     unread: tuple[str, ...] = ()
 
 
+def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
+    """(an object, a field of it) for each step to the field that `path` names: a.b is field b of the object
+    under a, unless the record has a field of that very name."""
+    way: list[tuple[Tree, str]] = []
+    while path not in record:
+        outer, _, rest = path.partition(".")
+        inner = record.get(outer)
+        if not rest or not isinstance(inner, dict):
+            break
+        way.append((record, outer))
+        record, path = inner, rest
+    return [*way, (record, path)]
+
+
 def read_conversation(record: Tree, key: str | None = None) -> Conversation:
-    """The conversation of a record. key: that of its messages; None: the form says it. Raises
-    BadConversation, which names the field."""
+    """The conversation of a record. key: that of its messages, or a path to them (way_to), beside which tools
+    and system are read; None: the form says it. Raises BadConversation, which names the field."""
+    around: list[str] = []
+    path = key
+    if key is not None:
+        *outer, (record, key) = way_to(record, key)
+        around = [name for holder, step in outer for name in unread_in(holder, {step})]
     key = key or next((name for name in MESSAGE_KEYS if name in record), None)
     for name in MEDIA:
         if record.get(name) not in EMPTY:
@@ -56,7 +75,7 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
 
     if key is not None:
         if record.get(key) is None:
-            raise BadConversation(f"no messages under {key!r} (see --jsonl-key)")
+            raise BadConversation(f"no messages under {path or key!r} (see --jsonl-key)")
         messages, read = parse_messages(record[key], key), {key}
         prompt_size = 0
     elif "chosen" in record or "completion" in record:
@@ -95,8 +114,13 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
     if settings not in EMPTY and not isinstance(settings, dict):
         raise BadConversation("'chat_template_kwargs' is not an object")
     read |= {"system", "chat_template_kwargs", *TOOLS}
-    unread = [name for name, value in record.items() if name not in read and value not in EMPTY]
+    unread = [*around, *unread_in(record, read)]
     return Conversation(messages, counts, parse_tools(record), settings or None, tuple(unread))
+
+
+def unread_in(record: Tree, read: Collection[str]) -> list[str]:
+    """The fields of a record that hold something, and are not among those that are read."""
+    return [name for name, value in record.items() if name not in read and value not in EMPTY]
 
 
 # ---- forms -------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from config import ConfigError, Tree
 from data.chat import ChatFormat, ChatText
-from data.conversation import BadConversation, read_conversation
+from data.conversation import BadConversation, read_conversation, way_to
 
 if TYPE_CHECKING:  # imported only where an input needs them
     import datasets
@@ -280,8 +280,12 @@ def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
 
 
 def text_reader(key: str) -> ReadRecord:
-    """Reads the text under a field."""
-    return lambda record, line: checked_text(record.get(key), key, line)
+    """Reads the text under a field, or a path of fields (way_to)."""
+    def read(record: Tree, line: int) -> DocumentRecord:
+        holder, name = way_to(record, key)[-1]
+        return checked_text(holder.get(name), key, line)
+
+    return read
 
 
 def checked_text(text: object, key: str, line: int) -> DocumentRecord:
@@ -324,6 +328,8 @@ def read_parquet(piece: DocumentPiece, column: str | None, read: ReadRecord) -> 
     """The rows of the piece's row groups; of their columns only `column`, unless that is None."""
     table = open_parquet(piece.path)
     columns = table.schema_arrow.names
+    if column is not None and column not in columns:
+        column = column.partition(".")[0]  # a path into a column of objects
     if column is not None and column not in columns:
         raise ConfigError(f"{piece.path}: no column {column!r}; it has {', '.join(columns)}: "
                           "choose with --jsonl-key")

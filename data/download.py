@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, ConfigError, phases_of
-from data.blend import parse_blend
+from data.blend import named_paths
 from data.blocks import BLOCK, ChecksumError
 from data.indexed import IndexedDataset, sibling_file
 from remote.files import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, path_of_url
@@ -60,7 +60,7 @@ def local_data(path: str, cache: str) -> str:
 
 
 def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
-    """Downloads what data.path names in a store and is not on this node, in every phase of the run.
+    """Downloads what data.path and data.valid name in a store and is not on this node, in every phase of the run.
 
     known: what the first rank has; None: this is the first rank, which asks the store.
 
@@ -69,7 +69,7 @@ def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
     """
     copies: Copies = {}
     for phase in phases_of(cfg).all:
-        for path in parse_blend(phase.cfg.data.path)[1]:
+        for _, path in named_paths(phase.cfg.data):
             if is_url(path) and path not in copies:
                 cache = cfg.data.cache
                 wanted = stored_files(path) if known is None else known[path]

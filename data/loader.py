@@ -36,9 +36,9 @@ import torch
 from config import Config, ConfigError, global_batch_at, phases_of, sequences_seen
 from data import prepare, tokenizer
 from data.best_fit import PackedSampler, document_ranges
-from data.blend import parse_blend
+from data.blend import named_paths
 from data.contract import check_same_tokenizer, check_stored
-from data.download import local_data
+from data.download import local_data, local_path
 from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
 from data.lengths import is_exact, token_byte_lengths
@@ -163,21 +163,24 @@ class BatchLoader:
         first, last = self._split_of(dataset)
         split = f"data.split: {self._cfg.data.split} leaves {self.split} {last - first} tokens of " \
                 f"{dataset.name} ({dataset.index.documents} documents)"
+        more = "raise its share"
+        if self._cfg.data.valid and self.split == "valid":
+            split = f"data.valid: {dataset.name} has {last - first} tokens ({dataset.index.documents} documents)"
+            more = "name more data there"
         if self._cfg.data.pack == "best_fit":
             if dataset.index.documents == 0:
                 raise ConfigError(f"data.pack: best_fit places whole documents, and {dataset.name} has no "
                                   ".idx that names them; make one with scripts.prepare_data, or take stream")
             documents = document_ranges(dataset.index, first, last)
             if (documents[:, 1] - documents[:, 0]).max() < 2:  # nothing is predicted in any of them
-                raise ConfigError(f"{split}, and no document of two tokens; raise its share, or give more "
-                                  "documents")
+                raise ConfigError(f"{split}, and no document of two tokens; {more}, or give more documents")
             return start.packed_sampler(documents, seed)
 
         span = start.longest_span
         if last - first <= span:
             what = "a sample" if span == self._cfg.train.seq_len else "the longest sample of the run"
-            raise ConfigError(f"{split}, {what} is {span + 1}; raise its share, shorten train.seq_len, or "
-                              "give more documents")
+            raise ConfigError(f"{split}, {what} is {span + 1}; {more}, shorten train.seq_len, or give "
+                              "more documents")
         return start.sampler(first, last, seed)
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -466,17 +469,22 @@ class BatchLoader:
         return torch.where(begins_document, first[target], inside[target]).sum()
 
     def describe(self) -> str:
-        """One line for the run's header: name, documents, bytes, tokens of each split, tokenizer."""
-        total = sum(self._mix.weights)
-        texts: list[str] = []
-        for dataset, weight in zip(self.datasets, self._mix.weights):
-            share = f"{100 * weight / total:.3g} % " if len(self.datasets) > 1 else ""
-            texts.append(share + describe_dataset(dataset))
+        """One line for the run's header: that of describe_datasets, and the tokenizer."""
         tokenizer_name = "unknown"
         if self.tokenizer:
             start = self.prompts.start
             begin = "" if start is None else f"begin with {start}, as {start.named_by[0]} says, and "
             tokenizer_name = f"{self.tokenizer.name}, documents {begin}end with {self.tokenizer.contract.end}"
+        note = f" ({self.datasets[0].note})" if self.datasets[0].note else ""
+        return f"{self.describe_datasets()}   tokenizer {tokenizer_name}{note}"
+
+    def describe_datasets(self) -> str:
+        """ "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)" of each dataset."""
+        total = sum(self._mix.weights)
+        texts: list[str] = []
+        for dataset, weight in zip(self.datasets, self._mix.weights):
+            share = f"{100 * weight / total:.3g} % " if len(self.datasets) > 1 else ""
+            texts.append(share + describe_dataset(dataset))
         if self._cfg.data.pack == "best_fit":
             packed = [sampler for sampler in self._windows if isinstance(sampler, PackedSampler)]
             share = sum(sampler.whole.utilization * sampler.count for sampler in packed) / self.samples
@@ -484,8 +492,7 @@ class BatchLoader:
         if self._fim is not None:
             kind = f"between {self._cfg.data.fim_split}s, {100 * self._fim.spm_rate:g} % SPM"
             texts[-1] += f"   fill-in-the-middle {100 * self._fim.rate:g} % ({kind})"
-        note = f" ({self.datasets[0].note})" if self.datasets[0].note else ""
-        return f"{' + '.join(texts)}   tokenizer {tokenizer_name}{note}"
+        return " + ".join(texts)
 
     def opening_words(self) -> str:
         """The first words of the split's first document: a prompt that suits the data. Empty if it has none.
@@ -528,14 +535,14 @@ class BatchLoader:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 def check_paths(cfg: Config) -> None:
-    """Raises ConfigError if data.path names something that holds no tokens; it says what to do. Opens
-    nothing; URLs are looked at when they are downloaded."""
+    """Raises ConfigError if data.path or data.valid names something that holds no tokens; it says what to do.
+    Opens nothing; URLs are looked at when they are downloaded."""
     spec = shlex.quote(str(cfg.data.tokenizer or "bpe-32000"))
 
     def command(inputs: str, out: str) -> str:
         return f"python -m scripts.prepare_data --input {inputs} --tokenizer {spec} --out {shlex.quote(out)}"
 
-    for path in parse_blend(cfg.data.path)[1]:
+    for key, path in named_paths(cfg.data):
         prefix = path.removesuffix(".bin").removesuffix(".idx")
         is_raw = is_raw_file(path)
         is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
@@ -543,22 +550,22 @@ def check_paths(cfg: Config) -> None:
             continue
         if os.path.exists(path):
             out = f"runs/data/{pathlib.Path(path).name.partition('.')[0]}"
-            raise ConfigError(f"data.path: {path} holds no tokens; make them with "
-                              f"{command(shlex.quote(path), out)}, then --data.path {shlex.quote(out)}")
+            raise ConfigError(f"{key}: {path} holds no tokens; make them with "
+                              f"{command(shlex.quote(path), out)}, then --{key} {shlex.quote(out)}")
         if len(path.split()) > 1:
             weighted = " ".join(f"1 {word}" for word in path.split())
-            raise ConfigError(f"data.path: {path!r} is no prefix of .bin/.idx; a blend has a weight before "
+            raise ConfigError(f"{key}: {path!r} is no prefix of .bin/.idx; a blend has a weight before "
                               f"each path: {weighted!r}")
-        raise ConfigError(f"data.path: {prefix}.idx: No such file; make it from your text with "
-                          f"{command('FILES', prefix)}, or give another --data.path: a prefix of .bin/.idx "
+        raise ConfigError(f"{key}: {prefix}.idx: No such file; make it from your text with "
+                          f"{command('FILES', prefix)}, or give another --{key}: a prefix of .bin/.idx "
                           "that is there, a blend, or stdlib")
 
 
 def open_loader(
     cfg: Config, split: str, rank: int, world: int, *, device: torch.device = CPU, phase: int = 1
 ) -> BatchLoader:
-    """Opens data.path for rank `rank` of `world` data-parallel ranks. Makes the stdlib corpus first if
-    data.path asks for it.
+    """Opens data.path, or data.valid for the valid split, for rank `rank` of `world` data-parallel ranks.
+    Makes the stdlib corpus first if it is asked for.
 
     device: where the microbatches are wanted. phase: the number of the phase of train.phases that reads;
     each has a loader of its own.
@@ -568,16 +575,15 @@ def open_loader(
     """
     phases = phases_of(cfg)
     cfg = phases.all[phase - 1].cfg
+    check_paths(cfg)
+    check_dtype(cfg)
+    cfg = config_of_split(cfg, split)
     if split == "train":
         reading = read_phases(phases)[phase - 1]
     else:  # the same samples in every evaluation of a phase, whatever was read before
         reading = read_phases(phases_of(replace(cfg, data=replace(cfg.data, span=None))))[0]
-    check_paths(cfg)
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
-    if cfg.data.dtype and not any(isinstance(each.index, RawShards) for each in datasets):
-        raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
-                          f"{cfg.data.path} says what its ids are; leave it out")
     check_same_tokenizer((each.name, each.tokenizer.contract) for each in datasets if each.tokenizer)
     return BatchLoader(
         cfg,
@@ -588,6 +594,27 @@ def open_loader(
         datasets=datasets,
         device=device,
     )
+
+
+def config_of_split(cfg: Config, split: str) -> Config:
+    """The config of a phase; data.path and data.split say what the split reads, under data.valid too.
+
+    Then valid is all of data.valid, and what data.split gives to valid is train's. Raises ConfigError.
+    """
+    if cfg.data.valid is None:
+        return cfg
+    if split == "valid":
+        return replace(cfg, data=replace(cfg.data, path=cfg.data.valid, split="0,1"))
+    train, valid, test = parse_shares(cfg.data.split)
+    return replace(cfg, data=replace(cfg.data, split=f"{train + valid},0,{test}"))
+
+
+def check_dtype(cfg: Config) -> None:
+    """Raises ConfigError if data.dtype is given, and no file could need it."""
+    paths = [local_path(path, cfg.data.cache) for _, path in named_paths(cfg.data)]
+    if cfg.data.dtype and not any(map(is_raw_file, paths)):
+        raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
+                          f"{cfg.data.path} says what its ids are; leave it out")
 
 
 def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
@@ -644,9 +671,8 @@ def tokenizer_of_dataset(
     return stored or wanted
 
 
-def split_shares(text: str, split: str) -> list[int]:
-    """ "95,5" -> [95, 5, 0]: whole numbers in the ratio of train, valid and test.
-    Raises ConfigError if the text is not such a list, or gives nothing to `split`."""
+def parse_shares(text: str) -> list[Fraction]:
+    """ "95,5" -> the shares of train, valid and test. Raises ConfigError if the text is not such a list."""
     try:
         shares = [Fraction(share.strip()) for share in text.split(",")]
     except (ValueError, ZeroDivisionError):
@@ -654,11 +680,17 @@ def split_shares(text: str, split: str) -> list[int]:
     if not shares or len(shares) > len(SPLITS) or min(shares) < 0 or sum(shares) == 0:
         raise ConfigError(f"data.split: {text!r} is not shares of train,valid[,test] "
                           "such as 95,5 or 969,30,1")
+    return shares + [Fraction(0)] * (len(SPLITS) - len(shares))
 
-    shares += [Fraction(0)] * (len(SPLITS) - len(shares))
+
+def split_shares(text: str, split: str) -> list[int]:
+    """ "95,5" -> [95, 5, 0]: whole numbers in the ratio of train, valid and test.
+    Raises ConfigError as parse_shares does, and if the text gives nothing to `split`."""
+    shares = parse_shares(text)
     if split not in SPLITS or not shares[SPLITS.index(split)]:
+        other_way = ", or name its data in data.valid" if split == "valid" else ""
         raise ConfigError(f"data.split: {text!r} leaves nothing for {split}; "
-                          "give it a share (train,valid,test)")
+                          f"give it a share (train,valid,test){other_way}")
     scale = math.lcm(*(share.denominator for share in shares))
     return [int(share * scale) for share in shares]
 

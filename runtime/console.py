@@ -18,6 +18,7 @@ from runtime.processes import redirect_to_null
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_WIDTH = 50  # columns for a sample of the model, at most
 LEAST_SAMPLE_WIDTH = 12  # in fewer columns a sample is not shown
+DECIMALS_WIDTH = 6  # columns of a loss, a norm, a perplexity, at most
 LABEL_WIDTH = 9  # of the words on the left of the header
 MINUTES_A_DAY = 24 * 60
 
@@ -103,11 +104,15 @@ def duration(seconds: float) -> str:
 
 
 def decimals(value: float | None, digits: int) -> str:
-    """The value with this number of decimals, or as 1.2e+05 where it needs six columns; - for None."""
+    """The value with this number of decimals, with fewer where it needs more than six columns (10.836), and
+    as 1.2e+06 where it has none left; - for None."""
     if value is None:
         return "-"
-    fits = abs(value) < 10 ** (5 - digits) or not math.isfinite(value)
-    return f"{value:.{digits}f}" if fits else f"{value:.1e}"
+    for fewer in range(digits, -1, -1):
+        text = f"{value:.{fewer}f}"
+        if len(text.removeprefix("-")) <= DECIMALS_WIDTH:
+            return text
+    return f"{value:.1e}"
 
 
 def sparkline(values: Sequence[float | None], width: int = 11) -> str:

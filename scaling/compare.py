@@ -46,7 +46,7 @@ SILENT_MINUTES = 10.0  # without a line from a run, before it may no longer be r
 # Keys that decide which tokens a loss is a mean over, and which tokens an evaluation reads.
 TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
 EVALUATION_KEYS = (
-    "data.path", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid",
+    "data.path", "data.valid", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid",
     "train.seq_len",
 )
 VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # where data.fim_valid is true
@@ -77,6 +77,7 @@ class Run:
     finished: None where its last start has not said how it ended.
     silent_minutes: since it last wrote a line.
     origins: {one of ORIGINS: (what must be equal in equal runs, its words)}; empty where it does not say.
+    validation_data: fingerprints of the data sets whose tokens its evaluations read.
     """
     name: str
     settings: dict[str, Any]
@@ -94,6 +95,7 @@ class Run:
     finished: bool | None
     silent_minutes: float
     origins: dict[str, tuple[Any, str]]
+    validation_data: tuple[str, ...]
 
     @cached_property
     def smooth_loss(self) -> Array:
@@ -156,6 +158,7 @@ def read_run(folder: Path) -> Run:
         finished=how_it_ended(summary, starts, last_step=steps[-1]["step"]),
         silent_minutes=silent_minutes(folder),
         origins=read_origins(folder),
+        validation_data=read_validation_data(folder),
     )
 
 
@@ -165,12 +168,23 @@ def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
     if not records:
         return {}
     codes = {record["code"]["hash"]: code_text(folder, record["code"]) for record in records}
-    inputs = [item for record in records for item in record.get("inputs", {}).get("data", [])]
-    data = dict.fromkeys(item["identity"] for item in inputs)
+    data = dict.fromkeys(item["identity"] for item in data_of(records) if "split" not in item)
     return {
         CODE: (tuple(codes), ", ".join(codes.values())),
         DATA: (tuple(data), ", ".join(identity[:SHOWN_DIGITS] for identity in data)),
     }
+
+
+def data_of(records: list[Tree]) -> list[Tree]:
+    """The data sets that the starts of a run have read."""
+    return [item for record in records for item in record.get("inputs", {}).get("data", [])]
+
+
+def read_validation_data(folder: Path) -> tuple[str, ...]:
+    """See Run."""
+    data = data_of(provenance.read_records(folder))
+    own = [item for item in data if "split" in item]
+    return tuple(dict.fromkeys(item["identity"] for item in own or data))
 
 
 def code_text(folder: Path, code: Tree) -> str:
@@ -237,6 +251,8 @@ def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, .
 def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
     """{key: what it comes to in a validation of a phase}."""
     found = {key: value_of(phase.cfg, key) for key in EVALUATION_KEYS}
+    if phase.cfg.data.valid is not None:  # read instead of a share of data.path
+        found["data.path"] = found["data.split"] = None
     if phase.cfg.data.pack == "stream":
         found["data.span"] = span_of(phases, phase)
     for key in VALID_FIM_KEYS:
@@ -286,8 +302,8 @@ def doubts(runs: list[Run]) -> list[str]:
     validated = [run.validated_with for run in runs]
     evaluation = [key for key in validated[0] if any(other[key] != validated[0][key] for other in validated)]
     if all(run.origins for run in runs):
-        is_same_data = DATA not in differing
-        evaluation = [key for key in evaluation if not (is_same_data and key == "data.path")]
+        is_same_data = len({run.validation_data for run in runs}) == 1
+        evaluation = [key for key in evaluation if not (is_same_data and key in ("data.path", "data.valid"))]
         evaluation = evaluation if is_same_data else [DATA, *evaluation]
     if evaluation:
         lines.append(f"{', '.join(evaluation)}: not the same; validation losses are of different tokens")

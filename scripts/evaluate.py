@@ -91,17 +91,18 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     check_context(run.cfg, seq_len)
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
-        has_raw = any(map(is_raw_file, parse_blend(args.data)[1]))
+        has_raw = any(map(is_raw_file, parse_blend(args.data, "--data")[1]))
         named = replace(
             cfg.data,
             path=args.data,
+            valid=None,
             split="0,1",
             tokenizer=args.tokenizer,
             eod=args.eod,
             dtype=cfg.data.dtype if has_raw else None,
         )
         cfg = replace(cfg, data=named)
-    elif not cfg.data.path:
+    elif not cfg.data.path and cfg.data.valid is None:
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
                           ".bin/.idx")
     batch_size = args.micro_batch or run.cfg.train.micro_batch
@@ -123,7 +124,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
             num_tokens = num_tokens + batch.num_counted()
             num_bytes = num_bytes + data.text_bytes(batch)
     if int(num_tokens) == 0:
-        raise ConfigError(f"{args.data or cfg.data.path}: no token of these samples counts in the loss; "
+        raise ConfigError(f"{args.data or cfg.data.valid or cfg.data.path}: no token of these samples counts in the loss; "
                           "raise --samples or --seq-len")
     loss = float(loss_sum) / int(num_tokens)
     bytes_per_token = int(num_bytes) / int(num_tokens) if num_bytes >= 0 else math.nan
@@ -131,7 +132,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
 
     # the report
     report = loss_report(loss, bytes_per_token)
-    name = args.data or f"{cfg.data.path} (valid)"
+    name = args.data or f"{cfg.data.valid or cfg.data.path} (valid)"
     if args.json:
         # JSON has no NaN and no infinity.
         finite = {key: value if math.isfinite(value) else None for key, value in report.items()}
@@ -178,7 +179,7 @@ def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse
     """Raises ConfigError if the data names another tokenizer than that of the run."""
     if of_data is None or run.known_tokenizer is None or of_data.fingerprint == run.tokenizer.fingerprint:
         return
-    path = args.data or run.cfg.data.path
+    path = args.data or run.cfg.data.valid or run.cfg.data.path
     tokenizer_folder = f"{run.path.parent.parent}/tokenizer"
     raise ConfigError(f"--data: {path} was made with the tokenizer {of_data.name}, {args.run} was trained "
                       f"with {run.tokenizer.name}; make it with "

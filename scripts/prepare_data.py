@@ -73,8 +73,9 @@ def arguments() -> argparse.ArgumentParser:
              "otherwise such a conversation is bad")
     add("--fim", action="store_true",
         help="a tokenizer bpe-N gets the sentinels of fill-in-the-middle (data.fim_rate)")
-    add("--jsonl-key", metavar="KEY",
-        help="field or column that holds the text (default: text) or the messages (default: by the form)")
+    add("--jsonl-key", "--text-key", metavar="KEY",
+        help="field or column that holds the text (default: text) or the messages (default: by the form); "
+             "a.b is field b of the object under a")
     add("--workers", type=int, default=usable_cores(), metavar="N",
         help="processes (default: one for each core); the result does not depend on it")
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,

@@ -84,6 +84,7 @@ CASES = (
     ({"compress_block": 128}, "--parallel.compress powersgd", "--parallel.compress_weights fp8", 2),
     ({"powersgd_rank": 2}, "--parallel.compress int8", "--parallel.compress powersgd", 2),
     ({"span": 256}, "--data.pack best_fit", "", 1),
+    ({"split": "90,10"}, "--data.valid text", "", 1),
     (
         {"fim_spm_rate": 0.1, "fim_split": "token", "fim_tokens": "a,b,c", "fim_valid": "true"},
         "",
@@ -111,7 +112,7 @@ READ = {
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay decay_steps weight_decay clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages elastic",
-    "data": "path tokenizer eod bos dtype split doc_mask pack fim_rate prefetch",
+    "data": "path tokenizer eod bos dtype valid doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",

@@ -194,6 +194,17 @@ def prepare(rows, home, out, *words):
     return prepare_data.main([*command, *words])
 
 
+def test_a_path_to_the_messages_reads_what_stands_beside_them():
+    messages = [{"role": "user", "content": "2 + 2 ?"}, {"role": "assistant", "content": "4"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    record = {"id": 3, "data": {"chat": messages, "tools": tools, "system": "Add.", "note": "x"}}
+    found = read_conversation(record, "data.chat")
+    assert found.messages == [{"role": "system", "content": "Add."}, *messages]
+    assert found.tools == tools and found.unread == ("id", "note")
+    with pytest.raises(BadConversation, match="no messages under 'data.none'"):
+        read_conversation(record, "data.none")
+
+
 def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
     """Shards by several workers give the same files; the mask goes through windows, documents and a blend."""
     home = with_template(folder, tmp_path / "t", CHATML)

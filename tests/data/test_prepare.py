@@ -13,6 +13,7 @@ import sysconfig
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from config import ConfigError
@@ -442,6 +443,36 @@ def test_a_column_that_is_not_there(tmp_path):
         ConfigError, match="x.parquet: no column 'text'; it has body, n: choose with --jsonl-key"
     ):
         prepare.prepare_corpus([str(tmp_path / "x.parquet")], "bytes", tmp_path / "o")
+
+
+def nested_rows() -> list[dict]:
+    return [{"id": n, "data": {"text": f"page {n}", "meta": {"body": f"body {n}"}}, "a.b": f"own {n}"}
+            for n in range(7)]
+
+
+@pytest.mark.parametrize("key,word", [("data.text", "page"), ("data.meta.body", "body"), ("a.b", "own")])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_key_may_be_a_path(tmp_path, key, word, kind):
+    rows = nested_rows()
+    if kind == "jsonl":
+        (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    words = ["--input", tmp_path / f"x.{kind}", "--tokenizer", "bytes", "--out", tmp_path / "o"]
+    assert script(*words, "--text-key", key) == 0
+    found = IndexedDataset(tmp_path / "o")
+    tokens = found.read(0, found.tokens)
+    assert bytes(tokens[tokens < 256].astype(np.uint8)).decode() == "".join(f"{word} {n}" for n in range(7))
+
+
+@pytest.mark.parametrize("key", ["data.none", "data.text.more", "none.text"])
+def test_a_path_that_is_not_there(tmp_path, key):
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in nested_rows()))
+    with pytest.raises(ConfigError, match=rf"x.jsonl:1: no text under '{key}' .see --jsonl-key"):
+        prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", key=key)
 
 
 def test_two_at_the_same_place(corpus, tmp_path):

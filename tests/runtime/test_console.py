@@ -66,7 +66,11 @@ def test_numbers_for_people():
         "1.0 MB",
         "1.5 TB",
     ]
-    assert [decimals(x, 4) for x in (6.942, 123.0, math.nan, None)] == ["6.9420", "1.2e+02", "nan", "-"]
+    assert [decimals(x, 4) for x in (6.942, 123.0, math.nan, None)] == ["6.9420", "123.00", "nan", "-"]
+    losses = (9.99994, 9.99996, 10.8372, 999.996, -11.7, 99_999.6, 1.24e6, math.inf)
+    assert [decimals(x, 4) for x in losses] == [
+        "9.9999", "10.000", "10.837", "1000.0", "-11.700", "100000", "1.2e+06", "inf",
+    ]
 
 
 def test_sparkline():

@@ -1,0 +1,182 @@
+"""Validation data of its own (data.valid): what a run validates on is what scripts.evaluate reads of the same
+files, training has all of data.path, and what does not go together is refused before the first step.
+"""
+
+import contextlib
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from ranks import MODEL, job
+
+from config import ConfigError
+from data import tokenizer
+from data.indexed import IndexedDatasetWriter
+from scaling.compare import doubts, read_run
+from scripts import evaluate, prepare_data
+from scripts.reproduce import check_inputs
+
+SEQ_LEN = 16  # of ranks.MODEL
+SEQUENCES = 8  # of each validation set, of which a validation reads all
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """{name: a prefix of random letters}: two sets for training, two for validation, of another alphabet."""
+    folder = tmp_path_factory.mktemp("data")
+    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(0)
+    letters = {"train": (97, 123), "other": (97, 105), "web": (97, 110), "code": (48, 58)}
+    for name, alphabet in letters.items():
+        documents = SEQUENCES if name in ("web", "code") else 60
+        with IndexedDatasetWriter(folder / name, tok.vocab) as writer:
+            for number in range(documents):
+                length = SEQ_LEN - (number > 0)  # a window is SEQ_LEN + 1 tokens, and shares one with the next
+                writer.add([*rng.integers(*alphabet, length), tok.eod])
+            writer.finish(tok, 1)
+    return {name: str(folder / name) for name in letters}
+
+
+def run(home, *words, name="r", world=1):
+    args = ["llama3-tiny", *MODEL, "--train.dtype", "fp64", "--train.steps", "2", "--eval.batches", "2",
+            "--log.dir", str(home), "--log.name", name, *words]
+    return job(home / f"job-{name}", world, args)
+
+
+def validations(folder) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "val_loss" in row]
+
+
+def evaluated(folder, *words) -> dict:
+    """What scripts.evaluate says of the run."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert evaluate.main([str(folder), "--dtype", "fp64", "--json", *words]) == 0
+    return json.loads(out.getvalue())
+
+
+# ---- what is read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_set_is_validated_and_all_of_the_path_is_trained(tmp_path, files, world):
+    blend = f"0.5 {files['web']} 0.5 {files['code']}"
+    end = run(tmp_path, "--data.path", files["train"], "--data.valid", blend, world=world)
+    assert end.codes == [0] * world, end.logs
+    last = validations(tmp_path / "r")[-1]
+    for name in ("web", "code"):
+        wanted = evaluated(tmp_path / "r", "--data", files[name])
+        assert wanted["tokens"] == SEQUENCES * SEQ_LEN
+        assert last[f"val/{name}/loss"] == pytest.approx(wanted["val_loss"], rel=1e-9)
+    assert abs(last["val/web/loss"] - last["val/code/loss"]) > 1e-3
+
+    # without --data, what the run names: half of each set in the first SEQUENCES
+    whole = evaluated(tmp_path / "r", "--samples", str(SEQUENCES))
+    assert whole["data"] == f"{blend} (valid)"
+    assert last["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-9)
+
+    # 60 documents of SEQ_LEN tokens and one, with the end of the first
+    tokens = 60 * SEQ_LEN + 1
+    header = " ".join(end.logs[0].split())
+    assert re.search(rf"/train: 60 documents,[^(]* {tokens} tokens \(train {tokens}\)", header), header
+    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("valid ")]
+    assert "50 % " in line and "web: 8 documents" in line
+
+
+def test_files_without_an_index(tmp_path, files):
+    """train.bin and val.bin of nanoGPT, whose tokenizer is named."""
+    for name in ("train", "web"):
+        tokens = np.fromfile(f"{files[name]}.bin", np.uint16)
+        tokens.tofile(tmp_path / f"{name}.bin")
+    end = run(tmp_path, "--data.path", str(tmp_path / "train.bin"), "--data.valid", str(tmp_path / "web.bin"),
+              "--data.tokenizer", "bytes", "--data.dtype", "uint16")
+    assert end.codes == [0], end.logs
+    wanted = evaluated(tmp_path / "r", "--data", files["web"])
+    assert validations(tmp_path / "r")[-1]["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-9)
+
+
+def test_a_share_of_the_path_for_tests_stays_unread(tmp_path, files):
+    end = run(tmp_path, "--data.path", files["train"], "--data.valid", files["web"],
+              "--data.split", "70,20,10")
+    assert end.codes == [0], end.logs
+    train, test = re.search(r"\(train (\d+), test (\d+)\)", end.logs[0]).groups()
+    assert int(test) == 6 * SEQ_LEN and int(train) == 54 * SEQ_LEN + 1
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_refusals_name_the_key_and_come_before_any_work(tmp_path, files):
+    (tmp_path / "docs.txt").write_text("a page of text, and another one\n" * 400)
+    words = ["--input", str(tmp_path / "docs.txt"), "--tokenizer", "bpe-280", "--out", str(tmp_path / "bpe")]
+    assert prepare_data.main(words) == 0
+    with IndexedDatasetWriter(tmp_path / "short", 257) as writer:
+        writer.add([97] * 8)
+        writer.finish(tokenizer.load_tokenizer("bytes"), 8)
+    cases = {
+        str(tmp_path / "bpe"): "was made with tokenizer bpe-280",
+        str(tmp_path / "absent"): "absent.idx: No such file",
+        str(tmp_path / "short"): "short has 8 tokens (1 documents), a sample is 17; name more data there",
+        str(tmp_path / "docs.txt"): "then --data.valid runs/data/docs",
+        f"0.5 {files['web']} {files['code']}": "is not a blend",
+        "": "empty; name the data",
+    }
+    for number, (valid, message) in enumerate(cases.items()):
+        end = run(tmp_path, "--data.path", files["train"], "--data.valid", valid, name=f"n{number}")
+        assert end.codes == [2], (valid, end.logs)
+        (error,) = end.errors()
+        assert error.startswith("error: data.valid: ") and message in error, error
+        assert not (tmp_path / f"n{number}/metrics.jsonl").exists()
+
+
+def test_a_split_that_leaves_nothing_points_to_it(tmp_path, files):
+    (error,) = run(tmp_path, "--data.path", files["train"], "--data.split", "1,0").errors()
+    assert "data.split" in error and "name its data in data.valid" in error
+    words = ["--data.path", files["train"], "--data.valid", files["web"]]
+    assert run(tmp_path, *words, "--data.split", "1,0").codes == [0]
+    (error,) = run(tmp_path, *words, "--data.split", "90,10", name="other").errors()
+    assert "data.split: 90,10 does nothing" in error and "data.valid is validation data of its own" in error
+
+
+def test_a_resume_keeps_what_is_trained(tmp_path, files):
+    words = ["--data.path", files["train"]]
+    assert run(tmp_path, *words, "--data.valid", files["web"]).codes == [0]
+    longer = run(tmp_path, *words, "--data.valid", files["code"], "--train.steps", "3")
+    assert longer.codes == [0], longer.logs
+    assert "resumed with another data.valid" in longer.logs[0]
+    wanted = evaluated(tmp_path / "r", "--data", files["code"])
+    assert validations(tmp_path / "r")[-1]["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-9)
+    without = run(tmp_path, *words, "--train.steps", "4")
+    assert without.codes == [2] and "give the same data" in without.errors()[0]
+
+
+# ---- what is said of it ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_mixtures(tmp_path_factory, files):
+    """Runs of other training data, with the same validation data, and one with another."""
+    home = tmp_path_factory.mktemp("runs")
+    for name, (train, valid) in {"a": ("train", "web"), "b": ("other", "web"), "c": ("train", "code")}.items():
+        end = run(home, "--data.path", files[train], "--data.valid", files[valid], name=name)
+        assert end.codes == [0], end.logs
+    return {name: home / name for name in "abc"}
+
+
+def test_losses_on_the_same_validation_data_compare(two_mixtures):
+    runs = {name: read_run(folder) for name, folder in two_mixtures.items()}
+    others = "validation losses are of different tokens"
+    assert not any(others in line for line in doubts([runs["a"], runs["b"]]))
+    (line,) = [line for line in doubts([runs["a"], runs["c"]]) if others in line]
+    assert "data.valid" in line
+
+
+def test_a_run_says_what_it_was_validated_with(two_mixtures, files):
+    record = json.loads((two_mixtures["a"] / "summary.json").read_text())["provenance"]
+    train, valid = record["inputs"]["data"]
+    assert "split" not in train and valid["split"] == "valid" and valid["path"] == files["web"]
+    assert check_inputs([record]) == []
+    valid["identity"] = "0" * 64
+    with pytest.raises(ConfigError, match="web"):
+        check_inputs([record])
