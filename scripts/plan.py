@@ -21,7 +21,7 @@ import sys
 import time
 
 import config
-from config import Config, ConfigError, phases_of
+from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
 from plan import elastic, published
 from plan.cost import Cluster, Efficiency, cluster
@@ -40,6 +40,7 @@ from runtime.failure import fail_cleanly
 GIB = 2**30
 MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed
 TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, which are right-aligned
+SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # what a layout or a run may still give
 ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
 
     cfg, phase_note = longest_phase(config.resolve(args.name, None, rest))
     hardware = cluster(args.cluster)
-    check_plannable(cfg, hardware)
+    check_plannable(cfg, hardware, args.gpus)
 
     fixed = fixed_values(cfg, args.gpus, hardware, rest)
     started = time.perf_counter()
@@ -126,7 +127,7 @@ def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
     """Prints the layout of an elastic job on each number of GPUs. Returns 2 if there is none for any."""
     cfg = config.resolve(args.name, None, [*rest, "--parallel.elastic", "true"])
     hardware = cluster(args.cluster)
-    check_plannable(cfg, hardware)
+    check_plannable(cfg, hardware, args.gpus[1])
     device = elastic.RankDevice(hardware.gpu, hardware.memory)
     least, most = args.gpus
     reports = [elastic_report(cfg, world, device) for world in range(most, least - 1, -1)]
@@ -176,8 +177,11 @@ def print_published(fit: bool) -> None:
 
 # ---- the search ------------------------------------------------------------------------------------------
 
-def check_plannable(cfg: Config, hardware: Cluster) -> None:
-    """Raises ConfigError if the vocabulary is not known, or the cluster has no figures for the dtype."""
+def check_plannable(cfg: Config, hardware: Cluster, world: int) -> None:
+    """Raises ConfigError for what train.py refuses in any layout, if the vocabulary is not known, or if the
+    cluster has no figures for the dtype.
+    """
+    unused.check_unused(cfg, world, but=SEARCHED)
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: is the tokenizer's, which a plan does not read; set it")
     dtype = cfg.train.dtype

@@ -1,6 +1,9 @@
 # Sourced by the scripts of array jobs, in the folder of the checkout: runs one part of an experiment, which saves before
 # the time limit, and puts what is not finished back into the queue.
 
+# shellcheck source=scripts/slurm/environment.sh
+source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1
+
 run_part() { # the words of `python -m scripts.scaling`
     local run code
     "${PYTHON:-python}" -m scripts.scaling "$@" &

@@ -1,4 +1,4 @@
-# Sourced by train.sbatch, sweep.sbatch and interactive.sh before anything else: what a job needs on your cluster.
+# Sourced by every .sbatch of scripts/ and by interactive.sh before anything else: what a job needs on your cluster.
 # Everything is commented out: without a change a job has the environment of the shell that submits it. Take the
 # lines that you need, or keep a file of your own and name it: BEVATRON_ENVIRONMENT=my-cluster.sh sbatch ...
 

@@ -106,3 +106,25 @@ def test_systems_starts_its_ranks_through_srun(tmp_path):
         (row,) = csv.DictReader(file)
     assert row["ranks"] == "2" and row["global_batch"] == "4" and float(row["forecast_ms"]) > 0
     assert (folder / "weak-dp-2" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("script, words", [
+    ("ladder.sbatch", ["out", "llama3-8b"]),
+    ("sweep.sbatch", ["out", "llama3-8b"]),
+    ("systems.sbatch", ["out", "llama3-8b", "h100-ib", "2,4"]),
+])
+def test_what_the_cluster_needs_comes_from_one_file(tmp_path, monkeypatch, script, words):
+    (tmp_path / "cluster.sh").write_text(f'export PYTHON={tmp_path}/python; echo "modules loaded" >> "$CALLS"\n')
+    monkeypatch.setenv("BEVATRON_ENVIRONMENT", str(tmp_path / "cluster.sh"))
+    code, calls, out = submit(tmp_path, script, *words, python="none")
+    assert code == 0 and calls.startswith("modules loaded\npython -m scripts.scaling "), out
+
+
+def test_every_job_has_the_cores_of_its_node():
+    """One task a node gets one core, unless the job says otherwise."""
+    every = [*SCRIPTS.glob("*.sbatch"), *SCRIPTS.parent.joinpath("slurm").glob("*.sbatch")]
+    assert len(every) == 5
+    for script in every:
+        lines = script.read_text().splitlines()
+        assert "#SBATCH --exclusive" in lines, script.name
+        assert "##SBATCH --account=ACCOUNT" in lines, script.name
