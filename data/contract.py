@@ -70,14 +70,11 @@ class TokenizerContract:
 
     def record(self) -> Tree:
         """Returns the fields that PREFIX.json keeps."""
-        return {
-            "name": self.name,
-            "fingerprint": self.fingerprint,
-            "vocab": self.vocab,
-            "eod": self.end.id,
-            "eod_text": self.end.text,
-            "eod_named_by": list(self.end.named_by),
-        }
+        found: Tree = {"name": self.name, "fingerprint": self.fingerprint, "vocab": self.vocab}
+        for kind, token in (("eod", self.end), ("bos", self.start), ("pad", self.pad)):
+            if token is not None:
+                found |= {kind: token.id, f"{kind}_text": token.text, f"{kind}_named_by": list(token.named_by)}
+        return found
 
     def lines(self) -> dict[str, str]:
         """Returns the lines that prepare_data prints, by label."""
@@ -85,11 +82,17 @@ class TokenizerContract:
         if self.model_vocab is not None and self.model_vocab > self.vocab:
             grown = (f"; config.json's vocab_size of {self.model_vocab:,} is a model's, and model.vocab asks "
                      "for it")
-        return {
+        found = {
             "tokenizer": f"{self.label}, {self.vocab:,} ids in {np.dtype(dtype_of(self.vocab)).name}{grown}",
             "end": f"{self.end} ends a document, as {' and '.join(self.end.named_by)} say"
                    f"{'s' if len(self.end.named_by) == 1 else ''}",
         }
+        if self.start is not None:
+            found["start"] = (f"{self.start}, as {' and '.join(self.start.named_by)} says; it is not in the "
+                              "files: a run puts it before documents where the tokenizer or data.bos says so")
+        if self.pad is not None:
+            found["pad"] = f"{self.pad}, as {' and '.join(self.pad.named_by)} says; it is not in the files"
+        return found
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,20 @@ def test_another_model_s_start_is_not_taken_for_a_control_token(tmp_path):
     assert tokenizer.load_tokenizer(home).bos is None
 
 
+def test_what_prepare_decided_is_printed_and_kept(tmp_path, capsys):
+    settings = {TOKENIZER: {"eos_token": "</s>", "bos_token": "<|im_end|>", "pad_token": "<pad>"}}
+    home = make_folder(tmp_path / "tok", settings)
+    assert prepared(tmp_path, home) == 0
+    said = json.loads((tmp_path / "out.json").read_text())["tokenizer"]
+    ids = ids_of(home)
+    for kind, text in (("eod", "</s>"), ("bos", "<|im_end|>"), ("pad", "<pad>")):
+        assert said[kind] == ids(text) and said[f"{kind}_text"] == text
+        assert said[f"{kind}_named_by"] == [TOKENIZER]
+    printed = " ".join(capsys.readouterr().out.split())
+    for label, text in (("end", "</s>"), ("start", "<|im_end|>"), ("pad", "<pad>")):
+        assert f"{label} {text!r} (id {ids(text)})" in printed, printed
+
+
 def test_ids_with_holes_are_all_of_the_vocabulary(tmp_path):
     """A count of tokens is less than the largest id where ids are left out."""
     home = make_folder(tmp_path / "t", {TOKENIZER: {"eos_token": "</s>"}})
