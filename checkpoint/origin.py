@@ -3,20 +3,33 @@
 They are taken by name, into a model that computes the same function from them (config/function.py), under the
 tokenizer that they were trained with, with or without its start token as there. checkpoint.init_changes
 states what is meant to be otherwise: a key of the model, data.tokenizer, data.bos, or the name of a weight
-that is not to be taken. All else is refused.
+that is not to be taken; and data.tokenizer=text, with which rows go to the tokens of the same text. All else
+is refused.
 """
+import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint.store import StoredIndex
 from config import Config, ConfigError, ModelConfig, Tree, comma_separated
-from config.function import FUNCTION_KEYS, ROWS, START, TOKENIZER, VALUES_ALONE, differences, written
+from config.function import (
+    BY_TEXT,
+    FUNCTION_KEYS,
+    ROWS,
+    START,
+    TOKENIZER,
+    VALUES_ALONE,
+    differences,
+    written,
+)
 from parallel.sharding.boxes import Box
 
 UNKNOWN = "none"  # fingerprint of the tokenizer of weights that were imported without one
@@ -35,7 +48,8 @@ class WeightOrigin:
     states.
 
     keys: {key: (value there, value here)}. names: patterns of weights that are not taken. source, target: the
-    models there and here. shapes: of the stored weights, by name.
+    models there and here. shapes: of the stored weights, by name. same_ids: where rows go by the text of
+    their tokens, for each id here that there, or a negative number, int64 [vocab].
     """
     index: StoredIndex
     keys: Mapping[str, tuple[Any, Any]]
@@ -43,6 +57,7 @@ class WeightOrigin:
     source: ModelConfig
     target: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
+    same_ids: NDArray[np.int64] | None = None
 
     def is_named(self, name: str) -> bool:
         """Whether the weight is stated by its name."""
@@ -64,12 +79,16 @@ class WeightOrigin:
         stored = f"layers.{number}.{name[layer.end():]}"
         return stored if stored in self.shapes else None
 
-    def rows(self, name: str) -> int | None:
-        """The number of first rows that mean the same there and here; None where that is all or nothing."""
+    def rows(self, name: str) -> NDArray[np.int64] | None:
+        """For each first row here that there which means the same, or a negative number; None where all rows
+        are taken, or none is.
+        """
         deciding = ROWS.get(name, ())
+        if self.same_ids is not None and "vocab" in deciding:
+            return self.same_ids
         if not any(f"model.{key}" in self.keys for key in deciding):
             return None
-        return min(getattr(self.source, deciding[0]), getattr(self.target, deciding[0]))
+        return np.arange(min(getattr(self.source, deciding[0]), getattr(self.target, deciding[0])))
 
     def kind(self, name: str, shape: Sequence[int]) -> str:
         """How a weight of this run begins."""
@@ -85,12 +104,18 @@ class WeightOrigin:
 # ---- what may differ ---------------------------------------------------------------------------------------
 
 def compare(
-    index: StoredIndex, source: Config, cfg: Config, *, fingerprint: str, has_start: bool
+    index: StoredIndex,
+    source: Config,
+    cfg: Config,
+    *,
+    fingerprint: str,
+    has_start: bool,
+    ids_by_text: Callable[[Path], NDArray[np.int64]],
 ) -> WeightOrigin:
     """Compares the function and the tokenizer of stored weights with those of a run.
 
     source: the config of index. fingerprint: of the run's tokenizer. has_start: do its documents begin with
-    the start token? Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if
+    the start token? ids_by_text: of the folder of another tokenizer (WeightOrigin.same_ids). Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if
     it states what does not differ.
     """
     keys: dict[str, tuple[Any, Any]] = differences(source.model, cfg.model)
@@ -100,16 +125,20 @@ def compare(
     elif other_start(index.meta, has_start):  # that of another tokenizer is another anyway
         keys[START] = not has_start, has_start
 
-    stated = comma_separated(cfg.checkpoint.init_changes)
+    words = comma_separated(cfg.checkpoint.init_changes)
+    is_by_text = BY_TEXT in words
+    stated = [TOKENIZER if word == BY_TEXT else word for word in words]
     stated_keys = [word for word in stated if word in FUNCTION_KEYS or word in (TOKENIZER, START)]
-    unstated = [key for key in keys if key not in stated]
+    implied = ("model.vocab", "model.vocab_multiple") if is_by_text else ()
+    unstated = [key for key in keys if key not in stated and key not in implied]
     if unstated:
         differing = ", ".join(f"{key} {two_values(keys[key])}" for key in unstated)
-        changes = ",".join([*stated, *unstated])
+        changes = ",".join([*words, *unstated])
+        by_text = f" ({BY_TEXT}: rows go to tokens of the same text)" if TOKENIZER in unstated else ""
         raise ConfigError(
             f"checkpoint.init_from: {index.path} holds the weights of another model: {differing}; "
             f"{remedy(index.path, {key: keys[key] for key in unstated}, cfg)}, or state that it differs: "
-            f"--checkpoint.init_changes {changes}"
+            f"--checkpoint.init_changes {changes}{by_text}"
         )
     for key in stated_keys:
         if key not in keys:
@@ -128,7 +157,19 @@ def compare(
         source=source.model,
         target=cfg.model,
         shapes=shapes,
+        same_ids=ids_by_text(tokenizer_folder(index.path)) if is_by_text else None,
     )
+
+
+def tokenizer_folder(checkpoint: Path) -> Path:
+    """The tokenizer of a run, of which this is a checkpoint. Raises ConfigError if it is not there."""
+    folder = checkpoint.parent.parent / "tokenizer"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"checkpoint.init_changes: {BY_TEXT} reads the tokenizer of the weights, and {folder} is not there; "
+            f"put it there, or state {TOKENIZER} alone: rows keep their numbers"
+        )
+    return folder
 
 
 def other_start(meta: Tree, has_start: bool) -> bool:
@@ -191,13 +232,20 @@ def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> l
         if kind == FRESH or stored is None:
             continue
         rows = origin.rows(box.key)
-        if kind == IN_PART and rows is not None:
-            end = min(rows - box.start[0], box.size[0])
-            if end <= 0:
-                continue
-            box, tensor = box.rows(0, end), tensor[:end]
-        found.append((replace(box, key=stored, shape=origin.shapes[stored]), tensor))
+        parts = [(box, tensor)] if kind != IN_PART or rows is None else parts_by_rows(box, tensor, rows)
+        for part, values in parts:
+            found.append((replace(part, key=stored, shape=origin.shapes[stored]), values))
     return found
+
+
+def parts_by_rows(box: Box, tensor: Tensor, rows: NDArray[np.int64]) -> Iterator[tuple[Box, Tensor]]:
+    """The parts of a weight that are neighbours there as they are here, where `rows` finds them."""
+    wanted = rows[box.start[0]:box.start[0] + box.size[0]]
+    breaks = np.flatnonzero((np.diff(wanted) != 1) | (wanted[:-1] < 0)) + 1
+    for first, end in itertools.pairwise([0, *breaks.tolist(), len(wanted)]):
+        if first < end and wanted[first] >= 0:
+            part = box.rows(first, end)
+            yield replace(part, start=(int(wanted[first]), *part.start[1:])), tensor[first:end]
 
 
 def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
@@ -234,7 +282,8 @@ def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
 
 
 def with_rows(origin: WeightOrigin, name: str, kind: str) -> str:
-    return f"{name} ({origin.rows(name):,} rows)" if kind == IN_PART else name
+    rows = origin.rows(name)
+    return name if kind != IN_PART or rows is None else f"{name} ({int((rows >= 0).sum()):,} rows)"
 
 
 def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], dropped: list[str]) -> None:

@@ -16,7 +16,9 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint import mirror, store
@@ -112,6 +114,7 @@ class TrainingData(Protocol):
     def is_chat(self) -> bool: ...
     @property
     def has_start(self) -> bool: ...
+    def ids_by_text(self, folder: pathlib.Path) -> NDArray[np.int64]: ...
 
 
 class OptimizerMoments(Protocol):
@@ -837,6 +840,7 @@ def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
         run.cfg,
         fingerprint=fingerprints(run.data)["tokenizer"],
         has_start=run.data.has_start,
+        ids_by_text=run.data.ids_by_text,
     )
     routers = run.routers.boxes(weights=True)
     own = store.pack(kinds_of(origin, weight_boxes(run.buckets, routers)))

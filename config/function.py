@@ -23,6 +23,7 @@ from config.schema import (
 )
 
 TOKENIZER = "data.tokenizer"
+BY_TEXT = "data.tokenizer=text"  # another tokenizer, and rows go to the tokens of the same text
 START = "data.bos"  # whether documents begin with the tokenizer's start token
 
 # Keys of model.* that say how weights begin, how they are trained, and by which kernel they are used.

@@ -26,7 +26,7 @@ from config import (
     sections,
     value_dim,
 )
-from config.function import FUNCTION_KEYS, START, TOKENIZER, VALUES_ALONE, differences
+from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, VALUES_ALONE, differences
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
 from config.schema import RANGES
@@ -771,7 +771,7 @@ def no_change_of_model(word: str) -> str:
     """
     section, _, key = word.partition(".")
     section_type = sections().get(section)
-    if section_type is None or word in FUNCTION_KEYS or word in (TOKENIZER, START):
+    if section_type is None or word in FUNCTION_KEYS or word in (TOKENIZER, BY_TEXT, START):
         return ""
     if key not in typing.get_type_hints(section_type):
         return ": no such key" + nearest_key(section_type, f"{section}.", key)

@@ -319,8 +319,9 @@ class CheckpointConfig:
     init_from: str | None = None  # checkpoint or run folder that gives the initial weights (no optimizer
     #   state, step 0), of a model that computes the same
     init_changes: str | None = None  # KEY[,KEY...]: what may differ from the model of init_from, e.g.
-    #   model.layers,model.window: keys of model.*, data.tokenizer, data.bos, and weights by name
-    #   (head.weight, layers.*.attn.q.weight) that are not taken; none: nothing (docs/checkpoints.md)
+    #   model.layers,model.window: keys of model.*, data.bos, data.tokenizer (or data.tokenizer=text: rows go
+    #   to the tokens of the same text), and weights by name (head.weight, layers.*.attn.q.weight) that are
+    #   not taken; none: nothing (docs/checkpoints.md)
     branch: str | None = None  # RUN or RUN@STEP: begin at that checkpoint of another run, with its weights,
     #   optimizer state, step, settings and position in the data; what else is set begins there
     failed_saves: int = 2  # saves in a row that may fail for their storage, such as a full disk: the run goes

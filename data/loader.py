@@ -45,6 +45,7 @@ from data.lengths import is_exact, token_byte_lengths
 from data.pack import pack_windows
 from data.prompts import Prompts, open_prompts
 from data.raw import RawShards, is_raw_file
+from data.same_tokens import ids_by_text
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
 from data.start_tokens import Index, StartedDocuments, with_starts
@@ -324,6 +325,13 @@ class BatchLoader:
     def has_start(self) -> bool:
         """Does a document begin with a start token? Raises as `prompts` does."""
         return self.prompts.start is not None
+
+    def ids_by_text(self, folder: pathlib.Path) -> np.ndarray:  # int64 [vocab]
+        """For each id the one that means the same to the tokenizer in a folder (same_tokens.py).
+
+        Raises ConfigError if the folder holds none, and as required_tokenizer does.
+        """
+        return ids_by_text(tokenizer.load_tokenizer(folder), self.required_tokenizer)
 
     @property
     def is_chat(self) -> bool:

@@ -2,6 +2,7 @@
 by name (checkpoint.init_changes). All from the files on, with train.py as a program.
 """
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from ranks import corpus, job
 from safetensors.torch import load_file
+from tokenizer_families import make_tokenizer
 
 from checkpoint import store
 from data import tokenizer
@@ -317,6 +319,87 @@ def test_weights_under_another_tokenizer(pieces):
     assert "changed  data.tokenizer " in told
     assert same(weights(home / "runs" / "b-anyway"), weights(source), weights(source))
     assert "taken" in trains(home, "a-again", data__path=home / "a", checkpoint__init_from=source)
+
+
+def text_of(processor, token_id: int) -> bytes | None:
+    """What an id of a sentencepiece model stands for; None of control tokens and the unknown one."""
+    if processor.is_control(token_id) or processor.is_unknown(token_id):
+        return None
+    name = processor.id_to_piece(token_id)
+    return bytes([int(name[3:5], 16)]) if processor.is_byte(token_id) else name.replace("▁", " ").encode()
+
+
+def check_rows(found, fresh, source, same_ids: dict[int, int], size: int) -> int:
+    """Each row is that of the same token, or as in a new run. Returns how many are of the same token."""
+    for key in ("embed.weight", "head.weight"):
+        for token_id in range(size):
+            other = same_ids.get(token_id)
+            wanted = fresh[key][token_id] if other is None else source[key][other]
+            assert torch.equal(found[key][token_id], wanted), (key, token_id, other)
+        assert torch.equal(found[key][size:], fresh[key][size:])
+    return len(same_ids)
+
+
+@pytest.mark.slow
+def test_rows_go_to_the_tokens_of_the_same_text(pieces):
+    """Of two sentencepiece models: pieces of one text, bytes, and what begins and ends a document."""
+    home, source = pieces, pieces / "runs" / "of-a"
+    settings = {"data__path": home / "b", "train__seed": 5}
+    trains(home, "fresh-b", **settings)
+    of_a = {**settings, "checkpoint__init_from": source, "checkpoint__init_changes": "data.tokenizer=text"}
+    told = trains(home, "by-text", **of_a)
+
+    there, here = (tokenizer.load_tokenizer(home / f"{name}.model").processor for name in "ab")
+    places = {text_of(there, number): number for number in range(there.vocab_size())}
+    same_ids = {here.eos_id(): there.eos_id(), here.bos_id(): there.bos_id()}
+    for number in range(here.vocab_size()):
+        if text_of(here, number) is not None and text_of(here, number) in places:
+            same_ids[number] = places[text_of(here, number)]
+    moved = sum(other != number for number, other in same_ids.items())
+    assert moved > 5 and len(same_ids) < here.vocab_size()
+    found, fresh, taken = (weights(home / "runs" / name) for name in ("by-text", "fresh-b", "of-a"))
+    rows = check_rows(found, fresh, taken, same_ids, here.vocab_size())
+    assert same(found, taken, found.keys() - {"embed.weight", "head.weight"})
+    assert f"in part  2: embed.weight ({rows:,} rows), head.weight ({rows:,} rows)" in told
+
+    for name, layout in (("tp", {"parallel__tp": 2}), ("shards", {"parallel__zero": 3})):
+        ranks = words(home, name, {**of_a, **layout, "train__micro_batch": 1})
+        end = job(home, 2, ranks)
+        assert end.codes == [0, 0], end.logs
+        assert same(weights(home / "runs" / name), found, found)
+
+
+def test_rows_go_to_a_tokenizer_of_another_kind_and_size(pieces, tmp_path):
+    """A byte-level BPE, whose vocabulary is another: a space is another letter of its names."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    home = pieces
+    other = make_tokenizer("llama3", tmp_path / "llama3")
+    text(home, "c", other)
+    settings = {"data__path": home / "c", "train__seed": 5, "data__bos": "false"}
+    trains(home, "fresh-c", **settings)
+    of_a = {**settings, "checkpoint__init_from": home / "runs" / "of-a"}
+    line = refused(home, **of_a)
+    assert f"{CHANGES} model.vocab,data.tokenizer (data.tokenizer=text: rows go to tokens of" in line, line
+    trains(home, "c-by-text", **of_a, checkpoint__init_changes="data.tokenizer=text")
+
+    there = tokenizer.load_tokenizer(home / "a.model").processor
+    places = {text_of(there, number): number for number in range(there.vocab_size())}
+    here = transformers.AutoTokenizer.from_pretrained(other)
+    letters = importlib.import_module("transformers.convert_slow_tokenizer").bytes_to_unicode()
+    byte_of = {letter: byte for byte, letter in letters.items()}
+    same_ids = {here.eos_token_id: there.eos_id(), here.bos_token_id: there.bos_id()}
+    for name, number in here.get_vocab().items():
+        written = bytes(byte_of[letter] for letter in name) if number not in here.all_special_ids else None
+        if written in places and not name.startswith("<|"):
+            same_ids[number] = places[written]
+    names = ("c-by-text", "fresh-c", "of-a")
+    found, fresh, taken = (weights(home / "runs" / name) for name in names)
+    assert check_rows(found, fresh, taken, same_ids, len(here)) > 256
+
+    shutil.move(home / "runs/of-a/tokenizer", home / "moved")
+    line = refused(home, **of_a, checkpoint__init_changes="data.tokenizer=text")
+    shutil.move(home / "moved", home / "runs/of-a/tokenizer")
+    assert "of-a/tokenizer is not there" in line and "rows keep their numbers" in line
 
 
 def test_a_resume_under_another_tokenizer_advises_nothing_that_harms(pieces):

@@ -1,0 +1,43 @@
+"""Which tokens of two tokenizers are the same, by their text: rows of an embedding that keep their meaning.
+
+Tokens with a text are the same where their bytes are, whatever kind of tokenizer has them: "▁the" of
+sentencepiece and "Ġthe" of a byte-level BPE. Control tokens are the same by their name, or as what ends a
+document, begins one or fills one up.
+"""
+import numpy as np
+
+from data.lengths import token_texts
+from data.tokenizer import Tokenizer
+
+NONE = -1
+
+
+def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [vocab of here]
+    """For each id of `here` the id of `there` that means the same; NONE where there is none.
+
+    Where several have one text, as a byte and a letter of sentencepiece, the last is taken: the letter, which
+    is what texts are made of.
+    """
+    of_text = {meaning: token_id for token_id, meaning in enumerate(meanings(there)) if meaning is not None}
+    same = [of_text.get(meaning, NONE) if meaning is not None else NONE for meaning in meanings(here)]
+    found = np.array(same, np.int64)
+    for own, other in (
+        (here.contract.end, there.contract.end),
+        (here.contract.start, there.contract.start),
+        (here.contract.pad, there.contract.pad),
+    ):
+        if own is not None and other is not None:
+            found[own.id] = other.id
+    return found
+
+
+def meanings(tok: Tokenizer) -> list[tuple[str, bytes] | None]:
+    """What each id stands for: ("text", its bytes) or ("control", its name); None of one without either."""
+    found = token_texts(tok)
+    of_ids: list[tuple[str, bytes] | None] = []
+    for token_id, (text, name) in enumerate(zip(found.texts, found.names)):
+        if token_id in tok.contract.control:
+            of_ids.append(("control", name.encode()))
+        else:
+            of_ids.append(("text", text) if text else None)
+    return of_ids
