@@ -233,6 +233,21 @@ def test_overrides_are_refused_in_one_line(words, wanted, capsys):
     assert len(lines) == 1 and lines[0].startswith(f"error: {wanted}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [
+    "--data.pack best_fit",
+    "--data.split 60,40 --data.span 64 --data.prefetch 0",
+    "--eval.batches 3 --eval.sample 0",
+    "--eval.tasks configs/tasks --eval.tasks_limit 2",
+    "--checkpoint.keep_at 2 --checkpoint.check_replicas 1",
+])
+def test_what_a_run_reads_validates_and_saves_may_be_another(words, capsys):
+    """One layout of two ranks, beside one process with the same settings."""
+    options = ["--world", "2", "--layouts", "1", "--only", "tp2", "sp", "zero1", "mb1"]
+    assert main(["llama3-tiny", *options, *words.split()]) == 0, capsys.readouterr().out
+    assert "1 of 1 layouts train like one process" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("skipped", [[2], [2, 4], [1, 2, 3, 4]], ids=str)
 def test_a_proof_of_steps_that_nobody_trains_is_refused(tmp_path, skipped):
     """As a key may make it: layouts that skip every step agree with one process that does."""
