@@ -504,6 +504,15 @@ def describe_targets(run: TrainingRun) -> str | None:
     return counts.describe() if counts else None
 
 
+def describe_passes(run: TrainingRun) -> str | None:
+    """How often each data set is read; None where each is read once at most."""
+    passes = run.data.passes(run.last_step)
+    if max(passes.values()) <= 1:
+        return None
+    names = source_names(list(passes))
+    return ", ".join(f"{name} {count:.3g} times" for name, count in zip(names, passes.values()))
+
+
 def trained_flops_per_token(run: TrainingRun) -> float:
     """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
     lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()

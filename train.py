@@ -82,6 +82,7 @@ from start import (
     build_phase,
     check_data,
     check_same_everywhere,
+    describe_passes,
     describe_phase,
     describe_targets,
     elastic_layout,
@@ -382,6 +383,9 @@ def run_training(
     targets = describe_targets(session.run) if session.is_first_rank else None
     if targets:
         notes = [f"{'targets':<9}{targets}", *notes]
+    passes = describe_passes(session.run) if session.is_first_rank else None
+    if passes:
+        notes = [f"{'epochs':<9}{passes}", *notes]
     if cfg.data.valid is not None:
         notes = [f"{'valid':<9}{session.valid_data.describe_datasets()}", *notes]
     with (

@@ -391,6 +391,19 @@ class BatchLoader:
             lengths += np.diff(starts, prepend=0, append=seq_len).tolist()
         return lengths
 
+    def passes(self, last_step: int) -> dict[str, float]:
+        """How often a phase and those before it that read the same go through each dataset, by its name.
+
+        last_step: of the phase.
+        """
+        steps = last_step - self._reading.phase.steps_before
+        sequences = self._reading.sequences_before + sequences_seen(self._train, max(steps, 0))
+        drawn = self._mix.drawn(sequences)
+        return {
+            dataset.name: count / windows.count
+            for dataset, count, windows in zip(self.datasets, drawn, self._windows)
+        }
+
     def count_targets(self, last_step: int) -> TargetCounts | None:
         """What counts of what the phase reads, from its first SAMPLED_SEQUENCES sequences. None where every
         target counts, or nothing is read.
@@ -545,28 +558,37 @@ class BatchLoader:
 def check_paths(cfg: Config) -> None:
     """Raises ConfigError if data.path or data.valid names something that holds no tokens; it says what to do.
     Opens nothing; URLs are looked at when they are downloaded."""
-    spec = shlex.quote(str(cfg.data.tokenizer or "bpe-32000"))
-
-    def command(inputs: str, out: str) -> str:
-        return f"python -m scripts.prepare_data --input {inputs} --tokenizer {spec} --out {shlex.quote(out)}"
-
     for key, path in named_paths(cfg.data):
-        prefix = path.removesuffix(".bin").removesuffix(".idx")
-        is_raw = is_raw_file(path)
-        is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
-        if path == "stdlib" or is_url(path) or is_raw or is_indexed:
-            continue
-        if os.path.exists(path):
-            out = f"runs/data/{pathlib.Path(path).name.partition('.')[0]}"
-            raise ConfigError(f"{key}: {path} holds no tokens; make them with "
-                              f"{command(shlex.quote(path), out)}, then --{key} {shlex.quote(out)}")
-        if len(path.split()) > 1:
-            weighted = " ".join(f"1 {word}" for word in path.split())
-            raise ConfigError(f"{key}: {path!r} is no prefix of .bin/.idx; a blend has a weight before "
-                              f"each path: {weighted!r}")
-        raise ConfigError(f"{key}: {prefix}.idx: No such file; make it from your text with "
-                          f"{command('FILES', prefix)}, or give another --{key}: a prefix of .bin/.idx "
-                          "that is there, a blend, or stdlib")
+        check_path(path, f"--{key}", cfg.data.tokenizer)
+
+
+def check_path(path: str, option: str, made_with: str | None) -> None:
+    """Raises ConfigError if one path that `option` has named holds no tokens. made_with: the tokenizer that
+    is to make them; None: that of the user's choice."""
+    key = option.removeprefix("--") if "." in option else option
+    prefix = path.removesuffix(".bin").removesuffix(".idx")
+    is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
+    if path == "stdlib" or is_url(path) or is_raw_file(path) or is_indexed:
+        return
+
+    spec = shlex.quote(str(made_with or "bpe-32000"))
+    if os.path.isdir(path):
+        names = sorted(file.with_suffix("") for file in pathlib.Path(path).glob("*.idx"))
+        if names:
+            several = f" (it has {len(names)})" if len(names) > 1 else ""
+            raise ConfigError(f"{key}: {path} is a folder of data sets{several}; name one: "
+                              f"{option} {shlex.quote(str(names[0]))}, or several as a blend")
+    if os.path.exists(path):
+        out = shlex.quote(f"runs/data/{pathlib.Path(path).name.partition('.')[0]}")
+        raise ConfigError(f"{key}: {path} holds no tokens; make them with python -m scripts.prepare_data "
+                          f"--input {shlex.quote(path)} --tokenizer {spec} --out {out}, then {option} {out}")
+    if len(path.split()) > 1:
+        weighted = " ".join(f"1 {word}" for word in path.split())
+        raise ConfigError(f"{key}: {path!r} is no prefix of .bin/.idx; a blend has a weight before each path: "
+                          f"{weighted!r}")
+    raise ConfigError(f"{key}: {prefix}.idx: No such file; make it from your text with python -m "
+                      f"scripts.prepare_data --input FILES --tokenizer {spec} --out {shlex.quote(prefix)}, or "
+                      f"give another {option}: a prefix of .bin/.idx that is there, a blend, or stdlib")
 
 
 def open_loader(

@@ -514,7 +514,8 @@ class MetricsLogger:
         """600 steps = 1.23M tokens (1.4 tok/param)"""
         tokens = self.phases.tokens_seen(self.steps)
         ratio = tokens / max(parameters, 1)
-        return f"{self.steps:,} steps = {short_number(tokens)} tokens ({ratio:.1f} tok/param)"
+        digits = f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2g}"
+        return f"{self.steps:,} steps = {short_number(tokens)} tokens ({digits} tok/param)"
 
     def show(self) -> None:
         """Prints the line of the newest step, with the rates since the line before."""

@@ -336,6 +336,31 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
     return rows
 
 
+def numbers(runs: list[Run]) -> list[dict[str, Any]]:
+    """The same as numbers, for programs: null where there is none. at_tokens, at_flops: training losses where
+    all runs have been.
+    """
+    tokens = min(run.tokens[-1] for run in runs)
+    flops = min(run.flops[-1] for run in runs)
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        row = {
+            "parameters": run.parameters,
+            "tokens": run.tokens[-1],
+            "flops": run.flops[-1],
+            "val_loss": run.validation_loss[-1] if len(run.validation_loss) else np.nan,
+            "val_bpb": run.validation_bpb[-1] if len(run.validation_bpb) else np.nan,
+            "train_loss": run.smooth_loss[-1],
+            "at_tokens": run.loss_at(tokens),
+            "at_flops": run.loss_at_flops(flops),
+            "tokens_per_s": median(run.tokens_per_s),
+            "mfu": median(run.mfu),
+        }
+        finite = {key: float(value) if np.isfinite(value) else None for key, value in row.items()}
+        rows.append({"run": run.name, **finite, "state": state_of(run)})
+    return rows
+
+
 def last_text(losses: Array) -> str:
     if not len(losses):
         return "none"

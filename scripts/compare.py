@@ -23,6 +23,7 @@ from scaling.compare import (
     differences,
     doubts,
     draw_runs,
+    numbers,
     page,
     read_run,
     table_rows,
@@ -53,21 +54,45 @@ def main(argv: list[str]) -> int:
     if len(set(names)) < len(names):
         raise ConfigError(f"two runs are called {max(names, key=names.count)}; rename a folder")
 
-    runs = [read_run(folder) for folder in args.runs]
+    folders = readable(args.runs)
+    runs = [read_run(folder) for folder in folders]
     report(runs, args.json)
     while args.out is not None:
         write(runs, args.out, args.watch)
         if args.watch is None or all(run.finished is not None for run in runs):
             break
         time.sleep(args.watch)
-        runs = [read_run(folder) for folder in args.runs]
+        runs = [read_run(folder) for folder in folders]
     return 0
+
+
+def readable(names: list[Path]) -> list[Path]:
+    """Those that are runs with a step, of what a pattern such as runs/* names; a line says what is left out.
+
+    Raises ConfigError for a name of nothing, and where no run is left.
+    """
+    found: list[Path] = []
+    refusals: list[ConfigError] = []
+    for path in names:
+        try:
+            read_run(path)
+            found.append(path)
+        except ConfigError as error:
+            if not path.exists() or len(names) == 1:
+                raise
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    for error in refusals:
+        print(f"left out: {error}", file=sys.stderr)
+    return found
 
 
 def report(runs: list[Run], as_json: bool) -> None:
     differing = differences(runs)
     if as_json:
-        print(json.dumps({"runs": table_rows(runs), "different": differing, "doubts": doubts(runs)}))
+        found = {"runs": table_rows(runs), "numbers": numbers(runs)}
+        print(json.dumps({**found, "different": differing, "doubts": doubts(runs)}))
         return
     width = output_width()
     print("\n".join(text_table(table_rows(runs), width)))

@@ -507,7 +507,8 @@ def compare(ours: Tensor, theirs: tuple[str, Tensor] | None, where: str) -> dict
     if not difference <= TOLERANCE * largest:  # true for NaN, too
         raise LogitsDiffer(
             f"logits {where} differ by {difference:.3g} where the largest is {largest:.3g}; nothing was "
-            "kept. This is a bug in the conversion: please report it with the config.json")
+            "kept. After an edit of model/ or kernels/, the exported config.json cannot say what the model "
+            "computes; without one this is a bug in the conversion: please report it with the config.json")
     return {
         "max_abs_difference": difference,
         "largest": largest,

@@ -27,7 +27,7 @@ from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
 from config.terminal import ParagraphHelp
 from data.blend import parse_blend
-from data.loader import BatchLoader, open_loader
+from data.loader import BatchLoader, check_path, open_loader
 from data.raw import is_raw_file
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
@@ -37,6 +37,8 @@ from parallel.microbatch import Microbatch
 from runtime.evaluate import loss_report
 from runtime.failure import fail_cleanly
 from runtime.tasks import EvaluationModel, run_tasks
+
+SECONDS_BETWEEN_LINES = 10.0  # that say how far an evaluation is
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -91,6 +93,9 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     check_context(run.cfg, seq_len)
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
+        made_with = args.tokenizer or tokenizer_folder(run)
+        for path in parse_blend(args.data, "--data")[1]:
+            check_path(path, "--data", made_with)
         has_raw = any(map(is_raw_file, parse_blend(args.data, "--data")[1]))
         named = replace(
             cfg.data,
@@ -113,8 +118,9 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     samples = min(data.samples, args.samples or data.samples)
 
     # its loss
-    started = time.perf_counter()
+    started = told = time.perf_counter()
     loss_sum = 0.0
+    done = 0
     num_tokens = num_bytes = 0
     full_batches = batches(data, 0, samples // batch_size)
     with torch.no_grad():
@@ -123,6 +129,11 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
             loss_sum = loss_sum + run.stage(batch.tokens, batch, 1.0).double()
             num_tokens = num_tokens + batch.num_counted()
             num_bytes = num_bytes + data.text_bytes(batch)
+            done += len(batch.tokens)
+            if time.perf_counter() > told + SECONDS_BETWEEN_LINES:
+                told = time.perf_counter()
+                print(f"{done:,} of {samples:,} sequences, loss {float(loss_sum) / int(num_tokens):.4f}",
+                      file=sys.stderr)
     if int(num_tokens) == 0:
         raise ConfigError(f"{args.data or cfg.data.valid or cfg.data.path}: no token of these samples counts in the loss; "
                           "raise --samples or --seq-len")
@@ -180,10 +191,13 @@ def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse
     if of_data is None or run.known_tokenizer is None or of_data.fingerprint == run.tokenizer.fingerprint:
         return
     path = args.data or run.cfg.data.valid or run.cfg.data.path
-    tokenizer_folder = f"{run.path.parent.parent}/tokenizer"
     raise ConfigError(f"--data: {path} was made with the tokenizer {of_data.name}, {args.run} was trained "
                       f"with {run.tokenizer.name}; make it with "
-                      f"python -m scripts.prepare_data --tokenizer {tokenizer_folder}")
+                      f"python -m scripts.prepare_data --tokenizer {tokenizer_folder(run)}")
+
+
+def tokenizer_folder(run: TrainedModel) -> str:
+    return f"{run.path.parent.parent}/tokenizer"
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------

@@ -651,26 +651,39 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options. Raises ConfigError if the words of train.py are not behind --."""
+    options, foreign = arguments().parse_known_args(argv)
+    if foreign:
+        raise ConfigError(f"{foreign[0]}: no option of the launcher; what is for train.py comes after --, as in "
+                          f"python -m scripts.launch --nproc 8 -- NAME {foreign[0]}")
+    return options
+
+
 def main(argv: list[str]) -> int:
-    options = arguments().parse_args(argv)
+    try:
+        return launch(parse(argv))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def launch(options: argparse.Namespace) -> int:
+    """The exit code of the ranks. Raises ConfigError before one is started."""
     command = [sys.executable, str(TRAIN_FILE), *options.words]
     if {"--help", "-h", "--list"} & set(options.words):
         return subprocess.call(command)
     words = [word for word in options.words if word != "--traceback"]
-    try:
-        check_elastic_options(options)
-        cfg = check_words(words)
-        with SignalRelay() as relay:
-            if options.nproc.least is None:
-                return run_once(options, cfg, command, relay)
-            elastic_words = ["--parallel.elastic", "true"]
-            wanted = options.nproc.most if options.spares is None else options.spares
-            with Spares(command[:2], wanted) as spares:
-                whole = [*command, *elastic_words]
-                return run_elastic(options, [*words, *elastic_words], whole, relay, spares)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_elastic_options(options)
+    cfg = check_words(words)
+    with SignalRelay() as relay:
+        if options.nproc.least is None:
+            return run_once(options, cfg, command, relay)
+        elastic_words = ["--parallel.elastic", "true"]
+        wanted = options.nproc.most if options.spares is None else options.spares
+        with Spares(command[:2], wanted) as spares:
+            whole = [*command, *elastic_words]
+            return run_elastic(options, [*words, *elastic_words], whole, relay, spares)
 
 
 def run_once(options: argparse.Namespace, cfg: Config | None, command: list[str], relay: SignalRelay) -> int:

@@ -40,6 +40,21 @@ def make_run(folder, losses, *, start=0, finished=True, **keys):
     return folder
 
 
+def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
+    """As of runs/*, where data lies, too. A name of nothing is a mistake, and so is a single folder."""
+    first = make_run(tmp_path / "a", [5.0, 4.0])
+    (tmp_path / "data").mkdir()
+    assert main([str(first), str(tmp_path / "data"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    (row,) = json.loads(out)["numbers"]
+    assert row["run"] == "a" and row["tokens"] == 200 and row["train_loss"] > 3 and row["mfu"] is None
+    (line,) = err.splitlines()
+    assert line.startswith(f"left out: {tmp_path}/data: no run that can be read")
+    for wrong in ([tmp_path / "data"], [first, tmp_path / "absent"]):
+        with pytest.raises(ConfigError, match="no run that can be read"):
+            main([str(path) for path in wrong])
+
+
 def test_losses_are_compared_where_both_have_been(tmp_path):
     short = make_run(tmp_path / "short", [5.0, 4.0, 3.0], optim__lr=1e-3)
     long = make_run(tmp_path / "long", [6.0, 5.0, 4.5, 2.0], optim__lr=2e-3, model__layers=8)

@@ -108,6 +108,13 @@ def test_durations():
     assert "after 59s:" in launch.closing_line([RankEnd(0, 0)], 59.2, 0)
 
 
+def test_words_of_train_that_are_not_behind_the_dashes(capsys):
+    for words in (["--nproc", "2", "llama3-tiny", "--train.steps", "3"], ["--nproc", "2", "--train.steps", "3"]):
+        assert launch.main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: --train.steps: no option of the launcher; what is for train.py comes after --")
+
+
 # ---- processes ---------------------------------------------------------------------------------------------
 
 
