@@ -82,7 +82,7 @@ def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
 
 
 def rank_device(device: torch.device) -> elastic.RankDevice:
-    """What the planner knows of it: of a GPU its name and memory."""
+    """A rank's device as the planner knows it: of a GPU its name and memory."""
     if device.type != "cuda":
         return elastic.RankDevice()
     properties = torch.cuda.get_device_properties(device)
@@ -372,7 +372,7 @@ def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
 
 
 def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
-    """What a phase reads: for each data set its name, its prefix or file, and the fingerprints of it and of
+    """The data of a phase: for each data set its name, its prefix or file, and the fingerprints of it and of
     its tokenizer. Those of data.valid come last, with a split of their own."""
     found: list[Tree] = []
     own_validation = [] if run.cfg.data.valid is None else valid_data.datasets
@@ -535,7 +535,7 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
 
 
 class SamplePrompt(NamedTuple):
-    """What the texts begin with that a run samples.
+    """The beginning of the texts that a run samples.
 
     ids: what the model reads. text: how the log shows them. stops, stop_text: what ends the text.
     hint: arguments of scripts.generate for another.

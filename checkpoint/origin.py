@@ -114,9 +114,11 @@ def compare(
 ) -> WeightOrigin:
     """Compares the function and the tokenizer of stored weights with those of a run.
 
-    source: the config of index. fingerprint: of the run's tokenizer. has_start: do its documents begin with
-    the start token? ids_by_text: of the folder of another tokenizer (WeightOrigin.same_ids). Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if
-    it states what does not differ.
+    source: the config of index. fingerprint: of the run's tokenizer. has_start: whether its documents begin
+    with the start token. ids_by_text: of the folder of another tokenizer (WeightOrigin.same_ids).
+
+    Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if it states what
+    does not differ.
     """
     keys: dict[str, tuple[Any, Any]] = differences(source.model, cfg.model)
     there = index.meta["tokenizer"]
@@ -162,18 +164,18 @@ def compare(
 
 
 def tokenizer_folder(checkpoint: Path) -> Path:
-    """The tokenizer of a run, of which this is a checkpoint. Raises ConfigError if it is not there."""
+    """The tokenizer of the run that made a checkpoint. Raises ConfigError if its folder is not there."""
     folder = checkpoint.parent.parent / "tokenizer"
     if not folder.is_dir():
         raise ConfigError(
-            f"checkpoint.init_changes: {BY_TEXT} reads the tokenizer of the weights, and {folder} is not there; "
-            f"put it there, or state {TOKENIZER} alone: rows keep their numbers"
+            f"checkpoint.init_changes: {BY_TEXT} reads the tokenizer of the weights, and {folder} is not "
+            f"there; put it there, or state {TOKENIZER} alone: rows keep their numbers"
         )
     return folder
 
 
 def other_start(meta: Tree, has_start: bool) -> bool:
-    """Is it known that documents begin otherwise there? meta: of the checkpoint."""
+    """Whether documents are known to begin otherwise there. meta: of the checkpoint."""
     return meta.get("bos") not in (None, has_start)
 
 
@@ -291,7 +293,7 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
     for pattern in origin.names:
         if not any(fnmatchcase(name, pattern) for name in (*kinds, *origin.shapes)):
             raise ConfigError(
-                f"checkpoint.init_changes: {pattern} is no weight there, and none here; leave it out"
+                f"checkpoint.init_changes: {pattern} names no weight, neither there nor here; leave it out"
             )
     if origin.keys.keys() - VALUES_ALONE - {TOKENIZER, START}:  # a key that changes names or shapes
         return

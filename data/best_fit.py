@@ -6,7 +6,7 @@ exactly once in an epoch. Pieces are placed by descending size into the fullest 
 fit decreasing). What stays free at the end of a sequence is padding, which the loss does not count. Between
 two pieces nothing is predicted.
 
-A later phase of the run with sequences of another length packs anew what the epoch has left unread, so that
+A later phase of the run with sequences of another length packs again what the epoch has left unread, so that
 no token is lost and none is predicted twice; its next epochs pack all documents.
 
 The sequences follow from the documents' lengths and from what phases have read, so that every rank, and every
@@ -106,7 +106,7 @@ class PackedSampler:
 
     def unread(self, samples: int) -> tuple[int, np.ndarray | None]:
         """The number of the epoch after `samples` samples, and the ranges [n, 2] of its tokens that are not
-        read; None: all of it."""
+        read, or None for all of it."""
         later = 0 if samples < self.rest.count else 1 + (samples - self.rest.count) // self.count
         packing, before = self._epoch(later)
         if later and samples == before:

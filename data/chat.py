@@ -86,7 +86,7 @@ class EncodedChat(NamedTuple):
 class Leaf(NamedTuple):
     """One string of a conversation. is_required: the text must hold it."""
     text: str
-    message: int | None  # number of its message; None: it is of a tool's definition
+    message: int | None  # number of its message; None for the definition of a tool
     place: str  # for the user
     is_required: bool
     is_value: bool = False  # a number, true, false or null in JSON: a template writes it, and leaves no trace
@@ -398,7 +398,7 @@ def merged(parts: list[Span]) -> list[Span]:
 
 
 def marked_spans(made: TracedRender, number: int) -> list[Span]:
-    """Returns the spans that the template marks in a message. Raises BadConversation if there are none."""
+    """Returns the spans that the template marks in a message. Raises BadConversation if it marks none."""
     spans = merged([(piece.start, piece.stop) for piece in made.pieces
                     if piece.is_marked and piece.message == number])
     if not spans:
@@ -517,14 +517,14 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
 
 
 def is_answer(conversation: Conversation, leaf: Leaf) -> bool:
-    """Is it the content of a message of the assistant's?"""
+    """Whether it is the content of a message of the assistant."""
     if leaf.message is None or not leaf.place.endswith("its content"):
         return False
     return conversation.messages[leaf.message]["role"] == ASSISTANT
 
 
 def missing_part(leaf: Leaf, written: str, text: str) -> str | None:
-    """The first part of a string that the text does not hold; None: it holds all. written: what came from
+    """The first part of a string that the text does not hold, None if it holds all. written: what came from
     the string. White space at ends may be lost, a part may be in JSON, and tools' words in other letters."""
     if leaf.is_value:
         value = json.loads(leaf.text)
@@ -604,7 +604,7 @@ def parsed_date(date: str) -> datetime.datetime:
 
 
 def invitation(chat: TemplateChat) -> str:
-    """What the template writes before the assistant speaks; empty if it does not invite it. Reasoning that it
+    """The text of the template before the assistant speaks; empty if it does not invite it. Reasoning that it
     opens there is said by the assistant."""
     for silent in probes(chat, "user"):
         inviting = chat.render([TracedMessage(message, 0) for message in silent.messages], invites=True)

@@ -50,7 +50,7 @@ class TokenizerContract:
     """The meaning of a tokenizer's ids.
 
     vocab: ids are below it. end: ends a document. start, pad: as the files name them; they decide nothing.
-    unknown: the id of text that has no other; None: every text has one. control: ids that no text makes.
+    unknown: the id of text that has no other, None where every text has one. control: ids that no text makes.
     model_vocab: vocab_size of a config.json beside the tokenizer, which is of a model and not followed.
     """
     name: str
@@ -73,7 +73,9 @@ class TokenizerContract:
         found: Tree = {"name": self.name, "fingerprint": self.fingerprint, "vocab": self.vocab}
         for kind, token in (("eod", self.end), ("bos", self.start), ("pad", self.pad)):
             if token is not None:
-                found |= {kind: token.id, f"{kind}_text": token.text, f"{kind}_named_by": list(token.named_by)}
+                found[kind] = token.id
+                found[f"{kind}_text"] = token.text
+                found[f"{kind}_named_by"] = list(token.named_by)
         return found
 
     def lines(self) -> dict[str, str]:
@@ -97,7 +99,7 @@ class TokenizerContract:
 
 @dataclass(frozen=True)
 class FileContract:
-    """What a file says of the ids in it. made_with: what PREFIX.json keeps of their tokenizer, if it does."""
+    """The ids in a file, as it describes them. made_with: the record of their tokenizer in PREFIX.json."""
     path: str
     dtype: np.dtype
     documents: int
@@ -185,7 +187,7 @@ def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tr
 
 
 def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> list[Named]:
-    """What each file names as a special token, kind "eos", "bos" or "pad"."""
+    """The tokens that each file names as special, of kind "eos", "bos" or "pad"."""
     found: list[Named] = []
     for file, content in settings.items():
         inner = content.get("text_config")  # of a model that reads images, too

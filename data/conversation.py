@@ -37,8 +37,8 @@ class BadConversation(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a record holds. counts: does the loss count the message? settings: names that the template
-    reads, of chat_template_kwargs. unread: keys of the record that nothing reads."""
+    """The content of a record. counts: whether the loss counts each message. settings: names that the
+    template reads, of chat_template_kwargs. unread: keys of the record that nothing reads."""
     messages: list[Message]
     counts: list[bool]
     tools: list[Tree] | None = None
@@ -62,7 +62,7 @@ def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
 
 def read_conversation(record: Tree, key: str | None = None) -> Conversation:
     """The conversation of a record. key: that of its messages, or a path to them (way_to), beside which tools
-    and system are read; None: the form says it. Raises BadConversation, which names the field."""
+    and system are read. Without it the form says it. Raises BadConversation, which names the field."""
     around: list[str] = []
     path = key
     if key is not None:
@@ -165,7 +165,7 @@ def parse_messages(value: object, key: str = "messages") -> list[Message]:
 def parse_message(number: int, message: object) -> Message:
     """One message, with its number from 1: role, content, and what else it has. Raises BadConversation."""
     if not isinstance(message, dict):
-        raise BadConversation(f"message {number} is no object with role and content")
+        raise BadConversation(f"message {number} is not an object with role and content")
     if message.get("role") is not None:
         role, content = message["role"], message.get("content")
         role = "tool" if role == "function" else role
@@ -261,13 +261,13 @@ def parse_tools(record: Tree) -> list[Tree] | None:
     if value in EMPTY:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadConversation(f"{named[0]!r} is no list of definitions of tools")
+        raise BadConversation(f"{named[0]!r} is not a list of definitions of tools")
     return [tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
             for tool in (without_nulls(tool) for tool in value)]
 
 
 def parsed_json(value: object) -> Any:
-    """What a string of JSON says, if it is an object or a list; the value itself if it is none."""
+    """Parses a string of JSON that holds an object or a list. Returns any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)

@@ -158,7 +158,7 @@ def name_end(path: str) -> str:
 
 
 def is_plain(piece: DocumentPiece) -> bool:
-    """Is its size that of the file, as text or JSON?"""
+    """Whether its size is that of the file, as text or JSON."""
     return piece.kind in ("jsonl", "text") and not piece.path.endswith(COMPRESSED)
 
 

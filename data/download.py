@@ -60,9 +60,10 @@ def local_data(path: str, cache: str) -> str:
 
 
 def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
-    """Downloads what data.path and data.valid name in a store and is not on this node, in every phase of the run.
+    """Downloads the data sets of data.path and data.valid that are in a store and not on this node, of every
+    phase of the run.
 
-    known: what the first rank has; None: this is the first rank, which asks the store.
+    known: what the first rank has. Without it this is the first rank, which asks the store.
 
     Raises ConfigError if a store cannot be reached, or if a copy is not what is there now; ChecksumError;
     OSError.
@@ -121,12 +122,12 @@ def copy_folder(path: str, cache: str) -> Path:
 
 
 def read_source(folder: Path) -> Files:
-    """What the store said of the files of a copy. Raises ConfigError if it is no copy."""
+    """The states of the files of a copy in the store. Raises ConfigError for another folder."""
     try:
         rows = json.loads((folder / SOURCE).read_text())["files"]
         return {name: FileState(**row) for name, row in rows.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{folder}: is no copy of data in a store; remove it") from None
+        raise ConfigError(f"{folder}: is not a copy of data in a store; remove it") from None
 
 
 def download(path: str, cache: str) -> None:

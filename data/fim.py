@@ -8,7 +8,7 @@ document before it is packed. The order of SPM is that of Megatron-LM and StarCo
 ends a document (bos, eod) stays in its place.
 
 The two cuts are uniform among the places between characters, or between tokens (data.fim_split). Cut between
-characters, each of the three texts is tokenized anew. Parts with special tokens, and those whose ends lie
+characters, each of the three texts is tokenized again. Parts with special tokens, and those whose ends lie
 inside of a character, are cut between tokens.
 
 Sentinels take slots. What then does not fit is left out at the end of the sequence, before the cuts are made,
@@ -44,7 +44,7 @@ PURPOSE = 3  # tells these draws from the sampler's (sampler.py)
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """What cuts the parts of windows. open_fim makes it.
+    """Cuts the documents of windows. open_fim makes it.
 
     rate, spm_rate: the share of parts that are cut, and of these the share in SPM.
     by_character: cut between characters; else between tokens.
@@ -60,7 +60,7 @@ class FillInTheMiddle:
 
     @property
     def identity(self) -> list[Any]:
-        """What decides which tokens a window becomes, for a fingerprint."""
+        """Everything that decides which tokens a window becomes, for a fingerprint."""
         sentinels = [self.prefix, self.middle, self.suffix]
         return ["fim", self.rate, self.spm_rate, self.by_character, sentinels]
 
@@ -120,7 +120,7 @@ class FillInTheMiddle:
 
     @cached_property
     def _is_special(self) -> np.ndarray:  # bool [vocab]
-        """Is each id without text?"""
+        """Whether each id has no text."""
         return token_byte_lengths(self.tokenizer)[0] == 0
 
 
@@ -133,7 +133,7 @@ def uniform_draws(seed: int) -> list[float]:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 def open_fim(data: DataConfig, tok: Tokenizer, vocab: int | None) -> FillInTheMiddle:
-    """What data.fim_* asks for. vocab: of the model, if it is stated.
+    """Opens what data.fim_* asks for. vocab: of the model, if it is stated.
 
     Raises ConfigError if the tokenizer has no sentinels, or cannot tokenize the parts of a text.
     """
@@ -158,8 +158,8 @@ def open_fim(data: DataConfig, tok: Tokenizer, vocab: int | None) -> FillInTheMi
 
 
 def sentinel_ids(names: str | None, tok: Tokenizer) -> list[int]:
-    """The ids of prefix, middle and suffix. names: "PREFIX,MIDDLE,SUFFIX"; None: the first of SENTINELS that
-    the tokenizer has. Raises ConfigError."""
+    """The ids of prefix, middle and suffix. names: "PREFIX,MIDDLE,SUFFIX", or None for the first of SENTINELS
+    that the tokenizer has. Raises ConfigError."""
     if names is None:
         for family in SENTINELS:
             known = [token_id(tok, name) for name in family]
@@ -186,7 +186,7 @@ def sentinel_ids(names: str | None, tok: Tokenizer) -> list[int]:
 
 
 def gives_parts_back(tok: Tokenizer) -> bool:
-    """Do the tokens of two parts of a text, one after the other, decode to the text?"""
+    """Whether the tokens of two parts of a text, one after the other, decode to the text."""
     places = range(len(PROBE) + 1)
     lefts = tok.encode_batch([PROBE[:place] for place in places])
     rights = tok.encode_batch([PROBE[place:] for place in places])

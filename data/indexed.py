@@ -52,8 +52,8 @@ class IndexedDataset:
     """The tokens of PREFIX as one memory-mapped stream. Refuses ids that are not below `vocab`.
 
     tokens, documents, sequences: counts.
-    probed: (blocks whose ids were compared with the vocabulary at the opening, all blocks); None: none was,
-    since the .json names the largest id.
+    probed: (blocks whose ids were compared with the vocabulary at the opening, all blocks), or None where the
+    .json names the largest id.
     meta: the content of the .json; {} if there is none.
     loss_mask: which tokens the loss counts; none: all of them.
     identity: a sha256 that changes with the content.
@@ -251,7 +251,7 @@ class IndexedDataset:
 
     @property
     def contract(self) -> FileContract:
-        """What the files say of the ids in them."""
+        """The ids in the files, as these describe them."""
         return FileContract(str(self.bin), self.dtype, self.documents, self.meta.get("tokenizer"))
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class IndexedDataset:
 
     def check_unchanged(self) -> None:
         """Raises ChecksumError if a file was replaced or written to since it was opened: the tokens read
-        since then, or after a resume, may be others. A deleted file is no error: the mapping keeps its
+        since then, or after a resume, may be others. A deleted file does no harm: the mapping keeps its
         content."""
         for path, opened in self._stamps.items():
             now = file_stamp(path)
@@ -354,7 +354,7 @@ class IndexedDataset:
         raise ConfigError(f"{self.bin}: {place}: {self._of_vocabulary(value)}")
 
     def _of_vocabulary(self, value: int) -> str:
-        """What is wrong with an id that is none, and the way out."""
+        """The words for an id that no token has, with the way out."""
         if value < 0:
             return f"id {value} is below 0, and none of the vocabulary of {self._vocab}; make the file again"
         return (f"id {value} is not below the vocabulary of {self._vocab}; raise model.vocab above {value}, "
@@ -362,14 +362,14 @@ class IndexedDataset:
 
 
 class FileStamp(NamedTuple):
-    """What changes when a file is replaced or written to."""
+    """A value that changes when a file is replaced or written to."""
     inode: int
     size: int
     modified_ns: int
 
 
 def file_stamp(path: pathlib.Path | str) -> FileStamp | None:
-    """The stamp of a file; None if there is no such file."""
+    """The stamp of a file, None without a file."""
     try:
         status = pathlib.Path(path).stat()
     except OSError:
@@ -437,7 +437,7 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.max_id = -1
         self.max_id_at = 0  # index of the first token with the largest id
-        self.lost_bytes: int | None = None  # of the text, which its tokens do not have; None: not counted
+        self.lost_bytes: int | None = None  # of the text, which its tokens do not have; None: not counted yet
         self.unknown_tokens: int | None = None
         self._checksums = BlockChecksums()
         self._mask = LossMaskBits() if has_mask else None

@@ -31,7 +31,7 @@ PROBE = "A b  c\n\td, é 漢字 и 🙂\n"
 
 
 class TokenTexts(NamedTuple):
-    """What each id stands for. prefix: the mark that the tokenizer puts before a text; None: it puts none."""
+    """The text and the name of each id. prefix: the mark that the tokenizer puts before a text, or None."""
     texts: list[bytes]
     names: list[str]
     prefix: str | None
@@ -207,7 +207,7 @@ def byte_check(tok: Tokenizer, is_chat: bool = False) -> ByteCheck:
 
 
 def has_own_texts(tok: Tokenizer) -> bool:
-    """Is a text the texts of its tokens, one after the other?"""
+    """Whether a text is the texts of its tokens, one after the other."""
     if not isinstance(tok, JsonTokenizer):
         return True
     decoders = steps_by_type(json.loads(tok.files["tokenizer.json"]).get("decoder"))

@@ -91,7 +91,7 @@ class SampleLocation(NamedTuple):
 
 
 class StepRead(NamedTuple):
-    """What the thread has read of a step."""
+    """The part of a step that the thread has read."""
     batches: list[Microbatch]  # on the device
     copied: Event | None  # when they are there; None on a CPU
 
@@ -166,7 +166,8 @@ class BatchLoader:
                 f"{dataset.name} ({dataset.index.documents} documents)"
         more = "raise its share"
         if self._cfg.data.valid and self.split == "valid":
-            split = f"data.valid: {dataset.name} has {last - first} tokens ({dataset.index.documents} documents)"
+            size = f"{last - first} tokens ({dataset.index.documents} documents)"
+            split = f"data.valid: {dataset.name} has {size}"
             more = "name more data there"
         if self._cfg.data.pack == "best_fit":
             if dataset.index.documents == 0:
@@ -207,7 +208,7 @@ class BatchLoader:
         return self._for_compute(self._awaited(self._prefetched.pop(step), step))
 
     def _awaited(self, read: Future[StepRead], step: int) -> StepRead:
-        """What the thread has read. Raises ReadHangs if it does not come back in time."""
+        """Returns what the thread has read. Raises ReadHangs if it does not come back in time."""
         limit_s = self._cfg.parallel.timeout_s
         wait([read], limit_s)
         if not read.done():
@@ -318,7 +319,7 @@ class BatchLoader:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """What a model of this data reads for a text. Raises as required_tokenizer does."""
+        """Turns texts into what a model of this data reads. Raises as required_tokenizer does."""
         return open_prompts(self.required_tokenizer, self._cfg.data.bos)
 
     @property
@@ -405,8 +406,8 @@ class BatchLoader:
         }
 
     def count_targets(self, last_step: int) -> TargetCounts | None:
-        """What counts of what the phase reads, from its first SAMPLED_SEQUENCES sequences. None where every
-        target counts, or nothing is read.
+        """Counts the targets in the first SAMPLED_SEQUENCES sequences of the phase. None where every target
+        counts, or nothing is read.
 
         last_step: of the phase. Raises ConfigError, with a way out, if none of these sequences has a target
         that counts.
@@ -450,7 +451,7 @@ class BatchLoader:
         )
 
     def _way_to_targets(self) -> str:
-        """What to do where no target counts."""
+        """Returns the words that say what to do where no target counts."""
         chats = [dataset.index for dataset in self.datasets if dataset.index.loss_mask is not None]
         if not chats:
             return "set data.doc_mask false: nothing is predicted across documents, and these are too short"
@@ -474,7 +475,7 @@ class BatchLoader:
 
     @cached_property
     def _has_true_bytes(self) -> bool:
-        """Do the tokens have the bytes of the text, in all data sets?"""
+        """Whether the tokens have the bytes of the text, in all data sets."""
         return all(is_exact(self.required_tokenizer, dataset.index.meta) for dataset in self.datasets)
 
     def text_bytes(self, batch: Microbatch) -> torch.Tensor:
@@ -564,7 +565,7 @@ def check_paths(cfg: Config) -> None:
 
 def check_path(path: str, option: str, made_with: str | None) -> None:
     """Raises ConfigError if one path that `option` has named holds no tokens. made_with: the tokenizer that
-    is to make them; None: that of the user's choice."""
+    is to make them, None to leave the choice to the user."""
     key = option.removeprefix("--") if "." in option else option
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
@@ -584,11 +585,12 @@ def check_path(path: str, option: str, made_with: str | None) -> None:
                           f"--input {shlex.quote(path)} --tokenizer {spec} --out {out}, then {option} {out}")
     if len(path.split()) > 1:
         weighted = " ".join(f"1 {word}" for word in path.split())
-        raise ConfigError(f"{key}: {path!r} is no prefix of .bin/.idx; a blend has a weight before each path: "
-                          f"{weighted!r}")
+        raise ConfigError(f"{key}: {path!r} does not name a .bin/.idx pair; a blend has a weight before each "
+                          f"path: {weighted!r}")
+    out = shlex.quote(prefix)
     raise ConfigError(f"{key}: {prefix}.idx: No such file; make it from your text with python -m "
-                      f"scripts.prepare_data --input FILES --tokenizer {spec} --out {shlex.quote(prefix)}, or "
-                      f"give another {option}: a prefix of .bin/.idx that is there, a blend, or stdlib")
+                      f"scripts.prepare_data --input FILES --tokenizer {spec} --out {out}, or give another "
+                      f"{option}: a prefix of .bin/.idx that is there, a blend, or stdlib")
 
 
 def open_loader(

@@ -69,7 +69,7 @@ FAULT_POINTS = (  # where the tests kill the process
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What decides the bytes of the shards, and where they are written."""
+    """Everything that decides the bytes of the shards, and where they are written."""
     parts: str  # folder of the shards
     key: str | None  # field or column of the text, or of the messages (None: the form of a record says it)
     append_eod: bool
@@ -84,7 +84,7 @@ class TokenizeJob:
     long: str = "anywhere"  # of LONG, for those that do not fit
 
     def chat_format(self, tok: Tokenizer | None) -> ChatFormat | None:
-        """How conversations are written; None: documents are texts. Raises ConfigError for a bad date."""
+        """How conversations are written; None where documents are texts. Raises ConfigError."""
         return chat_format(tok, self.date, self.drops_reasoning) if self.is_chat else None
 
 
@@ -339,7 +339,7 @@ def training_texts(units: list[Unit], key: str | None, chat: ChatFormat | None) 
 
 @dataclass
 class ShardCounts:
-    """What a shard's .json holds."""
+    """The content of a shard's .json."""
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
@@ -476,7 +476,7 @@ def shard_counts(job: TokenizeJob, number: int) -> Tree:
 
 
 def shard_is_finished(job: TokenizeJob, number: int) -> bool:
-    """Is the shard complete, and not made by leaving out bad documents that this run must report?"""
+    """Whether the shard is complete, and holds all documents that this run must report."""
     try:
         counts = shard_counts(job, number)
         for end, size in counts["sizes"].items():
@@ -723,7 +723,7 @@ def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
 
 
 def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Callable[[int], None]:
-    """What receives the number of each finished shard, and raises as check_lost does as soon as no shard to
+    """Receives the number of each finished shard, and raises as check_lost does as soon as no shard to
     come can change that: text is not longer than the plain files that hold it. num_shards: to be made."""
     whole = 0
     for piece in itertools.chain(*units):

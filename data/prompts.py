@@ -42,7 +42,7 @@ FIRST_STAND_IN = 0xf0000  # of characters for private use, one for each control 
 # ---- the start token ---------------------------------------------------------------------------------------
 
 def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
-    """The token that begins a document; None: there is none. wanted: data.bos, None: as the files say.
+    """The token that begins a document, None if there is none. wanted: data.bos; None follows the files.
 
     Raises ConfigError if a start token is wanted and the tokenizer names none, or if its post-processor puts
     several tokens before a text.
@@ -164,7 +164,7 @@ class Prompts:
 
     @property
     def stop_text(self) -> str | None:
-        """The text that ends an answer in a chat; None: only ids do."""
+        """The text that ends an answer in a chat, None where only ids do."""
         return None if isinstance(self.format, TemplateChat) else PLAIN_STOP
 
     # ---- parts ---------------------------------------------------------------------------------------------

@@ -103,14 +103,14 @@ class RawShards(IndexedDataset):
 
 
 def is_raw_file(path: str) -> bool:
-    """Is a path of data.path a file of ids without an index?"""
+    """Whether a path names a file of ids without an index."""
     return path.endswith(ENDS) and os.path.isfile(path) and not os.path.exists(f"{path[:-4]}.idx")
 
 
 # ---- what a file is ----------------------------------------------------------------------------------------
 
 def layout_of(path: pathlib.Path, stated: str | None, ids: int | None) -> RawLayout:
-    """Where the ids lie, by the first bytes of a file. stated: data.dtype. ids: of the tokenizer; None: not
+    """Where the ids lie, by the first bytes of a file. stated: data.dtype. ids: of the tokenizer, None if not
     known. Raises ConfigError if it is another file, or if the width of the ids cannot be known."""
     with open(path, "rb") as file:
         start = file.read(12)
@@ -128,7 +128,7 @@ def layout_of(path: pathlib.Path, stated: str | None, ids: int | None) -> RawLay
 
 
 def npy_layout(path: pathlib.Path) -> RawLayout:
-    """The layout of NumPy's file. Raises ConfigError if it is no row of whole numbers."""
+    """The layout of NumPy's file. Raises ConfigError unless it holds one row of whole numbers."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:  # an object array, or a file that is shorter than its header says
@@ -139,7 +139,8 @@ def npy_layout(path: pathlib.Path) -> RawLayout:
         raise ConfigError(f"{path}: an array of {array.dtype.name} ({array.dtype.str}) holds no ids; save "
                           "little-endian whole numbers, such as ids.astype('<u2')")
     if array.ndim != 1 or not len(array):
-        raise ConfigError(f"{path}: an array of shape {array.shape} is no row of ids; save ids.reshape(-1)")
+        raise ConfigError(f"{path}: an array of shape {array.shape}, where one row of ids is wanted; save "
+                          "ids.reshape(-1)")
     return RawLayout(array.dtype, array.offset)
 
 

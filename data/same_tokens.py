@@ -32,7 +32,7 @@ def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [voca
 
 
 def meanings(tok: Tokenizer) -> list[tuple[str, bytes] | None]:
-    """What each id stands for: ("text", its bytes) or ("control", its name); None of one without either."""
+    """The meaning of each id: ("text", its bytes), ("control", its name), or None without either."""
     found = token_texts(tok)
     of_ids: list[tuple[str, bytes] | None] = []
     for token_id, (text, name) in enumerate(zip(found.texts, found.names)):

@@ -4,11 +4,11 @@ A source is a path of data.path (if a blend names it twice, the first and the se
 keeps its order of samples from phase to phase, under whatever weights and beside whatever other sources:
 
 - A phase with sequences of the same length goes on with the next sample. None is lost, none comes twice.
-- A phase with another length, of the same span (data.span), goes on with the next span of which nothing was
-  read. Nothing comes twice before the epoch ends. What the last phase has not read of its spans is left out
+- A phase with another length, of the same span (data.span), goes on with the next span that is wholly
+  unread. Nothing comes twice before the epoch ends. What the last phase has not read of its spans is left out
   of this epoch: less than one span in all, for each source and change of length.
 - A phase with another span begins the source's next epoch.
-- With data.pack best_fit there are no spans: a phase with another length packs anew what is unread of the
+- With data.pack best_fit there are no spans: a phase with another length packs the unread rest of the
   epoch (best_fit.py). Nothing is lost, none comes twice.
 
 A source that comes back after phases without it stands where it was.
@@ -27,7 +27,7 @@ Source = tuple[str, int]  # a path of data.path, and how often the blend has nam
 
 @dataclass(frozen=True)
 class Stretch:
-    """What consecutive phases read of one source in sequences of one length.
+    """The part of one source that consecutive phases read in sequences of one length.
 
     segment: the number of these phases' turn. span: tokens that stay together. samples: how many are read;
     None: the source is read so to the end.
@@ -91,10 +91,10 @@ class SourceStart:
 
 @dataclass(frozen=True)
 class PhaseReading:
-    """What a phase reads.
+    """The data of a phase.
 
     sequences_before: of this blend, in the phases right before with the same data.path. last_step: of the
-    phase; None: it is the last.
+    phase, None for the last.
     """
     phase: Phase
     mix: blend.Blend
@@ -115,7 +115,7 @@ class PhaseReading:
 
 
 def read_phases(phases: Phases) -> list[PhaseReading]:
-    """What each phase of a run reads. Raises ConfigError if a data.path is no blend."""
+    """The data of each phase of a run. Raises ConfigError for a data.path that cannot be parsed."""
     blends = [blend.parse_blend(phase.cfg.data.path) for phase in phases.all]
     sources_of = [named_sources(paths) for _, paths in blends]
     numbers: dict[Source, int] = {}

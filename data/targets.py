@@ -45,8 +45,8 @@ class TargetCounts:
 def number_of_targets(counted: np.ndarray | None, starts: np.ndarray | None, seq_len: int) -> int:
     """The targets of a sequence that count, as data/pack.py marks them.
 
-    counted: bool [seq_len + 1]; None: all. starts: slots from 1 on that begin a document, whose first token
-    is no target then; None without data.doc_mask.
+    counted: bool [seq_len + 1], or None for all. starts: slots from 1 on that begin a document, whose first
+    token does not count then; None without data.doc_mask.
     """
     is_target = np.ones(seq_len + 1, bool) if counted is None else counted.copy()
     is_target[0] = False

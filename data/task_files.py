@@ -30,7 +30,7 @@ TEXT_TYPE = "language_modeling"
 
 
 class Option(NamedTuple):
-    """A text in two parts, of which the second is scored."""
+    """A text in two parts. The second is scored."""
     context: str
     continuation: str
 
@@ -41,14 +41,14 @@ class Example:
     options: tuple[Option, ...]
     answer: int
     place: str  # file:line
-    delimiter: str | None = None  # between context and continuation; None: the task's
+    delimiter: str | None = None  # between context and continuation; the task's without it
 
 
 @dataclass(frozen=True)
 class ScoredTask:
     """Examples of one kind.
 
-    delimiter: between context and continuation; None: a space, where neither has one.
+    delimiter: between context and continuation. Without it a space, where neither has one.
     shots: examples that each prompt shows. baseline: the accuracy of guessing.
     in_core: whether its centered accuracy is a part of CORE.
     """
@@ -64,7 +64,7 @@ class ScoredTask:
         return len(self.examples[0].options) > 1
 
     def prompt(self, index: int) -> str:
-        """What stands before the context of an example: `shots` others of the task, with their answers."""
+        """The text before the context of an example: `shots` others of the task, with their answers."""
         if not self.shots:
             return ""
         others = [other for other in range(len(self.examples)) if other != index]
@@ -251,8 +251,8 @@ def read_tasks(
 ) -> list[ScoredTask]:
     """The tasks of files and folders, PATH[,PATH...].
 
-    key: what the user set, for messages. limit: examples of a task; None: all. shots: examples that a prompt
-    shows; None: as core.yaml says, and none elsewhere.
+    key: what the user set, for messages. limit: examples of a task, or None for all. shots: examples that a
+    prompt shows, or None for as many as core.yaml says, and none elsewhere.
     Raises ConfigError, which names the file and the line.
     """
     tasks: list[ScoredTask] = []

@@ -42,7 +42,7 @@ Forward = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class TextRow(NamedTuple):
-    """A text: its ids [n], of which the last are scored."""
+    """A text: its ids [n]. The last of them are scored."""
     ids: Tensor
     num_scored: int
 
@@ -55,7 +55,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What all ranks compute at the same time, in batches of the same shape."""
+    """The rows that all ranks compute at the same time, in batches of the same shape."""
     indices: list[int]  # of rows; rank r of n has every n-th from the r-th on
     rows: int  # of a rank; those that are left over are empty
     length: int  # tokens of a row
@@ -151,9 +151,9 @@ def score_rows(
 ) -> list[Score]:
     """The score of each row, the same on every rank.
 
-    replicas: ranks that divide the rows among them; stages: ranks that divide the layers; None: one rank.
-    multiple: of which the length of a row must be one. Collective: one all-reduce of two numbers a row over
-    each of the groups, beside what `forward` exchanges.
+    replicas: ranks that divide the rows among them; stages: ranks that divide the layers. None stands for one
+    rank. multiple: the length of a row is a multiple of it. Collective: one all-reduce of two numbers a row
+    over each of the groups, beside what `forward` exchanges.
     """
     rank, ranks = (replicas.index, replicas.size) if replicas else (0, 1)
     dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -130,7 +130,7 @@ class JsonTokenizer(Contracted):
 
     files: tokenizer.json, and contract.SETTINGS and CHAT_TEMPLATE beside it. hidden: ids that decoding leaves
     out, as transformers does with those that the file calls special. words: finds control tokens that are
-    words of the vocabulary, too; text is cut in them. None: there are none.
+    words of the vocabulary, too; text is cut in them. None if there are no such words.
     """
     contract: TokenizerContract
     files: dict[str, bytes]
@@ -438,7 +438,7 @@ def train_bpe(
 
 
 def training_error(error: Exception, pieces: int, has_text: bool) -> str:
-    """What to tell the user of an error of sentencepiece's trainer."""
+    """Returns the words that tell the user why sentencepiece's trainer failed."""
     most = re.search(r"value <= (\d+)", str(error))
     least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
     if not has_text:

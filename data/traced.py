@@ -169,7 +169,7 @@ def traced_json(value: object, **options: Any) -> str:
 
 
 def json_letters(text: TracedText, options: dict[str, Any]) -> str:
-    """What JSON writes between the quotes of a string."""
+    """The letters that JSON writes between the quotes of a string."""
     in_ascii = options.get("ensure_ascii", True)
     whole = json.dumps(str.__str__(text), ensure_ascii=in_ascii)[1:-1]
     if len(whole) == len(text):
@@ -214,7 +214,7 @@ class Piece(NamedTuple):
     """A part of a text that one message wrote."""
     start: int
     stop: int
-    message: int | None  # the message whose turn of a loop wrote it; None: it was written outside
+    message: int | None  # the message whose turn of a loop wrote it; None outside of loops
     is_marked: bool  # is it inside {% generation %}?
 
 

@@ -40,7 +40,7 @@ class WithoutTokens(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a window holds of one document."""
+    """The part of one document in a window."""
     tokens: np.ndarray  # [n]
     counted: np.ndarray  # bool [n]: does the loss count the token as a target?
 

@@ -156,7 +156,7 @@ def test_what_is_refused_of_the_key_itself(home, plain):
     for changes, said in (
         ("model.window", "model.window is none there and here"),
         ("data.tokenizer", "data.tokenizer is the same there and here"),
-        ("gate.weight", "gate.weight is no weight there, and none here"),
+        ("gate.weight", "gate.weight names no weight, neither there nor here"),
         ("model.windw", "model.windw: no such key; did you mean model.window?"),
         ("train.seed", "train.seed does not change what weights compute; leave it out"),
     ):

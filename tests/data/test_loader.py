@@ -437,7 +437,7 @@ def test_a_path_without_tokens_is_refused_with_the_command_that_makes_them(tmp_p
     "path, told",
     [
         ("data/corpus", "data/corpus.idx: No such file; make it from your text with python -m"),
-        ("a b", "'a b' is no prefix of .bin/.idx; a blend has a weight before each path: '1 a 1 b'"),
+        ("a b", "'a b' does not name a .bin/.idx pair; a blend has a weight before each path: '1 a 1 b'"),
         ("", "empty; name the data"),
         ("0.5 a 0.5 b", "a.idx: No such file"),
     ],
