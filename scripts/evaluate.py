@@ -132,18 +132,17 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
             done += len(batch.tokens)
             if time.perf_counter() > told + SECONDS_BETWEEN_LINES:
                 told = time.perf_counter()
-                print(f"{done:,} of {samples:,} sequences, loss {float(loss_sum) / int(num_tokens):.4f}",
-                      file=sys.stderr)
+                mean = float(loss_sum) / max(int(num_tokens), 1)
+                print(f"{done:,} of {samples:,} sequences, loss {mean:.4f}", file=sys.stderr)
+    name = args.data or f"{cfg.data.valid or cfg.data.path} (valid)"
     if int(num_tokens) == 0:
-        raise ConfigError(f"{args.data or cfg.data.valid or cfg.data.path}: no token of these samples counts in the loss; "
-                          "raise --samples or --seq-len")
+        raise ConfigError(f"{name}: no token of these samples counts in the loss; raise --samples or --seq-len")
     loss = float(loss_sum) / int(num_tokens)
     bytes_per_token = int(num_bytes) / int(num_tokens) if num_bytes >= 0 else math.nan
     seconds = time.perf_counter() - started
 
     # the report
     report = loss_report(loss, bytes_per_token)
-    name = args.data or f"{cfg.data.valid or cfg.data.path} (valid)"
     if args.json:
         # JSON has no NaN and no infinity.
         finite = {key: value if math.isfinite(value) else None for key, value in report.items()}

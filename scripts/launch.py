@@ -655,8 +655,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The options. Raises ConfigError if the words of train.py are not behind --."""
     options, foreign = arguments().parse_known_args(argv)
     if foreign:
-        raise ConfigError(f"{foreign[0]}: no option of the launcher; what is for train.py comes after --, as in "
-                          f"python -m scripts.launch --nproc 8 -- NAME {foreign[0]}")
+        raise ConfigError(
+            f"{foreign[0]}: no option of the launcher; what is for train.py comes after --, as in "
+            f"python -m scripts.launch --nproc 8 -- NAME {foreign[0]}"
+        )
     return options
 
 

@@ -40,7 +40,7 @@ from runtime.failure import fail_cleanly
 GIB = 2**30
 MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed
 TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, which are right-aligned
-SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # what a layout or a run may still give
+SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # what a layout or a run still gives
 ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 

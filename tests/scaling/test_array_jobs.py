@@ -114,7 +114,8 @@ def test_systems_starts_its_ranks_through_srun(tmp_path):
     ("systems.sbatch", ["out", "llama3-8b", "h100-ib", "2,4"]),
 ])
 def test_what_the_cluster_needs_comes_from_one_file(tmp_path, monkeypatch, script, words):
-    (tmp_path / "cluster.sh").write_text(f'export PYTHON={tmp_path}/python; echo "modules loaded" >> "$CALLS"\n')
+    file = f'export PYTHON={tmp_path}/python; echo "modules loaded" >> "$CALLS"\n'
+    (tmp_path / "cluster.sh").write_text(file)
     monkeypatch.setenv("BEVATRON_ENVIRONMENT", str(tmp_path / "cluster.sh"))
     code, calls, out = submit(tmp_path, script, *words, python="none")
     assert code == 0 and calls.startswith("modules loaded\npython -m scripts.scaling "), out
