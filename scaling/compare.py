@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import cycle, groupby
+from itertools import cycle, groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from scaling.points import Array
 # Keys that say where a run is, not what it is.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
 COLOURS = ("#2a5caa", "#d9822b", "#4f8f63", "#b3362b", "#7a5aa6", "#8c6d46", "#3a9fb0", "#c25b93")
+STYLES = ("-", "--", ":", "-.")  # of lines, when the colours are used up
 FIRST_TO_GO = (  # in a narrow terminal
     "MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens", "bits/byte",
 )
@@ -413,12 +414,13 @@ def draw_runs(runs: list[Run]) -> bytes:
     drawing = Figure(figsize=(11, 4.6), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(drawing)
     by_tokens, by_flops = drawing.subplots(1, 2, sharey=True)
-    for run, colour in zip(runs, cycle(COLOURS)):
+    looks = cycle(product(STYLES, COLOURS))
+    for run, (style, colour) in zip(runs, looks):
         losses = run.smooth_loss
         shown = np.unique(np.linspace(0, len(losses) - 1, MOST_DRAWN).astype(int))
         of_token = run.flops[-1] / run.tokens[-1]
         for axes, x, x_of_token in ((by_tokens, run.tokens, 1.0), (by_flops, run.flops, of_token)):
-            axes.plot(x[shown], losses[shown], color=colour, lw=1.5, label=run.name)
+            axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=run.name)
             axes.plot(run.validation_tokens * x_of_token, run.validation_loss, "o", color=colour, ms=4.5,
                       mec="white", mew=0.7)
 

@@ -12,7 +12,7 @@ import scripts.compare
 from config import ConfigError
 from plan.count import flops_per_token
 from runtime.goodput import STARTS_FILE, StartRecord
-from scaling.compare import different_settings, doubts, page, read_run, table_rows
+from scaling.compare import different_settings, doubts, draw_runs, page, read_run, table_rows
 from scripts.compare import main
 
 
@@ -53,6 +53,17 @@ def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
     for wrong in ([tmp_path / "data"], [first, tmp_path / "absent"]):
         with pytest.raises(ConfigError, match="no run that can be read"):
             main([str(path) for path in wrong])
+
+
+def test_each_of_many_curves_has_a_look_of_its_own(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = set()
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, style, **look: (
+        drawn.add((style, look["color"])) if "label" in look else None, plot(self, x, y, style, **look)))
+    runs = [read_run(make_run(tmp_path / f"r{number}", [5.0, 4.0])) for number in range(12)]
+    assert draw_runs(runs) and len(drawn) == 12
 
 
 def test_losses_are_compared_where_both_have_been(tmp_path):
