@@ -510,7 +510,7 @@ def describe_passes(run: TrainingRun) -> str | None:
     if max(passes.values()) <= 1:
         return None
     names = source_names(list(passes))
-    return ", ".join(f"{name} {count:.3g} times" for name, count in zip(names, passes.values()))
+    return ", ".join(f"{count:.3g} of {name}" for name, count in zip(names, passes.values()))
 
 
 def trained_flops_per_token(run: TrainingRun) -> float:
