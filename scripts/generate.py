@@ -184,9 +184,17 @@ def take_sample(
     device: torch.device,
     stop_text: str | None = None,
 ) -> Sample:
-    """One sample after the ids of a prompt. stops, stop_text: end it, the text once it is written."""
+    """One sample after the ids of a prompt. stops, stop_text: end it, the text once it is written.
+
+    Says what goes beyond the model's context. Raises ConfigError for a prompt that is longer than a model
+    with learned positions can read.
+    """
     started = time.perf_counter()
     model = run.cfg.model
+    is_learned = model.positions == "learned"
+    if is_learned and len(prompt) > model.context:
+        raise ConfigError(f"--prompt: {len(prompt):,} tokens, and the model has {model.context:,} learned "
+                          "positions; shorten it")
     ids: list[int] = []
     for token in generate(
         run.logits,
@@ -197,13 +205,19 @@ def take_sample(
         top_p=args.top_p,
         stops=stops,
         seed=seed,
-        limit=model.context if model.positions == "learned" else None,
+        limit=model.context if is_learned else None,
         vocab=run.tokenizer.vocab,
         device=device,
     ):
         ids.append(token)
         if stop_text is not None and stop_text in run.tokenizer.decode(ids):
             break
+    length = len(prompt) + len(ids)
+    if is_learned and length > model.context:
+        note(f"the text ends where the {model.context:,} learned positions of the model do")
+    elif length > model.context:
+        note(f"the text has {length:,} tokens, and the model's positions were made for {model.context:,} "
+             "(model.context); what lies beyond may be worse")
     return Sample(ids, time.perf_counter() - started)
 
 

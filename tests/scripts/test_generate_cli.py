@@ -85,7 +85,20 @@ def test_samples_have_seeds_that_follow_each_other(home, capsys):
 def test_learned_positions_end_the_text(home, capsys):
     """As many tokens as there are positions are read; the one after the last of them is still written."""
     assert main([str(home / "gpt2-tiny"), "--prompt", "a" * 30, "--max-new-tokens", "50", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["new_tokens"] == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out)["new_tokens"] == 3
+    assert err == "note: the text ends where the 32 learned positions of the model do\n"
+    with pytest.raises(ConfigError, match="^--prompt: 33 tokens, and the model has 32 learned positions"):
+        main([str(home / "gpt2-tiny"), "--prompt", "a" * 33])
+
+
+def test_a_text_beyond_the_context_says_so(home, capsys):
+    """Rotary positions go on; the model was not trained on them."""
+    context = load_run(str(home / "llama2-tiny"), torch.device("cpu")).cfg.model.context
+    words = [str(home / "llama2-tiny"), "--max-new-tokens", "3", "--temperature", "0", "--prompt"]
+    assert main([*words, "a" * (context - 8)]) == 0 and capsys.readouterr().err == ""
+    assert main([*words, "a" * context]) == 0
+    assert f"were made for {context:,} (model.context)" in capsys.readouterr().err
 
 
 @pytest.mark.slow(every=2)
