@@ -18,6 +18,11 @@ LAYOUTS: dict[int, tuple[dict, ...]] = {  # {world size: keys of `parallel`}
         {"pp": 2, "schedule": "zb-v"},
         {"cp": 2},
         {"ep": 2},
+        {"cp": 2, "cp_kind": "ulysses"},
+        {"tp": 2, "sp": True, "async_tp": True},
+        {"pp": 2, "schedule": "interleaved"},
+        {"ep": 2, "ep_chunks": 2},
+        {"tp": 2, "etp": 2},
     ),
     4: (
         {},
@@ -28,6 +33,10 @@ LAYOUTS: dict[int, tuple[dict, ...]] = {  # {world size: keys of `parallel`}
         {"dp_rep": 2},
         {"ep": 2},
         {"tp": 2, "ep": 2, "schedule": "zb-v", "pp": 2},
+        {"cp": 2, "cp_kind": "ulysses"},
+        {"tp": 2, "sp": True, "async_tp": True},
+        {"pp": 2, "schedule": "interleaved"},
+        {"ep": 2, "etp": 2, "ep_chunks": 2, "tp": 2},
     ),
 }
 EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, and train.fp8
@@ -37,7 +46,18 @@ EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, and train.fp8
     {"compress_weights": "fp8"},
     {"fp8": "rowwise"},
     {"fp8": "blockwise"},
+    {"recompute": "selective"},
+    {"recompute": "full"},
 )
+PREFIXES = {  # of the values of keys in the name of a cell
+    "schedule": "",
+    "cp_kind": "",
+    "ep_chunks": "chunks",
+    "offload": "offload ",
+    "compress_weights": "weights ",
+    "fp8": "fp8 ",
+    "recompute": "recompute ",
+}
 
 
 @dataclass(frozen=True)
@@ -72,9 +92,8 @@ class Cell:
         if dp > 1:
             named.append(f"dp{dp}")
 
-        prefixes = {"schedule": "", "offload": "offload ", "compress_weights": "weights ", "fp8": "fp8 "}
         for key, value in keys.items():
-            named.append("sp" if key == "sp" else f"{prefixes.get(key, key)}{value}")
+            named.append(key.replace("_", "-") if value is True else f"{PREFIXES.get(key, key)}{value}")
         return " ".join(named)
 
     def pairs(self) -> set[tuple]:

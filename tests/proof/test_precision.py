@@ -18,7 +18,7 @@ from parallel.sharding import gradients
 from parallel.sharding.weights import BucketWeights
 from parallel.wire.world import World
 from proof.precision import command
-from proof.precision.cells import EXTRAS, Cell, choose_cells
+from proof.precision.cells import EXTRAS, LAYOUTS, Cell, choose_cells
 from proof.precision.errors import BoundedError
 from proof.precision.job import (
     DTYPES,
@@ -47,6 +47,11 @@ MORE = [
     (LLAMA, 2, Cell("bf16", "adamw-bf16", 3, 0, 1)),
     (LLAMA, 2, Cell("fp32", "lars", 0, 4, 0)),
     (LLAMA, 4, Cell("bf16", "lamb", 2, 3, 0)),
+    (LLAMA, 2, Cell("bf16", "adamw", 2, 6, 6)),
+    (LLAMA, 2, Cell("fp8", "adamw", 1, 7, 7)),
+    (LLAMA, 2, Cell("fp16", "muon", 0, 8, 6)),
+    (MIXTURE, 2, Cell("bf16", "lion", 0, 9, 7)),
+    (MIXTURE, 2, Cell("bf16", "adamw", 1, 10, 0)),
 ]
 BY_HAND = [*CORE, *MORE]
 DRAWN = 2
@@ -103,7 +108,9 @@ def test_every_cell_is_met_and_legal():
     assert {(c.dtype, c.optimizer, c.zero) for c in every} == {
         (d, o, z) for d in DTYPES for o in LEARNING_RATES for z in range(4)
     }
-    assert {c.layout for c in every} == set(range(5)) and {c.extra for c in every} == set(range(len(EXTRAS)))
+    of_mixtures = {place for place, keys in enumerate(LAYOUTS[2]) if keys.keys() & {"ep", "etp"}}
+    assert {c.layout for c in every} == set(range(len(LAYOUTS[2]))) - of_mixtures and len(of_mixtures) == 3
+    assert {c.extra for c in every} == set(range(len(EXTRAS)))
 
 
 def test_every_optimizer_is_proved_and_another_is_named(monkeypatch, capsys):
