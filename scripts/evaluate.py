@@ -136,7 +136,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
                 print(f"{done:,} of {samples:,} sequences, loss {mean:.4f}", file=sys.stderr)
     name = args.data or f"{cfg.data.valid or cfg.data.path} (valid)"
     if int(num_tokens) == 0:
-        raise ConfigError(f"{name}: no token of these samples counts in the loss; raise --samples or --seq-len")
+        raise ConfigError(f"{name}: no token of these samples counts in the loss; raise --samples or "
+                          "--seq-len")
     loss = float(loss_sum) / int(num_tokens)
     bytes_per_token = int(num_bytes) / int(num_tokens) if num_bytes >= 0 else math.nan
     seconds = time.perf_counter() - started
