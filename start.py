@@ -505,12 +505,11 @@ def describe_targets(run: TrainingRun) -> str | None:
 
 
 def describe_passes(run: TrainingRun) -> str | None:
-    """How often each data set is read; None where each is read once at most."""
-    passes = run.data.passes(run.last_step)
-    if max(passes.values()) <= 1:
+    """The epochs of each data set; None where none is read more than once."""
+    paths, epochs = zip(*run.data.passes(run.last_step))
+    if max(epochs) <= 1:
         return None
-    names = source_names(list(passes))
-    return ", ".join(f"{count:.3g} of {name}" for name, count in zip(names, passes.values()))
+    return ", ".join(f"{count:.3g} of {name}" for name, count in zip(source_names(list(paths)), epochs))
 
 
 def trained_flops_per_token(run: TrainingRun) -> float:

@@ -392,18 +392,18 @@ class BatchLoader:
             lengths += np.diff(starts, prepend=0, append=seq_len).tolist()
         return lengths
 
-    def passes(self, last_step: int) -> dict[str, float]:
-        """How often a phase and those before it that read the same go through each dataset, by its name.
+    def passes(self, last_step: int) -> list[tuple[str, float]]:
+        """(name, epochs) of each dataset, of a phase and those right before it that read the same.
 
         last_step: of the phase.
         """
         steps = last_step - self._reading.phase.steps_before
         sequences = self._reading.sequences_before + sequences_seen(self._train, max(steps, 0))
         drawn = self._mix.drawn(sequences)
-        return {
-            dataset.name: count / windows.count
+        return [
+            (dataset.name, count / windows.count)
             for dataset, count, windows in zip(self.datasets, drawn, self._windows)
-        }
+        ]
 
     def count_targets(self, last_step: int) -> TargetCounts | None:
         """Counts the targets in the first SAMPLED_SEQUENCES sequences of the phase. None where every target
