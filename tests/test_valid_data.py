@@ -59,6 +59,7 @@ def evaluated(folder, *words) -> dict:
 # ---- what is read ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(core=["1"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_each_set_is_validated_and_all_of_the_path_is_trained(tmp_path, files, world):
     blend = f"0.5 {files['web']} 0.5 {files['code']}"
@@ -84,6 +85,7 @@ def test_each_set_is_validated_and_all_of_the_path_is_trained(tmp_path, files, w
     assert "50 % " in line and "web: 8 documents" in line
 
 
+@pytest.mark.slow
 def test_files_without_an_index(tmp_path, files):
     """train.bin and val.bin of nanoGPT, whose tokenizer is named."""
     for name in ("train", "web"):
@@ -96,6 +98,7 @@ def test_files_without_an_index(tmp_path, files):
     assert validations(tmp_path / "r")[-1]["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_path_for_tests_stays_unread(tmp_path, files):
     end = run(tmp_path, "--data.path", files["train"], "--data.valid", files["web"],
               "--data.split", "70,20,10")
@@ -165,6 +168,7 @@ def two_mixtures(tmp_path_factory, files):
     return {name: home / name for name in "abc"}
 
 
+@pytest.mark.slow
 def test_losses_on_the_same_validation_data_compare(two_mixtures):
     runs = {name: read_run(folder) for name, folder in two_mixtures.items()}
     others = "validation losses are of different tokens"
@@ -173,6 +177,7 @@ def test_losses_on_the_same_validation_data_compare(two_mixtures):
     assert "data.valid" in line
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_was_validated_with(two_mixtures, files):
     record = json.loads((two_mixtures["a"] / "summary.json").read_text())["provenance"]
     train, valid = record["inputs"]["data"]
