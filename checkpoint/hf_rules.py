@@ -297,6 +297,8 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
         return fields
     if mscale_all:
         raise UnlikeFamily("rope parameters attention_factor and mscale_all_dim together are not supported")
+    if attention_factor < 1:
+        raise UnlikeFamily(f"rope parameter attention_factor = {attention_factor} is not supported below 1")
     if scaling["factor"] > 1:
         fields["rope_mscale"] = (attention_factor - 1) / (0.1 * math.log(scaling["factor"]))
     elif attention_factor != 1:

@@ -59,6 +59,7 @@ from runtime.failure import fail_cleanly
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")
+DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
 
 
@@ -108,6 +109,7 @@ def from_hf(
     if published_mtp > model.mtp:
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
                      f"{published_mtp}: the model has none (model.mtp 0)")
+    notes += dropout_notes(folder)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
     return {
@@ -120,6 +122,17 @@ def from_hf(
         "notes": notes,
         **next_steps(run, "T" if tok is None else f"{run}/tokenizer"),
     }
+
+
+def dropout_notes(folder: Path) -> list[str]:
+    """[a line that names the dropout of a config.json]; [] without any. It changes no logits."""
+    keys = json.loads((folder / "config.json").read_text())
+    stated = {key: keys[key] for key in DROPOUTS if keys.get(key)}
+    if not stated:
+        return []
+    said = ", ".join(f"{key} {value}" for key, value in stated.items())
+    return [f"config.json trains with {said}, which is not taken; --model.dropout sets that of the residual "
+            "stream, and attention has none"]
 
 
 def next_steps(run: Path, spec: str) -> dict[str, str]:

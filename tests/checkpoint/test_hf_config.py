@@ -351,6 +351,10 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**LLAMA, "rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 2.0}},
             "attention_factor = 2.0 is not supported where factor is at most 1",
         ),
+        (
+            {**LLAMA, "rope_scaling": {**YARN, "factor": 4.0, "attention_factor": 0.5}},
+            "attention_factor = 0.5 is not supported below 1",
+        ),
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 4.0}}, "between 4.0 and 4.0 rotations"),
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 8.0}}, "between 8.0 and 4.0 rotations"),
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 0}}, "between 0 and 4.0 rotations"),

@@ -552,6 +552,16 @@ def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
+def test_dropout_that_is_not_taken_is_named(exported, tmp_path, capsys):
+    shutil.copytree(exported, tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1}))
+    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
+    assert code == 0
+    assert "config.json trains with attention_dropout 0.1, which is not taken" in " ".join(out.split())
+
+
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
