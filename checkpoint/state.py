@@ -599,7 +599,7 @@ def boxes_to_read(run: RunState, moments: Moments) -> BoxedTensors:
 
 
 def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
-    """The boxes that the checkpoint holds. What PowerSGD keeps starts from scratch where it has none."""
+    """Those boxes that the checkpoint holds. What PowerSGD keeps starts from scratch where it has none."""
     if not boxes:
         return []
     stored = {(piece.box.key, piece.box.shape) for piece in index.pieces}

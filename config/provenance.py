@@ -156,7 +156,7 @@ def loaded_paths(root: Path) -> list[Path]:
 
 
 def read_code(root: Path | None = None) -> Code:
-    """The code of a checkout; without a root, of this one. Raises nothing that git may cause."""
+    """The code of a checkout, by default of this one. Raises nothing that git may cause."""
     root = root or ROOT
     core = code_paths(root)
     digest = code_hash(root)
