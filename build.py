@@ -71,7 +71,7 @@ class TrainingRun:
     phase: Phase
     mesh: Mesh
     device: torch.device
-    loader: BatchLoader | None  # the train split; None: the caller has microbatches of its own
+    loader: BatchLoader | None  # the train split; None if the caller has its own microbatches
     stages: dict[int, PipelineStage]  # of this rank, by number
     buckets: list[Bucket]  # of this rank's parameters
     optim: Optimizer
@@ -352,8 +352,8 @@ class TrainedModel:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """What the model reads for a text. Raises ConfigError as `tokenizer` does, or if data.bos contradicts
-        the tokenizer."""
+        """Turns texts into what the model reads. Raises ConfigError as `tokenizer` does, or if data.bos
+        contradicts the tokenizer."""
         return open_prompts(self.tokenizer, self.cfg.data.bos)
 
     @torch.no_grad()
@@ -435,10 +435,10 @@ def load_run(
     tokenizer_spec: str | None = None,
     eod: str | None = None,
 ) -> TrainedModel:
-    """The model of a run folder, or of one of its checkpoint folders. dtype: None: the run's own.
+    """The model of a run folder, or of one of its checkpoint folders. dtype: by default the run's own.
 
-    weights: one of checkpoint.state.WEIGHTS. tokenizer_spec: None: that of the run, if it has one.
-    eod: the token that ends documents; None: what the files of the tokenizer name.
+    weights: one of checkpoint.state.WEIGHTS. tokenizer_spec: by default that of the run, if it has one.
+    eod: the token that ends documents; by default the one that the files of the tokenizer name.
 
     Raises ConfigError if `where` has no model, and IntegrityError if the checkpoint is damaged.
     """

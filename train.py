@@ -220,14 +220,14 @@ FailureScope = Callable[[], AbstractContextManager[object]]
 ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether another start is wanted)
 
 
-OF_A_PHASE = (  # the fields of a Session that each phase makes anew
+OF_A_PHASE = (  # the fields of a Session that each phase makes again
     "cfg", "run", "start_step", "train_data", "valid_data", "valid_batches", "source_batches", "prompt",
 )
 
 
 @dataclass(frozen=True)
 class Session:
-    """What the loop works with, in one phase of the run. cfg: that of the phase."""
+    """All that the loop works with, in one phase of the run. cfg: that of the phase."""
     cfg: Config
     env: setup.LaunchEnv
     world: World
@@ -258,7 +258,7 @@ class Session:
         return self.env.rank == 0
 
     def kept(self) -> dict[str, Any]:
-        """What outlives a phase, by the names of the fields."""
+        """{name: value} of the fields that outlive a phase."""
         names = [field.name for field in fields(self) if field.name not in OF_A_PHASE]
         return {name: getattr(self, name) for name in names}
 
@@ -266,7 +266,7 @@ class Session:
 class LoopEnd(NamedTuple):
     """How the loop ended.
 
-    reason: why before the horizon; None: it did not. restart: whether another start is wanted.
+    reason: why it ended before the horizon, or None if it did not. restart: whether another start is wanted.
     """
     step: int
     reason: str | None
@@ -932,7 +932,7 @@ def make_session(
     goodput: GoodputClock,
     observe: FaultHook,
 ) -> Session:
-    """What the loop works with, beside the run. Collective under checkpoint.async_save."""
+    """The session: all that the loop works with, beside the run. Collective under checkpoint.async_save."""
     cfg = run.cfg
     train_data = run.data
     tokenizer = train_data.required_tokenizer

@@ -38,7 +38,7 @@ class Delivery:
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """What a checkpoint folder holds. Raises IntegrityError if it holds anything but plain files of one."""
+    """The files of a checkpoint folder. Raises IntegrityError if it holds anything but plain files of one."""
     found: Manifest = {}
     try:
         for path in sorted(folder.iterdir()):
@@ -102,7 +102,7 @@ class OutgoingFolder:
         self.error: Exception | None = None
 
     def next_chunk(self) -> Tensor | None:
-        """The next bytes to send; None: that was all. After an error they are zeros."""
+        """The next bytes to send, or None after the last. After an error they are zeros."""
         for name, start, size in self.chunks:
             chunk = torch.zeros(size, dtype=torch.uint8)
             if self.error is None:
@@ -136,7 +136,7 @@ class IncomingFolder:
             self.error = error
 
     def next_buffer(self) -> Tensor | None:
-        """A buffer for the next chunk; None: that was all."""
+        """A buffer for the next chunk, or None after the last."""
         for name, start, size in self.chunks:
             self.expected = self.delivery.folder / name, start
             return torch.empty(size, dtype=torch.uint8)

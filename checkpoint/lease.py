@@ -117,7 +117,7 @@ class Lease:
                     raise
 
     def renew(self) -> None:
-        """The thread: a disk that fails for a while is no reason to end; another holder is."""
+        """The thread. A disk that fails for a while does not end it; another holder does."""
         while not self.ended.wait(self.renew_s):
             with contextlib.suppress(StorageError):
                 if self.is_taken_over():
@@ -159,7 +159,7 @@ def is_of_another(folder: Path, flock_works: bool) -> bool:
 
 
 def read(path: Path) -> dict[str, object]:
-    """What the file says; empty if there is none; {UNREADABLE: ...} if it is damaged, or cannot be read."""
+    """The lease in the file; {} if there is none; {UNREADABLE: ...} if it is damaged, or cannot be read."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(MAX_BYTES))

@@ -197,7 +197,7 @@ def parse_generation(row: Any) -> MemoryGeneration:
 
 
 def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> None:
-    """Names these generations, and no others; none: removes the record. It is on disk then.
+    """Names these generations, and no others; without any, removes the record. It is on disk then.
 
     Raises StorageError.
     """
@@ -228,9 +228,9 @@ def step_in_latest(run: Path) -> int:
 
 
 def layout_of(cfg: Config, world: int, step: int) -> Tree:
-    """What must be the same for a rank to read its own shard again: ranks, and {key: value} of parallel.*
+    """The layout that must stay for a rank to read its own shard again: ranks, and {key: value} of parallel.*
 
-    cfg: with train.phases, of which each may have a layout of its own. step: its phase counts.
+    cfg: with train.phases; each phase may have a layout of its own. step: its phase counts.
     """
     parallel = phases_of(cfg).of_step(step).cfg.parallel
     keys = {name: value for name, value in asdict(parallel).items() if name not in NOT_LAYOUT}
@@ -303,7 +303,7 @@ def rank_folder(rank: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the folder's file system can still take: of /dev/shm half of the memory, if nobody says else."""
+    """The bytes that the folder's file system can still take: of /dev/shm half of the memory by default."""
     return shutil.disk_usage(folder).free
 
 
@@ -396,8 +396,8 @@ class MemoryCheckpoints:
         self.ranks.all_do(check, self.timeout_s)
 
     def leftover_advice(self) -> str:
-        """What may be removed by hand on this node: folders of this run under names of other nodes, such as
-        containers that are gone. "": there are none. Not collective.
+        """Advice on what may be removed by hand on this node: folders of this run under names of other nodes,
+        such as containers that are gone. Returns "" where there are none. Not collective.
 
         They are never removed here: one may be of another job, whose run folder has the same path inside its
         container.
@@ -558,9 +558,9 @@ class MemoryCheckpoints:
         """(the newest generation of a step after this one, verified, or None; why others are not used, a line
         each).
 
-        A generation of another layout is written to the disk, and that is the start. after: None: the step of
-        the newest checkpoint on the disk, good or not. bad: {folder of this rank's shard: why} of generations
-        that were found damaged before, the same ones on all ranks.
+        A generation of another layout is written to the disk, and that is the start. after: None for the step
+        of the newest checkpoint on the disk, good or not. bad: {folder of this rank's shard: why} of
+        generations that were found damaged before, the same ones on all ranks.
         """
         if cfg.checkpoint.resume == "none":
             return None, self.notes
@@ -596,7 +596,7 @@ class MemoryCheckpoints:
         return [*self.notes, *self.settled.values()]
 
     def difference_to(self, generation: MemoryGeneration) -> str | None:
-        """What of the layout is not as it was, so that ranks read other shards; None: each reads its own."""
+        """The change of the layout that makes ranks read other shards, or None where each reads its own."""
         for step in (generation.step, generation.step + 1):  # where a phase begins there, its layout, too
             difference = layout_difference(generation.layout, layout_of(self.cfg, self.group.size, step))
             if difference is not None:
@@ -656,7 +656,7 @@ class MemoryCheckpoints:
         return FoundShard(None, str(error)) if found.problem and error is not None else found
 
     def held_ranks(self, generation: MemoryGeneration) -> list[int]:
-        """The ranks of which this node has a folder, good or not. Not collective."""
+        """The ranks whose folder this node has, good or not. Not collective."""
         try:
             names = [path.name for path in self.folder_of(generation).iterdir()]
         except OSError:
@@ -725,8 +725,8 @@ class MemoryCheckpoints:
         )
 
     def shards_to_read(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
-        """{saved rank: the index of its shard} of those that this rank reads, of which its node has a good
-        copy. Each shard is read by one rank.
+        """{saved rank: the index of its shard} of those that this rank reads. Its node has a good copy of
+        each. Each shard is read by one rank.
 
         Raises IntegrityError, on all ranks, if one is good on no node.
         """
@@ -784,7 +784,7 @@ class MemoryCheckpoints:
 
 
 def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
-    """Which checkpoint on the disk, older than the generation, was removed by hand, in words; None: none."""
+    """The checkpoint on the disk, older than the generation, that was removed by hand; None if none was."""
     removed = generation.disk_step if generation.disk_step > disk.newest else None
     if disk.newest < generation.saving_step <= disk.latest:  # else that save has failed, or was killed
         removed = generation.saving_step
@@ -840,7 +840,7 @@ class DiskSteps:
 
 @dataclass(frozen=True)
 class FoundShard:
-    """What a rank has found of a shard on its node. problem: why it cannot be used; "": it can."""
+    """The finding of a rank about a shard on its node. problem: why it cannot be used, or "" if it can."""
     index: store.StoredIndex | None
     problem: str
 

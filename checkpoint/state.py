@@ -148,7 +148,7 @@ class Spikes(Protocol):
 
 
 class RunState(Protocol):
-    """What a checkpoint reads and fills of a build.Run."""
+    """The part of a build.Run that a checkpoint reads and fills."""
     @property
     def cfg(self) -> Config: ...
     @property
@@ -185,7 +185,7 @@ def state_boxes(
     """[(box, view)] of the masters and the moments.
 
     state: {suffix: a flat tensor for each bucket, or None where the optimizer keeps no such moment}.
-    shares: of each bucket, what of it is wanted; None: all that this rank owns.
+    shares: the wanted part of each bucket, or None for all that this rank owns.
     """
     found: BoxedTensors = []
     for position, bucket in enumerate(buckets):
@@ -209,7 +209,7 @@ def flats_of(bucket: Bucket, position: int, state: Moments) -> list[tuple[str, T
 
 
 def moments_of(run: RunState) -> Moments:
-    """What is stored beside each master: of the optimizer, and its moving average."""
+    """The tensors stored beside each master: those of the optimizer, and its moving average."""
     return {**run.optim.state(), **(run.ema.state() if run.ema is not None else {})}
 
 
@@ -232,7 +232,7 @@ def stored_as(index: store.StoredIndex, boxes: BoxedTensors, weights: str) -> Bo
 
 
 def averaged_keys(index: store.StoredIndex) -> set[str]:
-    """The keys of the weights of which a checkpoint holds the moving average."""
+    """The keys of the weights whose moving average a checkpoint holds."""
     keys = {piece.box.key for piece in index.pieces}
     return {key.removesuffix(EMA_SUFFIX) for key in keys if key.endswith(EMA_SUFFIX)}
 
@@ -311,7 +311,7 @@ def config_of(meta: Tree) -> Config:
 
 
 def horizon_in(meta: Tree) -> int | None:
-    """The steps of the run that made a checkpoint; None: an old checkpoint of a run that states FLOPs."""
+    """The steps of the run that made a checkpoint, or None for an old one of a run that states FLOPs."""
     return meta.get("steps") or horizon_of(build_tree(Config, meta["config"]))
 
 
@@ -498,7 +498,7 @@ def load_weights(
 
     source: the checkpoint folder, or its index. more: tensors beside those of the buckets. meet: calls its
     argument, on many ranks together. sharers: see store.start_load. origin: says which weights are taken;
-    the others stay. None: all are.
+    the others stay. Without it all are.
     """
     wants = weight_boxes(buckets, more)
     if origin is not None:
@@ -594,12 +594,12 @@ def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> li
 
 
 def boxes_to_read(run: RunState, moments: Moments) -> BoxedTensors:
-    """What this rank reads of a checkpoint, but for what PowerSGD keeps; pass_on_all brings it the rest."""
+    """The boxes that this rank reads, without what PowerSGD keeps. pass_on_all brings it the rest."""
     return state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
 
 
 def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
-    """Those of the boxes that the checkpoint holds: what PowerSGD keeps starts anew where it has none."""
+    """Those boxes that the checkpoint holds. What PowerSGD keeps starts from scratch where it has none."""
     if not boxes:
         return []
     stored = {(piece.box.key, piece.box.shape) for piece in index.pieces}
@@ -639,13 +639,13 @@ def save_run(
 
 
 def boxes_to_save(run: RunState) -> BoxedTensors:
-    """What this rank writes of a checkpoint, but for the errors of PowerSGD, which are summed first."""
+    """The boxes that this rank writes, without the errors of PowerSGD, which are summed first."""
     shares = write_shares(run.buckets, run.mesh)
     return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
 
 
 def boxes_of_rank(run: RunState) -> BoxedTensors:
-    """What this rank reads at a resume under the same layout: all that it needs of a checkpoint in memory.
+    """The boxes that this rank reads at a resume under the same layout: all it needs of a memory checkpoint.
 
     Collective: the errors of PowerSGD are summed.
     """
@@ -678,7 +678,7 @@ def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) 
 
 @dataclasses.dataclass(frozen=True)
 class StartingPoint:
-    """What a run starts from, as rank 0 chose it. At most one of `resumed` and `weights` is set.
+    """The start of a run, as rank 0 chose it. At most one of `resumed` and `weights` is set.
 
     memory: of a checkpoint in memory (checkpoint/memory.py), which nodes have it, in words; then `resumed` is
     the part of this rank. "": it is on the disk.
@@ -708,7 +708,7 @@ class PackedStart:
 
 
 def pack_start(start: StartingPoint) -> PackedStart:
-    """What rank 0 tells of the start that it chose."""
+    """The start that rank 0 chose, as it tells the other ranks."""
     index = start.resumed or start.weights
     return PackedStart(
         path=None if index is None else index.path,
@@ -720,7 +720,7 @@ def pack_start(start: StartingPoint) -> PackedStart:
 
 
 def unpack_start(packed: PackedStart, text: bytes) -> StartingPoint:
-    """What another rank makes of it. text: of index.json, compressed. Raises MessageError."""
+    """The start that another rank makes of it. text: of index.json, compressed. Raises MessageError."""
     if packed.path is None:
         return StartingPoint(None, None, packed.notes)
     if packed.text_bytes > messages.MAX_TOTAL_BYTES:
@@ -791,7 +791,7 @@ def resume(
 def newest_start(
     cfg: Config, root: pathlib.Path, world: comm.Group, bad: dict[pathlib.Path, str] | None = None
 ) -> StartingPoint:
-    """What resume() tries first; with `bad`, {checkpoint: why it is damaged}, next. Collective."""
+    """The start that resume() tries first; with `bad`, {checkpoint: why it is damaged}, next. Collective."""
     return choose_together(lambda: choose_start(cfg, root, bad or {}), world, cfg.checkpoint.timeout_s)
 
 

@@ -157,7 +157,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class RankShards:
-    """What one rank wrote, for the index.
+    """The shards that one rank wrote, for the index.
 
     rows: those of its pieces in the index, packed.
     """
@@ -171,12 +171,12 @@ def pack(rows: object) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What pack was given, with lists for tuples. Raises MessageError."""
+    """The data that pack was given, with lists for tuples. Raises MessageError."""
     return json.loads(decompress(packed, messages.MAX_TOTAL_BYTES))
 
 
 def decompress(packed: bytes, max_bytes: int) -> bytes:
-    """What zlib has packed. Raises MessageError where that is longer than max_bytes, before it takes more."""
+    """The data that zlib has packed. Raises MessageError where it exceeds max_bytes, before it takes more."""
     reader = zlib.decompressobj()
     try:
         data = reader.decompress(packed, max(max_bytes, 1))  # 0 would be no limit
@@ -320,7 +320,7 @@ def write_mark(checkpoint: Path, mark: str) -> None:
 
 
 def folder_to_link(final: Path, keep: int) -> Path | None:
-    """The checkpoint whose files a save may link: the newest earlier one. None: it may link none.
+    """The checkpoint whose files a save may link: the newest earlier one, or None where it may link none.
 
     A byte that the disk loses of a linked file damages both checkpoints. So none is linked where these two
     are all that is left after the save. Nor for a permanent checkpoint, which may have to outlast all others.
@@ -372,7 +372,7 @@ def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, thread
 class WrittenShard:
     """A shard file: its entry in the index, its pieces in order, and when it is on disk.
 
-    flushed: None: it is linked, and so it was on disk before.
+    flushed: None if it is linked, and so was on disk before.
     """
     file: str
     entry: FileEntry
@@ -711,7 +711,7 @@ def check_named_step(
 
 
 def read_latest(root: Path) -> str | None:
-    """What `latest` says; None if it cannot be read."""
+    """The text of `latest`; None if it cannot be read."""
     try:
         text = (root / "latest").read_bytes()[:MAX_HINT_BYTES]
     except OSError:

@@ -22,9 +22,9 @@ FINAL_WAIT = 2.0  # seconds between them
 
 
 class CheckpointUploader:
-    """update: sends what the store lacks; None: there is no store, and nothing is done.
+    """update: sends what the store lacks. Without it there is no store, and nothing is done.
 
-    may_fail: uploads in a row that may fail; None: any number.
+    may_fail: uploads in a row that may fail, or None for any number.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CheckpointUploader:
                 self.failures = 0
 
     def take_lines(self) -> list[str]:
-        """What happened since the last call, for the log."""
+        """The events since the last call, as lines for the log."""
         if not self.lines:
             return []
         with self.changed:

@@ -61,11 +61,11 @@ class Phase:
 
     @property
     def begins_schedule(self) -> bool:
-        """Whether the schedule of the learning rate begins anew."""
+        """Whether the schedule of the learning rate begins again."""
         return self.number == 1 or any(key in self.changes for key in SCHEDULE_KEYS)
 
     def tokens_seen(self, steps: int) -> int:
-        """Tokens of the run after `steps` of its steps, the last of which is in this phase."""
+        """Tokens of the run after `steps` of its steps. The last of these is in this phase."""
         train = self.cfg.train
         return self.tokens_before + sequences_seen(train, steps - self.steps_before) * train.seq_len
 
@@ -95,7 +95,7 @@ class Phases:
         return next(phase for phase in reversed(self.all[:here]) if phase.begins_schedule)
 
     def schedule_end(self, schedule: Phase) -> int | None:
-        """The step at which the schedule that a phase begins ends; None: with the run."""
+        """The step at which the schedule that a phase begins ends, or None if it ends with the run."""
         if schedule.cfg.optim.decay_steps is not None:
             return schedule.cfg.optim.decay_steps
         later = [phase.steps_before for phase in self.all[schedule.number:] if phase.begins_schedule]
@@ -137,7 +137,7 @@ def phases_text(value: object, parse_key: ParseKey) -> str | None:
 
 
 def where_stated(value: object) -> str:
-    """What states the phases, for messages: their file, or the key."""
+    """The source of the phases, for messages: their file, or the key."""
     return value if isinstance(value, str) and not is_list_text(value) else "train.phases"
 
 
@@ -356,7 +356,7 @@ def past_of(phases: Phases, step: int) -> Tree:
 
 
 def horizon_of(cfg: Config) -> int | None:
-    """The steps of a run that states them or its tokens; None: it states FLOPs."""
+    """The steps of a run that states them or its tokens, or None if it states FLOPs."""
     train = cfg.train
     return phases_of(cfg).steps_to_see(train.tokens) if train.tokens else train.steps
 

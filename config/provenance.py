@@ -76,8 +76,8 @@ class GitError(Exception):
 class Code:
     """The code of a checkout.
 
-    digest: code_hash. commit: of HEAD; None: git does not say, for the reason `why`. prefix: of the checkout
-    in the repository, "" or "folder/". changed: {path: (lines added, lines removed)} of what is not
+    digest: code_hash. commit: of HEAD; None if git does not say, for the reason `why`. prefix: of the
+    checkout in the repository, "" or "folder/". changed: {path: (lines added, lines removed)} of what is not
     committed, untracked Python files and recipes included. patch: what makes it of the commit (git apply).
     files: {path: sha256} without a commit.
     """
@@ -128,7 +128,7 @@ def code_paths(root: Path) -> list[Path]:
 
 
 def code_hash(root: Path | None = None) -> str:
-    """sha256 of all Python files of the core. root: the checkout; None: this one."""
+    """sha256 of all Python files of the core. root: the checkout, or None for this one."""
     digest = hashlib.sha256()
     for path in code_paths(root or ROOT):
         digest.update(path.read_bytes())
@@ -156,7 +156,7 @@ def loaded_paths(root: Path) -> list[Path]:
 
 
 def read_code(root: Path | None = None) -> Code:
-    """The code of a checkout; None: this one. Raises nothing that git may cause."""
+    """The code of a checkout, by default of this one. Raises nothing that git may cause."""
     root = root or ROOT
     core = code_paths(root)
     digest = code_hash(root)
@@ -192,7 +192,7 @@ def uncommitted(root: Path, prefix: str, untracked: list[str]) -> tuple[dict[str
     for line in counts.decode(errors="replace").split("\n"):
         if not line:
             continue
-        added, removed, name = line.split("\t", 2)  # dashes where it is no text
+        added, removed, name = line.split("\t", 2)  # dashes where it is not text
         if (added, removed) != ("0", "0"):
             changed[name.removeprefix(prefix)] = (number_of(added), number_of(removed))
     for name in untracked:
@@ -306,7 +306,7 @@ def processor() -> str:
 
 
 def describe(command: str, code: Code, hardware: Tree | None = None) -> Tree:
-    """What made something, now and here. command: see typed. hardware: more of it than the CPU."""
+    """The provenance of what is made here and now. command: see typed. hardware: more of it than the CPU."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
@@ -412,8 +412,8 @@ def is_code(tree: Any) -> bool:
 def code_change(old: Tree, new: Code, folder: Path, root: Path | None = None) -> str | None:
     """ "ab12cd3 -> ab12cd3+: model/mlp.py +1 -1"; None where the core is the same.
 
-    old: the code of a record. folder: of its run, which has the patch. root: the checkout of `new`; None:
-    this one.
+    old: the code of a record. folder: of its run, which has the patch. root: the checkout of `new`, or
+    None for this one.
     """
     if old["hash"] == new.digest:
         return None
@@ -435,7 +435,7 @@ def listed(changes: dict[str, Any]) -> str:
 
 
 def changed_files(old: Tree, new: Code, folder: Path, root: Path) -> dict[str, tuple[int, int] | None]:
-    """{path: (lines added, lines removed) since the record}, of files of the core; None: nobody knows how
+    """{path: (lines added, lines removed) since the record}, of files of the core; None if nobody knows how
     many. Raises GitError, ConfigError and OSError where nobody knows which.
     """
     if not old.get("commit"):  # the record has a hash of each file

@@ -49,7 +49,7 @@ class Rule(NamedTuple):
     message: str  # the error if it does not: names the key, and how to correct it
     keys: str = ""  # separated by spaces
     values: Iterable[int] = ()  # candidates for each of `keys`
-    ramp_unit: int = 0  # above 0: another train.ramp, all sizes of which are multiples of it (sequences)
+    ramp_unit: int = 0  # above 0: another train.ramp, whose sizes are all multiples of it (sequences)
 
 
 def validate(cfg: Config, world: int = 1) -> Rule | None:
@@ -260,7 +260,7 @@ def mixture_rules(cfg: Config) -> Iterator[Rule]:
         model.capacity is not None or not model.pad,
         "model.pad: pads to model.capacity, which is none; set model.capacity, or leave pad out")
 
-    # which layers have experts, and of which kind
+    # which layers have experts, and what kind they are
     yield Rule(
         any(has_experts(model, layer) for layer in range(model.layers)),
         f"model.first_dense: {model.first_dense} and model.moe_every={model.moe_every} leave no layer with "
@@ -505,7 +505,7 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
 
 
 def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """What the GPU of a Mac (train.device mps) cannot run."""
+    """Rules against what the GPU of a Mac (train.device mps) cannot run."""
     model, train, parallel = cfg.model, cfg.train, cfg.parallel
     obstacles = {
         f"{world} ranks (one GPU, whose tensors nothing carries to others)": world > 1,
@@ -521,7 +521,7 @@ def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """What a recording of forward and backward (runtime/graphs.py) cannot contain."""
+    """Rules against what a recording of forward and backward (runtime/graphs.py) cannot contain."""
     train, parallel = cfg.train, cfg.parallel
     obstacles = {
         f"{world} ranks, whose exchanges are not recorded": world > 1,
@@ -765,7 +765,7 @@ def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def no_change_of_model(word: str) -> str:
-    """What is wrong with a word of checkpoint.init_changes, after it; "" where it may stand there.
+    """The error in a word of checkpoint.init_changes, to stand after it; "" where the word may stand there.
 
     A word that does not begin with a section is the name of a weight, which the checkpoint is asked for.
     """

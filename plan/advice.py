@@ -45,16 +45,16 @@ def size_text(num_bytes: float) -> str:
 
 
 def holdings(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
-    """What the fullest of `world` ranks holds, in the phase (train.phases) in which it holds most.
+    """The holdings of the fullest of `world` ranks, in the phase (train.phases) in which it holds most.
 
-    gpu: None: the job runs on CPUs. Raises ConfigError if train.py refuses the job.
+    gpu: None if the job runs on CPUs. Raises ConfigError if train.py refuses the job.
     """
     of_phases = [holdings_of_phase(phase.cfg, world, gpu) for phase in phases_of(cfg).all]
     return max(of_phases, key=lambda held: held.total)
 
 
 def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
-    """What the fullest rank holds in one phase."""
+    """The holdings of the fullest rank in one phase."""
     job, _ = job_of(cfg, world)
     communicators = 0 if gpu is None else communicator_bytes(job, gpu)
     ranks: list[Holdings] = []
@@ -137,7 +137,7 @@ def settings_together(cfg: Config, world: int, gpu: Gpu, usable: float) -> list[
 def memory_advice(cfg: Config, world: int, capacity: float | None, gpu: Gpu = Gpu()) -> str:
     """One line: what the fullest rank holds, and settings under which it would hold less.
 
-    capacity: bytes of a GPU; None: the job runs on CPUs. Raises ConfigError if train.py refuses the job.
+    capacity: bytes of a GPU, or None if the job runs on CPUs. Raises ConfigError if train.py refuses the job.
     """
     on_gpu = None if capacity is None else gpu
     held = holdings(cfg, world, on_gpu)

@@ -65,7 +65,7 @@ def group_size(layout: ParallelDims, group: str) -> int:
 
 @dataclass(frozen=True)
 class StepLedger:
-    """What one rank exchanges in a step, as it is added up."""
+    """The exchanges of one rank in a step, as they are added up."""
     job: Job
     counts: Ledger = field(default_factory=dict)
 
@@ -138,7 +138,7 @@ def add_scalars(ledger: StepLedger) -> None:
 
 
 def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
-    """What the modules of a stage exchange."""
+    """Adds what the modules of a stage exchange."""
     job = ledger.job
     cost = job.stage(stage).cost(workload(job.cfg))
     for one in cost.exchanges:

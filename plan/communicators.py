@@ -1,4 +1,4 @@
-"""What a GPU's memory holds beside tensors: the buffers of NCCL's communicators, and what CUDA takes.
+"""The memory of a GPU beside tensors: the buffers of NCCL's communicators, and what CUDA takes.
 
 A rank has a communicator for each process group that it is in (connections_of_rank), and NCCL shares no
 buffers between them: torch splits them off the job's own, without ncclConfig's splitShare (NVIDIA/nccl#986).
@@ -63,7 +63,7 @@ WITHOUT_NVLS = (*BEFORE_HOPPER, "mi250x", "mi300x")
 
 
 class Gpu(NamedTuple):
-    """What decides how much a GPU's memory holds beside tensors.
+    """The properties of a GPU that decide how much its memory holds beside tensors.
 
     name: in configs/clusters.yaml, or as torch spells it, in lower case; "": not known. node: GPUs of a node.
     """

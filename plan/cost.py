@@ -211,7 +211,7 @@ def part_times(part: PartDescription, work: Workload, roofline: Roofline) -> Tim
 
 
 def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfPools:
-    """What each group's exchanges can hide behind."""
+    """The seconds that each group's exchanges can hide behind."""
     hides = SecondsOfPools()
     for product in cost.products:
         seconds = roofline.product_seconds(product)
@@ -235,7 +235,7 @@ def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfPools:
 def crossing(
     layout: ParallelDims, cluster: Cluster, *, group: str, verb: str, nbytes: float
 ) -> tuple[float, float]:
-    """What a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to others).
+    """The bytes that a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to others).
 
     A ring over several nodes leaves each node once, over the links of all the group's ranks there; a part of
     an all-to-all goes straight to its rank.

@@ -62,7 +62,7 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
 
     Attention counts the keys that a causal query sees, a mixture the experts that a token uses. Multi-token
     prediction counts, recompute and padding of the vocabulary do not. documents: lengths of the runs of
-    tokens that attend to each other (data.doc_mask); none: full sequences.
+    tokens that attend to each other (data.doc_mask), by default full sequences.
     """
     token = Workload(1, 1, documents=documents or (seq_len,))
     return 3.0 * describe_model(model).cost(token).flops
@@ -72,8 +72,8 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
 
 
 def table(configs: Mapping[str, Config], width: int | None = None) -> str:
-    """What `train.py --list` prints: a line for each recipe. A vocabulary that the tokenizer decides counts
-    as 0 rows here. width: columns of the terminal; None: any."""
+    """The table of `train.py --list`: a line for each recipe. A vocabulary that the tokenizer decides counts
+    as 0 rows here. width: columns of the terminal, or None for any."""
     rows: list[dict[str, str]] = []
     for name, cfg in configs.items():
         model = cfg.model

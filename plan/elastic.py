@@ -4,7 +4,7 @@ The global batch, the samples of each step and their order stay as they are; onl
 In this order:
 1. The settings as they are: the data-parallel axis is what is left of the world, so it follows by itself.
 2. The same tp, pp, cp and ep, with fewer replicas (parallel.dp_rep) or a smaller train.micro_batch, where the
-   global batch is no multiple of the given micro-batch on so many ranks.
+   global batch is not a multiple of the given micro-batch on so many ranks.
 3. Where the fullest rank would hold more than its GPU by the planner's count, as fewer ranks do under ZeRO:
    the fastest layout by the planner (plan/search.py) with those degrees, which may recompute, shard more or
    take a smaller micro-batch.
@@ -44,7 +44,7 @@ OF_STAGES: Values = {"parallel.stages": None, "parallel.recompute_stages": None}
 
 
 class RankDevice(NamedTuple):
-    """What the planner plans for. gpu: its name as torch has it; "": CPUs. memory: bytes of a GPU."""
+    """The device to plan for. gpu: its name as torch has it, or "" for CPUs. memory: bytes of a GPU."""
 
     gpu: str = ""
     memory: float = UNBOUNDED_MEMORY
@@ -83,7 +83,7 @@ def same_axes(cfg: Config, world: int) -> ElasticLayout | None:
 
 
 def same_axes_changes(cfg: Config) -> Iterator[Values]:
-    """What may be set to less, the least change first: {} is none."""
+    """The values that may be set to less, the least change first; {} changes nothing."""
     for micro_batch in reversed(divisors(cfg.train.micro_batch)):
         for dp_rep in reversed(divisors(cfg.parallel.dp_rep)):
             values = {"train.micro_batch": micro_batch, "parallel.dp_rep": dp_rep}
@@ -128,7 +128,7 @@ def held_by_fullest(cfg: Config, world: int, device: RankDevice) -> int:
 
 
 def bytes_too_many(cfg: Config, world: int, device: RankDevice) -> int:
-    """What the fullest rank would hold by the planner's count, if that is more than its GPU has; else 0."""
+    """The bytes that the fullest rank would hold, as the planner counts, if its GPU has fewer; else 0."""
     if device.memory >= UNBOUNDED_MEMORY:
         return 0
     held = held_by_fullest(cfg, world, device)
@@ -142,7 +142,7 @@ def value_of(cfg: Config, path: str) -> object:
 
 
 def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
-    """What the planner plans for: a cluster of these GPUs where configs/clusters.yaml has one."""
+    """The target of the planner: a cluster of these GPUs where configs/clusters.yaml has one."""
     known = known_cluster(device)
     if known is not None and cfg.train.dtype in known.flops:
         return Target(world, replace(known, memory=device.memory), Efficiency())

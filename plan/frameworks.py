@@ -1,4 +1,4 @@
-"""What a rank of another framework holds, in bytes: for the comparison with runs that others have published.
+"""The bytes that a rank of another framework holds, for the comparison with runs that others have published.
 
 Shards, stages and schedules are those of the planner. What differs is taken from the frameworks' own
 descriptions, and no number is fitted:
@@ -67,7 +67,7 @@ FRAMEWORKS = {
 
 
 def held_bytes(job: Job, framework: str) -> float:
-    """What the fullest rank holds, with what a GPU needs beside it."""
+    """The bytes that the fullest rank holds, with those that a GPU needs beside them."""
     how = FRAMEWORKS.get(framework, MEGATRON)
     stride = job.layout.world // job.layout.pp
     fullest = 0
@@ -140,7 +140,7 @@ def hidden_elements(cfg: Config) -> int:
 
 
 def megatron_block_bytes(cfg: Config, recompute: str) -> int:
-    """What a layer keeps of one microbatch (arXiv 2205.05198, table 2)."""
+    """The bytes that a layer keeps of one microbatch (arXiv 2205.05198, table 2)."""
     sbh = hidden_elements(cfg)
     if recompute == "full":
         return HALF * sbh

@@ -1,4 +1,4 @@
-"""What one rank holds, in bytes: its state, and the activations along the ops of its schedule.
+"""The bytes that one rank holds: its state, and the activations along the ops of its schedule.
 
 P: elements of the rank's buckets with padding. N: ranks that share them. c, g: bytes of an element of the
 compute dtype and of the accumulation dtype.
@@ -242,8 +242,8 @@ def weight_grad_operands(cost: Cost, work: Workload) -> int:
 
 
 def recomputed_at_first(parts: tuple[PartDescription, ...], work: Workload) -> int:
-    """What a stage's backward computes again in its last block, with which it begins, less what it has freed
-    by then."""
+    """The bytes that a stage's backward computes again in its last block, with which it begins, less those
+    that it has freed by then."""
     last = last_block(parts)
     if last is None or last.cost(work).recomputed is None:
         return 0
@@ -268,7 +268,7 @@ def recomputed_of(cost: Cost, *parts: Part) -> int:
 
 
 def kept_of_mlp_half(block: TransformerBlock, work: Workload) -> int:
-    """What the second half of a block with selective recompute keeps: the first that its backward frees."""
+    """Bytes that a block's second half keeps under selective recompute: the first that its backward frees."""
     kept: list[Part] = [part for part in PARTS if part not in block.recomputed_parts]
     half = total((block.mlp_norm.cost(work), block.mlp.cost(work)))
     mask = block.hidden_elements(work) if block.dropout else 0
@@ -276,5 +276,5 @@ def kept_of_mlp_half(block: TransformerBlock, work: Workload) -> int:
 
 
 def loss_bytes(head: OutputHead, work: Workload) -> int:
-    """What the output head keeps without multi-token prediction."""
+    """Bytes that the output head keeps without multi-token prediction."""
     return (head.norm.cost(work) + head.cross_entropy_cost(work)).saved_bytes()

@@ -55,7 +55,7 @@ class SearchResult(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What layouts are searched for. world: number of GPUs."""
+    """The machine that layouts are searched for. world: number of GPUs."""
     world: int
     cluster: Cluster
     efficiency: Efficiency
@@ -95,7 +95,7 @@ def layout_axes(cfg: Config, world: int) -> Axes:
 
 
 def with_fixed(axes: Axes, fixed: Values) -> Axes:
-    """The axes, of which those that are fixed have one value."""
+    """The axes, with one value for each that is fixed."""
     return {path: (fixed[path],) if path in fixed else values for path, values in axes.items()}
 
 
@@ -237,7 +237,7 @@ def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
 
 
 def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
-    """What a rank holds at least. It is cheaper than held_bytes, and enough to refuse most layouts."""
+    """Bytes that a rank holds at least. Cheaper than held_bytes, and enough to refuse most layouts."""
     parallel, counted = cfg.parallel, parameters(cfg.model)
     total = counted["total"] + counted["ahead"]
     dense = total - counted["experts"]
@@ -323,7 +323,7 @@ def bounds_of(cfg: Config, target: Target, fixed: Values) -> list[Bound]:
 
 
 def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, ...]:
-    """What parallel.ep_chunks may be. values: of the compute axes."""
+    """The choices of parallel.ep_chunks. values: of the compute axes."""
     if "parallel.ep_chunks" in fixed:
         return (fixed["parallel.ep_chunks"],)
     is_exchanged = values["parallel.ep"] * cfg.parallel.etp > 1

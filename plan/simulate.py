@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when, simulated or measured. ranks[rank]: its spans in order, at least one."""
+    """The spans of all ranks, simulated or measured. ranks[rank]: its spans in order, at least one."""
     ranks: list[list[Span]]
 
     @property
@@ -88,7 +88,7 @@ def simulate(order: Order, n_stages: int, times: OpTimes, hop: float = 0,
 
     times: of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and
     a B of another chunk right after it start together and take this share of the sum of their times
-    (DualPipe's F&B); None: one after the other. Raises ValueError for a list that cannot finish.
+    (DualPipe's F&B), or None for one after the other. Raises ValueError for a list that cannot finish.
     """
     steps = single_or_paired_steps(order, overlap is not None)
     rank_of_stage = {op.stage: rank for rank, ops in enumerate(order) for op in ops}

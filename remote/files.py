@@ -39,7 +39,7 @@ class RemoteError(RuntimeError):
 
 @dataclass(frozen=True)
 class FileState:
-    """What a store says of a file. version: changes with the content where the store has such a thing."""
+    """The state of a file in a store. version: changes with the content where the store has such a thing."""
     size: int  # bytes
     version: str
 
@@ -77,7 +77,7 @@ class RemoteFolder:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def state(self, name: str) -> FileState | None:
-        """What the store says of a file; None if there is none."""
+        """The state of a file, as the store reports it; None if there is none."""
         def look() -> FileState | None:
             self.filesystem.invalidate_cache()
             info = self.filesystem.info(f"{self.path}/{name}")

@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal: numbers in a short form, and lines that fit into its width.
+"""The look of a run in a terminal: numbers in a short form, and lines that fit into its width.
 
 In a narrow terminal the least important columns of the step lines are left out (StepColumn.priority), and
 other lines are broken between their parts; a file gets full lines (config/terminal.py).
@@ -151,7 +151,7 @@ def first_column_width(steps: int) -> int:
 
 
 def shown_columns(steps: int, width: int | None) -> list[StepColumn]:
-    """The columns of the step lines that fit into `width`; None: all."""
+    """The columns of the step lines that fit into `width`, or all of them without a width."""
     least_first = sorted(COLUMNS, key=lambda column: -column.priority)
     labels = fitting_columns(
         {column.label: column.width for column in COLUMNS},
@@ -164,7 +164,7 @@ def shown_columns(steps: int, width: int | None) -> list[StepColumn]:
 class Console:
     """Writes lines to `out`; to nowhere where it is None, as on every rank but the first.
 
-    width: gives the columns of the terminal, None in a file; asked anew for every line.
+    width: gives the columns of the terminal, None in a file; asked again for every line.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the experts of a mixture do: a few numbers per step for metrics.jsonl, and their load as a picture.
+"""The work of a mixture's experts: a few numbers per step for metrics.jsonl, and their load as a picture.
 
 The picture is experts.png. Its data is bounded: when its COLUMNS are full, each two neighbours become one. It
 is kept in experts.npz, so that the picture of a resumed run shows all its steps.

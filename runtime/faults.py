@@ -40,7 +40,7 @@ class InjectedFault(RuntimeError):
 
 
 class FaultHook(Protocol):
-    """What the code calls at each fault point: a FaultInjector, or an observer in its place."""
+    """The hook that the code calls at each fault point: a FaultInjector, or an observer in its place."""
 
     def __call__(self, point: str, step: int | None = None, /, **seen: object) -> str | None:
         """Returns None or the action: "nan", "spike" and "bitflip" ask the caller to corrupt its own number.
@@ -51,7 +51,7 @@ class FaultHook(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of FAULT. rank, step: None for every one. times: how often it happens; None: each time."""
+    """One fault of FAULT. rank, step: None for every one. times: how often it happens; None for each time."""
 
     point: str
     action: str
@@ -124,7 +124,7 @@ class FaultInjector:
         return hits[-1].action if hits else None
 
     def fire(self, fault: Fault, step: int | None) -> None:
-        """Does what the fault says: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
+        """Carries out the fault: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
         message = f"fault {fault.point}: rank {self.rank} step {step} act {fault.action}"
         print_error(message)
         if fault.action.startswith("SIG"):
@@ -140,13 +140,13 @@ class FaultInjector:
 
 
 def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:
-    """Does what an injected fault asks for, to the summed gradients that this rank owns."""
+    """Carries out an injected fault on the summed gradients that this rank owns."""
     for bucket in disturbed(buckets, fault):
         disturb(bucket.grads.local, fault)
 
 
 def disturb_next_sums(buckets: list[Bucket], fault: str | None) -> None:
-    """Does what an injected fault asks for, to the gradients of this rank alone, before their next sum."""
+    """Carries out an injected fault on the gradients of this rank alone, before their next sum."""
     def disturb_once(grads: BucketGrads) -> Callable[[Tensor], None]:
         def before_sum(flat: Tensor) -> None:
             grads.before_sum.remove(before_sum)

@@ -56,10 +56,10 @@ class StartRecord:
     """A line of starts.jsonl. Times are seconds.
 
     time: the wall clock at the start, since 1970. seconds: from the start until the line was written.
-    first_step: the first that it trains; None: it has not come so far. last_step: the last that it has done.
+    first_step: the first that it trains; None until it comes so far. last_step: the last that it has done.
     in_steps: in steps first_step .. last_step. marks: ((step, in_steps after it), ...) of its newest saves.
     repeated: in steps that it went back before (optim.spike_rewind), which in_steps leaves out.
-    exit_code: None: no exit was recorded.
+    exit_code: None if no exit was recorded.
     """
 
     time: float
@@ -127,14 +127,14 @@ def parse_start(line: bytes) -> StartRecord | None:
 
 
 def whole(value: Any) -> int:
-    """The value. Raises ValueError if it is no integer."""
+    """The value. Raises ValueError if it is not an integer."""
     if type(value) is not int:
         raise ValueError(f"{value!r} is no whole number")
     return value
 
 
 def amount(value: Any) -> float:
-    """The value. Raises ValueError if it is no finite number, or below 0."""
+    """The value. Raises ValueError unless it is a finite number of at least 0."""
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{value!r} is no time")
     return float(value)
@@ -252,7 +252,7 @@ def reckon(starts: Sequence[StartRecord], skipped_seconds: float = 0.0) -> Goodp
 class GoodputClock:
     """The present start: call its methods as the run goes on, and end() at its end.
 
-    folder: of the run; None: this rank writes nothing. seconds_before: since this process was started.
+    folder: of the run, or None if this rank writes nothing. seconds_before: since this process was started.
     trouble (attribute): why the record is not written, or None.
     """
 

@@ -8,7 +8,7 @@ each replay: the batches, their step number (for dropout) and the loss scale. Gr
 optimizer's update follow outside of the graph, so the learning rate and the step number stay numbers of the
 host. The same kernels run in the same order, so the results have the same bits.
 
-A mixture of experts divides its rows anew in each step. Its numbers of rows are tensors of the recording,
+A mixture of experts divides its rows again in each step. Its numbers of rows are tensors of the recording,
 which its kernels read (kernels/grouped_gemm.py); what it allocates is as large as any division needs.
 
 A batch-size ramp (train.ramp) needs one recording for each number of microbatches. Only one is kept at a
@@ -98,7 +98,7 @@ class RecordedPipeline:
         self.scale.copy_(scale)
 
     def run_pipeline(self) -> Tensor:
-        """What is recorded."""
+        """The part of a step that is recorded."""
         return self.pipeline.run(self.ops, self.batches, self.scale)
 
     def run_on_side_stream(self) -> Tensor:

@@ -5,7 +5,7 @@ Guarantees
 - A step that is not finite is skipped as a whole (the optimizer leaves weights and states as they are), and
   by every rank alike, because loss and gradient norm are already reduced over the whole world.
 - After `limit` bad steps in a row the run ends with exit code 77; its last good checkpoint stays as it is.
-- A step without targets is skipped too (train.train_step). It is no bad step, and ends no row of them.
+- A step without targets is skipped too (train.train_step). It is not a bad step, and ends no row of them.
 """
 from collections.abc import Iterable
 from typing import Protocol
@@ -72,7 +72,7 @@ class SpikeRewinds:
 
     def find(self, spikes: SpikesInARow, steps: Iterable[tuple[int, bool]]) -> int | None:
         """Counts (step, whether it was a spike). Returns the first of so many spikes in a row that the run
-        must go back before it; None: it goes on.
+        must go back before it, or None if it goes on.
 
         Raises SpikesPersist when it has gone back too often, and when it never goes back and as many spikes
         came in a row as the window has steps.

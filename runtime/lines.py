@@ -78,7 +78,7 @@ class MetricsFile:
             raise
 
     def warning(self) -> str | None:
-        """What went wrong: the first call says it, later ones return None."""
+        """The first call says what went wrong, later ones return None."""
         if not self.trouble or self.warned:
             return None
         self.warned = True
@@ -155,7 +155,7 @@ def rewrite(path: Path, step: int) -> None:
 def parse(line: bytes) -> dict[str, Any] | None:
     """The row in a line; None where it is damaged.
 
-    Damaged: no JSON, a value that is no number, or neither a step nor an evaluation.
+    Damaged: no JSON, a value that is not a number, or neither a step nor an evaluation.
     """
     try:
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics.jsonl (the record that counts), the console and W&B.
+"""The reports of a run while it trains: metrics.jsonl (the record that counts), the console and W&B.
 
 Only rank 0 writes.
 
@@ -138,7 +138,7 @@ class MetricsLogger:
 
     cfg: of the whole run, with its phases. steps: the last step of the run. flops_per_token: model FLOPs,
     forward and backward, in the phase that comes next. start_step: the step of the checkpoint that the run
-    resumes from. goodput: the clock of this start, whose report is among the last lines; None: there is none.
+    resumes from. goodput: the clock of this start, whose report is among the last lines, if there is one.
     """
 
     def __init__(self, run_dir: Path, cfg: Config, env: LaunchEnv, *, steps: int, flops_per_token: float,
@@ -490,7 +490,7 @@ class MetricsLogger:
         self.describe_to_sinks(parameters, data, provenance)
 
     def describe_to_sinks(self, parameters: tuple[int, int], data: str, provenance: Tree | None) -> None:
-        """What config.yaml does not say: sizes, ranks, device, FLOPs, code."""
+        """Tells the sinks what config.yaml does not say: sizes, ranks, device, FLOPs, code."""
         total, without_embeddings = parameters
         facts = {
             "parameters": total,
@@ -663,7 +663,7 @@ class MetricsLogger:
                 self.console.write(f"warning: the end of the run was not reported in full: {cause}")
 
     def send_picture(self, name: str, path: Path | None) -> None:
-        """Sends a picture to the sinks; None: there is none."""
+        """Sends a picture to the sinks, if there is one."""
         if path is None:
             return
         for sink in self.sinks:
@@ -797,7 +797,7 @@ def peak_process_bytes() -> int:
 
 
 def determinism_text(deterministic: bool) -> str:
-    """What train.deterministic gives on a GPU, and what it costs (docs/training.md)."""
+    """Says what train.deterministic gives on a GPU, and what it costs (docs/training.md)."""
     if deterministic:
         return "deterministic: the run repeats bit for bit; attention's backward and scatters are slower"
     return "the fastest: the run does not repeat bit for bit (--train.deterministic true: it does, slower)"

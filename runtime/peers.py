@@ -2,8 +2,8 @@
 
 The rank that fails first writes its failure into the job's store. On every rank a thread waits for this,
 because the main thread may be inside an exchange that nothing interrupts (gloo returns after the whole
-timeout, NCCL never). A hang on a GPU is no error of the main thread, which runs ahead of the device or is
-blocked in a full launch queue: another thread finds it (watch_device). Then:
+timeout, NCCL never). A hang on a GPU is not an error of the main thread, which runs ahead of the device or
+is blocked in a full launch queue: another thread finds it (watch_device). Then:
 - Each other rank writes what it is doing.
 - The first rank writes the verdict: its error, or which peer it waited for and what that peer does.
 - Every rank writes its exit_reason.rankN.json with the exit code of the cause, and exits. exit_reason.json,
@@ -110,7 +110,7 @@ class Process:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank is doing when another one has failed."""
+    """The activity of a rank when another one has failed."""
 
     host: str
     in_exchange: bool

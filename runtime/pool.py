@@ -21,7 +21,7 @@ GRACE_SECONDS = 5.0
 
 
 class Answer(NamedTuple):
-    """What a rank says of a job."""
+    """The answer of a rank to a job."""
     is_good: bool
     result: Any  # of a failed rank: why it failed
 

@@ -37,7 +37,7 @@ MIN_MESSAGE = 1 << 10  # bytes
 
 @dataclass(frozen=True)
 class ProbeSize:
-    """n: rows and columns of the product. message: bytes a rank sends. repeats: of which the fastest counts,
+    """n: rows and columns of the product. message: bytes a rank sends. repeats: the fastest of them counts,
     after one that connects."""
 
     n: int
@@ -64,7 +64,7 @@ class WrongDevice(WrongResult):
 
 @dataclass(frozen=True)
 class Probed:
-    """What this rank measured, in ms. links: {name of an axis: its group's exchange}."""
+    """The measurements of this rank, in ms. links: {name of an axis: its group's exchange}."""
 
     product: float
     links: dict[str, float]
@@ -202,7 +202,7 @@ def message_of(rank: int, num_bytes: int) -> Tensor:
 
 
 def uncounted(group: Group) -> Group:
-    """The group with a ledger of its own: what is exchanged here is no part of a step."""
+    """The group with a ledger of its own: what is exchanged here is not part of a step."""
     return dataclasses.replace(group, ledger=Counter())
 
 

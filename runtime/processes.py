@@ -1,5 +1,4 @@
-"""What the kernel does for processes and tells of them: death with a parent, signals, age; and a last line on
-stderr. Needs no torch.
+"""Processes and the kernel: death with a parent, signals, age; and a last line on stderr. Needs no torch.
 """
 import contextlib
 import ctypes
@@ -22,7 +21,7 @@ PARENT_POLL_SECONDS = 0.5  # between two looks at whether the parent lives, wher
 
 
 def dying_with(parent: int) -> Callable[[], None] | None:
-    """What a child calls to have the kernel kill it when its parent dies, whenever that is.
+    """The function with which a child has the kernel kill it when its parent dies, whenever that is.
 
     Also between fork and exec, so it only calls what is loaded. None where the kernel cannot do it (macOS).
     """
@@ -62,7 +61,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def catches(pid: int, number: signal.Signals) -> bool | None:
-    """Whether a process has a handler for the signal; None: it has ended, or there is no /proc to tell."""
+    """Whether a process has a handler for the signal; None if it has ended, or without a /proc to tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -48,7 +48,7 @@ class ComputeDiffers(RuntimeError):
 
 
 class StepNumbers(NamedTuple):
-    """What forward and backward give beside gradients, scalars on the device.
+    """The results of forward and backward beside gradients, scalars on the device.
 
     loss, norm: of the step, without the loss scale. num_targets: those that count in the loss.
     """
@@ -63,7 +63,7 @@ ComputeStep = Callable[[], StepNumbers]  # runs forward and backward, and sums t
 class StepReruns:
     """Runs steps again and compares.
 
-    latest: what the rerun of the last step has shown, for the log; None: it was not suspect.
+    latest: what the rerun of the last step has shown, for the log, or None if it was not suspect.
     """
 
     def __init__(self, cfg: TrainConfig, buckets: list[Bucket], mesh: Mesh) -> None:

@@ -25,7 +25,7 @@ CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed one (checkpoint/store.p
 
 @dataclass(frozen=True)
 class ExitReason:
-    """What a rank has left of why the job ended. requeue: whether another start may succeed."""
+    """The reason that a rank has left for the end of the job. requeue: whether another start may succeed."""
 
     code: int
     requeue: bool
@@ -46,7 +46,7 @@ def newest_step(run: Path) -> int:
 
 
 def progress(run: Path) -> Kept:
-    """What the starts of the run have kept until now."""
+    """The newest steps that the starts of the run have kept until now."""
     on_disk = newest_step(run)
     steps = [on_disk]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

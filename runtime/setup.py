@@ -60,7 +60,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """What this process is. Holds no secret."""
+    """The launch environment of this process. Holds no secret."""
 
     rank: int = 0
     world: int = 1
@@ -216,7 +216,7 @@ def launcher_notes() -> list[str]:
 
 
 def store_secret() -> str:
-    """What the ranks of this job alone know, for the words in its store (runtime/peers.py); "": nothing."""
+    """The secret of the ranks of this job, for the words in its store (runtime/peers.py); "" without one."""
     return os.environ.get("BEVATRON_STORE_SECRET", "")
 
 
@@ -368,7 +368,7 @@ def has_netrc_key() -> bool:
 # ---- what made this start ----------------------------------------------------------------------------------
 
 def start_provenance(env: LaunchEnv, argv: Sequence[str]) -> Provenance:
-    """What makes the run of this start: train.py with these words. Takes some hundredths of a second."""
+    """The provenance of this start: train.py with these words. Takes some hundredths of a second."""
     command = typed(["python", "train.py", *map(redact, argv)])
     is_gpu = env.device.type == "cuda"
     hardware = {

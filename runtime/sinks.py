@@ -18,7 +18,7 @@ class Sink(Protocol):
     """A place that keeps what a run reports. No method waits long, and none raises."""
 
     def describe(self, facts: Values) -> None:
-        """What the run is: sizes, layout, FLOPs a token."""
+        """The facts of the run: sizes, layout, FLOPs a token."""
 
     def put(self, step: int, values: Values) -> None:
         """Numbers of one step, by their names in the sink ("train/loss")."""
@@ -33,7 +33,7 @@ class Sink(Protocol):
         """The run goes back: the steps after this one are trained, and reported, again."""
 
     def warning(self) -> str | None:
-        """What went wrong: the first call says it, later ones return None."""
+        """The first call says what went wrong, later ones return None."""
 
     def close(self, code: int, closing_line: str) -> None:
         """The run is over: its exit code, and how it says so."""

@@ -61,7 +61,7 @@ class StepShares:
 
 @dataclass(frozen=True)
 class Slow:
-    """What is slow. why: COMPUTE, DATA, LINK or STOPPED.
+    """A slow rank or link. why: COMPUTE, DATA, LINK or STOPPED.
 
     ranks: the slow one; of a link those of its group, whose name is `group`. ms: a step; of STOPPED in the
     whole window. usual_ms: of the others, or before.
@@ -78,7 +78,7 @@ class Slow:
 
     @property
     def place(self) -> Place:
-        """What makes it the same as in the window before."""
+        """The key by which it is the same as in the window before."""
         return self.why, self.ranks
 
 
@@ -113,7 +113,7 @@ class PauseClock:
 class SlowRanks:
     """Call add() once a step on every rank, and close() at the end.
 
-    window: steps (log.slow_window); None: nothing is measured, and so in a job of one rank. host: of this
+    window: steps (log.slow_window). Without it, or in a job of one rank, nothing is measured. host: of this
     rank. Collective where it measures.
     """
 
@@ -162,7 +162,7 @@ class SlowRanks:
         return [self.line(one, first, last) for one in slow if self.is_new(one)], slow
 
     def judge(self, rows: list[list[float]]) -> list[Slow]:
-        """What is slow in this window, and was in the one before; who stood still, at once.
+        """The ranks and links that are slow now and were a window before; those that stood still, at once.
 
         rows: [ranks][COLUMNS].
         """

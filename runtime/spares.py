@@ -27,7 +27,7 @@ CHUNK = 1 << 16  # bytes that are read at once
 
 
 class RankJob(NamedTuple):
-    """What a rank is started with. environment: the variables in which it differs from the launcher's."""
+    """The job of a rank. environment: the variables in which it differs from the launcher's."""
 
     words: list[str]
     environment: dict[str, str]
@@ -134,7 +134,7 @@ def start_spare(command: Sequence[str]) -> Spare:
 
 
 def wait_for_job() -> RankJob | None:
-    """In a spare: says that it is ready, and waits for what it is to run. None: it is needed no more."""
+    """In a spare: says that it is ready, and waits for its job. Returns None if it is needed no more."""
     os.write(0, READY)
     received = b""
     with contextlib.suppress(ConnectionResetError):  # the launcher ended before it read READY

@@ -30,8 +30,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 class StopRequest:
     """Installs the signal handlers; call `reason_to_stop()` once a step.
 
-    max_minutes: the time limit from now on; None: no limit. watches_file: whether this rank looks for the
-    STOP file.
+    max_minutes: the time limit from now on, or None for no limit. watches_file: whether this rank looks for
+    the STOP file.
     requeue (attribute): whether another start is asked for.
     """
 

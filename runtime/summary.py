@@ -21,7 +21,7 @@ def write_summary(folder: Path, **facts: object) -> None:
 
 
 def summarize_metrics(folder: Path) -> dict[str, Any]:
-    """What metrics.jsonl of a run says about all of it.
+    """The facts about all of a run in its metrics.jsonl.
 
     Medians are over steps, without the first of a process's life, which compiles and connects. The best
     validation is one after a step: of step 0 there is no checkpoint. A value is None where no row has one.

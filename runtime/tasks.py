@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 256  # where a task sets no limit
 
 @dataclass(frozen=True)
 class EvaluationModel:
-    """What the harness needs of a model.
+    """The parts of a model that the harness needs.
 
     logits: tokens [b, s], b at most `batch` -> [b, s, vocab]. write: (prompt ids, how many) -> the likeliest
     new ids, one by one.
@@ -100,7 +100,8 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
               folder: str | None = None) -> dict[str, dict[str, float]]:
     """Returns {task: {metric: value, metric_stderr: value}}.
 
-    shots: examples in the prompt; None: as the task says. limit: documents per task; None: all.
+    shots: examples in the prompt, or None for as many as the task says. limit: documents per task, or None
+    for all.
     folder: of one's own task files.
     Raises ConfigError if lm-eval is not installed, has no such task, or a task needs what
     is not supported here.

@@ -115,7 +115,7 @@ class HistoryStep:
 
 
 def read_number(file: Path) -> int:
-    """What the file holds; 0 without one, or if it is damaged."""
+    """The number in the file; 0 without one, or if it is damaged."""
     try:
         return max(0, int(file.read_text()))
     except (OSError, ValueError):
@@ -123,7 +123,7 @@ def read_number(file: Path) -> int:
 
 
 def logged_values(wandb: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """What run.log takes of a message."""
+    """The values of a message, as run.log takes them."""
     if "text" in message:
         return {message["name"]: wandb.Html(f"<pre>{html.escape(message['text'])}</pre>")}
     if "picture" in message:

@@ -142,7 +142,7 @@ class WandbSink:
             self.kill()
 
     def warning(self) -> str | None:
-        """What went wrong: the first call says it, later ones return None."""
+        """The first call says what went wrong, later ones return None."""
         if self.warned or not (self.trouble or self.dropped):
             return None
         self.warned = True

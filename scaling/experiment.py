@@ -80,7 +80,7 @@ class Programs:
                 self.running.discard(process)
 
     def train(self, argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
-        """Runs train.py. launcher: a command that starts its ranks and takes its words; None: here."""
+        """Runs train.py, here or by `launcher`: a command that starts its ranks and takes its words."""
         if launcher:
             return self.run([*launcher, *argv], output)
         if ranks == 1:

@@ -13,7 +13,7 @@ from scaling.sweep import CriticalBatch, SweepCurve
 from scaling.systems import MODES, MeasuredCell, efficiencies
 
 INK, GRID, BEST = "#333333", "#e6e6e6", "#b3362b"
-HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # a forecast of one number of ranks is no line
+HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # a forecast of one number of ranks is not a line
 FIGURE_SIZE = (7.2, 4.8)  # inches
 DPI = 140
 CURVE_POINTS = 200

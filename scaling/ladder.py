@@ -41,7 +41,7 @@ OWN_KEYS = (
 
 @dataclass(frozen=True)
 class Ladder:
-    """What a ladder is made of. flops: the first budget; budgets: how many; ratio: between one and the next.
+    """The plan of a ladder. flops: the first budget; budgets: how many; ratio: between one and the next.
 
     settings: [key, value] pairs of train.py that hold for all runs.
     """
@@ -65,7 +65,7 @@ class LadderRun:
     flops: what it takes, close to the budget.
     parameters: of a mixture those that a token uses.
     non_embedding_parameters: of these, the ones outside of embedding and head.
-    trunk: the run whose checkpoint at step `branch_step` it continues; None: it starts from nothing.
+    trunk: the run whose checkpoint at step `branch_step` it continues, or None if it starts from nothing.
     stable_steps: before the first decay of any budget; a trunk saves at its multiples.
     """
     name: str
@@ -186,8 +186,8 @@ def check_warmup(ladder: Ladder) -> None:
 
 
 def warmup_line(ladder: Ladder, depth: int) -> str | None:
-    """Says by how much the warmup of a size's shortest run is longer than in a run of its own; None: it is
-    not."""
+    """Says by how much the warmup of a size's shortest run is longer than in a run of its own; None if it
+    is not."""
     warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
     most = int(WARMUP_SHARE * shortest.steps)
     if warmup <= most:

@@ -1,4 +1,4 @@
-"""What a fit says, as text and as data."""
+"""The results of a fit, as text and as data."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ BUDGET_WIDTH = 2 + 30  # of a budget
 
 @dataclass(frozen=True)
 class LossForecast:
-    """What the law foretells of a run, before it is run. measured: its loss, once it was."""
+    """The forecast of the law for a run, before it is run. measured: its loss, once it was."""
     name: str
     parameters: int
     tokens: int

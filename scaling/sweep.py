@@ -61,7 +61,7 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class SweepCurve:
-    """What a run of a sweep left. tokens, loss (of training, smoothed), noise_s, noise_g2: [steps].
+    """The curve that a run of a sweep left. tokens, loss (of training, smoothed), noise_s, noise_g2: [steps].
 
     final_loss: of the validation at its end. noise_s and noise_g2 are NaN where they were not measured.
     """
@@ -297,7 +297,7 @@ def best_rate(curves: list[SweepCurve]) -> float | None:
 def critical_batch(curves: list[SweepCurve], target: float | None = None) -> CriticalBatch | None:
     """None with fewer than three batches, or where the steps do not fall with the batch as the law has them.
 
-    target: a training loss; None: the largest that some batch ends with, at its best rate: all reach it.
+    target: a training loss. By default the largest that some batch ends with, at its best rate: all reach it.
     Raises ConfigError if a batch does not reach a given target.
     """
     best = list(best_of_batch(curves).values())

@@ -189,7 +189,7 @@ def named_hardware(systems: Systems, args: argparse.Namespace) -> Hardware | Non
 def hardware_of(
     systems: Systems, args: argparse.Namespace, ranks: int, programs: Programs
 ) -> Hardware | None:
-    """What the forecast for so many ranks rests on; None on a GPU without --cluster."""
+    """The hardware that the forecast for so many ranks rests on; None on a GPU without --cluster."""
     cfg = config_of_recipe(systems)
     named = named_hardware(systems, args)
     if named is not None:

@@ -53,7 +53,7 @@ class Systems:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the forecast rests on, and the peak that MFU is counted against."""
+    """The hardware that the forecast rests on, and the peak that MFU is counted against."""
     cluster: Cluster
     efficiency: Efficiency
 

@@ -75,8 +75,8 @@ def from_hf(
 ) -> dict:
     """Writes the run folder `run` from the Hugging Face folder; returns the report.
 
-    spec: the tokenizer; None: that of the folder, if it has one. eod: the token that ends documents; None:
-    what the tokenizer's files name. made: what makes it (config/provenance.py).
+    spec: the tokenizer; by default that of the folder, if it has one. eod: the token that ends documents; by
+    default the one that the tokenizer's files name. made: what makes it (config/provenance.py).
     Raises ConfigError; LogitsDiffer; StorageError.
     """
     family, model = hf_config.read_hf_config(folder)
@@ -185,7 +185,7 @@ def import_weights(
 
 
 def has_start(tok: Tokenizer | None) -> bool | None:
-    """Does a run with this tokenizer begin documents with a start token? None: it is not known."""
+    """Whether a run with this tokenizer begins documents with a start token; None where that is not known."""
     try:
         return None if tok is None else start_token(tok, None) is not None
     except ConfigError:  # a run has to choose with data.bos
@@ -249,8 +249,8 @@ def to_hf(
 ) -> dict:
     """Writes the Hugging Face folder from a run or checkpoint folder; returns the report.
 
-    dtype: of the weights on disk. spec: the tokenizer; None: that of the run, if it has one. weights: one of
-    state.WEIGHTS. eod: as of from_hf.
+    dtype: of the weights on disk. spec: the tokenizer; by default that of the run, if it has one. weights:
+    one of state.WEIGHTS. eod: as of from_hf.
     Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
     """
     notes: list[str] = []
@@ -296,7 +296,7 @@ def to_hf(
 
 
 def origin_of(path: Path, meta: Tree, weights: str) -> Tree:
-    """What an export says of the run that it is of. path, meta: of the checkpoint. weights: see to_hf."""
+    """The record of the run that an export is of. path, meta: of the checkpoint. weights: see to_hf."""
     made = meta.get("provenance") or {}
     code = made.get("code", {})
     return {

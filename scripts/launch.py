@@ -61,7 +61,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class RankSpan:
-    """What --nproc says. least: None: exactly `most`, and no restart."""
+    """The value of --nproc. least: None for exactly `most`, and no restart."""
 
     most: int
     least: int | None = None
@@ -77,7 +77,7 @@ class Node:
     host: str
     port: int
     secret: str = ""  # of the words in the store; "": that of the environment, if there is one
-    world: int | None = None  # ranks of the job; None: nproc on each node
+    world: int | None = None  # ranks of the job, or None for nproc on each node
     places: tuple[int, ...] = ()  # the GPU of each rank of this node; (): the first ones
     restart: int = 0  # how often this process has started the job again
 
@@ -148,9 +148,9 @@ class RankEnd:
 
 @dataclass
 class StartWatch:
-    """What reaches the ranks of one start from here. relay: the signals to this process. spares: processes
-    that become ranks sooner than new ones; None: none. stop_after: seconds until the ranks are asked to save
-    and stop, for a larger start; None: never. was_stopped: whether they were."""
+    """The ways from here to the ranks of one start. relay: the signals to this process. spares: processes
+    that become ranks sooner than new ones, if any. stop_after: seconds until the ranks are asked to save and
+    stop, for a larger start; without it they never are. was_stopped: whether they were."""
 
     relay: SignalRelay
     spares: Spares | None = None
@@ -164,7 +164,7 @@ class StartWatch:
 def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
     """This node, and on node 0 the socket of the store, which listens already: ranks may start before it.
 
-    Raises ConfigError if --rdzv is missing, or is no address that can be listened at.
+    Raises ConfigError if --rdzv is missing, or is not an address that can be listened at.
     """
     nproc = options.nproc.most
     if options.nnodes == 1:
@@ -689,7 +689,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def run_once(options: argparse.Namespace, cfg: Config | None, command: list[str], relay: SignalRelay) -> int:
-    """Starts the ranks of this node, and returns the exit code. cfg: None: the ranks will read it.
+    """Starts the ranks of this node, and returns the exit code. cfg: None if the ranks are to read it.
 
     Raises ConfigError before that.
     """

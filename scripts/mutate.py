@@ -1,4 +1,4 @@
-"""Does the proof see a bug? proof/mutate/command.py."""
+"""Whether the proof sees a bug: proof/mutate/command.py."""
 import sys
 
 from proof.mutate.command import main

@@ -139,7 +139,7 @@ def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def elastic_report(cfg: Config, world: int, device: elastic.RankDevice) -> dict:
-    """What an elastic job does on so many GPUs: its layout and bytes, or why it has none."""
+    """The report of an elastic job on so many GPUs: its layout and bytes, or why it has none."""
     try:
         layout = elastic.layout_for(cfg, world, device)
     except ConfigError as error:
@@ -306,7 +306,7 @@ def table(reports: list[dict], width: int | None) -> list[str]:
 
 
 def memory_lines(numbers: dict) -> list[str]:
-    """What the fullest rank of one layout holds, part by part."""
+    """The memory of the fullest rank of one layout, part by part."""
     parts = {
         "weights, gradients, optimizer": numbers["state"],
         "activations": numbers["activations"],

@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_run(run: Path) -> list[Tree]:
-    """What made the run: a record for each start, and for each phase that began in it. Raises ConfigError."""
+    """The records of a run: one for each start, and for each phase that began in it. Raises ConfigError."""
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run}: holds no run (no config.yaml); give a folder that train.py has written")
     records = provenance.read_records(run)
