@@ -26,7 +26,7 @@ from config.phases import named
 from config.terminal import output_width, wrapped
 from data.blend import named_paths, source_names, validation_key
 from data.download import download_sources, local_path
-from data.loader import BatchLoader, open_loader
+from data.loader import BatchLoader, check_dtype, open_loader
 from data.prompts import USER
 from data.raw import RawShards
 from data.start_tokens import files_of
@@ -134,6 +134,7 @@ def check_data(cfg: Config, world: World) -> Config:
         for phase in phases.all:
             with named(phase):
                 check_source_names(phase.cfg)
+                check_dtype(phase.cfg)
                 data = open_loader(cfg, "train", 0, 1, phase=phase.number)
                 data.close()
                 tokenizer = tokenizer or data.required_tokenizer
@@ -386,6 +387,7 @@ def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
             "name": dataset.name,
             "path": path if isinstance(index, RawShards) else path.removesuffix(".bin"),
             "identity": index.identity,
+            **({"dtype": run.cfg.data.dtype} if isinstance(index, RawShards) else {}),
             "tokenizer": tokenizer.name,
             "tokenizer_fingerprint": tokenizer.fingerprint,
         })
@@ -505,7 +507,7 @@ def describe_targets(run: TrainingRun) -> str | None:
 
 
 def describe_passes(run: TrainingRun) -> str | None:
-    """The epochs of each data set; None where none is read more than once."""
+    """The epochs of each data set in a phase; None where it reads none more than once."""
     paths, epochs = zip(*run.data.passes(run.last_step))
     if max(epochs) <= 1:
         return None

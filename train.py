@@ -902,6 +902,9 @@ def begin_phase(
     targets = describe_targets(run) if env.rank == 0 else None
     if targets:
         log.log_line(f"targets: {targets}")
+    passes = describe_passes(run) if env.rank == 0 else None
+    if passes:
+        log.log_line(f"epochs: {passes}")
     for warning in keep_provenance(run, env, folder):
         log.log_line(warning)
     return Session(

@@ -34,6 +34,7 @@ from parallel.sharding.boxes import Box
 
 UNKNOWN = "none"  # fingerprint of the tokenizer of weights that were imported without one
 FINGERPRINT_DIGITS = 12  # of a fingerprint in a message
+IMPLIED_BY_TEXT = ("model.vocab", "model.vocab_multiple")  # what BY_TEXT need not be stated beside
 MAX_NAMED = 4  # weights that a message names; the rest is only counted
 LAYER = re.compile(r"layers\.(\d+)\.")
 LOAD = ".router.load"  # of model.aux_kind global: a statistic of the training, as moments are
@@ -110,12 +111,13 @@ def compare(
     *,
     fingerprint: str,
     has_start: bool,
-    ids_by_text: Callable[[Path], NDArray[np.int64]],
+    ids_by_text: Callable[[Path, str], NDArray[np.int64]],
 ) -> WeightOrigin:
     """Compares the function and the tokenizer of stored weights with those of a run.
 
     source: the config of index. fingerprint: of the run's tokenizer. has_start: whether its documents begin
-    with the start token. ids_by_text: of the folder of another tokenizer (WeightOrigin.same_ids).
+    with the start token. ids_by_text: of the folder of another tokenizer, and of its
+    fingerprint (WeightOrigin.same_ids).
 
     Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if it states what
     does not differ.
@@ -131,7 +133,7 @@ def compare(
     is_by_text = BY_TEXT in words
     stated = [TOKENIZER if word == BY_TEXT else word for word in words]
     stated_keys = [word for word in stated if word in FUNCTION_KEYS or word in (TOKENIZER, START)]
-    implied = ("model.vocab", "model.vocab_multiple") if is_by_text else ()
+    implied = IMPLIED_BY_TEXT if is_by_text else ()
     unstated = [key for key in keys if key not in stated and key not in implied]
     if unstated:
         differing = ", ".join(f"{key} {two_values(keys[key])}" for key in unstated)
@@ -159,8 +161,16 @@ def compare(
         source=source.model,
         target=cfg.model,
         shapes=shapes,
-        same_ids=ids_by_text(tokenizer_folder(index.path)) if is_by_text else None,
+        same_ids=same_ids_of(index, source.model, ids_by_text) if is_by_text else None,
     )
+
+
+def same_ids_of(
+    index: StoredIndex, source: ModelConfig, ids_by_text: Callable[[Path, str], NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """See WeightOrigin.same_ids. A tokenizer may have more ids than its model has rows."""
+    found = ids_by_text(tokenizer_folder(index.path), index.meta["tokenizer"])
+    return np.where(found < (source.vocab or len(found)), found, -1)
 
 
 def tokenizer_folder(checkpoint: Path) -> Path:
@@ -295,7 +305,8 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
             raise ConfigError(
                 f"checkpoint.init_changes: {pattern} names no weight, neither there nor here; leave it out"
             )
-    if origin.keys.keys() - VALUES_ALONE - {TOKENIZER, START}:  # a key that changes names or shapes
+    implied = () if origin.same_ids is None else IMPLIED_BY_TEXT
+    if origin.keys.keys() - VALUES_ALONE - {TOKENIZER, START, *implied}:  # a key that changes names or shapes
         return
     lacking = [name for name in fresh if not origin.is_named(name)]
     extra = [name for name in dropped if not origin.is_named(name)]

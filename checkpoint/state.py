@@ -114,7 +114,7 @@ class TrainingData(Protocol):
     def is_chat(self) -> bool: ...
     @property
     def has_start(self) -> bool: ...
-    def ids_by_text(self, folder: pathlib.Path) -> NDArray[np.int64]: ...
+    def ids_by_text(self, folder: pathlib.Path, fingerprint: str) -> NDArray[np.int64]: ...
 
 
 class OptimizerMoments(Protocol):
@@ -343,7 +343,7 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     # What must not change.
     source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
     new_run = f"start a new run from its weights: --log.name OTHER --checkpoint.init_from {source}"
-    unequal = [key for key in changed if must_match(key)]
+    unequal = [key for key in changed if must_match(key) or is_switched(key, old.get(key), new[key])]
     if unequal:
         key, of_function = unequal[0], [key for key in unequal if key in FUNCTION_KEYS]
         stating = f" --checkpoint.init_changes {','.join(of_function)}" if of_function else ""
@@ -401,6 +401,11 @@ def check_left_out(meta: Tree, new: Tree, where: str) -> None:
 def must_match(key: str) -> bool:
     """Whether a run cannot be continued with another value of this key."""
     return key in MUST_MATCH or key in FUNCTION_KEYS
+
+
+def is_switched(key: str, old: object, new: object) -> bool:
+    """Whether a key is set where it was not, or the other way round, and that decides what is trained."""
+    return key == "data.valid" and (old is None) != (new is None)
 
 
 def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> None:
@@ -834,14 +839,16 @@ def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
     Raises ConfigError, before a tensor changes, if they are not those of this run's model.
     """
     world, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
-    origin = compare(
+    compare_here = functools.partial(  # it may read the tokenizer of the weights
+        compare,
         index,
         config_of(index.meta),
         run.cfg,
         fingerprint=fingerprints(run.data)["tokenizer"],
         has_start=run.data.has_start,
-        ids_by_text=run.data.ids_by_text,
+        ids_by_text=lambda folder, fingerprint: run.data.ids_by_text(folder, fingerprint),
     )
+    origin = all_ranks_do(compare_here, world, timeout_s)
     routers = run.routers.boxes(weights=True)
     own = store.pack(kinds_of(origin, weight_boxes(run.buckets, routers)))
     kinds: Kinds = {}

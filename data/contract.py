@@ -125,13 +125,13 @@ def dtype_of(vocab: int) -> str:
     return "<u2" if vocab < 65500 else "<i4"
 
 
-def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]]) -> None:
-    """Raises ConfigError if two of the (name of a data set, its tokenizer) are different."""
+def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]], key: str = "data.path") -> None:
+    """Raises ConfigError if two of the (name of a data set, its tokenizer) are different. key: names them."""
     first_name, first = "", None
     for name, tok in known:
         first_name, first = (first_name, first) if first else (name, tok)
         if tok.fingerprint != first.fingerprint:
-            raise ConfigError(f"data.path: {first_name} was made with tokenizer {first.label}, "
+            raise ConfigError(f"{key}: {first_name} was made with tokenizer {first.label}, "
                               f"{name} with {tok.label}; prepare them with the same one")
 
 

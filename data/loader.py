@@ -36,7 +36,7 @@ import torch
 from config import Config, ConfigError, global_batch_at, phases_of, sequences_seen
 from data import prepare, tokenizer
 from data.best_fit import PackedSampler, document_ranges
-from data.blend import named_paths
+from data.blend import named_paths, validation_key
 from data.contract import check_same_tokenizer, check_stored
 from data.download import local_data, local_path
 from data.fim import FillInTheMiddle, open_fim
@@ -327,12 +327,17 @@ class BatchLoader:
         """Does a document begin with a start token? Raises as `prompts` does."""
         return self.prompts.start is not None
 
-    def ids_by_text(self, folder: pathlib.Path) -> np.ndarray:  # int64 [vocab]
+    def ids_by_text(self, folder: pathlib.Path, fingerprint: str) -> np.ndarray:  # int64 [vocab]
         """For each id the one that means the same to the tokenizer in a folder (same_tokens.py).
 
-        Raises ConfigError if the folder holds none, and as required_tokenizer does.
+        Raises ConfigError if the folder holds none, or not that of the fingerprint, and as required_tokenizer
+        does.
         """
-        return ids_by_text(tokenizer.load_tokenizer(folder), self.required_tokenizer)
+        there = tokenizer.load_tokenizer(folder)
+        if there.fingerprint != fingerprint:
+            raise ConfigError(f"{folder}: is {there.contract.label}, and not the tokenizer of the weights; "
+                              "put that one there")
+        return ids_by_text(there, self.required_tokenizer)
 
     @property
     def is_chat(self) -> bool:
@@ -393,16 +398,14 @@ class BatchLoader:
         return lengths
 
     def passes(self, last_step: int) -> list[tuple[str, float]]:
-        """(name, epochs) of each dataset, of a phase and those right before it that read the same.
-
-        last_step: of the phase.
-        """
+        """(name, epochs) of each dataset, as the phase reads it. last_step: of the phase."""
+        before = self._reading.sequences_before
         steps = last_step - self._reading.phase.steps_before
-        sequences = self._reading.sequences_before + sequences_seen(self._train, max(steps, 0))
-        drawn = self._mix.drawn(sequences)
+        drawn_before = self._mix.drawn(before)
+        drawn = self._mix.drawn(before + sequences_seen(self._train, max(steps, 0)))
         return [
-            (dataset.name, count / windows.count)
-            for dataset, count, windows in zip(self.datasets, drawn, self._windows)
+            (dataset.name, (drawn[number] - drawn_before[number]) / self._windows[number].count)
+            for number, dataset in enumerate(self.datasets)
         ]
 
     def count_targets(self, last_step: int) -> TargetCounts | None:
@@ -607,8 +610,10 @@ def open_loader(
     """
     phases = phases_of(cfg)
     cfg = phases.all[phase - 1].cfg
-    check_paths(cfg)
-    check_dtype(cfg)
+    read_key = validation_key(cfg.data) if split == "valid" else "data.path"
+    for key, path in named_paths(cfg.data):
+        if key == read_key:
+            check_path(path, f"--{key}", cfg.data.tokenizer)
     cfg = config_of_split(cfg, split)
     if split == "train":
         reading = read_phases(phases)[phase - 1]
@@ -616,7 +621,8 @@ def open_loader(
         reading = read_phases(phases_of(replace(cfg, data=replace(cfg.data, span=None))))[0]
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
-    check_same_tokenizer((each.name, each.tokenizer.contract) for each in datasets if each.tokenizer)
+    made_with = [(each.name, each.tokenizer.contract) for each in datasets if each.tokenizer]
+    check_same_tokenizer(made_with, read_key)
     return BatchLoader(
         cfg,
         split=split,
@@ -642,11 +648,11 @@ def config_of_split(cfg: Config, split: str) -> Config:
 
 
 def check_dtype(cfg: Config) -> None:
-    """Raises ConfigError if data.dtype is given, and no file could need it."""
+    """Raises ConfigError if data.dtype is given, and every file has an index. They lie on this node."""
     paths = [local_path(path, cfg.data.cache) for _, path in named_paths(cfg.data)]
     if cfg.data.dtype and not any(map(is_raw_file, paths)):
         raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
-                          f"{cfg.data.path} says what its ids are; leave it out")
+                          f"{' and of '.join(paths)} says what its ids are; leave it out")
 
 
 def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:

@@ -1,8 +1,8 @@
 """Which tokens of two tokenizers are the same, by their text: rows of an embedding that keep their meaning.
 
 Tokens with a text are the same where their bytes are, whatever kind of tokenizer has them: "▁the" of
-sentencepiece and "Ġthe" of a byte-level BPE. Control tokens are the same by their name, or as what ends a
-document, begins one or fills one up.
+sentencepiece and "Ġthe" of a byte-level BPE. Control tokens are the same by their name; without one of that
+name, as what ends a document, begins one or fills one up.
 """
 import numpy as np
 
@@ -21,12 +21,12 @@ def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [voca
     of_text = {meaning: token_id for token_id, meaning in enumerate(meanings(there)) if meaning is not None}
     same = [of_text.get(meaning, NONE) if meaning is not None else NONE for meaning in meanings(here)]
     found = np.array(same, np.int64)
-    for own, other in (
+    for own, other in (  # one token may be several of them: it ends documents before all else
         (here.contract.end, there.contract.end),
         (here.contract.start, there.contract.start),
         (here.contract.pad, there.contract.pad),
     ):
-        if own is not None and other is not None:
+        if own is not None and other is not None and found[own.id] == NONE:
             found[own.id] = other.id
     return found
 

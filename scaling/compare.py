@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from fractions import Fraction
 from itertools import cycle, groupby, product
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import config
 from config import Config, ConfigError, Phase, Phases, Tree, phases_of, provenance, span_of
 from config.phases import value_of
 from config.terminal import table_lines
+from data.blend import parse_blend
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
 from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
@@ -304,11 +306,26 @@ def doubts(runs: list[Run]) -> list[str]:
     evaluation = [key for key in validated[0] if any(other[key] != validated[0][key] for other in validated)]
     if all(run.origins for run in runs):
         is_same_data = len({run.validation_data for run in runs}) == 1
-        evaluation = [key for key in evaluation if not (is_same_data and key in ("data.path", "data.valid"))]
+        evaluation = [key for key in evaluation if not (is_same_data and is_same_mixture(key, validated))]
         evaluation = evaluation if is_same_data else [DATA, *evaluation]
     if evaluation:
         lines.append(f"{', '.join(evaluation)}: not the same; validation losses are of different tokens")
     return lines
+
+
+def is_same_mixture(key: str, validated: list[dict[str, tuple[Any, ...]]]) -> bool:
+    """Whether a key of paths names as many data sets with the same weights in all runs. See
+    Run.validated_with.
+    """
+    if key not in ("data.path", "data.valid"):
+        return False
+    return len({tuple(shares_of(text, key) for text in values[key]) for values in validated}) == 1
+
+
+def shares_of(text: str | None, key: str) -> tuple[Fraction, ...]:
+    """The shares of the data sets that a key of paths names."""
+    weights = parse_blend(text, key)[0].weights if text is not None else ()
+    return tuple(Fraction(weight, sum(weights)) for weight in weights)
 
 
 # ---- as a table --------------------------------------------------------------------------------------------

@@ -54,29 +54,27 @@ def main(argv: list[str]) -> int:
     if len(set(names)) < len(names):
         raise ConfigError(f"two runs are called {max(names, key=names.count)}; rename a folder")
 
-    folders = readable(args.runs)
-    runs = [read_run(folder) for folder in folders]
+    runs = readable(args.runs)
     report(runs, args.json)
     while args.out is not None:
         write(runs, args.out, args.watch)
         if args.watch is None or all(run.finished is not None for run in runs):
             break
         time.sleep(args.watch)
-        runs = [read_run(folder) for folder in folders]
+        runs = readable(args.runs)
     return 0
 
 
-def readable(names: list[Path]) -> list[Path]:
-    """Those that are runs with a step, of what a pattern such as runs/* names; a line says what is left out.
+def readable(names: list[Path]) -> list[Run]:
+    """The runs that have a step, of what a pattern such as runs/* names; a line says what is left out.
 
     Raises ConfigError for a name of nothing, and where no run is left.
     """
-    found: list[Path] = []
+    found: list[Run] = []
     refusals: list[ConfigError] = []
     for path in names:
         try:
-            read_run(path)
-            found.append(path)
+            found.append(read_run(path))
         except ConfigError as error:
             if not path.exists() or len(names) == 1:
                 raise

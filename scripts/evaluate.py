@@ -93,7 +93,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     check_context(run.cfg, seq_len)
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
-        made_with = args.tokenizer or tokenizer_folder(run)
+        made_with = args.tokenizer or (tokenizer_folder(run) if run.known_tokenizer else "TOKENIZER")
         for path in parse_blend(args.data, "--data")[1]:
             check_path(path, "--data", made_with)
         has_raw = any(map(is_raw_file, parse_blend(args.data, "--data")[1]))

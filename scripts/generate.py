@@ -213,9 +213,10 @@ def take_sample(
         if stop_text is not None and stop_text in run.tokenizer.decode(ids):
             break
     length = len(prompt) + len(ids)
-    if is_learned and length > model.context:
+    is_first = seed == args.seed
+    if is_first and is_learned and length > model.context:
         note(f"the text ends where the {model.context:,} learned positions of the model do")
-    elif length > model.context:
+    elif is_first and length > model.context:
         note(f"the text has {length:,} tokens, and the model's positions were made for {model.context:,} "
              "(model.context); what lies beyond may be worse")
     return Sample(ids, time.perf_counter() - started)

@@ -654,6 +654,8 @@ def arguments() -> argparse.ArgumentParser:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options. Raises ConfigError if the words of train.py are not behind --."""
     options, foreign = arguments().parse_known_args(argv)
+    if foreign and "." not in foreign[0]:
+        arguments().error(f"unrecognized arguments: {' '.join(foreign)}")
     if foreign:
         raise ConfigError(
             f"{foreign[0]}: no option of the launcher; what is for train.py comes after --, as in "

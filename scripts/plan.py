@@ -79,9 +79,11 @@ def main(argv: list[str]) -> int:
         return print_elastic(args, rest)
     args.gpus = most
 
-    cfg, phase_note = longest_phase(config.resolve(args.name, None, rest))
+    whole = config.resolve(args.name, None, rest)
+    unused.check_unused(whole, args.gpus, but=SEARCHED)  # as train.py does
+    cfg, phase_note = longest_phase(whole)
     hardware = cluster(args.cluster)
-    check_plannable(cfg, hardware, args.gpus)
+    check_plannable(cfg, hardware)
 
     fixed = fixed_values(cfg, args.gpus, hardware, rest)
     started = time.perf_counter()
@@ -126,8 +128,9 @@ def parse_span(text: str) -> tuple[int, int]:
 def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
     """Prints the layout of an elastic job on each number of GPUs. Returns 2 if there is none for any."""
     cfg = config.resolve(args.name, None, [*rest, "--parallel.elastic", "true"])
+    unused.check_unused(cfg, args.gpus[1], but=SEARCHED)
     hardware = cluster(args.cluster)
-    check_plannable(cfg, hardware, args.gpus[1])
+    check_plannable(cfg, hardware)
     device = elastic.RankDevice(hardware.gpu, hardware.memory)
     least, most = args.gpus
     reports = [elastic_report(cfg, world, device) for world in range(most, least - 1, -1)]
@@ -177,11 +180,8 @@ def print_published(fit: bool) -> None:
 
 # ---- the search ------------------------------------------------------------------------------------------
 
-def check_plannable(cfg: Config, hardware: Cluster, world: int) -> None:
-    """Raises ConfigError for what train.py refuses in any layout, if the vocabulary is not known, or if the
-    cluster has no figures for the dtype.
-    """
-    unused.check_unused(cfg, world, but=SEARCHED)
+def check_plannable(cfg: Config, hardware: Cluster) -> None:
+    """Raises ConfigError if the vocabulary is not known, or the cluster has no figures for the dtype."""
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: is the tokenizer's, which a plan does not read; set it")
     dtype = cfg.train.dtype

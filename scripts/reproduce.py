@@ -10,6 +10,7 @@ FOLDER/run, sends nothing to W&B or a store, and is started in the folder in whi
 machine, with the same packages, it gives the same bits where train.deterministic holds.
 """
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from config.provenance import GitError, git
 from config.run_name import IDLE
 from config.terminal import ParagraphHelp, output_width, wrapped
 from data.indexed import IndexedDataset
-from data.raw import RawShards
+from data.raw import ENDS, RawShards
 from data.tokenizer import load_tokenizer
 from runtime.failure import fail_cleanly
 from runtime.lines import read_metrics
@@ -153,8 +154,9 @@ def check_data(path: str, item: Tree) -> None:
     """Raises ConfigError if a data set is not what the run has read."""
     advice = "restore the data that the run has read"
     try:
-        dataset = RawShards(path) if path.endswith(".bin") else IndexedDataset(path)
-        folder = Path(f"{path.removesuffix('.bin')}.tokenizer")
+        is_raw = path.endswith(ENDS)  # of data with an index the prefix is kept
+        dataset = RawShards(path, stated=item.get("dtype")) if is_raw else IndexedDataset(path)
+        folder = Path(f"{os.path.splitext(path)[0] if is_raw else path}.tokenizer")
         tokenizer = load_tokenizer(folder).fingerprint if folder.is_dir() else item["tokenizer_fingerprint"]
     except (ConfigError, OSError) as error:
         raise ConfigError(f"{str(error).partition(';')[0]}; {advice}") from None

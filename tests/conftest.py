@@ -158,8 +158,8 @@ def ranks():
 
 @pytest.fixture(autouse=True)
 def process_settings():
-    """Each test begins and ends without what train.main sets for the whole process: determinism, threads. In
-    a test, or in a fixture of a module before it.
+    """Each test begins and ends with the determinism and the threads of a new process, whatever train.main
+    has set in a test, or in a fixture of a module before it.
     """
     reset_process()
     yield

@@ -243,6 +243,15 @@ def phased(path: str, rows: list[dict], **train):
     return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=json.dumps(rows)))
 
 
+def test_the_epochs_of_a_phase_are_those_of_its_own_length(sources):
+    a, _ = sources
+    cfg = phased(a, [{"after_steps": 12, "train.seq_len": 64}], global_batch=4, micro_batch=4, steps=15)
+    for number, tokens in ((1, 12 * 4 * 16), (2, 3 * 4 * 64)):
+        data = open_loader(cfg, "train", 0, 1, phase=number)
+        ((_, epochs),) = data.passes((12, 15)[number - 1])
+        assert epochs == pytest.approx(tokens / data.tokens, rel=0.05)
+
+
 @pytest.mark.parametrize("lengths", [(16, 32, 64), (16, 64, 32), (64, 16, 32), (32, 32, 16)])
 def test_a_change_of_length_repeats_nothing_and_leaves_out_less_than_a_span(sources, lengths):
     a, b = sources

@@ -4,6 +4,10 @@
 # shellcheck source=scripts/slurm/environment.sh
 source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1
 
+# as many as were asked for: a job that has its node alone (--exclusive) sees all of the node's GPUs
+RANKS=${GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
+RANKS=${RANKS##*:} # of h100:8
+
 run_part() { # the words of `python -m scripts.scaling`
     local run code
     "${PYTHON:-python}" -m scripts.scaling "$@" &

@@ -25,7 +25,9 @@ start_ranks() { # one launcher a node
     getent hosts "$HEAD" > /dev/null ||
         HEAD=$(scontrol show node "$HEAD" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
-    GPUS=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-1}}}
+    # as many as were asked for: a job that has its nodes alone (--exclusive) sees all of their GPUs
+    GPUS=${GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
+    GPUS=${GPUS##*:} # of h100:8
     # seals what ranks say of failures in their store; srun passes it on to all nodes
     BEVATRON_STORE_SECRET=${BEVATRON_STORE_SECRET:-$("$PYTHON" -c 'import secrets; print(secrets.token_hex(16))')}
     export HEAD PORT GPUS BEVATRON_STORE_SECRET

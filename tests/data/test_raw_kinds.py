@@ -137,3 +137,14 @@ def test_files_that_are_refused_by_what_they_are(tmp_path, content, more, told):
 def test_a_width_for_data_that_says_its_own(tmp_path):
     with pytest.raises(ConfigError, match="data.dtype: uint32 .* .idx"):
         train.main(words(tmp_path, corpus(tmp_path), "bytes", "--data.dtype", "uint32"))
+
+
+def test_a_width_beside_data_that_says_its_own(tmp_path):
+    """In a blend, whose sources are also read alone, and as training and validation data."""
+    write(tmp_path / "x.bin", "uint32", letters())
+    indexed = corpus(tmp_path)
+    blend = f"0.5 {indexed} 0.5 {tmp_path / 'x.bin'}"
+    for number, more in enumerate((["--data.path", blend], ["--data.valid", blend],
+                                   ["--data.path", indexed, "--data.valid", str(tmp_path / "x.bin")])):
+        given = words(tmp_path, tmp_path / "x.bin", "bytes", "--data.dtype", "uint32", *more)
+        assert train.main([*given, "--log.name", f"both{number}"]) == 0

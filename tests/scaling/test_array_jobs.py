@@ -77,6 +77,14 @@ def test_a_job_of_an_array_runs_its_own_part(tmp_path, script, command, place):
                      "--train.seq_len 64\n")
 
 
+@pytest.mark.parametrize("asked", ["1", "h100:1"])
+def test_a_job_that_has_a_node_alone_takes_the_gpus_that_it_asked_for(tmp_path, monkeypatch, asked):
+    """SLURM_GPUS_ON_NODE are all of the node's then."""
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", asked)
+    _, calls, _ = submit(tmp_path, "sweep.sbatch", "runs/x", "llama3-8b")
+    assert "--ranks 1" in calls
+
+
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("script", ["ladder.sbatch", "sweep.sbatch"])
 @pytest.mark.parametrize("code", [75, 2])

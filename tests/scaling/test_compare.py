@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import config
+import scaling.compare
 import scripts.compare
 from config import ConfigError
 from plan.count import flops_per_token
@@ -53,6 +54,18 @@ def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
     for wrong in ([tmp_path / "data"], [first, tmp_path / "absent"]):
         with pytest.raises(ConfigError, match="no run that can be read"):
             main([str(path) for path in wrong])
+
+
+@pytest.mark.parametrize("second, is_same", [
+    ("0.5 web 0.5 code", True), ("5 web 5 code", True), ("0.9 web 0.1 code", False),
+])
+def test_validation_sets_under_other_weights_are_another_mixture(tmp_path, monkeypatch, second, is_same):
+    """Of the same sets, by their fingerprints."""
+    monkeypatch.setattr(scaling.compare, "read_validation_data", lambda folder: ("w", "c"))
+    monkeypatch.setattr(scaling.compare, "read_origins", lambda folder: {"code": (1, ""), "data": (1, "")})
+    runs = [read_run(make_run(tmp_path / f"r{number}", [5.0, 4.0], data__valid=valid))
+            for number, valid in enumerate(("0.5 web 0.5 code", second))]
+    assert any("different tokens" in line for line in doubts(runs)) == (not is_same)
 
 
 def test_each_of_many_curves_has_a_look_of_its_own(tmp_path, monkeypatch):

@@ -115,6 +115,12 @@ def test_words_of_train_that_are_not_behind_the_dashes(capsys):
         assert line.startswith("error: --train.steps: no option of the launcher; what is for train.py comes")
 
 
+def test_a_misspelt_option_of_the_launcher(capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.main(["--nproc", "2", "--rdvz", "node0:29500", "--", "llama3-tiny"])
+    assert end.value.code == 2 and "unrecognized arguments: --rdvz" in capsys.readouterr().err
+
+
 # ---- processes ---------------------------------------------------------------------------------------------
 
 

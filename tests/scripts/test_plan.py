@@ -170,6 +170,19 @@ def test_refusals(argv, said):
         plan.main(argv)
 
 
+def test_what_train_refuses_is_refused_and_nothing_else(capsys):
+    """A key that has an effect in some phase has one."""
+    job = [*SMALL, "--top", "1"]
+    longer = ["--train.seq_len", "8192"]
+    with pytest.raises(ConfigError, match="^model.context: "):
+        plan.main(["llama2-7b", *job[1:], *longer])
+    phases = json.dumps([{"after_steps": 10, "optim.decay": "linear"}])
+    given = ["--optim.decay", "constant", "--optim.min_lr", "1e-5"]
+    with pytest.raises(ConfigError, match="^optim.min_lr: 1e-05 does nothing"):
+        plan.main([*job, *given])
+    assert plan.main([*job, *given, "--train.phases", phases, "--train.steps", "20"]) == 0
+
+
 @pytest.mark.slow
 def test_an_elastic_job_on_each_number_of_gpus(capsys):
     """As train.py chooses: as given where that fits, and lighter on fewer GPUs, which hold more each."""
