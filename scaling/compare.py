@@ -14,8 +14,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from fractions import Fraction
+from functools import cached_property
 from itertools import cycle, groupby, product
 from pathlib import Path
 from typing import Any
