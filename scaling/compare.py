@@ -11,6 +11,7 @@ import html
 import io
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,10 +25,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import config
-from config import Config, ConfigError, Phase, Phases, Tree, phases_of, provenance, span_of
+from config import (
+    Config,
+    ConfigError,
+    Phase,
+    Phases,
+    Tree,
+    as_number,
+    phases_of,
+    provenance,
+    span_of,
+)
 from config.phases import value_of
 from config.terminal import table_lines
-from data.blend import parse_blend
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
 from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
@@ -319,13 +329,17 @@ def is_same_mixture(key: str, validated: list[dict[str, tuple[Any, ...]]]) -> bo
     """
     if key not in ("data.path", "data.valid"):
         return False
-    return len({tuple(shares_of(text, key) for text in values[key]) for values in validated}) == 1
+    return len({tuple(map(shares_of, values[key])) for values in validated}) == 1
 
 
-def shares_of(text: str | None, key: str) -> tuple[Fraction, ...]:
-    """The shares of the data sets that a key of paths names."""
-    weights = parse_blend(text, key)[0].weights if text is not None else ()
-    return tuple(Fraction(weight, sum(weights)) for weight in weights)
+def shares_of(paths: str | None) -> tuple[Fraction, ...]:
+    """The shares of the data sets of a blend; of a single path all, and () without one."""
+    words = (paths or "").split()
+    if not words or as_number(words[0]) is None:
+        return tuple(map(Fraction, [1] if words else []))
+    numbers = map(as_number, shlex.split(paths or "")[::2])
+    weights = [weight for weight in numbers if weight is not None]
+    return tuple(weight / sum(weights) for weight in weights)
 
 
 # ---- as a table --------------------------------------------------------------------------------------------
