@@ -157,7 +157,7 @@ def test_the_plain_format_by_hand():
 @pytest.mark.parametrize("value, reason", [
     ("text", "no list of messages"),
     ([], "no list of messages"),
-    (["text"], "message 1 is no object"),
+    (["text"], "message 1 is not an object"),
     ([{"content": "x"}], "message 1 has no role"),
     ([{"role": "user", "content": 3}], r"message 1 \(user\) has no text"),
     ([{"role": "assistant", "content": "a\0b"}], "has no text"),
