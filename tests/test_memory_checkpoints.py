@@ -205,7 +205,7 @@ BEGUN = "- after_steps: 3\n  parallel.zero: {}\n"
 LATER = "- after_steps: {}\n  parallel.zero: 1\n"
 
 
-@pytest.mark.slow(core=["of the next step"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after, why",
     [
@@ -318,6 +318,7 @@ def test_killed_in_the_middle(tmp_path, trains, clean, point):
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+@pytest.mark.slow
 def test_flipped_bits(tmp_path, trains, clean):
     """In a rank's own shard: the copy is used. That is a sound one of another step: the generation before."""
     killed(trains, "dp2 zero1", 5)

@@ -216,7 +216,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow(core=["zero1"])
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_skips_the_same_steps(tmp_path, mostly_questions, layout):
     """fp64, with an average of the weights, reruns of suspect steps and a window of spikes."""

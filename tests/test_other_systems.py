@@ -73,6 +73,7 @@ def test_a_mac_trains_on_its_cpu_saves_and_resumes(tmp_path):
     assert text.returncode == 0 and text.stdout.startswith("ab"), text.stderr
 
 
+@pytest.mark.slow
 def test_ranks_on_a_mac(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*settings(tmp_path, 2), "--parallel.tp", "2", "--checkpoint.async_save", "true"]

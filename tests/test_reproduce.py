@@ -210,6 +210,7 @@ def test_each_phase_names_its_data(run, repo, tmp_path):
     assert meta["provenance"]["inputs"] == records[1]["inputs"]
 
 
+@pytest.mark.slow
 def test_where_weights_come_from(run, repo, tmp_path, capfd):
     assert run()[0] == 0
     code, out = run("--log.name", "tuned", "--checkpoint.init_from", str(tmp_path / "r"))

@@ -586,6 +586,7 @@ def test_an_unknown_scenario_is_one_line(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_a_process_of_its_own(capfd):
     assert command.main(["model", "8b", "--tiny", "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
