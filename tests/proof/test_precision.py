@@ -48,7 +48,7 @@ MORE = [
     (LLAMA, 2, Cell("fp32", "lars", 0, 4, 0)),
     (LLAMA, 4, Cell("bf16", "lamb", 2, 3, 0)),
     (LLAMA, 2, Cell("bf16", "adamw", 2, 6, 6)),
-    (LLAMA, 2, Cell("fp8", "adamw", 1, 7, 7)),
+    (LLAMA, 2, Cell("bf16", "lamb", 1, 7, 7)),
     (LLAMA, 2, Cell("fp16", "muon", 0, 8, 6)),
     (MIXTURE, 2, Cell("bf16", "lion", 0, 9, 7)),
     (MIXTURE, 2, Cell("bf16", "adamw", 1, 10, 0)),
