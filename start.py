@@ -25,8 +25,9 @@ from config.optimizers import EMA
 from config.phases import named
 from config.terminal import output_width, wrapped
 from data.blend import named_paths, source_names, validation_key
+from data.contract import check_same_tokenizer
 from data.download import download_sources, local_path
-from data.loader import BatchLoader, check_dtype, open_loader
+from data.loader import BatchLoader, BlendedDataset, check_dtype, open_loader
 from data.prompts import USER
 from data.raw import RawShards
 from data.start_tokens import files_of
@@ -147,22 +148,14 @@ def check_data(cfg: Config, world: World) -> Config:
                 steps = total_steps(known, flops_per_token(known.model, known.train.seq_len))
                 data.count_targets(phases.last_step(phase, steps))
                 if phase.number > 1 or phase.cfg.data.valid is not None:
-                    check_valid(open_loader(cfg, "valid", 0, 1, phase=phase.number), data)
+                    valid_data = open_loader(cfg, "valid", 0, 1, phase=phase.number)
+                    both = [(each.datasets[0].name, each.required_tokenizer.contract)
+                            for each in (valid_data, data)]
+                    check_same_tokenizer(both, validation_key(phase.cfg.data))
         assert tokenizer is not None  # there is a phase
         return tokenizer.vocab
 
     return with_vocab(cfg, state.first_rank_does(open_once, everyone, timeout_s))
-
-
-def check_valid(valid_data: BatchLoader, train_data: BatchLoader) -> None:
-    """Raises ConfigError if the validation data was made with another tokenizer than the training data."""
-    made_with, wanted = valid_data.required_tokenizer, train_data.required_tokenizer
-    if made_with.fingerprint != wanted.fingerprint:
-        names = " ".join(dataset.name for dataset in valid_data.datasets)
-        raise ConfigError(
-            f"data.valid: {names} was made with tokenizer {made_with.contract.label}, the training data with "
-            f"{wanted.contract.label}; prepare it with the same one"
-        )
 
 
 def validated_paths(cfg: Config) -> list[str]:
@@ -375,10 +368,11 @@ def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
 def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
     """The data of a phase: for each data set its name, its prefix or file, and the fingerprints of it and of
     its tokenizer. Those of data.valid come last, with a split of their own."""
+    read: list[tuple[BlendedDataset, Tree]] = [(dataset, {}) for dataset in run.data.datasets]
+    if run.cfg.data.valid is not None:
+        read += [(dataset, {"split": valid_data.split}) for dataset in valid_data.datasets]
+
     found: list[Tree] = []
-    own_validation = [] if run.cfg.data.valid is None else valid_data.datasets
-    read = [*((dataset, {}) for dataset in run.data.datasets),
-            *((dataset, {"split": valid_data.split}) for dataset in own_validation)]
     for dataset, of_split in read:
         index, tokenizer = files_of(dataset.index), run.data.required_tokenizer
         path = str(index.bin.absolute())

@@ -252,12 +252,16 @@ def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> l
 
 def parts_by_rows(box: Box, tensor: Tensor, rows: NDArray[np.int64]) -> Iterator[tuple[Box, Tensor]]:
     """The parts of a weight that are neighbours there as they are here, where `rows` finds them."""
-    wanted = rows[box.start[0]:box.start[0] + box.size[0]]
-    breaks = np.flatnonzero((np.diff(wanted) != 1) | (wanted[:-1] < 0)) + 1
+    begin = box.start[0]
+    wanted = rows[begin:begin + box.size[0]]
+    is_break = (np.diff(wanted) != 1) | (wanted[:-1] < 0)
+    breaks = 1 + np.flatnonzero(is_break)
     for first, end in itertools.pairwise([0, *breaks.tolist(), len(wanted)]):
-        if first < end and wanted[first] >= 0:
-            part = box.rows(first, end)
-            yield replace(part, start=(int(wanted[first]), *part.start[1:])), tensor[first:end]
+        if first == end or wanted[first] < 0:
+            continue
+        part = box.rows(first, end)
+        there = (int(wanted[first]), *part.start[1:])
+        yield replace(part, start=there), tensor[first:end]
 
 
 def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:

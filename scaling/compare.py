@@ -334,10 +334,11 @@ def is_same_mixture(key: str, validated: list[dict[str, tuple[Any, ...]]]) -> bo
 
 def shares_of(paths: str | None) -> tuple[Fraction, ...]:
     """The shares of the data sets of a blend; of a single path all, and () without one."""
-    words = (paths or "").split()
-    if not words or as_number(words[0]) is None:
-        return tuple(map(Fraction, [1] if words else []))
-    numbers = map(as_number, shlex.split(paths or "")[::2])
+    if not paths:
+        return ()
+    if as_number(paths.split()[0]) is None:
+        return (Fraction(1),)
+    numbers = map(as_number, shlex.split(paths)[::2])
     weights = [weight for weight in numbers if weight is not None]
     return tuple(weight / sum(weights) for weight in weights)
 

@@ -38,7 +38,7 @@ from runtime.evaluate import loss_report
 from runtime.failure import fail_cleanly
 from runtime.tasks import EvaluationModel, run_tasks
 
-SECONDS_BETWEEN_LINES = 10.0  # that say how far an evaluation is
+SECONDS_BETWEEN_LINES = 10.0  # of progress
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -118,7 +118,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     samples = min(data.samples, args.samples or data.samples)
 
     # its loss
-    started = told = time.perf_counter()
+    started = last_line = time.perf_counter()
     loss_sum = 0.0
     done = 0
     num_tokens = num_bytes = 0
@@ -130,8 +130,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
             num_tokens = num_tokens + batch.num_counted()
             num_bytes = num_bytes + data.text_bytes(batch)
             done += len(batch.tokens)
-            if time.perf_counter() > told + SECONDS_BETWEEN_LINES:
-                told = time.perf_counter()
+            if time.perf_counter() > last_line + SECONDS_BETWEEN_LINES:
+                last_line = time.perf_counter()
                 mean = float(loss_sum) / max(int(num_tokens), 1)
                 print(f"{done:,} of {samples:,} sequences, loss {mean:.4f}", file=sys.stderr)
     name = args.data or f"{cfg.data.valid or cfg.data.path} (valid)"
