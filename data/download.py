@@ -44,18 +44,22 @@ def local_path(path: str, cache: str) -> str:
     if not is_url(path):
         return path
     place = path_of_url(prefix_of(path))
-    end = ".bin" if path.endswith(".bin") else ""
+    end = ".bin" if path.endswith(".bin") else ""  # a .npy keeps its end in its name
     return str(Path(cache) / place.parent / f"{place.name}.copy" / f"{place.name}{end}")
 
 
 def prefix_of(path: str) -> str:
+    """What the files of a data set begin with; of NumPy's .npy, which is alone, the whole name."""
     return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
 
 
-def local_data(path: str, cache: str) -> str:
-    """local_path, with the copy downloaded if it is not there. Raises ConfigError, ChecksumError, OSError."""
+def local_data(path: str, cache: str, key: str = "data.path") -> str:
+    """local_path, with the copy downloaded if it is not there. key: has named the path, for messages.
+
+    Raises ConfigError, ChecksumError, OSError.
+    """
     if is_url(path) and not copy_folder(path, cache).is_dir():
-        download(path, cache)
+        download(path, cache, key)
     return local_path(path, cache)
 
 
@@ -70,47 +74,50 @@ def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
     """
     copies: Copies = {}
     for phase in phases_of(cfg).all:
-        for _, path in named_paths(phase.cfg.data):
+        for key, path in named_paths(phase.cfg.data):
             if is_url(path) and path not in copies:
                 cache = cfg.data.cache
-                wanted = stored_files(path) if known is None else known[path]
-                local_data(path, cache)
+                wanted = stored_files(path, key) if known is None else known[path]
+                local_data(path, cache, key)
                 copies[path] = read_source(copy_folder(path, cache))
-                check_same_files(path, copy_folder(path, cache), copies[path], wanted)
+                check_same_files(f"{key}: {path}", copy_folder(path, cache), copies[path], wanted)
     return copies
 
 
-def check_same_files(path: str, folder: Path, copied: Files, wanted: Files) -> None:
-    """Raises ConfigError if a copy is of other files than those that are wanted."""
+def check_same_files(named: str, folder: Path, copied: Files, wanted: Files) -> None:
+    """Raises ConfigError if a copy is of other files than those that are wanted. named: "KEY: URL"."""
     differing = sorted(name for name in {*copied, *wanted} if copied.get(name) != wanted.get(name))
     if differing:
-        raise ConfigError(f"data.path: {path} has changed in the store since {folder} was downloaded "
+        raise ConfigError(f"{named} has changed in the store since {folder} was downloaded "
                           f"({', '.join(differing)}); remove that folder on every node to download it again")
 
 
 # ---- the store ---------------------------------------------------------------------------------------------
 
-def open_source(path: str) -> tuple[RemoteFolder, str]:
+def open_source(path: str, key: str) -> tuple[RemoteFolder, str]:
     """(the folder that holds a data set, the name of the data set in it). Raises ConfigError."""
     parent, _, name = prefix_of(path).rpartition("/")
-    return open_folder(parent, "data.path"), name
+    return open_folder(parent, key), name
 
 
-def stored_files(path: str) -> Files:
+def stored_files(path: str, key: str) -> Files:
     """The files of a data set in the store. Raises ConfigError if it cannot be reached, or has none."""
-    folder, name = open_source(path)
+    folder, name = open_source(path, key)
+    is_array = name.endswith(".npy")
+    possible = [name] if is_array else [f"{name}{end}" for end in ENDS]
+    tokenizer = f"{name.removesuffix('.npy')}{TOKENIZER}"
     try:
-        found = {f"{name}{end}": folder.state(f"{name}{end}") for end in ENDS}
-        inner = folder.folder(f"{name}{TOKENIZER}")
-        found |= {f"{name}{TOKENIZER}/{file}": inner.state(file) for file in inner.names()}
+        found = {file: folder.state(file) for file in possible}
+        inner = folder.folder(tokenizer)
+        found |= {f"{tokenizer}/{file}": inner.state(file) for file in inner.names()}
     except RemoteError as error:
-        raise ConfigError(f"data.path: {path} cannot be reached: {error}; {CHECK}") from error
+        raise ConfigError(f"{key}: {path} cannot be reached: {error}; {CHECK}") from error
     files = {file: state for file, state in found.items() if state is not None}
-    wanted = [f"{name}.bin"] if path.endswith(".bin") else [f"{name}.idx", f"{name}.bin"]
-    for file in wanted:
+    prepared = [f"{name}.bin"] if path.endswith(".bin") else [f"{name}.idx", f"{name}.bin"]
+    for file in possible if is_array else prepared:
         if file not in files:
-            raise ConfigError(f"data.path: {folder.url}/{file}: no such file in the store; data.path is the "
-                              "name without .bin and .idx of what python -m scripts.prepare_data made")
+            raise ConfigError(f"{key}: {folder.url}/{file}: no such file in the store; name what python -m "
+                              "scripts.prepare_data made, without .bin and .idx, or a .bin or .npy of ids")
     return files
 
 
@@ -130,7 +137,7 @@ def read_source(folder: Path) -> Files:
         raise ConfigError(f"{folder}: is not a copy of data in a store; remove it") from None
 
 
-def download(path: str, cache: str) -> None:
+def download(path: str, cache: str, key: str) -> None:
     """Downloads a data set, or waits for the process of this node that does."""
     final = copy_folder(path, cache)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -141,16 +148,16 @@ def download(path: str, cache: str) -> None:
             shutil.rmtree(left, ignore_errors=True)
         temp = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
         try:
-            download_files(path, temp)
+            download_files(path, temp, key)
             commit_copy(temp, final)
         finally:
             shutil.rmtree(temp, ignore_errors=True)
 
 
-def download_files(path: str, temp: Path) -> None:
+def download_files(path: str, temp: Path, key: str) -> None:
     """Downloads all files of a data set into a new folder, and checks them. Raises as download_sources."""
-    files = stored_files(path)
-    folder, name = open_source(path)
+    files = stored_files(path, key)
+    folder, name = open_source(path, key)
     temp.mkdir()
     total = sum(state.size for state in files.values())
     free = shutil.disk_usage(temp).free
@@ -161,12 +168,12 @@ def download_files(path: str, temp: Path) -> None:
         for file, state in files.items():
             (temp / file).parent.mkdir(exist_ok=True)
             folder.download(file, temp / file, state.size)
-        changed = stored_files(path) != files
+        changed = stored_files(path, key) != files
     except RemoteError as error:
-        raise ConfigError(f"data.path: {path} cannot be downloaded: {error}") from error
+        raise ConfigError(f"{key}: {path} cannot be downloaded: {error}") from error
     if changed:
-        raise ConfigError(f"data.path: {path} was changed while it was downloaded; start again")
-    check_copy(path, temp / name)
+        raise ConfigError(f"{key}: {path} was changed while it was downloaded; start again")
+    check_copy(path, temp / name, key)
     rows = {file: {"size": state.size, "version": state.version} for file, state in files.items()}
     (temp / SOURCE).write_text(json.dumps({"url": path, "files": rows}, indent=1))
 
@@ -180,10 +187,10 @@ def commit_copy(temp: Path, final: Path) -> None:
             raise
 
 
-def check_copy(path: str, prefix: Path) -> None:
+def check_copy(path: str, prefix: Path, key: str) -> None:
     """Raises ChecksumError or ConfigError, which name the URL, if a copy is not what was prepared."""
     if not sibling_file(prefix, ".idx").exists():
-        return  # nanoGPT's .bin, without checksums
+        return  # a .bin or .npy of ids, without checksums
     try:
         IndexedDataset(prefix)
         for end, crc_end in ((".bin", ".crc"), (".mask", ".mask.crc")):
@@ -192,7 +199,7 @@ def check_copy(path: str, prefix: Path) -> None:
     except ConfigError as error:
         kind = type(error)
         text = str(error).replace(f"{prefix.parent}/", f"{path.rpartition('/')[0]}/")
-        raise kind(f"data.path: {path} was downloaded, and is damaged: {text}") from None
+        raise kind(f"{key}: {path} was downloaded, and is damaged: {text}") from None
 
 
 def check_blocks(file: Path, crc_file: Path) -> None:

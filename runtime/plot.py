@@ -76,8 +76,9 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.4), dpi=130, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(9, 5.4), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
+    figure.subplots_adjust(left=0.085, right=0.985, top=0.93, bottom=0.095, hspace=0.12)
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
 
     steps = column(train, "step")

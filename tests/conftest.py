@@ -5,6 +5,8 @@ repeatable.
 import runtime  # noqa: F401  before torch (see there)
 
 import contextlib
+import functools
+import gc
 import os
 import pathlib
 import signal
@@ -40,7 +42,7 @@ import zygote
 if sys.platform == "linux":
     zygote.ForkingPopen.install()
 
-from config import ConfigError
+from config import ConfigError, provenance
 from proof.mutate import cover
 from runtime.pool import WorkerPool
 
@@ -159,11 +161,39 @@ def ranks():
 @pytest.fixture(autouse=True)
 def process_settings():
     """Each test begins and ends with the determinism and the threads of a new process, whatever train.main
-    has set in a test, or in a fixture of a module before it.
+    has set in a test, or in a fixture of a module before it. A run's collection of garbage looks at what the
+    test has made, not at all that was ever imported.
     """
     reset_process()
+    gc.freeze()
     yield
     reset_process()
+
+
+@pytest.fixture(autouse=True)
+def quick_runs(request):
+    """Half of the time of a run of two steps goes into its picture and into git. Runs of this process, and of
+    ranks that it forks, draw no loss.png and read the code once for all. A test of either asks for the
+    fixture `whole_runs`; programs that a test starts leave nothing out.
+    """
+    train = sys.modules.get("train")
+    if train is None or "whole_runs" in request.fixturenames:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "loss_png", lambda *_: None)
+        patch.setattr("runtime.setup.read_code", code_of_this_process)
+        yield
+
+
+@functools.cache
+def code_of_this_process():
+    return provenance.read_code()
+
+
+@pytest.fixture
+def whole_runs():
+    """See quick_runs."""
 
 
 def reset_process() -> None:

@@ -314,7 +314,7 @@ def test_a_missing_validation_loss_ends_no_experiment_in_silence(tmp_path):
         read_curve(SweepRun("none", rate=1.0, batch=4, batch_tokens=64, steps=4), tmp_path)
 
 
-def test_no_sink_and_no_picture_has_a_loss_of_such_a_step(tmp_path, mostly_questions):
+def test_no_sink_and_no_picture_has_a_loss_of_such_a_step(tmp_path, mostly_questions, whole_runs):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     end = run(tmp_path, mostly_questions, "--train.steps", "8", "--log.tensorboard", "true")
     assert end.codes == [0], end.logs

@@ -23,6 +23,7 @@ from proof.mutate.checkout import checkout_files
 from runtime.failure import fail_cleanly
 from scripts import average, compare, convert, prepare_data, reproduce
 
+pytestmark = pytest.mark.usefixtures("whole_runs")
 ROOT = pathlib.Path(__file__).parent.parent
 IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
 TINY = ("llama3-tiny", *MODEL, "--train.steps", "2", "--checkpoint.every", "1")

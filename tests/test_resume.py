@@ -221,7 +221,7 @@ def test_a_stop_file_and_a_time_limit(home):
     same_as_clean(home, "stop")
 
 
-def test_a_finished_run_started_again(home):
+def test_a_finished_run_started_again(home, whole_runs):
     """It says so; with other settings, or fewer steps, it is refused, and nothing that tells of the run
     changes."""
     folder = shutil.copytree(home / "clean", home / "finished")

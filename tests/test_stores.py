@@ -14,6 +14,7 @@ import signal
 import time
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 import ranks
 from ranks import MODEL, corpus
@@ -391,6 +392,33 @@ def test_damage_on_the_way_and_a_change_in_the_store_are_named(server, kind, tmp
     assert end.codes == [2] and "text has changed in the store since" in end.errors()[0], end.logs
     assert "(text.bin); remove that folder" in end.errors()[0]
 
+    stored.write_bytes(good)
+    end = job(
+        home,
+        1,
+        words(home, url, "--data.cache", str(home / "cache"), "--data.valid", f"{url}/corpora/valid"),
+    )
+    assert end.codes == [2], end.logs
+    assert end.errors()[0].startswith(f"error: data.valid: {url}/corpora/valid."), end.errors()
+
     # without the checksums, a size that is not that of the index is found
     with pytest.raises(ConfigError, match="no such file in the store"):
         local_data(f"{url}/corpora/nothing", str(tmp_path / "cache"))
+
+
+@pytest.mark.slow(core=["s3"])
+def test_an_array_of_ids_in_a_store_is_a_data_set(server, kind, tmp_path):
+    """The losses are those of the same file on the disk."""
+    url = url_of(server, kind)
+    put_corpus(server, tmp_path)
+    ids = np.random.default_rng(0).integers(97, 123, 3000)
+    ids[39::40] = 256
+    np.save(tmp_path / "ids.npy", ids)
+    shutil.copy(tmp_path / "ids.npy", server.root / "bucket" / "corpora")
+    found = {}
+    for name, path in (("disk", tmp_path / "ids.npy"), ("store", f"{url}/corpora/ids.npy")):
+        more = ("--log.name", name, "--data.cache", str(tmp_path / "cache"), "--data.tokenizer", "bytes")
+        end = job(tmp_path, 1, words(tmp_path, url, *more, steps=2, data=path))
+        assert end.codes == [0], end.logs
+        found[name] = losses(tmp_path / name)
+    assert len(found["disk"]) == 2 and found["store"] == found["disk"]

@@ -2,6 +2,7 @@
 the loss of train.main.
 """
 
+import functools
 import json
 
 import numpy as np
@@ -62,27 +63,34 @@ def write(path, kind, ids):
     path.write_bytes(head.get(kind, b"") + ids.astype(dtype).tobytes())
 
 
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory):
+    """plain_losses(more words): the losses of nanoGPT's file of letters(), trained once for these words."""
+    folder = tmp_path_factory.mktemp("plain")
+    write(folder / "plain.bin", "plain", letters())
+    return functools.cache(
+        lambda *more: losses(folder, folder / "plain.bin", "bytes", *more, name=f"plain{len(more)}")
+    )
+
+
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("kind", ["npy-u2", "npy-u4", "npy-i8", "llm.c-llama3", "modded"])
-def test_files_that_say_what_they_are(tmp_path, kind):
+def test_files_that_say_what_they_are(tmp_path, plain_losses, kind):
     """The losses are those of nanoGPT's file with the same ids."""
-    write(tmp_path / "plain.bin", "plain", letters())
     path = tmp_path / ("x.npy" if kind.startswith("npy") else "x.bin")
     write(path, kind, letters())
     more = ["--data.doc_mask", "true"]
-    want = losses(tmp_path, tmp_path / "plain.bin", "bytes", *more, name="plain")
-    assert losses(tmp_path, path, "bytes", *more, name="kind") == want
+    assert losses(tmp_path, path, "bytes", *more, name="kind") == plain_losses(*more)
 
 
 @pytest.mark.parametrize("kind", ["uint32", "uint64", "int32"])
-def test_files_whose_width_is_stated(tmp_path, kind):
-    write(tmp_path / "plain.bin", "plain", letters())
+def test_files_whose_width_is_stated(tmp_path, plain_losses, kind):
     write(tmp_path / "x.bin", kind, letters())
     told = f"x.bin: .* reads as ids of {64 if '64' in kind else 32} bits.*data.dtype"
     with pytest.raises(ConfigError, match=told):
         train.main(words(tmp_path, tmp_path / "x.bin", "bytes"))
-    want = losses(tmp_path, tmp_path / "plain.bin", "bytes", name="plain")
-    assert losses(tmp_path, tmp_path / "x.bin", "bytes", "--data.dtype", kind, name="stated") == want
+    stated = losses(tmp_path, tmp_path / "x.bin", "bytes", "--data.dtype", kind, name="stated")
+    assert stated == plain_losses()
 
 
 def test_a_large_vocabulary_needs_a_width(tmp_path):

@@ -176,7 +176,7 @@ def test_metrics_tell_it(metrics, tmp_path, cfg):
 
 
 @pytest.mark.slow
-def test_a_run_of_a_mixture_leaves_its_pictures_and_a_dense_one_has_no_experts(tmp_path):
+def test_a_run_of_a_mixture_leaves_its_pictures_and_a_dense_one_has_no_experts(tmp_path, whole_runs):
     words = [*MODEL, "--train.steps", "2", "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
     mixture = ["--model.experts", "4", "--model.moe_ffn", "16", "--log.name", "mixture"]
     assert train.main(["mixtral-tiny", *words, *mixture]) == 0
