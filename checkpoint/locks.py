@@ -21,17 +21,24 @@ LOCK_FILE = ".lock"
 LOCK_TIMEOUT_S = 1.0  # a holder that was just killed may need a moment to end
 RETRY_INTERVAL_S = 0.05
 MAX_HOLDER_BYTES = 200  # of the lock file, shown in an error message
+WRONG_PLACE = (  # another start at the same place fails alike
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+)
 
 
 @contextlib.contextmanager
 def run_lock(folder: Path | str) -> Iterator[Lease]:
     """Holds the run lock of `folder`, which is created if it does not exist.
 
-    Yields its lease. Raises ConfigError naming the holder if another process has the lock; StorageError if
-    the disk fails.
+    Yields its lease. Raises ConfigError naming the holder if another process has the lock, or if nothing can
+    be written there; StorageError if the disk fails.
     """
     path = Path(folder) / LOCK_FILE
-    with storage_errors(path, 0):
+    with storage_errors(path, 0), refused_places(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -55,6 +62,19 @@ def run_lock(folder: Path | str) -> Iterator[Lease]:
             lease.release()
     finally:
         os.close(fd)  # releases the lock. The file stays: removing it would race with the next holder
+
+
+@contextlib.contextmanager
+def refused_places(folder: Path | str) -> Iterator[None]:
+    """Turns an OSError of a path that cannot be written to into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in WRONG_PLACE:
+            raise
+        raise ConfigError(
+            f"log.dir: a run cannot write to {folder} ({error.strerror}); give another log.dir or log.name"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -338,7 +338,8 @@ def check_free_space(final: Path, total_bytes: int) -> None:
     free = shutil.disk_usage(final.parent).free
     wanted = total_bytes * FREE_SPACE_MARGIN
     if free < wanted:
-        why = f"{free:,} bytes are free, {int(wanted):,} wanted; make room, or lower checkpoint.keep"
+        why = (f"{free:,} bytes are free, {int(wanted):,} wanted ({FREE_SPACE_MARGIN} times its tensors); "
+               "make room, or lower checkpoint.keep")
         raise StorageError(final, total_bytes, why)
 
 

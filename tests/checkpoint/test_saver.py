@@ -1,5 +1,7 @@
 """Saving behind the run's back, and the lock that keeps a second run away."""
 
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -153,5 +155,23 @@ def test_the_run_lock_names_its_holder_and_dies_with_it(tmp_path):
     child.wait()
     with store.run_lock(tmp_path):  # freed by leaving, too
         pass
-    with pytest.raises(store.StorageError, match="latch"), store.run_lock(tmp_path / ".lock" / "latch"):
+
+
+@pytest.mark.parametrize(
+    "name, why", [("file/run", "Not a directory"), ("x" * 300, "File name too long")], ids=["file", "long"]
+)
+def test_a_place_where_nothing_can_be_written_is_the_user_s(tmp_path, name, why):
+    (tmp_path / "file").touch()
+    told = rf"^log.dir: a run cannot write to .*{name} \({why}\); give another log.dir or log.name$"
+    with pytest.raises(ConfigError, match=told), store.run_lock(tmp_path / name):
+        pass
+
+
+@pytest.mark.parametrize("number, kind", [(errno.EACCES, ConfigError), (errno.EIO, store.StorageError)])
+def test_a_folder_that_is_forbidden_and_one_whose_disk_fails(tmp_path, monkeypatch, number, kind):
+    def fail(path, **_):  # whoever runs the tests may be root, who may write anywhere
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(kind, match=os.strerror(number)), store.run_lock(tmp_path / "run"):
         pass
