@@ -12,7 +12,8 @@ from ranks import MODEL
 from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDataset, IndexedDatasetWriter
-from scripts import prepare_data
+from runtime.failure import fail_cleanly
+from scripts import convert, evaluate, generate, prepare_data
 
 ENDS = ("<|endoftext|>", "<|im_end|>", "</s>", "<pad>")
 
@@ -266,3 +267,42 @@ def test_a_large_file_is_sampled_and_the_run_says_so(tmp_path, monkeypatch, caps
     np.full(3 * indexed.BLOCK, 65, "<u2").tofile(tmp_path / "x.bin")  # six blocks
     assert train.main(run_words(tmp_path, tmp_path / "x.bin", "--data.tokenizer", "bytes")) == 0
     assert "ids looked at in 2 of 6 blocks" in " ".join(capsys.readouterr().out.split())
+
+
+# ---- an imported model -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A model of transformers beside such a tokenizer: LlamaConfig's default end, 2, is a plain letter."""
+    transformers = pytest.importorskip("transformers")
+    home = make_folder(tmp_path / "hf", {TOKENIZER: {"eos_token": "<|endoftext|>"}})
+    small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    made = transformers.LlamaConfig(vocab_size=260, max_position_embeddings=64, **small)
+    transformers.LlamaForCausalLM(made).save_pretrained(home)
+    assert json.loads((home / CONFIG).read_text())["eos_token_id"] == 2
+    return home
+
+
+def test_one_choice_goes_in_and_out_of_an_imported_model(tmp_path, capsys, published):
+    run, out = str(tmp_path / "run"), str(tmp_path / "out-hf")
+    came_in = ["from-hf", str(published), run]
+    assert fail_cleanly(convert.main, came_in) == 2
+    told = capsys.readouterr().err
+    assert "tokenizer_config.json" in told and "config.json" in told and "--eod" in told
+    assert fail_cleanly(convert.main, [*came_in, "--eod", "<|endoftext|>"]) == 0
+    end = ids_of(published)("<|endoftext|>")
+    assert tokenizer.load_tokenizer(tmp_path / "run" / "tokenizer").eod == end
+
+    # the run's own copy has no contradiction; the folder, if it is named, still has
+    assert prepared(tmp_path, published, "--eod", end, texts=["some words " * 9] * 9) == 0
+    for program, words in (
+        (generate.main, [run, "--max-new-tokens", "2"]),
+        (evaluate.main, [run, "--data", str(tmp_path / "out")]),
+        (convert.main, ["to-hf", run, out]),
+    ):
+        assert fail_cleanly(program, [*words, "--tokenizer", str(published)]) == 2, words
+        assert "--eod" in capsys.readouterr().err
+        assert fail_cleanly(program, [*words, "--tokenizer", str(published), "--eod", str(end)]) == 0, words
+    written = {name: json.loads((tmp_path / "out-hf" / name).read_text()) for name in (TOKENIZER, CONFIG)}
+    assert written[TOKENIZER]["eos_token"] == "<|endoftext|>" and written[CONFIG]["eos_token_id"] == end
