@@ -45,7 +45,7 @@ from data.loader import BatchLoader, check_paths
 from data.prompts import Prompts
 from data.task_files import ScoredTask
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, continuation
 from model.generate import generate
 from model.precision import DTYPES
 from model.schedules import plan_pipeline
@@ -624,7 +624,7 @@ def log_evaluation(session: Session, step: int) -> None:
     source_losses = {name: mean_loss_of(batches)[0] for name, batches in session.source_batches.items()}
     prompt = session.prompt
     ids = sample(run, tokenizer, prompt)
-    answer = tokenizer.decode(ids)
+    answer = continuation(tokenizer, prompt.ids, ids)
     if prompt.stop_text is not None:
         answer = answer.partition(prompt.stop_text)[0]
     text = prompt.text + answer if ids else ""

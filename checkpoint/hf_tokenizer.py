@@ -167,6 +167,11 @@ def parse_piece(message: bytes) -> SentencePiece:
     return SentencePiece(piece.strings[1].decode(), score, piece.numbers.get(3, NORMAL))
 
 
+def puts_space_in_front(model: SentencePieceModel) -> bool:
+    """Whether a text is read as if it began with a space (add_dummy_prefix, which is the default)."""
+    return bool(model.normalizer.numbers.get(3, 1))
+
+
 def check_exportable(model: SentencePieceModel) -> None:
     """Raises ExportRefused if `tokenizers` cannot give the ids of this model."""
     trainer = model.trainer.numbers
@@ -177,7 +182,8 @@ def check_exportable(model: SentencePieceModel) -> None:
     reasons = (  # (whether this model is so, why it is refused)
         (trainer.get(3, 1) != 2, "it is not a BPE"),
         (model.normalizer.strings.get(2), "it normalises the text"),
-        (normalizer.get(3, 1), "it puts a space in front of the text (add_dummy_prefix)"),
+        (puts_space_in_front(model) and user_symbols,
+         "it puts a space in front of the text (add_dummy_prefix) and has symbols of the user's"),
         (normalizer.get(4, 1), "it drops repeated spaces"),
         (not normalizer.get(5, 1), "it keeps spaces as they are"),
         (trainer.get(24), "it puts spaces at the end of pieces"),
@@ -205,9 +211,13 @@ def from_sentencepiece(data: bytes) -> Tree:
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
+    normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    if puts_space_in_front(model):
+        normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return tokenizer_json(
         added_tokens=added,
-        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        normalizer={"type": "Sequence", "normalizers": normalizers},
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders},
         vocab={piece.text: number for number, piece in enumerate(model.pieces)},

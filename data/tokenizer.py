@@ -166,6 +166,14 @@ class JsonTokenizer(Contracted):
 Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
 
 
+def continuation(tok: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of ids that continue others. Decoded alone they would lose the space at their beginning, with
+    tokenizers that put one in front of a text and drop it again.
+    """
+    head, whole = tok.decode(before), tok.decode([*before, *ids])
+    return whole.removeprefix(head) if whole.startswith(head) else tok.decode(ids)
+
+
 def token_id(tok: Tokenizer, name: str) -> int | None:
     """The id of the token of this name; None if there is none."""
     if isinstance(tok, ByteTokenizer):

@@ -384,7 +384,8 @@ def export_json(tok: Tokenizer, family: str, target: Path, start: SpecialToken |
             return [f"{refusal}; PreTrainedTokenizerFast may do better"]
         for file in files:
             file.unlink(missing_ok=True)
-        return [f"no tokenizer.json is written, only the tokenizer itself: {refusal}"]
+        lost = f"; the run puts {start} before a text, which this may not" if start else ""
+        return [f"no tokenizer.json is written, only the tokenizer itself: {refusal}{lost}"]
     return []
 
 

@@ -23,6 +23,7 @@ from config import ConfigError
 from config.terminal import ParagraphHelp
 from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
+from data.tokenizer import continuation
 from model.generate import generate
 from runtime.failure import fail_cleanly
 
@@ -123,7 +124,7 @@ def continue_text(run: TrainedModel, args: argparse.Namespace, device: torch.dev
         sample = take_sample(
             run, prompt, args, stops=run.prompts.stops, seed=args.seed + number, device=device
         )
-        written = text + run.tokenizer.decode(sample.ids)
+        written = text + continuation(run.tokenizer, prompt, sample.ids)
         if args.json:
             print_json(written, prompt, sample)
         else:

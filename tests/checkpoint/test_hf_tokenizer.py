@@ -57,13 +57,19 @@ def test_bytes_are_exact():
     "settings, why",
     [
         ({"model_type": "unigram"}, "not a BPE"),
-        ({"add_dummy_prefix": True}, "space in front"),
+        ({"add_dummy_prefix": True, "user_defined_symbols": ["<b>"]}, "space in front"),
         ({"remove_extra_whitespaces": True}, "repeated spaces"),
         ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
         ({"user_defined_symbols": ["a b"]}, "symbol of the user's"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(settings, why):
+    with pytest.raises(hf_tokenizer.ExportRefused, match=why):
+        hf_tokenizer.from_sentencepiece(trained(**settings))
+
+
+def trained(**settings) -> bytes:
+    """A .model file that sentencepiece makes with other settings than ours."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS[0].splitlines()),
@@ -79,8 +85,23 @@ def test_what_cannot_be_exact_is_refused(settings, why):
             **settings,
         },
     )
-    with pytest.raises(hf_tokenizer.ExportRefused, match=why):
-        hf_tokenizer.from_sentencepiece(model.getvalue())
+    return model.getvalue()
+
+
+def test_a_space_in_front_is_exact_in_both_directions():
+    """Llama's and Mistral's models have one (add_dummy_prefix)."""
+    import tokenizers
+
+    model = trained(add_dummy_prefix=True)
+    ours = sentencepiece.SentencePieceProcessor(model_proto=model)
+    text = hf_tokenizer.check_exact(hf_tokenizer.from_sentencepiece(model), ours.encode)
+    theirs, made = hf_tokenizer.load_encoder(text), tokenizers.Tokenizer.from_str(text)
+    draw = random.Random(0)
+    pieces = [ours.id_to_piece(i).replace("▁", " ") for i in range(259, ours.vocab_size())]
+    for n in range(2000):
+        line = "".join(draw.choices(pieces if n % 2 else "aab =-_\n01é漢<s>▁\t", k=draw.randint(0, 16)))
+        assert ours.encode(line) == theirs(line), line
+        assert ours.decode(ours.encode(line)) == made.decode(theirs(line), skip_special_tokens=False), line
 
 
 def test_a_wrong_one_is_found(bpe):

@@ -2,12 +2,14 @@
 transformers on the exported folder, for the tokenizers that families have.
 """
 
+import io
 import json
 import math
 import re
 import shutil
 
 import pytest
+import sentencepiece
 import tokenizers
 import torch
 from tokenizer_families import FAMILIES, make_tokenizer
@@ -16,7 +18,7 @@ from ranks import MODEL
 import train
 from config import ConfigError
 from data.prompts import open_prompts, start_token
-from data.tokenizer import load_tokenizer, train_bpe
+from data.tokenizer import continuation, load_tokenizer, train_bpe
 from scripts import convert, evaluate, generate, prepare_data
 
 CORE = ["llama2", "llama3", "qwen3", "deepseek"]
@@ -51,14 +53,25 @@ def trained(home, tokenizer, capsys, *more):
     return home / "run"
 
 
-def their_text(tokenizer, model, ids, stops):
-    """The greedy text of transformers."""
+def their_ids(model, ids, stops):
+    """What transformers writes greedily after these ids."""
     given = torch.tensor([ids])
     made = model.generate(
         given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NEW, eos_token_id=stops,
         pad_token_id=0,
     )
-    return tokenizer.decode(made[0, len(ids):], skip_special_tokens=True)
+    return made[0, len(ids):].tolist()
+
+
+def their_continuation(tokenizer, model, ids, stops):
+    """The end of a text as transformers' pipeline cuts it: the text of all ids without that of the prompt."""
+    before = tokenizer.decode(ids, skip_special_tokens=True)
+    return tokenizer.decode([*ids, *their_ids(model, ids, stops)], skip_special_tokens=True)[len(before):]
+
+
+def their_answer(tokenizer, model, ids, stops):
+    """The text of the new ids alone, as in the examples of transformers for chats."""
+    return tokenizer.decode(their_ids(model, ids, stops), skip_special_tokens=True)
 
 
 def their_score(tokenizer, model, before, after):
@@ -91,14 +104,14 @@ def test_texts_and_scores_are_those_of_transformers(transformers, tmp_path, caps
     assert (prompt[0] == theirs.bos_token_id) == family.puts_start
     found = told(capsys, generate.main, run, "--prompt", TEXT, *greedy)
     assert found["prompt_tokens"] == len(prompt)
-    assert found["text"] == TEXT + their_text(theirs, model, prompt, stops)
-    assert their_text(theirs, model, prompt[1:], stops) != their_text(theirs, model, prompt, stops)
+    assert found["text"] == TEXT + their_continuation(theirs, model, prompt, stops)
+    assert their_ids(model, prompt[1:], stops) != their_ids(model, prompt, stops)
 
     # a text with marks, read as marks
     marked = f"{TEXT}{family.eos}{TEXT}"
     found = told(capsys, generate.main, run, "--prompt", marked, "--special", *greedy)
     assert found["prompt_tokens"] == len(theirs(marked).input_ids)
-    assert found["text"] == marked + their_text(theirs, model, theirs(marked).input_ids, stops)
+    assert found["text"] == marked + their_continuation(theirs, model, theirs(marked).input_ids, stops)
 
     # scores
     example = {"query": f"{TEXT} on the ", "choices": ["mat", "rat sat", "hat"], "gold": 0}
@@ -117,7 +130,7 @@ def test_texts_and_scores_are_those_of_transformers(transformers, tmp_path, caps
         words += ["--chat", turn]
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         found = told(capsys, generate.main, run, *words, *greedy)
-        answer = their_text(theirs, model, ids, stops)
+        answer = their_answer(theirs, model, ids, stops)
         assert found["prompt_tokens"] == len(ids)
         assert found["text"] == answer
         messages.append({"role": "assistant", "content": answer})
@@ -186,6 +199,50 @@ def test_our_own_tokenizer_with_a_start_token(transformers, tmp_path, capsys):
         tok = name if name == "bytes" else make_tokenizer(name, tmp_path / name)
         with pytest.raises(ConfigError, match=problem):
             start_token(load_tokenizer(tok), wanted == "true")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model_that_puts_a_space_in_front(transformers, tmp_path, capsys, kind):
+    """As Llama's and Mistral's: the greedy text of the exported folder, its start token and its spaces."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([TEXT, "a rat and a cat"]),
+        model_writer=model,
+        vocab_size=300,
+        model_type=kind,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=3,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    run = trained(tmp_path, tmp_path / "tokenizer.model", capsys, "--data.bos", "true")
+    capsys.readouterr()
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    report = " ".join(capsys.readouterr().out.split())
+    if kind == "unigram":
+        assert "it is not a BPE; the run puts '<s>' (id 1) before a text, which this may not" in report
+        return
+
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = theirs(TEXT).input_ids
+    own = load_tokenizer(run / "tokenizer")
+    assert ids == [1, *own.encode(TEXT)]
+    found = told(capsys, generate.main, run, "--prompt", TEXT, "--max-new-tokens", NEW, "--temperature", 0)
+    new = their_ids(model, ids, [own.eod])
+    assert found["text"] == own.decode([*ids, *new])  # bytes of half a letter are shown otherwise by theirs
+
+
+def test_a_text_goes_on_with_its_space():
+    """Of a tokenizer that drops the space in front of a text; bytes of half a letter are left to it."""
+    for tok in (load_tokenizer("bytes"), train_bpe([TEXT] * 9, 300)):
+        ids = tok.encode(TEXT)
+        for cut in range(len(ids)):
+            assert tok.decode(ids[:cut]) + continuation(tok, ids[:cut], ids[cut:]) == TEXT
+    letter = list("é".encode())
+    assert continuation(load_tokenizer("bytes"), letter[:1], letter[1:]) == "\ufffd"
 
 
 def test_a_sentencepiece_model_follows_the_file_beside_it(tmp_path, capsys):
