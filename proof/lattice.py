@@ -44,11 +44,15 @@ SWITCHES = {  # the first value of each is the default
     "stages": (None, "uneven"),
     "offload": ("none", "both"),
     "doc_mask": (False, True),
+    "pack": ("stream", "best_fit"),
+    "valid": (None, "long"),  # a corpus of proof/verify/tiny_config.py
     "capacity": (None, 1.0, "padded"),
     "name": (*OPTIMIZERS, *WITH_BF16_STATES),
     "mup_base": (None, MUP_BASE),
     "fp8": (None, "tensorwise", "rowwise", "blockwise"),
+    "ema": (None, 0.9),
     "async_save": (False, True),
+    "vocab_multiple": (32, 128),  # the latter leaves a quarter of 257 ids' rows to padding: whole shards
     "geometry": ("small", "wide"),
 }
 
@@ -71,12 +75,16 @@ SECTION = {
     "pad": "model",
     "mup_base": "model",
     "mup_head_dim": "model",
+    "vocab_multiple": "model",
     "micro_batch": "train",
     "global_batch": "train",
     "seq_len": "train",
     "ramp": "train",
     "fp8": "train",
+    "ema": "train",
     "doc_mask": "data",
+    "pack": "data",
+    "valid": "data",
     "name": "optim",
     "states": "optim",
     "async_save": "checkpoint",

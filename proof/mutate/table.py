@@ -2064,8 +2064,7 @@ TABLE = (
         new="    if run.ema is not None:\n        run.ema.start()",
         model="llama3-tiny",
         world=2,
-        layout="dp2 zero1 mb1",
-        settings=("--train.ema", "0.9"),
+        layout="dp2 zero1 mb1 ema",
     ),
     Mutation(
         what="spike: the window of what is usual is not in the checkpoint, and a spike after it is applied",
@@ -2147,9 +2146,8 @@ TABLE = (
         ),
         model="llama3-tiny",
         world=2,
-        layout="dp2 zero1 mb1",
+        layout="dp2 zero1 mb1 ema",
         is_strict=True,
-        settings=("--train.ema", "0.9"),
     ),
 )
 

@@ -39,6 +39,8 @@ def words(values: Values, world: int) -> list[str]:
         ("uneven", values["stages"] is not None),
         ("offload", values["offload"] != "none"),
         ("docs", values["doc_mask"]),
+        ("best-fit", values["pack"] == "best_fit"),
+        ("own-valid", values["valid"] is not None),
         ("capacity", values["capacity"] == 1.0),
         ("padded", values["capacity"] == "padded"),
         ("fp8", values["fp8"] is not None),
@@ -46,7 +48,9 @@ def words(values: Values, world: int) -> list[str]:
         (values["name"], values["name"] != "adamw"),
         ("mup", values["mup_base"] is not None),
         (values["recompute"], values["recompute"] != "none"),
+        ("ema", values["ema"] is not None),
         ("async", values["async_save"]),
+        (f"vocab{values['vocab_multiple']}", values["vocab_multiple"] != 32),
         ("wide", values["geometry"] == "wide"),
     ]
     return named + [word for word, holds in conditions if holds]

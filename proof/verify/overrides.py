@@ -43,7 +43,11 @@ CELL_WORDS = {
     "model.mup_head_dim": "mup or no-mup",
     "optim.name": " or ".join(name for name in OPTIMIZERS if name != OptimConfig.name),
     "optim.states": "adamw-bf16 or no-adamw-bf16",
+    "model.vocab_multiple": "vocab128 or no-vocab128",
+    "train.ema": "ema or no-ema",
     "data.doc_mask": "docs or no-docs",
+    "data.pack": "best-fit or no-best-fit",
+    "data.valid": "own-valid or no-own-valid",
     "checkpoint.async_save": "async or no-async",
 }
 
@@ -63,7 +67,7 @@ NEEDED = {
     "train.cuda_graphs": "the proof runs on the CPU",
     "train.threads": "the proof runs each rank in one thread",
     "train.max_minutes": "the proof stops and resumes at steps of its own",
-    **dict.fromkeys(("data.path", "data.valid", "data.tokenizer", "data.eod", "data.dtype", "data.cache"),
+    **dict.fromkeys(("data.path", "data.tokenizer", "data.eod", "data.dtype", "data.cache"),
                     "the proof writes data of its own"),
     "eval.every": "the proof evaluates after steps of its own",
     **dict.fromkeys(("checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.init_from",

@@ -36,7 +36,8 @@ SETTINGS = {
     "data.split": "70,30",
     "eval.batches": 1,
     "eval.sample": 3,
-    "eval.prompt": "proofs",  # an even number of tokens, as a part of a sequence has
+    # longer than a window; an even number of tokens, as a part of a sequence has
+    "eval.prompt": "proofs of many layouts",
     "log.every": 1,
     "eval.every": SAVED,
     "checkpoint.every": SAVED,
@@ -122,8 +123,9 @@ def placed(cfg: Config, home: Path, name: str) -> Config:
         path = str(home / "short")
     else:
         path = f"0.6 {home / 'short'} 0.4 {home / 'long'}"
+    valid = None if cfg.data.valid is None else str(home / cfg.data.valid)
     return replace(
         cfg,
-        data=replace(cfg.data, path=path),
+        data=replace(cfg.data, path=path, valid=valid),
         log=replace(cfg.log, dir=str(home), name=name),
     )

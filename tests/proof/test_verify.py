@@ -235,7 +235,6 @@ def test_overrides_are_refused_in_one_line(words, wanted, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [
-    "--data.pack best_fit",
     "--data.split 60,40 --data.span 64 --data.prefetch 0",
     "--eval.batches 3 --eval.sample 0",
     "--eval.tasks configs/tasks --eval.tasks_limit 2",
