@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ import scripts.scrub
 import train
 from config import ConfigError, unused
 from model.schedules import plan_pipeline
+from proof.mutate.checkout import checkout_files
 from proof.verify.overrides import check_free, read_overrides, split_overrides
 from proof.verify.tiny_config import tiny_config
 
@@ -119,9 +121,9 @@ def own_column(page: Page) -> Page:
 @cache
 def files() -> frozenset[str]:
     """Of the checkout, with its folders; without what programs made."""
-    left_out = ("runs/", "out/", ".git/", ".venv/", ".cache/")
-    names = [str(path.relative_to(ROOT)) + ("/" if path.is_dir() else "") for path in ROOT.rglob("*")]
-    return frozenset(name for name in names if not name.startswith(left_out) and "__pycache__" not in name)
+    names = checkout_files(ROOT)
+    folders = {f"{folder}/" for name in names for folder in PurePosixPath(name).parents} - {"./"}
+    return frozenset([*names, *folders])
 
 
 @cache

@@ -9,6 +9,7 @@ import pathlib
 import re
 
 import config
+from proof.mutate.checkout import checkout_files
 
 ROOT = pathlib.Path(__file__).parent.parent
 ROOMS = (
@@ -27,6 +28,7 @@ ROOMS = (
     "scaling",
     "scripts",
 )
+MODULES = ("train.py", "start.py", "build.py")
 TOOLS = {"proof", "benchmarks", "scaling", "scripts"}  # the top floor: nothing that trains imports them
 MAY = {  # room or file: what it may import of ours
     "config": {"config"},
@@ -99,10 +101,10 @@ TYPE_VARIABLES = ("TypeVar", "ParamSpec")
 def sources():
     """[(path, what it says)] of every file."""
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        where = path.relative_to(ROOT)
-        if where.parts[0] in (*ROOMS, "bevatron", "train.py", "start.py", "build.py", "tests"):
-            found.append((where, ast.parse(path.read_text())))
+    for name in sorted(checkout_files(ROOT)):
+        where = pathlib.Path(name)
+        if where.suffix == ".py" and where.parts[0] in (*ROOMS, "bevatron", *MODULES, "tests"):
+            found.append((where, ast.parse((ROOT / where).read_text())))
     return found
 
 

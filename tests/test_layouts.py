@@ -81,7 +81,7 @@ AGAIN = [
 ]
 
 
-@pytest.mark.slow(every=3)
+@pytest.mark.slow(core=[str(AGAIN[at]) for at in (0, 6, 9)])
 @pytest.mark.parametrize("parallel", AGAIN, ids=str)
 def test_recompute(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "gpt2-tiny" if parallel.get("pp") == 2 else "llama3-tiny", parallel)

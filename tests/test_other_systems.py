@@ -12,7 +12,7 @@ import torch
 from other_system import LINUX_ONLY
 from ranks import MODEL, corpus
 from test_host_sync import step_once
-from test_house import ROOMS
+from test_house import MODULES, ROOMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
@@ -21,6 +21,7 @@ from kernels import rope
 from model.schedules import plan_pipeline
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
+from proof.mutate.checkout import checkout_files
 from runtime import evaluate, setup
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
@@ -96,10 +97,11 @@ def test_windows_is_refused_in_one_line(program):
 
 def test_names_of_linux_alone_are_asked_for_first():
     names = "|".join(name for names in LINUX_ONLY.values() for name in names.split())
-    for path in sorted(ROOT.rglob("*.py")):
-        where = path.relative_to(ROOT)
-        if where.parts[0] in (*ROOMS, "train.py", "start.py", "build.py"):
-            found = set(re.findall(rf"\b(?:os|signal|socket|time)\.({names})\b", path.read_text()))
+    for name in sorted(checkout_files(ROOT)):
+        where = pathlib.Path(name)
+        if where.suffix == ".py" and where.parts[0] in (*ROOMS, *MODULES):
+            text = (ROOT / where).read_text()
+            found = set(re.findall(rf"\b(?:os|signal|socket|time)\.({names})\b", text))
             assert found <= ASKED_FIRST.get(str(where), set()), f"{where}: {found}"
 
 

@@ -100,6 +100,7 @@ def probe(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow(core=["-m"])
 @pytest.mark.parametrize("kind", ["-c", "-m", "file"])
 def test_a_program_sees_the_same_start(probe, tmp_path, kind):
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "A_WORD": "of its own\n"}
@@ -223,6 +224,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
     "command, how, reason",
     [

@@ -79,6 +79,7 @@ def folder_with_tests(folder, text):
 # ---- the rehearsal -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_a_rehearsal_and_what_comes_after_it(travelled, tmp_path):
     """A kernel that is wrong is a row; once it is mended, that row alone is run again."""
