@@ -26,7 +26,7 @@ from torch import Tensor
 import config
 from build import TrainingRun
 from checkpoint import store
-from config import Config, ConfigError
+from config import Config, ConfigError, TrainConfig
 from config.exit_codes import STOPPED_EARLY
 from data.loader import BatchLoader
 from kernels import cross_entropy, partial_attention
@@ -478,19 +478,14 @@ def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
 def single_process(cfg: Config) -> Config:
     """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves.
 
-    Under a batch ramp a microbatch is the first, smallest batch. Recipes of fp8 whose scales depend on the
-    microbatch have the same microbatches as the layout. No step is computed twice.
+    See largest_micro_batch. No step is computed twice.
     """
-    if cfg.train.fp8 in FP8_BY_MICROBATCH:
-        micro_batch = cfg.train.micro_batch
-    else:
-        micro_batch = config.global_batch_at(cfg.train, 0)
     return replace(
         cfg,
         parallel=config.ParallelConfig(),
         train=replace(
             cfg.train,
-            micro_batch=micro_batch,
+            micro_batch=largest_micro_batch(cfg.train),
             phases=phases_without_layout(cfg),
             rerun_every=None,
             rerun_suspects=False,
@@ -499,12 +494,20 @@ def single_process(cfg: Config) -> Config:
     )
 
 
+def largest_micro_batch(train: TrainConfig) -> int:
+    """Sequences: of the whole batch, and under a ramp of its first, smallest batch.
+
+    Recipes of fp8 whose scales depend on the microbatch have the same microbatches as the layout.
+    """
+    return train.micro_batch if train.fp8 in FP8_BY_MICROBATCH else config.global_batch_at(train, 0)
+
+
 def phases_without_layout(cfg: Config) -> str | None:
-    """train.phases without the keys that only divide the work; a microbatch is a whole batch."""
+    """train.phases without the keys that only divide the work; see largest_micro_batch."""
     if cfg.train.phases is None:
         return None
     rows: list[dict[str, Any]] = []
     for row, phase in zip(json.loads(cfg.train.phases), config.phases_of(cfg).all[1:]):
         kept = {key: value for key, value in row.items() if not key.startswith("parallel.")}
-        rows.append({**kept, "train.micro_batch": config.global_batch_at(phase.cfg.train, 0)})
+        rows.append({**kept, "train.micro_batch": largest_micro_batch(phase.cfg.train)})
     return json.dumps(rows)

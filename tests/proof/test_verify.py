@@ -371,3 +371,11 @@ def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, cap
         seen == ["gelu", "gelu"]
         and json.loads(capsys.readouterr().out)["name"] == "llama3-tiny model.activation=gelu"
     )
+
+
+@pytest.mark.parametrize("fp8, batches", [(None, [8, 8]), ("blockwise", [8, 8]), ("tensorwise", [1, 1])])
+def test_one_process_has_the_microbatches_of_scales_in_every_phase(fp8, batches):
+    """Its phases had whole batches, and scales of other tokens than the layout's."""
+    cfg = tiny_config("llama3-tiny", 2, read_overrides(["--train.phases", "configs/phases/proof.yaml"]))
+    alone = single_process(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, fp8=fp8)))
+    assert [phase.cfg.train.micro_batch for phase in config.phases_of(alone).all[1:]] == batches
