@@ -60,7 +60,7 @@ def local_data(path: str, cache: str) -> str:
 
 
 def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
-    """Downloads what data.path and data.valid name in a store and is not on this node, in every phase of the run.
+    """Downloads what data.path and data.valid name in a store and is not on this node, of every phase.
 
     known: what the first rank has; None: this is the first rank, which asks the store.
 

@@ -165,7 +165,8 @@ class BatchLoader:
                 f"{dataset.name} ({dataset.index.documents} documents)"
         more = "raise its share"
         if self._cfg.data.valid and self.split == "valid":
-            split = f"data.valid: {dataset.name} has {last - first} tokens ({dataset.index.documents} documents)"
+            size = f"{last - first} tokens ({dataset.index.documents} documents)"
+            split = f"data.valid: {dataset.name} has {size}"
             more = "name more data there"
         if self._cfg.data.pack == "best_fit":
             if dataset.index.documents == 0:

@@ -46,7 +46,8 @@ SILENT_MINUTES = 10.0  # without a line from a run, before it may no longer be r
 # Keys that decide which tokens a loss is a mean over, and which tokens an evaluation reads.
 TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
 EVALUATION_KEYS = (
-    "data.path", "data.valid", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid",
+    "data.path", "data.valid", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span",
+    "data.fim_valid",
     "train.seq_len",
 )
 VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # where data.fim_valid is true

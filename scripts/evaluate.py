@@ -124,7 +124,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
             num_tokens = num_tokens + batch.num_counted()
             num_bytes = num_bytes + data.text_bytes(batch)
     if int(num_tokens) == 0:
-        raise ConfigError(f"{args.data or cfg.data.valid or cfg.data.path}: no token of these samples counts in the loss; "
+        raise ConfigError(f"{args.data or cfg.data.valid or cfg.data.path}: no token of these samples counts "
+                          "in the loss; "
                           "raise --samples or --seq-len")
     loss = float(loss_sum) / int(num_tokens)
     bytes_per_token = int(num_bytes) / int(num_tokens) if num_bytes >= 0 else math.nan

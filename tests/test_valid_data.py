@@ -32,7 +32,7 @@ def files(tmp_path_factory):
         documents = SEQUENCES if name in ("web", "code") else 60
         with IndexedDatasetWriter(folder / name, tok.vocab) as writer:
             for number in range(documents):
-                length = SEQ_LEN - (number > 0)  # a window is SEQ_LEN + 1 tokens, and shares one with the next
+                length = SEQ_LEN - (number > 0)  # a window has a token more, and shares it with the next
                 writer.add([*rng.integers(*alphabet, length), tok.eod])
             writer.finish(tok, 1)
     return {name: str(folder / name) for name in letters}
@@ -158,7 +158,8 @@ def test_a_resume_keeps_what_is_trained(tmp_path, files):
 def two_mixtures(tmp_path_factory, files):
     """Runs of other training data, with the same validation data, and one with another."""
     home = tmp_path_factory.mktemp("runs")
-    for name, (train, valid) in {"a": ("train", "web"), "b": ("other", "web"), "c": ("train", "code")}.items():
+    read = {"a": ("train", "web"), "b": ("other", "web"), "c": ("train", "code")}
+    for name, (train, valid) in read.items():
         end = run(home, "--data.path", files[train], "--data.valid", files[valid], name=name)
         assert end.codes == [0], end.logs
     return {name: home / name for name in "abc"}
