@@ -24,7 +24,7 @@ read = {
     "folder": os.getcwd(),
     # readline sets two where it is loaded: here, not in the environment that Python knows
     "environment": {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")},
-    "path": sys.path,
+    "path": [entry for entry in sys.path if not entry.endswith("proof/mutate/hooks")],  # of --record
     "main": [__name__, __spec__ and __spec__.name, sys.modules["__main__"].__dict__ is globals()],
     "file": globals().get("__file__"),
     "parent": os.getppid(),
@@ -37,7 +37,11 @@ read = {
     "seeds": [torch.initial_seed(), str(numpy.random.get_state()[1][:3]), random.random()],
     "handlers": {n: str(signal.getsignal(n)) for n in (1, 2, 10, 12, 13, 15, 17, 25)},
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-    "descriptors": [n for n in range(100) if os.path.exists(f"/proc/self/fd/{n}")],  # not those of a zygote
+    # not those of a zygote, nor that of --record
+    "descriptors": [
+        n for n in range(100) if os.path.exists(f"/proc/self/fd/{n}")
+        and not os.readlink(f"/proc/self/fd/{n}").startswith(os.environ.get("BEVATRON_TRACE", "none"))
+    ],
     "inheritable": [os.get_inheritable(n) for n in (0, 1, 2)],
     "streams": [
         (s.encoding, s.errors, s.line_buffering, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)
