@@ -40,7 +40,7 @@ def run(tmp_path, *more):
     return train.main(argv)
 
 
-def test_a_run_and_its_resume(tmp_path, capsys):
+def test_a_run_and_its_resume(tmp_path, capsys, whole_runs):
     """The curves are those of metrics.jsonl, each step once, over tokens and FLOPs; with text and picture."""
     pytest.importorskip("tensorboard")
     assert run(tmp_path, "--train.steps", "4", "--checkpoint.every", "2", "--eval.every", "2") == 0
