@@ -41,6 +41,7 @@ VERSION_OFFSET, DTYPE_OFFSET, COUNTS_OFFSET = 9, 17, 18  # of the header's field
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no token ids
 LENGTH_BYTES, OFFSET_BYTES, BOUND_BYTES = 4, 8, 8  # of one entry of each table of the .idx
 CHUNK = 1 << 18  # entries of a table of the .idx that are in memory at a time
+LARGEST_VOCAB = 1 << 24  # above any; larger ids were read as what they are not
 PROBED_BLOCKS = 64  # of a file without a .json, whose ids are compared with the vocabulary at its opening
 
 
@@ -357,6 +358,9 @@ class IndexedDataset:
         """The words for an id that no token has, with the way out."""
         if value < 0:
             return f"id {value} is below 0, and none of the vocabulary of {self._vocab}; make the file again"
+        if value >= LARGEST_VOCAB:
+            return (f"id {value} is of no vocabulary: the file is damaged, or its ids have another width or "
+                    "byte order than they are read with (data.dtype, little-endian); make the file again")
         return (f"id {value} is not below the vocabulary of {self._vocab}; raise model.vocab above {value}, "
                 "or use the data's tokenizer")
 

@@ -142,6 +142,14 @@ def test_files_that_are_refused_by_what_they_are(tmp_path, content, more, told):
         train.main(words(tmp_path, path, "bytes", *more))
 
 
+def test_another_byte_order_is_not_a_larger_vocabulary(tmp_path):
+    letters().astype(">u4").tofile(tmp_path / "x.bin")
+    told = r"x.bin: token 0: id \d{9,} is of no vocabulary: .*width or byte order.*data.dtype, little-endian"
+    with pytest.raises(ConfigError, match=told) as refusal:
+        train.main(words(tmp_path, tmp_path / "x.bin", "bytes", "--data.dtype", "uint32"))
+    assert "model.vocab" not in str(refusal.value)
+
+
 def test_a_width_for_data_that_says_its_own(tmp_path):
     with pytest.raises(ConfigError, match="data.dtype: uint32 .* .idx"):
         train.main(words(tmp_path, corpus(tmp_path), "bytes", "--data.dtype", "uint32"))
