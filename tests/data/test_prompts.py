@@ -2,6 +2,7 @@
 transformers on the exported folder, for the tokenizers that families have.
 """
 
+import importlib.util
 import io
 import json
 import math
@@ -269,3 +270,55 @@ def test_several_tokens_before_a_text(tmp_path):
     with pytest.raises(ConfigError, match="data.bos: tokenizer.json puts 2 tokens before a text"):
         open_prompts(load_tokenizer(home), None)
     assert open_prompts(load_tokenizer(home), False).start is None
+
+
+# ---- the harness itself ------------------------------------------------------------------------------------
+
+OWN_TASK = """
+task: own
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/docs.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}} "
+doc_to_choice: "{{{{a}}}}"
+doc_to_target: "{{{{gold}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}, {{metric: brier_score}}]
+"""
+NEEDS = ("lm_eval", "accelerate")  # the latter for its models of transformers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, NEEDS)), reason=f"{' and '.join(NEEDS)} are not installed"
+)
+@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen3", "gemma", "deepseek"])
+def test_scores_are_those_of_lm_eval_on_the_exported_folder(transformers, tmp_path, capsys, name):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys)
+    assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
+    words = TEXT.replace(",", "").split()
+    docs = [
+        {"q": " ".join(words[:n]), "a": [words[n], "rat rat", words[n - 1]], "gold": n % 3}
+        for n in range(1, 9)
+    ]
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (folder / "own.yaml").write_text(OWN_TASK.format(folder=folder))
+
+    theirs = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(tmp_path / "hf"), "dtype": "float32", "max_length": 16},
+        tasks=["own"],
+        task_manager=TaskManager(include_path=str(folder)),
+        device="cpu",
+        batch_size=1,
+        bootstrap_iters=0,
+    )["results"]["own"]
+    report = told(capsys, evaluate.main, run, "--tasks", "own", "--task-folder", folder)["tasks"]["own"]
+    assert report["acc"] == theirs["acc,none"] and report["acc_norm"] == theirs["acc_norm,none"]
+    # of the probabilities of all choices
+    assert report["brier_score"] == pytest.approx(theirs["brier_score,none"], abs=1e-5)
