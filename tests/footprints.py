@@ -12,6 +12,7 @@ What fixtures of a module run counts for each test of its file.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -24,6 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
+from config import ConfigError  # noqa: E402
 from proof.mutate.cover import (  # noqa: E402
     FOOTPRINTS,
     HOOKS,
@@ -44,6 +46,15 @@ def tracked_files(root: Path = ROOT) -> list[str]:
     return [name for name in listed.stdout.split("\0") if name and not name.endswith(NO_TEXT)]
 
 
+def read_texts() -> dict[str, str]:
+    """{file: its text} of the tracked files."""
+    return {name: (ROOT / name).read_text(errors="replace") for name in tracked_files()}
+
+
+def digest_of(texts: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
 # ---- recording ---------------------------------------------------------------------------------------------
 
 
@@ -57,11 +68,12 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
+        texts = read_texts()
         first, width = {}, 0
-        for name in tracked_files():
+        for name, text in texts.items():
             first[str(ROOT / name)] = width
-            width += 2 + (ROOT / name).read_text(errors="replace").count("\n")
-        plan = {"width": width, "first": first}
+            width += 2 + text.count("\n")
+        plan = {"width": width, "first": first, "texts": digest_of(texts)}
         (folder / "lines.json").write_text(json.dumps(plan))
         with open(folder / "hits", "wb") as hits:  # a sparse file
             hits.truncate(mutate_trace.HEAD + ROWS * width)
@@ -149,8 +161,11 @@ def trace_some_programs() -> None:
 
 
 def pack(folders: list[Path], commit: str) -> Footprints:
-    """Reads what recorders have left of this checkout, which is at `commit`."""
-    texts = {name: (ROOT / name).read_text(errors="replace") for name in tracked_files()}
+    """Reads what recorders have left of this checkout, which is at `commit`.
+
+    Raises ConfigError for what was recorded of other texts: their lines are those of other functions.
+    """
+    texts = read_texts()
 
     # the columns: every function and every rest; which of them a line belongs to
     columns: list[tuple[str, str]] = []
@@ -170,6 +185,11 @@ def pack(folders: list[Path], commit: str) -> Footprints:
     tests: dict[str, tuple[float, str, int]] = {}
     for folder in folders:
         for recorded in sorted(folder.glob("*/tests.jsonl")):
+            if json.loads(recorded.with_name("lines.json").read_text())["texts"] != digest_of(texts):
+                raise ConfigError(
+                    f"{recorded.parent}: was recorded of other files than {commit[:7]} has; check out the commit "
+                    "that was recorded, and pack it there"
+                )
             tests |= read_record(recorded.parent, column_of_line)
     outcomes = defaultdict(int)
     for _, outcome, _ in tests.values():
@@ -209,7 +229,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     folders = parser.parse_args(argv).folders
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    footprints = pack(folders, head.stdout.strip())
+    try:
+        footprints = pack(folders, head.stdout.strip())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     failed = [name for name, (_, outcome, _) in footprints.tests.items() if outcome == "failed"]
     if failed:
         print(f"error: {len(failed)} tests failed, such as {failed[0]}: nothing is written", file=sys.stderr)

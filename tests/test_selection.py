@@ -214,11 +214,15 @@ def recorded(tmp_path_factory):
         "packed = footprints.pack([pathlib.Path('record')], 'c')\n"
         "print({n: (o, [packed.columns[i] for i in range(len(packed.columns)) if b >> i & 1])"
         " for n, (_, o, b) in packed.tests.items()})\n"
+        "pathlib.Path('thing.py').write_text('import os\\n\\n' + pathlib.Path('thing.py').read_text())\n"
+        "try:\n    footprints.pack([pathlib.Path('record')], 'c')\n"
+        "except footprints.ConfigError as error:\n    print(repr(str(error)))\n"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    tests = eval(done.stdout.splitlines()[-1])
+    tests, refusal = map(eval, done.stdout.splitlines()[-2:])
+    assert "record/alone: was recorded of other files than c has" in refusal
     return {name.partition("::")[2]: (outcome, set(parts)) for name, (outcome, parts) in tests.items()}
 
 
