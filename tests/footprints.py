@@ -187,8 +187,8 @@ def pack(folders: list[Path], commit: str) -> Footprints:
         for recorded in sorted(folder.glob("*/tests.jsonl")):
             if json.loads(recorded.with_name("lines.json").read_text())["texts"] != digest_of(texts):
                 raise ConfigError(
-                    f"{recorded.parent}: was recorded of other files than {commit[:7]} has; check out the commit "
-                    "that was recorded, and pack it there"
+                    f"{recorded.parent}: was recorded of other files than {commit[:7]} has; check out the "
+                    "commit that was recorded, and pack it there"
                 )
             tests |= read_record(recorded.parent, column_of_line)
     outcomes = defaultdict(int)
