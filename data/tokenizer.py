@@ -37,9 +37,11 @@ if TYPE_CHECKING:  # imported only where a tokenizer.json is used
 MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
 CHAT_TEMPLATE = "chat_template.jinja"  # writes conversations (chat.py); kept beside a tokenizer.json
-OTHER_LISTS = {  # {the beginning of a file: what it is}
+OTHER_TOKENIZERS = {  # {the beginning of a file: what it is}
     re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"): "tiktoken's list of tokens",
     re.compile(rb"\d+ b?['\"].*['\"] \d+\r?\n"): "RWKV's list of tokens",
+    re.compile(rb"\{\s*\"config\":\s*\{\s*\"pattern\":"): "Mistral's tekken.json",
+    re.compile(rb"\x1f\x8b"): "a compressed file",
 }
 CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
 BYTE_PIECES = 256
@@ -215,7 +217,7 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
             hint = "bpe-N is for data.path stdlib and for prepare_data"
         raise ConfigError(f"tokenizer {spec}: {error.strerror}; {hint}") from None
 
-    for pattern, kind in OTHER_LISTS.items():
+    for pattern, kind in OTHER_TOKENIZERS.items():
         if pattern.match(content):
             raise ConfigError(f"{path}: is {kind}, which is not read; give a tokenizer.json with the same "
                               "ids: that of the model at the hub, or what transformers' AutoTokenizer saves")

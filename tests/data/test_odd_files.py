@@ -47,6 +47,8 @@ RWKV = b"1 '\\x00' 1\n2 '\\x01' 1\n3 b'\\xe0' 1\n"
     [
         ("tokenizer.model", TIKTOKEN, "tiktoken"),
         ("o200k.tiktoken", TIKTOKEN, "tiktoken"),
+        ("tekken.json", b'{\n "config": {\n  "pattern": "\\\\p{L}+", "num_vocab_tokens": 4}}', "tekken.json"),
+        ("tokenizer.model", b"\x1f\x8b\x08\0", "a compressed file"),
         ("rwkv_vocab_v20230424.txt", RWKV, "RWKV"),
         ("tokenizer.model", RWKV, "RWKV"),
     ],
