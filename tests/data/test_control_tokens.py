@@ -9,6 +9,7 @@ import pytest
 import sentencepiece
 import tokenizers
 from test_contract import make_folder, prepared
+from tokenizer_table import control_tokens, made_by_text
 
 from config import ConfigError
 from data import tokenizer
@@ -91,13 +92,15 @@ def test_published_tokenizers(path):
     except ConfigError as error:  # some name several ends, or none
         assert "--eod" in str(error)
         return
-    control = [number for number in tok.contract.control if number != tok.contract.unknown]
-    if isinstance(tok, tokenizer.JsonTokenizer):
-        names = [tok.processor.id_to_token(number) for number in control]
-    else:
-        names = [tok.processor.id_to_piece(number) for number in control]
-    for ids in tok.encode_batch([f"before {name} after" for name in names]):
-        assert not np.isin(ids, control).any()
+    assert not made_by_text(tok)
+
+
+def test_a_control_token_that_a_text_makes_is_found(tmp_path):
+    """Of the table of published tokenizers: one that lets a text through."""
+    tok = tokenizer.load_tokenizer(json_folder(tmp_path / "t", special=True))
+    assert control_tokens(tok) and not made_by_text(tok)
+    tok.processor.encode_special_tokens = False
+    assert set(made_by_text(tok)) == set(control_tokens(tok))
 
 
 # ---- conversations -----------------------------------------------------------------------------------------
