@@ -104,7 +104,7 @@ WHAT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(core=["3"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_flipped_bit_of_a_replica_is_named(tmp_path, args, world):
     """ZeRO 0: every number has a copy on every rank. Two of three ranks are a majority; one of two is not."""

@@ -298,7 +298,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, trains):
     assert saved(home)[1]["spikes"]["left_out"] == [9, 10]
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_back_too_often_ends(tmp_path, trains):
     end = trains("r", "alone", *REWIND, "--optim.spike_rewinds", "2", bad=range(6, 99))
     assert end.codes == [77]

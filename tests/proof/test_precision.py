@@ -37,6 +37,7 @@ from proof.precision.two_runs import NOT_COMPARED, compare_runs
 LLAMA, MIXTURE = "llama3-tiny", "mixtral-tiny"
 # (recipe, ranks, cell): together every dtype, optimizer, ZeRO stage and kind of layout
 CORE = [
+    (LLAMA, 2, Cell("bf16", "adamw-bf16", 3, 0, 1)),
     (LLAMA, 2, Cell("bf16", "sgd", 3, 0, 2)),
     (MIXTURE, 2, Cell("bf16", "adamw", 1, 5, 0)),
 ]
@@ -44,7 +45,6 @@ MORE = [
     (LLAMA, 2, Cell("fp8", "muon", 3, 1, 0)),
     (LLAMA, 2, Cell("fp16", "lion", 2, 3, 0)),
     (LLAMA, 2, Cell("bf16", "adamw", 1, 0, 0)),
-    (LLAMA, 2, Cell("bf16", "adamw-bf16", 3, 0, 1)),
     (LLAMA, 2, Cell("fp32", "lars", 0, 4, 0)),
     (LLAMA, 4, Cell("bf16", "lamb", 2, 3, 0)),
     (LLAMA, 2, Cell("bf16", "adamw", 2, 6, 6)),
