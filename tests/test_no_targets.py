@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from ranks import MODEL, job
+from ranks import MODEL, corpus, job
 from safetensors.torch import load_file
 
 from checkpoint import store
@@ -101,6 +101,19 @@ def test_the_header_says_what_counts(tmp_path):
     assert "looked at" not in line
     (row,), _ = rows_of(tmp_path / "r")
     assert row["targets"] == targets.sum()  # those that are trained
+
+
+def test_the_header_counts_what_a_mask_of_documents_leaves_out(tmp_path):
+    """The first token of a document is no target under data.doc_mask."""
+    prefix = corpus(tmp_path)
+    lines = {}
+    for mask in ("true", "false"):
+        end = run(tmp_path, prefix, "--train.steps", "1", "--data.doc_mask", mask, name=mask)
+        assert end.codes == [0], end.logs
+        lines[mask] = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    assert lines["false"] == []
+    (share,) = re.findall(r"([\d.]+) % of targets count", lines["true"][0])
+    assert 95 < float(share) < 99  # documents have 35 tokens on average
 
 
 def test_whole_conversations_are_not_cut(tmp_path):

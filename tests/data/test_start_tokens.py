@@ -195,3 +195,14 @@ def test_the_prompt_of_samples_is_there_where_the_start_token_ends_documents_too
     data = loader(tmp_path, tmp_path / "data", "--data.bos", "true")
     assert data.prompts.start.id == data.tokenizer.eod
     assert data.opening_words() == "on mat 0"
+
+
+def test_a_file_of_ids_has_what_ends_documents_in_front_of_them(tmp_path):
+    """Of a tokenizer that has one token for both, as GPT-2's: the first document alone has none before it."""
+    home = make_tokenizer("gpt2", tmp_path / "tok")
+    tok = load_tokenizer(home)
+    assert tok.eod == tok.contract.start.id
+    ids = np.concatenate([[*tok.encode(text), tok.eod] for text in TEXTS]).astype("<u2")
+    ids.tofile(tmp_path / "raw.bin")
+    words = settings(tmp_path, tmp_path / "raw.bin", "--data.tokenizer", home, "--log.name", "raw")
+    assert train.main([*words, "--data.bos", "true"]) == 0
