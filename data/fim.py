@@ -48,7 +48,8 @@ class FillInTheMiddle:
 
     rate, spm_rate: the share of parts that are cut, and of these the share in SPM.
     by_character: cut between characters; else between tokens.
-    prefix, middle, suffix: ids of the sentinels.
+    prefix, middle, suffix: ids of the sentinels. start: the id that documents begin with, which stays there;
+    none: they begin with their text.
     """
     tokenizer: Tokenizer
     rate: float
@@ -57,6 +58,7 @@ class FillInTheMiddle:
     prefix: int
     middle: int
     suffix: int
+    start: int | None
 
     @property
     def identity(self) -> list[Any]:
@@ -84,7 +86,7 @@ class FillInTheMiddle:
         """The tokens of one part: those that fit, as they are or rearranged."""
         is_cut, is_spm, *cuts = uniform_draws(seed)
         ids = ids.astype(np.int64)
-        begin = int(ids[0] == self.tokenizer.bos)
+        begin = int(ids[0] == self.start)
         end = len(ids) - int(ids[-1] == self.tokenizer.eod)
         if is_cut >= self.rate or end <= begin:
             return ids[:room]
@@ -132,8 +134,11 @@ def uniform_draws(seed: int) -> list[float]:
 
 # ---- opening -----------------------------------------------------------------------------------------------
 
-def open_fim(data: DataConfig, tok: Tokenizer, vocab: int | None) -> FillInTheMiddle:
-    """Opens what data.fim_* asks for. vocab: of the model, if it is stated.
+def open_fim(
+    data: DataConfig, tok: Tokenizer, vocab: int | None, start: int | None = None
+) -> FillInTheMiddle:
+    """Opens what data.fim_* asks for. vocab: of the model, if it is stated. start: the id that readers put
+    before documents, if it is another than the tokenizer's files name.
 
     Raises ConfigError if the tokenizer has no sentinels, or cannot tokenize the parts of a text.
     """
@@ -154,6 +159,7 @@ def open_fim(data: DataConfig, tok: Tokenizer, vocab: int | None) -> FillInTheMi
         prefix=prefix,
         middle=middle,
         suffix=suffix,
+        start=tok.bos if start is None else start,
     )
 
 

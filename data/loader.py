@@ -151,7 +151,10 @@ class BatchLoader:
         if all(dataset.index.loss_mask is not None for dataset in self.datasets):
             raise ConfigError(f"data.fim_rate: {self._cfg.data.path} holds conversations (.mask), and they "
                               "are never cut; leave it out, or blend them with other text")
-        return open_fim(self._cfg.data, self.required_tokenizer, self._cfg.model.vocab)
+        start = self.prompts.start
+        return open_fim(
+            self._cfg.data, self.required_tokenizer, self._cfg.model.vocab, start.id if start else None
+        )
 
     def _split_of(self, dataset: BlendedDataset) -> tuple[int, int]:
         """The tokens [first, last) of a dataset that the split has."""
@@ -623,6 +626,10 @@ def open_loader(
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
     made_with = [(each.name, each.tokenizer.contract) for each in datasets if each.tokenizer]
     check_same_tokenizer(made_with, read_key)
+    unnamed = [each.name for each in datasets if not each.tokenizer]
+    if made_with and unnamed:  # else it would be read without the start token and the end that others have
+        raise ConfigError(f"{read_key}: {unnamed[0]} does not say which tokenizer made it, and "
+                          f"{made_with[0][0]} does; name it in data.tokenizer")
     return BatchLoader(
         cfg,
         split=split,

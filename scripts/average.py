@@ -78,6 +78,10 @@ def average(paths: list[Path], folder: Path, made: Tree) -> None:
         check_same_model(paths[0], path, cfgs[0], cfg)
         if meta["tokenizer"] != metas[0]["tokenizer"]:
             raise ConfigError(f"{path}: has another tokenizer than {paths[0]}; average runs of one tokenizer")
+        starts = [each.get("bos") for each in (meta, metas[0])]
+        if None not in starts and starts[0] != starts[1]:
+            raise ConfigError(f"{path}: its documents begin otherwise than those of {paths[0]} (data.bos); "
+                              "average runs of one kind")
 
     check_size(cfgs[-1].model, indexes[-1].pieces, str(paths[-1]))
     _, boxes = weights_only(cfgs[-1], CPU, "fp32")

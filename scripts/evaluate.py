@@ -113,6 +113,9 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     batch_size = args.micro_batch or run.cfg.train.micro_batch
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
+    if args.data and data.tokenizer is None and run.known_tokenizer and run.prompts.start:
+        raise ConfigError(f"--data: {args.data} does not say which tokenizer made it, and documents of "
+                          f"{args.run} begin with {run.prompts.start}; name it with --tokenizer")
     for dataset in data.datasets:
         dataset.index.contract.check(run.known_tokenizer.contract if run.known_tokenizer else None)
     samples = min(data.samples, args.samples or data.samples)

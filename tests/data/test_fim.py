@@ -194,6 +194,17 @@ def test_rates_and_places(code, split):
     assert abs(low.mean() - 1 / 3) < tolerance and abs(high.mean() - 2 / 3) < tolerance
 
 
+def test_a_start_token_that_no_file_names_stays_in_front(code):
+    """As of a tokenizer.json whose post-processor puts it: what is cut is the text behind it, by character."""
+    home, tok = code
+    start = tok.encode("a")[0]
+    fim = open_fim(settings("", fim_split="character", fim_rate=1.0).data, tok, None, start)
+    ids = np.append(start, IndexedDataset(home / "code").document(5)[:60].astype(np.int64))
+    for seed in range(20):
+        found = fim.rearrange(ids, 300, seed_of(seed, 300)).tolist()
+        assert found[0] == start and found[1] == fim.prefix
+
+
 @pytest.mark.parametrize("split", ["character", "token"])
 def test_a_middle_is_whole_in_any_room(code, split):
     """What does not fit is left out before the cuts: a part put together is a beginning of the text."""

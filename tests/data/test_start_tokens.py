@@ -18,7 +18,8 @@ from data.loader import open_loader
 from data.start_tokens import StartedDocuments
 from data.tokenizer import load_tokenizer
 from parallel.microbatch import IGNORE_INDEX
-from scripts import prepare_data
+from runtime.failure import fail_cleanly
+from scripts import average, evaluate, prepare_data
 
 TEXTS = [f"{'the cat sat ' * (number % 7)}on mat {number}" for number in range(50)]
 
@@ -206,3 +207,30 @@ def test_a_file_of_ids_has_what_ends_documents_in_front_of_them(tmp_path):
     ids.tofile(tmp_path / "raw.bin")
     words = settings(tmp_path, tmp_path / "raw.bin", "--data.tokenizer", home, "--log.name", "raw")
     assert train.main([*words, "--data.bos", "true"]) == 0
+
+
+def test_data_that_names_no_tokenizer_is_not_read_otherwise_than_data_that_does(home, tmp_path, capsys):
+    """It would have neither the start token nor the end of the others."""
+    documents, _ = documents_by_hand(home, False)
+    bare = written(home, "nameless", documents, tokenizer=False)
+    blend = f"0.5 {home / 'data'} 0.5 {bare}"
+    with pytest.raises(ConfigError, match=f"data.path: {bare} does not say .*{home / 'data'} does; .*tokenizer"):
+        loader(home, blend)
+    named = loader(home, blend, "--data.tokenizer", home / "tok")
+    assert all(isinstance(dataset.index, StartedDocuments) for dataset in named.datasets)
+
+    words = settings(home, home / "data", "--log.dir", tmp_path, "--log.name", "run")
+    assert train.main(words) == 0
+    run, names = str(tmp_path / "run"), str(bare)
+    assert fail_cleanly(evaluate.main, [run, "--data", names]) == 2
+    assert "begin with '<|begin_of_text|>'" in (told := capsys.readouterr().err) and "--tokenizer" in told
+    assert fail_cleanly(evaluate.main, [run, "--data", names, "--tokenizer", str(home / "tok")]) == 0
+
+
+def test_models_whose_documents_begin_otherwise_are_not_averaged(home, tmp_path, capsys):
+    for name, bos in (("with", "true"), ("without", "false")):
+        words = settings(home, home / "data", "--log.dir", tmp_path, "--log.name", name, "--data.bos", bos)
+        assert train.main(words) == 0
+    folders = [str(tmp_path / name) for name in ("with", "without", "mean")]
+    assert fail_cleanly(average.main, folders) == 2
+    assert "begin otherwise" in capsys.readouterr().err and not (tmp_path / "mean").exists()
