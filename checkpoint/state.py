@@ -593,7 +593,8 @@ def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> li
     load_buckets(run.buckets)
     if run.ema is not None and not stored_ema:
         run.ema.start()
-    run.scaler.load(meta.get("loss_scale"))
+    was_scaled = config_of(meta).train.dtype == "fp16"  # other runs save a scale of 1
+    run.scaler.load(meta.get("loss_scale") if was_scaled else None)
     run.spikes.load(meta.get("spikes"))
     return warnings
 

@@ -28,7 +28,6 @@ IDLE = (
     "checkpoint.keep_every",
     "checkpoint.keep_at",
     "checkpoint.keep_minutes",
-    "checkpoint.resume",
     "checkpoint.failed_saves",
     "checkpoint.check_replicas",
     "checkpoint.mirror",
@@ -49,6 +48,7 @@ IDLE = (
     "data.cache",
     "data.prefetch",
 )
+OWN_CHECKPOINTS = ("auto", "none")  # values of checkpoint.resume; others name one of another run
 # Under parallel.elastic the number of ranks decides about these (plan/elastic.py). They change no result but
 # in its rounding.
 ELASTIC_KEYS = (
@@ -120,6 +120,8 @@ def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
 
 def is_idle(key: str, cfg: Config) -> bool:
     """Whether a finished run that is started again with this config may have another value of the key."""
+    if key == "checkpoint.resume":
+        return cfg.checkpoint.resume in OWN_CHECKPOINTS
     is_elastic = cfg.parallel.elastic and key in ELASTIC_KEYS
     return is_elastic or key.startswith(IDLE)
 

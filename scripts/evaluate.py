@@ -91,7 +91,10 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     # the data
     seq_len = args.seq_len or run.cfg.train.seq_len
     check_context(run.cfg, seq_len)
-    cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
+    # no span: the same sequences, whatever was shuffled together in training
+    cfg = replace(
+        run.cfg, train=replace(run.cfg.train, seq_len=seq_len), data=replace(run.cfg.data, span=None)
+    )
     if args.data:
         made_with = args.tokenizer or (tokenizer_folder(run) if run.known_tokenizer else "TOKENIZER")
         for path in parse_blend(args.data, "--data")[1]:

@@ -17,7 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from config import ConfigError, Tree, code_hash, provenance
+from config import CheckpointConfig, ConfigError, Tree, code_hash, provenance
+from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.provenance import GitError, git
 from config.run_name import IDLE
 from config.terminal import ParagraphHelp, output_width, wrapped
@@ -29,6 +30,7 @@ from runtime.lines import read_metrics
 
 EVERY_STEP = 1 << 40  # more than a run has
 DIGITS = 12  # of a fingerprint in a message
+RESUME = "checkpoint.resume"  # each start may go on from another checkpoint of the run
 DIFFERENT = 1  # exit code: the losses are not the same
 
 
@@ -74,7 +76,8 @@ def main(argv: list[str]) -> int:
     if not args.starts:
         return 0
     code = subprocess.run(words, cwd=record["folder"], check=False).returncode
-    return code or compare_losses(run, out / "run")
+    has_run = code in (FINISHED, STOPPED_EARLY)  # train.max_minutes may end it earlier than the first
+    return compare_losses(run, out / "run") if has_run else code
 
 
 # ---- what is known of the run ------------------------------------------------------------------------------
@@ -104,7 +107,7 @@ def check_one_story(run: Path, records: list[Tree]) -> None:
             raise ConfigError(f"{who} ran other code ({labels}), {end}")
         old, new = first["settings"], record["settings"]
         for key in {**old, **new}:
-            if old.get(key) != new.get(key) and not key.startswith(IDLE):
+            if old.get(key) != new.get(key) and not key.startswith((*IDLE, RESUME)):
                 raise ConfigError(f"{who} had another {key} ({old.get(key)} -> {new.get(key)}), {end}")
         ranks = [one["hardware"]["ranks"] for one in (first, record)]
         if ranks[0] != ranks[1]:
@@ -218,6 +221,7 @@ def command_words(record: Tree, tree: Path, out: Path) -> list[str]:
     pinned = {key: weights["path"] for key, weights in record["inputs"].items() if key != "data"}
     pinned.pop("checkpoint.branch", None)  # which names the step
     pinned |= {"log.dir": str(out), "log.name": "run", "log.wandb": "off", "checkpoint.mirror": "none"}
+    pinned["checkpoint.mirror_failures"] = str(CheckpointConfig.mirror_failures)  # idle without a mirror
     pinned["train.threads"] = str(hardware["threads"])  # which decide about the order of sums
     words = ["--config", str(out / "config.yaml")]
     words += [word for key, value in pinned.items() for word in (f"--{key}", value)]
@@ -230,6 +234,9 @@ def compare_losses(first: Path, again: Path) -> int:
         {row["step"]: row["loss"] for row in read_metrics(folder, EVERY_STEP)[0]} for folder in (first, again)
     )
     steps = sorted(old.keys() & new.keys())
+    if not steps:
+        print("no step was made by both runs: nothing is compared")
+        return DIFFERENT
     for step in steps:
         if old[step] != new[step]:
             print(f"losses differ from step {step:,} on: {old[step]!r}, now {new[step]!r}")

@@ -18,7 +18,7 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import ConfigError, provenance
+from config import ConfigError, provenance, unused
 from proof.mutate.checkout import checkout_files
 from runtime.failure import fail_cleanly
 from scripts import average, compare, convert, prepare_data, reproduce
@@ -335,7 +335,8 @@ def test_a_run_is_made_again_from_its_tree(run, repo, tmp_path, capfd):
     """The tree, the command, and why not; of a small repository, so that nothing is trained again."""
     (repo / "model/mlp.py").write_text("one\nTWO\nthree\n")
     (repo / "model/mine.py").write_text("mine\n")
-    assert run()[0] == 0
+    mirrored = ("--checkpoint.mirror", f"file://{tmp_path}/store", "--checkpoint.mirror_failures", "10")
+    assert run(*mirrored)[0] == 0
     git(repo, "stash", "-q", "-u")
     (repo / "model/mlp.py").write_text("today's\n")
     git(repo, "commit", "-q", "-a", "-m", "later")
@@ -350,6 +351,9 @@ def test_a_run_is_made_again_from_its_tree(run, repo, tmp_path, capfd):
     words = shlex.split(command.strip())
     assert words[:3] == ["cd", os.getcwd(), "&&"] and words[4] == str(tree / "train.py")
     assert words[words.index("--config") + 1] == str(out / "config.yaml")
+    again = config.resolve(*config.split_argv(words[5:]))
+    assert again.checkpoint.mirror is None  # nothing goes where the first run has sent it
+    unused.check_unused(again, 1)  # train.py takes the command
 
     assert refusal(tmp_path / "r", "--out", out).startswith(f"--out: {out} exists")
     assert "today" in (repo / "model/mlp.py").read_text()

@@ -69,6 +69,8 @@ def name_of(tmp_path):
         (("--optim.lr", "5e-3"), "+optim.lr=0.005"),
         (("--train.seed", "7", "--model.dropout", "0.1"), "+model.dropout=0.1+train.seed=7"),
         (("--checkpoint.init_from", "a b/c"), "+checkpoint.init_from=a_b_c"),
+        (("--checkpoint.resume", "b/step_00000002"), "+checkpoint.resume=b_step_00000002"),
+        (("--checkpoint.resume", "none"), ""),
         (("--log.every", "1", "--train.max_minutes", "3", "--data.prefetch", "4"), ""),  # idle
         (("--train.steps", "12", "--optim.lr", "5e-3"), ""),  # continued
         (("--train.steps", "8"), ""),  # train.py refuses it by name

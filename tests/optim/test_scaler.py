@@ -4,8 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from ranks import MODEL, corpus
 
+import train
 from build import build_run
+from checkpoint import store
 from optim.scaler import LossScaler
 from parallel.topology.mesh import Mesh
 from proof.random_tokens import RandomTokens
@@ -74,3 +77,16 @@ def test_growth_and_memory():
     plain.load([8.0, 1.0])
     plain.adapt(torch.tensor(False), torch.tensor(True))
     assert plain.state() == [1.0, 0.0]
+
+
+def test_a_run_that_goes_on_in_fp16_begins_with_the_first_scale(tmp_path):
+    """A run without scaling saves a scale of 1: gradients of fp16 would vanish under it."""
+    words = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path), "--log.name", "r"]
+    assert train.main([*words, "--train.steps", "2"]) == 0
+    assert train.main([*words, "--train.steps", "4", "--train.dtype", "fp16"]) == 0
+    meta = store.read_meta(tmp_path / "r" / "checkpoints" / "step_00000004")
+    assert meta["loss_scale"] == [2.0**16, 2.0]
+    # and goes on with its own
+    assert train.main([*words, "--train.steps", "5", "--train.dtype", "fp16"]) == 0
+    meta = store.read_meta(tmp_path / "r" / "checkpoints" / "step_00000005")
+    assert meta["loss_scale"] == [2.0**16, 3.0]

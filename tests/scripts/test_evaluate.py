@@ -148,3 +148,11 @@ def test_sequences_beyond_the_context(home, capsys, positions):
     end = capsys.readouterr()
     assert json.loads(end.out)["tokens"] % (2 * SEQ) == 0
     assert "--seq-len: 32 is beyond model.context 16" in end.err
+
+
+def test_a_length_that_does_not_divide_what_stays_together_in_training(home, tmp_path, capsys):
+    """data.span is of the order of samples, which an evaluation does not have: as every branch has one."""
+    words = [*MODEL, "--train.steps", "1", "--data.path", corpus(tmp_path), "--data.span", "32"]
+    assert train.main(["llama2-tiny", *words, "--log.dir", str(tmp_path), "--log.name", "run"]) == 0
+    capsys.readouterr()
+    assert told(capsys, str(tmp_path / "run"), "--seq-len", "24")["val_loss"] > 0
