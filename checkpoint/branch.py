@@ -10,7 +10,7 @@ from pathlib import Path
 
 import config
 from checkpoint import mirror, state, store
-from config import Config, ConfigError, Phases, Tree, phases_of, rest_of_ramp, span_of
+from config import Config, ConfigError, LogConfig, Phases, Tree, phases_of, rest_of_ramp, span_of
 from config.phases import CHANGEABLE, differing_keys, phases_text, value_of, with_values
 
 NOT_INHERITED = {  # section: keys that a branch does not have from its source
@@ -29,8 +29,26 @@ def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
         raise ConfigError(
             f"{name}: a branch has the settings of {where}; leave the recipe out, and give --log.name"
         )
-    layers = [config.read_yaml(file)] if file else []
-    return branch_config(str(where), [*layers, overrides])
+    layers = [*([config.read_yaml(file)] if file else []), overrides]
+    return branch_config(begun_branch(str(where), layers), layers)
+
+
+def begun_branch(where: str, layers: list[Tree]) -> str:
+    """RUN@STEP where the folder of the run holds a branch of RUN: it goes on, whatever RUN has saved since.
+    Else `where`. layers: what the branch states, the strongest last.
+    """
+    stated: Tree = {}
+    for layer in layers:
+        stated = config.merge(stated, layer)
+    log = stated.get("log") or {}
+    if "@" in where or not log.get("name"):
+        return where
+    own = Path(log.get("dir", LogConfig.dir), str(log["name"]), "checkpoints")
+    for _, path in store.committed_checkpoints(own):
+        begun = str(store.read_meta(path)["config"]["checkpoint"].get("branch"))
+        if begun.rpartition("@")[0] == str(Path(where)):
+            return begun
+    return where
 
 
 def branch_config(where: str, layers: list[Tree]) -> Config:

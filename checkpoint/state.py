@@ -52,7 +52,7 @@ from config import (
 from config.function import FUNCTION_KEYS, START
 from config.optimizers import EMA
 from config.phases import CHANGEABLE, check_same_past, check_same_schedule, horizon_of
-from config.run_name import HORIZON_KEYS, is_idle
+from config.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_matrix
@@ -369,6 +369,24 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     if meta["torch"] != torch.__version__:
         warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
     return warnings + phase_notes
+
+
+def check_same_origin(meta: Tree, cfg: Config, where: str, root: pathlib.Path) -> None:
+    """Raises ConfigError if a run that goes on is to begin at another checkpoint than it has begun at.
+
+    where: name_of the checkpoint from which it goes on. root: of its own checkpoints.
+    """
+    began_at = {**dataclasses.asdict(CheckpointConfig()), **meta["config"]["checkpoint"]}
+    for key in ("branch", "init_from", "init_changes", "resume"):
+        old, new = began_at[key], getattr(cfg.checkpoint, key)
+        if new in (None, *OWN_CHECKPOINTS, old):
+            continue
+        if key == "resume" and pathlib.Path(new).resolve().is_relative_to(root.parent.resolve()):
+            continue  # it goes back to one of its own
+        raise ConfigError(
+            f"checkpoint.{key}: the run goes on from {where}, and it began with {old}, not {new}; set it back, "
+            "or choose another --log.name"
+        )
 
 
 def branch_advice(key: str, value: object, step: int, where: str, in_memory: bool) -> str:
@@ -823,6 +841,8 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
         where, is_own = name_of(start.resumed, in_memory), in_memory or path.parent == root
         check_same_run(meta, run, where, in_memory)  # first, what no run may change
         check_horizon(meta, run, where, own_folder=is_own)
+        if is_own:
+            check_same_origin(meta, run.cfg, where, root)
         warnings = load(run, start.resumed, in_memory)
         step = meta["step"]
         notes = [*start.notes, *warnings, *layout_change(meta, run.mesh.dims)]

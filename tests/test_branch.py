@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from ranks import corpus
-from test_resume import run, story, weights
+from test_resume import ARGS, run, story, weights
 
 import config
 from checkpoint import branch, folder, store
@@ -113,3 +113,35 @@ def test_a_source_that_says_it_is_huge_is_refused_before_memory_is_taken(home):
 def test_a_recipe_beside_it(home):
     with pytest.raises(ConfigError, match="leave the recipe out"):
         branch.resolve("llama3-tiny", None, ["--checkpoint.branch", str(home / "source")])
+
+
+def test_a_run_that_has_begun_does_not_begin_at_another_checkpoint(home):
+    """It went on from its own without a line, and said afterwards that it had begun at the other."""
+    data = ("--data.path", str(home / "a" / "text"), "--data.tokenizer", "bytes")
+    weights_of = ("--checkpoint.init_from", str(home / "source"), *data)
+    assert branched(home, "begun", "--train.steps", "8") == 0, (home / "begun.log").read_text()
+    assert run(home, "tuned", extra=(*weights_of, "--train.steps", "3")) == 0, (home / "tuned.log").read_text()
+    for name, key, value, words, args in (
+        ("begun", "checkpoint.branch", f"{home / 'source'}@3", ("--train.steps", "9"), ()),
+        ("tuned", "checkpoint.init_from", str(home / "begun"), (*data, "--train.steps", "4"), ARGS),
+        ("tuned", "checkpoint.resume", str(home / "begun"), (*data, "--train.steps", "4"), ARGS),
+    ):
+        kept = (home / name / "config.yaml").read_bytes()
+        assert run(home, name, extra=(f"--{key}", value, *words), args=args) == 2
+        *_, line = (home / f"{name}.log").read_text().splitlines()
+        assert line.startswith(f"error: {key}: the run goes on from ") and "it began with" in line, line
+        assert (home / name / "config.yaml").read_bytes() == kept
+
+
+def test_a_branch_without_a_step_goes_on_where_it_has_begun(home):
+    """Whatever its source has saved since."""
+    source = home / "moving"
+    shutil.copytree(home / "source", source)
+    shutil.rmtree(source / "checkpoints" / "step_00000009")
+    words = ("--checkpoint.branch", str(source), "--optim.lr", "5e-4")
+    assert run(home, "open", extra=(*words, "--train.steps", "8"), args=()) == 0
+    shutil.copytree(home / "source/checkpoints/step_00000009", source / "checkpoints/step_00000009")
+    again = run(home, "open", extra=(*words, "--train.steps", "9"), args=())
+    assert again == 0, (home / "open.log").read_text()
+    assert [row["step"] for row in steps(home / "open")] == [7, 8, 9]
+    assert f"branch: {source}@6" in (home / "open" / "config.yaml").read_text()
