@@ -13,6 +13,7 @@ import json
 import re
 from pathlib import Path
 
+from config.exit_codes import FINISHED
 from config.loading import dotted_overrides, from_tree
 from config.phases import differing_keys
 from config.schema import Config
@@ -98,12 +99,18 @@ def with_own_folder(cfg: Config, file: str | None, argv: list[str]) -> Config:
 
 
 def finished_config(folder: Path) -> Config | None:
-    """What a finished run was trained with; None if there is no run, or it is not finished."""
+    """What a finished run was trained with; None if there is no run, or it is not finished.
+
+    A summary stays where a later start, to a later horizon, was killed: the last start says how it ended.
+    """
+    starts = folder / "starts.jsonl"
     try:
         if json.loads((folder / "summary.json").read_text())["finished"] is not True:
             return None
+        if starts.exists() and json.loads(starts.read_text().splitlines()[-1])["exit_code"] != FINISHED:
+            return None
         return from_tree(read_yaml(folder / "config.yaml"))
-    except (OSError, ValueError, KeyError, TypeError, ConfigError):  # of another version, or damaged
+    except (OSError, ValueError, LookupError, TypeError, ConfigError):  # of another version, or damaged
         return None
 
 

@@ -52,7 +52,9 @@ def name_of(tmp_path):
     trained = config.resolve(*config.split_argv([*base, "--model.vocab", "257"]))  # the data decided it
     (folder / "config.yaml").write_text(config.dump(trained))
 
-    def of(*words, finished=True):
+    def of(*words, finished=True, last_exit=0):
+        starts = [{"exit_code": 0}, {"exit_code": last_exit}]
+        (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
         (folder / "summary.json").write_text(json.dumps({"finished": finished}))
         name, file, argv = config.split_argv([*base, *words])
         return with_own_folder(config.resolve(name, file, argv), file, argv).log.name
@@ -83,6 +85,7 @@ def test_the_name_follows_from_the_settings(name_of, words, suffix):
 def test_a_run_that_is_not_finished_goes_on_and_a_given_name_counts(name_of):
     changed = ("--optim.lr", "5e-3")
     assert name_of(*changed, finished=False) == "llama2-tiny"
+    assert name_of(*changed, last_exit=None) == "llama2-tiny"  # killed on the way to a later horizon
     assert name_of(*changed, "--log.name", "llama2-tiny") == "llama2-tiny"
     assert name_of(*changed, "--config", name_of.config_file) == "llama2-tiny"
 
