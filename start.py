@@ -237,9 +237,15 @@ def start_run(
     phases = phases_of(cfg)
     everyone = world.all_ranks()
 
-    def phase_after(step: int) -> int:
+    def begins_elsewhere(start: state.StartingPoint) -> bool:
+        """Whether no run of this folder has made the steps before the start."""
+        return start.resumed is not None and not start.memory and start.resumed.path.parent != root
+
+    def phase_after(start: state.StartingPoint) -> int:
         """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
-        return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
+        made_here = None if begins_elsewhere(start) else folder
+        is_missing = is_evaluation_missing(cfg, start.step, made_here, everyone)
+        return phases.of_step(start.step if is_missing else start.step + 1).number
 
     choose = partial(choose_start, cfg, world, root, in_memory)
     start = choose({})
@@ -247,10 +253,12 @@ def start_run(
     if start.resumed is not None and may_be_large:  # its model is as large as the source says
         check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
     while True:
-        number = phase_after(start.step) if len(phases.all) > 1 else 1
+        number = phase_after(start) if len(phases.all) > 1 else 1
         run, valid_data = build_phase(cfg, env, world, number)
         start, notes = state.resume(run, root, start, choose)
-        if len(phases.all) == 1 or phase_after(start.step) == number:
+        if len(phases.all) == 1 or phase_after(start) == number:
+            if begins_elsewhere(start):
+                state.first_rank_does(lambda: drop_rows(folder), everyone)
             if in_memory is not None:
                 in_memory.drop_after(start.step)  # what this run goes on from is its only past
                 if cfg.checkpoint.memory_every is None and not start.memory:
@@ -278,18 +286,25 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
     return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings have another schedule"]
 
 
+def drop_rows(folder: Path) -> None:
+    """Removes the rows of a run that was in the folder before, and has left no checkpoint: they are not of
+    this one's past. Raises StorageError."""
+    with store.storage_errors(folder / lines.NAME, 0):
+        lines.truncate_after(folder / lines.NAME, -1)
+
+
 def is_evaluation_missing(
-    cfg: Config, step: int, folder: Path, everyone: comm.Group, is_end: bool = False
+    cfg: Config, step: int, folder: Path | None, everyone: comm.Group, is_end: bool = False
 ) -> bool:
     """Whether an evaluation was due after this step, and is not in the folder: the run was asked to stop, or
-    another run made the step.
+    another run made the step (then there is no folder).
 
     is_end: the run ends with this step. Collective.
     """
     was_due = is_end or is_due(cfg.eval.every, step)
     if step == 0 or not was_due:
         return False
-    return state.first_rank_does(lambda: step not in evaluated_steps(folder), everyone)
+    return folder is None or state.first_rank_does(lambda: step not in evaluated_steps(folder), everyone)
 
 
 def evaluated_steps(folder: Path) -> set[int]:

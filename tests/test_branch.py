@@ -145,3 +145,13 @@ def test_a_branch_without_a_step_goes_on_where_it_has_begun(home):
     assert again == 0, (home / "open.log").read_text()
     assert [row["step"] for row in steps(home / "open")] == [7, 8, 9]
     assert f"branch: {source}@6" in (home / "open" / "config.yaml").read_text()
+
+
+def test_a_branch_has_no_rows_of_a_run_that_failed_in_its_folder(home):
+    data = ("--data.path", str(home / "a" / "text"), "--data.tokenizer", "bytes", "--checkpoint.every", "none")
+    assert run(home, "twice", "step.end:step=8:act=SIGKILL", (*data, "--eval.every", "2")) == -9
+    assert [row["step"] for row in steps(home / "twice")]
+    assert branched(home, "twice", "--optim.lr", "5e-4") == 0, (home / "twice.log").read_text()
+    assert [row["step"] for row in steps(home / "twice")] == [7, 8, 9]
+    rows = (home / "twice" / "metrics.jsonl").read_text().splitlines()
+    assert min(json.loads(row)["step"] for row in rows) >= 6
