@@ -435,6 +435,10 @@ def test_what_is_refused_of_data_and_past(home):
     assert home.run("past", more=("--train.phases", file)) == 2
     line = (home.folder / "past.log").read_text().splitlines()[-1]
     assert "error: train.phases: " in line and "is at step 6, with phase 2: " in line, line
+    # the first phase's data are past, too: the sources would be counted otherwise
+    assert home.run("past", more=("--data.path", str(home.folder / "b" / "text"))) == 2
+    line = (home.folder / "past.log").read_text().splitlines()[-1]
+    assert "is at step 6, with phase 1: data.path " in line, line
     assert STEPS == 9
 
 
