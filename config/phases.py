@@ -337,14 +337,14 @@ def past_of(phases: Phases, step: int) -> Tree:
     found: Tree = {}
     here = phases.of_step(step)
     begun = phases.all[:here.number]
-    if any("data.path" in phase.changes for phase in begun):  # else the data of the checkpoint are compared
-        found["phase 1: data.path"] = phases.all[0].cfg.data.path
     for phase in begun:
         found[f"phase {phase.number}: after_steps"] = phase.steps_before
         found[f"phase {phase.number}: data.span"] = span_of(phases, phase)
         for path in phase.changes:
             if not path.startswith(FREE_IN_PAST):
                 found[f"phase {phase.number}: {path}"] = value_of(phase.cfg, path)
+    if any("data.path" in phase.changes for phase in begun):  # else the data of the checkpoint are compared
+        found["phase 1: data.path"] = phases.all[0].cfg.data.path
 
     # sequences shorter than their span: how many are read until the length changes decides their order
     seq_len = here.cfg.train.seq_len
