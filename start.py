@@ -436,6 +436,8 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
     """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
     try:
         yield
+    except failure.OutOfMemory:  # of a phase that begins inside, which has said so
+        raise
     except (MemoryError, RuntimeError) as error:
         if not failure.is_out_of_memory(error):
             raise

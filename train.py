@@ -405,6 +405,7 @@ def run_training(
         with collected_between_steps():
             end = train_loop(session)
             while end.reason is None and end.step < session.run.steps:  # a phase is over, and saved
+                summarize_boundary(session, end.step)
                 whole, made, kept = session.run.phases.whole, session.run.provenance, session.kept()
                 session.train_data.close()
                 del session  # its memory is free before the next phase takes its own
@@ -840,6 +841,13 @@ def summarized_failure(session: Callable[[], Session]) -> Iterator[None]:
             if session().is_first_rank:
                 summarize_run(session(), failure.one_line(error))
         raise
+
+
+def summarize_boundary(session: Session, step: int) -> None:
+    """Writes summary.json between two phases, when there is soon no session that could."""
+    if session.is_first_rank:
+        with contextlib.suppress(Exception):  # the run goes on
+            summarize_run(session, f"ended as the phase after step {step:,} began")
 
 
 def summarize_run(session: Session, reason: str | None) -> None:

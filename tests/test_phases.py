@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from program import settings, trained
-from ranks import corpus
+from ranks import MODEL, corpus, job
 from test_resume import STEPS, run, same_as_clean, story
 
 import config
+import train
 from build import build_run, total_steps
 from checkpoint import store
 from config import ConfigError, phases_of
@@ -26,6 +27,7 @@ from plan.advice import holdings
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
 from scripts.plan import longest_phase
+from start import advised_on_memory
 
 ENDS = (3, 6)  # the last steps of the first two phases
 
@@ -460,3 +462,24 @@ def test_a_phase_that_is_added_to_a_run_that_had_none(home):
     steps = [dict(row) for row in story(home.folder / "added") if "loss" in dict(row)]
     assert [row["phase"] for row in steps[3:]] == [1, 1, 2, 2, 2, 2]
     assert "new: phase 2 after step 5" in (home.folder / "added.log").read_text()
+
+
+def test_a_failure_while_a_phase_begins_leaves_a_summary(tmp_path):
+    """There is no session then that could write it; advice on memory is given once."""
+
+    def fail(rank):
+        def begin_phase(cfg, step, start, made, *, world, **_):
+            with advised_on_memory(cfg, world):
+                raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+        train.begin_phase = begin_phase
+
+    words = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--train.steps", "6"]
+    words += ["--train.phases", write_phases(tmp_path, "- {after_steps: 3, optim.lr: 1e-4}")]
+    end = job(tmp_path, 1, [*words, "--log.dir", str(tmp_path), "--log.name", "r"], before=fail)
+    assert end.codes == [81], end.logs
+    (line,) = end.errors()
+    assert line.count("out of memory") == 1, line
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert summary["finished"] is False and summary["step"] == 3
+    assert summary["reason"] == "ended as the phase after step 3 began"
