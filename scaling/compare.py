@@ -144,10 +144,10 @@ def read_run(folder: Path) -> Run:
     if not steps:
         raise ConfigError(f"{folder}: no step in metrics.jsonl yet; leave the run out, or wait for its first")
 
-    of_token = flops_per_token(cfg.model, cfg.train.seq_len)
-    if summary.get("tokens"):  # it knows the lengths of the documents
-        of_token = summary["flops"] / summary["tokens"]
     tokens = column(steps, "tokens")
+    flops = flops_of_tokens(cfg, tokens)
+    if summary.get("tokens"):  # it knows the lengths of the documents
+        flops *= summary["flops"] / flops_of_tokens(cfg, np.array([summary["tokens"]]))[0]
     all_steps = column(steps, "step")
     evaluated = [
         row for row in evaluations
@@ -158,7 +158,7 @@ def read_run(folder: Path) -> Run:
         settings=flat_settings(cfg),
         parameters=parameters(cfg.model)["total"],
         tokens=tokens,
-        flops=tokens * of_token,
+        flops=flops,
         loss=column(steps, "loss"),
         tokens_per_s=column(steps, "tokens_per_s"),
         mfu=column(steps, "mfu"),
@@ -220,6 +220,17 @@ def known_starts(folder: Path) -> list[StartRecord]:
         return read_starts(folder)
     except OSError:
         return []
+
+
+def flops_of_tokens(cfg: Config, tokens: Array) -> Array:
+    """Model FLOPs of a run's first tokens [n], phase by phase, with attention over whole sequences: [n]."""
+    phases = phases_of(cfg).all
+    ends = [*(phase.tokens_before for phase in phases[1:]), np.inf]
+    found = np.zeros(len(tokens))
+    for phase, end in zip(phases, ends):
+        of_phase = np.clip(tokens, phase.tokens_before, end) - phase.tokens_before
+        found += of_phase * flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
+    return found
 
 
 def how_it_ended(summary: dict[str, Any], starts: list[StartRecord], last_step: int) -> bool | None:
@@ -450,11 +461,10 @@ def draw_runs(runs: list[Run]) -> bytes:
     for run, (style, colour) in zip(runs, looks):
         losses = run.smooth_loss
         shown = np.unique(np.linspace(0, len(losses) - 1, MOST_DRAWN).astype(int))
-        of_token = run.flops[-1] / run.tokens[-1]
-        for axes, x, x_of_token in ((by_tokens, run.tokens, 1.0), (by_flops, run.flops, of_token)):
+        for axes, x in ((by_tokens, run.tokens), (by_flops, run.flops)):
             axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=run.name)
-            axes.plot(run.validation_tokens * x_of_token, run.validation_loss, "o", color=colour, ms=4.5,
-                      mec="white", mew=0.7)
+            validated = np.interp(run.validation_tokens, run.tokens, x)
+            axes.plot(validated, run.validation_loss, "o", color=colour, ms=4.5, mec="white", mew=0.7)
 
     late = np.concatenate([run.smooth_loss[len(run.loss) // 10:] for run in runs])
     late = late[np.isfinite(late)]

@@ -10,7 +10,7 @@ import pytest
 import config
 import scaling.compare
 import scripts.compare
-from config import ConfigError
+from config import ConfigError, phases_of
 from plan.count import flops_per_token
 from runtime.goodput import STARTS_FILE, StartRecord
 from scaling.compare import different_settings, doubts, draw_runs, page, read_run, table_rows
@@ -96,6 +96,22 @@ def test_losses_are_compared_where_both_have_been(tmp_path):
     column = next(name for name in rows[1] if name.endswith("FLOPs") and name.startswith("at "))
     want = np.interp(tokens, [100, 200, 300, 400], [6, 5, 4.5, 2])
     assert float(rows[1][column]) == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("finished", [True, None])
+def test_flops_are_counted_phase_by_phase(tmp_path, finished):
+    """Longer sequences take more of them a token; a summary's number is of the whole run."""
+    phases = '[{"after_tokens": 200, "train.seq_len": 512}]'
+    sizes = {"train__seq_len": 128, "train__global_batch": 1, "train__micro_batch": 1, "model__context": 512}
+    folder = make_run(tmp_path / "r", [5.0, 4.0, 3.0, 2.0], finished=finished, train__phases=phases, **sizes)
+    cfg = config.resolve(None, str(folder / "config.yaml"), [])
+    short, long = (flops_per_token(cfg.model, seq_len) for seq_len in (128, 512))
+    begin = phases_of(cfg).all[1].tokens_before  # a whole step's
+    want = [short * min(n, begin) + long * max(n - begin, 0) for n in (100, 200, 300, 400)]
+    if finished:
+        summary = json.loads((folder / "summary.json").read_text())
+        want = [flops * summary["flops"] / want[-1] for flops in want]
+    assert read_run(folder).flops == pytest.approx(want, rel=1e-12) and long > 1.05 * short
 
 
 def test_a_branch_has_no_loss_before_it_began(tmp_path):
