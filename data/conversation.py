@@ -25,9 +25,11 @@ MESSAGE_KEYS = ("messages", "conversations", "conversation")  # the first that a
 WEIGHTS = ("weight", "loss", "train", "training")  # 0 or false: the message does not count
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; a template reads one of the names
 TOOLS = ("tools", "functions")
+CALLS = ("tool_calls", "function_call")
+ARGUMENTS = ("arguments", "parameters")  # of a call; parameters: Llama's word
+AROUND_CALL = ("id", "type", "index")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-MESSAGE_READ = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id",
-                *WEIGHTS, *REASONING}
+MESSAGE_READ = {"role", "from", "content", "value", "tool_call_id", *CALLS, *WEIGHTS, *REASONING}
 EMPTY = (None, "", [], {})
 
 
@@ -179,6 +181,8 @@ def parse_message(number: int, message: object) -> Message:
         raise BadConversation(f"message {number} has no role (or from)")
 
     place = f"message {number} ({role})"
+    if all(message.get(name) not in EMPTY for name in CALLS):
+        raise BadConversation(f"{place} has {' and '.join(CALLS)}; keep one")
     calls = message.get("tool_calls") or message.get("function_call")
     if isinstance(content, list):
         content = "".join(text_of_part(part, place) for part in content)
@@ -234,7 +238,7 @@ def message_counts(number: int, message: Message) -> bool:
 
 def parse_calls(value: object, place: str) -> list[Tree]:
     """The calls of a message, each {"type": "function", "function": {"name", "arguments"}}; arguments in
-    JSON are parsed."""
+    JSON are parsed. Raises BadConversation for a call with a key that is not read."""
     value = parsed_json(value)
     calls = value if isinstance(value, list) else [value]
     parsed: list[Tree] = []
@@ -242,11 +246,26 @@ def parse_calls(value: object, place: str) -> list[Tree]:
         called = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(called, dict) or not isinstance(called.get("name"), str):
             raise BadConversation(f"{place}: its tool_calls hold no name and arguments of a function")
-        arguments = parsed_json(called.get("arguments", {}))
-        around = {name: item for name, item in call.items() if name in ("id", "type")}
-        function = {**called, "arguments": {} if arguments in EMPTY else arguments}
+        check_call_is_read(call, called, f"{place}: its tool_calls")
+        written = next((called[name] for name in ARGUMENTS if called.get(name) not in EMPTY), {})
+        arguments = parsed_json(written)
+        around = {name: item for name, item in {**called, **call}.items() if name in ("id", "type")}
+        function = {name: item for name, item in called.items() if name in ("name", "arguments")}
+        function["arguments"] = {} if arguments in EMPTY else arguments
         parsed.append({"type": "function", **around, "function": function})
     return parsed
+
+
+def check_call_is_read(call: Tree, called: Tree, place: str) -> None:
+    """Raises BadConversation for a key that is not read. called: the function of the call, or the call."""
+    if call is not called and (others := unread_in(call, {"function", *AROUND_CALL})):
+        raise BadConversation(f"{place}: one holds {others[0]!r} beside its function, which is not read; "
+                              "move it into the function, or remove it")
+    if others := unread_in(called, {"name", *ARGUMENTS, *AROUND_CALL}):
+        raise BadConversation(f"{place}: one holds {others[0]!r}, which is not read; "
+                              "write a call as name and arguments")
+    if len([name for name in ARGUMENTS if called.get(name) not in EMPTY]) > 1:
+        raise BadConversation(f"{place}: one has {' and '.join(ARGUMENTS)}; keep one")
 
 
 def parse_tools(record: Tree) -> list[Tree] | None:
