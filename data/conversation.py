@@ -83,9 +83,9 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
     elif "chosen" in record or "completion" in record:
         answer = "chosen" if "chosen" in record else "completion"
         prompt, answers = parse_side(record, "prompt", "user"), parse_side(record, answer, ASSISTANT)
-        is_whole = bool(prompt) and answers[:len(prompt)] == prompt
-        messages = answers if is_whole else [*prompt, *answers]
-        prompt_size, read = len(prompt), {"prompt", answer}
+        prompt_size = whole_prompt_size(prompt, answers, answer)
+        messages = answers if prompt_size else [*prompt, *answers]
+        prompt_size, read = prompt_size or len(prompt), {"prompt", answer}
     elif "instruction" in record and "output" in record:
         messages, read = alpaca_messages(record), {"instruction", "input", "output", "history"}
         prompt_size = 0
@@ -137,6 +137,23 @@ def parse_side(record: Tree, key: str, role: str) -> list[Message]:
             raise BadConversation("'chosen' is text, and there is no 'prompt' that it answers")
         return [{"role": role, "content": checked_text(value, repr(key))}]
     return parse_messages(value, key)
+
+
+def whole_prompt_size(prompt: list[Message], answers: list[Message], key: str) -> int:
+    """How many messages of the answers are the prompt, if they repeat it, after a system message or not; else
+    0. Raises BadConversation for answers that begin with a question other than the prompt's."""
+    if not prompt:
+        return 0
+    skipped = int(answers[0]["role"] == "system" != prompt[0]["role"])
+    size = skipped + len(prompt)
+    beginning = [{**message, "content": message["content"].strip()} for message in answers[skipped:size]]
+    if beginning == [{**message, "content": message["content"].strip()} for message in prompt]:
+        return size
+    role = answers[0]["role"]
+    if role not in (ASSISTANT, "tool"):
+        raise BadConversation(f"{key!r} begins with {role}, so it is whole, and 'prompt' is not its "
+                              "beginning; remove 'prompt', or what is not an answer")
+    return 0
 
 
 def alpaca_messages(record: Tree) -> list[Message]:
