@@ -496,23 +496,25 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
 
     notes: list[str] = []
     reasons: list[str] = []
+    thoughts: list[str] = []  # that are left out
     for number, leaf in enumerate(leaves):
         text = written.get(traced.source_mark(number), "")
-        missing = missing_part(leaf, text, made.text)
-        if missing is None:
-            continue
         key = leaf.place.rpartition("its ")[2]
-        is_reasoning = key in REASONING or missing not in THOUGHTS.split(leaf.text)[-1:]
-        if leaf.is_required and not (is_reasoning and drops_reasoning):
-            hint = "; let it with --drop-reasoning" if is_reasoning else ""
-            what = "reasoning " if is_reasoning and key not in REASONING else ""
-            reasons.append(f"{leaf.place} {what}{shortened(missing)} is left out by the chat template{hint}")
-        elif leaf.is_required:
-            notes.append("reasoning is left out by the chat template")
-        elif leaf.message is not None and key not in NOT_WRITTEN | {"tool_calls"}:
-            notes.append(f"{key!r} of messages is not read")
-    if reasons:
-        raise LeftOut(reasons[0], len(reasons))
+        for missing, is_thought in missing_parts(leaf, text, made.text):
+            if not leaf.is_required:
+                if leaf.message is not None and key not in NOT_WRITTEN | {"tool_calls"}:
+                    notes.append(f"{key!r} of messages is not read")
+            elif is_thought:
+                what = "" if key in REASONING else "reasoning "
+                thoughts.append(f"{leaf.place} {what}{shortened(missing)} is left out by the chat template; "
+                                "let it with --drop-reasoning")
+            else:
+                reasons.append(f"{leaf.place} {shortened(missing)} is left out by the chat template")
+    if thoughts and drops_reasoning:
+        notes.append("reasoning is left out by the chat template")
+        thoughts = []
+    if reasons or thoughts:
+        raise LeftOut([*reasons, *thoughts][0], len(reasons) + len(thoughts))
     return notes
 
 
@@ -523,21 +525,33 @@ def is_answer(conversation: Conversation, leaf: Leaf) -> bool:
     return conversation.messages[leaf.message]["role"] == ASSISTANT
 
 
-def missing_part(leaf: Leaf, written: str, text: str) -> str | None:
-    """The first part of a string that the text does not hold, None if it holds all. written: what came from
-    the string. White space at ends may be lost, a part may be in JSON, and tools' words in other letters."""
+def missing_parts(leaf: Leaf, written: str, text: str) -> list[tuple[str, bool]]:
+    """The parts of a string that the text does not hold, each with whether it is reasoning. written: what
+    came from the string. White space at ends may be lost, a part may be in JSON, and tools' words in other
+    letters."""
     if leaf.is_value:
         value = json.loads(leaf.text)
         is_found = leaf.is_required and (leaf.text in text or str(value) in text)
-        return None if is_found else leaf.text
-    for part in THOUGHTS.split(leaf.text):
+        return [] if is_found else [(leaf.text, False)]
+    missing: list[tuple[str, bool]] = []
+    for part, is_thought in parts_of_answer(leaf):
         said = part.strip()
         forms = [said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]]
         if leaf.message is None:
             written, forms = written.lower(), [form.lower() for form in forms]
         if not any(form in written for form in forms):
-            return part
-    return None
+            missing.append((part, is_thought))
+    return missing
+
+
+def parts_of_answer(leaf: Leaf) -> Iterator[tuple[str, bool]]:
+    """The parts of a string between the marks of reasoning, each with whether it is reasoning: between <think>
+    and </think> of an answer, or before the first </think>, which the invitation to speak has opened."""
+    marks = THOUGHTS.findall(leaf.text)
+    is_reasoning = leaf.place.endswith(tuple(f"its {key}" for key in REASONING))
+    is_said = leaf.place.endswith(f"({ASSISTANT}): its content")
+    for part, before, after in zip(THOUGHTS.split(leaf.text), ["<think>", *marks], [*marks, ""]):
+        yield part, is_reasoning or is_said and (before, after) == ("<think>", "</think>")
 
 
 def shortened(text: str, size: int = 40) -> str:

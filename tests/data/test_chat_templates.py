@@ -182,6 +182,51 @@ def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
     )
 
 
+# a message with calls has nothing else
+CALLS_ALONE = templates()["turns"].replace(
+    "{{ m.content }}", "{{ m.tool_calls | tojson if m.tool_calls else m.content }}"
+)
+
+
+@pytest.mark.parametrize("drops_reasoning", [False, True])
+@pytest.mark.parametrize("content, reasoning, lost", [
+    ("<think>I need f</think>Let me check.", None, "Let me check."),
+    ("Let me check.", "I need f", "Let me check."),
+    ("<think>I need f", None, "I need f"),
+])
+def test_what_the_assistant_says_beside_a_call_is_not_reasoning(tmp_path, content, reasoning, lost,
+                                                                drops_reasoning):
+    record = {"messages": copy.deepcopy(CONVERSATIONS["call"]["messages"])}
+    record["messages"][1] |= {"content": content, "reasoning_content": reasoning}
+    check_refused(tokenizer_folder(tmp_path, CALLS_ALONE), record, lost, drops_reasoning)
+
+
+@pytest.mark.parametrize("drops_reasoning", [False, True])
+@pytest.mark.parametrize("content, lost", [
+    ("Hello <think>x</think> Bye", "Hello "),
+    ("<think>x</think> Bye <think>y</think> so", " Bye "),
+])
+def test_what_the_assistant_says_before_reasoning_is_not(tmp_path, content, lost, drops_reasoning):
+    record = {"messages": said("ask", content, "more", "so")}
+    check_refused(tokenizer_folder(tmp_path, templates()["thoughts"]), record, lost, drops_reasoning)
+
+
+def check_refused(home, record, lost, drops_reasoning):
+    chat = chat_format(load_tokenizer(home), drops_reasoning=drops_reasoning)
+    with pytest.raises(BadConversation) as error:
+        chat.write(read_conversation(record))
+    assert str(error.value) == f"message 2 (assistant): its content {lost!r} is left out by the chat template"
+
+
+def test_reasoning_that_the_invitation_opens_may_be_left_out(tmp_path):
+    home = tokenizer_folder(tmp_path, templates()["thoughts"])
+    conversation = read_conversation({"messages": said("ask", "hm 1</think>so", "more", "too")})
+    with pytest.raises(BadConversation, match="its content reasoning 'hm 1' .* --drop-reasoning"):
+        chat_format(load_tokenizer(home)).write(conversation)
+    text = chat_format(load_tokenizer(home), drops_reasoning=True).write(conversation).text
+    assert "hm 1" not in text and "assistant\nso<" in text
+
+
 def test_the_date_is_told(tmp_path, capsys):
     home = tokenizer_folder(tmp_path / "t", templates()["dated"])
     for words, day in (([], "2025-01-01"), (["--date", "2026-05-04"], "2026-05-04")):
