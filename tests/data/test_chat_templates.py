@@ -15,6 +15,7 @@ from chat_table import CONVERSATIONS, OWN, WEATHER, published, said, templates, 
 import config
 from data.chat import chat_format
 from data.conversation import BadConversation, read_conversation
+from data.documents import plan_units, read_piece
 from data.indexed import IndexedDataset
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
@@ -268,6 +269,39 @@ def test_tokens_that_are_not_special_neither(tmp_path, capsys):
     data = IndexedDataset(tmp_path / "a")
     assert marker not in data.read(0, data.tokens)
     assert "a <tool_call> b" in tok.decode(data.read(0, data.tokens))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "hf", "jsonl"])
+def test_nulls_that_a_table_adds_are_no_arguments(tmp_path, kind):
+    """A table gives each object the keys of all. A null that a jsonl holds was written by somebody."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no parquet")
+    import pyarrow.parquet as pq
+
+    if kind == "hf":
+        pytest.importorskip("datasets", reason="datasets is not installed: no hf:")
+    rows = []
+    for arguments, settings in (({"city": "Oslo"}, {"mood": 1}), ({"day": 3}, {"style": 2})):
+        record = {"messages": copy.deepcopy(CONVERSATIONS["call"]["messages"])}
+        record["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
+        rows.append({**record, "chat_template_kwargs": settings})
+    rows = pa.Table.from_pylist(rows).to_pylist()
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set" / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    if kind == "jsonl":
+        path = tmp_path / "x.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    template = templates()["thoughts"] + "{% if mood is defined %}mood {{ mood }}{% endif %}{{ style }}"
+    chat = chat_format(load_tokenizer(tokenizer_folder(tmp_path / "t", template)))
+    (unit,) = plan_units([f"hf:{tmp_path / 'set'}" if kind == "hf" else str(path)])
+    texts = [record.text for piece in unit for record in read_piece(piece, None, chat)]
+    if kind == "jsonl":
+        assert '{"city": "Oslo", "day": null}' in texts[0] and '{"city": null, "day": 3}' in texts[1]
+        assert texts[1].endswith("mood None2")
+    else:
+        assert '{"city": "Oslo"}' in texts[0] and '{"day": 3}' in texts[1]
+        assert texts[0].endswith("mood 1") and texts[1].endswith("<|im_end|>\n2")
 
 
 @pytest.mark.parametrize("record, text, counted", [
