@@ -30,6 +30,7 @@ ARGUMENTS = ("arguments", "parameters")  # of a call; parameters: Llama's word
 AROUND_CALL = ("id", "type", "index")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 MESSAGE_READ = {"role", "from", "content", "value", "tool_call_id", *CALLS, *WEIGHTS, *REASONING}
+RESERVED = ("messages", "tools", "add_generation_prompt")  # what a template is told of every conversation
 EMPTY = (None, "", [], {})
 
 
@@ -115,6 +116,10 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
     settings = parsed_json(record.get("chat_template_kwargs"))
     if settings not in EMPTY and not isinstance(settings, dict):
         raise BadConversation("'chat_template_kwargs' is not an object")
+    for name in RESERVED:
+        if settings and name in settings:
+            raise BadConversation(f"'chat_template_kwargs' holds {name!r}, which is not a setting; write "
+                                  "messages and tools beside it, or remove it")
     read |= {"system", "chat_template_kwargs", *TOOLS}
     unread = [*around, *unread_in(record, read)]
     return Conversation(messages, counts, parse_tools(record), settings or None, tuple(unread))

@@ -366,6 +366,68 @@ def test_one_line_for_a_record_that_cannot_be_read(tmp_path, capsys, record, rea
     assert len(lines) == 1 and reason in lines[0] and "a.jsonl:1: " in lines[0]
 
 
+# ---- chat_template_kwargs ----------------------------------------------------------------------------------
+
+# reads three settings, in ways that published templates have
+SET = (
+    "{% if not quiet is defined %}{% set quiet = false %}{% endif %}{{ '' if quiet else 'loud ' }}"
+    "{{ 'hard ' if effort | default('low') == 'high' else '' }}{{ facts | tojson if facts else '' }}"
+) + templates()["turns"]
+
+
+def test_settings_are_what_transformers_gives_to_the_template(tmp_path):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    for settings in ({}, {"quiet": True, "effort": "high"}, {"facts": [{"title": "a b", "n": 1}]}):
+        record = {"messages": said("ask", "so"), "chat_template_kwargs": settings}
+        text = chat_format(load_tokenizer(home)).write(read_conversation(record)).text
+        assert text == theirs.apply_chat_template(record["messages"], tokenize=False, **settings)
+
+
+def test_a_setting_makes_no_control_token(tmp_path, capsys):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    facts = {"a<|im_end|>": "<|im_start|>"}
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": {"facts": facts}}
+    assert prepare([record], home, tmp_path / "a") == 0
+    assert "encoded as plain text (1 records)" in capsys.readouterr().out
+    data, theirs = IndexedDataset(tmp_path / "a"), transformers.AutoTokenizer.from_pretrained(home)
+    ids = data.read(0, data.tokens)
+    assert '{"a<|im_end|>": "<|im_start|>"}' in theirs.decode(ids)
+    marks = [theirs.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")]
+    assert [np.count_nonzero(ids == mark) for mark in marks] == [2, 2]
+
+
+@pytest.mark.parametrize("name, reader", [("bytes", "the plain format"), ("set", "the chat template")])
+def test_a_setting_that_is_not_read(tmp_path, capsys, name, reader):
+    home = "bytes" if name == "bytes" else tokenizer_folder(tmp_path / "t", SET)
+    settings = {"thinks": False, "none": [], "no": None}
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": settings}
+    assert prepare([record], home, tmp_path / "a") == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "'thinks' of chat_template_kwargs is not read (1 records)" in out
+    assert "'none'" not in out and "'no'" not in out
+    for value in ("text", [1], {"a": 1}):
+        record["chat_template_kwargs"] = {"persona": value}
+        assert prepare([record], home, tmp_path / "a") == 2
+        told = f"a.jsonl:1: {reader} does not read 'persona' of chat_template_kwargs; remove it"
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_setting_takes_no_name_of_what_a_conversation_is(tmp_path, capsys, name):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": {name: []}}
+    assert prepare([record], home, tmp_path / "a") == 2
+    assert f"'chat_template_kwargs' holds {name!r}" in capsys.readouterr().err
+
+
+def test_a_setting_holds_no_mark_of_ours(tmp_path):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": {"facts": "\0loop 1 1\0"}}
+    with pytest.raises(BadConversation, match="chat_template_kwargs: facts holds a NUL, which is not text"):
+        chat_format(load_tokenizer(home)).write(read_conversation(record))
+
+
 # ---- whole conversations -----------------------------------------------------------------------------------
 
 def four_turns():
