@@ -34,7 +34,7 @@ import numpy as np
 from config import ConfigError, Tree
 from data import traced
 from data.conversation import ASSISTANT, EMPTY, REASONING, BadConversation, Conversation, Message
-from data.tokenizer import CHAT_TEMPLATE, JsonTokenizer, Tokenizer
+from data.tokenizer import CHAT_TEMPLATE, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from data.traced import TracedMessage, TracedRender, TracedText
 
 if TYPE_CHECKING:  # imported only where a conversation needs them
@@ -605,7 +605,12 @@ def chat_format(
     tok: Tokenizer | None, date: str | None = None, drops_reasoning: bool = False
 ) -> ChatFormat:
     """The format that belongs to a tokenizer; the plain one for none. date: year-month-day that a template is
-    told. drops_reasoning: may it leave reasoning out? Raises ConfigError if its template is not one."""
+    told. drops_reasoning: may it leave reasoning out? Raises ConfigError if its template is not one, or if it
+    has no tokenizer.json."""
+    if isinstance(tok, SentencePieceTokenizer) and template_source(tok.files):
+        raise ConfigError(f"tokenizer {tok.name}: has a chat template, which needs a tokenizer.json beside "
+                          "it; save one with transformers' AutoTokenizer, or remove chat_template from "
+                          "tokenizer_config.json for the plain format")
     if not isinstance(tok, JsonTokenizer):
         return PlainChat()
     source = template_source(tok.files)

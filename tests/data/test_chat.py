@@ -325,6 +325,19 @@ def test_text_files_are_no_conversations(tmp_path, capsys):
     assert "not text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("named", [CHATML, [{"name": "default", "template": CHATML}], None])
+def test_a_template_beside_a_sentencepiece_model_is_not_ignored(tmp_path, capsys, named):
+    """Its control tokens are those of a tokenizer.json."""
+    home = tmp_path / "t"
+    home.mkdir()
+    tokenizer.train_bpe([f"some text of a corpus {number}" for number in range(99)], 300,
+                        home / "tokenizer.model")
+    (home / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert prepare([{"messages": said("a", "b")}], home, tmp_path / "a") == (2 if named else 0)
+    told = "has a chat template, which needs a tokenizer.json beside it"
+    assert (told in capsys.readouterr().err) == bool(named)
+
+
 # ---- the mask as a file ------------------------------------------------------------------------------------
 
 def test_bits_in_parts_of_any_size():
