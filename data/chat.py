@@ -25,7 +25,7 @@ import datetime
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +33,8 @@ import numpy as np
 
 from config import ConfigError, Tree
 from data import traced
-from data.conversation import ASSISTANT, REASONING, BadConversation, Conversation, Message
-from data.tokenizer import CHAT_TEMPLATE, JsonTokenizer, Tokenizer
+from data.conversation import ASSISTANT, EMPTY, REASONING, BadConversation, Conversation, Message
+from data.tokenizer import CHAT_TEMPLATE, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 from data.traced import TracedMessage, TracedRender, TracedText
 
 if TYPE_CHECKING:  # imported only where a conversation needs them
@@ -86,7 +86,7 @@ class EncodedChat(NamedTuple):
 class Leaf(NamedTuple):
     """One string of a conversation. is_required: the text must hold it."""
     text: str
-    message: int | None  # number of its message; None for the definition of a tool
+    message: int | None  # number of its message; None for the definition of a tool, and for a setting
     place: str  # for the user
     is_required: bool
     is_value: bool = False  # a number, true, false or null in JSON: a template writes it, and leaves no trace
@@ -99,7 +99,7 @@ class PlainChat:
     message."""
 
     def write(self, conversation: Conversation) -> ChatText:
-        """The text of a conversation. Raises BadConversation for tools and reasoning."""
+        """The text of a conversation. Raises BadConversation for tools, reasoning and settings."""
         if conversation.tools:
             raise BadConversation("the plain format cannot write its tools; take a tokenizer with a template")
         text = ""
@@ -107,6 +107,7 @@ class PlainChat:
         turns: list[int] = []
         notes = [f"{key!r} of messages is not read" for message in conversation.messages for key in message
                  if key not in NOT_WRITTEN | {"role", "content"}]
+        notes += unread_settings(conversation.settings, (), "the plain format")
         asks = set(turn_messages(conversation.messages))
         for number, message in enumerate(conversation.messages):
             for key in ("tool_calls", *REASONING):
@@ -180,6 +181,7 @@ class TemplateChat:
     """The format of a chat template. Nothing is added to what it writes."""
     template: "jinja2.Template"
     names: Tree  # what a template may use: bos_token, ...
+    reads: frozenset[str]  # the names that it uses, of all
     processor: "tokenizers.Tokenizer"  # reads control tokens in a text as such
     control: re.Pattern[str] | None  # finds a control token in a text
     header: str = ""  # what the template writes before the assistant speaks
@@ -191,10 +193,12 @@ class TemplateChat:
     def write(self, conversation: Conversation) -> ChatText:
         """The text of a conversation. Raises BadConversation if the template refuses it in every form, leaves
         a part of it out, or does not show where an assistant's turn begins and ends."""
+        unread = unread_settings(conversation.settings, self.reads, "the chat template")
         reason: BadConversation | None = None
         for form in forms_of(conversation):
             try:
-                return self._write(conversation, form)
+                written = self._write(conversation, form)
+                return written._replace(notes=(*unread, *written.notes))
             except BadConversation as error:
                 # the form that comes nearest says why
                 if reason is None or missing_strings(error) < missing_strings(reason):
@@ -207,7 +211,11 @@ class TemplateChat:
         messages = [traced_message(number, message, form, leaves)
                     for number, message in enumerate(conversation.messages)]
         tools = traced_tools(conversation.tools, leaves)
-        made = self.render(messages, tools, conversation.settings)
+        settings = traced_settings(conversation.settings, leaves)
+        for leaf in leaves:
+            if "\0" in leaf.text:
+                raise BadConversation(f"{leaf.place} holds a NUL, which is not text")
+        made = self.render(messages, tools, settings)
         notes = check_whole(made, leaves, self.drops_reasoning)
         spoken = {traced.source_mark(index): self._paired_marks(leaf.text)
                   for index, leaf in enumerate(leaves) if is_answer(conversation, leaf)}
@@ -486,6 +494,35 @@ def traced_tools(tools: list[Tree] | None, leaves: list[Leaf]) -> list[Any] | No
     return None if tools is None else [value_of(tool, "tools", "") for tool in tools]
 
 
+def traced_settings(settings: Tree | None, leaves: list[Leaf]) -> Tree | None:
+    """The settings as a template sees them: text in them is the record's. A template decides by them, so that
+    it need not write them."""
+    def value_of(value: Any, name: str) -> Any:
+        if isinstance(value, str):
+            leaves.append(Leaf(value, None, f"chat_template_kwargs: {name}", False))
+            return TracedText(value, traced.source_mark(len(leaves) - 1) * len(value))
+        if isinstance(value, dict):
+            return {value_of(key, name): value_of(item, name) for key, item in value.items()}
+        if isinstance(value, list):
+            return [value_of(item, name) for item in value]
+        return value
+
+    return settings and {name: value_of(value, name) for name, value in settings.items()}
+
+
+def unread_settings(settings: Tree | None, reads: Collection[str], reader: str) -> list[str]:
+    """Notes of the settings that are not read. Raises BadConversation for one that holds text, a list or an
+    object."""
+    notes: list[str] = []
+    for name, value in (settings or {}).items():
+        if name in reads or value in EMPTY:
+            continue
+        if isinstance(value, (str, list, dict)):
+            raise BadConversation(f"{reader} does not read {name!r} of chat_template_kwargs; remove it")
+        notes.append(f"{name!r} of chat_template_kwargs is not read")
+    return notes
+
+
 def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = False) -> list[str]:
     """Raises LeftOut if the text leaves out a string that it must hold. Returns notes of what else it leaves
     out."""
@@ -496,23 +533,25 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
 
     notes: list[str] = []
     reasons: list[str] = []
+    thoughts: list[str] = []  # that are left out
     for number, leaf in enumerate(leaves):
         text = written.get(traced.source_mark(number), "")
-        missing = missing_part(leaf, text, made.text)
-        if missing is None:
-            continue
         key = leaf.place.rpartition("its ")[2]
-        is_reasoning = key in REASONING or missing not in THOUGHTS.split(leaf.text)[-1:]
-        if leaf.is_required and not (is_reasoning and drops_reasoning):
-            hint = "; let it with --drop-reasoning" if is_reasoning else ""
-            what = "reasoning " if is_reasoning and key not in REASONING else ""
-            reasons.append(f"{leaf.place} {what}{shortened(missing)} is left out by the chat template{hint}")
-        elif leaf.is_required:
-            notes.append("reasoning is left out by the chat template")
-        elif leaf.message is not None and key not in NOT_WRITTEN | {"tool_calls"}:
-            notes.append(f"{key!r} of messages is not read")
-    if reasons:
-        raise LeftOut(reasons[0], len(reasons))
+        for missing, is_thought in missing_parts(leaf, text, made.text):
+            if not leaf.is_required:
+                if leaf.message is not None and key not in NOT_WRITTEN | {"tool_calls"}:
+                    notes.append(f"{key!r} of messages is not read")
+            elif is_thought:
+                what = "" if key in REASONING else "reasoning "
+                thoughts.append(f"{leaf.place} {what}{shortened(missing)} is left out by the chat template; "
+                                "let it with --drop-reasoning")
+            else:
+                reasons.append(f"{leaf.place} {shortened(missing)} is left out by the chat template")
+    if thoughts and drops_reasoning:
+        notes.append("reasoning is left out by the chat template")
+        thoughts = []
+    if reasons or thoughts:
+        raise LeftOut([*reasons, *thoughts][0], len(reasons) + len(thoughts))
     return notes
 
 
@@ -523,21 +562,33 @@ def is_answer(conversation: Conversation, leaf: Leaf) -> bool:
     return conversation.messages[leaf.message]["role"] == ASSISTANT
 
 
-def missing_part(leaf: Leaf, written: str, text: str) -> str | None:
-    """The first part of a string that the text does not hold, None if it holds all. written: what came from
-    the string. White space at ends may be lost, a part may be in JSON, and tools' words in other letters."""
+def missing_parts(leaf: Leaf, written: str, text: str) -> list[tuple[str, bool]]:
+    """The parts of a string that the text does not hold, each with whether it is reasoning. written: what
+    came from the string. White space at ends may be lost, a part may be in JSON, and tools' words in other
+    letters."""
     if leaf.is_value:
         value = json.loads(leaf.text)
         is_found = leaf.is_required and (leaf.text in text or str(value) in text)
-        return None if is_found else leaf.text
-    for part in THOUGHTS.split(leaf.text):
+        return [] if is_found else [(leaf.text, False)]
+    missing: list[tuple[str, bool]] = []
+    for part, is_thought in parts_of_answer(leaf):
         said = part.strip()
         forms = [said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]]
         if leaf.message is None:
             written, forms = written.lower(), [form.lower() for form in forms]
         if not any(form in written for form in forms):
-            return part
-    return None
+            missing.append((part, is_thought))
+    return missing
+
+
+def parts_of_answer(leaf: Leaf) -> Iterator[tuple[str, bool]]:
+    """The parts of a string between the marks of reasoning, each with whether it is reasoning: what an answer
+    has between <think> and </think>, or before the first </think>, which the invitation to speak opens."""
+    marks = THOUGHTS.findall(leaf.text)
+    is_reasoning = leaf.place.endswith(tuple(f"its {key}" for key in REASONING))
+    is_said = leaf.place.endswith(f"({ASSISTANT}): its content")
+    for part, before, after in zip(THOUGHTS.split(leaf.text), ["<think>", *marks], [*marks, ""]):
+        yield part, is_reasoning or is_said and (before, after) == ("<think>", "</think>")
 
 
 def shortened(text: str, size: int = 40) -> str:
@@ -554,18 +605,25 @@ def chat_format(
     tok: Tokenizer | None, date: str | None = None, drops_reasoning: bool = False
 ) -> ChatFormat:
     """The format that belongs to a tokenizer; the plain one for none. date: year-month-day that a template is
-    told. drops_reasoning: may it leave reasoning out? Raises ConfigError if its template is not one."""
+    told. drops_reasoning: may it leave reasoning out? Raises ConfigError if its template is not one, or if it
+    has no tokenizer.json."""
+    if isinstance(tok, SentencePieceTokenizer) and template_source(tok.files):
+        raise ConfigError(f"tokenizer {tok.name}: has a chat template, which needs a tokenizer.json beside "
+                          "it; save one with transformers' AutoTokenizer, or remove chat_template from "
+                          "tokenizer_config.json for the plain format")
     if not isinstance(tok, JsonTokenizer):
         return PlainChat()
     source = template_source(tok.files)
     if source is None:
         return PlainChat()
 
-    import jinja2
+    import jinja2.meta
     import tokenizers
 
+    environment = traced.traced_environment()
     try:
-        template = traced.traced_environment().from_string(source)
+        template = environment.from_string(source)
+        reads = jinja2.meta.find_undeclared_variables(environment.parse(source))
     except jinja2.TemplateError as error:
         raise ConfigError(f"tokenizer {tok.name}: its chat template is not one ({error}); "
                           f"repair {CHAT_TEMPLATE}") from None
@@ -586,6 +644,7 @@ def chat_format(
     made = TemplateChat(
         template,
         names,
+        frozenset(name for name in reads if not name.startswith("_traced_")),
         processor,
         control,
         date=date if asks_date else None,

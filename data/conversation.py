@@ -25,9 +25,12 @@ MESSAGE_KEYS = ("messages", "conversations", "conversation")  # the first that a
 WEIGHTS = ("weight", "loss", "train", "training")  # 0 or false: the message does not count
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; a template reads one of the names
 TOOLS = ("tools", "functions")
+CALLS = ("tool_calls", "function_call")
+ARGUMENTS = ("arguments", "parameters")  # of a call; parameters: Llama's word
+AROUND_CALL = ("id", "type", "index")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-MESSAGE_READ = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id",
-                *WEIGHTS, *REASONING}
+MESSAGE_READ = {"role", "from", "content", "value", "tool_call_id", *CALLS, *WEIGHTS, *REASONING}
+RESERVED = ("messages", "tools", "add_generation_prompt")  # what a template is told of every conversation
 EMPTY = (None, "", [], {})
 
 
@@ -81,9 +84,9 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
     elif "chosen" in record or "completion" in record:
         answer = "chosen" if "chosen" in record else "completion"
         prompt, answers = parse_side(record, "prompt", "user"), parse_side(record, answer, ASSISTANT)
-        is_whole = bool(prompt) and answers[:len(prompt)] == prompt
-        messages = answers if is_whole else [*prompt, *answers]
-        prompt_size, read = len(prompt), {"prompt", answer}
+        prompt_size = whole_prompt_size(prompt, answers, answer)
+        messages = answers if prompt_size else [*prompt, *answers]
+        prompt_size, read = prompt_size or len(prompt), {"prompt", answer}
     elif "instruction" in record and "output" in record:
         messages, read = alpaca_messages(record), {"instruction", "input", "output", "history"}
         prompt_size = 0
@@ -113,6 +116,10 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
     settings = parsed_json(record.get("chat_template_kwargs"))
     if settings not in EMPTY and not isinstance(settings, dict):
         raise BadConversation("'chat_template_kwargs' is not an object")
+    for name in RESERVED:
+        if settings and name in settings:
+            raise BadConversation(f"'chat_template_kwargs' holds {name!r}, which is not a setting; write "
+                                  "messages and tools beside it, or remove it")
     read |= {"system", "chat_template_kwargs", *TOOLS}
     unread = [*around, *unread_in(record, read)]
     return Conversation(messages, counts, parse_tools(record), settings or None, tuple(unread))
@@ -135,6 +142,23 @@ def parse_side(record: Tree, key: str, role: str) -> list[Message]:
             raise BadConversation("'chosen' is text, and there is no 'prompt' that it answers")
         return [{"role": role, "content": checked_text(value, repr(key))}]
     return parse_messages(value, key)
+
+
+def whole_prompt_size(prompt: list[Message], answers: list[Message], key: str) -> int:
+    """How many messages of the answers are the prompt, if they repeat it, after a system message or not; else
+    0. Raises BadConversation for answers that begin with a question other than the prompt's."""
+    if not prompt:
+        return 0
+    skipped = int(answers[0]["role"] == "system" != prompt[0]["role"])
+    size = skipped + len(prompt)
+    beginning = [{**message, "content": message["content"].strip()} for message in answers[skipped:size]]
+    if beginning == [{**message, "content": message["content"].strip()} for message in prompt]:
+        return size
+    role = answers[0]["role"]
+    if role not in (ASSISTANT, "tool"):
+        raise BadConversation(f"{key!r} begins with {role}, so it is whole, and 'prompt' is not its "
+                              "beginning; remove 'prompt', or what is not an answer")
+    return 0
 
 
 def alpaca_messages(record: Tree) -> list[Message]:
@@ -179,6 +203,8 @@ def parse_message(number: int, message: object) -> Message:
         raise BadConversation(f"message {number} has no role (or from)")
 
     place = f"message {number} ({role})"
+    if all(message.get(name) not in EMPTY for name in CALLS):
+        raise BadConversation(f"{place} has {' and '.join(CALLS)}; keep one")
     calls = message.get("tool_calls") or message.get("function_call")
     if isinstance(content, list):
         content = "".join(text_of_part(part, place) for part in content)
@@ -234,7 +260,7 @@ def message_counts(number: int, message: Message) -> bool:
 
 def parse_calls(value: object, place: str) -> list[Tree]:
     """The calls of a message, each {"type": "function", "function": {"name", "arguments"}}; arguments in
-    JSON are parsed."""
+    JSON are parsed. Raises BadConversation for a call with a key that is not read."""
     value = parsed_json(value)
     calls = value if isinstance(value, list) else [value]
     parsed: list[Tree] = []
@@ -242,11 +268,26 @@ def parse_calls(value: object, place: str) -> list[Tree]:
         called = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(called, dict) or not isinstance(called.get("name"), str):
             raise BadConversation(f"{place}: its tool_calls hold no name and arguments of a function")
-        arguments = parsed_json(called.get("arguments", {}))
-        around = {name: item for name, item in call.items() if name in ("id", "type")}
-        function = {**called, "arguments": {} if arguments in EMPTY else arguments}
+        check_call_is_read(call, called, f"{place}: its tool_calls")
+        written = next((called[name] for name in ARGUMENTS if called.get(name) not in EMPTY), {})
+        arguments = parsed_json(written)
+        around = {name: item for name, item in {**called, **call}.items() if name in ("id", "type")}
+        function = {name: item for name, item in called.items() if name in ("name", "arguments")}
+        function["arguments"] = {} if arguments in EMPTY else arguments
         parsed.append({"type": "function", **around, "function": function})
     return parsed
+
+
+def check_call_is_read(call: Tree, called: Tree, place: str) -> None:
+    """Raises BadConversation for a key that is not read. called: the function of the call, or the call."""
+    if call is not called and (others := unread_in(call, {"function", *AROUND_CALL})):
+        raise BadConversation(f"{place}: one holds {others[0]!r} beside its function, which is not read; "
+                              "move it into the function, or remove it")
+    if others := unread_in(called, {"name", *ARGUMENTS, *AROUND_CALL}):
+        raise BadConversation(f"{place}: one holds {others[0]!r}, which is not read; "
+                              "write a call as name and arguments")
+    if len([name for name in ARGUMENTS if called.get(name) not in EMPTY]) > 1:
+        raise BadConversation(f"{place}: one has {' and '.join(ARGUMENTS)}; keep one")
 
 
 def parse_tools(record: Tree) -> list[Tree] | None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from config import ConfigError, Tree
 from data.chat import ChatFormat, ChatText
-from data.conversation import BadConversation, read_conversation, way_to
+from data.conversation import BadConversation, read_conversation, way_to, without_nulls
 
 if TYPE_CHECKING:  # imported only where an input needs them
     import datasets
@@ -222,7 +222,8 @@ def read_piece(
     if chat is not None and piece.kind == "text":
         message = f"{piece.path}: --chat reads conversations from jsonl, parquet or hf:NAME, not text"
         raise ConfigError(message)
-    read = text_reader(key or "text") if chat is None else conversation_reader(chat, key)
+    is_table = piece.kind in ("parquet", "hf")
+    read = text_reader(key or "text") if chat is None else conversation_reader(chat, key, is_table)
     column = key if chat is None else None  # a conversation may have more than one
     try:
         yield from readers[piece.kind](piece, column, read)
@@ -301,11 +302,12 @@ def checked_text(text: object, key: str, line: int) -> DocumentRecord:
     return DocumentRecord(text, line, "")
 
 
-def conversation_reader(chat: ChatFormat, key: str | None) -> ReadRecord:
-    """Reads a conversation as the text that `chat` makes of it."""
+def conversation_reader(chat: ChatFormat, key: str | None, is_table: bool) -> ReadRecord:
+    """Reads a conversation as the text that `chat` makes of it. is_table: nulls are those of a table, which
+    gives each object the keys of all."""
     def read(record: Tree, line: int) -> DocumentRecord:
         try:
-            conversation = read_conversation(record, key)
+            conversation = read_conversation(without_nulls(record) if is_table else record, key)
             written = chat.write(conversation)
         except BadConversation as error:
             return DocumentRecord(None, line, str(error))

@@ -175,6 +175,46 @@ def test_styles_of_messages():
     assert parse_messages(sharegpt) == parse_messages(parts) == said("q", "a")
 
 
+def messages_with(call):
+    """A question, and a message with a call in each place in which records hold one."""
+    spoken = {"role": "assistant", "content": ""}
+    yield [*said("q"), {**spoken, "tool_calls": [call]}]
+    yield [*said("q"), {**spoken, "function_call": call}]
+    yield [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(call)}]
+
+
+@pytest.mark.parametrize("call", [
+    {"id": "c1", "type": "function", "function": {"name": "f", "parameters": {"city": "Paris"}}},
+    {"name": "f", "parameters": {"city": "Paris"}},
+    {"name": "f", "parameters": '{"city": "Paris"}', "arguments": None, "note": ""},
+    {"name": "f", "arguments": {"city": "Paris"}, "index": 0, "id": "c1"},
+])
+def test_parameters_of_a_call_are_its_arguments(call):
+    for chat in messages_with(call):
+        found = conversation(chat).messages[1]["tool_calls"][0]
+        assert found["function"] == {"name": "f", "arguments": {"city": "Paris"}}
+        assert found.get("id") == call.get("id")
+
+
+@pytest.mark.parametrize("call, reason", [
+    ({"name": "f", "args": {"city": "Paris"}}, "holds 'args'"),
+    ({"function": {"name": "f", "input": {"city": "Paris"}}}, "holds 'input'"),
+    ({"function": {"name": "f"}, "arguments": {"city": "Paris"}}, "holds 'arguments' beside its function"),
+    ({"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}}, "arguments and parameters; keep one"),
+])
+def test_a_call_of_which_a_key_is_not_read_is_refused(call, reason):
+    for chat in messages_with(call):
+        with pytest.raises(BadConversation, match=rf"message 2 \(assistant\): its tool_calls.* {reason}"):
+            conversation(chat)
+
+
+def test_two_keys_of_calls_are_refused():
+    call = {"name": "f", "arguments": {}}
+    both = {"role": "assistant", "content": "", "tool_calls": [call], "function_call": {**call, "name": "g"}}
+    with pytest.raises(BadConversation, match="message 2 .* tool_calls and function_call; keep one"):
+        conversation([*said("q"), both])
+
+
 # ---- the command -------------------------------------------------------------------------------------------
 
 def write_jsonl(path, rows):
@@ -283,6 +323,19 @@ def test_text_files_are_no_conversations(tmp_path, capsys):
     words = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "a")]
     assert prepare_data.main([*words, "--chat"]) == 2
     assert "not text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", [CHATML, [{"name": "default", "template": CHATML}], None])
+def test_a_template_beside_a_sentencepiece_model_is_not_ignored(tmp_path, capsys, named):
+    """Its control tokens are those of a tokenizer.json."""
+    home = tmp_path / "t"
+    home.mkdir()
+    tokenizer.train_bpe([f"some text of a corpus {number}" for number in range(99)], 300,
+                        home / "tokenizer.model")
+    (home / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert prepare([{"messages": said("a", "b")}], home, tmp_path / "a") == (2 if named else 0)
+    told = "has a chat template, which needs a tokenizer.json beside it"
+    assert (told in capsys.readouterr().err) == bool(named)
 
 
 # ---- the mask as a file ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from chat_table import CONVERSATIONS, OWN, WEATHER, published, said, templates, 
 import config
 from data.chat import chat_format
 from data.conversation import BadConversation, read_conversation
+from data.documents import plan_units, read_piece
 from data.indexed import IndexedDataset
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
@@ -182,6 +183,51 @@ def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
     )
 
 
+# a message with calls has nothing else
+CALLS_ALONE = templates()["turns"].replace(
+    "{{ m.content }}", "{{ m.tool_calls | tojson if m.tool_calls else m.content }}"
+)
+
+
+@pytest.mark.parametrize("drops_reasoning", [False, True])
+@pytest.mark.parametrize("content, reasoning, lost", [
+    ("<think>I need f</think>Let me check.", None, "Let me check."),
+    ("Let me check.", "I need f", "Let me check."),
+    ("<think>I need f", None, "I need f"),
+])
+def test_what_the_assistant_says_beside_a_call_is_not_reasoning(tmp_path, content, reasoning, lost,
+                                                                drops_reasoning):
+    record = {"messages": copy.deepcopy(CONVERSATIONS["call"]["messages"])}
+    record["messages"][1] |= {"content": content, "reasoning_content": reasoning}
+    check_refused(tokenizer_folder(tmp_path, CALLS_ALONE), record, lost, drops_reasoning)
+
+
+@pytest.mark.parametrize("drops_reasoning", [False, True])
+@pytest.mark.parametrize("content, lost", [
+    ("Hello <think>x</think> Bye", "Hello "),
+    ("<think>x</think> Bye <think>y</think> so", " Bye "),
+])
+def test_what_the_assistant_says_before_reasoning_is_not(tmp_path, content, lost, drops_reasoning):
+    record = {"messages": said("ask", content, "more", "so")}
+    check_refused(tokenizer_folder(tmp_path, templates()["thoughts"]), record, lost, drops_reasoning)
+
+
+def check_refused(home, record, lost, drops_reasoning):
+    chat = chat_format(load_tokenizer(home), drops_reasoning=drops_reasoning)
+    with pytest.raises(BadConversation) as error:
+        chat.write(read_conversation(record))
+    assert str(error.value) == f"message 2 (assistant): its content {lost!r} is left out by the chat template"
+
+
+def test_reasoning_that_the_invitation_opens_may_be_left_out(tmp_path):
+    home = tokenizer_folder(tmp_path, templates()["thoughts"])
+    conversation = read_conversation({"messages": said("ask", "hm 1</think>so", "more", "too")})
+    with pytest.raises(BadConversation, match="its content reasoning 'hm 1' .* --drop-reasoning"):
+        chat_format(load_tokenizer(home)).write(conversation)
+    text = chat_format(load_tokenizer(home), drops_reasoning=True).write(conversation).text
+    assert "hm 1" not in text and "assistant\nso<" in text
+
+
 def test_the_date_is_told(tmp_path, capsys):
     home = tokenizer_folder(tmp_path / "t", templates()["dated"])
     for words, day in (([], "2025-01-01"), (["--date", "2026-05-04"], "2026-05-04")):
@@ -225,12 +271,55 @@ def test_tokens_that_are_not_special_neither(tmp_path, capsys):
     assert "a <tool_call> b" in tok.decode(data.read(0, data.tokens))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "hf", "jsonl"])
+def test_nulls_that_a_table_adds_are_no_arguments(tmp_path, kind):
+    """A table gives each object the keys of all. A null that a jsonl holds was written by somebody."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no parquet")
+    import pyarrow.parquet as pq
+
+    if kind == "hf":
+        pytest.importorskip("datasets", reason="datasets is not installed: no hf:")
+    rows = []
+    for arguments, settings in (({"city": "Oslo"}, {"mood": 1}), ({"day": 3}, {"style": 2})):
+        record = {"messages": copy.deepcopy(CONVERSATIONS["call"]["messages"])}
+        record["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
+        rows.append({**record, "chat_template_kwargs": settings})
+    rows = pa.Table.from_pylist(rows).to_pylist()
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set" / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    if kind == "jsonl":
+        path = tmp_path / "x.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    template = templates()["thoughts"] + "{% if mood is defined %}mood {{ mood }}{% endif %}{{ style }}"
+    chat = chat_format(load_tokenizer(tokenizer_folder(tmp_path / "t", template)))
+    (unit,) = plan_units([f"hf:{tmp_path / 'set'}" if kind == "hf" else str(path)])
+    texts = [record.text for piece in unit for record in read_piece(piece, None, chat)]
+    if kind == "jsonl":
+        assert '{"city": "Oslo", "day": null}' in texts[0] and '{"city": null, "day": 3}' in texts[1]
+        assert texts[1].endswith("mood None2")
+    else:
+        assert '{"city": "Oslo"}' in texts[0] and '{"day": 3}' in texts[1]
+        assert texts[0].endswith("mood 1") and texts[1].endswith("<|im_end|>\n2")
+
+
 @pytest.mark.parametrize("record, text, counted", [
     ({"prompt": "ask", "completion": "so"}, "user: ask\nassistant: so\n", "so\n"),
     ({"prompt": said("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]},
      "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n"),
     ({"chosen": said("a", "b")}, "user: a\nassistant: b\n", "b\n"),
     ({"prompt": "a", "chosen": "b"}, "user: a\nassistant: b\n", "b\n"),
+    ({"prompt": "a", "chosen": [{"role": "system", "content": "s"}, *said("a\n", "b")]},
+     "system: s\nuser: a\n\nassistant: b\n", "b\n"),
+    ({"prompt": said("a "), "completion": said("a", "b")}, "user: a\nassistant: b\n", "b\n"),
+    ({"prompt": [{"role": "system", "content": "s"}, *said("a")],
+      "chosen": [{"role": "system", "content": "s"}, *said("a", "b")]},
+     "system: s\nuser: a\nassistant: b\n", "b\n"),
+    ({"system": "s", "prompt": "a", "chosen": [{"role": "system", "content": "s"}, *said("a", "b")]},
+     "system: s\nuser: a\nassistant: b\n", "b\n"),
+    ({"prompt": said("a", "b"), "completion": said("c", "d")[1:]},
+     "user: a\nassistant: b\nassistant: d\n", "d\n"),
     ({"instruction": "do", "input": "it", "output": "done"}, "user: do\nit\nassistant: done\n", "done\n"),
     ({"instruction": "do", "input": "", "output": "done", "system": "s", "history": [["q", "r"]]},
      "system: s\nuser: q\nassistant: r\nuser: do\nassistant: done\n", "r\ndone\n"),
@@ -265,12 +354,78 @@ def test_forms_of_records(tmp_path, record, text, counted):
     ({"messages": [{"role": "user", "content": "a", "loss": True}, *said("c", "b")[1:]]}, "its loss is True"),
     ({"chosen": "b", "rejected": "c"}, "'chosen' is text, and there is no 'prompt'"),
     ({"messages": [{"role": "system", "content": "t"}, *said("a", "b")], "system": "s"}, "two system"),
+    ({"prompt": "a", "chosen": said("another", "b")}, "'chosen' begins with user, so it is whole, and"),
+    ({"prompt": [{"role": "system", "content": "s"}, *said("a")], "completion": said("a", "b")},
+     "'prompt' is not its beginning"),
+    ({"prompt": said("a", "b", "c"), "chosen": said("a", "b")}, "'prompt' is not its beginning"),
     ({"instruction": "a", "output": 3}, "'output' has no text"),
 ])
 def test_one_line_for_a_record_that_cannot_be_read(tmp_path, capsys, record, reason):
     assert prepare([record], "bytes", tmp_path / "a") == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and reason in lines[0] and "a.jsonl:1: " in lines[0]
+
+
+# ---- chat_template_kwargs ----------------------------------------------------------------------------------
+
+# reads three settings, in ways that published templates have
+SET = (
+    "{% if not quiet is defined %}{% set quiet = false %}{% endif %}{{ '' if quiet else 'loud ' }}"
+    "{{ 'hard ' if effort | default('low') == 'high' else '' }}{{ facts | tojson if facts else '' }}"
+) + templates()["turns"]
+
+
+def test_settings_are_what_transformers_gives_to_the_template(tmp_path):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    for settings in ({}, {"quiet": True, "effort": "high"}, {"facts": [{"title": "a b", "n": 1}]}):
+        record = {"messages": said("ask", "so"), "chat_template_kwargs": settings}
+        text = chat_format(load_tokenizer(home)).write(read_conversation(record)).text
+        assert text == theirs.apply_chat_template(record["messages"], tokenize=False, **settings)
+
+
+def test_a_setting_makes_no_control_token(tmp_path, capsys):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    facts = {"a<|im_end|>": "<|im_start|>"}
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": {"facts": facts}}
+    assert prepare([record], home, tmp_path / "a") == 0
+    assert "encoded as plain text (1 records)" in capsys.readouterr().out
+    data, theirs = IndexedDataset(tmp_path / "a"), transformers.AutoTokenizer.from_pretrained(home)
+    ids = data.read(0, data.tokens)
+    assert '{"a<|im_end|>": "<|im_start|>"}' in theirs.decode(ids)
+    marks = [theirs.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")]
+    assert [np.count_nonzero(ids == mark) for mark in marks] == [2, 2]
+
+
+@pytest.mark.parametrize("name, reader", [("bytes", "the plain format"), ("set", "the chat template")])
+def test_a_setting_that_is_not_read(tmp_path, capsys, name, reader):
+    home = "bytes" if name == "bytes" else tokenizer_folder(tmp_path / "t", SET)
+    settings = {"thinks": False, "none": [], "no": None}
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": settings}
+    assert prepare([record], home, tmp_path / "a") == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "'thinks' of chat_template_kwargs is not read (1 records)" in out
+    assert "'none'" not in out and "'no'" not in out
+    for value in ("text", [1], {"a": 1}):
+        record["chat_template_kwargs"] = {"persona": value}
+        assert prepare([record], home, tmp_path / "a") == 2
+        told = f"a.jsonl:1: {reader} does not read 'persona' of chat_template_kwargs; remove it"
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_a_setting_takes_no_name_of_what_a_conversation_is(tmp_path, capsys, name):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": {name: []}}
+    assert prepare([record], home, tmp_path / "a") == 2
+    assert f"'chat_template_kwargs' holds {name!r}" in capsys.readouterr().err
+
+
+def test_a_setting_holds_no_mark_of_ours(tmp_path):
+    home = tokenizer_folder(tmp_path / "t", SET)
+    record = {"messages": said("ask", "so"), "chat_template_kwargs": {"facts": "\0loop 1 1\0"}}
+    with pytest.raises(BadConversation, match="chat_template_kwargs: facts holds a NUL, which is not text"):
+        chat_format(load_tokenizer(home)).write(read_conversation(record))
 
 
 # ---- whole conversations -----------------------------------------------------------------------------------
