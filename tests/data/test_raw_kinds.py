@@ -144,7 +144,7 @@ def test_files_that_are_refused_by_what_they_are(tmp_path, content, more, told):
 
 def test_another_byte_order_is_not_a_larger_vocabulary(tmp_path):
     letters().astype(">u4").tofile(tmp_path / "x.bin")
-    told = r"x.bin: token \d+: id \d{9,} is of no vocabulary: .*width or byte order.*data.dtype, little-endian"
+    told = r"x.bin: token \d+: id \d{9,} is of no vocabulary: .*width or byte order.*data.dtype"
     with pytest.raises(ConfigError, match=told) as refusal:
         train.main(words(tmp_path, tmp_path / "x.bin", "bytes", "--data.dtype", "uint32"))
     assert "model.vocab" not in str(refusal.value)
