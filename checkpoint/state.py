@@ -384,8 +384,8 @@ def check_same_origin(meta: Tree, cfg: Config, where: str, root: pathlib.Path) -
         if key == "resume" and pathlib.Path(new).resolve().is_relative_to(root.parent.resolve()):
             continue  # it goes back to one of its own
         raise ConfigError(
-            f"checkpoint.{key}: the run goes on from {where}, and it began with {old}, not {new}; set it back, "
-            "or choose another --log.name"
+            f"checkpoint.{key}: the run goes on from {where}, and it began with {old}, not {new}; set it "
+            "back, or choose another --log.name"
         )
 
 

@@ -120,7 +120,8 @@ def test_a_run_that_has_begun_does_not_begin_at_another_checkpoint(home):
     data = ("--data.path", str(home / "a" / "text"), "--data.tokenizer", "bytes")
     weights_of = ("--checkpoint.init_from", str(home / "source"), *data)
     assert branched(home, "begun", "--train.steps", "8") == 0, (home / "begun.log").read_text()
-    assert run(home, "tuned", extra=(*weights_of, "--train.steps", "3")) == 0, (home / "tuned.log").read_text()
+    tuned = run(home, "tuned", extra=(*weights_of, "--train.steps", "3"))
+    assert tuned == 0, (home / "tuned.log").read_text()
     for name, key, value, words, args in (
         ("begun", "checkpoint.branch", f"{home / 'source'}@3", ("--train.steps", "9"), ()),
         ("tuned", "checkpoint.init_from", str(home / "begun"), (*data, "--train.steps", "4"), ARGS),
@@ -148,8 +149,9 @@ def test_a_branch_without_a_step_goes_on_where_it_has_begun(home):
 
 
 def test_a_branch_has_no_rows_of_a_run_that_failed_in_its_folder(home):
-    data = ("--data.path", str(home / "a" / "text"), "--data.tokenizer", "bytes", "--checkpoint.every", "none")
-    assert run(home, "twice", "step.end:step=8:act=SIGKILL", (*data, "--eval.every", "2")) == -9
+    data = ("--data.path", str(home / "a" / "text"), "--data.tokenizer", "bytes")
+    words = (*data, "--checkpoint.every", "none", "--eval.every", "2")
+    assert run(home, "twice", "step.end:step=8:act=SIGKILL", words) == -9
     assert [row["step"] for row in steps(home / "twice")]
     assert branched(home, "twice", "--optim.lr", "5e-4") == 0, (home / "twice.log").read_text()
     assert [row["step"] for row in steps(home / "twice")] == [7, 8, 9]

@@ -195,7 +195,7 @@ def test_rates_and_places(code, split):
 
 
 def test_a_start_token_that_no_file_names_stays_in_front(code):
-    """As of a tokenizer.json whose post-processor puts it: what is cut is the text behind it, by character."""
+    """As of a tokenizer.json whose post-processor puts it: the text behind it is cut, by character."""
     home, tok = code
     start = tok.encode("a")[0]
     fim = open_fim(settings("", fim_split="character", fim_rate=1.0).data, tok, None, start)

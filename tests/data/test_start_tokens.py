@@ -214,7 +214,8 @@ def test_data_that_names_no_tokenizer_is_not_read_otherwise_than_data_that_does(
     documents, _ = documents_by_hand(home, False)
     bare = written(home, "nameless", documents, tokenizer=False)
     blend = f"0.5 {home / 'data'} 0.5 {bare}"
-    with pytest.raises(ConfigError, match=f"data.path: {bare} does not say .*{home / 'data'} does; .*tokenizer"):
+    told = f"data.path: {bare} does not say .*{home / 'data'} does; .*tokenizer"
+    with pytest.raises(ConfigError, match=told):
         loader(home, blend)
     named = loader(home, blend, "--data.tokenizer", home / "tok")
     assert all(isinstance(dataset.index, StartedDocuments) for dataset in named.datasets)

@@ -81,7 +81,8 @@ def test_growth_and_memory():
 
 def test_a_run_that_goes_on_in_fp16_begins_with_the_first_scale(tmp_path):
     """A run without scaling saves a scale of 1: gradients of fp16 would vanish under it."""
-    words = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path), "--log.name", "r"]
+    words = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
+    words += ["--log.name", "r"]
     assert train.main([*words, "--train.steps", "2"]) == 0
     assert train.main([*words, "--train.steps", "4", "--train.dtype", "fp16"]) == 0
     meta = store.read_meta(tmp_path / "r" / "checkpoints" / "step_00000004")
