@@ -609,8 +609,8 @@ def chat_format(
     has no tokenizer.json."""
     if isinstance(tok, SentencePieceTokenizer) and template_source(tok.files):
         raise ConfigError(f"tokenizer {tok.name}: has a chat template, which needs a tokenizer.json beside "
-                          "it; save one with transformers' AutoTokenizer, or remove chat_template from "
-                          "tokenizer_config.json for the plain format")
+                          "it; save one with transformers' AutoTokenizer, or remove the template "
+                          f"({CHAT_TEMPLATE}, or chat_template in tokenizer_config.json) for the plain one")
     if not isinstance(tok, JsonTokenizer):
         return PlainChat()
     source = template_source(tok.files)
@@ -714,8 +714,13 @@ def template_source(files: dict[str, bytes]) -> str | None:
 
 
 def special_names(files: dict[str, bytes]) -> dict[str, str]:
-    """{bos_token: "<s>", ...}: what transformers gives to a template."""
+    """{bos_token: "<s>", ...}: what transformers gives to a template.
+
+    It reads special_tokens_map.json, too, where the settings do not list the added tokens.
+    """
     settings = tokenizer_settings(files)
+    if "added_tokens_decoder" not in settings and "special_tokens_map.json" in files:
+        settings = {**json.loads(files["special_tokens_map.json"]), **settings}
     names: dict[str, str] = {}
     for name in SPECIAL_NAMES:
         token = settings.get(name)

@@ -269,7 +269,8 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     bos = processor.bos_id()
     pad = processor.pad_id()
 
-    files = {name: beside[name] for name in (contract.TOKENIZER_CONFIG,) if name in beside}
+    kept = (contract.TOKENIZER_CONFIG, CHAT_TEMPLATE)
+    files = {name: beside[name] for name in kept if name in beside}
     is_ours = processor.piece_to_id("\n") != processor.unk_id()  # train_bpe makes a piece for the newline
     return SentencePieceTokenizer(
         contract=TokenizerContract(

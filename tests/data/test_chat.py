@@ -11,7 +11,7 @@ from ranks import MODEL, job
 
 import config
 from data import tokenizer
-from data.chat import PlainChat, chat_format
+from data.chat import PlainChat, chat_format, special_names
 from data.conversation import BadConversation, parse_messages, read_conversation
 from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
@@ -336,6 +336,22 @@ def test_a_template_beside_a_sentencepiece_model_is_not_ignored(tmp_path, capsys
     assert prepare([{"messages": said("a", "b")}], home, tmp_path / "a") == (2 if named else 0)
     told = "has a chat template, which needs a tokenizer.json beside it"
     assert (told in capsys.readouterr().err) == bool(named)
+    (home / "tokenizer_config.json").unlink()
+    (home / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert prepare([{"messages": said("a", "b")}], home, tmp_path / "b") == 2
+    assert told in capsys.readouterr().err
+
+
+def test_names_for_a_template_come_from_the_map_of_special_tokens_too():
+    """As in transformers: where tokenizer_config.json lists no added tokens, and does not name one."""
+    of_map = json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}).encode()
+    for settings, want in (
+        ({}, {"bos_token": "<s>", "eos_token": "</s>"}),
+        ({"eos_token": "<e>"}, {"bos_token": "<s>", "eos_token": "<e>"}),
+        ({"eos_token": "<e>", "added_tokens_decoder": {}}, {"eos_token": "<e>"}),
+    ):
+        files = {"tokenizer_config.json": json.dumps(settings).encode(), "special_tokens_map.json": of_map}
+        assert special_names(files) == want
 
 
 # ---- the mask as a file ------------------------------------------------------------------------------------
