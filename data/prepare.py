@@ -40,7 +40,14 @@ from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at
 from data.contract import dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
-from data.indexed import IndexedDataset, IndexedDatasetWriter, file_sha256, naming_errors, sync_file
+from data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    file_sha256,
+    is_sidecar,
+    naming_errors,
+    sync_file,
+)
 from data.lengths import byte_check
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
@@ -50,6 +57,8 @@ Say = Callable[[str], object]  # receives a line for the user
 Progress = Callable[[int, int], object]  # receives (bytes of input done, bytes of input in all)
 FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINTS when it is reached
 
+FILE_ENDS = (".bin", ".idx", ".json", ".crc", ".mask", ".mask.crc")  # of what is made, or made again
+FOLDER_ENDS = (".parts", ".tokenizer")
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
@@ -125,6 +134,7 @@ def prepare_corpus(
     units = documents.plan_units(inputs, unit_bytes)
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
+    check_out(out, units)
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
@@ -205,6 +215,30 @@ def prepare_corpus(
         "shards": len(units),
         "shards_kept": shards_kept,
     }
+
+
+def check_out(out: pathlib.Path, units: list[Unit]) -> None:
+    """Raises ConfigError if OUT.* would replace or delete a file that is not of an earlier start."""
+    paths = {piece.path for unit in units for piece in unit if piece.kind != "hf"}
+    replaced = first_replaced(out, sorted(paths))
+    if replaced is not None:
+        raise ConfigError(f"--out: {out} would replace the input {replaced}; choose another --out")
+    sidecar = f"{out}.json"
+    if os.path.lexists(sidecar) and not is_sidecar(sidecar):
+        raise ConfigError(f"{sidecar}: is not of prepare_data, which would replace it; choose another --out, "
+                          "or move it")
+
+
+def first_replaced(out: pathlib.Path | str, paths: list[str]) -> str | None:
+    """The first of these files and folders that the making of OUT.* replaces or deletes; None if it does
+    none."""
+    files = {os.path.realpath(f"{out}{end}") for end in FILE_ENDS}
+    folders = tuple(f"{os.path.realpath(f'{out}{end}')}/" for end in FOLDER_ENDS)
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in files or f"{real}/".startswith(folders):
+            return path
+    return None
 
 
 @contextlib.contextmanager
