@@ -37,7 +37,7 @@ from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
 from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns, template_source
-from data.contract import dtype_of
+from data.contract import SETTINGS, dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
 from data.indexed import (
@@ -59,6 +59,8 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 
 FILE_ENDS = (".bin", ".idx", ".json", ".crc", ".mask", ".mask.crc")  # of what is made, or made again
 FOLDER_ENDS = (".parts", ".tokenizer")
+STARTED = {"lock", "plan.tmp"}  # of PREFIX.parts, before it has a plan
+TOKENIZER_FILES = {*tokenizers.FILE_NAMES, *SETTINGS, tokenizers.CHAT_TEMPLATE}  # of PREFIX.tokenizer
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
@@ -191,7 +193,7 @@ def prepare_corpus(
         if made is not None:
             made = {**made, "inputs": input_files(units)}
         counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
-        shutil.rmtree(job.parts)
+        remove_parts(job)
 
     return {
         "out": str(out),
@@ -223,10 +225,28 @@ def check_out(out: pathlib.Path, units: list[Unit]) -> None:
     replaced = first_replaced(out, sorted(paths))
     if replaced is not None:
         raise ConfigError(f"--out: {out} would replace the input {replaced}; choose another --out")
+    way_out = "choose another --out, or move it"
     sidecar = f"{out}.json"
     if os.path.lexists(sidecar) and not is_sidecar(sidecar):
-        raise ConfigError(f"{sidecar}: is not of prepare_data, which would replace it; choose another --out, "
-                          "or move it")
+        raise ConfigError(f"{sidecar}: is not of prepare_data, which would replace it; {way_out}")
+
+    parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
+    names = names_in(parts, way_out)
+    if "plan" not in names and names - STARTED:
+        raise ConfigError(f"{parts}: is not an unfinished run of prepare_data: it has no plan; {way_out}")
+    others = sorted(names_in(folder, way_out) - TOKENIZER_FILES)
+    if others and not is_sidecar(sidecar):
+        raise ConfigError(f"{folder}: holds {others[0]}, which no copy of a tokenizer does, and prepare_data "
+                          f"would replace it; {way_out}")
+
+
+def names_in(folder: str, way_out: str) -> set[str]:
+    """The names in a folder, if it is there. Raises ConfigError if it is a file."""
+    if not os.path.lexists(folder):
+        return set()
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{folder}: is not the folder that prepare_data makes; {way_out}")
+    return set(os.listdir(folder))
 
 
 def first_replaced(out: pathlib.Path | str, paths: list[str]) -> str | None:
@@ -312,9 +332,18 @@ def drop_other_plan(job: TokenizeJob, digest: str) -> int:
     old_digest = path.read_text() if path.exists() else None
     if old_digest == digest:
         return 0
+    num_finished = empty_parts(job)
+    write_atomically(path, digest.encode())
+    return num_finished
+
+
+def empty_parts(job: TokenizeJob) -> int:
+    """Empties the folder but for the lock and a plan of nothing, which says after a kill that it is ours.
+    Returns how many finished shards are lost."""
+    write_atomically(os.path.join(job.parts, "plan"), b"")
     num_finished = 0
     for name in os.listdir(job.parts):
-        if name == "lock":
+        if name in ("lock", "plan"):
             continue
         num_finished += SHARD_RECORD.fullmatch(name) is not None
         outdated = os.path.join(job.parts, name)
@@ -322,8 +351,13 @@ def drop_other_plan(job: TokenizeJob, digest: str) -> int:
             shutil.rmtree(outdated)
         else:
             os.unlink(outdated)
-    write_atomically(path, digest.encode())
     return num_finished
+
+
+def remove_parts(job: TokenizeJob) -> None:
+    """Removes the folder, the plan after the shards."""
+    empty_parts(job)
+    shutil.rmtree(job.parts)
 
 
 def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) -> Tokenizer:
@@ -705,7 +739,7 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
     document is left."""
     counts = total_counts(job, units)
     if not counts["documents"]:
-        shutil.rmtree(job.parts)
+        remove_parts(job)
         first_bad = f", the first {counts['bad_records'][0]}" if counts["bad_records"] else ""
         raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
                           f"{counts['bad']} bad records{first_bad}")

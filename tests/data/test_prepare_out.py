@@ -1,10 +1,10 @@
 """What lies at --out and beside it: nothing of the user's is replaced or deleted (data/prepare.py)."""
 
 import json
+import os
 import pathlib
 import shlex
 
-import numpy as np
 import pytest
 
 import train
@@ -116,3 +116,65 @@ def test_a_sidecar_of_ours_is_replaced_even_if_it_is_damaged(tmp_path):
         (tmp_path / "d.json").write_bytes(damaged)
         assert prepared("--input", source, "--out", tmp_path / "d") == 0
         assert IndexedDataset(tmp_path / "d").documents == 1
+
+
+# ---- folders that are not ours -----------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_plan_is_not_emptied(tmp_path, capsys):
+    source = written(tmp_path / "in.jsonl", ONE)
+    written(tmp_path / "d.parts" / "000000.json", "{}")
+    written(tmp_path / "d.parts" / "sub" / "a.txt", "mine")
+    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
+    assert f"{tmp_path}/d.parts: is not an unfinished run of prepare_data" in told
+    assert "choose another --out, or move it" in told
+
+
+def test_what_a_killed_start_has_left_without_a_plan_is_taken(tmp_path):
+    source = written(tmp_path / "in.jsonl", ONE)
+    written(tmp_path / "d.parts" / "lock", "")
+    written(tmp_path / "d.parts" / "plan.tmp", "ab")
+    assert prepared("--input", source, "--out", tmp_path / "d") == 0
+    assert not (tmp_path / "d.parts").exists()
+
+
+def test_a_kill_while_the_folder_is_emptied_leaves_what_says_that_it_is_ours(tmp_path, monkeypatch):
+    """By a start with other settings, and at the end of one: the same command goes on."""
+    source = written(tmp_path / "in.jsonl", ONE + "broken\n")
+    command = ["--input", source, "--out", tmp_path / "d"]
+    assert prepared(*command) == 2
+    remove, is_due = os.unlink, []
+
+    def unlink(path, **keywords):
+        remove(path, **keywords)
+        if is_due and (str(path).startswith(f"{tmp_path}/d.parts") or "dir_fd" in keywords):
+            raise KeyboardInterrupt
+
+    command.append("--skip-bad")
+    for more in (["--no-append-eod"], []):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink)
+            is_due.append(True)
+            assert prepared(*command, *more) == 130
+        names = os.listdir(tmp_path / "d.parts")
+        assert "plan" in names and len(names) > 2
+        (tmp_path / "d.parts" / "plan").write_text("another")
+    assert prepared(*command) == 0
+    assert IndexedDataset(tmp_path / "d").tokens == 9 and not (tmp_path / "d.parts").exists()
+
+
+def test_a_folder_of_the_user_in_the_place_of_the_tokenizer_stays(tmp_path, capsys):
+    source = written(tmp_path / "in.jsonl", ONE)
+    written(tmp_path / "d.tokenizer" / "tokenizer.json", "{}")
+    written(tmp_path / "d.tokenizer" / "model.safetensors", "weights")
+    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
+    assert f"{tmp_path}/d.tokenizer: holds model.safetensors" in told
+    assert "choose another --out, or move it" in told
+
+
+@pytest.mark.parametrize("name", ["d.parts", "d.tokenizer"])
+def test_a_file_in_the_place_of_a_folder_stays(tmp_path, capsys, name):
+    source = written(tmp_path / "in.jsonl", ONE)
+    written(tmp_path / name, "mine")
+    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
+    assert f"{tmp_path / name}: is not" in told and "choose another --out, or move it" in told
