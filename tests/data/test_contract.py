@@ -78,6 +78,7 @@ DIFFER = {
                      GENERATION: ["<|endoftext|>", "<|im_end|>"]},
     "generation": {TOKENIZER: "</s>", GENERATION: ["<|endoftext|>", "<|im_end|>"]},
     "map": {TOKENIZER: "</s>", "special_tokens_map.json": "<|endoftext|>"},
+    "text-config": {TOKENIZER: "</s>", CONFIG: {"text_config": "<|endoftext|>"}},  # of a model with images
 }
 
 
@@ -87,6 +88,8 @@ def settings_of(home, said):
     id_of = ids_of(home)
 
     def content(file, value):
+        if isinstance(value, dict):
+            return {key: content(file, inner) for key, inner in value.items()}
         if file in (CONFIG, GENERATION):
             ids = [id_of(name) for name in value] if isinstance(value, list) else id_of(value)
             return {"eos_token_id": ids}
