@@ -36,7 +36,7 @@ import numpy as np
 from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
-from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns, template_source
+from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns
 from data.contract import SETTINGS, dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
@@ -49,7 +49,7 @@ from data.indexed import (
     sync_file,
 )
 from data.lengths import byte_check
-from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from data.tokenizer import SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
 Pool = dict[Connection, BaseProcess]  # our end of each worker's pipe -> the worker
@@ -306,6 +306,9 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     is_trained_here = bool(tokenizers.bpe_pieces(tokenizer))
     known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer, job.eod)
     tokenizer_digest = known.fingerprint if known else tokenizer
+    # of a tokenizer's other files, too: a copy of them is beside the shards
+    files: dict[str, bytes] = getattr(known, "files", {})
+    file_digests = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
 
     paths: set[str] = set()
     ranges: list[list[tuple[str, int, int]]] = []
@@ -317,12 +320,11 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         status = os.stat(path)
         stamps.append((path, status.st_size, status.st_mtime_ns))
 
-    parts = [SHARD_FORMAT, tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    parts = [SHARD_FORMAT, tokenizer_digest, file_digests, job.key, job.append_eod, inputs, stamps, ranges]
     if job.has_fim:
         parts.append("fim")
     if job.is_chat:
-        parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
-        parts += [job.date, job.drops_reasoning, job.seq_len, job.long]
+        parts += ["chat", job.date, job.drops_reasoning, job.seq_len, job.long]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
