@@ -133,7 +133,7 @@ def prepare_corpus(
     """
     started = time.monotonic()
     out = pathlib.Path(out)
-    units = documents.plan_units(inputs, unit_bytes)
+    units = documents.plan_units(inputs, unit_bytes, earlier_output(out))
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
     check_out(out, units)
@@ -217,6 +217,19 @@ def prepare_corpus(
         "shards": len(units),
         "shards_kept": shards_kept,
     }
+
+
+def earlier_output(out: pathlib.Path) -> list[str]:
+    """The files and folders of OUT.* that an earlier start has made, as far as they look like documents."""
+    parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
+    has_plan = os.path.exists(f"{parts}/plan")
+    has_sidecar = is_sidecar(f"{out}.json")
+    found = [parts, f"{folder}.tmp"] if has_plan else []
+    if has_sidecar:
+        found.append(f"{out}.json")
+    if (has_plan or has_sidecar) and os.path.isdir(folder) and set(os.listdir(folder)) <= TOKENIZER_FILES:
+        found.append(folder)
+    return found
 
 
 def check_out(out: pathlib.Path, units: list[Unit]) -> None:

@@ -178,3 +178,44 @@ def test_a_file_in_the_place_of_a_folder_stays(tmp_path, capsys, name):
     written(tmp_path / name, "mine")
     told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
     assert f"{tmp_path / name}: is not" in told and "choose another --out, or move it" in told
+
+
+# ---- the name of --out -------------------------------------------------------------------------------------
+
+
+def test_a_slash_at_the_end_of_out_is_no_part_of_it(tmp_path, capsys):
+    """Which the completion of a shell adds, where a folder has that name."""
+    source = written(tmp_path / "corpus" / "a.jsonl", ONE)
+    out = f"{tmp_path}/corpus/"
+    assert prepared("--input", source, "--out", out, "--show", 1) == 0
+    printed = capsys.readouterr().out
+    assert "sample    'one text'" in printed and f"--data.path {tmp_path}/corpus\n" in printed
+    assert IndexedDataset(tmp_path / "corpus").documents == 1
+    assert prepare_data.main(["--out", out, "--show", "1"]) == 0
+    assert "document 1 of 1" in capsys.readouterr().out
+
+
+def test_what_lies_in_the_input_folder_and_is_ours_is_not_read(tmp_path):
+    """After a failed start, and after a finished one: the folder is the input, and --out is in it."""
+    source = written(tmp_path / "corpus" / "a.jsonl", ONE + "broken\n")
+    out = tmp_path / "corpus" / "tokens"
+    command = ["--input", tmp_path / "corpus", "--out", out]
+    assert prepared(*command) == 2
+    assert (tmp_path / "corpus" / "tokens.parts" / "plan").exists()
+    written(tmp_path / "corpus" / "tokens.tokenizer.tmp" / "tokenizer.json", "{}")  # of a kill in the merge
+    assert prepared(*command, "--skip-bad") == 0
+    tokens = IndexedDataset(out).tokens
+    source.write_text(ONE * 2)
+    assert prepared(*command) == 0
+    assert (tokens, IndexedDataset(out).tokens) == (9, 18)
+    assert len(json.loads(out.with_suffix(".json").read_text())["provenance"]["inputs"]) == 1
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.tokenizer", "d.tokenizer/a.jsonl", "."])
+def test_what_is_named_or_not_of_prepare_data_is_refused(tmp_path, capsys, name):
+    """As by a shell that writes the names in a folder; and what a user has put into a folder of ours."""
+    source = written(tmp_path / "a.jsonl", ONE)
+    assert prepared("--input", source, "--out", tmp_path / "d") == 0
+    inner = written(tmp_path / "d.tokenizer" / "a.jsonl", ONE)
+    told = refused(capsys, tmp_path, "--input", source, tmp_path / name, "--out", tmp_path / "d")
+    assert f"would replace the input {tmp_path / 'd.json' if name == 'd.json' else inner}" in told
