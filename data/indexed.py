@@ -246,11 +246,14 @@ class IndexedDataset:
         self.probed: tuple[int, int] | None = None
         if self.meta or self._vocab is None:
             return
-        whole = len(self._block_is_checked)
-        chosen = np.unique(np.linspace(0, whole - 1, min(whole, PROBED_BLOCKS)).round().astype(int))
-        for block in chosen.tolist():
+        chosen = self._probed_blocks()
+        for block in chosen:
             self._check_block(block)
-        self.probed = len(chosen), whole
+        self.probed = len(chosen), len(self._block_is_checked)
+
+    def _probed_blocks(self) -> list[int]:
+        whole = len(self._block_is_checked)
+        return np.unique(np.linspace(0, whole - 1, min(whole, PROBED_BLOCKS)).round().astype(int)).tolist()
 
     @property
     def contract(self) -> FileContract:

@@ -678,6 +678,8 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
             stated=cfg.data.dtype,
             ids=tok.vocab if tok else None,
         )
+        if cfg.data.doc_mask:
+            index.check_ends(tok.contract if tok else None)
     else:
         index = IndexedDataset(prefix, vocab)
 
