@@ -245,6 +245,10 @@ def check_out(out: pathlib.Path, units: list[Unit]) -> None:
 
     parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
     names = names_in(parts, way_out)
+    ids = f"{out}.bin"
+    is_started = "plan" in names or os.path.lexists(sidecar)
+    if os.path.lexists(ids) and not os.path.lexists(f"{out}.idx") and not is_started:
+        raise ConfigError(f"{ids}: is not of prepare_data, which would replace it; {way_out}")
     if "plan" not in names and names - STARTED:
         raise ConfigError(f"{parts}: is not an unfinished run of prepare_data: it has no plan; {way_out}")
     others = sorted(names_in(folder, way_out) - TOKENIZER_FILES)

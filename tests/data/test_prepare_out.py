@@ -180,6 +180,14 @@ def test_a_file_in_the_place_of_a_folder_stays(tmp_path, capsys, name):
     assert f"{tmp_path / name}: is not" in told and "choose another --out, or move it" in told
 
 
+def test_a_file_of_ids_without_an_index_stays(tmp_path, capsys):
+    """As nanoGPT's train.bin, beside which --out train is made."""
+    source = written(tmp_path / "in.jsonl", ONE)
+    written(tmp_path / "train.bin", "ids of the user")
+    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "train")
+    assert f"{tmp_path}/train.bin: is not of prepare_data, which would replace it" in told
+
+
 # ---- the name of --out -------------------------------------------------------------------------------------
 
 
