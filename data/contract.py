@@ -186,12 +186,17 @@ def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tr
     return settings
 
 
+def parts_of(content: Tree) -> list[Tree]:
+    """The parts of a file that may name special tokens: text_config is of a model that reads images, too."""
+    inner = content.get("text_config")
+    return [content, inner] if isinstance(inner, dict) else [content]
+
+
 def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> list[Named]:
     """The tokens that each file names as special, of kind "eos", "bos" or "pad"."""
     found: list[Named] = []
     for file, content in settings.items():
-        inner = content.get("text_config")  # of a model that reads images, too
-        for part in (content, inner if isinstance(inner, dict) else {}):
+        for part in parts_of(content):
             text = part.get(f"{kind}_token")
             text = text.get("content") if isinstance(text, dict) else text
             if isinstance(text, str):
@@ -279,11 +284,14 @@ def settled(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
     settings.setdefault(TOKENIZER_CONFIG, {})
     changed = dict(files)
     for name, content in settings.items():
-        if name == TOKENIZER_CONFIG or "eos_token" in content:
+        if name == TOKENIZER_CONFIG:
             content["eos_token"] = end.text
-        said = content.get("eos_token_id")
-        if said is not None and not (isinstance(said, list) and end.id in said):
-            content["eos_token_id"] = end.id
+        for part in parts_of(content):
+            if "eos_token" in part:
+                part["eos_token"] = end.text
+            said = part.get("eos_token_id")
+            if said is not None and not (isinstance(said, list) and end.id in said):
+                part["eos_token_id"] = end.id
         changed[name] = json.dumps(content, ensure_ascii=False, indent=2).encode()
     return changed
 

@@ -21,7 +21,7 @@ import os
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,13 +81,16 @@ class BadDocument(ConfigError):
 
 # ---- planning ----------------------------------------------------------------------------------------------
 
-def plan_units(inputs: list[str], unit_bytes: int = UNIT_BYTES) -> list[list[DocumentPiece]]:
+def plan_units(
+    inputs: list[str], unit_bytes: int = UNIT_BYTES, passed_over: Sequence[str] = ()
+) -> list[list[DocumentPiece]]:
     """The units of work, each a list of pieces, in the order of the output. A unit has at most `unit_bytes`
-    of input, or one larger piece. Raises ConfigError naming the input."""
+    of input, or one larger piece. passed_over: files and folders that are not read where they lie in a folder
+    of the input. Raises ConfigError naming the input."""
     units: list[list[DocumentPiece]] = []
     space_left = 0
     for name in inputs:
-        for piece in pieces_of_file(name, unit_bytes):
+        for piece in pieces_of_file(name, unit_bytes, passed_over):
             if not units or piece.size > space_left:
                 units.append([])
                 space_left = unit_bytes
@@ -96,7 +99,7 @@ def plan_units(inputs: list[str], unit_bytes: int = UNIT_BYTES) -> list[list[Doc
     return units
 
 
-def pieces_of_file(name: str, unit_bytes: int) -> Iterator[DocumentPiece]:
+def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> Iterator[DocumentPiece]:
     """The pieces of one input of the command line, in order."""
     if name == "stdlib":
         for path in stdlib_files():
@@ -110,7 +113,7 @@ def pieces_of_file(name: str, unit_bytes: int) -> Iterator[DocumentPiece]:
             yield DocumentPiece(kind="hf", path=name, start=shard, stop=num_shards, size=unit_bytes)
         return
 
-    for path in matching_files(name):
+    for path in matching_files(name, passed_over):
         kind = kind_of(path) or "text"
         if name_end(path) in OTHER_FILES:
             raise ConfigError(f"{path}: {OTHER_FILES[name_end(path)]}")
@@ -128,12 +131,13 @@ def pieces_of_file(name: str, unit_bytes: int) -> Iterator[DocumentPiece]:
             yield DocumentPiece(kind=kind, path=path, start=0, stop=file_bytes, size=file_bytes)
 
 
-def matching_files(name: str) -> list[str]:
-    """The files of an input: one file, the readable files of a folder, or what a glob matches, sorted.
-    Raises ConfigError if there are none."""
+def matching_files(name: str, passed_over: Sequence[str] = ()) -> list[str]:
+    """The files of an input: one file, the readable files of a folder but for those passed over, or what a
+    glob matches, sorted. Raises ConfigError if there are none."""
     path = pathlib.Path(name)
     if path.is_dir():
         files = sorted(str(file) for file in path.rglob("*") if file.is_file() and kind_of(str(file)))
+        files = without(files, passed_over, name)
         if not files:
             packed = ", ".join(COMPRESSED)
             raise ConfigError(f"--input {name}: holds no {' '.join(KINDS)} file (or {packed} of one)")
@@ -144,6 +148,16 @@ def matching_files(name: str) -> list[str]:
     if not files:
         raise ConfigError(f"--input {name}: no such file; give files, folders, globs, hf:NAME or stdlib")
     return files
+
+
+def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[str]:
+    """The files that do not lie at or under one of the paths, but for those in which the folder lies."""
+    outer = f"{os.path.realpath(folder)}/"
+    left_out = tuple(f"{os.path.realpath(path)}/" for path in passed_over)
+    left_out = tuple(path for path in left_out if not outer.startswith(path))
+    if not left_out:
+        return files
+    return [file for file in files if not f"{os.path.realpath(file)}/".startswith(left_out)]
 
 
 def kind_of(path: str) -> str | None:

@@ -42,6 +42,8 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 a
 LENGTH_BYTES, OFFSET_BYTES, BOUND_BYTES = 4, 8, 8  # of one entry of each table of the .idx
 CHUNK = 1 << 18  # entries of a table of the .idx that are in memory at a time
 LARGEST_VOCAB = 1 << 24  # above any; larger ids were read as what they are not
+SIDECAR_KEYS = (b'"crc_sha256"', b'"idx_sha256"', b'"max_id_at"')  # that no other file has
+SIDECAR_HEAD = 1 << 12  # bytes, in which they stand
 PROBED_BLOCKS = 64  # of a file without a .json, whose ids are compared with the vocabulary at its opening
 
 
@@ -244,11 +246,14 @@ class IndexedDataset:
         self.probed: tuple[int, int] | None = None
         if self.meta or self._vocab is None:
             return
-        whole = len(self._block_is_checked)
-        chosen = np.unique(np.linspace(0, whole - 1, min(whole, PROBED_BLOCKS)).round().astype(int))
-        for block in chosen.tolist():
+        chosen = self._probed_blocks()
+        for block in chosen:
             self._check_block(block)
-        self.probed = len(chosen), whole
+        self.probed = len(chosen), len(self._block_is_checked)
+
+    def _probed_blocks(self) -> list[int]:
+        whole = len(self._block_is_checked)
+        return np.unique(np.linspace(0, whole - 1, min(whole, PROBED_BLOCKS)).round().astype(int)).tolist()
 
     @property
     def contract(self) -> FileContract:
@@ -383,7 +388,7 @@ def file_stamp(path: pathlib.Path | str) -> FileStamp | None:
 
 def read_sidecar(path: pathlib.Path | str) -> Tree:
     """The content of PREFIX.json; {} if there is none. Raises ChecksumError if it is not what was written: it
-    holds the sha256 of its own content."""
+    holds the sha256 of its own content. Raises ConfigError if it is another file."""
     try:
         text = pathlib.Path(path).read_bytes()
         meta = json.loads(text)
@@ -395,8 +400,21 @@ def read_sidecar(path: pathlib.Path | str) -> Tree:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
         pass  # damaged: not JSON, or not the object that we write
+    if not is_sidecar(path):
+        raise ConfigError(f"{path}: is another file, where the checksums of the data beside it have their "
+                          "place; move it, or rename the data (.bin, .idx)")
     raise ChecksumError(f"{path}: its sha256 does not match: damaged or edited; {AGAIN}, "
                         "or delete it to read unchecked")
+
+
+def is_sidecar(path: pathlib.Path | str) -> bool:
+    """Is it a PREFIX.json that we have written, damaged or not?"""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(SIDECAR_HEAD)
+    except OSError:
+        return False
+    return any(key in head for key in SIDECAR_KEYS)
 
 
 def sidecar_bytes(meta: Tree) -> bytes:

@@ -586,7 +586,9 @@ def check_path(path: str, option: str, made_with: str | None) -> None:
             raise ConfigError(f"{key}: {path} is a folder of data sets{several}; name one: "
                               f"{option} {shlex.quote(str(names[0]))}, or several as a blend")
     if os.path.exists(path):
-        out = shlex.quote(f"runs/data/{pathlib.Path(path).name.partition('.')[0]}")
+        out = f"runs/data/{pathlib.Path(path).name.partition('.')[0]}"
+        is_input = prepare.first_replaced(out, [path]) is not None
+        out = shlex.quote(f"{out}-tokens" if is_input else out)
         raise ConfigError(f"{key}: {path} holds no tokens; make them with python -m scripts.prepare_data "
                           f"--input {shlex.quote(path)} --tokenizer {spec} --out {out}, then {option} {out}")
     if len(path.split()) > 1:
@@ -683,6 +685,8 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
             stated=cfg.data.dtype,
             ids=tok.vocab if tok else None,
         )
+        if cfg.data.doc_mask:
+            index.check_ends(tok.contract if tok else None)
     else:
         index = IndexedDataset(prefix, vocab)
 

@@ -36,13 +36,20 @@ import numpy as np
 from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
-from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns, template_source
-from data.contract import dtype_of
+from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns
+from data.contract import SETTINGS, dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
-from data.indexed import IndexedDataset, IndexedDatasetWriter, file_sha256, naming_errors, sync_file
+from data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    file_sha256,
+    is_sidecar,
+    naming_errors,
+    sync_file,
+)
 from data.lengths import byte_check
-from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from data.tokenizer import SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
 Pool = dict[Connection, BaseProcess]  # our end of each worker's pipe -> the worker
@@ -50,6 +57,10 @@ Say = Callable[[str], object]  # receives a line for the user
 Progress = Callable[[int, int], object]  # receives (bytes of input done, bytes of input in all)
 FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINTS when it is reached
 
+FILE_ENDS = (".bin", ".idx", ".json", ".crc", ".mask", ".mask.crc")  # of what is made, or made again
+FOLDER_ENDS = (".parts", ".tokenizer")
+STARTED = {"lock", "plan.tmp"}  # of PREFIX.parts, before it has a plan
+TOKENIZER_FILES = {*tokenizers.FILE_NAMES, *SETTINGS, tokenizers.CHAT_TEMPLATE}  # of PREFIX.tokenizer
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
@@ -122,9 +133,10 @@ def prepare_corpus(
     """
     started = time.monotonic()
     out = pathlib.Path(out)
-    units = documents.plan_units(inputs, unit_bytes)
+    units = documents.plan_units(inputs, unit_bytes, earlier_output(out))
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
+    check_out(out, units)
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
@@ -181,7 +193,7 @@ def prepare_corpus(
         if made is not None:
             made = {**made, "inputs": input_files(units)}
         counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
-        shutil.rmtree(job.parts)
+        remove_parts(job)
 
     return {
         "out": str(out),
@@ -205,6 +217,65 @@ def prepare_corpus(
         "shards": len(units),
         "shards_kept": shards_kept,
     }
+
+
+def earlier_output(out: pathlib.Path) -> list[str]:
+    """The files and folders of OUT.* that an earlier start has made, as far as they look like documents."""
+    parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
+    has_plan = os.path.exists(f"{parts}/plan")
+    has_sidecar = is_sidecar(f"{out}.json")
+    found = [parts, f"{folder}.tmp"] if has_plan else []
+    if has_sidecar:
+        found.append(f"{out}.json")
+    if (has_plan or has_sidecar) and os.path.isdir(folder) and set(os.listdir(folder)) <= TOKENIZER_FILES:
+        found.append(folder)
+    return found
+
+
+def check_out(out: pathlib.Path, units: list[Unit]) -> None:
+    """Raises ConfigError if OUT.* would replace or delete a file that is not of an earlier start."""
+    paths = {piece.path for unit in units for piece in unit if piece.kind != "hf"}
+    replaced = first_replaced(out, sorted(paths))
+    if replaced is not None:
+        raise ConfigError(f"--out: {out} would replace the input {replaced}; choose another --out")
+    way_out = "choose another --out, or move it"
+    sidecar = f"{out}.json"
+    if os.path.lexists(sidecar) and not is_sidecar(sidecar):
+        raise ConfigError(f"{sidecar}: is not of prepare_data, which would replace it; {way_out}")
+
+    parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
+    names = names_in(parts, way_out)
+    ids = f"{out}.bin"
+    is_started = "plan" in names or os.path.lexists(sidecar)
+    if os.path.lexists(ids) and not os.path.lexists(f"{out}.idx") and not is_started:
+        raise ConfigError(f"{ids}: is not of prepare_data, which would replace it; {way_out}")
+    if "plan" not in names and names - STARTED:
+        raise ConfigError(f"{parts}: is not an unfinished run of prepare_data: it has no plan; {way_out}")
+    others = sorted(names_in(folder, way_out) - TOKENIZER_FILES)
+    if others and not is_sidecar(sidecar):
+        raise ConfigError(f"{folder}: holds {others[0]}, which no copy of a tokenizer does, and prepare_data "
+                          f"would replace it; {way_out}")
+
+
+def names_in(folder: str, way_out: str) -> set[str]:
+    """The names in a folder, if it is there. Raises ConfigError if it is a file."""
+    if not os.path.lexists(folder):
+        return set()
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{folder}: is not the folder that prepare_data makes; {way_out}")
+    return set(os.listdir(folder))
+
+
+def first_replaced(out: pathlib.Path | str, paths: list[str]) -> str | None:
+    """The first of these files and folders that the making of OUT.* replaces or deletes; None if it does
+    none."""
+    files = {os.path.realpath(f"{out}{end}") for end in FILE_ENDS}
+    folders = tuple(f"{os.path.realpath(f'{out}{end}')}/" for end in FOLDER_ENDS)
+    for path in paths:
+        real = os.path.realpath(path)
+        if real in files or f"{real}/".startswith(folders):
+            return path
+    return None
 
 
 @contextlib.contextmanager
@@ -252,6 +323,9 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     is_trained_here = bool(tokenizers.bpe_pieces(tokenizer))
     known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer, job.eod)
     tokenizer_digest = known.fingerprint if known else tokenizer
+    # of a tokenizer's other files, too: a copy of them is beside the shards
+    files: dict[str, bytes] = getattr(known, "files", {})
+    file_digests = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
 
     paths: set[str] = set()
     ranges: list[list[tuple[str, int, int]]] = []
@@ -263,12 +337,11 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         status = os.stat(path)
         stamps.append((path, status.st_size, status.st_mtime_ns))
 
-    parts = [SHARD_FORMAT, tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    parts = [SHARD_FORMAT, tokenizer_digest, file_digests, job.key, job.append_eod, inputs, stamps, ranges]
     if job.has_fim:
         parts.append("fim")
     if job.is_chat:
-        parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
-        parts += [job.date, job.drops_reasoning, job.seq_len, job.long]
+        parts += ["chat", job.date, job.drops_reasoning, job.seq_len, job.long]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -278,9 +351,18 @@ def drop_other_plan(job: TokenizeJob, digest: str) -> int:
     old_digest = path.read_text() if path.exists() else None
     if old_digest == digest:
         return 0
+    num_finished = empty_parts(job)
+    write_atomically(path, digest.encode())
+    return num_finished
+
+
+def empty_parts(job: TokenizeJob) -> int:
+    """Empties the folder but for the lock and a plan of nothing, which says after a kill that it is ours.
+    Returns how many finished shards are lost."""
+    write_atomically(os.path.join(job.parts, "plan"), b"")
     num_finished = 0
     for name in os.listdir(job.parts):
-        if name == "lock":
+        if name in ("lock", "plan"):
             continue
         num_finished += SHARD_RECORD.fullmatch(name) is not None
         outdated = os.path.join(job.parts, name)
@@ -288,8 +370,13 @@ def drop_other_plan(job: TokenizeJob, digest: str) -> int:
             shutil.rmtree(outdated)
         else:
             os.unlink(outdated)
-    write_atomically(path, digest.encode())
     return num_finished
+
+
+def remove_parts(job: TokenizeJob) -> None:
+    """Removes the folder, the plan after the shards."""
+    empty_parts(job)
+    shutil.rmtree(job.parts)
 
 
 def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) -> Tokenizer:
@@ -671,7 +758,7 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
     document is left."""
     counts = total_counts(job, units)
     if not counts["documents"]:
-        shutil.rmtree(job.parts)
+        remove_parts(job)
         first_bad = f", the first {counts['bad_records'][0]}" if counts["bad_records"] else ""
         raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
                           f"{counts['bad']} bad records{first_bad}")

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from config import ConfigError
-from data.contract import WIDEST_U16
+from data.blocks import BLOCK
+from data.contract import WIDEST_U16, TokenizerContract
 from data.indexed import IndexedDataset, file_stamp
 
 ENDS = (".bin", ".npy")
@@ -97,6 +98,22 @@ class RawShards(IndexedDataset):
             return token
         starts = self.document_starts(token - 1, min(token + PROBE, self.tokens))
         return int(starts[0]) if len(starts) else token
+
+    def check_ends(self, tok: TokenizerContract | None) -> None:
+        """Raises ConfigError if no id in the blocks that are looked at at the opening ends a document of the
+        tokenizer."""
+        if tok is None:
+            return
+        starts = 0
+        for block in self._probed_blocks():
+            ids = self._raw[block * BLOCK:(block + 1) * BLOCK].view(self.dtype)
+            if (ids == tok.end.id).any():
+                return
+            starts += 0 if tok.start is None else int((ids == tok.start.id).sum())
+        hint = f" (its start token, {tok.start}, occurs {starts:,} times)" if starts else ""
+        raise ConfigError(f"{self.bin}: data.doc_mask finds no end of a document, {tok.end}, in the ids that "
+                          f"are looked at; name the token that separates documents in data.eod{hint}, or set "
+                          "data.doc_mask false")
 
     def _refuse_id(self, token: int, value: int) -> None:
         raise ConfigError(f"{self.bin}: token {token}: {self._of_vocabulary(value)}")

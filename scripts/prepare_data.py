@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import pathlib
 import shlex
 import shutil
 import sys
@@ -96,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    args.out = str(pathlib.Path(args.out))  # without a slash at its end
     missing = [f"--{name}" for name in ("input", "tokenizer") if getattr(args, name) is None]
     is_shown_alone = args.show is not None and len(missing) == 2
     if missing and not is_shown_alone:

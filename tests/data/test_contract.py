@@ -78,6 +78,7 @@ DIFFER = {
                      GENERATION: ["<|endoftext|>", "<|im_end|>"]},
     "generation": {TOKENIZER: "</s>", GENERATION: ["<|endoftext|>", "<|im_end|>"]},
     "map": {TOKENIZER: "</s>", "special_tokens_map.json": "<|endoftext|>"},
+    "text-config": {TOKENIZER: "</s>", CONFIG: {"text_config": "<|endoftext|>"}},  # of a model with images
 }
 
 
@@ -87,6 +88,8 @@ def settings_of(home, said):
     id_of = ids_of(home)
 
     def content(file, value):
+        if isinstance(value, dict):
+            return {key: content(file, inner) for key, inner in value.items()}
         if file in (CONFIG, GENERATION):
             ids = [id_of(name) for name in value] if isinstance(value, list) else id_of(value)
             return {"eos_token_id": ids}
@@ -306,3 +309,18 @@ def test_one_choice_goes_in_and_out_of_an_imported_model(tmp_path, capsys, publi
         assert fail_cleanly(program, [*words, "--tokenizer", str(published), "--eod", str(end)]) == 0, words
     written = {name: json.loads((tmp_path / "out-hf" / name).read_text()) for name in (TOKENIZER, CONFIG)}
     assert written[TOKENIZER]["eos_token"] == "<|endoftext|>" and written[CONFIG]["eos_token_id"] == end
+
+
+# ---- a folder that is corrected ----------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_corrected_after_a_failed_start_is_read_again(tmp_path, capsys):
+    """What a file beside tokenizer.json says, which changes no id of text; the input stays as it is."""
+    home = make_folder(tmp_path / "t", {TOKENIZER: {"eos_token": "</s>", "bos_token": "</s>"}})
+    (tmp_path / "bad.jsonl").write_text('{"text": "one text"}\nbroken\n')
+    assert prepared(tmp_path, home, "--input", tmp_path / "bad.jsonl") == 2
+    corrected = {"eos_token": "</s>", "bos_token": "<|im_end|>"}
+    (home / TOKENIZER).write_text(json.dumps(corrected))
+    assert prepared(tmp_path, home, "--input", tmp_path / "bad.jsonl", "--skip-bad") == 0
+    assert json.loads((tmp_path / "out.tokenizer" / TOKENIZER).read_text()) == corrected
+    assert "start     '<|im_end|>'" in capsys.readouterr().out

@@ -164,3 +164,20 @@ def test_a_width_beside_data_that_says_its_own(tmp_path):
                                    ["--data.path", indexed, "--data.valid", str(tmp_path / "x.bin")])):
         given = words(tmp_path, tmp_path / "x.bin", "bytes", "--data.dtype", "uint32", *more)
         assert train.main([*given, "--log.name", f"both{number}"]) == 0
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.npy"])
+def test_a_mask_of_documents_whose_end_never_occurs_is_refused(tmp_path, name):
+    """As of llm.c's shards of Llama 3, which the start token separates: they were one document in silence."""
+    ends = {"tokenizer_config.json": {"eos_token": "</s>", "bos_token": "<|endoftext|>"}}
+    home = make_folder(tmp_path / "t", ends)
+    write(tmp_path / name, "npy-u2" if name == "x.npy" else "uint16", letters())
+    given = words(tmp_path, tmp_path / name, home, "--data.doc_mask", "true", "--train.steps", "1")
+    told = rf"{name}: .* '</s>' \(id 258\).*data.eod.* '<\|endoftext\|>' \(id 256\), occurs.*doc_mask false"
+    with pytest.raises(ConfigError, match=told):
+        train.main(given)
+    with pytest.raises(ConfigError, match=r"'</s>' \(id 258\).*data.eod, or") as refusal:
+        train.main([*given, "--data.eod", "258", "--data.tokenizer", str(make_folder(tmp_path / "s", END))])
+    assert "256" not in str(refusal.value)
+    if name == "x.bin":
+        assert train.main([*given, "--data.eod", "256"]) == 0
