@@ -690,7 +690,7 @@ def newest_checkpoint(
         reasons = "; ".join(log[-len(folders):])
         raise IntegrityError(
             f"{root}: no good checkpoint left of {len(folders)}: {reasons}. "
-            f"Restore one from a copy, or start again with checkpoint.resume=none"
+            "Restore one from a copy; to begin again, move them away or choose another --log.name"
         )
     if hint != (good.name if good else None):
         wrong = "is missing" if hint is None else f"names {hint!r}"
