@@ -210,7 +210,7 @@ def in_order(runs: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
         for at, name in enumerate(tests):
             rank = -1 if part == ("", "new") else at
             place[name] = min(rank, place.get(name, rank))
-    return sorted(place, key=lambda name: place[name])
+    return sorted(place, key=lambda name: (place[name], name))  # every worker finds the same
 
 
 def that_fit(names: Sequence[str], minutes: float | None, known: Footprints) -> list[str]:

@@ -1,5 +1,6 @@
 """tests/selection.py and tests/footprints.py: which tests a run takes."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,14 @@ def test_a_new_case_of_a_table_runs_what_the_others_do():
     more = selection.with_siblings(cases, ["a::t[1]", "a::t[3]", "a::other"])
     assert more.tests["a::t[3]"] == (3.0, "unknown", cases.tests["a::t[1]"][2] | cases.tests["a::t[2]"][2])
     assert more.tests.keys() == {"a::t[1]", "a::t[2]", "a::t[3]"}
+
+
+def test_the_order_does_not_depend_on_that_of_a_set():
+    """Each worker chooses for itself, and its sets have an order of their own: all must choose the same."""
+    parts = [("a.py", "f"), ("a.py", "g"), ("b.py", "f"), ("", "every test")]
+    runs = {part: [f"t{number}" for number in range(at, 9)] for at, part in enumerate(parts)}
+    orders = {tuple(selection.in_order(dict(order))) for order in itertools.permutations(runs.items())}
+    assert len(orders) == 1
 
 
 def test_as_many_as_fit():
