@@ -755,11 +755,28 @@ def test_every_exemption_is_used():
         assert any(words in text for text in texts), f"no command has {words!r}"
 
 
+COMMANDS_TO_RUN = [command for command in all_commands() if reason_not_to_run(command) is None]
+
+
+def run_what_it_needs(command: Command, folder: pathlib.Path) -> None:
+    """Runs the commands above it that make the folders which it names and which are not there: of the pages,
+    a test run may take this one alone.
+    """
+    before = COMMANDS_TO_RUN[:COMMANDS_TO_RUN.index(command)]
+    for place in dict.fromkeys(re.findall(r"\b(?:runs|out)/[\w-]+", command.text)):
+        if (folder / place).exists():
+            continue
+        name = place.partition("/")[2]
+        for earlier in before:
+            if place in earlier.text or f"--log.name {name} " in f"{earlier.text} ":
+                run_what_it_needs(earlier, folder)
+                run(earlier, folder)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", [c for c in all_commands() if reason_not_to_run(c) is None], ids=lambda c: c.text[:70]
-)
+@pytest.mark.parametrize("command", COMMANDS_TO_RUN, ids=lambda command: command.text[:70])
 def test_command(home, command):
+    run_what_it_needs(command, home)
     code, output = run(command, home)
     assert code == 0, f"{command.where}: {command.text}\n{output[-3000:]}"
 
