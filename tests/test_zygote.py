@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -251,3 +252,14 @@ def test_the_code_of_a_copied_checkout_is_not_ours(tmp_path):
     (tmp_path / "train.py").touch()
     assert not zygote.finds_our_code(str(tmp_path), {"PYTHONPATH": str(ROOT)})
     assert zygote.finds_our_code("/", {"PYTHONPATH": str(ROOT)})
+
+
+def test_threads_that_start_the_first_programs_share_a_zygote(monkeypatch):
+    """Two would adopt each other's programs, and a start would wait for an answer that has gone astray."""
+    made, real = [], zygote.start_zygote
+    monkeypatch.setattr(zygote.ForkingPopen, "zygote", None)
+    monkeypatch.setattr(zygote, "start_zygote", lambda: made.append(time.sleep(0.2)) or real())
+    command = [sys.executable, "-c", "if 0: import torch\nprint(1)"]
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda _: subprocess.run(command, cwd=ROOT, capture_output=True), range(3)))
+    assert [each.stdout for each in done] == [b"1\n"] * 3 and len(made) == 1

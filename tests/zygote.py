@@ -174,6 +174,7 @@ class ForkingPopen(subprocess.Popen):
     """subprocess.Popen that starts our programs as forks of `zygote`, and all else as ever."""
 
     zygote: Zygote | None = None  # it starts with the first program that needs it
+    starting = threading.Lock()
     owner = 0  # the process whose zygote that is; in a fork of it, every start is a real one
     is_on = True
 
@@ -189,7 +190,8 @@ class ForkingPopen(subprocess.Popen):
         if isinstance(start, str):
             note_real_start(start, parameters["args"])
             return super()._execute_child(*values)
-        zygote = ForkingPopen.zygote = self.zygote or start_zygote()
+        with ForkingPopen.starting:  # two threads that start one each would adopt each other's programs
+            zygote = ForkingPopen.zygote = ForkingPopen.zygote or start_zygote()
         differs = zygote.environment.items() ^ load_time_variables(start.environment).items()
         if differs:
             note_real_start(f"read while torch is loaded: {sorted(differs)}", parameters["args"])
