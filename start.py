@@ -239,7 +239,9 @@ def start_run(
 
     def begins_elsewhere(start: state.StartingPoint) -> bool:
         """Whether no run of this folder has made the steps before the start."""
-        return start.resumed is not None and not start.memory and start.resumed.path.parent != root
+        if start.resumed is None or start.memory:
+            return False
+        return start.resumed.path.parent.resolve() != root.resolve()
 
     def phase_after(start: state.StartingPoint) -> int:
         """Where an evaluation is missing, the phase before a boundary: it has its own validation."""

@@ -4,6 +4,7 @@ The branch has the source's settings, its weights, optimizer state, step and pos
 command line states otherwise is a phase that begins there (train.phases): so the same rules decide what may
 change, and the same arithmetic where each source goes on.
 """
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -45,9 +46,10 @@ def begun_branch(where: str, layers: list[Tree]) -> str:
         return where
     own = Path(log.get("dir", LogConfig.dir), str(log["name"]), "checkpoints")
     for _, path in store.committed_checkpoints(own):
-        begun = str(store.read_meta(path)["config"]["checkpoint"].get("branch"))
-        if begun.rpartition("@")[0] == str(Path(where)):
-            return begun
+        with contextlib.suppress(store.IntegrityError):  # one that is damaged is passed over
+            begun = str(store.read_meta(path)["config"]["checkpoint"].get("branch"))
+            if begun.rpartition("@")[0] == str(Path(where)):
+                return begun
     return where
 
 

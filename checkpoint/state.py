@@ -371,18 +371,18 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     return warnings + phase_notes
 
 
-def check_same_origin(meta: Tree, cfg: Config, where: str, root: pathlib.Path) -> None:
+def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -> None:
     """Raises ConfigError if a run that goes on is to begin at another checkpoint than it has begun at.
 
-    where: name_of the checkpoint from which it goes on. root: of its own checkpoints.
+    path, where: of its own checkpoint, from which it goes on, and name_of it.
     """
     began_at = {**dataclasses.asdict(CheckpointConfig()), **meta["config"]["checkpoint"]}
     for key in ("branch", "init_from", "init_changes", "resume"):
         old, new = began_at[key], getattr(cfg.checkpoint, key)
         if new in (None, *OWN_CHECKPOINTS, old):
             continue
-        if key == "resume" and pathlib.Path(new).resolve().is_relative_to(root.parent.resolve()):
-            continue  # it goes back to one of its own
+        if key == "resume" and pathlib.Path(new).resolve() in (path.resolve(), path.resolve().parents[1]):
+            continue  # names this checkpoint, or the run
         raise ConfigError(
             f"checkpoint.{key}: the run goes on from {where}, and it began with {old}, not {new}; set it "
             "back, or choose another --log.name"
@@ -842,7 +842,7 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
         check_same_run(meta, run, where, in_memory)  # first, what no run may change
         check_horizon(meta, run, where, own_folder=is_own)
         if is_own:
-            check_same_origin(meta, run.cfg, where, root)
+            check_same_origin(meta, run.cfg, path, where)
         warnings = load(run, start.resumed, in_memory)
         step = meta["step"]
         notes = [*start.notes, *warnings, *layout_change(meta, run.mesh.dims)]

@@ -19,6 +19,7 @@ from config.phases import differing_keys
 from config.schema import Config
 from config.strict import ConfigError, read_yaml
 
+STARTS_FILE = "starts.jsonl"  # of a run folder: a line for each start (runtime/goodput.py)
 HORIZON_KEYS = ("steps", "tokens", "flops")  # of train.*; exactly one of them is set
 # These may differ when a finished run is started again: none of them changes its result.
 IDLE = (
@@ -103,7 +104,7 @@ def finished_config(folder: Path) -> Config | None:
 
     A summary stays where a later start, to a later horizon, was killed: the last start says how it ended.
     """
-    starts = folder / "starts.jsonl"
+    starts = folder / STARTS_FILE
     try:
         if json.loads((folder / "summary.json").read_text())["finished"] is not True:
             return None

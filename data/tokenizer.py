@@ -172,8 +172,11 @@ def continuation(tok: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> s
     """The text of ids that continue others. Decoded alone they would lose the space at their beginning, with
     tokenizers that put one in front of a text and drop it again.
     """
-    head, whole = tok.decode(before), tok.decode([*before, *ids])
-    return whole.removeprefix(head) if whole.startswith(head) else tok.decode(ids)
+    head = tok.decode(before)
+    whole = tok.decode([*before, *ids])
+    if whole.startswith(head):
+        return whole.removeprefix(head)
+    return tok.decode(ids)  # `before` ends within a letter
 
 
 def token_id(tok: Tokenizer, name: str) -> int | None:

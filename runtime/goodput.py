@@ -28,15 +28,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from config.exit_codes import FINISHED
+from config.run_name import STARTS_FILE
 from runtime.console import duration
 
-STARTS_FILE = "starts.jsonl"
 LINE_BYTES = 1024  # of a line, with spaces at its end
 MAX_LINE_BYTES = 16 * LINE_BYTES  # that is read of one line: longer ones are damaged
 MAX_MARKS = 16  # of a start: the newest saves, to which a later start may go back
 BEAT_SECONDS = 1.0  # between two writes of the line while nothing but steps happens
 MINUTE = 60.0
-FINISHED = 0
 
 # why time is lost, by the names of summary.json: {name: its words on the console}
 REASONS = {

@@ -134,6 +134,21 @@ def test_a_run_that_has_begun_does_not_begin_at_another_checkpoint(home):
         assert (home / name / "config.yaml").read_bytes() == kept
 
 
+def test_an_older_checkpoint_of_its_own_is_not_passed_over_in_silence(home, monkeypatch):
+    """The newest was taken, whatever checkpoint.resume named."""
+    own = shutil.copytree(home / "source", home / "back") / "checkpoints"
+    data = ("--data.path", str(home / "a" / "text"), "--data.tokenizer", "bytes")
+    words = (*data, "--checkpoint.keep_every", "3", "--train.steps")
+    assert run(home, "back", extra=(*words, "12", "--checkpoint.resume", str(own / "step_00000003"))) == 2
+    *_, line = (home / "back.log").read_text().splitlines()
+    assert line.startswith("error: checkpoint.resume: the run goes on from ") and "step_00000009" in line
+    monkeypatch.chdir(home)
+    for last, named in (("12", "back/checkpoints/step_00000009"), ("13", str(home / "back"))):
+        again = run(home, "back", extra=(*words, last, "--checkpoint.resume", named))
+        assert again == 0, (home / "back.log").read_text()
+    assert [row["step"] for row in steps(home / "back")] == [*range(1, 14)]
+
+
 def test_a_branch_without_a_step_goes_on_where_it_has_begun(home):
     """Whatever its source has saved since."""
     source = home / "moving"
