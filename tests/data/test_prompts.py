@@ -236,12 +236,15 @@ def test_a_sentencepiece_model_that_puts_a_space_in_front(transformers, tmp_path
     assert found["text"] == own.decode([*ids, *new])  # bytes of half a letter are shown otherwise by theirs
 
 
-def test_a_text_goes_on_with_its_space():
-    """Of a tokenizer that drops the space in front of a text; bytes of half a letter are left to it."""
-    for tok in (load_tokenizer("bytes"), train_bpe([TEXT] * 9, 300)):
+def test_a_text_goes_on_with_its_space(tmp_path):
+    """Of a tokenizer that drops the space in front of a text (llama2); half a letter is left to it."""
+    prefixed = load_tokenizer(make_tokenizer("llama2", tmp_path / "tok"))
+    for tok in (load_tokenizer("bytes"), train_bpe([TEXT] * 9, 300), prefixed):
         ids = tok.encode(TEXT)
         for cut in range(len(ids)):
             assert tok.decode(ids[:cut]) + continuation(tok, ids[:cut], ids[cut:]) == TEXT
+    cuts = [cut for cut in range(1, len(ids)) if tok.decode(ids[:cut]) + tok.decode(ids[cut:]) != TEXT]
+    assert cuts  # without it the space would be lost there
     letter = list("é".encode())
     assert continuation(load_tokenizer("bytes"), letter[:1], letter[1:]) == "\ufffd"
 
