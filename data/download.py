@@ -28,10 +28,9 @@ import numpy as np
 from config import Config, ConfigError, phases_of
 from data.blend import named_paths
 from data.blocks import BLOCK, ChecksumError
-from data.indexed import IndexedDataset, sibling_file
+from data.indexed import FILE_ENDS, IndexedDataset, sibling_file
 from remote.files import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, path_of_url
 
-ENDS = (".idx", ".bin", ".json", ".crc", ".mask", ".mask.crc")  # of the files of one data set
 TOKENIZER = ".tokenizer"  # the end of the name of the folder beside them
 SOURCE = "source.json"  # of a copy: what the store said of its files
 
@@ -104,7 +103,7 @@ def stored_files(path: str, key: str) -> Files:
     """The files of a data set in the store. Raises ConfigError if it cannot be reached, or has none."""
     folder, name = open_source(path, key)
     is_array = name.endswith(".npy")
-    possible = [name] if is_array else [f"{name}{end}" for end in ENDS]
+    possible = [name] if is_array else [f"{name}{end}" for end in FILE_ENDS]
     tokenizer = f"{name.removesuffix('.npy')}{TOKENIZER}"
     try:
         found = {file: folder.state(file) for file in possible}

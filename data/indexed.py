@@ -34,6 +34,7 @@ from data.contract import FileContract, dtype_of
 from data.loss_mask import LossMask, LossMaskBits
 from data.tokenizer import Tokenizer
 
+FILE_ENDS = (".idx", ".bin", ".json", ".crc", ".mask", ".mask.crc")  # of a data set; what may be there
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences N, number of bounds D + 1

@@ -41,6 +41,7 @@ from data.contract import SETTINGS, dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
 from data.indexed import (
+    FILE_ENDS,
     IndexedDataset,
     IndexedDatasetWriter,
     file_sha256,
@@ -57,10 +58,9 @@ Say = Callable[[str], object]  # receives a line for the user
 Progress = Callable[[int, int], object]  # receives (bytes of input done, bytes of input in all)
 FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINTS when it is reached
 
-FILE_ENDS = (".bin", ".idx", ".json", ".crc", ".mask", ".mask.crc")  # of what is made, or made again
 FOLDER_ENDS = (".parts", ".tokenizer")
 STARTED = {"lock", "plan.tmp"}  # of PREFIX.parts, before it has a plan
-TOKENIZER_FILES = {*tokenizers.FILE_NAMES, *SETTINGS, tokenizers.CHAT_TEMPLATE}  # of PREFIX.tokenizer
+FILES_OF_A_COPY = {*tokenizers.FILE_NAMES, *SETTINGS, tokenizers.CHAT_TEMPLATE}  # that PREFIX.tokenizer may hold
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
@@ -227,7 +227,7 @@ def earlier_output(out: pathlib.Path) -> list[str]:
     found = [parts, f"{folder}.tmp"] if has_plan else []
     if has_sidecar:
         found.append(f"{out}.json")
-    if (has_plan or has_sidecar) and os.path.isdir(folder) and set(os.listdir(folder)) <= TOKENIZER_FILES:
+    if (has_plan or has_sidecar) and os.path.isdir(folder) and set(os.listdir(folder)) <= FILES_OF_A_COPY:
         found.append(folder)
     return found
 
@@ -251,7 +251,7 @@ def check_out(out: pathlib.Path, units: list[Unit]) -> None:
         raise ConfigError(f"{ids}: is not of prepare_data, which would replace it; {way_out}")
     if "plan" not in names and names - STARTED:
         raise ConfigError(f"{parts}: is not an unfinished run of prepare_data: it has no plan; {way_out}")
-    others = sorted(names_in(folder, way_out) - TOKENIZER_FILES)
+    others = sorted(names_in(folder, way_out) - FILES_OF_A_COPY)
     if others and not is_sidecar(sidecar):
         raise ConfigError(f"{folder}: holds {others[0]}, which no copy of a tokenizer does, and prepare_data "
                           f"would replace it; {way_out}")
