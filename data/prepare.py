@@ -60,7 +60,7 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 
 FOLDER_ENDS = (".parts", ".tokenizer")
 STARTED = {"lock", "plan.tmp"}  # of PREFIX.parts, before it has a plan
-FILES_OF_A_COPY = {*tokenizers.FILE_NAMES, *SETTINGS, tokenizers.CHAT_TEMPLATE}  # that PREFIX.tokenizer may hold
+FILES_OF_A_COPY = {*tokenizers.FILE_NAMES, *SETTINGS, tokenizers.CHAT_TEMPLATE}  # of a tokenizer
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
