@@ -261,6 +261,7 @@ def merge_kernel(
     share = tl.exp2(lse - largest)
     other_share = tl.exp2(other_lse - largest)
     total = share + other_share
+    tl.debug_barrier()  # all threads have read the logsumexp that one of them now writes over
     tl.store(LSE, (largest + tl.log2(total)) / LOG2E, inside)
 
     OUT = head_of(OUT, out_strides, batch, head)

@@ -84,11 +84,15 @@ def process_group(handle: ProcessGroup | None) -> ProcessGroup:
     return found
 
 
-def awaited_unless(async_op: bool, handle: Handle) -> Handle | None:
-    """As torch's own verbs end: the handle, or None after it was awaited."""
+def awaited_unless(async_op: bool, handle: Handle | None) -> Handle | None:
+    """As torch's own verbs end: the handle, or None after it was awaited.
+
+    NCCL gives none of a coalesced exchange that is not asynchronous: it runs on the stream of the caller.
+    """
     if async_op:
         return handle
-    handle.wait()
+    if handle is not None:
+        handle.wait()
     return None
 
 

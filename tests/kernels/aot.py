@@ -697,10 +697,8 @@ CASES = {
 }
 
 
-def compiled(case: Case, chip: int) -> dict:
-    """{registers, spilled bytes, shared bytes, tensor-core instructions, 128-bit loads} of one kernel on one
-    chip.
-    """
+def binary_of(case: Case, chip: int):
+    """What Triton compiles a kernel into for a chip: `asm` has its PTX and its machine code."""
     names = case.kernel.arg_names
     meta = case.meta | case.of_chip.get(chip, {})
     options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
@@ -719,7 +717,14 @@ def compiled(case: Case, chip: int) -> dict:
         if isinstance(types[n], tuple):
             aligned.update({(i, j): [["tt.divisibility", 16]] for j, t in enumerate(types[n]) if t == "i32"})
     source = ASTSource(case.kernel, types, {(names.index(k),): v for k, v in constants.items()}, aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+
+
+def compiled(case: Case, chip: int) -> dict:
+    """{registers, spilled bytes, shared bytes, tensor-core instructions, 128-bit loads} of one kernel on one
+    chip.
+    """
+    binary = binary_of(case, chip)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()

@@ -123,6 +123,12 @@ def test_programs_of_a_processor(registers, shared, warps, chip, programs):
     assert aot_module().programs_of_processor(registers, shared, warps, chip) == programs
 
 
+def environment(cache: pathlib.Path) -> dict[str, str]:
+    """That of a process that compiles. cache: the folder for what it compiles."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return clean | {"TRITON_CACHE_DIR": str(cache)}
+
+
 def aot_module():
     pytest.importorskip("triton", reason="no Triton for this platform")
     spec = importlib.util.spec_from_file_location("aot", HERE / "aot.py")
@@ -145,15 +151,30 @@ def test_the_table_holds_what_it_promises(table):
     check_promises(table)
 
 
+@pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
+def test_parts_are_merged_in_place_after_all_threads_have_read(tmp_path):
+    """Several threads read a row's logsumexp, and one of them writes over it."""
+    made = subprocess.run(
+        [sys.executable, "-c", "import aot; print(aot.binary_of(aot.CASES['attention_merge'], 90).asm['ptx'])"],
+        env=environment(tmp_path) | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert made.returncode == 0, made.stderr[-2000:]
+    before, store, _ = made.stdout.partition("st.global")
+    assert store and "ld.global" in before
+    assert "bar.sync" in before
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 @pytest.mark.parametrize("part", range(1, PARTS + 1))
 def test_the_table_is_what_the_kernels_compile_to(table, tmp_path, part):
     """Another Triton has another table; what this one promises holds there too."""
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     made = subprocess.run(
         [sys.executable, HERE / "aot.py", "--part", str(part), str(PARTS)],
-        env=clean | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment(tmp_path),
         capture_output=True,
         text=True,
         timeout=600,

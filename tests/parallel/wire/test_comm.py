@@ -112,6 +112,26 @@ def test_each_exchange_is_its_definition(ranks, groups):
             assert sent["dp_cp", "broadcast", "bytes"] == whole
 
 
+class AsNccl:
+    """The coalesced exchanges of a rank with itself, which give a handle only when it is asked for."""
+
+    def exchange(self, results, messages, options):
+        for result, message in zip(results, messages):
+            result.copy_(message)
+        return "handle" if options.asyncOp else None
+
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = exchange
+
+
+@pytest.mark.parametrize("verb", [comm.gather_each_verb, comm.scatter_each_verb])
+def test_nccl_gives_no_handle_of_a_coalesced_exchange_that_is_awaited(verb):
+    x = numbers(0, 2, ROWS, COLUMNS)
+    for async_op, handle in ((False, None), (True, "handle")):
+        out = torch.zeros_like(x)
+        assert verb(out, x, AsNccl(), async_op) == handle
+        assert torch.equal(out, x)
+
+
 def uneven(world) -> tuple[torch.Tensor, dict, dict]:
     """Rank r sends r + i + 1 rows to rank i; counted as sent, and as what came."""
     group, ledgers = [], []
