@@ -7,6 +7,7 @@
 """
 import contextlib
 import gc
+import os
 import shlex
 import sys
 import time
@@ -1040,6 +1041,8 @@ def main(argv: list[str]) -> int:
         recipes = {name: config.from_tree(config.recipe(name), name) for name in config.recipes()}
         print(table(recipes, output_width()))
         return 0
+    if "--dry-run" in argv:  # another program: it loads Triton before the kernels
+        os.execv(sys.executable, [sys.executable, "-m", "scripts.dry_run", *argv])
     words = argv
     name, file, argv = config.split_argv(words)
     for index, word in enumerate(argv):
