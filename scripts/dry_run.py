@@ -65,7 +65,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class Target:
+class Hardware:
     """Where the job would run. gpu, memory, chip: None on CPUs."""
 
     name: str
@@ -101,43 +101,42 @@ def main(argv: list[str]) -> int:
                           "as --model.vocab 32000")
     unused.check_unused(cfg, args.world, but=SEARCHED)
     plan_pipeline(cfg, args.world)
-    target = target_of(args.cluster)
+    hardware = hardware_of(args.cluster)
 
     # one rank of each place in the pipeline
     began = time.perf_counter()
     dims = parallel_dims(cfg, args.world)
-    roles = record_roles(cfg, dims, dims.group(0, "pp"), target.chip)
-    transport = "gloo" if target.chip is None else "nccl"
+    roles = record_roles(cfg, dims, dims.group(0, "pp"), hardware.chip)
+    transport = "gloo" if hardware.chip is None else "nccl"
     findings = check({role.rank: role.events for role in roles}, transport)
     seconds = time.perf_counter() - began
 
     # show
-    beside = memory_beside(cfg, args.world, target)
+    beside = memory_beside(cfg, args.world, hardware)
     needs = max(role.peak for role in roles) + sum(beside.values())
-    fits = target.memory is None or needs <= target.memory
+    fits = hardware.memory is None or needs <= hardware.memory
     width = output_width()
-    print("\n".join(wrapped(headline(name or str(file), cfg, dims, target, len(roles), seconds), width)))
-    print("\n".join(["", *role_table(roles, dims, width), "", *held_lines(roles, beside, target), ""]))
+    print("\n".join(wrapped(headline(name or str(file), cfg, dims, hardware, len(roles), seconds), width)))
+    print("\n".join(["", *role_table(roles, dims, width), "", *held_lines(roles, beside, hardware), ""]))
     print("\n".join(exchange_lines(roles, width)))
     print("\n".join(["", *check_lines(findings, transport, roles)]))
     if args.json:
-        write_json(args.json, cfg, target, roles, beside=beside, findings=findings)
+        write_json(args.json, cfg, hardware, roles, beside=beside, findings=findings)
     if args.picture:
-        draw(roles, dims, target, args.picture)
+        draw(roles, dims, hardware, args.picture)
     return 0 if fits and not findings else 1
 
 
-def target_of(name: str) -> Target:
+def hardware_of(name: str) -> Hardware:
     """Raises ConfigError for a cluster that is not known, or whose GPU takes paths that are not known."""
     if name == ON_CPU:
-        return Target(name, chip=None, gpu=None, memory=None)
-    hardware = cluster(name)
-    chip = CHIPS.get(hardware.gpu)
+        return Hardware(name, chip=None, gpu=None, memory=None)
+    row = cluster(name)
+    chip = CHIPS.get(row.gpu)
     if chip is None:
-        raise ConfigError(f"--cluster: {name} has {hardware.gpu}; the paths of {', '.join(CHIPS)} are known, "
-                          f"and of {ON_CPU}")
-    gpu = Gpu(hardware.gpu, hardware.node)
-    return Target(name, chip=chip, gpu=gpu, memory=hardware.memory)
+        raise ConfigError(f"--cluster: {name} has {row.gpu}; the paths of {', '.join(CHIPS)} are known, and "
+                          f"those of a CPU ({ON_CPU})")
+    return Hardware(name, chip=chip, gpu=Gpu(row.gpu, row.node), memory=row.memory)
 
 
 # ---- recording ---------------------------------------------------------------------------------------------
@@ -174,14 +173,14 @@ def program_of(cfg: Config) -> Program:
     return Program(build, step)
 
 
-def memory_beside(cfg: Config, world: int, target: Target) -> dict[str, int]:
+def memory_beside(cfg: Config, world: int, hardware: Hardware) -> dict[str, int]:
     """Bytes that no tensor holds: {what: how many}."""
-    if target.gpu is None:
+    if hardware.gpu is None:
         return {}
     job = job_of_rank(cfg, world, 0)
     return {
-        "buffers of NCCL's communicators": communicator_bytes(job, target.gpu),
-        "CUDA, its libraries and the allocator": reserved_bytes(target.gpu),
+        "buffers of NCCL's communicators": communicator_bytes(job, hardware.gpu),
+        "CUDA, its libraries and the allocator": reserved_bytes(hardware.gpu),
     }
 
 
@@ -189,12 +188,12 @@ def memory_beside(cfg: Config, world: int, target: Target) -> dict[str, int]:
 
 
 def headline(
-    name: str, cfg: Config, dims: ParallelDims, target: Target, num_roles: int, seconds: float
+    name: str, cfg: Config, dims: ParallelDims, hardware: Hardware, num_roles: int, seconds: float
 ) -> str:
-    chip = "a CPU" if target.chip is None else target.chip.name
+    chip = "a CPU" if hardware.chip is None else hardware.chip.name
     train = cfg.train
     return (
-        f"{name} on {dims.in_words()} of {target.name} ({chip}) · global batch {train.global_batch} x "
+        f"{name} on {dims.in_words()} of {hardware.name} ({chip}) · global batch {train.global_batch} x "
         f"{train.seq_len}, micro-batch {train.micro_batch}, {train.dtype} · {num_roles} places in the "
         f"pipeline recorded in {seconds:.0f} s"
     )
@@ -220,12 +219,12 @@ def role_table(roles: list[RoleSummary], dims: ParallelDims, width: int | None) 
     return table_lines(rows, first_to_go=("launches", "host waits"), width=width)
 
 
-def held_lines(roles: list[RoleSummary], beside: dict[str, int], target: Target) -> list[str]:
+def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: Hardware) -> list[str]:
     """What the fullest rank holds at its peak."""
     fullest = max(roles, key=lambda role: role.peak)
     total = fullest.peak + sum(beside.values())
-    has = "" if target.memory is None else f" of {target.memory / GIB:.1f} GiB"
-    verdict = "" if target.memory is None or total <= target.memory else ": too much"
+    has = "" if hardware.memory is None else f" of {hardware.memory / GIB:.1f} GiB"
+    verdict = "" if hardware.memory is None or total <= hardware.memory else ": too much"
     lines = [f"rank {fullest.rank} holds {total / GIB:.2f} GiB{has} at its peak{verdict}"]
     lines += [f"  {nbytes / GIB:10.2f}  {what}" for what, nbytes in beside.items()]
     shown, others = fullest.held[:NUM_HELD], fullest.held[NUM_HELD:]
@@ -270,7 +269,7 @@ def check_lines(findings: list[str], transport: str, roles: list[RoleSummary]) -
 def write_json(
     path: Path,
     cfg: Config,
-    target: Target,
+    hardware: Hardware,
     roles: list[RoleSummary],
     *,
     beside: dict[str, int],
@@ -278,7 +277,7 @@ def write_json(
 ) -> None:
     """Raises ConfigError if the file cannot be written."""
     tree = {
-        "cluster": target.name,
+        "cluster": hardware.name,
         "config": asdict(cfg),
         "beside": beside,
         "findings": findings,
@@ -291,7 +290,7 @@ def write_json(
         raise ConfigError(f"--json: {path} cannot be written ({error.strerror})") from None
 
 
-def draw(roles: list[RoleSummary], dims: ParallelDims, target: Target, path: Path) -> None:
+def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: Hardware, path: Path) -> None:
     """Memory over the step, a curve for each place. Raises ConfigError if the file cannot be written."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -301,8 +300,8 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, target: Target, path: Pat
         place = dims.coordinates(role.rank)["pp"]
         axes.step(times, [point.nbytes / GIB for point in role.curve], where="post", linewidth=0.8,
                   label=f"place {place}")
-    if target.memory is not None:
-        axes.axhline(target.memory / GIB, color="black", linewidth=0.8, linestyle="--")
+    if hardware.memory is not None:
+        axes.axhline(hardware.memory / GIB, color="black", linewidth=0.8, linestyle="--")
     axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
     if len(roles) > 1:
         axes.legend(fontsize="small", ncols=2, frameon=False)

@@ -167,7 +167,7 @@ def plan_on_one_rank(index: Tensor, num_experts: int, group: Group) -> DispatchP
     counts = RowCounts([index.numel()], [index.numel()])
     rows_per_expert: list[int] | Tensor = per_expert
     if not stays_on_device(index):
-        rows_per_expert = with_values(per_expert, index.numel()).tolist()
+        rows_per_expert = with_values(per_expert, index.numel(), num_experts).tolist()
     return DispatchPlan(
         group,
         sent_rows=rows,
@@ -266,9 +266,7 @@ def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -
         if stays_on_device(choices):
             rows_per_expert = choices.new_full((num_experts,), capacity)
     else:
-        counts = count_choices(choices, num_experts)
-        if counts.is_meta:
-            counts = pad(with_values(counts[1:], len(choices)), (1, 0))
+        counts = with_values(count_choices(choices, num_experts), len(choices), num_experts)
         num_dropped, *rows_per_expert = counts.tolist()
     num_kept = len(choices) - num_dropped
     chunk = ChunkPlan(RowCounts([num_kept], [num_kept]), rows_per_expert)
@@ -280,12 +278,16 @@ def stays_on_device(choices: Tensor) -> bool:
     return choices.device.type != "cpu"
 
 
-def with_values(counts: Tensor, num_choices: int) -> Tensor:
-    """The counts [experts]. If they have none (plan/record), equal shares of the choices, on the host."""
+def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
+    """The counts of choices [experts], maybe with those that are dropped before them.
+
+    If they have no values (plan/record), equal shares for all experts, on the host.
+    """
     if not counts.is_meta:
         return counts
-    share, rest = divmod(num_choices, len(counts))
-    return torch.tensor([share + (expert < rest) for expert in range(len(counts))])
+    share, rest = divmod(num_choices, num_experts)
+    shares = [share + (expert < rest) for expert in range(num_experts)]
+    return torch.tensor([0] * (len(counts) - num_experts) + shares)
 
 
 def count_of_capacity(
@@ -309,9 +311,7 @@ def exchange_counts(
 
     How these are divided over chunks, each rank knows itself. Reads the counts on the host, once.
     """
-    counts = count_choices(choices, num_experts)  # dropped ones first
-    if counts.is_meta:
-        counts = pad(with_values(counts[1:], len(choices)), (1, 0))
+    counts = with_values(count_choices(choices, num_experts), len(choices), num_experts)  # dropped ones first
     num_local = num_experts * etp // group.size
     of_ep_rank = counts[1:].view(-1, 1, num_local)  # [ep, 1, local experts]
     departures = of_ep_rank.expand(-1, etp, -1).reshape(group.size, num_local)

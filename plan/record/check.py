@@ -14,7 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from plan.record.wire import Event, Exchange, Lane, Wait
+from parallel.wire.connection import Connection
+from plan.record.wire import Event, PostedExchange, Wait
 
 TRANSPORTS = ("nccl", "gloo")
 TRANSFERS = ("send", "receive")
@@ -39,10 +40,12 @@ class Exchanges:
 
     events: dict[int, deque[Event]]
     transport: str
-    under_way: dict[Lane, dict[int, deque[list[Exchange]]]] = field(
+    under_way: dict[Connection, dict[int, deque[list[PostedExchange]]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(deque))
     )
-    unread: dict[tuple[Lane, int, int], deque[Exchange]] = field(default_factory=lambda: defaultdict(deque))
+    unread: dict[tuple[Connection, int, int], deque[PostedExchange]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     pending: set[tuple[int, int]] = field(default_factory=set)  # (rank, number) that has not ended
     findings: list[str] = field(default_factory=list)
 
@@ -63,11 +66,11 @@ class Exchanges:
             if isinstance(event, Wait) and (rank, event.number) in self.pending:
                 break
             own.popleft()
-            if isinstance(event, Exchange):
+            if isinstance(event, PostedExchange):
                 self.post(rank, event)
         return len(own) < before
 
-    def post(self, rank: int, exchange: Exchange) -> None:
+    def post(self, rank: int, exchange: PostedExchange) -> None:
         if self.transport == "gloo" and exchange.verb == "send" and exchange.peer in self.events:
             self.unread[exchange.lane, rank, exchange.peer].append(exchange)
             return
@@ -80,7 +83,7 @@ class Exchanges:
 
     # ---- a lane
 
-    def advance_lane(self, lane: Lane) -> bool:
+    def advance_lane(self, lane: Connection) -> bool:
         queues = self.under_way[lane]
         moved = self.meet_collectives(lane, queues)
         for rank, batches in queues.items():
@@ -91,9 +94,10 @@ class Exchanges:
                         moved = True
         return moved
 
-    def meet_collectives(self, lane: Lane, queues: dict[int, deque[list[Exchange]]]) -> bool:
+    def meet_collectives(self, lane: Connection, queues: dict[int, deque[list[PostedExchange]]]) -> bool:
         """A collective that every rank of the lane has come to ends."""
-        members = [rank for rank in lane.ranks if rank in self.events]
+        _, ranks = lane
+        members = [rank for rank in ranks if rank in self.events]
         firsts = {rank: self.first_collective(queues[rank]) for rank in members}
         if not all(firsts.values()):
             return False
@@ -110,8 +114,8 @@ class Exchanges:
             self.end(rank, exchange)
         return True
 
-    def first_collective(self, batches: deque[list[Exchange]]) -> Exchange | None:
-        """The collective that is next on a rank; None if a transfer is before it (gloo: these do not wait)."""
+    def first_collective(self, batches: deque[list[PostedExchange]]) -> PostedExchange | None:
+        """The collective that is next on a rank; None if a transfer is before it (on gloo it may be)."""
         for batch in batches:
             if batch[0].verb not in TRANSFERS:
                 return batch[0]
@@ -119,7 +123,7 @@ class Exchanges:
                 return None
         return None
 
-    def meets(self, lane: Lane, rank: int, exchange: Exchange) -> bool:
+    def meets(self, lane: Connection, rank: int, exchange: PostedExchange) -> bool:
         """Ends a transfer whose other side is there."""
         peer = exchange.peer
         if peer not in self.events:
@@ -136,7 +140,7 @@ class Exchanges:
             self.end(peer, other)
         return True
 
-    def other_side(self, lane: Lane, rank: int, exchange: Exchange) -> Exchange | None:
+    def other_side(self, lane: Connection, rank: int, exchange: PostedExchange) -> PostedExchange | None:
         peer = exchange.peer
         assert peer is not None
         if self.transport == "gloo":
@@ -150,14 +154,14 @@ class Exchanges:
                 return other
         return None
 
-    def first_receive(self, lane: Lane, rank: int, peer: int) -> Exchange | None:
+    def first_receive(self, lane: Connection, rank: int, peer: int) -> PostedExchange | None:
         for batch in self.under_way[lane][rank]:
             for exchange in batch:
                 if exchange.verb == "receive" and exchange.peer == peer:
                     return exchange
         return None
 
-    def end(self, rank: int, exchange: Exchange) -> None:
+    def end(self, rank: int, exchange: PostedExchange) -> None:
         self.pending.discard((rank, exchange.number))
         batches = self.under_way[exchange.lane][rank]
         batch = next(batch for batch in batches if exchange in batch)
@@ -180,7 +184,8 @@ class Exchanges:
                 for exchange in (exchange for batch in batches for exchange in batch):
                     lines.append(f"{in_words(lane)}: rank {rank} posts {exchange}, which nobody meets")
         for (lane, source, target), sent in self.unread.items():
-            lines += [f"{in_words(lane)}: rank {target} never receives {one} of rank {source}" for one in sent]
+            for one in sent:
+                lines.append(f"{in_words(lane)}: rank {target} never receives {one} of rank {source}")
         return lines[:MAX_NAMED]
 
     def why(self, rank: int, event: Event) -> str:
@@ -195,13 +200,13 @@ class Exchanges:
         return str(event)
 
 
-def same_size(one: Exchange, other: Exchange) -> bool:
+def same_size(one: PostedExchange, other: PostedExchange) -> bool:
     """Ranks of an all-to-all have messages of their own sizes."""
     return one.verb == "all_to_all" or one.nbytes == other.nbytes
 
 
-def in_words(lane: Lane) -> str:
+def in_words(lane: Connection) -> str:
     """ranks 0, 1 (backward)"""
-    shown = [*lane.ranks[:4], "..."] if len(lane.ranks) > 5 else lane.ranks
-    channel = f" ({lane.channel})" if lane.channel else ""
-    return f"ranks {', '.join(map(str, shown))}{channel}"
+    channel, ranks = lane
+    shown = [*ranks[:4], "..."] if len(ranks) > 5 else ranks
+    return f"ranks {', '.join(map(str, shown))}" + (f" ({channel})" if channel else "")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Holder(NamedTuple):
-    """What asked for memory. phase: build, forward, backward or optimizer; place: file and function of ours."""
+    """What asked for memory. phase: build, forward, backward or optimizer; place: our file and function."""
 
     phase: str
     place: str
@@ -30,7 +30,11 @@ class Point(NamedTuple):
 
 @dataclass
 class LiveBytes:
-    """now, peak: bytes. held: those of now, by what holds them. at_peak: those of the peak. curve: over time."""
+    """now, peak: bytes. held: those of now, by what holds them. at_peak: those of the peak. curve: over time.
+
+    time: operations so far. storages: {storage: its bytes and holder}. is_rising: nothing was released since
+    the peak.
+    """
 
     now: int = 0
     peak: int = 0
@@ -39,7 +43,7 @@ class LiveBytes:
     curve: list[Point] = field(default_factory=list[Point])
     time: int = 0
     storages: dict[int, tuple[int, Holder]] = field(default_factory=dict[int, tuple[int, Holder]])
-    is_rising: bool = False  # the peak so far has not been left yet
+    is_rising: bool = False
 
     def begin(self) -> None:
         """Forgets the peak and the curve: what is alive now is where they begin."""

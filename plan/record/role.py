@@ -1,8 +1,8 @@
 """One rank of a job, recorded without the job: the program's own build_run and train_step.
 
-Tensors have no storage (plan/record/launches.py), the wire answers at once (plan/record/wire.py). What depends
-on values is assumed: every target counts, experts get equal shares of the tokens, and under data.doc_mask each
-sequence is one document.
+Tensors have no storage (plan/record/launches.py), and the wire answers at once (plan/record/wire.py). What
+depends on values is assumed: every target counts, experts get equal shares of the tokens, and under
+data.doc_mask each sequence is one document.
 """
 
 import functools

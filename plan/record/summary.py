@@ -22,7 +22,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldAtPeak:
     """Bytes of the peak that one place of the code asked for."""
 
     phase: str
@@ -45,7 +45,7 @@ class RoleSummary:
     state: int
     peak: int
     host: int
-    held: list[Held]
+    held: list[HeldAtPeak]
     curve: list[Point]
     waits: dict[str, int]
     events: list[Event]
@@ -72,7 +72,7 @@ def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
         state=record.state,
         peak=record.peak,
         host=record.host,
-        held=[Held(*holder, nbytes) for holder, nbytes in record.at_peak.most_common()],
+        held=[HeldAtPeak(*holder, nbytes) for holder, nbytes in record.at_peak.most_common()],
         curve=thinned(record.curve, MAX_POINTS),
         waits=dict(Counter(f"{file}:{function}" for file, function in record.host_reads)),
         events=record.events,
@@ -82,5 +82,6 @@ def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
 
 def thinned(curve: list[Point], most: int) -> list[Point]:
     """At most `most` points: the highest of each stretch, so that no peak is lost."""
-    stretch = -(-len(curve) // most)
-    return [max(curve[at : at + stretch], key=lambda point: point.nbytes) for at in range(0, len(curve), stretch)]
+    size = -(-len(curve) // most)
+    stretches = [curve[start : start + size] for start in range(0, len(curve), size)]
+    return [max(stretch, key=lambda point: point.nbytes) for stretch in stretches]

@@ -1,7 +1,7 @@
 """A wire that answers at once, and remembers what was asked of it.
 
 Nothing is sent: the result of an exchange keeps the shape that it has, and no values. What a rank posts and
-awaits is kept in the order in which it does so (`Exchange`, `Wait`), for plan/record/check.py.
+awaits is kept in the order in which it does so (`PostedExchange`, `Wait`), for plan/record/check.py.
 """
 
 from collections.abc import Callable
@@ -13,28 +13,23 @@ from torch import Tensor
 
 from parallel.wire.clock import Handle
 from parallel.wire.comm import Group
+from parallel.wire.connection import Connection
 
 Data = TypeVar("Data")
 
 
-class Lane(NamedTuple):
-    """Ranks that share connections. Exchanges of one lane run in the order in which they are posted."""
-
-    ranks: tuple[int, ...]
-    channel: str
-
-
-class Exchange(NamedTuple):
+class PostedExchange(NamedTuple):
     """One exchange that a rank posts.
 
-    number: on this rank, from 0. batch: the number of the first of those that are posted with it. group: its
-    name. nbytes: of the larger side. peer: the other global rank of a send or a receive; None: the whole
-    group takes part. time: operations before it.
+    number: on this rank, from 0. batch: the number of the first of those that are posted with it. lane: its
+    ranks share connections, and what they exchange there runs in the order of posting. group: its name.
+    nbytes: of the larger side. peer: the other global rank of a send or a receive; None: the whole group
+    takes part. time: operations before it.
     """
 
     number: int
     batch: int
-    lane: Lane
+    lane: Connection
     group: str
     verb: str
     nbytes: int
@@ -56,7 +51,7 @@ class Wait(NamedTuple):
     time: int
 
 
-Event = Exchange | Wait
+Event = PostedExchange | Wait
 
 
 @dataclass
@@ -99,13 +94,13 @@ class RecordingWire:
         tensors: list[Tensor],
         peer: int | None = None,
         batch: int | None = None,
-    ) -> "Posted":
+    ) -> "PostedHandle":
         number = self.count
         self.count += 1
-        exchange = Exchange(
+        exchange = PostedExchange(
             number,
             batch=number if batch is None else batch,
-            lane=Lane(group.ranks, group.channel),
+            lane=(group.channel, group.ranks),
             group=group.name,
             verb=verb,
             nbytes=nbytes,
@@ -114,10 +109,10 @@ class RecordingWire:
             time=self.now(),
         )
         self.events.append(exchange)
-        return Posted(self, number, tensors)
+        return PostedHandle(self, number, tensors)
 
 
-class Posted:
+class PostedHandle:
     """The handle of an exchange: it has ended as soon as somebody waits for it.
 
     tensors: it keeps them, as torch's own handles do.
