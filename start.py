@@ -18,12 +18,12 @@ import torch
 import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
-from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.memory import MemoryCheckpoints, has_record
 from config import Config, ConfigError, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
 from config.phases import named
 from config.terminal import output_width, wrapped
+from data import tokenizer_files
 from data.blend import named_paths, source_names, validation_key
 from data.contract import check_same_tokenizer
 from data.download import download_sources, local_path
@@ -481,12 +481,12 @@ def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder)
     for place in tokenizer_places(cfg):
-        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
+        if not any((place / name).is_file() for name in tokenizer_files.OWN_FILES):
             continue
         with contextlib.suppress(ConfigError, OSError):
             found = load_tokenizer(place, cfg.data.eod)
             if found.fingerprint == tokenizer.fingerprint:  # else the files belong to another
-                copy_tokenizer_files(place, folder)
+                tokenizer_files.copy_files(place, folder)
 
 
 def tokenizer_places(cfg: Config) -> list[Path]:

@@ -212,7 +212,7 @@ def summary(report: dict) -> str:
                 f"{report['unknown_tokens']:,} unknown tokens",
     }
     if report["chat"]:
-        style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"
+        style = f"the template of {report['template']}" if report["template"] else "the plain format"
         told = f", told the date {report['date']}" if report["date"] else ""
         parts["chat"] = (f"{style}{told}; the loss counts {report['counted']:,} tokens "
                          f"({100 * report['counted'] / tokens:.1f} %)")

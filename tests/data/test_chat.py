@@ -250,7 +250,7 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
     home = with_template(folder, tmp_path / "t", CHATML)
     rows = many()
     assert prepare([{"messages": m} for m in rows], home, tmp_path / "a", "--workers", "1") == 0
-    assert "the tokenizer's template; the loss counts" in capsys.readouterr().out
+    assert "the template of chat_template.jinja; the loss counts" in capsys.readouterr().out
     assert (tmp_path / "a.tokenizer" / "chat_template.jinja").read_text() == CHATML
     names = {"user": "human", "assistant": "gpt"}
     share = []

@@ -291,6 +291,7 @@ def test_the_report_fits_into_80_columns(corpus, tmp_path, model, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT)
     report |= {"out": "o", "sample": "word " * 40, "chat": "TemplateChat", "counted": report["tokens"]}
+    report["template"] = "additional_chat_templates/tool_use.jinja with tools"
     lines = prepare_data.summary(report).splitlines()
     assert max(map(len, lines[:-1])) <= 80
     # a command stays on one line, which can be copied
