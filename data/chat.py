@@ -741,18 +741,25 @@ def probes(chat: TemplateChat, *roles: str) -> Iterator[Probe]:
 
 
 def special_names(files: dict[str, bytes]) -> dict[str, str]:
-    """{bos_token: "<s>", ...}: what transformers gives to a template.
+    """{bos_token: "<s>", image_token: "<img>", ...}: what transformers gives to a template.
 
-    It reads special_tokens_map.json, too, where the settings do not list the added tokens.
+    It reads special_tokens_map.json, too, where the settings do not list the added tokens; that says what the
+    usual names stand for, and the settings what names of the model's own do.
     """
     settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    if "added_tokens_decoder" not in settings and "special_tokens_map.json" in files:
-        settings = {**json.loads(files["special_tokens_map.json"]), **settings}
+    of_map: Tree = {}
+    if "added_tokens_decoder" not in settings:
+        of_map = json.loads(files.get("special_tokens_map.json", b"{}"))
+
+    own = {name: token for name, token in settings.items()
+           if name.endswith("_token") and name not in SPECIAL_NAMES and isinstance(token, str)}
+    for named in (settings.get("extra_special_tokens") or settings.get("additional_special_tokens"),
+                  {} if own else settings.get("model_specific_special_tokens"),
+                  of_map.get("extra_special_tokens")):
+        own |= named if isinstance(named, dict) else {}
     names: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        token = settings.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            names[name] = token
+    for name, token in {**settings, **of_map, **own}.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and (name in own or name.endswith("_token")):
+            names[name] = text
     return names
