@@ -137,6 +137,9 @@ def prepare_corpus(
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
     check_out(out, units)
+    for name in inputs:
+        if unread := documents.unread_files(name, earlier_output(out)):
+            say(unread)
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
@@ -770,8 +773,8 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
     if not counts["documents"]:
         remove_parts(job)
         first_bad = f", the first {counts['bad_records'][0]}" if counts["bad_records"] else ""
-        raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
-                          f"{counts['bad']} bad records{first_bad}")
+        raise ConfigError(f"{units[0][0].path}: the input has no documents ({counts['empty']} empty, "
+                          f"{counts['bad']} bad{first_bad})")
 
     check_lost(job, counts, counts["text_bytes"])
 

@@ -42,6 +42,7 @@ OTHER_TOKENIZERS = {  # {the beginning of a file: what it is}
     re.compile(rb"\{\s*\"config\":\s*\{\s*\"pattern\":"): "Mistral's tekken.json",
     re.compile(rb"\x1f\x8b"): "a compressed file",
 }
+HUB_NAME = re.compile(r"([\w-]+/)?[\w-]+(\.\d[\w-]*)*")  # not a path, and without the end of a file's name
 CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
 BYTE_PIECES = 256
 MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
@@ -213,10 +214,7 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
     try:
         content = path.read_bytes()
     except OSError as error:
-        hint = "give bytes, a .model, a tokenizer.json or a folder of one"
-        if bpe_pieces(spec):
-            hint = "bpe-N is for data.path stdlib and for prepare_data"
-        raise ConfigError(f"tokenizer {spec}: {error.strerror}; {hint}") from None
+        raise ConfigError(f"tokenizer {spec}: {error.strerror}; {way_to_tokenizer(str(spec))}") from None
 
     for pattern, kind in OTHER_TOKENIZERS.items():
         if pattern.match(content):
@@ -225,6 +223,21 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
     beside = read_files(path.parent)
     load = load_json if path.suffix == ".json" else load_sentencepiece
     return load(path, content, beside, eod)
+
+
+def way_to_tokenizer(spec: str) -> str:
+    """What to give in the place of a tokenizer that is not there."""
+    if bpe_pieces(spec):
+        return "bpe-N is for data.path stdlib and for prepare_data"
+    if spec.startswith("bpe"):
+        return "write the number of ids, as in bpe-32000"
+    hint = "give bytes, a .model, a tokenizer.json or a folder of one"
+    if not HUB_NAME.fullmatch(spec):
+        return hint
+    name = spec.rpartition("/")[2]
+    code = (f"from transformers import AutoTokenizer as A; A.from_pretrained({spec!r})"
+            f".save_pretrained({name!r})")
+    return f"{hint}; that of a model at the hub is such a folder after python -c {shlex.quote(code)}"
 
 
 def way_to_json(folder: pathlib.Path) -> str:

@@ -1,4 +1,4 @@
-"""The files of a tokenizer's folder: their names, copies of them, and which chat templates transformers takes.
+"""The files of a tokenizer's folder: names, copies, and the chat template that transformers takes.
 
     chat_template.jinja                      the template called default
     additional_chat_templates/NAME.jinja     others; tool_use is for conversations with tools

@@ -419,8 +419,8 @@ def test_the_first_fault_is_told_by_many_workers(tmp_path):
         ("x.jsonl.zst", "cut", "cannot be read to its end: the file is cut off"),
         ("x.parquet", b"PAR1", "not a parquet file"),
         ("x.jsonl", b"", "holds nothing to read"),
-        ("x.txt", b"", "no documents, but 1 empty and 0 bad"),
-        ("x.jsonl", b'{"text": ""}\n' * 3, "no documents, but 3 empty"),
+        ("x.txt", b"", r"no documents \(1 empty, 0 bad\)"),
+        ("x.jsonl", b'{"text": ""}\n' * 3, r"no documents \(3 empty"),
         ("none.jsonl", None, "no such file"),
     ],
 )
