@@ -513,6 +513,14 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
     return found
 
 
+def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
+    """The data sets of data.valid, and which of them are trained on."""
+    trained = {dataset.index.identity for dataset in data.datasets}
+    seen = [dataset.name for dataset in valid_data.datasets if dataset.index.identity in trained]
+    note = f"   {' and '.join(seen)}: trained on, too, so its loss is not of unseen text" if seen else ""
+    return f"{valid_data.describe_datasets()}{note}"
+
+
 def describe_targets(run: TrainingRun) -> str | None:
     """How much counts of what the run reads in its phase; None where everything does."""
     counts = run.data.count_targets(run.last_step)

@@ -85,6 +85,7 @@ from start import (
     describe_passes,
     describe_phase,
     describe_targets,
+    describe_valid,
     elastic_layout,
     flops_so_far,
     is_evaluation_missing,
@@ -387,7 +388,7 @@ def run_training(
     if passes:
         notes = [f"{'epochs':<9}{passes}", *notes]
     if cfg.data.valid is not None:
-        notes = [f"{'valid':<9}{session.valid_data.describe_datasets()}", *notes]
+        notes = [f"{'valid':<9}{describe_valid(session.run.data, session.valid_data)}", *notes]
     with (
         session.log,
         summarized_failure(lambda: session),

@@ -84,8 +84,12 @@ def from_hf(
     model = hf.tie_embeddings(model, found)
     has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
     tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
-    cfg = config_of_run(model, run, tok is not None)
-    check_rules(cfg)
+    is_own = tok is not None and has_ids_of(folder, tok, eod)
+    try:
+        cfg = config_of_run(model, run, tok is not None)
+        check_rules(cfg)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}; the names are those of our keys") from None
 
     with new_folder(run) as temp:
         ours = import_weights(
@@ -97,6 +101,8 @@ def from_hf(
                 (temp / "tokenizer").mkdir()
                 tok.save(temp / "tokenizer")
                 tokenizer_files.copy_files(Path(spec or folder), temp / "tokenizer")
+                if is_own:
+                    tokenizer_files.copy_files(folder, temp / "tokenizer")
         theirs = their_logits(folder, probe(model), model)
         match = compare(ours, theirs, "from transformers")
 
@@ -104,6 +110,8 @@ def from_hf(
     if not tok:
         notes.append(f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need "
                      "one: import with --tokenizer")
+    if spec and not is_own and tokenizer_files.has_template(tokenizer_files.read_files(folder)):
+        notes.append(f"the chat template of {folder} is not taken: {spec} is another tokenizer than its own")
     notes += vocab_notes(tok, model)
     if published_mtp > model.mtp:
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
@@ -121,6 +129,15 @@ def from_hf(
         "notes": notes,
         **next_steps(run, "T" if tok is None else f"{run}/tokenizer"),
     }
+
+
+def has_ids_of(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
+    """Whether the tokenizer of a folder, if it has one, has the ids of `tok`, so that its files say more of
+    it."""
+    try:
+        return tokenizer.load_tokenizer(folder, eod).fingerprint == tok.fingerprint
+    except ConfigError:
+        return False
 
 
 def dropout_notes(folder: Path) -> list[str]:
