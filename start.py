@@ -473,20 +473,41 @@ def probe_run_folder(run: TrainingRun, folder: Path, in_memory: MemoryCheckpoint
         in_memory.check_room(sum(part.numel() * part.element_size() for _, part in boxes))
 
 
-def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
+def keep_tokenizer(cfg: Config, data: BatchLoader, folder: Path) -> None:
+    """Saves the tokenizer of the data that a run reads, with the files that belong to it (chat template,
+    generation settings). Conversations are written as their own tokenizer says, and in no other template.
 
     They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
+    data.required_tokenizer.save(folder)
+    for place in same_tokenizers(cfg, data.required_tokenizer):
+        with contextlib.suppress(OSError):
+            tokenizer_files.copy_files(place, folder, with_templates=not data.is_chat)
+
+
+def describe_template(cfg: Config, data: BatchLoader) -> str | None:
+    """Which chat template conversations have, where another folder of the run has another; else None."""
+    tokenizer = data.required_tokenizer
+    if not data.is_chat:
+        return None
+    own = getattr(tokenizer, "files", {})
+    others = [str(place) for place in same_tokenizers(cfg, tokenizer)
+              if tokenizer_files.has_template(files := tokenizer_files.read_files(place))
+              and tokenizer_files.templates_of(files) != tokenizer_files.templates_of(own)]
+    if not others:
+        return None
+    kept = "that with which the data were prepared" if tokenizer_files.has_template(own) else "none"
+    return f"{kept}, not that of {' or of '.join(dict.fromkeys(others))}"
+
+
+def same_tokenizers(cfg: Config, tokenizer: Tokenizer) -> Iterator[Path]:
+    """The folders of tokenizer_places that hold this tokenizer: the files of others are not its own."""
     for place in tokenizer_places(cfg):
-        if not any((place / name).is_file() for name in tokenizer_files.OWN_FILES):
-            continue
-        with contextlib.suppress(ConfigError, OSError):
-            found = load_tokenizer(place, cfg.data.eod)
-            if found.fingerprint == tokenizer.fingerprint:  # else the files belong to another
-                tokenizer_files.copy_files(place, folder)
+        if any((place / name).is_file() for name in tokenizer_files.OWN_FILES):
+            with contextlib.suppress(ConfigError, OSError):
+                if load_tokenizer(place, cfg.data.eod).fingerprint == tokenizer.fingerprint:
+                    yield place
 
 
 def tokenizer_places(cfg: Config) -> list[Path]:

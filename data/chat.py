@@ -32,8 +32,8 @@ import numpy as np
 
 from config import ConfigError, Tree
 from data import traced
-from data.conversation import ASSISTANT, EMPTY, REASONING, BadConversation, Conversation, Message
 from data.contract import TOKENIZER_CONFIG
+from data.conversation import ASSISTANT, EMPTY, REASONING, BadConversation, Conversation, Message
 from data.tokenizer import JsonTokenizer, Tokenizer
 from data.tokenizer_files import CHAT_TEMPLATE, DEFAULT, WITH_TOOLS, ChatTemplate, find_templates
 from data.traced import TracedMessage, TracedRender, TracedText

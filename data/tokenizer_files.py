@@ -63,10 +63,10 @@ def write_files(folder: pathlib.Path | str, files: dict[str, bytes]) -> None:
         path.write_bytes(content)
 
 
-def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies the files of a tokenizer that the folder `source` has and the folder `target` lacks; templates
-    only if the target has none, since they would take the place of its own."""
-    lacks_template = not has_template(read_files(target))
+def copy_files(source: pathlib.Path, target: pathlib.Path, with_templates: bool = True) -> None:
+    """Copies the files of a tokenizer that the folder `source` has and the folder `target` lacks; templates,
+    if they are wanted, only where the target has none, since they would take the place of its own."""
+    lacks_template = with_templates and not has_template(read_files(target))
     for name in (*COPIED, *(template_files(source) if lacks_template else ())):
         if (source / name).is_file() and not (target / name).exists():
             (target / name).parent.mkdir(exist_ok=True)
@@ -97,10 +97,15 @@ def template_files(folder: pathlib.Path) -> list[str]:
 
 def has_template(files: dict[str, bytes]) -> bool:
     """Whether a folder with these files says how conversations are written, be it well or not."""
+    return templates_of(files) != {}
+
+
+def templates_of(files: dict[str, bytes]) -> dict[str, str] | None:
+    """{name: template} of find_templates; None for files that are refused."""
     try:
-        return bool(find_templates(files).by_name)
+        return {name: template.source for name, template in find_templates(files).by_name.items()}
     except ConfigError:
-        return True
+        return None
 
 
 def find_templates(files: dict[str, bytes]) -> ChatTemplates:

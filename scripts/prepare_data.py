@@ -220,7 +220,7 @@ def summary(report: dict) -> str:
         parts["length"] = length_text(report)
     notes = [f"{note} ({count:,} records)" for note, count in report["notes"].items()]
     if report["documents"] == 1:
-        notes.append("one document leaves none for validation: give several, or prepare VALID from other text")
+        notes.append("one document leaves none for validation: give several, or make VALID of other text")
     if notes:
         parts["notes"] = "; ".join(notes)
     parts["speed"] = speed_text(report)
@@ -231,7 +231,8 @@ def summary(report: dict) -> str:
     lines: list[str] = []
     for label, text in parts.items():
         lines += hanging_lines(f"{label:<{LABEL_WIDTH}}", text, width)
-    next_step = f"python train.py --data.path {shlex.quote(report['out'])}{split_of_few(report['documents'])}"
+    next_step = f"python train.py --data.path {shlex.quote(report['out'])}"
+    next_step += split_of_few(report["documents"])
     if report["chat"]:
         next_step += " --data.pack best_fit --data.doc_mask true"
         next_step += f" --train.seq_len {report['seq_len']}" if report["seq_len"] else ""

@@ -3,6 +3,7 @@ folders hold them, and copies that lose none."""
 import json
 
 import pytest
+from ranks import MODEL, job
 
 from config import ConfigError
 from data import tokenizer_files
@@ -242,6 +243,29 @@ def test_copies_bring_the_templates_of_one_folder(bare, tmp_path):
     for own in ({CONFIG: B}, {FILE: B}, {LEGACY: B}):
         assert copied(own, both) == copied(own, {CONFIG: A}) == {"default": B}
     assert copied({MORE.format("tool_use"): T}, {FILE: A}) == {"tool_use": T}
+
+
+@pytest.mark.parametrize("own, is_chat, kept, told", [
+    ({FILE: A}, True, {"default": A}, "template that with which the data were prepared, not that of {home}"),
+    ({}, True, {}, "template none, not that of {home}"),
+    ({}, False, {"default": B, "tool_use": T}, ""),
+    ({FILE: B, MORE.format("tool_use"): T}, True, {"default": B, "tool_use": T}, ""),
+], ids=["another", "plain", "text", "the same"])
+def test_a_run_on_conversations_keeps_the_template_that_wrote_them(bare, tmp_path, own, is_chat, kept, told):
+    home = folder_of(bare, tmp_path / "other", {CONFIG: named(default=B, tool_use=T)})
+    record = {"messages": MESSAGES, "text": "some text of a page"}
+    (tmp_path / "a.jsonl").write_text((json.dumps(record) + "\n") * 40)
+    words = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(folder_of(bare, tmp_path / "t", own))]
+    words += ["--out", str(tmp_path / "a"), "--workers", "1", *(["--chat"] if is_chat else [])]
+    assert prepare_data.main(words) == 0
+    end = job(tmp_path, 1, ["llama3-tiny", *MODEL, "--data.path", str(tmp_path / "a"), "--data.tokenizer",
+                            str(home), "--data.pack", "best_fit", "--train.seq_len", "32",
+                            "--train.steps", "1", "--log.dir", str(tmp_path), "--log.name", "r"])
+    assert end.codes == [0], end.logs
+    files = tokenizer_files.read_files(tmp_path / "r" / "tokenizer")
+    assert tokenizer_files.templates_of(files) == kept
+    said = " ".join(end.logs[0].split())
+    assert told.format(home=home) in said and ("template" in said) == bool(told)
 
 
 def test_a_run_writes_no_template_through_a_link(tmp_path):

@@ -569,8 +569,8 @@ def test_a_rule_that_config_json_breaks_names_the_file(exported, tmp_path, capsy
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 0}))
     code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
     assert code == 2
-    assert err == (f"error: {tmp_path}/hf/config.json: model.context: 0 must be above 0; the names are those of "
-                   "our keys\n")
+    assert err == (f"error: {tmp_path}/hf/config.json: model.context: 0 must be above 0; the names are those "
+                   "of our keys\n")
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the same", "another"])
