@@ -235,8 +235,8 @@ def way_to_tokenizer(spec: str) -> str:
     if not HUB_NAME.fullmatch(spec):
         return hint
     name = spec.rpartition("/")[2]
-    code = (f"from transformers import AutoTokenizer as A; A.from_pretrained({spec!r})"
-            f".save_pretrained({name!r})")
+    code = (f'from transformers import AutoTokenizer as A; A.from_pretrained("{spec}")'
+            f'.save_pretrained("{name}")')
     return f"{hint}; that of a model at the hub is such a folder after python -c {shlex.quote(code)}"
 
 
