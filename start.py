@@ -18,12 +18,12 @@ import torch
 import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
-from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.memory import MemoryCheckpoints, has_record
 from config import Config, ConfigError, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
 from config.phases import named
 from config.terminal import output_width, wrapped
+from data import tokenizer_files
 from data.blend import named_paths, source_names, validation_key
 from data.contract import check_same_tokenizer
 from data.download import download_sources, local_path
@@ -473,20 +473,41 @@ def probe_run_folder(run: TrainingRun, folder: Path, in_memory: MemoryCheckpoint
         in_memory.check_room(sum(part.numel() * part.element_size() for _, part in boxes))
 
 
-def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
+def keep_tokenizer(cfg: Config, data: BatchLoader, folder: Path) -> None:
+    """Saves the tokenizer of the data that a run reads, with the files that belong to it (chat template,
+    generation settings). Conversations are written as their own tokenizer says, and in no other template.
 
     They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
+    data.required_tokenizer.save(folder)
+    for place in same_tokenizers(cfg, data.required_tokenizer):
+        with contextlib.suppress(OSError):
+            tokenizer_files.copy_files(place, folder, with_templates=not data.is_chat)
+
+
+def describe_template(cfg: Config, data: BatchLoader) -> str | None:
+    """Which chat template conversations have, where another folder of the run has another; else None."""
+    tokenizer = data.required_tokenizer
+    if not data.is_chat:
+        return None
+    own = getattr(tokenizer, "files", {})
+    others = [str(place) for place in same_tokenizers(cfg, tokenizer)
+              if tokenizer_files.has_template(files := tokenizer_files.read_files(place))
+              and tokenizer_files.templates_of(files) != tokenizer_files.templates_of(own)]
+    if not others:
+        return None
+    kept = "that with which the data were prepared" if tokenizer_files.has_template(own) else "none"
+    return f"{kept}, not that of {' or of '.join(dict.fromkeys(others))}"
+
+
+def same_tokenizers(cfg: Config, tokenizer: Tokenizer) -> Iterator[Path]:
+    """The folders of tokenizer_places that hold this tokenizer: the files of others are not its own."""
     for place in tokenizer_places(cfg):
-        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
-            continue
-        with contextlib.suppress(ConfigError, OSError):
-            found = load_tokenizer(place, cfg.data.eod)
-            if found.fingerprint == tokenizer.fingerprint:  # else the files belong to another
-                copy_tokenizer_files(place, folder)
+        if any((place / name).is_file() for name in tokenizer_files.OWN_FILES):
+            with contextlib.suppress(ConfigError, OSError):
+                if load_tokenizer(place, cfg.data.eod).fingerprint == tokenizer.fingerprint:
+                    yield place
 
 
 def tokenizer_places(cfg: Config) -> list[Path]:
@@ -511,6 +532,14 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
         for batch in valid_data.microbatches(index):
             found.append(shard_batch(batch, mesh.cp))
     return found
+
+
+def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
+    """The data sets of data.valid, and which of them are trained on."""
+    trained = {dataset.index.identity for dataset in data.datasets}
+    seen = [dataset.name for dataset in valid_data.datasets if dataset.index.identity in trained]
+    note = f"   {' and '.join(seen)}: trained on, too, so its loss is not of unseen text" if seen else ""
+    return f"{valid_data.describe_datasets()}{note}"
 
 
 def describe_targets(run: TrainingRun) -> str | None:

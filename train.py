@@ -85,6 +85,8 @@ from start import (
     describe_passes,
     describe_phase,
     describe_targets,
+    describe_template,
+    describe_valid,
     elastic_layout,
     flops_so_far,
     is_evaluation_missing,
@@ -386,8 +388,11 @@ def run_training(
     passes = describe_passes(session.run) if session.is_first_rank else None
     if passes:
         notes = [f"{'epochs':<9}{passes}", *notes]
+    template = describe_template(cfg, session.run.data) if session.is_first_rank else None
+    if template:
+        notes = [f"{'template':<9}{template}", *notes]
     if cfg.data.valid is not None:
-        notes = [f"{'valid':<9}{session.valid_data.describe_datasets()}", *notes]
+        notes = [f"{'valid':<9}{describe_valid(session.run.data, session.valid_data)}", *notes]
     with (
         session.log,
         summarized_failure(lambda: session),
@@ -783,7 +788,7 @@ def restore_run_folder(session: Session, step: int) -> None:
         "written again; metrics and checkpoints until here are lost, and so is the lock against a second run"
     )
     with store.storage_errors(folder, 0):
-        keep_tokenizer(session.cfg, session.tokenizer, folder / "tokenizer")
+        keep_tokenizer(session.cfg, session.run.data, folder / "tokenizer")
         write_config(session.run.phases.whole, folder)
     session.log.reopen()
 
@@ -949,7 +954,7 @@ def make_session(
     tokenizer = train_data.required_tokenizer
     encoded = encode_for_phases(tasks, train_data.prompts, run.phases)
     if env.rank == 0:
-        keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
+        keep_tokenizer(cfg, train_data, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
     saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
     saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group, committed=uploads.request)

@@ -102,7 +102,7 @@ def update(run: RemoteFolder, folder: Path, keep: int) -> None:
 
 def send_run_files(run: RemoteFolder, folder: Path) -> None:
     """Sends what a checkpoint is read with, and the metrics so far."""
-    inner = [path for name in RUN_FOLDERS for path in sorted((folder / name).glob("*"))]
+    inner = [path for name in RUN_FOLDERS for path in sorted((folder / name).rglob("*"))]
     for path in (*(folder / name for name in RUN_FILES), *inner):
         if path.is_file():
             run.write(path.relative_to(folder).as_posix(), path.read_bytes())
@@ -215,7 +215,7 @@ def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Pa
 
 def fetch_run_files(run: RemoteFolder, folder: Path) -> None:
     """Brings what a checkpoint is read with, and the metrics that lead to it."""
-    inner = [f"{place}/{name}" for place in RUN_FOLDERS for name in run.folder(place).names()]
+    inner = [f"{place}/{name}" for place in RUN_FOLDERS for name in run.folder(place).files()]
     for name in (*RUN_FILES, *inner):
         data = run.read(name)
         if data is not None:

@@ -108,7 +108,7 @@ def stored_files(path: str, key: str) -> Files:
     try:
         found = {file: folder.state(file) for file in possible}
         inner = folder.folder(tokenizer)
-        found |= {f"{tokenizer}/{file}": inner.state(file) for file in inner.names()}
+        found |= {f"{tokenizer}/{file}": inner.state(file) for file in inner.files()}
     except RemoteError as error:
         raise ConfigError(f"{key}: {path} cannot be reached: {error}; {CHECK}") from error
     files = {file: state for file, state in found.items() if state is not None}
@@ -165,7 +165,7 @@ def download_files(path: str, temp: Path, key: str) -> None:
                           "make room, or give another data.cache")
     try:
         for file, state in files.items():
-            (temp / file).parent.mkdir(exist_ok=True)
+            (temp / file).parent.mkdir(parents=True, exist_ok=True)
             folder.download(file, temp / file, state.size)
         changed = stored_files(path, key) != files
     except RemoteError as error:
