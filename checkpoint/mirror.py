@@ -249,16 +249,13 @@ def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Pa
     url: of a run (its newest checkpoint), or .../checkpoints/step_00000100.
     Raises ConfigError if there is no checkpoint; IntegrityError if it is damaged.
     """
-    url = url.rstrip("/")
-    parent, _, name = url.rpartition("/")
-    match = STEP_FOLDER.fullmatch(name)
-    run_url = parent.removesuffix(f"/{CHECKPOINTS}") if match else url.removesuffix(f"/{CHECKPOINTS}")
+    run_url, stated = parts_of_url(url)
     run = open_folder(run_url, asker)
     folder = downloads / path_of_url(run_url)
     checkpoints = run.folder(CHECKPOINTS)
     try:
         complete = complete_steps(checkpoints)
-        step = int(match[1]) if match else max(complete, default=-1)
+        step = max(complete, default=-1) if stated is None else stated
         if step not in complete:
             raise ConfigError(
                 f"{asker}: {url} holds no checkpoint{listed(complete)}; give the URL of a run, or one like "
@@ -272,6 +269,16 @@ def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Pa
     except RemoteError as error:
         raise ConfigError(f"{asker}: {url} cannot be read: {error}") from error
     return final
+
+
+def parts_of_url(url: str) -> tuple[str, int | None]:
+    """(the URL of the run, the step) of the URL of a run or of a checkpoint; of a run the step is None."""
+    url = url.rstrip("/")
+    parent, _, name = url.rpartition("/")
+    match = STEP_FOLDER.fullmatch(name)
+    if match is None:
+        return url.removesuffix(f"/{CHECKPOINTS}"), None
+    return parent.removesuffix(f"/{CHECKPOINTS}"), int(match[1])
 
 
 def local_place(source: str, downloads: Path) -> Path:

@@ -43,6 +43,8 @@ SCHEDULE_KEYS = tuple(  # one of them begins a new schedule
     f"optim.{key}" for key in ("lr", "min_lr", "warmup", "decay", "decay_fraction", "decay_steps")
 )
 
+LAYOUT = ("parallel.", "train.micro_batch")  # beginnings of keys that decide who computes what
+
 ParseKey = Callable[[str, Any, str], Any]  # (section.key, value, its name in messages) -> the typed value
 
 
@@ -79,6 +81,10 @@ class Phases:
     def of_step(self, step: int) -> Phase:
         """The phase of step number `step` (from 1)."""
         return next(phase for phase in reversed(self.all) if phase.steps_before < max(step, 1))
+
+    def from_step(self, step: int) -> tuple[Phase, ...]:
+        """Those that are not over after `step`."""
+        return self.all[self.of_step(step + 1).number - 1:]
 
     def after(self, phase: Phase) -> Phase | None:
         """The next phase; None after the last."""
@@ -262,6 +268,23 @@ def with_values(cfg: Config, values: Tree) -> Config:
     return replace(cfg, **sections)
 
 
+def with_values_from(cfg: Config, number: int, values: Tree) -> Config:
+    """The config of a run with other values from a phase on, as far as no later one states them."""
+    if number == 1:
+        return with_values(cfg, values)
+    rows = json.loads(cfg.train.phases or "[]")
+    rows[number - 2] |= values
+    return with_values(cfg, {"train.phases": json.dumps(rows)})
+
+
+def with_next_layout(cfg: Config, number: int) -> Config:
+    """The config of a run, in which a phase has the layout and the micro-batch of the next one."""
+    here, following = phases_of(cfg).all[number - 1:number + 1]
+    values = {path: value for path, value in differing_keys(here.cfg, following.cfg).items()
+              if path.startswith(LAYOUT)}
+    return with_values_from(cfg, number, values)
+
+
 def span_of(phases: Phases, phase: Phase) -> int:
     """Tokens that stay together when the samples of a phase are shuffled (data.span); with data.pack best_fit
     those of one sample."""
@@ -326,7 +349,7 @@ def differing_keys(old: Config, new: Config) -> Tree:
 # ---- a run that goes on ------------------------------------------------------------------------------------
 
 # What a phase that has begun may have otherwise; check_same_schedule looks at optim.decay_steps.
-FREE_IN_PAST = ("parallel.", "train.micro_batch", "optim.decay_steps")
+FREE_IN_PAST = (*LAYOUT, "optim.decay_steps")
 
 
 def past_of(phases: Phases, step: int) -> Tree:

@@ -11,10 +11,12 @@ import json
 import math
 import pathlib
 import re
+import shutil
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from ranks import job
 from test_resume import run
 
 from data import loader, tokenizer
@@ -468,3 +470,85 @@ def test_a_jump_of_the_rate_is_said(tmp_path, monkeypatch):
     lives.start(TRUNK)
     lives.start(Start("low", LOW, "branch", ("trunk", 6)))
     assert "the learning rate jumps" not in (tmp_path / "low.log").read_text()
+
+
+# ---- the past of another layout, or of data that is gone ---------------------------------------------------
+
+
+TWO = ("--parallel.tp", "2")  # of the phases before step 4, which had two ranks
+PAST_LAYOUT = json.dumps([{"after_steps": 4, "parallel.tp": 1, "optim.lr": 5e-4}])
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """`trunk`: its first phase ran with tp 2 on two ranks, and it was stopped after its step 5."""
+    home = tmp_path_factory.mktemp("two")
+    write_letters(home)
+    end = job(home, 2, [*words_of(home, "trunk"), *TWO], fault="step.begin:step=5:act=SIGTERM")
+    assert end.codes == [75, 75], end.logs
+    return home
+
+
+def words_of(home, name: str, phases: str | None = PAST_LAYOUT) -> list[str]:
+    settings = {**BASE, "data.path": home / "text", "log.dir": home, "log.name": name, "train.steps": 7}
+    words = [*RECIPE, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+    return [*words, *(("--train.phases", phases) if phases else ())]
+
+
+def rows_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_needs_no_ranks_of_a_phase_that_is_past(two_ranks, tmp_path):
+    shutil.copytree(two_ranks / "trunk", tmp_path / "trunk")
+    words = [*words_of(two_ranks, "trunk"), *TWO]
+    assert run(tmp_path, "trunk", args=words) == 0, (tmp_path / "trunk.log").read_text()
+    assert [row["step"] for row in rows_of(tmp_path / "trunk") if "loss" in row] == list(range(1, 8))
+
+
+def branch_of(home, name: str, *words: str) -> str:
+    """What a branch of trunk@3 says on one rank; it must end."""
+    settings = ("--checkpoint.branch", f"{home / 'trunk'}@3", *TWO[:1], "1", *words)
+    assert run(home, name, args=settings) == 0, (home / f"{name}.log").read_text()
+    return (home / f"{name}.log").read_text()
+
+
+def test_a_branch_needs_no_ranks_of_its_source_and_makes_its_validation_in_the_new_layout(two_ranks):
+    assert "left out" not in branch_of(two_ranks, "branch", "--optim.lr", "5e-4")
+    found = rows_of(two_ranks / "branch")
+    assert [row["step"] for row in found if "loss" in row] == [4, 5, 6, 7]
+    of_step_3 = [row["val_loss"] for name in ("trunk", "branch") for row in rows_of(two_ranks / name)
+                 if row["step"] == 3 and "val_loss" in row]
+    assert len(of_step_3) == 2 and of_step_3[0] == pytest.approx(of_step_3[1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_validation_that_no_layout_of_these_ranks_can_make_is_left_out_with_a_line(two_ranks):
+    words = ("--train.micro_batch", "3", "--train.global_batch", "3")
+    log = " ".join(branch_of(two_ranks, "threes", *words).split())
+    assert "the validation of step 3 is left out: parallel.tp*pp*cp*dp_rep = 2*1*1*1" in log
+    assert [row["step"] for row in rows_of(two_ranks / "threes") if "val_loss" in row] == [6, 7]
+
+
+def test_data_that_only_a_past_phase_has_read_may_be_gone(tmp_path):
+    (tmp_path / "first").mkdir()
+    write_letters(tmp_path), write_letters(tmp_path / "first")
+    phases = json.dumps([{"after_steps": 3, "data.path": str(tmp_path / "text")}])
+    words = [*words_of(tmp_path, "run", phases), "--data.path", str(tmp_path / "first" / "text")]
+    assert run(tmp_path, "run", "step.begin:step=5:act=SIGTERM", args=words) == 75
+    shutil.rmtree(tmp_path / "first")
+    assert run(tmp_path, "run", args=words) == 0, (tmp_path / "run.log").read_text()
+    branch = ("--checkpoint.branch", f"{tmp_path / 'run'}@3", "--optim.lr", "5e-4")
+    assert run(tmp_path, "branch", args=branch) == 2
+    assert "first/text.idx: No such file" in (tmp_path / "branch.log").read_text()
+    with_data = ("--data.path", str(tmp_path / "text"))
+    assert run(tmp_path, "branch", args=(*branch, *with_data)) == 0
+    assert "the validation of step 3 is left out" in (tmp_path / "branch.log").read_text()
+
+
+def test_a_fresh_machine_with_other_ranks_goes_on_from_a_mirror(two_ranks, tmp_path):
+    shutil.copytree(two_ranks / "trunk", tmp_path / "store" / "trunk")
+    mirror = ("--checkpoint.mirror", f"file://{tmp_path / 'store'}", "--parallel.elastic", "true")
+    words = [*words_of(two_ranks, "trunk"), *TWO, *mirror]
+    assert run(tmp_path, "trunk", args=words) == 0, (tmp_path / "trunk.log").read_text()
+    assert [row["step"] for row in rows_of(tmp_path / "trunk") if "loss" in row] == list(range(1, 8))
