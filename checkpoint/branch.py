@@ -48,7 +48,7 @@ def begun_branch(where: str, layers: list[Tree]) -> str:
     for _, path in store.committed_checkpoints(own):
         with contextlib.suppress(store.IntegrityError):  # one that is damaged is passed over
             begun = str(store.read_meta(path)["config"]["checkpoint"].get("branch"))
-            if begun.rpartition("@")[0] == str(Path(where)):
+            if state.is_same_place(begun.rpartition("@")[0], where):
                 return begun
     return where
 

@@ -395,6 +395,11 @@ LIVES = {
         Start("run", phases=LATER, stop=8),
         Start("run", phases=({**LATER[0], "optim.decay_steps": 24}, {"after_steps": 12, "optim.lr": 1e-4})),
     ),
+    "a plan in other words": (
+        Start("run", phases=LATER, stop=8),
+        Start("run", phases=({"after_steps": 4, "train.global_batch": 4}, dict(reversed(LATER[0].items())))),
+        Start("run", phases=LATER),
+    ),
     "a phase that cuts a ramp off": (
         Start("run", RAMP, phases=({"after_steps": 3, "optim.lr": 5e-4},)),
     ),
