@@ -147,10 +147,11 @@ class Plan:
         if later or any(key in SCHEDULE for key in changes):
             ends[began.after] = self.end_of(began)
         plan = Plan(stated.get("train.steps", self.steps), parts, ends)
-        if not changes:
+        again = (*SCHEDULE, "train.global_batch", "train.ramp")  # these begin something, equal or not
+        if not [key for key, value in changes.items() if key in again or here.keys.get(key) != value]:
             return plan
         seen = here.ramp_seen + sum(self.sequences(s) for s in range(here.after + 1, step + 1))
-        goes_on = here.keys.get("train.ramp") and "train.global_batch" not in changes
+        goes_on = here.keys.get("train.ramp") and not {"train.global_batch", "train.ramp"} & set(changes)
         return plan.then(step, changes, seen if goes_on else 0)
 
 
@@ -361,6 +362,16 @@ LIVES = {
     "a branch that changes nothing, with another horizon": (
         TRUNK,
         Start("longer", {"train.steps": 30}, "branch", ("trunk", 6)),
+    ),
+    "a branch that states what its source has": (
+        TRUNK,
+        Start("restarted", {"optim.lr": BASE["optim.lr"]}, "branch", ("trunk", 6)),
+        Start("same", {"train.seq_len": BASE["train.seq_len"]}, "branch", ("trunk", 6)),
+    ),
+    "a branch that states the batch of its ramp": (
+        Start("trunk", RAMP),
+        Start("full", {"train.global_batch": RAMP["train.global_batch"]}, "branch", ("trunk", 2)),
+        Start("again", {"train.ramp": RAMP["train.ramp"]}, "branch", ("trunk", 3)),
     ),
     "a branch that leaves a phase out": (
         Start("phased", phases=LATER),
