@@ -45,6 +45,7 @@ from plan import elastic
 from plan.advice import memory_advice
 from plan.communicators import Gpu
 from plan.count import flops_per_token
+from remote.files import RemoteError
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
 
@@ -264,7 +265,19 @@ def start_run(
             left_out.append(f"the validation of step {start.step:,} is left out: {error}")
             return following.number, cfg
 
-    choose = partial(choose_start, cfg, world, root, in_memory)
+    repaired: dict[Path, str] = {}  # {checkpoint: a line that says so}
+
+    def choose(bad: dict[Path, str]) -> state.StartingPoint:
+        """choose_start, after a try to bring a damaged checkpoint from a store: one for each."""
+        for path in [path for path in bad if path not in repaired]:
+            is_good, repaired[path] = state.first_rank_does(
+                lambda: repair_from_store(cfg, path, root), everyone, cfg.checkpoint.timeout_s
+            )
+            if is_good:
+                del bad[path]
+        start = choose_start(cfg, world, root, in_memory, bad)
+        return replace(start, notes=[*filter(None, repaired.values()), *start.notes])
+
     start = choose({})
     may_be_large = bool(cfg.checkpoint.branch) and not start.memory
     if start.resumed is not None and may_be_large:  # its model is as large as the source says
@@ -284,6 +297,16 @@ def start_run(
             notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start), *left_out]
             return describe_start(run, valid_data, env, start, root), valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
+
+
+def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
+    """(whether what is damaged of a checkpoint was brought from a store that has it too, a line for the log;
+    "" without a store). root: of the run's checkpoints."""
+    try:
+        source = mirror.copied_from(cfg, path, root)
+        return (False, "") if source is None else (True, mirror.repair(source, path))
+    except (store.IntegrityError, store.StorageError, RemoteError) as error:
+        return False, f"warning: {path} cannot be repaired from its store: {failure.one_line(error)}"
 
 
 def config_to_validate(cfg: Config, phase: Phase, world: World) -> Config:

@@ -271,6 +271,62 @@ def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Pa
     return final
 
 
+def copied_from(cfg: Config, path: Path, root: Path) -> RemoteFolder | None:
+    """The place in a store that has a checkpoint of this machine, too: of the run's own (below root), in
+    checkpoint.mirror; of a copy, where it was downloaded from. None: there is none. Raises ConfigError.
+    """
+    if path.parent == root:
+        run = open_mirror(cfg)
+        return None if run is None else run.folder(CHECKPOINTS).folder(path.name)
+    for key in ("resume", "init_from"):
+        url = getattr(cfg.checkpoint, key)
+        if url is not None and is_url(url):
+            run = open_folder(parts_of_url(url)[0], f"checkpoint.{key}")
+            return run.folder(CHECKPOINTS).folder(path.name)
+    return None
+
+
+def repair(source: RemoteFolder, path: Path) -> str:
+    """Fetches those shards of a checkpoint again that are damaged here. Returns a line that says so.
+
+    source: its place in a store. The caller holds the lock of the run folder around it. Raises IntegrityError
+    if the store has not the same checkpoint, whole; RemoteError; StorageError.
+    """
+    index = store.quick_check(path)
+    damaged = store.damaged_shards(path, index)
+    if source.read(MARKER) != (path / MARKER).read_bytes():
+        raise IntegrityError(f"{source.url}: holds no checkpoint like {path}")
+    sizes = {name: index.files[name]["bytes"] for name in damaged}
+    total = sum(sizes.values())
+    temp = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+    with storage_errors(path, total):
+        store.check_free_space(path, total)
+        try:
+            temp.mkdir()
+            in_threads(lambda name: source.download(name, temp / name, sizes[name]), list(damaged))
+            for name, why in store.damaged_shards(temp, index, damaged).items():
+                raise IntegrityError(f"{source.url}/{name}: damaged there, too: {why}")
+            for name in damaged:
+                (temp / name).replace(path / name)
+            sync_dir(path)
+        finally:
+            remove(temp)
+    count = f"{len(damaged)} files" if len(damaged) > 1 else "1 file"
+    return f"{count} of {path} fetched again from {source.url}: {'; '.join(damaged.values())}"
+
+
+def repair_copy(url: str, downloads: Path) -> str:
+    """repair() of the local copy of a run or a checkpoint at a URL. Raises as it does, but ConfigError for a
+    store that cannot be read."""
+    path = local_checkpoint(url, downloads)
+    try:
+        with run_lock(path.parent.parent):
+            run = open_folder(parts_of_url(url)[0], "checkpoint")
+            return repair(run.folder(CHECKPOINTS).folder(path.name), path)
+    except RemoteError as error:
+        raise ConfigError(f"checkpoint: {url} cannot be read: {error}") from error
+
+
 def parts_of_url(url: str) -> tuple[str, int | None]:
     """(the URL of the run, the step) of the URL of a run or of a checkpoint; of a run the step is None."""
     url = url.rstrip("/")

@@ -512,7 +512,14 @@ def find_checkpoint(
 def find_index(path: str, log: list[str]) -> store.StoredIndex:
     """The index of the checkpoint that find_checkpoint finds, whose every byte is verified."""
     indexes: Indexes = {}
-    return indexes[find_checkpoint(path, log, check=kept_in(indexes, store.verify))]
+    check = kept_in(indexes, store.verify)
+    try:
+        return indexes[find_checkpoint(path, log, check=check)]
+    except store.IntegrityError:
+        if not is_url(path):
+            raise
+        log.append(mirror.repair_copy(path, DOWNLOADS))
+        return indexes[find_checkpoint(path, log, check=check)]
 
 
 def kept_in(indexes: Indexes, check: Check) -> Check:

@@ -139,7 +139,8 @@ def test_a_source_may_be_named_by_another_path(home, monkeypatch):
     assert branched(home, "named", "--train.steps", "7") == 0, (home / "named.log").read_text()
     monkeypatch.chdir(home / "a")
     for steps_asked, where in (("8", "../source@6"), ("9", "../b/../source")):
-        again = run(home, "named", extra=("--checkpoint.branch", where, "--train.steps", steps_asked), args=())
+        words = ("--checkpoint.branch", where, "--train.steps", steps_asked)
+        again = run(home, "named", extra=words, args=())
         assert again == 0, (home / "named.log").read_text()
     assert [row["step"] for row in steps(home / "named")] == [7, 8, 9]
 

@@ -19,8 +19,10 @@ import pytest
 from ranks import job
 from test_resume import run
 
+from checkpoint import state, store
 from data import loader, tokenizer
 from data.indexed import IndexedDatasetWriter
+from remote.files import path_of_url
 
 LETTERS = 6000  # of the train split, in which a few letters are at one place alone
 RECIPE = ["llama3-tiny"]
@@ -560,6 +562,68 @@ def test_data_that_only_a_past_phase_has_read_may_be_gone(tmp_path):
     with_data = ("--data.path", str(tmp_path / "text"))
     assert run(tmp_path, "branch", args=(*branch, *with_data)) == 0
     assert "the validation of step 3 is left out" in (tmp_path / "branch.log").read_text()
+
+
+DAMAGES = {  # of the newest checkpoint here
+    "flipped": lambda shard: shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1])),
+    "cut": lambda shard: shard.write_bytes(shard.read_bytes()[:-1]),
+    "absent": lambda shard: shard.unlink(),
+}
+
+
+def newest_shard(folder) -> pathlib.Path:
+    path = store.newest_checkpoint(folder / "checkpoints", check=store.quick_check)
+    return next(path.glob("*.safetensors"))
+
+
+@pytest.mark.slow(core=["cut"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_shard_comes_again_from_the_mirror(tmp_path, monkeypatch, damage):
+    """And the run is the one that nothing has happened to. One that both have lost leads back to the one
+    before, with a line that says why."""
+    lives = Lives(tmp_path, monkeypatch)
+    mirror = {"checkpoint.mirror": f"file://{tmp_path / 'store'}"}
+    lives.start(Start("run", {"train.steps": 9, **mirror}, stop=7))
+    here = newest_shard(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "lost")
+    shutil.copytree(tmp_path / "store" / "run", tmp_path / "store" / "lost")
+    damage(here)
+    lives.start(Start("run", {"train.steps": 9, **mirror}))
+    log = " ".join((tmp_path / "run.log").read_text().split())
+    assert f"1 file of {here.parent} fetched again from " in log and "is rejected" not in log
+
+    damage(newest_shard(tmp_path / "lost")), damage(newest_shard(tmp_path / "store" / "lost"))
+    words = lives.argv(Start("lost", {"train.steps": 9, **mirror}))
+    assert run(tmp_path, "lost", args=words) == 0, (tmp_path / "lost.log").read_text()
+    log = " ".join((tmp_path / "lost.log").read_text().split())
+    assert "cannot be repaired from its store: " in log and "resumed from" in log and "at step 6" in log
+    found = [[(row["step"], row["loss"]) for row in rows_of(tmp_path / name) if "loss" in row]
+             for name in ("run", "lost")]
+    assert found[0] == found[1]
+
+
+def test_a_damaged_copy_of_a_store_comes_again(tmp_path, monkeypatch):
+    """Of a run that took its weights from there, and of a script."""
+    lives = Lives(tmp_path, monkeypatch)
+    words = {"train.steps": 2, "checkpoint.mirror": f"file://{tmp_path / 'store'}"}
+    lives.start(Start("trunk", words))
+    url = f"file://{tmp_path / 'store' / 'trunk'}"
+    argv = [*words_of(tmp_path, "tuned", None), "--train.steps", "1", "--checkpoint.init_from", url]
+    lives.name = "tuned"
+    assert run(tmp_path, "tuned", args=argv) == 0, (tmp_path / "tuned.log").read_text()
+    shard = newest_shard(tmp_path / "remote" / path_of_url(url))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert run(tmp_path, "again", args=argv) == 0, (tmp_path / "again.log").read_text()
+    assert shard.read_bytes() == whole and "fetched again" in (tmp_path / "again.log").read_text()
+
+    monkeypatch.chdir(tmp_path)
+    notes = []
+    shard = next(state.find_index(url, notes).path.glob("*.safetensors"))
+    assert shard.is_relative_to("runs/remote") and not notes
+    shard.write_bytes(whole[:-1])
+    state.find_index(url, notes)
+    assert shard.read_bytes() == whole and "fetched again" in notes[0]
 
 
 def test_a_fresh_machine_with_other_ranks_goes_on_from_a_mirror(two_ranks, tmp_path):

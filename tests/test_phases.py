@@ -399,7 +399,7 @@ def test_what_counts_as_another_past(rows, told):
     old, new = (phases_of(phased("x", plan, global_batch=4, micro_batch=1)) for plan in (CONTINUED, rows))
     if not told:
         notes = check_same_past(old, new, 6, "CHECKPOINT")
-        assert ["optim.clip" in note for note in notes] == [True] * (len(rows) == 3 and "optim.clip" in rows[1])
+        assert ["optim.clip" in note for note in notes] == [True for row in rows if "optim.clip" in row]
         assert same_plan(old.whole, new.whole, ("parallel.", "optim.")) is True
         return
     with pytest.raises(ConfigError) as caught:
