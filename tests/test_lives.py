@@ -14,6 +14,7 @@ import re
 import shutil
 from dataclasses import dataclass, field
 
+import fake_wandb
 import numpy as np
 import pytest
 from ranks import job
@@ -600,6 +601,29 @@ def test_a_damaged_shard_comes_again_from_the_mirror(tmp_path, monkeypatch, dama
     found = [[(row["step"], row["loss"]) for row in rows_of(tmp_path / name) if "loss" in row]
              for name in ("run", "lost")]
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_copied_folder_is_a_run_of_its_own_in_wandb(tmp_path, monkeypatch):
+    """One that was moved is not, and neither is one that is started again."""
+    (tmp_path / "fake").mkdir()
+    write_letters(tmp_path)
+    told = fake_wandb.install(tmp_path / "fake", monkeypatch)
+
+    def start(name: str, steps: int) -> str:
+        """-> its id in W&B"""
+        words = [*words_of(tmp_path, name, None), "--log.wandb", "offline", "--train.steps", str(steps)]
+        assert run(tmp_path, name, args=words) == 0, (tmp_path / f"{name}.log").read_text()
+        return [words[1]["id"] for words in told() if words[0] == "init"][-1]
+
+    first = start("first", 2)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    assert start("copy", 3) != first and start("first", 3) == first
+    own = start("copy", 4)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    assert start("moved", 4) == first != own == start("copy", 5)
+    log = " ".join((tmp_path / "copy.log").read_text().split())
+    assert log.count(f"is a copy of {tmp_path / 'first'}, and a run of its own in W&B") == 1
 
 
 def test_a_damaged_copy_of_a_store_comes_again(tmp_path, monkeypatch):
