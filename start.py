@@ -7,7 +7,7 @@ import contextlib
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from data.task_files import ScoredTask, read_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.schedules import make_schedules
 from model.sharding import parallel_dims
-from optim.lr import learning_rate_of_run, schedules_of
+from optim.lr import learning_rate_of_run, schedules_of, warmup_steps
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
@@ -48,6 +48,9 @@ from plan.count import flops_per_token
 from remote.files import RemoteError
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
+
+
+WARMUP = "optim.warmup"
 
 
 def run_folder(cfg: Config) -> Path:
@@ -348,6 +351,25 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
         return []
     after = run.learning_rate(min(step + 1, run.steps))
     return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings have another schedule"]
+
+
+def warmup_notes(run: TrainingRun, stated: Collection[str], done: int) -> list[str]:
+    """A line for each schedule of learning rates to come whose warmup is stated, and longer than it may be.
+
+    stated: keys (section.key) of the command line and its file; a recipe's warmup is for long runs. done:
+    steps.
+    """
+    found: list[str] = []
+    beginning = [phase for phase in run.phases.all if phase.begins_schedule]
+    for phase, schedule in zip(beginning, schedules_of(run.phases, run.steps)):
+        steps = schedule.end - schedule.first
+        longest = warmup_steps(schedule.cfg, steps)
+        is_stated = WARMUP in (stated if phase.number == 1 else phase.changes)
+        if is_stated and schedule.last > done and longest < schedule.cfg.warmup:
+            place = "" if phase.number == 1 else f"phase {phase.number}: "
+            found.append(f"note: {place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to {longest:,}, a "
+                         f"tenth of the {steps:,} of the schedule")
+    return found
 
 
 def drop_rows(folder: Path) -> None:

@@ -10,7 +10,7 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -101,6 +101,7 @@ from start import (
     sample_prompt,
     start_run,
     trained_flops_per_token,
+    warmup_notes,
     write_config,
 )
 from torch import Tensor
@@ -286,6 +287,7 @@ def train(
     report_exit: ReportExit = lambda code, reason, restart: None,
     seconds_before: float = 0.0,
     done: int = 0,
+    stated: Collection[str] = (),
 ) -> int:
     """Trains to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
 
@@ -294,6 +296,7 @@ def train(
     step, **seen): called at each of FAULT_POINTS instead of the injector of faults, and may answer as it
     does; so proof/verify proves this loop. report_exit: called at the end. seconds_before: since this start
     began. done: steps of the run, as checkpoint/progress.py finds them; nothing is asked of phases before.
+    stated: the keys of the command line and its file.
     """
     observe = observe or setup.fault_injector(env, (*FAULT_POINTS, *memory.FAULT_POINTS))
     goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
@@ -309,6 +312,7 @@ def train(
             observe=observe,
             report_exit=report_exit,
             done=done,
+            stated=stated,
         )
 
 
@@ -340,6 +344,7 @@ def run_training(
     observe: FaultHook,
     report_exit: ReportExit,
     done: int,
+    stated: Collection[str],
 ) -> int:
     """train(), with the clock of this start."""
     tasks = open_tasks(cfg)
@@ -351,7 +356,7 @@ def run_training(
     in_memory = open_memory(cfg, env, world, folder)
     run, valid_data, start, notes = start_run(cfg, env, world, folder, in_memory)
     start_step = start.step
-    notes = [*setup.launcher_notes(), *restored, *notes]
+    notes = [*setup.launcher_notes(), *restored, *notes, *warmup_notes(run, stated, start_step)]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
     probe_run_folder(run, folder, in_memory)
@@ -1057,6 +1062,8 @@ def main(argv: list[str]) -> int:
     rank, size = setup.rank_and_world()[:2]
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
         cfg = branch.resolve(name, file, argv)
+        trees = [config.dotted_overrides(argv), config.read_yaml(file) if file else {}]
+        stated = {key for tree in trees for key in config.flatten_tree(tree)}
         usual_name = cfg.log.name
         cfg = with_own_folder(cfg, file, argv)
         folder = run_folder(cfg)
@@ -1110,6 +1117,7 @@ def main(argv: list[str]) -> int:
                 report_exit=peers.report_exit,
                 seconds_before=setup.seconds_since_start(),
                 done=done,
+                stated=stated,
             )
 
 

@@ -603,6 +603,29 @@ def test_a_damaged_shard_comes_again_from_the_mirror(tmp_path, monkeypatch, dama
     assert found[0] == found[1]
 
 
+def test_a_warmup_that_is_cut_is_said(tmp_path):
+    """Of whatever states it: the command line, a phase, a branch. A recipe's is for long runs."""
+    write_letters(tmp_path)
+    phases = json.dumps([{"after_steps": 4, "optim.lr": 5e-4, "optim.warmup": 3}])
+    words = words_of(tmp_path, "run", phases)
+    at = words.index("--optim.warmup")
+    quiet = [*words[:at], *words[at + 2:]]
+    assert run(tmp_path, "run", args=[*words, "--train.steps", "24"]) == 0, (tmp_path / "run.log").read_text()
+    assert run(tmp_path, "quiet", args=quiet) == 0
+    branch = ("--checkpoint.branch", f"{tmp_path / 'run'}@6", "--optim.warmup", "9")
+    assert run(tmp_path, "branch", args=branch) == 0, (tmp_path / "branch.log").read_text()
+    told = {name: " ".join((tmp_path / f"{name}.log").read_text().split())
+            for name in ("run", "quiet", "branch")}
+    for name, place, cut in (
+        ("run", "", "2 steps are cut to 0, a tenth of the 4 of the schedule"),
+        ("run", "phase 2: ", "3 steps are cut to 2, a tenth of the 20 of the schedule"),
+        ("quiet", "phase 2: ", "3 steps are cut to 0, a tenth of the 3 of the schedule"),
+        ("branch", "phase 3: ", "9 steps are cut to 1, a tenth of the 18 of the schedule"),
+    ):
+        assert f"note: {place}optim.warmup: {cut}" in told[name]
+    assert [told[name].count("are cut to") for name in told] == [2, 1, 1]
+
+
 @pytest.mark.slow
 def test_a_copied_folder_is_a_run_of_its_own_in_wandb(tmp_path, monkeypatch):
     """One that was moved is not, and neither is one that is started again."""
