@@ -373,7 +373,6 @@ def run_training(
         goodput.forget()
         return report_nothing_to_do(run, env, folder, report_exit)
     notes = [*notes, *probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)]
-    notes = [*notes, *keep_provenance(run, env, folder)]
 
     session = make_session(
         run,
@@ -389,6 +388,7 @@ def run_training(
         goodput=goodput,
         observe=observe,
     )
+    notes = [*notes, *keep_provenance(run, env, folder)]
     del run  # the session has it, for the length of a phase
     if session.tasks:
         notes = [*notes, f"{'tasks':<9}{session.tasks[session.cfg.model.context].describe()}"]
@@ -960,12 +960,14 @@ def make_session(
     train_data = run.data
     tokenizer = train_data.required_tokenizer
     encoded = encode_for_phases(tasks, train_data.prompts, run.phases.all[run.phase.number - 1:])
-    if env.rank == 0:
+    valid_batches = read_valid_batches(cfg.eval.batches, valid_data, run.mesh)
+    source_batches = read_source_batches(cfg, run.mesh, env.device)
+    prompt = sample_prompt(cfg, valid_data)
+    if env.rank == 0:  # nothing is refused any more
         keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
     saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
     saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group, committed=uploads.request)
-    valid_batches = read_valid_batches(cfg.eval.batches, valid_data, run.mesh)
 
     flops = trained_flops_per_token(run)
     whole = run.phases.whole
@@ -990,8 +992,8 @@ def make_session(
         train_data=train_data,
         valid_data=valid_data,
         valid_batches=valid_batches,
-        source_batches=read_source_batches(cfg, run.mesh, env.device),
-        prompt=sample_prompt(cfg, valid_data),
+        source_batches=source_batches,
+        prompt=prompt,
         tokenizer=tokenizer,
         tasks=encoded,
         log=log,

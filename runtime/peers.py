@@ -52,7 +52,7 @@ from typing import Any, TypeVar
 
 from parallel.wire import comm
 from parallel.wire.world import Store, leave_job, open_store
-from runtime import setup
+from runtime import lines, setup
 from runtime.failure import (
     HANG,
     USER_MISTAKE,
@@ -307,6 +307,8 @@ class PeerWatch:
         if self.folder is None:
             return
         folder = Path(self.folder)
+        if code == USER_MISTAKE and not (folder / lines.NAME).exists():  # refused, and no run has been there
+            return
         found = self.has_wrong_device
         setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue, of_device=found)
         if of_job and self.rank:

@@ -679,3 +679,52 @@ def test_a_fresh_machine_with_other_ranks_goes_on_from_a_mirror(two_ranks, tmp_p
     words = [*words_of(two_ranks, "trunk"), *TWO, *mirror]
     assert run(tmp_path, "trunk", args=words) == 0, (tmp_path / "trunk.log").read_text()
     assert [row["step"] for row in rows_of(tmp_path / "trunk") if "loss" in row] == list(range(1, 8))
+
+
+# ---- a start that is refused -------------------------------------------------------------------------------
+
+
+REFUSED = {  # late: what only a look at data, a model or another run tells
+    "data": ["--data.split", "100,0"],
+    "weights": ["--checkpoint.init_from", "{trunk}", "--model.layers", "2"],
+    "horizon": ["--checkpoint.resume", "{trunk}"],
+    "tasks": ["--eval.tasks", "{tasks}", "--model.context", "16"],
+    "early": ["--parallel.tp", "3"],
+}
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    home = tmp_path_factory.mktemp("trunk")
+    write_letters(home)
+    assert run(home, "trunk", args=[*words_of(home, "trunk", None), "--train.steps", "2"]) == 0
+    row = {"prompt": "a" * 8, "choices": ["b" * 30, "c"], "answer": 0}
+    (home / "tasks").mkdir()
+    (home / "tasks" / "long.jsonl").write_text(json.dumps(row) + "\n")
+    return home
+
+
+@pytest.mark.slow(core=["data", "early"])
+@pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
+def test_a_refused_start_leaves_no_folder(trunk, tmp_path, words):
+    places = {"trunk": trunk / "trunk", "tasks": trunk / "tasks" / "long.jsonl"}
+    args = [*words_of(trunk, "new", None), "--train.steps", "2", *(word.format(**places) for word in words)]
+    home = tmp_path / "runs"
+    home.mkdir()
+    inside = ("--log.dir", str(home / "deep" / "er"))
+    assert run(home, "new", args=args, extra=inside) == 2, (home / "new.log").read_text()
+    assert [path.name for path in home.iterdir() if path.name != "data"] == ["new.log"]
+
+    # a folder that somebody has made, or in which a run has been, stays
+    (home / "deep" / "er" / "new").mkdir(parents=True)
+    assert run(home, "new", args=args, extra=inside) == 2
+    assert list((home / "deep" / "er" / "new").iterdir()) == []
+    shutil.copytree(trunk / "trunk", home / "deep" / "er" / "new", dirs_exist_ok=True)
+    assert run(home, "new", args=[*args, "--train.seed", "9"], extra=inside) == 2
+    reason = json.loads((home / "deep" / "er" / "new" / "exit_reason.json").read_text())
+    assert reason["code"] == 2
+
+
+def test_a_job_that_is_refused_leaves_no_folder(trunk, tmp_path):
+    end = job(tmp_path, 2, [*words_of(trunk, "new", None), "--log.dir", str(tmp_path), *REFUSED["data"]])
+    assert end.codes == [2, 2] and not (tmp_path / "new").exists(), (end.logs, list(tmp_path.rglob("*")))
