@@ -139,6 +139,12 @@ class Plan:
         steps = range(1, step + 1)
         return sum(self.sequences(s) * self.part_of(s).keys["train.seq_len"] for s in steps)
 
+    def flops(self, step: int) -> float:
+        """Of the run, after a step."""
+        steps = range(1, step + 1)
+        lengths = [self.part_of(s).keys["train.seq_len"] for s in steps]
+        return sum(self.sequences(s) * length * flops_of_token(length) for s, length in zip(steps, lengths))
+
     def branch(self, step: int, stated: dict) -> "Plan":
         """A branch after a step: its horizon is its own, and what has begun keeps its rates and its ramp."""
         changes = {key: value for key, value in stated.items() if key != "train.steps"}
@@ -156,6 +162,14 @@ class Plan:
         seen = here.ramp_seen + sum(self.sequences(s) for s in range(here.after + 1, step + 1))
         goes_on = here.keys.get("train.ramp") and not {"train.global_batch", "train.ramp"} & set(changes)
         return plan.then(step, changes, seen if goes_on else 0)
+
+
+def flops_of_token(length: int) -> float:
+    """Forward and backward: two for each weight of a matrix and its input, and of attention two products with
+    the keys and the values that a token sees, half of the sequence."""
+    hidden, ffn, vocab = BASE["model.hidden"], BASE["model.ffn"], 257
+    weights = 4 * hidden * hidden + 3 * hidden * ffn + hidden * vocab
+    return 3 * (2 * weights + 2 * 2 * hidden * (length + 1) / 2)
 
 
 def plan_of(words: dict, phases: list[dict] = ()) -> Plan:
@@ -176,6 +190,7 @@ class Start:
 
     name: its folder. words: of the command line. begins: "", or the key that names another run (branch,
     resume, init_from), with `source`, its folder and step. stop: the step in which it is told to stop.
+    world: its ranks.
     """
 
     name: str
@@ -184,6 +199,7 @@ class Start:
     source: tuple[str, int] = ("", 0)
     phases: tuple[dict, ...] = ()
     stop: int | None = None
+    world: int = 1
 
 
 @dataclass
@@ -204,6 +220,7 @@ class Lives:
     def __init__(self, home: pathlib.Path, monkeypatch) -> None:
         self.home = home
         self.told: dict[str, Told] = {}
+        self.number = 0  # of the start
         self.letters = write_letters(home)
         self.watch_reads(monkeypatch)
 
@@ -217,7 +234,7 @@ class Lives:
                 rows = [row for batch in batches for row in batch.tokens.tolist()]
                 texts = ["".join(map(chr, row)) for row in rows]
                 with open(self.home / f"{self.name}.reads", "a") as file:
-                    file.write(json.dumps([step + 1, texts]) + "\n")
+                    file.write(json.dumps([self.number, step + 1, texts]) + "\n")
             return batches
 
         monkeypatch.setattr(loader.BatchLoader, "microbatches", microbatches)
@@ -225,9 +242,16 @@ class Lives:
     def start(self, start: Start) -> None:
         """Runs it, and looks at all that it has written."""
         self.name = start.name
+        self.number += 1
         fault = f"step.begin:step={start.stop}:act=SIGTERM" if start.stop else ""
-        code = run(self.home, start.name, fault, args=self.argv(start))
-        assert code == (75 if start.stop else 0), (self.home / f"{start.name}.log").read_text()
+        code = 75 if start.stop else 0
+        if start.world == 1:
+            found = run(self.home, start.name, fault, args=self.argv(start))
+            assert found == code, (self.home / f"{start.name}.log").read_text()
+        else:
+            folder = ("--log.dir", str(self.home), "--log.name", start.name)
+            end = job(self.home, start.world, [*self.argv(start), *folder], fault=fault)
+            assert end.codes == [code] * start.world, end.logs
         self.told[start.name] = self.expected(start)
         self.compare(start)
 
@@ -283,6 +307,9 @@ class Lives:
         assert [row["step"] for row in steps] == list(told.rates)
         assert [row["lr"] for row in steps] == pytest.approx(list(told.rates.values()), rel=1e-12)
         assert [row["tokens"] for row in steps] == list(told.tokens.values())
+        of_token = [flops_of_token(told.plan.part_of(row["step"]).keys["train.seq_len"]) for row in steps]
+        rates = [1e12 * row["tflops_per_gpu"] / row["tokens_per_s_per_gpu"] for row in steps]
+        assert rates == pytest.approx(of_token, rel=1e-9)
         validated = [row["step"] for row in rows if "val_loss" in row]
         assert sorted(told.validations) == validated
 
@@ -291,6 +318,7 @@ class Lives:
         later = [row for row in rows if "val_loss" in row and row["step"] > 0]
         best = min(later, key=lambda row: row["val_loss"], default=None)
         assert summary["step"] == told.last and summary["tokens"] == told.tokens[told.last]
+        assert summary["flops"] == pytest.approx(told.plan.flops(told.last), rel=1e-9)
         assert summary["finished"] is (start.stop is None)
         assert summary["train_loss"] == steps[-1]["loss"]
         assert summary["validation"] == [row for row in rows if "val_loss" in row][-1]
@@ -317,8 +345,13 @@ class Lives:
 
     def reads(self, name: str) -> dict[int, list[str]]:
         """{step: its samples}, as the last start that made the step has read them."""
-        lines = (self.home / f"{name}.reads").read_text().splitlines()
-        return dict(map(json.loads, lines))
+        found: dict[int, tuple[int, dict]] = {}
+        for line in (self.home / f"{name}.reads").read_text().splitlines():
+            number, step, texts = json.loads(line)
+            if found.get(step, (0, {}))[0] != number:
+                found[step] = number, {}
+            found[step][1].update(dict.fromkeys(texts))  # ranks of tp read the same, those of dp their part
+        return {step: list(texts) for step, (_, texts) in found.items()}
 
 
 def write_letters(folder: pathlib.Path) -> str:
@@ -339,6 +372,9 @@ LOW = {"optim.lr": 5e-4, "optim.decay": "linear", "optim.min_lr": 0.0}
 RAMP = {"train.global_batch": 8, "train.ramp": "2,2,15", "train.steps": 14}
 TRUNK = Start("trunk")
 LATER = ({"after_steps": 6, **LOW},)
+ONE_RANK = ({"after_steps": 6, "parallel.tp": 1, **LOW},)
+ELASTIC = {"parallel.elastic": "true", "train.steps": 12}
+WIDER = ({"after_steps": 6, "train.global_batch": 6},)  # the first phase has no layout on three ranks
 LIVES = {
     # at a step at which a validation is due, and at one at which none is
     "branch": (
@@ -416,6 +452,21 @@ LIVES = {
     ),
     "a phase that cuts a ramp off": (
         Start("run", RAMP, phases=({"after_steps": 3, "optim.lr": 5e-4},)),
+    ),
+    "a first phase of two ranks, and one to go on": (
+        Start("run", {"parallel.tp": 2}, phases=ONE_RANK, stop=8, world=2),
+        Start("run", {"parallel.tp": 2}, phases=ONE_RANK),
+    ),
+    "a branch of a branch, of a run of two ranks": (
+        Start("trunk", {"parallel.tp": 2}, world=2),
+        Start("one", {"parallel.tp": 1, "train.global_batch": 2}, "branch", ("trunk", 6)),
+        Start("again", {"train.seq_len": 32, "optim.lr": 5e-4}, "branch", ("one", 9)),
+    ),
+    "a boundary under elastic": (
+        Start("run", ELASTIC, phases=WIDER, stop=5, world=2),
+        Start("run", ELASTIC, phases=WIDER, stop=7),
+        Start("run", ELASTIC, phases=WIDER, stop=8, world=3),
+        Start("run", ELASTIC, phases=WIDER, world=2),
     ),
     "a horizon beyond the schedule": (
         Start("run", {"optim.decay_steps": 12, "train.steps": 15}),
