@@ -367,8 +367,8 @@ def warmup_notes(run: TrainingRun, stated: Collection[str], done: int) -> list[s
         is_stated = WARMUP in (stated if phase.number == 1 else phase.changes)
         if is_stated and schedule.last > done and longest < schedule.cfg.warmup:
             place = "" if phase.number == 1 else f"phase {phase.number}: "
-            found.append(f"note: {place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to {longest:,}, a "
-                         f"tenth of the {steps:,} of the schedule")
+            found.append(f"{'warmup':<9}{place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to "
+                         f"{longest:,}, a tenth of the {steps:,} of the schedule")
     return found
 
 

@@ -673,7 +673,7 @@ def test_a_warmup_that_is_cut_is_said(tmp_path):
         ("quiet", "phase 2: ", "3 steps are cut to 0, a tenth of the 3 of the schedule"),
         ("branch", "phase 3: ", "9 steps are cut to 1, a tenth of the 18 of the schedule"),
     ):
-        assert f"note: {place}optim.warmup: {cut}" in told[name]
+        assert f"warmup {place}optim.warmup: {cut}" in told[name]
     assert [told[name].count("are cut to") for name in told] == [2, 1, 1]
 
 
