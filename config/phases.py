@@ -384,7 +384,7 @@ class Difference:
 
 
 def first_difference(old: Phases, new: Phases, step: int) -> Difference | None:
-    """What two plans do not have in common of what `step` steps read, and how they train; None: both can
+    """What two plans do not have in common of what `step` steps read, and how they train. None if both can
     continue the same checkpoint. What counts is what holds in a step, whatever states it in whatever phase.
     """
     begun = [[phase for phase in plan.all if phase.steps_before < max(step, 1)] for plan in (old, new)]

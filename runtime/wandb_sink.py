@@ -209,7 +209,7 @@ def stable_id(run_dir: Path) -> str:
 
 
 def copied_from(run_dir: Path) -> str:
-    """The folder of which a run folder is a copy, and that is still there; "": it is none."""
+    """The folder whose copy a run folder is, if it is still there; else ""."""
     file = Path(run_dir) / ID_FILE
     try:
         own, place, *_ = [*file.read_text().split("\n"), ""]

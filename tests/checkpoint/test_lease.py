@@ -219,7 +219,7 @@ def test_a_run_ends_before_its_next_step_when_its_folder_was_taken_over(tmp_path
 
 
 def test_who_waits_for_a_start_that_is_refused_has_the_folder(tmp_path):
-    """The refused one removes its lock file and the folder: the other makes them anew, and holds that file."""
+    """The refused one removes its lock file and the folder: the other makes and holds new ones."""
     folder, found = tmp_path / "deep" / "run", []
 
     def wait():
