@@ -314,7 +314,7 @@ def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
 
 def config_to_validate(cfg: Config, phase: Phase, world: World) -> Config:
     """The config with which a phase that is over is validated: in its own layout, or that of the next one
-    where these ranks cannot have it. Collective. Raises ConfigError if they have neither, or its data is gone.
+    where these ranks cannot have it. Collective. Raises ConfigError if they have neither, or data is gone.
     """
     trouble: ConfigError | None = None
     for whole in (cfg, with_next_layout(cfg, phase.number)):
