@@ -62,9 +62,9 @@ def local_data(path: str, cache: str, key: str = "data.path") -> str:
     return local_path(path, cache)
 
 
-def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
+def download_sources(cfg: Config, known: Copies | None = None, after: int = 0) -> Copies:
     """Downloads the data sets of data.path and data.valid that are in a store and not on this node, of every
-    phase of the run.
+    phase of the run that is not over after the step `after`.
 
     known: what the first rank has. Without it this is the first rank, which asks the store.
 
@@ -72,7 +72,7 @@ def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
     OSError.
     """
     copies: Copies = {}
-    for phase in phases_of(cfg).all:
+    for phase in phases_of(cfg).from_step(after):
         for key, path in named_paths(phase.cfg.data):
             if is_url(path) and path not in copies:
                 cache = cfg.data.cache
