@@ -7,7 +7,7 @@ import contextlib
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,12 @@ import torch
 import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
-from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.memory import MemoryCheckpoints, has_record
-from config import Config, ConfigError, Tree, is_due, phases_of, provenance
+from config import Config, ConfigError, Phase, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
-from config.phases import named
+from config.phases import named, with_next_layout
 from config.terminal import output_width, wrapped
+from data import tokenizer_files
 from data.blend import named_paths, source_names, validation_key
 from data.contract import check_same_tokenizer
 from data.download import download_sources, local_path
@@ -33,8 +33,9 @@ from data.raw import RawShards
 from data.start_tokens import files_of
 from data.task_files import ScoredTask, read_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
+from model.schedules import make_schedules
 from model.sharding import parallel_dims
-from optim.lr import learning_rate_of_run, schedules_of
+from optim.lr import learning_rate_of_run, schedules_of, warmup_steps
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
@@ -44,8 +45,12 @@ from plan import elastic
 from plan.advice import memory_advice
 from plan.communicators import Gpu
 from plan.count import flops_per_token
+from remote.files import RemoteError
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
+
+
+WARMUP = "optim.warmup"
 
 
 def run_folder(cfg: Config) -> Path:
@@ -71,11 +76,14 @@ def refusal_in(folder: Path, rank: int) -> Iterator[None]:
         raise
 
 
-def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
-    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
+def elastic_layout(cfg: Config, env: setup.LaunchEnv, done: int) -> Config:
+    """The config; under parallel.elastic with a layout for the ranks that there are. done: steps of the run.
+
+    Raises ConfigError.
+    """
     if not cfg.parallel.elastic:
         return cfg
-    layout = elastic.layout_for(cfg, env.world, rank_device(env.device))
+    layout = elastic.layout_for(cfg, env.world, rank_device(env.device), done)
     note = elastic.describe(layout, env.world)
     if note and env.rank == 0:
         print("\n".join(wrapped(note, output_width())), flush=True)
@@ -119,20 +127,22 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
             )
 
 
-def check_data(cfg: Config, world: World) -> Config:
+def check_data(cfg: Config, world: World, done: int = 0) -> Config:
     """The config with the vocabulary of the data. Opens that of every phase once, on rank 0, which also makes
     what is made at the first opening. Data in a store is downloaded before. Collective.
+
+    done: steps of the run; the data of phases that are over then may be gone.
 
     Raises ConfigError if the data of a phase cannot be read, has another tokenizer, or no target that counts.
     """
     everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
-    copies = state.first_rank_does(lambda: download_sources(cfg), everyone, timeout_s)
-    state.all_ranks_do(lambda: download_sources(cfg, copies), everyone, timeout_s)  # a copy on each node
+    copies = state.first_rank_does(lambda: download_sources(cfg, after=done), everyone, timeout_s)
+    state.all_ranks_do(lambda: download_sources(cfg, copies, done), everyone, timeout_s)  # on each node
 
     def open_once() -> int:
         tokenizer = None
         phases = phases_of(cfg)
-        for phase in phases.all:
+        for phase in phases.from_step(done):
             with named(phase):
                 check_source_names(phase.cfg)
                 check_dtype(phase.cfg)
@@ -236,6 +246,7 @@ def start_run(
     root = folder / "checkpoints"
     phases = phases_of(cfg)
     everyone = world.all_ranks()
+    left_out: list[str] = []  # validations
 
     def begins_elsewhere(start: state.StartingPoint) -> bool:
         """Whether no run of this folder has made the steps before the start."""
@@ -243,31 +254,84 @@ def start_run(
             return False
         return start.resumed.path.parent.resolve() != root.resolve()
 
-    def phase_after(start: state.StartingPoint) -> int:
-        """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
+    def phase_after(start: state.StartingPoint) -> tuple[int, Config]:
+        """(its number, the config). Where an evaluation is missing, the phase before a boundary: it has its
+        own validation, if it still can."""
+        left_out.clear()
+        here, following = phases.of_step(start.step), phases.of_step(start.step + 1)
         made_here = None if begins_elsewhere(start) else folder
-        is_missing = is_evaluation_missing(cfg, start.step, made_here, everyone)
-        return phases.of_step(start.step if is_missing else start.step + 1).number
+        if here == following or not is_evaluation_missing(cfg, start.step, made_here, everyone):
+            return following.number, cfg
+        try:
+            return here.number, config_to_validate(cfg, here, world)
+        except ConfigError as error:
+            left_out.append(f"the validation of step {start.step:,} is left out: {error}")
+            return following.number, cfg
 
-    choose = partial(choose_start, cfg, world, root, in_memory)
+    repaired: dict[Path, str] = {}  # {checkpoint: a line that says so}
+
+    def choose(bad: dict[Path, str]) -> state.StartingPoint:
+        """choose_start, after a try to bring a damaged checkpoint from a store: one for each."""
+        for path in [path for path in bad if path not in repaired]:
+            is_good, repaired[path] = state.first_rank_does(
+                lambda: repair_from_store(cfg, path, root), everyone, cfg.checkpoint.timeout_s
+            )
+            if is_good:
+                del bad[path]
+        start = choose_start(cfg, world, root, in_memory, bad)
+        return replace(start, notes=[*filter(None, repaired.values()), *start.notes])
+
     start = choose({})
     may_be_large = bool(cfg.checkpoint.branch) and not start.memory
     if start.resumed is not None and may_be_large:  # its model is as large as the source says
         check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
     while True:
-        number = phase_after(start) if len(phases.all) > 1 else 1
-        run, valid_data = build_phase(cfg, env, world, number)
+        number, whole = phase_after(start)
+        with named(phases.all[number - 1]):
+            run, valid_data = build_phase(whole, env, world, number)
         start, notes = state.resume(run, root, start, choose)
-        if len(phases.all) == 1 or phase_after(start) == number:
+        if len(phases.all) == 1 or phase_after(start)[0] == number:
             if begins_elsewhere(start):
                 state.first_rank_does(lambda: drop_rows(folder), everyone)
             if in_memory is not None:
                 in_memory.drop_after(start.step)  # what this run goes on from is its only past
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
-            notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start)]
+            notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start), *left_out]
             return describe_start(run, valid_data, env, start, root), valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
+
+
+def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
+    """(whether what is damaged of a checkpoint was brought from a store that has it too, a line for the log;
+    "" without a store). root: of the run's checkpoints."""
+    try:
+        source = mirror.copied_from(cfg, path, root)
+        return (False, "") if source is None else (True, mirror.repair(source, path))
+    except (store.IntegrityError, store.StorageError, RemoteError) as error:
+        return False, f"warning: {path} cannot be repaired from its store: {failure.one_line(error)}"
+
+
+def config_to_validate(cfg: Config, phase: Phase, world: World) -> Config:
+    """The config with which a phase that is over is validated: in its own layout, or that of the next one
+    where these ranks cannot have it. Collective. Raises ConfigError if they have neither, or data is gone.
+    """
+    trouble: ConfigError | None = None
+    for whole in (cfg, with_next_layout(cfg, phase.number)):
+        try:
+            make_schedules(phases_of(whole).all[phase.number - 1].cfg, world.size, advise=False)
+        except ConfigError as error:
+            trouble = trouble or error
+            continue
+
+        def open_once() -> None:
+            for split in ("train", "valid"):
+                open_loader(whole, split, 0, 1, phase=phase.number).close()
+
+        state.first_rank_does(open_once, world.all_ranks(), cfg.checkpoint.timeout_s)
+        return whole
+    assert trouble is not None
+    raise trouble
 
 
 def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
@@ -286,6 +350,25 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
         return []
     after = run.learning_rate(min(step + 1, run.steps))
     return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings have another schedule"]
+
+
+def warmup_notes(run: TrainingRun, stated: Collection[str], done: int) -> list[str]:
+    """A line for each schedule of learning rates to come whose warmup is stated, and longer than it may be.
+
+    stated: keys (section.key) of the command line and its file; a recipe's warmup is for long runs. done:
+    steps.
+    """
+    found: list[str] = []
+    beginning = [phase for phase in run.phases.all if phase.begins_schedule]
+    for phase, schedule in zip(beginning, schedules_of(run.phases, run.steps)):
+        steps = schedule.end - schedule.first
+        longest = warmup_steps(schedule.cfg, steps)
+        is_stated = WARMUP in (stated if phase.number == 1 else phase.changes)
+        if is_stated and schedule.last > done and longest < schedule.cfg.warmup:
+            place = "" if phase.number == 1 else f"phase {phase.number}: "
+            found.append(f"{'warmup':<9}{place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to "
+                         f"{longest:,}, a tenth of the {steps:,} of the schedule")
+    return found
 
 
 def drop_rows(folder: Path) -> None:
@@ -473,20 +556,41 @@ def probe_run_folder(run: TrainingRun, folder: Path, in_memory: MemoryCheckpoint
         in_memory.check_room(sum(part.numel() * part.element_size() for _, part in boxes))
 
 
-def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
+def keep_tokenizer(cfg: Config, data: BatchLoader, folder: Path) -> None:
+    """Saves the tokenizer of the data that a run reads, with the files that belong to it (chat template,
+    generation settings). Conversations are written as their own tokenizer says, and in no other template.
 
     They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
+    data.required_tokenizer.save(folder)
+    for place in same_tokenizers(cfg, data.required_tokenizer):
+        with contextlib.suppress(OSError):
+            tokenizer_files.copy_files(place, folder, with_templates=not data.is_chat)
+
+
+def describe_template(cfg: Config, data: BatchLoader) -> str | None:
+    """Which chat template conversations have, where another folder of the run has another; else None."""
+    tokenizer = data.required_tokenizer
+    if not data.is_chat:
+        return None
+    own = getattr(tokenizer, "files", {})
+    others = [str(place) for place in same_tokenizers(cfg, tokenizer)
+              if tokenizer_files.has_template(files := tokenizer_files.read_files(place))
+              and tokenizer_files.templates_of(files) != tokenizer_files.templates_of(own)]
+    if not others:
+        return None
+    kept = "that with which the data were prepared" if tokenizer_files.has_template(own) else "none"
+    return f"{kept}, not that of {' or of '.join(dict.fromkeys(others))}"
+
+
+def same_tokenizers(cfg: Config, tokenizer: Tokenizer) -> Iterator[Path]:
+    """The folders of tokenizer_places that hold this tokenizer: the files of others are not its own."""
     for place in tokenizer_places(cfg):
-        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
-            continue
-        with contextlib.suppress(ConfigError, OSError):
-            found = load_tokenizer(place, cfg.data.eod)
-            if found.fingerprint == tokenizer.fingerprint:  # else the files belong to another
-                copy_tokenizer_files(place, folder)
+        if any((place / name).is_file() for name in tokenizer_files.OWN_FILES):
+            with contextlib.suppress(ConfigError, OSError):
+                if load_tokenizer(place, cfg.data.eod).fingerprint == tokenizer.fingerprint:
+                    yield place
 
 
 def tokenizer_places(cfg: Config) -> list[Path]:
@@ -511,6 +615,14 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
         for batch in valid_data.microbatches(index):
             found.append(shard_batch(batch, mesh.cp))
     return found
+
+
+def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
+    """The data sets of data.valid, and which of them are trained on."""
+    trained = {dataset.index.identity for dataset in data.datasets}
+    seen = [dataset.name for dataset in valid_data.datasets if dataset.index.identity in trained]
+    note = f"   {' and '.join(seen)}: trained on, too, so its loss is not of unseen text" if seen else ""
+    return f"{valid_data.describe_datasets()}{note}"
 
 
 def describe_targets(run: TrainingRun) -> str | None:

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from build import TrainingRun
 from checkpoint import branch, memory, mirror, state, store
 from checkpoint.memory import MemoryCheckpoints
+from checkpoint.progress import steps_done
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
@@ -30,7 +31,7 @@ from config import (
     CheckpointConfig,
     Config,
     ConfigError,
-    Phases,
+    Phase,
     Tree,
     is_due,
     is_permanent_step,
@@ -86,6 +87,8 @@ from start import (
     describe_passes,
     describe_phase,
     describe_targets,
+    describe_template,
+    describe_valid,
     elastic_layout,
     flops_so_far,
     is_evaluation_missing,
@@ -101,6 +104,7 @@ from start import (
     sample_prompt,
     start_run,
     trained_flops_per_token,
+    warmup_notes,
     write_config,
 )
 from torch import Tensor
@@ -285,6 +289,8 @@ def train(
     observe: FaultHook | None = None,
     report_exit: ReportExit = lambda code, reason, restart: None,
     seconds_before: float = 0.0,
+    done: int = 0,
+    stated: Collection[str] = (),
 ) -> int:
     """Trains to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
 
@@ -292,7 +298,8 @@ def train(
     called before each step; raises if another run has taken the folder over. observe(point,
     step, **seen): called at each of FAULT_POINTS instead of the injector of faults, and may answer as it
     does; so proof/verify proves this loop. report_exit: called at the end. seconds_before: since this start
-    began.
+    began. done: steps of the run, as checkpoint/progress.py finds them; nothing is asked of phases before.
+    stated: the keys of the command line and its file.
     """
     observe = observe or setup.fault_injector(env, (*FAULT_POINTS, *memory.FAULT_POINTS))
     goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
@@ -307,6 +314,8 @@ def train(
             check_lease=check_lease,
             observe=observe,
             report_exit=report_exit,
+            done=done,
+            stated=stated,
         )
 
 
@@ -337,6 +346,8 @@ def run_training(
     check_lease: Callable[[], object],
     observe: FaultHook,
     report_exit: ReportExit,
+    done: int,
+    stated: Collection[str],
 ) -> int:
     """train(), with the clock of this start."""
     tasks = open_tasks(cfg)
@@ -344,17 +355,20 @@ def run_training(
     # data, model, and the checkpoint to continue from
     everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
     restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
-    cfg = check_data(cfg, world)
+    cfg = check_data(cfg, world, done)
     in_memory = open_memory(cfg, env, world, folder)
     run, valid_data, start, notes = start_run(cfg, env, world, folder, in_memory)
     start_step = start.step
-    notes = [*setup.launcher_notes(), *restored, *notes]
+    notes = [*setup.launcher_notes(), *restored, *notes, *warmup_notes(run, stated, start_step)]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
     probe_run_folder(run, folder, in_memory)
     uploads = open_uploader(cfg, folder, is_first_rank=env.rank == 0)
     is_end = start_step == run.steps
-    owes_evaluation = is_evaluation_missing(cfg, start_step, folder, world.all_ranks(), is_end=is_end)
+    is_of_phase = run.phase.number == run.phases.of_step(start_step).number  # else it was left out
+    owes_evaluation = is_of_phase and is_evaluation_missing(
+        cfg, start_step, folder, world.all_ranks(), is_end=is_end
+    )
     if start_step == run.steps and not owes_evaluation:
         run.data.close()
         finish_uploads(uploads, cfg, world)
@@ -362,7 +376,6 @@ def run_training(
         goodput.forget()
         return report_nothing_to_do(run, env, folder, report_exit)
     notes = [*notes, *probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)]
-    notes = [*notes, *keep_provenance(run, env, folder)]
 
     session = make_session(
         run,
@@ -378,6 +391,7 @@ def run_training(
         goodput=goodput,
         observe=observe,
     )
+    notes = [*notes, *keep_provenance(run, env, folder)]
     del run  # the session has it, for the length of a phase
     if session.tasks:
         notes = [*notes, f"{'tasks':<9}{session.tasks[session.cfg.model.context].describe()}"]
@@ -387,8 +401,11 @@ def run_training(
     passes = describe_passes(session.run) if session.is_first_rank else None
     if passes:
         notes = [f"{'epochs':<9}{passes}", *notes]
+    template = describe_template(cfg, session.run.data) if session.is_first_rank else None
+    if template:
+        notes = [f"{'template':<9}{template}", *notes]
     if cfg.data.valid is not None:
-        notes = [f"{'valid':<9}{session.valid_data.describe_datasets()}", *notes]
+        notes = [f"{'valid':<9}{describe_valid(session.run.data, session.valid_data)}", *notes]
     with (
         session.log,
         summarized_failure(lambda: session),
@@ -407,10 +424,10 @@ def run_training(
             end = train_loop(session)
             while end.reason is None and end.step < session.run.steps:  # a phase is over, and saved
                 summarize_boundary(session, end.step)
-                whole, made, kept = session.run.phases.whole, session.run.provenance, session.kept()
+                made, kept = session.run.provenance, session.kept()
                 session.train_data.close()
                 del session  # its memory is free before the next phase takes its own
-                session = begin_phase(whole, end.step, start, made, **kept)
+                session = begin_phase(cfg, end.step, start, made, **kept)
                 end = train_loop(session)
         session.train_data.close()
         clear_memory(session.in_memory)
@@ -784,7 +801,7 @@ def restore_run_folder(session: Session, step: int) -> None:
         "written again; metrics and checkpoints until here are lost, and so is the lock against a second run"
     )
     with store.storage_errors(folder, 0):
-        keep_tokenizer(session.cfg, session.tokenizer, folder / "tokenizer")
+        keep_tokenizer(session.cfg, session.run.data, folder / "tokenizer")
         write_config(session.run.phases.whole, folder)
     session.log.reopen()
 
@@ -948,13 +965,15 @@ def make_session(
     cfg = run.cfg
     train_data = run.data
     tokenizer = train_data.required_tokenizer
-    encoded = encode_for_phases(tasks, train_data.prompts, run.phases)
-    if env.rank == 0:
-        keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
+    encoded = encode_for_phases(tasks, train_data.prompts, run.phases.all[run.phase.number - 1:])
+    valid_batches = read_valid_batches(cfg.eval.batches, valid_data, run.mesh)
+    source_batches = read_source_batches(cfg, run.mesh, env.device)
+    prompt = sample_prompt(cfg, valid_data)
+    if env.rank == 0:  # nothing is refused any more
+        keep_tokenizer(cfg, train_data, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
     saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
     saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group, committed=uploads.request)
-    valid_batches = read_valid_batches(cfg.eval.batches, valid_data, run.mesh)
 
     flops = trained_flops_per_token(run)
     whole = run.phases.whole
@@ -979,8 +998,8 @@ def make_session(
         train_data=train_data,
         valid_data=valid_data,
         valid_batches=valid_batches,
-        source_batches=read_source_batches(cfg, run.mesh, env.device),
-        prompt=sample_prompt(cfg, valid_data),
+        source_batches=source_batches,
+        prompt=prompt,
         tokenizer=tokenizer,
         tasks=encoded,
         log=log,
@@ -998,14 +1017,14 @@ def make_session(
 
 
 def encode_for_phases(
-    tasks: list[ScoredTask], prompts: Prompts, phases: Phases
+    tasks: list[ScoredTask], prompts: Prompts, phases: Sequence[Phase]
 ) -> dict[int, EncodedTasks]:
-    """{model.context: the tasks with at most so many tokens}, of every phase; {} without tasks.
+    """{model.context: the tasks with at most so many tokens}, of these phases; {} without tasks.
 
     Raises ConfigError for an answer that does not fit into the context of a phase.
     """
     found: dict[int, EncodedTasks] = {}
-    for phase in phases.all if tasks else ():
+    for phase in phases if tasks else ():
         context = phase.cfg.model.context
         if context not in found:
             with named(phase):
@@ -1053,6 +1072,8 @@ def main(argv: list[str]) -> int:
     rank, size = setup.rank_and_world()[:2]
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
         cfg = branch.resolve(name, file, argv)
+        trees = [config.dotted_overrides(argv), config.read_yaml(file) if file else {}]
+        stated = {key for tree in trees for key in config.flatten_tree(tree)}
         usual_name = cfg.log.name
         cfg = with_own_folder(cfg, file, argv)
         folder = run_folder(cfg)
@@ -1060,10 +1081,13 @@ def main(argv: list[str]) -> int:
         # refuse what cannot run, before anything starts
         with refusal_in(folder, rank):
             env = setup.read_environment(cfg)
-            cfg = elastic_layout(cfg, env)
-            plan_pipeline(cfg, env.world)
+            done = 0
+            if cfg.train.phases is not None:
+                done = peers.told_by_first("steps_done", lambda: steps_done(cfg, folder))
+            cfg = elastic_layout(cfg, env, done)
+            plan_pipeline(cfg, env.world, after=done)
             open_tasks(cfg)
-            for phase in phases_of(cfg).all:
+            for phase in phases_of(cfg).from_step(done):
                 with named(phase):
                     check_paths(phase.cfg)
             unused_keys = unused.check_unused(cfg, env.world)
@@ -1102,6 +1126,8 @@ def main(argv: list[str]) -> int:
                 check_lease=do_nothing if lease is None else lease.check,
                 report_exit=peers.report_exit,
                 seconds_before=setup.seconds_since_start(),
+                done=done,
+                stated=stated,
             )
 
 

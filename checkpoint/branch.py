@@ -12,7 +12,14 @@ from pathlib import Path
 import config
 from checkpoint import mirror, state, store
 from config import Config, ConfigError, LogConfig, Phases, Tree, phases_of, rest_of_ramp, span_of
-from config.phases import CHANGEABLE, differing_keys, phases_text, value_of, with_values
+from config.phases import (
+    CHANGEABLE,
+    SCHEDULE_KEYS,
+    differing_keys,
+    phases_text,
+    value_of,
+    with_values,
+)
 
 NOT_INHERITED = {  # section: keys that a branch does not have from its source
     "log": ("name",),
@@ -48,7 +55,7 @@ def begun_branch(where: str, layers: list[Tree]) -> str:
     for _, path in store.committed_checkpoints(own):
         with contextlib.suppress(store.IntegrityError):  # one that is damaged is passed over
             begun = str(store.read_meta(path)["config"]["checkpoint"].get("branch"))
-            if begun.rpartition("@")[0] == str(Path(where)):
+            if state.is_same_place(begun.rpartition("@")[0], where):
                 return begun
     return where
 
@@ -81,6 +88,10 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     differing = differing_keys(here.cfg, stated)
     changes = {key: value for key, value in differing.items() if key in changeable_keys()}
     ramp = rest_of_ramp(here.cfg.train, step - here.steps_before)
+    begins = SCHEDULE_KEYS + (("train.ramp", "train.global_batch") if ramp else ("train.ramp",))
+    for key in config.flatten_tree(layers[-1]):  # of the command line: a value that is as it was, too
+        if key in begins:
+            changes[key] = value_of(stated, key)
     if changes and ramp and "train.global_batch" not in changes:  # a ramp goes on to the batch of the source
         changes.setdefault("train.ramp", ramp)
     rows = json.loads(before.whole.train.phases or "[]")[:here.number - 1]

@@ -333,6 +333,20 @@ def verify(path: Path | str) -> StoredIndex:
     return index
 
 
+def damaged_shards(path: Path, index: StoredIndex, names: Iterable[str] | None = None) -> dict[str, str]:
+    """{shard: what is wrong with it} of a folder that holds files of this index. names: those to look at."""
+    found: dict[str, str] = {}
+    for name in index.files if names is None else names:
+        if name == META:
+            continue
+        inside = [piece for piece in index.pieces if piece.file == name]
+        try:
+            check_pieces(path, index.shards(), inside, [name])
+        except IntegrityError as error:
+            found[name] = str(error)
+    return found
+
+
 def check_pieces(
     path: Path,
     data: Shards,

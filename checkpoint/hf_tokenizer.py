@@ -11,7 +11,6 @@ ids than that of the next version, for the same .model file.
 """
 import itertools
 import json
-import shutil
 import struct
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -21,19 +20,6 @@ from typing import NamedTuple
 from checkpoint.hf_families import FAMILIES
 from config import Tree
 
-# The files that may belong to a tokenizer in a Hugging Face folder.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 SPACE = "▁"  # how a piece writes a space
 PROBES = (
     "",
@@ -61,13 +47,6 @@ Encode = Callable[[str], list[int]]  # text -> ids
 
 class ExportRefused(ValueError):
     """This tokenizer has no exact tokenizer.json. The message gives the reason."""
-
-
-def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copies the files of a tokenizer that the folder `source` has and the folder `target` lacks."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file() and not (target / name).exists():
-            shutil.copyfile(source / name, target / name)
 
 
 # ---- protobuf ----------------------------------------------------------------------------------------------

@@ -34,34 +34,61 @@ WRONG_PLACE = (  # another start at the same place fails alike
 def run_lock(folder: Path | str) -> Iterator[Lease]:
     """Holds the run lock of `folder`, which is created if it does not exist.
 
-    Yields its lease. Raises ConfigError naming the holder if another process has the lock, or if nothing can
-    be written there; StorageError if the disk fails.
+    Yields its lease. After a ConfigError inside, what it has made is removed again, if nothing else came into
+    the folder. Raises ConfigError naming the holder if another process has the lock, or if nothing can be
+    written there; StorageError if the disk fails.
     """
     path = Path(folder) / LOCK_FILE
-    with storage_errors(path, 0), refused_places(folder):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    fd = open_locked(path)
     try:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while not try_lock(fd):
-            if time.monotonic() > deadline:
-                holder = read_holder(fd)
-                raise ConfigError(
-                    f"{folder}: in use by {holder}; wait for it, stop it, or choose another log.name"
-                )
-            time.sleep(RETRY_INTERVAL_S)
-
         # Write down who holds the lock, for the error message of another process.
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{socket.gethostname()} pid {os.getpid()}\n".encode("ascii", "replace"), 0)
         lease = Lease(Path(folder))
-        lease.take(flock_works(fd))
         try:
+            lease.take(flock_works(fd))
             yield lease
         finally:
             lease.release()
+    except ConfigError:
+        remove_vain(path, made)
+        raise
     finally:
-        os.close(fd)  # releases the lock. The file stays: removing it would race with the next holder
+        os.close(fd)  # releases the lock. The file stays
+
+
+def open_locked(path: Path) -> int:
+    """Opens and locks the file, which is created. Raises as run_lock does."""
+    while True:
+        with storage_errors(path, 0), refused_places(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not try_lock(fd):
+            if time.monotonic() > deadline:
+                holder = read_holder(fd)
+                os.close(fd)
+                raise ConfigError(
+                    f"{path.parent}: in use by {holder}; wait for it, stop it, or choose another log.name"
+                )
+            time.sleep(RETRY_INTERVAL_S)
+        try:
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                return fd
+        except OSError:
+            pass
+        os.close(fd)  # a refused start, which had the lock, has removed it
+
+
+def remove_vain(path: Path, made: list[Path]) -> None:
+    """Removes the lock file of a start that was refused, and the folders that it has made, inner ones first,
+    where nothing else is in them. The caller holds the lock."""
+    with contextlib.suppress(OSError):
+        if path in made and os.listdir(path.parent) == [path.name]:
+            path.unlink()
+            for place in made[1:]:
+                place.rmdir()
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def update(run: RemoteFolder, folder: Path, keep: int) -> None:
 
 def send_run_files(run: RemoteFolder, folder: Path) -> None:
     """Sends what a checkpoint is read with, and the metrics so far."""
-    inner = [path for name in RUN_FOLDERS for path in sorted((folder / name).glob("*"))]
+    inner = [path for name in RUN_FOLDERS for path in sorted((folder / name).rglob("*"))]
     for path in (*(folder / name for name in RUN_FILES), *inner):
         if path.is_file():
             run.write(path.relative_to(folder).as_posix(), path.read_bytes())
@@ -215,7 +215,7 @@ def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Pa
 
 def fetch_run_files(run: RemoteFolder, folder: Path) -> None:
     """Brings what a checkpoint is read with, and the metrics that lead to it."""
-    inner = [f"{place}/{name}" for place in RUN_FOLDERS for name in run.folder(place).names()]
+    inner = [f"{place}/{name}" for place in RUN_FOLDERS for name in run.folder(place).files()]
     for name in (*RUN_FILES, *inner):
         data = run.read(name)
         if data is not None:
@@ -249,16 +249,13 @@ def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Pa
     url: of a run (its newest checkpoint), or .../checkpoints/step_00000100.
     Raises ConfigError if there is no checkpoint; IntegrityError if it is damaged.
     """
-    url = url.rstrip("/")
-    parent, _, name = url.rpartition("/")
-    match = STEP_FOLDER.fullmatch(name)
-    run_url = parent.removesuffix(f"/{CHECKPOINTS}") if match else url.removesuffix(f"/{CHECKPOINTS}")
+    run_url, stated = parts_of_url(url)
     run = open_folder(run_url, asker)
     folder = downloads / path_of_url(run_url)
     checkpoints = run.folder(CHECKPOINTS)
     try:
         complete = complete_steps(checkpoints)
-        step = int(match[1]) if match else max(complete, default=-1)
+        step = max(complete, default=-1) if stated is None else stated
         if step not in complete:
             raise ConfigError(
                 f"{asker}: {url} holds no checkpoint{listed(complete)}; give the URL of a run, or one like "
@@ -272,6 +269,72 @@ def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Pa
     except RemoteError as error:
         raise ConfigError(f"{asker}: {url} cannot be read: {error}") from error
     return final
+
+
+def copied_from(cfg: Config, path: Path, root: Path) -> RemoteFolder | None:
+    """The place in a store that has a checkpoint of this machine, too: of the run's own (below root), in
+    checkpoint.mirror; of a copy, where it was downloaded from. None: there is none. Raises ConfigError.
+    """
+    if path.parent == root:
+        run = open_mirror(cfg)
+        return None if run is None else run.folder(CHECKPOINTS).folder(path.name)
+    for key in ("resume", "init_from"):
+        url = getattr(cfg.checkpoint, key)
+        if url is not None and is_url(url):
+            run = open_folder(parts_of_url(url)[0], f"checkpoint.{key}")
+            return run.folder(CHECKPOINTS).folder(path.name)
+    return None
+
+
+def repair(source: RemoteFolder, path: Path) -> str:
+    """Fetches those shards of a checkpoint again that are damaged here. Returns a line that says so.
+
+    source: its place in a store. The caller holds the lock of the run folder around it. Raises IntegrityError
+    if the store has not the same checkpoint, whole; RemoteError; StorageError.
+    """
+    index = store.quick_check(path)
+    damaged = store.damaged_shards(path, index)
+    if source.read(MARKER) != (path / MARKER).read_bytes():
+        raise IntegrityError(f"{source.url}: holds no checkpoint like {path}")
+    sizes = {name: index.files[name]["bytes"] for name in damaged}
+    total = sum(sizes.values())
+    temp = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+    with storage_errors(path, total):
+        store.check_free_space(path, total)
+        try:
+            temp.mkdir()
+            in_threads(lambda name: source.download(name, temp / name, sizes[name]), list(damaged))
+            for name, why in store.damaged_shards(temp, index, damaged).items():
+                raise IntegrityError(f"{source.url}/{name}: damaged there, too: {why}")
+            for name in damaged:
+                (temp / name).replace(path / name)
+            sync_dir(path)
+        finally:
+            remove(temp)
+    count = f"{len(damaged)} files" if len(damaged) > 1 else "1 file"
+    return f"{count} of {path} fetched again from {source.url}: {'; '.join(damaged.values())}"
+
+
+def repair_copy(url: str, downloads: Path) -> str:
+    """repair() of the local copy of a run or a checkpoint at a URL. Raises as it does, but ConfigError for a
+    store that cannot be read."""
+    path = local_checkpoint(url, downloads)
+    try:
+        with run_lock(path.parent.parent):
+            run = open_folder(parts_of_url(url)[0], "checkpoint")
+            return repair(run.folder(CHECKPOINTS).folder(path.name), path)
+    except RemoteError as error:
+        raise ConfigError(f"checkpoint: {url} cannot be read: {error}") from error
+
+
+def parts_of_url(url: str) -> tuple[str, int | None]:
+    """(the URL of the run, the step) of the URL of a run or of a checkpoint; of a run the step is None."""
+    url = url.rstrip("/")
+    parent, _, name = url.rpartition("/")
+    match = STEP_FOLDER.fullmatch(name)
+    if match is None:
+        return url.removesuffix(f"/{CHECKPOINTS}"), None
+    return parent.removesuffix(f"/{CHECKPOINTS}"), int(match[1])
 
 
 def local_place(source: str, downloads: Path) -> Path:

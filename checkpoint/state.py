@@ -51,7 +51,14 @@ from config import (
 )
 from config.function import FUNCTION_KEYS, START
 from config.optimizers import EMA
-from config.phases import CHANGEABLE, check_same_past, check_same_schedule, horizon_of
+from config.phases import (
+    CHANGEABLE,
+    LAYOUT,
+    check_same_past,
+    check_same_schedule,
+    horizon_of,
+    same_plan,
+)
 from config.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -379,7 +386,7 @@ def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -
     began_at = {**dataclasses.asdict(CheckpointConfig()), **meta["config"]["checkpoint"]}
     for key in ("branch", "init_from", "init_changes", "resume"):
         old, new = began_at[key], getattr(cfg.checkpoint, key)
-        if new in (None, *OWN_CHECKPOINTS, old):
+        if new in (None, *OWN_CHECKPOINTS, old) or (key != "init_changes" and is_same_place(str(old), new)):
             continue
         if key == "resume" and pathlib.Path(new).resolve() in (path.resolve(), path.resolve().parents[1]):
             continue  # names this checkpoint, or the run
@@ -387,6 +394,11 @@ def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -
             f"checkpoint.{key}: the run goes on from {where}, and it began with {old}, not {new}; set it "
             "back, or choose another --log.name"
         )
+
+
+def is_same_place(old: str, new: str) -> bool:
+    """Whether two words name one run or checkpoint, as seen from the present folder."""
+    return not is_url(new) and pathlib.Path(old).resolve() == pathlib.Path(new).resolve()
 
 
 def branch_advice(key: str, value: object, step: int, where: str, in_memory: bool) -> str:
@@ -451,6 +463,9 @@ def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> No
 
     old = flatten_tree(meta["config"])
     new = flatten_tree(dataclasses.asdict(run.phases.whole))
+    free = LAYOUT if run.cfg.parallel.elastic else ()
+    if same_plan(build_tree(Config, meta["config"]), run.phases.whole, free):
+        old["train.phases"] = new["train.phases"]
     for key, value in new.items():
         if key in old and old[key] != value and not is_idle(key, run.cfg):
             name = run.cfg.log.name
@@ -497,7 +512,14 @@ def find_checkpoint(
 def find_index(path: str, log: list[str]) -> store.StoredIndex:
     """The index of the checkpoint that find_checkpoint finds, whose every byte is verified."""
     indexes: Indexes = {}
-    return indexes[find_checkpoint(path, log, check=kept_in(indexes, store.verify))]
+    check = kept_in(indexes, store.verify)
+    try:
+        return indexes[find_checkpoint(path, log, check=check)]
+    except store.IntegrityError:
+        if not is_url(path):
+            raise
+        log.append(mirror.repair_copy(path, DOWNLOADS))
+        return indexes[find_checkpoint(path, log, check=check)]
 
 
 def kept_in(indexes: Indexes, check: Check) -> Check:

@@ -73,6 +73,7 @@ from checkpoint.folder import (
     StoredPiece,
     check_header,
     check_pieces,
+    damaged_shards,
     index_bytes,
     is_newer_format,
     quick_check,
@@ -93,9 +94,9 @@ from parallel.wire.comm import PeerError
 
 __all__ = [
     "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StartedLoad", "StorageError",
-    "StoredIndex", "adopt", "check_free_space", "committed_checkpoints", "load", "newest_checkpoint",
-    "quick_check", "read_index", "read_meta", "remove_leftovers", "run_lock", "save", "seconds_since_mark",
-    "start_load", "storage_errors", "verify",
+    "StoredIndex", "adopt", "check_free_space", "committed_checkpoints", "damaged_shards", "load",
+    "newest_checkpoint", "quick_check", "read_index", "read_meta", "remove_leftovers", "run_lock", "save",
+    "seconds_since_mark", "start_load", "storage_errors", "verify",
 ]
 
 # Where a writer can die and leave a different folder behind. The crash tests kill it at each of these points.

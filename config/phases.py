@@ -43,6 +43,8 @@ SCHEDULE_KEYS = tuple(  # one of them begins a new schedule
     f"optim.{key}" for key in ("lr", "min_lr", "warmup", "decay", "decay_fraction", "decay_steps")
 )
 
+LAYOUT = ("parallel.", "train.micro_batch")  # beginnings of keys that decide who computes what
+
 ParseKey = Callable[[str, Any, str], Any]  # (section.key, value, its name in messages) -> the typed value
 
 
@@ -79,6 +81,10 @@ class Phases:
     def of_step(self, step: int) -> Phase:
         """The phase of step number `step` (from 1)."""
         return next(phase for phase in reversed(self.all) if phase.steps_before < max(step, 1))
+
+    def from_step(self, step: int) -> tuple[Phase, ...]:
+        """Those that are not over after `step`."""
+        return self.all[self.of_step(step + 1).number - 1:]
 
     def after(self, phase: Phase) -> Phase | None:
         """The next phase; None after the last."""
@@ -262,6 +268,23 @@ def with_values(cfg: Config, values: Tree) -> Config:
     return replace(cfg, **sections)
 
 
+def with_values_from(cfg: Config, number: int, values: Tree) -> Config:
+    """The config of a run with other values from a phase on, as far as no later one states them."""
+    if number == 1:
+        return with_values(cfg, values)
+    rows = json.loads(cfg.train.phases or "[]")
+    rows[number - 2] |= values
+    return with_values(cfg, {"train.phases": json.dumps(rows)})
+
+
+def with_next_layout(cfg: Config, number: int) -> Config:
+    """The config of a run, in which a phase has the layout and the micro-batch of the next one."""
+    here, following = phases_of(cfg).all[number - 1:number + 1]
+    values = {path: value for path, value in differing_keys(here.cfg, following.cfg).items()
+              if path.startswith(LAYOUT)}
+    return with_values_from(cfg, number, values)
+
+
 def span_of(phases: Phases, phase: Phase) -> int:
     """Tokens that stay together when the samples of a phase are shuffled (data.span); with data.pack best_fit
     those of one sample."""
@@ -326,36 +349,111 @@ def differing_keys(old: Config, new: Config) -> Tree:
 # ---- a run that goes on ------------------------------------------------------------------------------------
 
 # What a phase that has begun may have otherwise; check_same_schedule looks at optim.decay_steps.
-FREE_IN_PAST = ("parallel.", "train.micro_batch", "optim.decay_steps")
+FREE_IN_PAST = (*LAYOUT, "optim.decay_steps")
 
 
-def past_of(phases: Phases, step: int) -> Tree:
-    """{what: value} that decides which samples the first `step` steps read, and how they train.
+def real_changes(before: Phase, phase: Phase) -> Tree:
+    """{section.key: value} of what a phase does otherwise than the one before it: the keys that differ, and
+    those of a new schedule, which begins again with equal values, too."""
+    found = differing_keys(before.cfg, phase.cfg)
+    return found | {path: value_of(phase.cfg, path) for path in phase.changes if path in SCHEDULE_KEYS}
 
-    Two configs that agree in it can continue the same checkpoint of that step.
+
+def same_plan(old: Config, new: Config, free: tuple[str, ...] = ()) -> bool:
+    """Whether the phases of two runs do the same, in whatever words. free: beginnings of keys that may
+    differ."""
+    plans: list[list[tuple[int, Tree]]] = []
+    for cfg in (old, new):
+        plans.append([])
+        for before, phase in itertools.pairwise(phases_of(cfg).all):
+            changes = {path: value for path, value in real_changes(before, phase).items()
+                       if not path.startswith(free)}
+            if changes:
+                plans[-1].append((phase.steps_before, changes))
+    return plans[0] == plans[1]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two plans of phases do not have in common: a key, or what is said of it, from a step on."""
+    phase: int
+    what: str
+    first: int
+    there: Any
+    here: Any
+
+
+def first_difference(old: Phases, new: Phases, step: int) -> Difference | None:
+    """What two plans do not have in common of what `step` steps read, and how they train. None if both can
+    continue the same checkpoint. What counts is what holds in a step, whatever states it in whatever phase.
     """
-    found: Tree = {}
-    here = phases.of_step(step)
-    begun = phases.all[:here.number]
-    for phase in begun:
-        found[f"phase {phase.number}: after_steps"] = phase.steps_before
-        found[f"phase {phase.number}: data.span"] = span_of(phases, phase)
-        for path in phase.changes:
-            if not path.startswith(FREE_IN_PAST):
-                found[f"phase {phase.number}: {path}"] = value_of(phase.cfg, path)
-    if any("data.path" in phase.changes for phase in begun):  # else the data of the checkpoint are compared
-        found["phase 1: data.path"] = phases.all[0].cfg.data.path
+    begun = [[phase for phase in plan.all if phase.steps_before < max(step, 1)] for plan in (old, new)]
+    later = [phase for phases in begun for phase in phases[1:]]
+    stated = {path for phase in later for path in phase.changes if not path.startswith(FREE_IN_PAST)}
+    for before in sorted({phase.steps_before for phases in begun for phase in phases}):
+        left, right = (plan.of_step(before + 1) for plan in (old, new))
+        pairs: dict[str, tuple[Any, Any]] = {"data.span": (span_of(old, left), span_of(new, right))}
+        if "data.path" in stated:  # else the data of the checkpoint are compared
+            pairs["data.path"] = (left.cfg.data.path, right.cfg.data.path)
+        if max(left.number, right.number) > 1:  # else the settings of the runs are compared
+            pairs |= {path: (value_of(left.cfg, path), value_of(right.cfg, path)) for path in stated}
+            pairs["train.ramp"] = (ramp_from(left, before), ramp_from(right, before))
+            begins = [stated_schedule(phase, before) for phase in (left, right)]
+            if bool(begins[0]) != bool(begins[1]):
+                key = begins[0] or begins[1]
+                words = [value_of(phase.cfg, key) if has else "as before" for phase, has in
+                         zip((left, right), begins)]
+                pairs[key] = (words[0], words[1])
+        for path, (there, here) in pairs.items():
+            if there != here:
+                return Difference(max(left.number, right.number), path, before + 1, there, here)
+    return open_difference(old, new, step)
 
-    # sequences shorter than their span: how many are read until the length changes decides their order
-    seq_len = here.cfg.train.seq_len
-    is_order_open = span_of(phases, here) > seq_len
-    for phase in phases.all[here.number:] if is_order_open else ():
-        found[f"phase {phase.number}: after_steps"] = phase.steps_before
-        if phase.cfg.train.seq_len != seq_len:
-            break
-        for path in ("train.global_batch", "train.ramp", "data.path"):
-            found[f"phase {phase.number}: {path}"] = value_of(phase.cfg, path)
-    return found
+
+def ramp_from(phase: Phase, step: int) -> str | None:
+    """What is left of the ramp of a phase after a step of the run."""
+    return rest_of_ramp(phase.cfg.train, step - phase.steps_before)
+
+
+def stated_schedule(phase: Phase, before: int) -> str:
+    """The first key with which a phase begins a schedule after the step `before`; "" if none does."""
+    if phase.steps_before != before or phase.number == 1:
+        return ""
+    return next((path for path in SCHEDULE_KEYS if path in phase.changes), "")
+
+
+def open_difference(old: Phases, new: Phases, step: int) -> Difference | None:
+    """As first_difference, of steps to come. While sequences are shorter than their span, the order of the
+    samples of a source depends on how many of it are read until its sequences have another length, or the
+    blend leaves it out.
+    """
+    here = [plan.of_step(step) for plan in (old, new)]
+    if span_of(new, here[1]) <= here[1].cfg.train.seq_len:
+        return None
+    ends: list[tuple[int | None, Any]] = []  # (the step, what is read from there on)
+    for plan, phase in zip((old, new), here):
+        ends.append((None, None))
+        for before, following in itertools.pairwise(plan.all[phase.number - 1:]):
+            if following.cfg.train.seq_len != phase.cfg.train.seq_len:
+                ends[-1] = following.steps_before, "another train.seq_len"
+                break
+            if following.cfg.data.path != before.cfg.data.path:
+                ends[-1] = following.steps_before, following.cfg.data.path
+    if ends[0] != ends[1]:
+        words = [f"after step {end:,} (to {what})" if end else "never" for end, what in ends]
+        number = max(phase.number for phase in here)
+        return Difference(number, "another length or blend comes", step + 1, words[0], words[1])
+    last = ends[0][0] or step
+    starts = {phase.steps_before for plan in (old, new) for phase in plan.all}
+    for before in sorted({step, *(start for start in starts if step < start < last)}):
+        left, right = (plan.of_step(before + 1) for plan in (old, new))
+        pairs = {path: (value_of(left.cfg, path), value_of(right.cfg, path))
+                 for path in ("train.global_batch", "data.path")}
+        pairs["train.ramp"] = (ramp_from(left, before), ramp_from(right, before))
+        for path, values in pairs.items():
+            if values[0] != values[1] and before < last:
+                return Difference(max(left.number, right.number), path, before + 1, *values)
+    return None
 
 
 def horizon_of(cfg: Config) -> int | None:
@@ -399,18 +497,22 @@ def check_same_past(old: Phases, new: Phases, step: int, where: str) -> list[str
     Returns a note for each phase after the step that is new or other than it was. Raises ConfigError if what
     the checkpoint went through is not the same.
     """
-    left, right = past_of(old, step), past_of(new, step)
-    for what in (*left, *right):
-        if left.get(what) == right.get(what):
-            continue
+    difference = first_difference(old, new, step)
+    if difference is not None:
+        what, there, here = difference.what, difference.there, difference.here
         remedy = "set it back; phases after that step may change"
-        if what.endswith("data.span") and (left.get(what) or 0) < (right.get(what) or 0):
-            remedy = (f"set --data.span {left[what]}: sources that go on with longer sequences then begin a "
-                      "new epoch")
+        if what == "data.span" and there < here:
+            remedy = (f"set --data.span {there}: sources that go on with longer sequences then begin a new "
+                      "epoch")
         raise ConfigError(
-            f"train.phases: {where} is at step {step:,}, with {what} {left.get(what)}, "
-            f"not {right.get(what)}; {remedy}"
+            f"train.phases: {where} is at step {step:,}, with phase {difference.phase}: {what} {there}, not "
+            f"{here} (from step {difference.first:,} on); {remedy}"
         )
-    known = change_lines(old)
-    later = zip(change_lines(new), new.all[1:])
-    return [f"new: {text}" for text, phase in later if phase.steps_before >= step and text not in known]
+    known = [(phase.steps_before, real_changes(*pair)) for pair in itertools.pairwise(old.all)
+             for phase in pair[1:]]
+    notes: list[str] = []
+    for before, phase in itertools.pairwise(new.all):
+        changes = real_changes(before, phase)
+        if phase.steps_before >= step and changes and (phase.steps_before, changes) not in known:
+            notes.append(f"new: {change_text(before, phase)}")
+    return notes

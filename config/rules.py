@@ -801,6 +801,8 @@ def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(is_plain, f"log.name: {name!r} must be a plain folder name; put the parent into log.dir")
 
 
+# Those that look at train.phases: they are rules for the whole run, whatever of it is past.
+RULES_OF_PHASES = (phase_rules, spike_rules)
 # In this order: a rule may assume those before it.
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from config.exit_codes import FINISHED
 from config.loading import dotted_overrides, from_tree
-from config.phases import differing_keys
+from config.phases import LAYOUT, differing_keys, same_plan
 from config.schema import Config
 from config.strict import ConfigError, read_yaml
 
@@ -121,6 +121,8 @@ def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in differing_keys(old, new).items():
         is_open = key == "model.vocab" and value is None
+        if key == "train.phases" and same_plan(old, new, LAYOUT if new.parallel.elastic else ()):
+            continue
         if not is_open and not is_idle(key, new):
             found[key] = value
     return found

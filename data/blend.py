@@ -9,6 +9,7 @@ All times are whole numbers. With floats, two samples could change places betwee
 billions of samples.
 """
 import math
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from config import ConfigError, DataConfig, as_number
 
+NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
 TIME_BITS = 64  # due times are multiples of 2**-64
 
 
@@ -84,7 +86,10 @@ def parse_blend(text: str, key: str = "data.path") -> tuple[Blend, list[str]]:
     if not text.strip():
         raise ConfigError(f"{key}: empty; name the data: a prefix of .bin/.idx that "
                           "python -m scripts.prepare_data made, a blend \"0.7 a 0.3 b\", or stdlib")
-    if as_number(text.split()[0]) is None:
+    first, *others = text.split()
+    if others and NOT_FINITE.fullmatch(first):
+        raise ConfigError(f"{key}: {text!r}: weights must be finite, and {first} is not")
+    if as_number(first) is None:
         return Blend((1,)), [text.strip()]
 
     try:

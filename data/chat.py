@@ -1,8 +1,7 @@
 """Conversations -> text, and the parts of it that the loss counts: what the assistant says.
 
-A tokenizer folder with a chat template (chat_template.jinja, or tokenizer_config.json) writes a conversation
-(conversation.py) as transformers' apply_chat_template does, to the token. Every other tokenizer gets a plain
-format:
+A tokenizer folder with a chat template (tokenizer_files.py) writes a conversation (conversation.py) as
+transformers' apply_chat_template does, to the token. Every other tokenizer gets a plain format:
 
     user: What is 2 + 2?
     assistant: 4
@@ -33,8 +32,10 @@ import numpy as np
 
 from config import ConfigError, Tree
 from data import traced
+from data.contract import TOKENIZER_CONFIG
 from data.conversation import ASSISTANT, EMPTY, REASONING, BadConversation, Conversation, Message
-from data.tokenizer import CHAT_TEMPLATE, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from data.tokenizer import JsonTokenizer, Tokenizer
+from data.tokenizer_files import CHAT_TEMPLATE, DEFAULT, WITH_TOOLS, ChatTemplate, find_templates
 from data.traced import TracedMessage, TracedRender, TracedText
 
 if TYPE_CHECKING:  # imported only where a conversation needs them
@@ -189,10 +190,24 @@ class TemplateChat:
     date: str | None = None  # that it is told, if it asks
     drops_reasoning: bool = False  # may it leave reasoning out?
     pairs: tuple[tuple[str, str], ...] = ()  # control tokens <x>, </x> of reasoning and calls that it reads
+    place: str = ""  # the file of the template, for the user
+    with_tools: "TemplateChat | None" = None  # writes conversations with tools
+    is_for_tools: bool = False  # and for no others: there is no template for them
+    passed_over: tuple[str, ...] = ()  # places of templates that transformers does not take
+
+    @property
+    def places(self) -> str:
+        """The files of its templates, and those that it passes over."""
+        tools = f"; {self.with_tools.place} with tools" if self.with_tools else ""
+        others = f"; transformers passes over {' and '.join(self.passed_over)}" if self.passed_over else ""
+        return f"{self.place}{tools}{others}"
 
     def write(self, conversation: Conversation) -> ChatText:
         """The text of a conversation. Raises BadConversation if the template refuses it in every form, leaves
         a part of it out, or does not show where an assistant's turn begins and ends."""
+        if conversation.tools and self.with_tools is not None:
+            return self.with_tools.write(conversation)
+        self._check_default(conversation.tools)
         unread = unread_settings(conversation.settings, self.reads, "the chat template")
         reason: BadConversation | None = None
         for form in forms_of(conversation):
@@ -238,6 +253,7 @@ class TemplateChat:
 
     def invite(self, messages: list[Message]) -> str:
         """The text of messages of text, up to where the assistant speaks. Raises BadConversation."""
+        self._check_default(None)
         reason: BadConversation | None = None
         for in_parts in (False, True):  # some templates read content as a list of parts alone
             seen: list[TracedMessage] = []
@@ -254,6 +270,12 @@ class TemplateChat:
             if all(content in text for content in asked):
                 return text
         raise reason or BadConversation("the chat template leaves a message out")
+
+    def _check_default(self, tools: list[Tree] | None) -> None:
+        """Raises BadConversation if the template is that of conversations with tools, and there are none."""
+        if self.is_for_tools and not tools:
+            raise BadConversation(f"the tokenizer has no chat template called {DEFAULT}, and {self.place} is "
+                                  f"for conversations with tools; write the other to {CHAT_TEMPLATE}")
 
     def render(self, messages: list[TracedMessage], tools: list[Any] | None = None,
                settings: Tree | None = None, invites: bool = False) -> TracedRender:
@@ -607,33 +629,48 @@ def chat_format(
     """The format that belongs to a tokenizer; the plain one for none. date: year-month-day that a template is
     told. drops_reasoning: may it leave reasoning out? Raises ConfigError if its template is not one, or if it
     has no tokenizer.json."""
-    if isinstance(tok, SentencePieceTokenizer) and template_source(tok.files):
+    found = find_templates(tok.files) if tok is not None else None
+    if tok is None or found is None or not found.by_name:
+        return PlainChat()
+    if not isinstance(tok, JsonTokenizer):
         raise ConfigError(f"tokenizer {tok.name}: has a chat template, which needs a tokenizer.json beside "
                           "it; save one with transformers' AutoTokenizer, or remove the template "
-                          f"({CHAT_TEMPLATE}, or chat_template in tokenizer_config.json) for the plain one")
-    if not isinstance(tok, JsonTokenizer):
-        return PlainChat()
-    source = template_source(tok.files)
-    if source is None:
-        return PlainChat()
+                          f"({', '.join(each.place for each in found.by_name.values())}) for the plain one")
+    made = {name: template_chat(tok, found.by_name[name], date, drops_reasoning)
+            for name in (DEFAULT, WITH_TOOLS) if name in found.by_name}
+    if not made:
+        places = " and ".join(each.place for each in found.by_name.values())
+        raise ConfigError(f"tokenizer {tok.name}: has no chat template called {DEFAULT}, only {places}; "
+                          f"write the one that is meant to {CHAT_TEMPLATE}")
+    dates = [each.date for each in made.values() if each.date]
+    if DEFAULT not in made:
+        return replace(made[WITH_TOOLS], is_for_tools=True, passed_over=found.passed_over)
+    return replace(made[DEFAULT], with_tools=made.get(WITH_TOOLS), date=next(iter(dates), None),
+                   passed_over=found.passed_over)
 
+
+def template_chat(
+    tok: JsonTokenizer, source: ChatTemplate, date: str | None, drops_reasoning: bool
+) -> TemplateChat:
+    """The format of one template. Raises ConfigError if it is not one."""
     import jinja2.meta
     import tokenizers
 
     environment = traced.traced_environment()
+    text, place = source
     try:
-        template = environment.from_string(source)
-        reads = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        template = environment.from_string(text)
+        reads = jinja2.meta.find_undeclared_variables(environment.parse(text))
     except jinja2.TemplateError as error:
         raise ConfigError(f"tokenizer {tok.name}: its chat template is not one ({error}); "
-                          f"repair {CHAT_TEMPLATE}") from None
+                          f"repair {place}") from None
     processor = tokenizers.Tokenizer.from_str(tok.files["tokenizer.json"].decode("utf-8"))
     processor.no_padding()
     processor.no_truncation()
 
     names: Tree = dict(special_names(tok.files))
-    asks_date = "strftime_now" in source
-    if date is None and asks_date and not re.search(r"strftime_now\s+is\s+(not\s+)?defined", source):
+    asks_date = "strftime_now" in text
+    if date is None and asks_date and not re.search(r"strftime_now\s+is\s+(not\s+)?defined", text):
         date = FIXED_DATE
     if date is not None and asks_date:
         names["strftime_now"] = parsed_date(date).strftime
@@ -649,7 +686,8 @@ def chat_format(
         control,
         date=date if asks_date else None,
         drops_reasoning=drops_reasoning,
-        pairs=tuple((first, last) for first, last in closed if last in spelled and last in source),
+        pairs=tuple((first, last) for first, last in closed if last in spelled and last in text),
+        place=place,
     )
     return replace(made, header=invitation(made), ends_turns=ends_turns(made))
 
@@ -702,35 +740,26 @@ def probes(chat: TemplateChat, *roles: str) -> Iterator[Probe]:
             yield Probe(messages, made)
 
 
-def template_source(files: dict[str, bytes]) -> str | None:
-    """The chat template among the files of a tokenizer; of several with names, `default`."""
-    if CHAT_TEMPLATE in files:
-        return files[CHAT_TEMPLATE].decode("utf-8")
-    named = tokenizer_settings(files).get("chat_template")
-    if isinstance(named, list):
-        by_name = {entry["name"]: entry["template"] for entry in named}
-        return by_name.get("default")
-    return named
-
-
 def special_names(files: dict[str, bytes]) -> dict[str, str]:
-    """{bos_token: "<s>", ...}: what transformers gives to a template.
+    """{bos_token: "<s>", image_token: "<img>", ...}: what transformers gives to a template.
 
-    It reads special_tokens_map.json, too, where the settings do not list the added tokens.
+    It reads special_tokens_map.json, too, where the settings do not list the added tokens; that says what the
+    usual names stand for, and the settings what names of the model's own do.
     """
-    settings = tokenizer_settings(files)
-    if "added_tokens_decoder" not in settings and "special_tokens_map.json" in files:
-        settings = {**json.loads(files["special_tokens_map.json"]), **settings}
+    settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+    of_map: Tree = {}
+    if "added_tokens_decoder" not in settings:
+        of_map = json.loads(files.get("special_tokens_map.json", b"{}"))
+
+    own = {name: token for name, token in settings.items()
+           if name.endswith("_token") and name not in SPECIAL_NAMES and isinstance(token, str)}
+    for named in (settings.get("extra_special_tokens") or settings.get("additional_special_tokens"),
+                  {} if own else settings.get("model_specific_special_tokens"),
+                  of_map.get("extra_special_tokens")):
+        own |= named if isinstance(named, dict) else {}
     names: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        token = settings.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            names[name] = token
+    for name, token in {**settings, **of_map, **own}.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and (name in own or name.endswith("_token")):
+            names[name] = text
     return names
-
-
-def tokenizer_settings(files: dict[str, bytes]) -> Tree:
-    """The content of tokenizer_config.json; {} if there is none."""
-    return json.loads(files.get("tokenizer_config.json", b"{}"))

@@ -38,6 +38,10 @@ class BadConversation(ValueError):
     """A conversation that cannot be written as text. The message is the reason."""
 
 
+class TwoValues(BadConversation):
+    """An object of JSON has a key twice. The message is the reason."""
+
+
 @dataclass(frozen=True)
 class Conversation:
     """The content of a record. counts: whether the loss counts each message. settings: names that the
@@ -311,10 +315,26 @@ def parsed_json(value: object) -> Any:
     """Parses a string of JSON that holds an object or a list. Returns any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(value)
+            return parse_json(value)
+        except TwoValues:
+            raise
         except (ValueError, RecursionError):
             return value
     return value
+
+
+def parse_json(text: str) -> Any:
+    """The value of JSON. Raises TwoValues for an object that has a key twice: Python takes the last, and the
+    other would be lost; ValueError if it is not JSON."""
+    def parsed(pairs: list[tuple[str, Any]]) -> Tree:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            for key, value in pairs:
+                if found[key] != value:
+                    raise TwoValues(f"an object has {key!r} twice, with two values; keep one")
+        return found
+
+    return json.loads(text, object_pairs_hook=parsed)
 
 
 def without_nulls(value: Any) -> Any:

@@ -21,13 +21,21 @@ import os
 import pathlib
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import ConfigError, Tree
 from data.chat import ChatFormat, ChatText
-from data.conversation import BadConversation, read_conversation, way_to, without_nulls
+from data.conversation import (
+    BadConversation,
+    TwoValues,
+    parse_json,
+    read_conversation,
+    way_to,
+    without_nulls,
+)
 
 if TYPE_CHECKING:  # imported only where an input needs them
     import datasets
@@ -50,6 +58,7 @@ OTHER_FILES = {  # {end of a name: why it is not read}
     ".arrow": "is Arrow's format; write it as parquet", ".pt": "is torch's format; write it as jsonl",
 }
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
+MOST_ENDS = 5  # kinds of files that are not read, which are named
 PARQUET_ROWS = 256  # in memory at a time
 
 
@@ -123,7 +132,7 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
             group_bytes = file_bytes // num_groups if num_groups else 0
             for group in range(num_groups):
                 yield DocumentPiece(kind=kind, path=path, start=group, stop=group + 1, size=group_bytes)
-        elif kind == "jsonl" and not path.endswith(COMPRESSED):
+        elif kind == "jsonl" and not packing(path):
             for start in range(0, file_bytes, unit_bytes):
                 stop = min(start + unit_bytes, file_bytes)
                 yield DocumentPiece(kind=kind, path=path, start=start, stop=stop, size=stop - start)
@@ -136,8 +145,7 @@ def matching_files(name: str, passed_over: Sequence[str] = ()) -> list[str]:
     glob matches, sorted. Raises ConfigError if there are none."""
     path = pathlib.Path(name)
     if path.is_dir():
-        files = sorted(str(file) for file in path.rglob("*") if file.is_file() and kind_of(str(file)))
-        files = without(files, passed_over, name)
+        files = [file for file in files_in(name, passed_over) if kind_of(file)]
         if not files:
             packed = ", ".join(COMPRESSED)
             raise ConfigError(f"--input {name}: holds no {' '.join(KINDS)} file (or {packed} of one)")
@@ -148,6 +156,27 @@ def matching_files(name: str, passed_over: Sequence[str] = ()) -> list[str]:
     if not files:
         raise ConfigError(f"--input {name}: no such file; give files, folders, globs, hf:NAME or stdlib")
     return files
+
+
+def files_in(folder: str, passed_over: Sequence[str]) -> list[str]:
+    """All files in a folder but for those passed over, sorted."""
+    files = sorted(str(file) for file in pathlib.Path(folder).rglob("*") if file.is_file())
+    return without(files, passed_over, folder)
+
+
+def unread_files(name: str, passed_over: Sequence[str] = ()) -> str | None:
+    """A line that counts the files of a folder which are not read, by the ends of their names; None if there
+    are none."""
+    if not pathlib.Path(name).is_dir():
+        return None
+    ends = Counter(name_end(file) or "without an end" for file in files_in(name, passed_over)
+                   if not kind_of(file))
+    if not ends:
+        return None
+    several = f"{ends.total():,} files are" if ends.total() > 1 else "1 file is"
+    named = [f"{count:,} {end}" for end, count in sorted(ends.items(), key=lambda item: (-item[1], item[0]))]
+    more = f" and {len(named) - MOST_ENDS} other kinds" if len(named) > MOST_ENDS else ""
+    return f"{name}: {several} not read: {', '.join(named[:MOST_ENDS])}{more}"
 
 
 def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[str]:
@@ -166,14 +195,19 @@ def kind_of(path: str) -> str | None:
 
 
 def name_end(path: str) -> str:
-    """The end of a file's name, without that of its compression."""
-    stem, end = os.path.splitext(path)
-    return os.path.splitext(stem)[1] if end in COMPRESSED else end
+    """The end of a file's name, without that of its compression, in small letters."""
+    return os.path.splitext(path[:len(path) - len(packing(path))])[1].lower()
+
+
+def packing(path: str) -> str:
+    """The end of a file's name that says how it is compressed; "" if it is not."""
+    end = os.path.splitext(path)[1].lower()
+    return end if end in COMPRESSED else ""
 
 
 def is_plain(piece: DocumentPiece) -> bool:
     """Whether its size is that of the file, as text or JSON."""
-    return piece.kind in ("jsonl", "text") and not piece.path.endswith(COMPRESSED)
+    return piece.kind in ("jsonl", "text") and not packing(piece.path)
 
 
 def stdlib_files() -> list[str]:
@@ -256,6 +290,10 @@ def read_text(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Ite
         line = raw.count(b"\n", 0, error.start) + 1
         yield DocumentRecord(None, line, f"invalid UTF-8 (byte 0x{raw[error.start]:02x})")
         return
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        yield DocumentRecord(None, line, "a NUL byte, which text does not have (UTF-16, or no text at all)")
+        return
     yield DocumentRecord(text, 1, "", piece.size)
 
 
@@ -283,15 +321,27 @@ def read_jsonl(piece: DocumentPiece, column: str | None, read: ReadRecord) -> It
 def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
     """The document of one line of jsonl."""
     try:
-        record = json.loads(raw.decode("utf-8"))
+        record = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         problem = f"invalid UTF-8 (byte 0x{raw[error.start]:02x} at column {error.start + 1})"
         return DocumentRecord(None, line, problem)
+    except TwoValues as error:
+        return DocumentRecord(None, line, str(error))
     except (ValueError, RecursionError) as error:
-        return DocumentRecord(None, line, f"broken JSON ({error})")
+        return DocumentRecord(None, line, f"broken JSON ({error}){way_out(raw)}")
+    if isinstance(record, list):
+        return DocumentRecord(None, line, f"not an object but list{way_out(raw)}")
     if not isinstance(record, dict):
         return DocumentRecord(None, line, f"not an object but {type(record).__name__}")
     return read(record, line)
+
+
+def way_out(raw: bytes) -> str:
+    """What to do about a line that is a part of a file of JSON."""
+    begin = raw.strip()[:1]
+    if begin == b"[":
+        return "; a list of JSON: write one object on each line, as jq -c '.[]' FILE does"
+    return "; write one object on each line, as jq -c . FILE does" if raw.strip() == b"{" else ""
 
 
 def text_reader(key: str) -> ReadRecord:
@@ -395,13 +445,14 @@ def piece_location(piece: DocumentPiece, line: int) -> str:
 def open_streams(path: str) -> tuple[io.BufferedReader, io.BufferedIOBase]:
     """Returns the file on disk, and the stream of its content: the same object for a plain file."""
     disk_file = open(path, "rb")
-    if path.endswith(".gz"):
+    end = packing(path)
+    if end == ".gz":
         return disk_file, gzip.GzipFile(fileobj=disk_file)
-    if path.endswith(".bz2"):
+    if end == ".bz2":
         return disk_file, bz2.BZ2File(disk_file)
-    if path.endswith(".xz"):
+    if end == ".xz":
         return disk_file, lzma.LZMAFile(disk_file)
-    if path.endswith(".zst"):
+    if end == ".zst":
         return disk_file, io.BufferedReader(ZstdReader(disk_file), 1 << 20)
     return disk_file, disk_file
 

@@ -62,9 +62,9 @@ def local_data(path: str, cache: str, key: str = "data.path") -> str:
     return local_path(path, cache)
 
 
-def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
+def download_sources(cfg: Config, known: Copies | None = None, after: int = 0) -> Copies:
     """Downloads the data sets of data.path and data.valid that are in a store and not on this node, of every
-    phase of the run.
+    phase of the run that is not over after the step `after`.
 
     known: what the first rank has. Without it this is the first rank, which asks the store.
 
@@ -72,7 +72,7 @@ def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
     OSError.
     """
     copies: Copies = {}
-    for phase in phases_of(cfg).all:
+    for phase in phases_of(cfg).from_step(after):
         for key, path in named_paths(phase.cfg.data):
             if is_url(path) and path not in copies:
                 cache = cfg.data.cache
@@ -108,7 +108,7 @@ def stored_files(path: str, key: str) -> Files:
     try:
         found = {file: folder.state(file) for file in possible}
         inner = folder.folder(tokenizer)
-        found |= {f"{tokenizer}/{file}": inner.state(file) for file in inner.names()}
+        found |= {f"{tokenizer}/{file}": inner.state(file) for file in inner.files()}
     except RemoteError as error:
         raise ConfigError(f"{key}: {path} cannot be reached: {error}; {CHECK}") from error
     files = {file: state for file, state in found.items() if state is not None}
@@ -165,7 +165,7 @@ def download_files(path: str, temp: Path, key: str) -> None:
                           "make room, or give another data.cache")
     try:
         for file, state in files.items():
-            (temp / file).parent.mkdir(exist_ok=True)
+            (temp / file).parent.mkdir(parents=True, exist_ok=True)
             folder.download(file, temp / file, state.size)
         changed = stored_files(path, key) != files
     except RemoteError as error:

@@ -336,7 +336,7 @@ class IndexedDataset:
     def split_point(self, part: int, whole: int) -> int:
         """First token after part/whole of the documents, rounded half up to a document: where a split
         begins."""
-        return self.document_start((2 * self.documents * part + whole) // (2 * whole))
+        return self.document_start(rounded_share(self.documents, part, whole))
 
     def _check_block(self, block: int) -> None:
         begin = block * BLOCK
@@ -644,6 +644,11 @@ def naming_errors(path: pathlib.Path | str) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def rounded_share(documents: int, part: int, whole: int) -> int:
+    """part/whole of the documents, rounded half up."""
+    return (2 * documents * part + whole) // (2 * whole)
 
 
 def sync_file(file: IO[bytes]) -> None:

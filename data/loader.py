@@ -167,25 +167,26 @@ class BatchLoader:
         first, last = self._split_of(dataset)
         split = f"data.split: {self._cfg.data.split} leaves {self.split} {last - first} tokens of " \
                 f"{dataset.name} ({dataset.index.documents} documents)"
-        more = "raise its share"
+        more, larger = "raise its share", "give more documents"
         if self._cfg.data.valid and self.split == "valid":
             size = f"{last - first} tokens ({dataset.index.documents} documents)"
             split = f"data.valid: {dataset.name} has {size}"
             more = "name more data there"
+        elif self.split == "valid":
+            larger += ", or name its data in data.valid"
         if self._cfg.data.pack == "best_fit":
             if dataset.index.documents == 0:
                 raise ConfigError(f"data.pack: best_fit places whole documents, and {dataset.name} has no "
                                   ".idx that names them; make one with scripts.prepare_data, or take stream")
             documents = document_ranges(dataset.index, first, last)
             if (documents[:, 1] - documents[:, 0]).max() < 2:  # nothing is predicted in any of them
-                raise ConfigError(f"{split}, and no document of two tokens; {more}, or give more documents")
+                raise ConfigError(f"{split}, and no document of two tokens; {more}, or {larger}")
             return start.packed_sampler(documents, seed)
 
         span = start.longest_span
         if last - first <= span:
             what = "a sample" if span == self._cfg.train.seq_len else "the longest sample of the run"
-            raise ConfigError(f"{split}, {what} is {span + 1}; {more}, shorten train.seq_len, or give "
-                              "more documents")
+            raise ConfigError(f"{split}, {what} is {span + 1}; {more}, shorten train.seq_len, or {larger}")
         return start.sampler(first, last, seed)
 
     # ---- reading -------------------------------------------------------------------------------------------

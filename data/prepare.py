@@ -37,7 +37,7 @@ from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
 from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns
-from data.contract import SETTINGS, dtype_of
+from data.contract import dtype_of
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
 from data.indexed import (
@@ -51,6 +51,7 @@ from data.indexed import (
 )
 from data.lengths import byte_check
 from data.tokenizer import SentencePieceTokenizer, Tokenizer
+from data.tokenizer_files import is_of_a_copy
 
 Unit = list[DocumentPiece]  # the input of one shard
 Pool = dict[Connection, BaseProcess]  # our end of each worker's pipe -> the worker
@@ -60,7 +61,6 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 
 FOLDER_ENDS = (".parts", ".tokenizer")
 STARTED = {"lock", "plan.tmp"}  # of PREFIX.parts, before it has a plan
-FILES_OF_A_COPY = {*tokenizers.FILE_NAMES, *SETTINGS, tokenizers.CHAT_TEMPLATE}  # of a tokenizer
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
@@ -137,6 +137,9 @@ def prepare_corpus(
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
     check_out(out, units)
+    for name in inputs:
+        if unread := documents.unread_files(name, earlier_output(out)):
+            say(unread)
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
                           "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
@@ -164,7 +167,8 @@ def prepare_corpus(
             say(f"starting over: {num_dropped} shards that an unfinished run has made are of other inputs or "
                 "settings")
         tok = ready_tokenizer(job, tokenizer, units, say)
-        told_date = getattr(job.chat_format(tok), "date", None)
+        chat = job.chat_format(tok)
+        told_date = getattr(chat, "date", None)
         if date is not None and told_date is None:
             raise ConfigError("--date: the format of the conversations asks for no date; leave it out")
         fault_point("prepare.planned")
@@ -198,7 +202,8 @@ def prepare_corpus(
     return {
         "out": str(out),
         **counts,
-        "chat": type(job.chat_format(tok)).__name__ if is_chat else None,
+        "chat": type(chat).__name__ if is_chat else None,
+        "template": getattr(chat, "places", None),
         "date": told_date,
         "seq_len": seq_len,
         "long_are": long,
@@ -227,7 +232,7 @@ def earlier_output(out: pathlib.Path) -> list[str]:
     found = [parts, f"{folder}.tmp"] if has_plan else []
     if has_sidecar:
         found.append(f"{out}.json")
-    if (has_plan or has_sidecar) and os.path.isdir(folder) and set(os.listdir(folder)) <= FILES_OF_A_COPY:
+    if (has_plan or has_sidecar) and os.path.isdir(folder) and not others_in(folder):
         found.append(folder)
     return found
 
@@ -251,7 +256,8 @@ def check_out(out: pathlib.Path, units: list[Unit]) -> None:
         raise ConfigError(f"{ids}: is not of prepare_data, which would replace it; {way_out}")
     if "plan" not in names and names - STARTED:
         raise ConfigError(f"{parts}: is not an unfinished run of prepare_data: it has no plan; {way_out}")
-    others = sorted(names_in(folder, way_out) - FILES_OF_A_COPY)
+    names_in(folder, way_out)
+    others = others_in(folder)
     if others and not is_sidecar(sidecar):
         raise ConfigError(f"{folder}: holds {others[0]}, which no copy of a tokenizer does, and prepare_data "
                           f"would replace it; {way_out}")
@@ -264,6 +270,13 @@ def names_in(folder: str, way_out: str) -> set[str]:
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder}: is not the folder that prepare_data makes; {way_out}")
     return set(os.listdir(folder))
+
+
+def others_in(folder: str) -> list[str]:
+    """The files in a folder, with their paths, that no copy of a tokenizer has."""
+    files = [path.relative_to(folder).as_posix() for path in pathlib.Path(folder).rglob("*")
+             if not path.is_dir() or path.is_symlink()]
+    return sorted(name for name in files if not is_of_a_copy(name))
 
 
 def first_replaced(out: pathlib.Path | str, paths: list[str]) -> str | None:
@@ -760,8 +773,8 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
     if not counts["documents"]:
         remove_parts(job)
         first_bad = f", the first {counts['bad_records'][0]}" if counts["bad_records"] else ""
-        raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
-                          f"{counts['bad']} bad records{first_bad}")
+        raise ConfigError(f"{units[0][0].path}: the input has no documents ({counts['empty']} empty, "
+                          f"{counts['bad']} bad{first_bad})")
 
     check_lost(job, counts, counts["text_bytes"])
 

@@ -53,8 +53,10 @@ def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
     if added is not None or wanted is None:
         return added
     if tok.contract.start is None:
-        raise ConfigError(f"data.bos: the tokenizer {tok.name} names no start token; name it as bos_token in "
-                          f"{TOKENIZER_CONFIG} beside the tokenizer, or leave data.bos out")
+        way_out = f"name it as bos_token in {TOKENIZER_CONFIG} beside the tokenizer, or leave data.bos out"
+        if not isinstance(tok, JsonTokenizer):  # no file beside it can name one
+            way_out = "leave data.bos out, or prepare the data with a tokenizer that has one, such as bpe-N"
+        raise ConfigError(f"data.bos: the tokenizer {tok.name} names no start token; {way_out}")
     return replace(tok.contract.start, named_by=("data.bos",))
 
 

@@ -30,19 +30,19 @@ import sentencepiece
 from config import ConfigError
 from data import contract
 from data.contract import SpecialToken, TokenizerContract, Vocabulary
+from data.tokenizer_files import OWN_FILES, read_files, without_ids, write_files
 
 if TYPE_CHECKING:  # imported only where a tokenizer.json is used
     import tokenizers
 
 MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
-FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
-CHAT_TEMPLATE = "chat_template.jinja"  # writes conversations (chat.py); kept beside a tokenizer.json
 OTHER_TOKENIZERS = {  # {the beginning of a file: what it is}
     re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"): "tiktoken's list of tokens",
     re.compile(rb"\d+ b?['\"].*['\"] \d+\r?\n"): "RWKV's list of tokens",
     re.compile(rb"\{\s*\"config\":\s*\{\s*\"pattern\":"): "Mistral's tekken.json",
     re.compile(rb"\x1f\x8b"): "a compressed file",
 }
+HUB_NAME = re.compile(r"([\w-]+/)?[\w-]+(\.\d[\w-]*)*")  # not a path, and without the end of a file's name
 CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
 BYTE_PIECES = 256
 MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
@@ -85,8 +85,9 @@ class Contracted:
 
 @dataclass(frozen=True)
 class ByteTokenizer(Contracted):
-    """UTF-8 bytes are the ids 0..255; 256 ends a document."""
+    """UTF-8 bytes are the ids 0..255; 256 ends a document. files: those beside a tokenizer.bytes."""
     contract: TokenizerContract = BYTES_CONTRACT
+    files: dict[str, bytes] = field(default_factory=dict)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -99,12 +100,12 @@ class ByteTokenizer(Contracted):
         return text_bytes.decode("utf-8", errors="replace")
 
     def save(self, folder: pathlib.Path | str) -> None:
-        pathlib.Path(folder, "tokenizer.bytes").write_bytes(b"")
+        write_files(folder, {"tokenizer.bytes": b"", **self.files})
 
 
 @dataclass(frozen=True)
 class SentencePieceTokenizer(Contracted):
-    """A sentencepiece model. files: the tokenizer_config.json beside it, if there is one."""
+    """A sentencepiece model. files: those beside it that name special tokens or hold templates."""
     contract: TokenizerContract
     model: bytes  # content of the .model file
     processor: sentencepiece.SentencePieceProcessor
@@ -122,15 +123,14 @@ class SentencePieceTokenizer(Contracted):
         return self.processor.decode([int(token_id) for token_id in ids])
 
     def save(self, folder: pathlib.Path | str) -> None:
-        for name, content in {"tokenizer.model": self.model, **self.files}.items():
-            pathlib.Path(folder, name).write_bytes(content)
+        write_files(folder, {"tokenizer.model": self.model, **self.files})
 
 
 @dataclass(frozen=True)
 class JsonTokenizer(Contracted):
     """A tokenizer.json of Hugging Face's tokenizers.
 
-    files: tokenizer.json, and contract.SETTINGS and CHAT_TEMPLATE beside it. hidden: ids that decoding leaves
+    files: tokenizer.json, and those of read_files beside it. hidden: ids that decoding leaves
     out, as transformers does with those that the file calls special. words: finds control tokens that are
     words of the vocabulary, too; text is cut in them. None if there are no such words.
     """
@@ -161,8 +161,7 @@ class JsonTokenizer(Contracted):
         return self.processor.decode(shown, skip_special_tokens=False)
 
     def save(self, folder: pathlib.Path | str) -> None:
-        for name, content in self.files.items():
-            pathlib.Path(folder, name).write_bytes(content)
+        write_files(folder, self.files)
 
 
 Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
@@ -202,7 +201,7 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
     file."""
     path = pathlib.Path(spec)
     if path.is_dir():
-        found = [path / name for name in FILE_NAMES if (path / name).exists()]
+        found = [path / name for name in OWN_FILES if (path / name).exists()]
         if not found:
             raise ConfigError(f"{path}: holds no tokenizer.json, tokenizer.model or tokenizer.bytes"
                               f"{way_to_json(path)}")
@@ -211,22 +210,34 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
         if eod not in (None, str(BYTES_CONTRACT.end.id), BYTES_CONTRACT.end.text):
             raise ConfigError(f"--eod: the tokenizer bytes ends documents with {BYTES_CONTRACT.end}, not "
                               f"with {eod}; leave it out")
-        return ByteTokenizer()
+        return ByteTokenizer(files=without_ids(read_files(path.parent)) if path.is_file() else {})
     try:
         content = path.read_bytes()
     except OSError as error:
-        hint = "give bytes, a .model, a tokenizer.json or a folder of one"
-        if bpe_pieces(spec):
-            hint = "bpe-N is for data.path stdlib and for prepare_data"
-        raise ConfigError(f"tokenizer {spec}: {error.strerror}; {hint}") from None
+        raise ConfigError(f"tokenizer {spec}: {error.strerror}; {way_to_tokenizer(str(spec))}") from None
 
     for pattern, kind in OTHER_TOKENIZERS.items():
         if pattern.match(content):
             raise ConfigError(f"{path}: is {kind}, which is not read; give a tokenizer.json with the same "
                               "ids: that of the model at the hub, or what transformers' AutoTokenizer saves")
-    beside = read_files(path.parent, [*contract.SETTINGS, CHAT_TEMPLATE])
+    beside = read_files(path.parent)
     load = load_json if path.suffix == ".json" else load_sentencepiece
     return load(path, content, beside, eod)
+
+
+def way_to_tokenizer(spec: str) -> str:
+    """What to give in the place of a tokenizer that is not there."""
+    if bpe_pieces(spec):
+        return "bpe-N is for data.path stdlib and for prepare_data"
+    if spec.startswith("bpe"):
+        return "write the number of ids, as in bpe-32000"
+    hint = "give bytes, a .model, a tokenizer.json or a folder of one"
+    if not HUB_NAME.fullmatch(spec):
+        return hint
+    name = spec.rpartition("/")[2]
+    code = (f'from transformers import AutoTokenizer as A; A.from_pretrained("{spec}")'
+            f'.save_pretrained("{name}")')
+    return f"{hint}; that of a model at the hub is such a folder after python -c {shlex.quote(code)}"
 
 
 def way_to_json(folder: pathlib.Path) -> str:
@@ -272,8 +283,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     bos = processor.bos_id()
     pad = processor.pad_id()
 
-    kept = (contract.TOKENIZER_CONFIG, CHAT_TEMPLATE)
-    files = {name: beside[name] for name in kept if name in beside}
+    files = without_ids(beside)
     is_ours = processor.piece_to_id("\n") != processor.unk_id()  # train_bpe makes a piece for the newline
     return SentencePieceTokenizer(
         contract=TokenizerContract(
@@ -377,12 +387,6 @@ def unknown_id(processor: "tokenizers.Tokenizer", content: bytes) -> int | None:
         name = processor.model.unk_token
         return processor.token_to_id(name) if name else None
     return json.loads(content)["model"].get("unk_id")  # Unigram
-
-
-def read_files(folder: pathlib.Path, names: Iterable[str]) -> dict[str, bytes]:
-    """The content of those of `names` that `folder` holds."""
-    paths = [folder / name for name in names]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def first_line(error: Exception) -> str:

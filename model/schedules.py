@@ -14,20 +14,28 @@ from config import (
     positive_integers,
 )
 from config.phases import named
-from config.rules import Rule, validate
+from config.rules import RULES_OF_PHASES, Rule, validate
 from config.suggestions import suggestion
 from model.split import split_by_cost
 from parallel.pipeline.schedule import Schedule, check_schedule, make_schedule
 
 
-def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
+def plan_pipeline(cfg: Config, world: int, advise: bool = True, after: int = 0) -> Schedule:
     """The schedule of a step with the full train.global_batch; of a run with phases, in the first.
 
     It is checked with those of a ramp's smaller batches, and of every phase. Raises ConfigError for every
-    setting that cannot run on `world` ranks. advise: the error names values that can.
+    setting that cannot run on `world` ranks. advise: the error names values that can. after: of phases that
+    are over after this step, no ranks are asked for.
     """
-    schedule = make_schedules(cfg, world, advise)[-1]
-    for phase in phases_of(cfg).all[1:]:
+    first, *later = phases_of(cfg).from_step(after)
+    if first.number > 1:
+        for rules in RULES_OF_PHASES:
+            broken = next((rule for rule in rules(cfg, world) if not rule.holds), None)
+            if broken is not None:
+                raise ConfigError(broken.message)
+    with named(first):
+        schedule = make_schedules(cfg if first.number == 1 else first.cfg, world, advise)[-1]
+    for phase in later:
         with named(phase):
             make_schedules(phase.cfg, world, advise)
     return schedule

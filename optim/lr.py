@@ -47,14 +47,18 @@ def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
     return rate
 
 
+def warmup_steps(cfg: OptimConfig, steps: int) -> int:
+    """The warmup of a schedule of `steps` steps: at most a tenth of them."""
+    return min(cfg.warmup, steps // 10)
+
+
 def learning_rate(cfg: OptimConfig, step: int, steps: int, rate_before: float = 0.0) -> float:
     """The learning rate of update `step` (from 1) of `steps`.
 
     After a linear warmup from rate_before, cfg.decay gives the shape: cosine, wsd (arXiv 2404.06395), linear
     or constant. Beyond `steps` the rate stays.
     """
-    # at most a tenth of the run is warmup
-    warmup = min(cfg.warmup, steps // 10)
+    warmup = warmup_steps(cfg, steps)
     if step <= warmup:
         return rate_before + (cfg.lr - rate_before) * step / warmup
     if cfg.decay == "constant":

@@ -10,7 +10,8 @@ In this order:
    take a smaller micro-batch.
 4. The fastest layout by the planner with any degrees.
 
-A function of the config, the world and the kind of GPU alone: all ranks choose the same.
+A function of the config, the world, the kind of GPU and the steps that are done (of phases that are past no
+layout is asked) alone: all ranks choose the same.
 """
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from config import CONFIG_FOLDER, Config, ConfigError, divisors, phases_of, read_yaml
+from config import CONFIG_FOLDER, Config, ConfigError, Phase, divisors, phases_of, read_yaml
+from config.phases import with_values_from
 from config.run_name import ELASTIC_KEYS
 from config.values import Values
 from model.schedules import plan_pipeline
@@ -29,6 +31,7 @@ from plan.machine import UNBOUNDED_MEMORY, Machine
 from plan.search import Target, held_bytes, job_of, search, set_keys
 
 NOMINAL_VOCAB = 32768  # tokens, for the count of bytes where the vocabulary is still to be read from the data
+NUM_TRIED = 16  # layouts of the planner, where later phases have a word
 NUM_SIZES = 4  # numbers of ranks that a refusal names
 # A machine that nobody has measured: what its rates are to each other orders the layouts, not what they are.
 UNKNOWN_RATES = {
@@ -51,34 +54,42 @@ class RankDevice(NamedTuple):
 
 
 class ElasticLayout(NamedTuple):
-    """cfg: with the layout. changed: {section.key: value} where it differs from the given settings.
-    by_planner: whether its degrees are the planner's. too_large: bytes that the fullest rank would hold with
-    the given ones, if that is more than a GPU has; else 0."""
+    """cfg: with the layout. changed: {section.key: value} where it differs from the given settings, from the
+    phase on that comes next; phase: its config, with the layout. by_planner: whether its degrees are the
+    planner's. too_large: bytes that the fullest rank would hold with the given ones, if that is more than a
+    GPU has; else 0."""
 
     cfg: Config
+    phase: Config
     changed: Values
     by_planner: bool = False
     too_large: int = 0
 
 
-def fits(cfg: Config, world: int) -> bool:
-    """Whether train.py accepts the config on so many ranks."""
+def fits(cfg: Config, world: int, after: int = 0) -> bool:
+    """Whether train.py accepts the config on so many ranks, after so many steps."""
     try:
-        plan_pipeline(cfg, world, advise=False)
+        plan_pipeline(cfg, world, advise=False, after=after)
     except ConfigError:
         return False
     return True
 
 
+def next_phase_of(cfg: Config, after: int) -> Phase:
+    """The phase in which a run goes on after so many steps: its layout is the given one."""
+    return phases_of(cfg).from_step(after)[0]
+
+
 # ---- the same axes -----------------------------------------------------------------------------------------
 
 
-def same_axes(cfg: Config, world: int) -> ElasticLayout | None:
+def same_axes(cfg: Config, world: int, after: int = 0) -> ElasticLayout | None:
     """The layout with the given tp, pp, cp and ep; None if there is none on so many ranks."""
-    for changed in same_axes_changes(cfg):
-        changed_cfg = set_keys(cfg, changed)
-        if fits(changed_cfg, world):
-            return ElasticLayout(changed_cfg, changed)
+    phase = next_phase_of(cfg, after)
+    for changed in same_axes_changes(phase.cfg):
+        changed_cfg = with_values_from(cfg, phase.number, changed)
+        if fits(changed_cfg, world, after):
+            return ElasticLayout(changed_cfg, set_keys(phase.cfg, changed), changed)
     return None
 
 
@@ -95,20 +106,22 @@ def same_axes_changes(cfg: Config) -> Iterator[Values]:
 
 
 def planned(
-    cfg: Config, world: int, device: RankDevice, fixed: Sequence[str] = ()
+    cfg: Config, world: int, device: RankDevice, fixed: Sequence[str] = (), *, after: int = 0
 ) -> ElasticLayout | None:
     """The planner's fastest layout that fits into memory; None if there is none. fixed: keys that stay."""
     target = target_of(cfg, world, device)
-    whole = set_keys(with_any_vocab(cfg), OF_STAGES)
-    found, _ = search(whole, target, fixed={key: value_of(cfg, key) for key in fixed}, top=1)
-    if not found:
-        return None
-    values = {key: value_of(found[0].cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
-    changed = {key: value for key, value in values.items() if value != value_of(cfg, key)}
-    changed_cfg = set_keys(cfg, changed)
-    if not fits(changed_cfg, world) or bytes_too_many(changed_cfg, world, device):
-        return None  # train.py refuses it, or a phase (train.phases) holds more than the first
-    return ElasticLayout(changed_cfg, changed, by_planner=not fixed)
+    phase = next_phase_of(cfg, after)
+    given = cfg if phase.number == 1 else phase.cfg  # with its phases, the search finds what suits all
+    whole = set_keys(with_any_vocab(given), OF_STAGES)
+    top = 1 if phase.number == 1 else NUM_TRIED
+    found, _ = search(whole, target, fixed={key: value_of(given, key) for key in fixed}, top=top)
+    for each in found:
+        values = {key: value_of(each.cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
+        changed = {key: value for key, value in values.items() if value != value_of(given, key)}
+        changed_cfg = with_values_from(cfg, phase.number, changed)
+        if fits(changed_cfg, world, after) and not bytes_too_many(changed_cfg, world, device, after):
+            return ElasticLayout(changed_cfg, set_keys(phase.cfg, changed), changed, by_planner=not fixed)
+    return None  # train.py refuses it, or a later phase (train.phases) holds more
 
 
 def with_any_vocab(cfg: Config) -> Config:
@@ -116,22 +129,22 @@ def with_any_vocab(cfg: Config) -> Config:
     return replace(cfg, model=replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB))
 
 
-def held_by_fullest(cfg: Config, world: int, device: RankDevice) -> int:
+def held_by_fullest(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
     """Bytes of the fullest rank in its fullest phase, by the planner; 0 for a job that it does not take."""
     gpu = target_of(cfg, world, device).gpu
     most = 0
-    for phase in phases_of(with_any_vocab(cfg)).all:
+    for phase in phases_of(with_any_vocab(cfg)).from_step(after):
         with contextlib.suppress(ConfigError):
             job, _ = job_of(phase.cfg, world)
             most = max(most, held_bytes(job, gpu).total)
     return most
 
 
-def bytes_too_many(cfg: Config, world: int, device: RankDevice) -> int:
+def bytes_too_many(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
     """The bytes that the fullest rank would hold, as the planner counts, if its GPU has fewer; else 0."""
     if device.memory >= UNBOUNDED_MEMORY:
         return 0
-    held = held_by_fullest(cfg, world, device)
+    held = held_by_fullest(cfg, world, device, after)
     return held if held > device.memory else 0
 
 
@@ -157,11 +170,12 @@ def known_cluster(device: RankDevice) -> Cluster | None:
     return min(alike, key=lambda each: abs(each.memory - device.memory), default=None)
 
 
-def check_phases(cfg: Config) -> None:
-    """Raises ConfigError if a phase sets what the number of ranks is to decide."""
-    for phase in phases_of(cfg).all:
+def check_phases(cfg: Config, after: int) -> None:
+    """Raises ConfigError if a later phase sets what the number of ranks is to decide."""
+    first, *later = phases_of(cfg).from_step(after)
+    for phase in later:
         for key in ELASTIC_KEYS:
-            if value_of(phase.cfg, key) != value_of(cfg, key):
+            if value_of(phase.cfg, key) != value_of(first.cfg, key):
                 raise ConfigError(
                     f"parallel.elastic: no layout on these ranks, where a phase sets {key} (train.phases); "
                     "leave it out there, so that it can follow the number of ranks"
@@ -171,23 +185,24 @@ def check_phases(cfg: Config) -> None:
 # ---- the choice --------------------------------------------------------------------------------------------
 
 
-def layout_for(cfg: Config, world: int, device: RankDevice) -> ElasticLayout:
-    """The layout of the run on so many ranks.
+def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> ElasticLayout:
+    """The layout of the run on so many ranks, in the phases that are not over after so many steps.
 
     Raises ConfigError, as without parallel.elastic, with the numbers of ranks that would do.
     """
-    given = same_axes(cfg, world)
-    too_large = 0 if given is None else bytes_too_many(given.cfg, world, device)
+    given = same_axes(cfg, world, after)
+    too_large = 0 if given is None else bytes_too_many(given.cfg, world, device, after)
     if given is not None and not too_large:
         return given
-    layout = None if given is None else planned(cfg, world, device, fixed=degrees_of(cfg))
-    layout = layout or planned(cfg, world, device)
+    degrees = degrees_of(next_phase_of(cfg, after).cfg)
+    layout = None if given is None else planned(cfg, world, device, degrees, after=after)
+    layout = layout or planned(cfg, world, device, after=after)
     if layout is not None:
         return layout._replace(too_large=too_large)
 
     # why there is none
-    check_phases(cfg)
-    sizes = ", ".join(map(str, legal_sizes(cfg, world, device)))
+    check_phases(cfg, after)
+    sizes = ", ".join(map(str, legal_sizes(cfg, world, device, after)))
     if given is not None:
         raise ConfigError(
             f"parallel.elastic: no layout on {world} rank{'s' if world > 1 else ''} fits into the "
@@ -195,7 +210,7 @@ def layout_for(cfg: Config, world: int, device: RankDevice) -> ElasticLayout:
             f"(the given axes would take {size_text(too_large)} of it): start {sizes or 'more'} ranks"
         )
     try:
-        plan_pipeline(cfg, world, advise=False)
+        plan_pipeline(cfg, world, advise=False, after=after)
     except ConfigError as error:
         raise ConfigError(
             f"{error}; parallel.elastic finds no layout for {world} ranks: start {sizes or 'more'} ranks, "
@@ -210,31 +225,34 @@ def degrees_of(cfg: Config) -> list[str]:
     return [*degrees, "parallel.schedule", "parallel.vpp"] if cfg.parallel.pp > 1 else degrees
 
 
-def legal_sizes(cfg: Config, world: int, device: RankDevice = RankDevice()) -> list[int]:
+def legal_sizes(
+    cfg: Config, world: int, device: RankDevice = RankDevice(), after: int = 0
+) -> list[int]:
     """Numbers of ranks near `world` that the given axes run on, in the device's memory, in order."""
-    parallel = cfg.parallel
+    phase = next_phase_of(cfg, after).cfg
+    parallel = phase.parallel
     unit = parallel.tp * parallel.pp * parallel.cp
-    last = max(world, unit * cfg.train.global_batch)  # more ranks have no sequence of their own
+    last = max(world, unit * phase.train.global_batch)  # more ranks have no sequence of their own
     sizes = range(unit, min(last, 2 * max(world, unit)) + 1, unit)
     nearest_first = sorted(sizes, key=lambda size: abs(size - world))
     found: list[int] = []
     for size in nearest_first:
         if len(found) == NUM_SIZES:
             break
-        layout = same_axes(cfg, size)
-        if layout is not None and not bytes_too_many(layout.cfg, size, device):
+        layout = same_axes(cfg, size, after)
+        if layout is not None and not bytes_too_many(layout.cfg, size, device, after):
             found.append(size)
     return sorted(found)
 
 
-def most_ranks(cfg: Config, least: int, most: int) -> int | None:
+def most_ranks(cfg: Config, least: int, most: int, after: int = 0) -> int | None:
     """Of least to most ranks, how many a start takes: as many as the given axes can use, or else as many as
     any layout can, whatever it holds in memory. None if there is no layout for any of them."""
     downwards = range(most, least - 1, -1)
     any_layout = partial(planned, device=RankDevice())
     for layout_of in (same_axes, any_layout):
         for world in downwards:
-            if layout_of(cfg, world) is not None:
+            if layout_of(cfg, world, after=after) is not None:
                 return world
     return None
 
@@ -242,12 +260,12 @@ def most_ranks(cfg: Config, least: int, most: int) -> int | None:
 # ---- in words ----------------------------------------------------------------------------------------------
 
 
-def in_words(cfg: Config, world: int) -> str:
+def in_words(cfg: Config, world: int, after: int = 0) -> str:
     """For example "4 ranks (dp2 tp2)": the given axes on so many ranks; else that the planner chooses."""
-    layout = same_axes(cfg, world)
+    layout = same_axes(cfg, world, after)
     if layout is None:
         return f"{world} rank{'s' if world > 1 else ''} (the planner's layout)"
-    return parallel_dims(layout.cfg, world).in_words()
+    return parallel_dims(layout.phase, world).in_words()
 
 
 def describe(layout: ElasticLayout, world: int) -> str:
@@ -259,4 +277,4 @@ def describe(layout: ElasticLayout, world: int) -> str:
     why = ""
     if layout.too_large:
         why = f", because the given settings would take {size_text(layout.too_large)} of a GPU by the planner"
-    return f"elastic: {parallel_dims(layout.cfg, world).in_words()}, {source}, with {settings}{why}"
+    return f"elastic: {parallel_dims(layout.phase, world).in_words()}, {source}, with {settings}{why}"

@@ -97,6 +97,15 @@ class RemoteFolder:
 
         return self.call("", look, [])
 
+    def files(self) -> list[str]:
+        """The names of the files in it and in its folders, sorted; none if there is no such folder."""
+        def look() -> list[str]:
+            self.filesystem.invalidate_cache()
+            found = self.filesystem.find(self.path)
+            return sorted(path.removeprefix(f"{self.path}/") for path in found)
+
+        return self.call("", look, [])
+
     def read(self, name: str) -> bytes | None:
         """All bytes of a small file; None if there is none."""
         return self.call(name, lambda: self.filesystem.cat_file(f"{self.path}/{name}"), None)

@@ -11,7 +11,8 @@ from pathlib import Path
 from config import ConfigError
 
 FOLLOWED = ("STOP",)  # only removed, never written to
-INNER_FOLDERS = ("tokenizer", "checkpoints", "patches")  # whose files a run writes by name, too
+# whose files a run writes by name, too
+INNER_FOLDERS = ("tokenizer", "tokenizer/additional_chat_templates", "checkpoints", "patches")
 
 
 def refuse_links(folder: Path) -> None:

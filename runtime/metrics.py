@@ -191,6 +191,7 @@ class MetricsLogger:
         command = made.record["command"] if made else ""
         wandb = WandbSink(settings, self.run_dir, name, tree, command=command)
         self.sync_hints = [wandb.sync_command] if wandb.sync_command else []
+        self.copied_from = wandb.copied_from
         self.sinks: list[Sink] = [wandb]
         if is_writer and cfg.log.tensorboard:
             self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
@@ -482,6 +483,10 @@ class MetricsLogger:
         if self.cfg.log.tensorboard:
             places.append(f"tensorboard --logdir {self.cfg.log.dir}")
         console.label("log", " · ".join(places))
+        if self.copied_from:
+            console.write_wrapped(
+                f"{self.run_dir} is a copy of {self.copied_from}, and a run of its own in W&B from here on"
+            )
         for note in notes:
             console.write_wrapped(note)
         console.columns(self.steps)

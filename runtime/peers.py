@@ -27,6 +27,7 @@ Keys of the store
     num_states       how many ranks have written theirs
     verdict          {line, silent}: the cause in one line, and the ranks that did not write a state
     num_reasons      how many ranks have written their exit reason
+    steps_done       {found}: told_by_first, of a run with phases
     all_reported     set when they all have, or when the time for it is over
 """
 import contextlib
@@ -51,7 +52,7 @@ from typing import Any, TypeVar
 
 from parallel.wire import comm
 from parallel.wire.world import Store, leave_job, open_store
-from runtime import setup
+from runtime import lines, setup
 from runtime.failure import (
     HANG,
     USER_MISTAKE,
@@ -306,12 +307,23 @@ class PeerWatch:
         if self.folder is None:
             return
         folder = Path(self.folder)
+        if code == USER_MISTAKE and not (folder / lines.NAME).exists():  # refused, and no run has been there
+            return
         found = self.has_wrong_device
         setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue, of_device=found)
         if of_job and self.rank:
             setup.write_exit_reason(
                 folder, self.rank, code, text, requeue=requeue, of_job=True, of_device=found
             )
+
+    def told_by_first(self, key: str, work: Callable[[], int]) -> int:
+        """work() of rank 0, on every rank, before they are connected."""
+        if self.store is None or self.rank == 0:
+            found = work()
+            if self.store is not None:
+                self.words.write(self.store, key, {"found": found})
+            return found
+        return int(self.words.read(self.store, key)["found"])
 
     # ---- the main thread -----------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ CLOSE_SECONDS = 5.0  # how long close() waits for W&B
 BUFFER_BYTES = 4 * 2**20  # that may wait for the pipe: about 10,000 records
 WRITE_BYTES = 65536  # of one write into the pipe
 POLL_SECONDS = 0.01
+ID_FILE = "wandb_id"  # of a run folder: the id, and the folder that it is of
+SHIFT_FILE = "wandb_shift"
 
 
 class Child(subprocess.Popen[bytes]):
@@ -48,7 +50,7 @@ class WandbSink:
 
     name: of the run. tree: the resolved config as plain data. command: that of train.py, which W&B shows.
     max_buffered: bytes that may wait for the pipe. sync_command (attribute): sends what an offline run has
-    written, of all its starts; "" where there is nothing.
+    written, of all its starts; "" where there is nothing. copied_from (attribute): copied_from(run_dir).
     """
 
     def __init__(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any], *,
@@ -56,6 +58,7 @@ class WandbSink:
         """Starts the child and returns at once."""
         self.command = command
         self.sync_command = ""
+        self.copied_from = ""
         self.max_buffered = max_buffered
         self.buffer = bytearray()  # what the pipe has not taken yet
         self.dropped = 0  # records
@@ -69,6 +72,7 @@ class WandbSink:
                 self.trouble = str(error)
 
     def start(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any]) -> None:
+        self.copied_from = copied_from(run_dir)
         folder = Path(settings.dir or run_dir)
         folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to a temporary folder
         init_arguments = {
@@ -86,7 +90,7 @@ class WandbSink:
         os.set_blocking(self.child.stdin.fileno(), False)
         self.send({
             "init": init_arguments,
-            "shift_file": str((run_dir / "wandb_shift").resolve()),
+            "shift_file": str((run_dir / SHIFT_FILE).resolve()),
             "program": str(TRAIN_FILE),
             "arguments": shlex.split(self.command)[2:],  # after python train.py
         })
@@ -186,9 +190,31 @@ class WandbSink:
 
 
 def stable_id(run_dir: Path) -> str:
-    """The W&B id of this run folder; the first call makes it."""
-    file = Path(run_dir) / "wandb_id"
-    if not (file.exists() and file.read_text().strip()):
+    """The W&B id of this run folder; the first call makes it.
+
+    A copy of a folder is a run of its own, unless the first one is there no more: then it was moved.
+    """
+    file = Path(run_dir) / ID_FILE
+    place = str(file.parent.resolve())
+    words = file.read_text().split("\n") if file.exists() else []
+    own = words[0].strip() if words else ""
+    if own and copied_from(run_dir):
+        own = ""
+        (file.parent / SHIFT_FILE).unlink(missing_ok=True)  # of the first one's steps
+    written = f"{own or secrets.token_hex(4)}\n{place}\n"
+    if words != written.split("\n"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(secrets.token_hex(4) + "\n")
-    return file.read_text().strip()
+        file.write_text(written)
+    return written.partition("\n")[0]
+
+
+def copied_from(run_dir: Path) -> str:
+    """The folder whose copy a run folder is, if it is still there; else ""."""
+    file = Path(run_dir) / ID_FILE
+    try:
+        own, place, *_ = [*file.read_text().split("\n"), ""]
+        first = Path(place) / ID_FILE
+        is_copy = bool(place) and not first.samefile(file) and first.read_text().split("\n")[0] == own
+    except OSError:  # neither is there
+        return ""
+    return place if is_copy else ""

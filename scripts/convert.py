@@ -44,7 +44,7 @@ from checkpoint.hf_families import FAMILIES
 from config import Config, ConfigError, ModelConfig, Tree, provenance
 from config.suggestions import check_rules
 from config.terminal import ParagraphHelp, output_width, wrapped
-from data import tokenizer
+from data import tokenizer, tokenizer_files
 from data.contract import SpecialToken
 from data.prompts import added_start, start_token
 from data.tokenizer import Tokenizer
@@ -58,7 +58,6 @@ from runtime.failure import fail_cleanly
 # layers of rounding); a swapped head, a wrong base of RoPE or a missing bias differs by 1e-2 and more.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
 
@@ -83,10 +82,14 @@ def from_hf(
     found = hf.stored_tensors(folder, family)
     published_mtp = model.mtp
     model = hf.tie_embeddings(model, found)
-    has_tokenizer = spec or any((folder / name).exists() for name in TOKENIZERS)
+    has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
     tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
-    cfg = config_of_run(model, run, tok is not None)
-    check_rules(cfg)
+    is_own = tok is not None and has_ids_of(folder, tok, eod)
+    try:
+        cfg = config_of_run(model, run, tok is not None)
+        check_rules(cfg)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}; the names are those of our keys") from None
 
     with new_folder(run) as temp:
         ours = import_weights(
@@ -97,7 +100,9 @@ def from_hf(
             if tok:
                 (temp / "tokenizer").mkdir()
                 tok.save(temp / "tokenizer")
-                hf_tokenizer.copy_tokenizer_files(Path(spec or folder), temp / "tokenizer")
+                tokenizer_files.copy_files(Path(spec or folder), temp / "tokenizer")
+                if is_own:
+                    tokenizer_files.copy_files(folder, temp / "tokenizer")
         theirs = their_logits(folder, probe(model), model)
         match = compare(ours, theirs, "from transformers")
 
@@ -105,6 +110,8 @@ def from_hf(
     if not tok:
         notes.append(f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need "
                      "one: import with --tokenizer")
+    if spec and not is_own and tokenizer_files.has_template(tokenizer_files.read_files(folder)):
+        notes.append(f"the chat template of {folder} is not taken: {spec} is another tokenizer than its own")
     notes += vocab_notes(tok, model)
     if published_mtp > model.mtp:
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
@@ -122,6 +129,15 @@ def from_hf(
         "notes": notes,
         **next_steps(run, "T" if tok is None else f"{run}/tokenizer"),
     }
+
+
+def has_ids_of(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
+    """Whether the tokenizer of a folder, if it has one, has the ids of `tok`, so that its files say more of
+    it."""
+    try:
+        return tokenizer.load_tokenizer(folder, eod).fingerprint == tok.fingerprint
+    except ConfigError:
+        return False
 
 
 def dropout_notes(folder: Path) -> list[str]:
@@ -355,7 +371,7 @@ def write_settings(
 def export_tokenizer(tok: Tokenizer, source: Path, target: Path) -> dict[str, int | None]:
     """Writes the tokenizer's own files into `target`; returns the special ids for config.json."""
     tok.save(target)
-    hf_tokenizer.copy_tokenizer_files(source, target)
+    tokenizer_files.copy_files(source, target)
     (target / "tokenizer.bytes").unlink(missing_ok=True)
     # An imported tokenizer keeps the config.json that it came with, and its special ids.
     imported = json.loads(getattr(tok, "files", {}).get("config.json", "{}"))

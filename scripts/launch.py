@@ -420,13 +420,23 @@ def elastic_config(words: list[str]) -> tuple[Config, Path]:
     return cfg, Path(cfg.log.dir) / cfg.log.name
 
 
+def steps_done(cfg: Config) -> int:
+    """The steps of the run, for those of its phases that are past. Raises ConfigError."""
+    if cfg.train.phases is None:
+        return 0
+    from checkpoint import progress
+
+    return progress.steps_done(cfg, Path(cfg.log.dir, str(cfg.log.name)))
+
+
 def usable_ranks(cfg: Config, least: int, most: int) -> int:
     """How many of so many ranks the job can use. Raises ConfigError, with numbers that would do, for none."""
     from plan import elastic
 
-    found = elastic.most_ranks(cfg, least, most)
+    done = steps_done(cfg)
+    found = elastic.most_ranks(cfg, least, most, done)
     if found is None:
-        elastic.layout_for(cfg, most, elastic.RankDevice())  # raises
+        elastic.layout_for(cfg, most, elastic.RankDevice(), done)  # raises
         raise ConfigError(f"--nproc: no layout of this run has {least} to {most} ranks")
     return found
 
@@ -529,7 +539,8 @@ def run_elastic(
             print_error(f"launch: no restart{without_places(left_out, wrong)}: {error}")
             return code
         restart += 1
-        change = f"{elastic.in_words(cfg, len(before))} -> {elastic.in_words(cfg, len(places))}"
+        done = steps_done(cfg)
+        change = f"{elastic.in_words(cfg, len(before), done)} -> {elastic.in_words(cfg, len(places), done)}"
         print_error(restart_line(restart, restarts.progress(run), change) + without_places(left_out, wrong))
     if has_run:
         leave_reason(run, STOPPED_EARLY, f"{relay.first_name()} received between two starts")

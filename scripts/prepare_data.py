@@ -23,11 +23,12 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from config import ConfigError, provenance, usable_cores
+from config import ConfigError, DataConfig, provenance, usable_cores
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from data import prepare
 from data.chat import FIXED_DATE, parsed_date
 from data.documents import COMPRESSED, KINDS
+from data.indexed import rounded_share
 from data.show import shown_documents
 
 USER_MISTAKE = 2
@@ -212,13 +213,16 @@ def summary(report: dict) -> str:
                 f"{report['unknown_tokens']:,} unknown tokens",
     }
     if report["chat"]:
-        style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"
+        style = f"the template of {report['template']}" if report["template"] else "the plain format"
         told = f", told the date {report['date']}" if report["date"] else ""
         parts["chat"] = (f"{style}{told}; the loss counts {report['counted']:,} tokens "
                          f"({100 * report['counted'] / tokens:.1f} %)")
         parts["length"] = length_text(report)
-    if report["notes"]:
-        parts["notes"] = "; ".join(f"{note} ({count:,} records)" for note, count in report["notes"].items())
+    notes = [f"{note} ({count:,} records)" for note, count in report["notes"].items()]
+    if report["documents"] == 1:
+        notes.append("one document leaves none for validation: give several, or make VALID of other text")
+    if notes:
+        parts["notes"] = "; ".join(notes)
     parts["speed"] = speed_text(report)
     parts["sample"] = repr(report["sample"])
     parts["saved"] = f"{report['out']}.bin, .idx"
@@ -228,10 +232,20 @@ def summary(report: dict) -> str:
     for label, text in parts.items():
         lines += hanging_lines(f"{label:<{LABEL_WIDTH}}", text, width)
     next_step = f"python train.py --data.path {shlex.quote(report['out'])}"
+    next_step += split_of_few(report["documents"])
     if report["chat"]:
         next_step += " --data.pack best_fit --data.doc_mask true"
         next_step += f" --train.seq_len {report['seq_len']}" if report["seq_len"] else ""
     return "\n".join([*lines, f"{'next':<{LABEL_WIDTH}}{next_step}"])
+
+
+def split_of_few(documents: int) -> str:
+    """The words of a command that leave documents for validation, where the default of data.split leaves
+    none."""
+    train, valid = map(int, DataConfig().split.split(","))
+    if rounded_share(documents, train, train + valid) < documents:
+        return ""
+    return " --data.valid VALID" if documents == 1 else f" --data.split {documents - 1},1"
 
 
 def length_text(report: dict) -> str:

@@ -134,6 +134,17 @@ def test_a_run_that_has_begun_does_not_begin_at_another_checkpoint(home):
         assert (home / name / "config.yaml").read_bytes() == kept
 
 
+def test_a_source_may_be_named_by_another_path(home, monkeypatch):
+    """The same one, seen from another folder, or by a link."""
+    assert branched(home, "named", "--train.steps", "7") == 0, (home / "named.log").read_text()
+    monkeypatch.chdir(home / "a")
+    for steps_asked, where in (("8", "../source@6"), ("9", "../b/../source")):
+        words = ("--checkpoint.branch", where, "--train.steps", steps_asked)
+        again = run(home, "named", extra=words, args=())
+        assert again == 0, (home / "named.log").read_text()
+    assert [row["step"] for row in steps(home / "named")] == [7, 8, 9]
+
+
 def test_an_older_checkpoint_of_its_own_is_not_passed_over_in_silence(home, monkeypatch):
     """The newest was taken, whatever checkpoint.resume named."""
     own = shutil.copytree(home / "source", home / "back") / "checkpoints"

@@ -11,14 +11,19 @@ import json
 import math
 import pathlib
 import re
+import shutil
 from dataclasses import dataclass, field
 
+import fake_wandb
 import numpy as np
 import pytest
+from ranks import job
 from test_resume import run
 
+from checkpoint import state, store
 from data import loader, tokenizer
 from data.indexed import IndexedDatasetWriter
+from remote.files import path_of_url
 
 LETTERS = 6000  # of the train split, in which a few letters are at one place alone
 RECIPE = ["llama3-tiny"]
@@ -134,6 +139,12 @@ class Plan:
         steps = range(1, step + 1)
         return sum(self.sequences(s) * self.part_of(s).keys["train.seq_len"] for s in steps)
 
+    def flops(self, step: int) -> float:
+        """Of the run, after a step."""
+        steps = range(1, step + 1)
+        lengths = [self.part_of(s).keys["train.seq_len"] for s in steps]
+        return sum(self.sequences(s) * length * flops_of_token(length) for s, length in zip(steps, lengths))
+
     def branch(self, step: int, stated: dict) -> "Plan":
         """A branch after a step: its horizon is its own, and what has begun keeps its rates and its ramp."""
         changes = {key: value for key, value in stated.items() if key != "train.steps"}
@@ -145,11 +156,20 @@ class Plan:
         if later or any(key in SCHEDULE for key in changes):
             ends[began.after] = self.end_of(began)
         plan = Plan(stated.get("train.steps", self.steps), parts, ends)
-        if not changes:
+        again = (*SCHEDULE, "train.global_batch", "train.ramp")  # these begin something, equal or not
+        if not [key for key, value in changes.items() if key in again or here.keys.get(key) != value]:
             return plan
         seen = here.ramp_seen + sum(self.sequences(s) for s in range(here.after + 1, step + 1))
-        goes_on = here.keys.get("train.ramp") and "train.global_batch" not in changes
+        goes_on = here.keys.get("train.ramp") and not {"train.global_batch", "train.ramp"} & set(changes)
         return plan.then(step, changes, seen if goes_on else 0)
+
+
+def flops_of_token(length: int) -> float:
+    """Forward and backward: two for each weight of a matrix and its input, and of attention two products with
+    the keys and the values that a token sees, half of the sequence."""
+    hidden, ffn, vocab = BASE["model.hidden"], BASE["model.ffn"], 257
+    weights = 4 * hidden * hidden + 3 * hidden * ffn + hidden * vocab
+    return 3 * (2 * weights + 2 * 2 * hidden * (length + 1) / 2)
 
 
 def plan_of(words: dict, phases: list[dict] = ()) -> Plan:
@@ -170,6 +190,7 @@ class Start:
 
     name: its folder. words: of the command line. begins: "", or the key that names another run (branch,
     resume, init_from), with `source`, its folder and step. stop: the step in which it is told to stop.
+    world: its ranks.
     """
 
     name: str
@@ -178,6 +199,7 @@ class Start:
     source: tuple[str, int] = ("", 0)
     phases: tuple[dict, ...] = ()
     stop: int | None = None
+    world: int = 1
 
 
 @dataclass
@@ -198,6 +220,7 @@ class Lives:
     def __init__(self, home: pathlib.Path, monkeypatch) -> None:
         self.home = home
         self.told: dict[str, Told] = {}
+        self.number = 0  # of the start
         self.letters = write_letters(home)
         self.watch_reads(monkeypatch)
 
@@ -211,7 +234,7 @@ class Lives:
                 rows = [row for batch in batches for row in batch.tokens.tolist()]
                 texts = ["".join(map(chr, row)) for row in rows]
                 with open(self.home / f"{self.name}.reads", "a") as file:
-                    file.write(json.dumps([step + 1, texts]) + "\n")
+                    file.write(json.dumps([self.number, step + 1, texts]) + "\n")
             return batches
 
         monkeypatch.setattr(loader.BatchLoader, "microbatches", microbatches)
@@ -219,9 +242,16 @@ class Lives:
     def start(self, start: Start) -> None:
         """Runs it, and looks at all that it has written."""
         self.name = start.name
+        self.number += 1
         fault = f"step.begin:step={start.stop}:act=SIGTERM" if start.stop else ""
-        code = run(self.home, start.name, fault, args=self.argv(start))
-        assert code == (75 if start.stop else 0), (self.home / f"{start.name}.log").read_text()
+        code = 75 if start.stop else 0
+        if start.world == 1:
+            found = run(self.home, start.name, fault, args=self.argv(start))
+            assert found == code, (self.home / f"{start.name}.log").read_text()
+        else:
+            folder = ("--log.dir", str(self.home), "--log.name", start.name)
+            end = job(self.home, start.world, [*self.argv(start), *folder], fault=fault)
+            assert end.codes == [code] * start.world, end.logs
         self.told[start.name] = self.expected(start)
         self.compare(start)
 
@@ -277,6 +307,9 @@ class Lives:
         assert [row["step"] for row in steps] == list(told.rates)
         assert [row["lr"] for row in steps] == pytest.approx(list(told.rates.values()), rel=1e-12)
         assert [row["tokens"] for row in steps] == list(told.tokens.values())
+        of_token = [flops_of_token(told.plan.part_of(row["step"]).keys["train.seq_len"]) for row in steps]
+        rates = [1e12 * row["tflops_per_gpu"] / row["tokens_per_s_per_gpu"] for row in steps]
+        assert rates == pytest.approx(of_token, rel=1e-9)
         validated = [row["step"] for row in rows if "val_loss" in row]
         assert sorted(told.validations) == validated
 
@@ -285,6 +318,7 @@ class Lives:
         later = [row for row in rows if "val_loss" in row and row["step"] > 0]
         best = min(later, key=lambda row: row["val_loss"], default=None)
         assert summary["step"] == told.last and summary["tokens"] == told.tokens[told.last]
+        assert summary["flops"] == pytest.approx(told.plan.flops(told.last), rel=1e-9)
         assert summary["finished"] is (start.stop is None)
         assert summary["train_loss"] == steps[-1]["loss"]
         assert summary["validation"] == [row for row in rows if "val_loss" in row][-1]
@@ -311,8 +345,13 @@ class Lives:
 
     def reads(self, name: str) -> dict[int, list[str]]:
         """{step: its samples}, as the last start that made the step has read them."""
-        lines = (self.home / f"{name}.reads").read_text().splitlines()
-        return dict(map(json.loads, lines))
+        found: dict[int, tuple[int, dict]] = {}
+        for line in (self.home / f"{name}.reads").read_text().splitlines():
+            number, step, texts = json.loads(line)
+            if found.get(step, (0, {}))[0] != number:
+                found[step] = number, {}
+            found[step][1].update(dict.fromkeys(texts))  # ranks of tp read the same, those of dp their part
+        return {step: list(texts) for step, (_, texts) in found.items()}
 
 
 def write_letters(folder: pathlib.Path) -> str:
@@ -333,6 +372,9 @@ LOW = {"optim.lr": 5e-4, "optim.decay": "linear", "optim.min_lr": 0.0}
 RAMP = {"train.global_batch": 8, "train.ramp": "2,2,15", "train.steps": 14}
 TRUNK = Start("trunk")
 LATER = ({"after_steps": 6, **LOW},)
+ONE_RANK = ({"after_steps": 6, "parallel.tp": 1, **LOW},)
+ELASTIC = {"parallel.elastic": "true", "train.steps": 12}
+WIDER = ({"after_steps": 6, "train.global_batch": 6},)  # the first phase has no layout on three ranks
 LIVES = {
     # at a step at which a validation is due, and at one at which none is
     "branch": (
@@ -359,6 +401,16 @@ LIVES = {
     "a branch that changes nothing, with another horizon": (
         TRUNK,
         Start("longer", {"train.steps": 30}, "branch", ("trunk", 6)),
+    ),
+    "a branch that states what its source has": (
+        TRUNK,
+        Start("restarted", {"optim.lr": BASE["optim.lr"]}, "branch", ("trunk", 6)),
+        Start("same", {"train.seq_len": BASE["train.seq_len"]}, "branch", ("trunk", 6)),
+    ),
+    "a branch that states the batch of its ramp": (
+        Start("trunk", RAMP),
+        Start("full", {"train.global_batch": RAMP["train.global_batch"]}, "branch", ("trunk", 2)),
+        Start("again", {"train.ramp": RAMP["train.ramp"]}, "branch", ("trunk", 3)),
     ),
     "a branch that leaves a phase out": (
         Start("phased", phases=LATER),
@@ -393,8 +445,28 @@ LIVES = {
         Start("run", phases=LATER, stop=8),
         Start("run", phases=({**LATER[0], "optim.decay_steps": 24}, {"after_steps": 12, "optim.lr": 1e-4})),
     ),
+    "a plan in other words": (
+        Start("run", phases=LATER, stop=8),
+        Start("run", phases=({"after_steps": 4, "train.global_batch": 4}, dict(reversed(LATER[0].items())))),
+        Start("run", phases=LATER),
+    ),
     "a phase that cuts a ramp off": (
         Start("run", RAMP, phases=({"after_steps": 3, "optim.lr": 5e-4},)),
+    ),
+    "a first phase of two ranks, and one to go on": (
+        Start("run", {"parallel.tp": 2}, phases=ONE_RANK, stop=8, world=2),
+        Start("run", {"parallel.tp": 2}, phases=ONE_RANK),
+    ),
+    "a branch of a branch, of a run of two ranks": (
+        Start("trunk", {"parallel.tp": 2}, world=2),
+        Start("one", {"parallel.tp": 1, "train.global_batch": 2}, "branch", ("trunk", 6)),
+        Start("again", {"train.seq_len": 32, "optim.lr": 5e-4}, "branch", ("one", 9)),
+    ),
+    "a boundary under elastic": (
+        Start("run", ELASTIC, phases=WIDER, stop=5, world=2),
+        Start("run", ELASTIC, phases=WIDER, stop=7),
+        Start("run", ELASTIC, phases=WIDER, stop=8, world=3),
+        Start("run", ELASTIC, phases=WIDER, world=2),
     ),
     "a horizon beyond the schedule": (
         Start("run", {"optim.decay_steps": 12, "train.steps": 15}),
@@ -468,3 +540,242 @@ def test_a_jump_of_the_rate_is_said(tmp_path, monkeypatch):
     lives.start(TRUNK)
     lives.start(Start("low", LOW, "branch", ("trunk", 6)))
     assert "the learning rate jumps" not in (tmp_path / "low.log").read_text()
+
+
+# ---- the past of another layout, or of data that is gone ---------------------------------------------------
+
+
+TWO = ("--parallel.tp", "2")  # of the phases before step 4, which had two ranks
+PAST_LAYOUT = json.dumps([{"after_steps": 4, "parallel.tp": 1, "optim.lr": 5e-4}])
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """`trunk`: its first phase ran with tp 2 on two ranks, and it was stopped after its step 5."""
+    home = tmp_path_factory.mktemp("two")
+    write_letters(home)
+    end = job(home, 2, [*words_of(home, "trunk"), *TWO], fault="step.begin:step=5:act=SIGTERM")
+    assert end.codes == [75, 75], end.logs
+    return home
+
+
+def words_of(home, name: str, phases: str | None = PAST_LAYOUT) -> list[str]:
+    settings = {**BASE, "data.path": home / "text", "log.dir": home, "log.name": name, "train.steps": 7}
+    words = [*RECIPE, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+    return [*words, *(("--train.phases", phases) if phases else ())]
+
+
+def rows_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_needs_no_ranks_of_a_phase_that_is_past(two_ranks, tmp_path):
+    shutil.copytree(two_ranks / "trunk", tmp_path / "trunk")
+    words = [*words_of(two_ranks, "trunk"), *TWO]
+    assert run(tmp_path, "trunk", args=words) == 0, (tmp_path / "trunk.log").read_text()
+    assert [row["step"] for row in rows_of(tmp_path / "trunk") if "loss" in row] == list(range(1, 8))
+
+
+def branch_of(home, name: str, *words: str) -> str:
+    """What a branch of trunk@3 says on one rank; it must end."""
+    settings = ("--checkpoint.branch", f"{home / 'trunk'}@3", *TWO[:1], "1", *words)
+    assert run(home, name, args=settings) == 0, (home / f"{name}.log").read_text()
+    return (home / f"{name}.log").read_text()
+
+
+def test_a_branch_needs_no_ranks_of_its_source_and_makes_its_validation_in_the_new_layout(two_ranks):
+    assert "left out" not in branch_of(two_ranks, "branch", "--optim.lr", "5e-4")
+    found = rows_of(two_ranks / "branch")
+    assert [row["step"] for row in found if "loss" in row] == [4, 5, 6, 7]
+    of_step_3 = [row["val_loss"] for name in ("trunk", "branch") for row in rows_of(two_ranks / name)
+                 if row["step"] == 3 and "val_loss" in row]
+    assert len(of_step_3) == 2 and of_step_3[0] == pytest.approx(of_step_3[1], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_validation_that_no_layout_of_these_ranks_can_make_is_left_out_with_a_line(two_ranks):
+    words = ("--train.micro_batch", "3", "--train.global_batch", "3")
+    log = " ".join(branch_of(two_ranks, "threes", *words).split())
+    assert "the validation of step 3 is left out: parallel.tp*pp*cp*dp_rep = 2*1*1*1" in log
+    assert [row["step"] for row in rows_of(two_ranks / "threes") if "val_loss" in row] == [6, 7]
+
+
+def test_data_that_only_a_past_phase_has_read_may_be_gone(tmp_path):
+    (tmp_path / "first").mkdir()
+    write_letters(tmp_path), write_letters(tmp_path / "first")
+    phases = json.dumps([{"after_steps": 3, "data.path": str(tmp_path / "text")}])
+    words = [*words_of(tmp_path, "run", phases), "--data.path", str(tmp_path / "first" / "text")]
+    assert run(tmp_path, "run", "step.begin:step=5:act=SIGTERM", args=words) == 75
+    shutil.rmtree(tmp_path / "first")
+    assert run(tmp_path, "run", args=words) == 0, (tmp_path / "run.log").read_text()
+    branch = ("--checkpoint.branch", f"{tmp_path / 'run'}@3", "--optim.lr", "5e-4")
+    assert run(tmp_path, "branch", args=branch) == 2
+    assert "first/text.idx: No such file" in (tmp_path / "branch.log").read_text()
+    with_data = ("--data.path", str(tmp_path / "text"))
+    assert run(tmp_path, "branch", args=(*branch, *with_data)) == 0
+    assert "the validation of step 3 is left out" in (tmp_path / "branch.log").read_text()
+
+
+DAMAGES = {  # of the newest checkpoint here
+    "flipped": lambda shard: shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1])),
+    "cut": lambda shard: shard.write_bytes(shard.read_bytes()[:-1]),
+    "absent": lambda shard: shard.unlink(),
+}
+
+
+def newest_shard(folder) -> pathlib.Path:
+    path = store.newest_checkpoint(folder / "checkpoints", check=store.quick_check)
+    return next(path.glob("*.safetensors"))
+
+
+@pytest.mark.slow(core=["cut"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_shard_comes_again_from_the_mirror(tmp_path, monkeypatch, damage):
+    """And the run is the one that nothing has happened to. One that both have lost leads back to the one
+    before, with a line that says why."""
+    lives = Lives(tmp_path, monkeypatch)
+    mirror = {"checkpoint.mirror": f"file://{tmp_path / 'store'}"}
+    lives.start(Start("run", {"train.steps": 9, **mirror}, stop=7))
+    here = newest_shard(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "lost")
+    shutil.copytree(tmp_path / "store" / "run", tmp_path / "store" / "lost")
+    damage(here)
+    lives.start(Start("run", {"train.steps": 9, **mirror}))
+    log = " ".join((tmp_path / "run.log").read_text().split())
+    assert f"1 file of {here.parent} fetched again from " in log and "is rejected" not in log
+
+    damage(newest_shard(tmp_path / "lost")), damage(newest_shard(tmp_path / "store" / "lost"))
+    words = lives.argv(Start("lost", {"train.steps": 9, **mirror}))
+    assert run(tmp_path, "lost", args=words) == 0, (tmp_path / "lost.log").read_text()
+    log = " ".join((tmp_path / "lost.log").read_text().split())
+    assert "cannot be repaired from its store: " in log and "resumed from" in log and "at step 6" in log
+    found = [[(row["step"], row["loss"]) for row in rows_of(tmp_path / name) if "loss" in row]
+             for name in ("run", "lost")]
+    assert found[0] == found[1]
+
+
+def test_a_warmup_that_is_cut_is_said(tmp_path):
+    """Of whatever states it: the command line, a phase, a branch. A recipe's is for long runs."""
+    write_letters(tmp_path)
+    phases = json.dumps([{"after_steps": 4, "optim.lr": 5e-4, "optim.warmup": 3}])
+    words = words_of(tmp_path, "run", phases)
+    at = words.index("--optim.warmup")
+    quiet = [*words[:at], *words[at + 2:]]
+    assert run(tmp_path, "run", args=[*words, "--train.steps", "24"]) == 0, (tmp_path / "run.log").read_text()
+    assert run(tmp_path, "quiet", args=quiet) == 0
+    branch = ("--checkpoint.branch", f"{tmp_path / 'run'}@6", "--optim.warmup", "9")
+    assert run(tmp_path, "branch", args=branch) == 0, (tmp_path / "branch.log").read_text()
+    told = {name: " ".join((tmp_path / f"{name}.log").read_text().split())
+            for name in ("run", "quiet", "branch")}
+    for name, place, cut in (
+        ("run", "", "2 steps are cut to 0, a tenth of the 4 of the schedule"),
+        ("run", "phase 2: ", "3 steps are cut to 2, a tenth of the 20 of the schedule"),
+        ("quiet", "phase 2: ", "3 steps are cut to 0, a tenth of the 3 of the schedule"),
+        ("branch", "phase 3: ", "9 steps are cut to 1, a tenth of the 18 of the schedule"),
+    ):
+        assert f"warmup {place}optim.warmup: {cut}" in told[name]
+    assert [told[name].count("are cut to") for name in told] == [2, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_copied_folder_is_a_run_of_its_own_in_wandb(tmp_path, monkeypatch):
+    """One that was moved is not, and neither is one that is started again."""
+    (tmp_path / "fake").mkdir()
+    write_letters(tmp_path)
+    told = fake_wandb.install(tmp_path / "fake", monkeypatch)
+
+    def start(name: str, steps: int) -> str:
+        """-> its id in W&B"""
+        words = [*words_of(tmp_path, name, None), "--log.wandb", "offline", "--train.steps", str(steps)]
+        assert run(tmp_path, name, args=words) == 0, (tmp_path / f"{name}.log").read_text()
+        return [words[1]["id"] for words in told() if words[0] == "init"][-1]
+
+    first = start("first", 2)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    assert start("copy", 3) != first and start("first", 3) == first
+    own = start("copy", 4)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    assert start("moved", 4) == first != own == start("copy", 5)
+    log = " ".join((tmp_path / "copy.log").read_text().split())
+    assert log.count(f"is a copy of {tmp_path / 'first'}, and a run of its own in W&B") == 1
+
+
+def test_a_damaged_copy_of_a_store_comes_again(tmp_path, monkeypatch):
+    """Of a run that took its weights from there, and of a script."""
+    lives = Lives(tmp_path, monkeypatch)
+    words = {"train.steps": 2, "checkpoint.mirror": f"file://{tmp_path / 'store'}"}
+    lives.start(Start("trunk", words))
+    url = f"file://{tmp_path / 'store' / 'trunk'}"
+    argv = [*words_of(tmp_path, "tuned", None), "--train.steps", "1", "--checkpoint.init_from", url]
+    lives.name = "tuned"
+    assert run(tmp_path, "tuned", args=argv) == 0, (tmp_path / "tuned.log").read_text()
+    shard = newest_shard(tmp_path / "remote" / path_of_url(url))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert run(tmp_path, "again", args=argv) == 0, (tmp_path / "again.log").read_text()
+    assert shard.read_bytes() == whole and "fetched again" in (tmp_path / "again.log").read_text()
+
+    monkeypatch.chdir(tmp_path)
+    notes = []
+    shard = next(state.find_index(url, notes).path.glob("*.safetensors"))
+    assert shard.is_relative_to("runs/remote") and not notes
+    shard.write_bytes(whole[:-1])
+    state.find_index(url, notes)
+    assert shard.read_bytes() == whole and "fetched again" in notes[0]
+
+
+def test_a_fresh_machine_with_other_ranks_goes_on_from_a_mirror(two_ranks, tmp_path):
+    shutil.copytree(two_ranks / "trunk", tmp_path / "store" / "trunk")
+    mirror = ("--checkpoint.mirror", f"file://{tmp_path / 'store'}", "--parallel.elastic", "true")
+    words = [*words_of(two_ranks, "trunk"), *TWO, *mirror]
+    assert run(tmp_path, "trunk", args=words) == 0, (tmp_path / "trunk.log").read_text()
+    assert [row["step"] for row in rows_of(tmp_path / "trunk") if "loss" in row] == list(range(1, 8))
+
+
+# ---- a start that is refused -------------------------------------------------------------------------------
+
+
+REFUSED = {  # late: what only a look at data, a model or another run tells
+    "data": ["--data.split", "100,0"],
+    "weights": ["--checkpoint.init_from", "{trunk}", "--model.layers", "2"],
+    "horizon": ["--checkpoint.resume", "{trunk}"],
+    "tasks": ["--eval.tasks", "{tasks}", "--model.context", "16"],
+    "early": ["--parallel.tp", "3"],
+}
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory):
+    home = tmp_path_factory.mktemp("trunk")
+    write_letters(home)
+    assert run(home, "trunk", args=[*words_of(home, "trunk", None), "--train.steps", "2"]) == 0
+    row = {"prompt": "a" * 8, "choices": ["b" * 30, "c"], "answer": 0}
+    (home / "tasks").mkdir()
+    (home / "tasks" / "long.jsonl").write_text(json.dumps(row) + "\n")
+    return home
+
+
+@pytest.mark.slow(core=["data", "early"])
+@pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
+def test_a_refused_start_leaves_no_folder(trunk, tmp_path, words):
+    places = {"trunk": trunk / "trunk", "tasks": trunk / "tasks" / "long.jsonl"}
+    args = [*words_of(trunk, "new", None), "--train.steps", "2", *(word.format(**places) for word in words)]
+    home = tmp_path / "runs"
+    home.mkdir()
+    inside = ("--log.dir", str(home / "deep" / "er"))
+    assert run(home, "new", args=args, extra=inside) == 2, (home / "new.log").read_text()
+    assert [path.name for path in home.iterdir() if path.name != "data"] == ["new.log"]
+
+    # a folder that somebody has made, or in which a run has been, stays
+    (home / "deep" / "er" / "new").mkdir(parents=True)
+    assert run(home, "new", args=args, extra=inside) == 2
+    assert list((home / "deep" / "er" / "new").iterdir()) == []
+    shutil.copytree(trunk / "trunk", home / "deep" / "er" / "new", dirs_exist_ok=True)
+    assert run(home, "new", args=[*args, "--train.seed", "9"], extra=inside) == 2
+    reason = json.loads((home / "deep" / "er" / "new" / "exit_reason.json").read_text())
+    assert reason["code"] == 2
+
+
+def test_a_job_that_is_refused_leaves_no_folder(trunk, tmp_path):
+    end = job(tmp_path, 2, [*words_of(trunk, "new", None), "--log.dir", str(tmp_path), *REFUSED["data"]])
+    assert end.codes == [2, 2] and not (tmp_path / "new").exists(), (end.logs, list(tmp_path.rglob("*")))

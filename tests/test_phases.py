@@ -17,6 +17,7 @@ import train
 from build import build_run, total_steps
 from checkpoint import store
 from config import ConfigError, phases_of
+from config.phases import check_same_past, first_difference, same_plan
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
@@ -304,6 +305,106 @@ def test_another_span_begins_a_new_epoch(sources):
     plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=None))
     assert windows_read(late)[1, a] == windows_read(plain)[1, a][:40]  # the past is that of a run without it
     assert times_read(windows_read(late)[2, a], 5000).max() == 1
+
+
+READ = 8  # steps of the checkpoint at which plans are compared
+
+
+def samples_of(cfg) -> list:
+    """The first READ steps of a run: [(path, first token, length) of each sample]."""
+    phases, found = phases_of(cfg), []
+    for phase in phases.all:
+        data = open_loader(cfg, "train", 0, 1, phase=phase.number)
+        for step in range(phase.steps_before, min(READ, phases.last_step(phase, 20))):
+            located = data._locate_samples(data._first_sequence(step), data._global_batch(step))
+            rows = [(data.datasets[one.dataset].name, one.first_token) for one in located]
+            found.append([(*row, phase.cfg.train.seq_len) for row in rows])
+        data.close()
+    return found
+
+
+def another_plan(rng, rows: list[dict], values: dict) -> list[dict]:
+    """The plan in other words, or another plan: one change."""
+    rows = [dict(row) for row in rows]
+    kind = rng.choice(["order", "equal", "split", "move", "drop", "value", "late"])
+    at = int(rng.integers(len(rows)))
+    if kind == "order":
+        return [dict(reversed(row.items())) for row in rows]
+    if kind == "equal":  # what it has anyway
+        before = {**{key: options[0] for key, options in values.items()}, **rows[0]}
+        stated = {key: value for row in rows[:at + 1] for key, value in {**before, **row}.items()}
+        rows[at] = {**stated, **rows[at]}
+    if kind == "split":
+        rows.insert(at + 1, {"after_steps": rows[at]["after_steps"] + 1, "optim.clip": 3.0})
+    if kind == "move":
+        rows[at]["after_steps"] += 1
+    if kind == "drop":
+        del rows[at]
+    if kind in ("value", "late"):
+        key = rng.choice(list(values))
+        rows[-1 if kind == "late" else at][key] = values[key][int(rng.integers(len(values[key])))]
+    return [row for number, row in enumerate(rows)
+            if number == 0 or row["after_steps"] > rows[number - 1]["after_steps"]]
+
+
+@pytest.mark.slow
+def test_plans_continue_each_other_where_they_have_read_the_same(sources):
+    """In random pairs: what is accepted has read the same samples. What is refused either has read others,
+    or differs in what has begun, or is still to be read of an order that has begun."""
+    a, b = sources
+    values = {"train.seq_len": [16, 32, 64], "train.global_batch": [4, 2, 8],
+              "data.path": [a, b, f"0.5 {a} 0.5 {b}"]}
+    rng, counts = np.random.default_rng(3), {}
+    for _ in range(60):
+        keys = rng.choice(list(values), size=3)
+        starts = (2, 5, 11)
+        rows = [{"after_steps": int(start), str(key): values[key][int(rng.integers(3))]}
+                for start, key in zip(starts, keys)]
+        other = another_plan(rng, rows, values)
+        ramp = "2,2,9" if rng.integers(3) == 0 else None
+        plans = [phased(a, plan, ramp=ramp, global_batch=4, micro_batch=1) for plan in (rows, other)]
+        plans = [dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, span=64)) for cfg in plans]
+        is_same = samples_of(plans[0]) == samples_of(plans[1])
+        difference = first_difference(*map(phases_of, plans), READ)
+        counts[is_same, difference is None] = counts.get((is_same, difference is None), 0) + 1
+        assert is_same or difference is not None, (rows, other)
+    assert counts[True, True] > 20 and counts[False, False] > 10, counts
+
+
+CONTINUED = [{"after_steps": 4, "train.global_batch": 8}, {"after_steps": 9, "train.seq_len": 64}]
+
+
+@pytest.mark.parametrize(
+    "rows, told",
+    [
+        # the same, in other words
+        ([{"train.global_batch": 8, "after_steps": 4, "train.seq_len": 16}, CONTINUED[1]], ""),
+        ([{"after_steps": 2, "train.global_batch": 4}, *CONTINUED], ""),
+        ([{"after_steps": 2, "parallel.recompute": "full"}, *CONTINUED], ""),
+        ([CONTINUED[0], {"after_steps": 7, "optim.clip": 2.0}, CONTINUED[1]], ""),
+        ([{"after_tokens": 4 * 4 * 16, "train.global_batch": 8}, CONTINUED[1]], ""),
+        # others
+        ([{"after_steps": 3, "train.global_batch": 8}, CONTINUED[1]], "phase 2: train.global_batch 4, not 8"),
+        ([{**CONTINUED[0], "optim.lr": 1e-2}, CONTINUED[1]], "phase 2: optim.lr as before, not 0.01"),
+        ([{**CONTINUED[0], "model.window": 8}, CONTINUED[1]], "phase 2: model.window None, not 8"),
+        ([CONTINUED[0]], "phase 1: data.span 64, not 16"),
+        ([CONTINUED[0], {"after_steps": 10, "train.seq_len": 64}],
+         "phase 2: another length or blend comes after step 9 (to another train.seq_len), not after step 10"),
+        ([CONTINUED[0], {"after_steps": 7, "train.global_batch": 2}, CONTINUED[1]],
+         "phase 3: train.global_batch 8, not 2 (from step 8 on)"),
+    ],
+)
+def test_what_counts_as_another_past(rows, told):
+    """Both at step 6, in phase 2."""
+    old, new = (phases_of(phased("x", plan, global_batch=4, micro_batch=1)) for plan in (CONTINUED, rows))
+    if not told:
+        notes = check_same_past(old, new, 6, "CHECKPOINT")
+        assert ["optim.clip" in note for note in notes] == [True for row in rows if "optim.clip" in row]
+        assert same_plan(old.whole, new.whole, ("parallel.", "optim.")) is True
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_same_past(old, new, 6, "CHECKPOINT")
+    assert f"CHECKPOINT is at step 6, with {told}" in str(caught.value)
 
 
 # ---- the learning rate -------------------------------------------------------------------------------------

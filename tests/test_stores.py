@@ -88,6 +88,9 @@ def put_corpus(server, tmp_path) -> pathlib.Path:
             shutil.copytree(path, place / path.name)
         else:
             shutil.copy(path, place / path.name)
+    more = place / f"{prefix.name}.tokenizer" / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("with tools")
     return prefix
 
 
@@ -381,7 +384,9 @@ def test_damage_on_the_way_and_a_change_in_the_store_are_named(server, kind, tmp
     assert not list((tmp_path / "cache").rglob("text*"))
 
     stored.write_bytes(good)
-    local_data(f"{url}/corpora/text", str(tmp_path / "cache"))
+    copied = pathlib.Path(local_data(f"{url}/corpora/text", str(tmp_path / "cache")))
+    more = copied.with_name("text.tokenizer") / "additional_chat_templates"
+    assert (more / "tool_use.jinja").read_text() == "with tools"
     stored.write_bytes(good[:-2] + b"zz")
     home = tmp_path / "home"
     end = job(

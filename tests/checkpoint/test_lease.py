@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from checkpoint import lease as leases
 from checkpoint.files import StorageError
 from checkpoint.lease import Lease
-from checkpoint.locks import run_lock
+from checkpoint.locks import LOCK_FILE, run_lock
 from config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -215,3 +216,26 @@ def test_a_run_ends_before_its_next_step_when_its_folder_was_taken_over(tmp_path
     assert "taken over by node-b pid 7" in text and text.count("\n") == 1
     assert json.loads(path.read_text())["id"] == "y"
     assert not list((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+def test_who_waits_for_a_start_that_is_refused_has_the_folder(tmp_path):
+    """The refused one removes its lock file and the folder: the other makes and holds new ones."""
+    folder, found = tmp_path / "deep" / "run", []
+
+    def wait():
+        with run_lock(folder):
+            found.append((folder / LOCK_FILE).exists())
+            with pytest.raises(ConfigError, match="in use by"), run_lock(folder):
+                pass
+
+    waiting = threading.Thread(target=wait)
+    with pytest.raises(ConfigError, match="refused"), run_lock(folder):
+        waiting.start()
+        time.sleep(0.2)
+        raise ConfigError("refused")
+    waiting.join(20)
+    assert found == [True] and (folder / LOCK_FILE).exists()
+    with pytest.raises(ConfigError, match="refused"), run_lock(folder):
+        (folder / "mine").touch()
+        raise ConfigError("refused")
+    assert {path.name for path in folder.iterdir()} == {LOCK_FILE, "mine"}

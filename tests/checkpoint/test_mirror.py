@@ -27,7 +27,9 @@ def no_waiting(monkeypatch):
 @pytest.fixture
 def place(tmp_path):
     """(the run's place in the store, the run folder)"""
-    (tmp_path / "run" / "tokenizer").mkdir(parents=True)
+    more = tmp_path / "run" / "tokenizer" / "additional_chat_templates"
+    more.mkdir(parents=True)
+    (more / "tool_use.jinja").write_text("")
     (tmp_path / "run" / "config.yaml").write_text("a: 1\n")
     (tmp_path / "run" / "tokenizer" / "tokenizer.bytes").write_text("")
     return open_folder(f"file://{tmp_path}/store/run", "checkpoint.mirror"), tmp_path / "run"
@@ -160,7 +162,8 @@ def test_what_is_damaged_in_the_store_is_left_for_the_one_before(place, tmp_path
         "step_00000010",
         "latest",
     }
-    assert (tmp_path / "fresh" / "tokenizer" / "tokenizer.bytes").exists()
+    for name in ("tokenizer.bytes", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "fresh" / "tokenizer" / name).exists()
 
 
 def test_only_a_newer_checkpoint_comes_back(place):

@@ -81,6 +81,8 @@ def test_parse():
         ("0.7 a b 0.3", "alternate"),
         ("0 a 1 b", "above 0"),
         ("-1 a 1 b", "above 0"),
+        ("nan a 1 b", "weights must be finite, and nan is not"),
+        ("-Inf a 1 b", "weights must be finite, and -Inf is not"),
         ("0.5 'a", "quot"),
     ],
 )

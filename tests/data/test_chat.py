@@ -11,7 +11,7 @@ from ranks import MODEL, job
 
 import config
 from data import tokenizer
-from data.chat import PlainChat, chat_format, special_names
+from data.chat import PlainChat, chat_format
 from data.conversation import BadConversation, parse_messages, read_conversation
 from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
@@ -250,7 +250,7 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
     home = with_template(folder, tmp_path / "t", CHATML)
     rows = many()
     assert prepare([{"messages": m} for m in rows], home, tmp_path / "a", "--workers", "1") == 0
-    assert "the tokenizer's template; the loss counts" in capsys.readouterr().out
+    assert "the template of chat_template.jinja; the loss counts" in capsys.readouterr().out
     assert (tmp_path / "a.tokenizer" / "chat_template.jinja").read_text() == CHATML
     names = {"user": "human", "assistant": "gpt"}
     share = []
@@ -342,16 +342,43 @@ def test_a_template_beside_a_sentencepiece_model_is_not_ignored(tmp_path, capsys
     assert told in capsys.readouterr().err
 
 
-def test_names_for_a_template_come_from_the_map_of_special_tokens_too():
-    """As in transformers: where tokenizer_config.json lists no added tokens, and does not name one."""
-    of_map = json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}).encode()
-    for settings, want in (
-        ({}, {"bos_token": "<s>", "eos_token": "</s>"}),
-        ({"eos_token": "<e>"}, {"bos_token": "<s>", "eos_token": "<e>"}),
-        ({"eos_token": "<e>", "added_tokens_decoder": {}}, {"eos_token": "<e>"}),
-    ):
-        files = {"tokenizer_config.json": json.dumps(settings).encode(), "special_tokens_map.json": of_map}
-        assert special_names(files) == want
+OTHER = {"content": "</s>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize("settings, of_map", [
+    ({}, {}),
+    ({"bos_token": None}, {}),
+    ({"bos_token": OTHER | {"__type": "AddedToken"}}, {}),
+    ({"image_token": "</s>"}, {}),
+    ({"image_token": OTHER | {"__type": "AddedToken"}}, {}),
+    ({"image_token": "<s>", "extra_special_tokens": {"image_token": "</s>"}}, {}),
+    ({"extra_special_tokens": {"boi": "</s>", "bos_token": "</s>"}}, {}),
+    ({"additional_special_tokens": {"boi": "</s>"}}, {}),
+    ({"additional_special_tokens": ["<s>"], "extra_special_tokens": {"boi": "</s>"}}, {}),
+    ({"extra_special_tokens": ["<s>"]}, {}),
+    ({"model_specific_special_tokens": {"image_token": "</s>"}}, {}),
+    ({"think_token": "<s>", "model_specific_special_tokens": {"image_token": "</s>"}}, {}),
+    ({}, {"bos_token": "</s>"}),
+    ({}, {"bos_token": OTHER}),
+    ({}, {"bos_token": None}),
+    ({}, {"image_token": "</s>"}),
+    ({}, {"extra_special_tokens": {"image_token": "</s>"}}),
+    ({"image_token": "<s>"}, {"image_token": "</s>"}),
+    ({"added_tokens_decoder": {}}, {"bos_token": "</s>", "image_token": "</s>"}),
+], ids=range(19))
+def test_names_for_a_template_are_those_of_transformers(folder, tmp_path, settings, of_map):
+    """Those of the model's own too, and those of special_tokens_map.json."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    source = "{{ bos_token }}+{{ image_token }}+{{ boi }}+{{ think_token }}+{{ messages[0].content }}"
+    home = with_template(folder, tmp_path / "t", source)
+    (home / "special_tokens_map.json").write_text(json.dumps(of_map))
+    named = json.loads((home / "tokenizer_config.json").read_text()) | settings
+    (home / "tokenizer_config.json").write_text(json.dumps(named))
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    form = chat_format(tokenizer.load_tokenizer(home))
+    assert form.names == theirs.special_tokens_map
+    want = theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert form.invite([{"role": "user", "content": "a"}]) == want
 
 
 # ---- the mask as a file ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Files of kinds that are often met: read, or refused by what they are with the way out."""
 
 import bz2
+import gzip
 import json
 import lzma
 import shlex
@@ -12,7 +13,7 @@ from test_contract import make_folder
 from test_prepare import ROOT, jsonl, read_back, texts
 
 from config import ConfigError
-from data import prepare, tokenizer
+from data import documents, prepare, tokenizer
 
 
 @pytest.mark.parametrize("end, pack", [(".bz2", bz2.compress), (".xz", lzma.compress)])
@@ -36,6 +37,92 @@ def test_files_that_hold_no_text_or_many(tmp_path, name):
     (tmp_path / name).write_text("text,n\none,1\n")
     with pytest.raises(ConfigError, match=rf"{name}: .*(jsonl|parquet|unpack|text)"):
         prepare.prepare_corpus([str(tmp_path / name)], "bytes", tmp_path / "o")
+
+
+@pytest.mark.parametrize("name, pack", [("A.JSONL", bytes), ("a.Jsonl.GZ", gzip.compress), ("B.TXT", bytes)])
+def test_the_end_of_a_name_in_capitals(tmp_path, name, pack):
+    """It was one text document, and not read in a folder."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    content = b"a document" if name == "B.TXT" else jsonl(texts(9))
+    (folder / name).write_bytes(pack(content))
+    for given in (folder, folder / name):
+        prepare.prepare_corpus([str(given)], "bytes", tmp_path / "o")
+        assert read_back(tmp_path / "o") == (["a document"] if name == "B.TXT" else texts(9))
+
+
+def test_the_files_of_a_folder_that_are_not_read_are_named(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "more").mkdir(parents=True)
+    for name in ("a.txt", "b.csv", "more/c.csv", "d.html", "README"):
+        (folder / name).write_text("x")
+    told = []
+    prepare.prepare_corpus([str(folder)], "bytes", tmp_path / "o", say=told.append)
+    assert told == [f"{folder}: 4 files are not read: 2 .csv, 1 .html, 1 without an end"]
+    prepare.prepare_corpus([str(folder / "a.txt")], "bytes", tmp_path / "p", say=told.append)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("content", ["text".encode("utf-16-le"), b"SQLite format 3\0", b"a\nb\0"],
+                         ids=["utf-16", "binary", "line 2"])
+def test_a_text_file_with_nul_is_not_text(tmp_path, content):
+    (tmp_path / "x.txt").write_bytes(content)
+    line = 1 + content.split(b"\0")[0].count(b"\n")
+    with pytest.raises(documents.BadDocument, match=rf"x.txt:{line}: a NUL byte, which text does not have"):
+        prepare.prepare_corpus([str(tmp_path / "x.txt")], "bytes", tmp_path / "o")
+
+
+@pytest.mark.parametrize("line, told", [
+    ('{"text": "first", "text": "second"}', "'text' twice"),
+    ('{"text": "a", "meta": {"n": 1, "n": 2}}', "'n' twice"),
+    ('[{"text": "a"}, {"text": "b"}]', "a list of JSON: write one object on each line"),
+    ("[", "a list of JSON: write one object on each line"),
+    ("{", "write one object on each line"),
+], ids=["text", "inside", "list", "begun", "object"])
+def test_records_that_would_lose_something_are_refused(tmp_path, line, told):
+    (tmp_path / "x.jsonl").write_text(f'{{"text": "good"}}\n{line}\n')
+    with pytest.raises(documents.BadDocument, match=f"x.jsonl:2: .*{told}"):
+        prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o")
+
+
+def test_the_same_key_with_the_same_value_loses_nothing(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "n": [1], "text": "a", "n": [1]}\n')
+    prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o")
+    assert read_back(tmp_path / "o") == ["a"]
+
+
+@pytest.mark.parametrize("key, value", [
+    ("tools", '[{"name": "f", "name": "g"}]'),
+    ("messages", '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]'),
+])
+def test_json_in_a_string_of_a_conversation_is_read_the_same_way(tmp_path, key, value):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]
+    record = {"messages": messages, key: value}
+    (tmp_path / "x.jsonl").write_text(json.dumps(record))
+    with pytest.raises(documents.BadDocument, match="x.jsonl:1: .*twice"):
+        prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", key=None, is_chat=True)
+
+
+@pytest.mark.parametrize("name, content", [("x.jsonl", b"\n \r\n"), ("x.jsonl.gz", b""), ("x.txt", b"")])
+def test_an_input_without_documents(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    empty = name == "x.txt"
+    with pytest.raises(ConfigError, match=rf"{name}: the input has no documents \({empty:d} empty, 0 bad\)"):
+        prepare.prepare_corpus([str(tmp_path / name)], "bytes", tmp_path / "o")
+
+
+@pytest.mark.parametrize("spec, told", [
+    ("gpt2", """python -c 'from transformers import AutoTokenizer as A; A.from_pretrained("gpt2").save"""),
+    ("meta-llama/Llama-3.2-1B", """save_pretrained("Llama-3.2-1B")'"""),
+    ("bpe", "bpe-32000"),
+    ("bpe-32k", "bpe-32000"),
+    ("missing/tokenizer.json", "give bytes, a .model, a tokenizer.json or a folder of one"),
+])
+def test_a_tokenizer_that_is_not_there(tmp_path, monkeypatch, spec, told):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        tokenizer.load_tokenizer(spec)
+    assert told in str(error.value) and "\n" not in str(error.value)
 
 
 TIKTOKEN = b"IQ== 0\nIg== 1\nIw== 2\n"

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from config import ConfigError
+from config import ConfigError, DataConfig
 from data import documents, prepare, tokenizer
 from data.indexed import IndexedDataset
 from scripts import prepare_data
@@ -291,11 +291,30 @@ def test_the_report_fits_into_80_columns(corpus, tmp_path, model, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT)
     report |= {"out": "o", "sample": "word " * 40, "chat": "TemplateChat", "counted": report["tokens"]}
+    report["template"] = "additional_chat_templates/tool_use.jinja with tools"
     lines = prepare_data.summary(report).splitlines()
     assert max(map(len, lines[:-1])) <= 80
     # a command stays on one line, which can be copied
     assert lines[-1] == "next      python train.py --data.path o --data.pack best_fit --data.doc_mask true"
     assert "".join(lines).count("word") == 40
+
+
+@pytest.mark.parametrize("documents, words, told", [
+    (1, " --data.valid VALID", True),
+    (2, " --data.split 1,1", False),
+    (10, " --data.split 9,1", False),
+    (11, "", False),
+])
+def test_the_next_command_leaves_documents_for_validation(tmp_path, documents, words, told):
+    (tmp_path / "x.jsonl").write_bytes(jsonl(["some text of a page"] * documents))
+    report = prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o")
+    lines = prepare_data.summary({**report, "sample": ""}).splitlines()
+    assert lines[-1] == f"next      python train.py --data.path {tmp_path}/o{words}"
+    assert ("one document leaves none for validation" in " ".join(lines)) == told
+    split = words.partition("--data.split ")[2] or DataConfig().split
+    index = IndexedDataset(tmp_path / "o")
+    train, valid = map(int, split.split(","))
+    assert (index.split_point(train, train + valid) < index.tokens) == (documents > 1)
 
 
 def workers_of(pid):
@@ -418,8 +437,8 @@ def test_the_first_fault_is_told_by_many_workers(tmp_path):
         ("x.jsonl.zst", "cut", "cannot be read to its end: the file is cut off"),
         ("x.parquet", b"PAR1", "not a parquet file"),
         ("x.jsonl", b"", "holds nothing to read"),
-        ("x.txt", b"", "no documents, but 1 empty and 0 bad"),
-        ("x.jsonl", b'{"text": ""}\n' * 3, "no documents, but 3 empty"),
+        ("x.txt", b"", r"no documents \(1 empty, 0 bad\)"),
+        ("x.jsonl", b'{"text": ""}\n' * 3, r"no documents \(3 empty"),
         ("none.jsonl", None, "no such file"),
     ],
 )

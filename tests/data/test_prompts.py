@@ -195,7 +195,8 @@ def test_our_own_tokenizer_with_a_start_token(transformers, tmp_path, capsys):
     own = load_tokenizer(run / "tokenizer")
     assert theirs(TEXT).input_ids == [1, *own.encode(TEXT)]
     for name, wanted, problem in (
-        ("bytes", "true", "names no start token"), ("qwen2", "true", "names no start token"),
+        ("bytes", "true", "names no start token; leave data.bos out, or prepare"),
+        ("qwen2", "true", "names no start token; name it as bos_token in tokenizer_config.json"),
     ):
         tok = name if name == "bytes" else make_tokenizer(name, tmp_path / name)
         with pytest.raises(ConfigError, match=problem):

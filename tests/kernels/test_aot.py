@@ -154,8 +154,9 @@ def test_the_table_holds_what_it_promises(table):
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 def test_parts_are_merged_in_place_after_all_threads_have_read(tmp_path):
     """Several threads read a row's logsumexp, and one of them writes over it."""
+    code = "import aot; print(aot.binary_of(aot.CASES['attention_merge'], 90).asm['ptx'])"
     made = subprocess.run(
-        [sys.executable, "-c", "import aot; print(aot.binary_of(aot.CASES['attention_merge'], 90).asm['ptx'])"],
+        [sys.executable, "-c", code],
         env=environment(tmp_path) | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
         capture_output=True,
         text=True,

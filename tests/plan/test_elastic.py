@@ -1,6 +1,7 @@
 """plan/elastic.py: which layout a run gets on other numbers of ranks, and which numbers are refused."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -146,3 +147,25 @@ def test_a_phase_that_sets_what_should_follow_is_named(tmp_path):
     words = f"--parallel.tp 1 --train.global_batch 12 --train.micro_batch 2 --train.phases {file}"
     with pytest.raises(ConfigError, match="a phase sets train.micro_batch"):
         layout_for(tiny(words), 2, RankDevice())
+
+
+@pytest.mark.parametrize(
+    "world, row, changed",
+    [
+        (3, {"train.global_batch": 6, "train.micro_batch": 2, "parallel.tp": 1}, {}),
+        (3, {"train.global_batch": 6, "train.micro_batch": 4, "parallel.tp": 1}, {"train.micro_batch": 2}),
+        (3, {"train.global_batch": 6, "parallel.tp": 2, "model.window": 8}, None),
+        (1, {"train.seq_len": 64}, None),
+    ],
+)
+def test_a_phase_that_is_past_has_no_word(world, row, changed):
+    """The layout is that of the phase in which the run goes on: the first has none on three ranks."""
+    cfg = tiny(f"--train.steps 20 --train.phases {json.dumps([{'after_steps': 9, **row}]).replace(' ', '')}")
+    assert elastic.same_axes(cfg, world) is None
+    layout = layout_for(cfg, world, RankDevice(), 9)
+    assert layout.by_planner is (changed is None) and (changed is None or layout.changed == changed)
+    first, second = config.phases_of(layout.cfg).all
+    assert first.cfg == config.phases_of(cfg).all[0].cfg
+    assert second.cfg == layout.phase == elastic.set_keys(config.phases_of(cfg).all[1].cfg, layout.changed)
+    plan_pipeline(layout.cfg, world, after=9)
+    assert elastic.most_ranks(cfg, world, world, 9) == world

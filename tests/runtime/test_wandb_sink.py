@@ -3,6 +3,7 @@
 import base64
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,26 @@ def test_facts_texts_and_pictures(fake, sink, tmp_path):
 def test_a_resumed_run_keeps_its_id(tmp_path):
     first = stable_id(tmp_path / "run")
     assert stable_id(tmp_path / "run") == first and first != stable_id(tmp_path / "other")
+
+
+def test_a_copy_of_a_folder_has_its_own_id_while_the_first_is_there(tmp_path):
+    """Of a folder of before it was written down, nothing is known. A link is the same folder."""
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    first = stable_id(run)
+    (run / "wandb_shift").write_text("3")
+    (tmp_path / "link").symlink_to(run)
+    assert stable_id(tmp_path / "link") == first
+    shutil.copytree(run, copy)
+    own = stable_id(copy)
+    assert own != first == stable_id(run) and stable_id(copy) == own
+    assert (run / "wandb_shift").exists() and not (copy / "wandb_shift").exists()
+
+    shutil.copytree(run, tmp_path / "moved")
+    shutil.rmtree(run)
+    assert stable_id(tmp_path / "moved") == first
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "wandb_id").write_text("abcd1234\n")
+    assert stable_id(tmp_path / "old") == "abcd1234"
 
 
 def test_steps_that_are_logged_again_are_not_dropped(fake, sink):

@@ -26,6 +26,7 @@ from build import build_run, load_run
 from checkpoint import hf, hf_tokenizer, state, store
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
+from data.tokenizer_files import write_files
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
@@ -560,6 +561,36 @@ def test_dropout_that_is_not_taken_is_named(exported, tmp_path, capsys):
     code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
     assert code == 0
     assert "config.json trains with attention_dropout 0.1, which is not taken" in " ".join(out.split())
+
+
+def test_a_rule_that_config_json_breaks_names_the_file(exported, tmp_path, capsys):
+    shutil.copytree(exported, tmp_path / "hf")
+    settings = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 0}))
+    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
+    assert code == 2
+    assert err == (f"error: {tmp_path}/hf/config.json: model.context: 0 must be above 0; the names are those "
+                   "of our keys\n")
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["the same", "another"])
+def test_every_template_of_a_folder_is_imported_or_named(exported, tmp_path, capsys, is_same):
+    """Also where --tokenizer names another folder."""
+    more = "additional_chat_templates/tool_use.jinja"
+    write_files(tmp_path / "t", {name: (exported / name).read_bytes()
+                                 for name in ("tokenizer.json", "tokenizer_config.json")})
+    shutil.copytree(exported, tmp_path / "hf")
+    write_files(tmp_path / "hf", {"chat_template.jinja": TEMPLATE.encode(), more: b""})
+    given = tmp_path / "t" if is_same else "bytes"
+    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--tokenizer", given)
+    assert code == 0
+    kept = [(tmp_path / "run" / "tokenizer" / name).exists() for name in ("chat_template.jinja", more)]
+    assert kept == [is_same, is_same]
+    told = f"the chat template of {tmp_path}/hf is not taken: bytes is another tokenizer than its own"
+    assert (told in " ".join(out.split())) == (not is_same)
+    if is_same:
+        assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "out")[0] == 0
+        assert (tmp_path / "out" / more).exists()
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

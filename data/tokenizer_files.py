@@ -1,0 +1,191 @@
+"""The files of a tokenizer's folder: names, copies, and the chat template that transformers takes.
+
+    chat_template.jinja                      the template called default
+    additional_chat_templates/NAME.jinja     others; tool_use is for conversations with tools
+    tokenizer_config.json                    chat_template: text, or a list of names and templates; it is not
+                                             read where there is a file of the two kinds above
+    processor_config.json, chat_template.json    chat_template, of models that read images, too: AutoProcessor
+                                             takes the first of the two, and AutoTokenizer none
+"""
+import io
+import json
+import pathlib
+import shutil
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from config import ConfigError
+from data.contract import SETTINGS, TOKENIZER_CONFIG
+
+OWN_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
+COPIED = (  # beside the templates
+    *OWN_FILES[:2],
+    *(name for name in SETTINGS if name != "config.json"),  # which is of a model
+    "added_tokens.json", "vocab.json", "merges.txt",  # transformers may read them
+)
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+OF_PROCESSORS = ("processor_config.json", "chat_template.json")  # the first that has one is taken
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+SAME_AS_DEFAULT = (DEFAULT, "file")  # names in MORE_TEMPLATES that AutoTokenizer takes for CHAT_TEMPLATE
+
+
+class ChatTemplate(NamedTuple):
+    """A template, and the file that holds it."""
+    source: str
+    place: str
+
+
+class ChatTemplates(NamedTuple):
+    """The templates that transformers takes, by name. passed_over: places of others, which it does not."""
+    by_name: dict[str, ChatTemplate]
+    passed_over: tuple[str, ...] = ()
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+def read_files(folder: pathlib.Path) -> dict[str, bytes]:
+    """{name: content} of the files in a folder that say more of its tokenizer: special tokens, templates."""
+    names = [*SETTINGS, *template_files(folder)]
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def without_ids(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files without those that are of a model, or repeat what a tokenizer's own file says."""
+    return {name: content for name, content in files.items()
+            if name == TOKENIZER_CONFIG or name not in SETTINGS}
+
+
+def write_files(folder: pathlib.Path | str, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        path = pathlib.Path(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+
+
+def copy_files(source: pathlib.Path, target: pathlib.Path, with_templates: bool = True) -> None:
+    """Copies the files of a tokenizer that the folder `source` has and the folder `target` lacks; templates,
+    if they are wanted, only where the target has none, since they would take the place of its own."""
+    lacks_template = with_templates and not has_template(read_files(target))
+    for name in (*COPIED, *(template_files(source) if lacks_template else ())):
+        if (source / name).is_file() and not (target / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+    settings, others = [json.loads(read_files(folder).get(TOKENIZER_CONFIG, b"{}"))
+                        for folder in (target, source)]
+    if lacks_template and others.get("chat_template") and not settings.get("chat_template"):
+        settings["chat_template"] = others["chat_template"]
+        (target / TOKENIZER_CONFIG).write_text(json.dumps(settings, ensure_ascii=False, indent=2))
+
+
+def is_of_a_copy(name: str) -> bool:
+    """Whether write_files, for a tokenizer, writes a file of this name."""
+    inner = name.removeprefix(f"{MORE_TEMPLATES}/")
+    is_template = name in (CHAT_TEMPLATE, *OF_PROCESSORS) or inner != name and inner.endswith(".jinja")
+    return is_template or name in (*OWN_FILES, *SETTINGS)
+
+
+# ---- templates ---------------------------------------------------------------------------------------------
+
+def template_files(folder: pathlib.Path) -> list[str]:
+    """The names of the files in a folder that hold templates, apart from tokenizer_config.json."""
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    paths = [*(folder / name for name in (CHAT_TEMPLATE, *OF_PROCESSORS)), *more]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+
+def has_template(files: dict[str, bytes]) -> bool:
+    """Whether a folder with these files says how conversations are written, be it well or not."""
+    return templates_of(files) != {}
+
+
+def templates_of(files: dict[str, bytes]) -> dict[str, str] | None:
+    """{name: template} of find_templates; None for files that are refused."""
+    try:
+        return {name: template.source for name, template in find_templates(files).by_name.items()}
+    except ConfigError:
+        return None
+
+
+def find_templates(files: dict[str, bytes]) -> ChatTemplates:
+    """The templates among the files of a tokenizer. Raises ConfigError for a file that cannot be read, and
+    for files that contradict each other."""
+    written = of_jinja_files(files)
+    named = of_json(TOKENIZER_CONFIG, files)
+    of_processor = [found for found in (of_json(name, files) for name in OF_PROCESSORS) if found]
+    for found in of_processor:
+        if set(found) != {DEFAULT}:
+            raise ConfigError(f"{found.popitem()[1].place} is no text; write it to {CHAT_TEMPLATE}")
+
+    first, *others = [found for found in (written, named, *of_processor[:1]) if found] or [{}]
+    passed_over = [template.place for found in (*others, *of_processor[1:])
+                   for name, template in found.items()
+                   if name not in first or template.source != first[name].source]
+    for found in of_processor[:1]:
+        theirs, ours = found[DEFAULT], first.get(DEFAULT, found[DEFAULT])
+        if theirs.source != ours.source:
+            raise ConfigError(f"{ours.place}, which transformers' AutoTokenizer takes, and {theirs.place}, "
+                              "which AutoProcessor takes, differ; remove the one that the model does not "
+                              "know")
+    return ChatTemplates(first, tuple(dict.fromkeys(passed_over)))
+
+
+def of_jinja_files(files: dict[str, bytes]) -> dict[str, ChatTemplate]:
+    """The templates that have a file each."""
+    found: list[tuple[str, ChatTemplate]] = []
+    for file in sorted(files, reverse=True):
+        folder, _, name = file.rpartition("/")
+        name = name.removesuffix(".jinja")
+        if file == CHAT_TEMPLATE or (folder == MORE_TEMPLATES and name in SAME_AS_DEFAULT):
+            name = DEFAULT
+        elif folder != MORE_TEMPLATES:
+            continue
+        found.append((name, ChatTemplate(text_of(files[file], file), file)))
+    return by_name(found)
+
+
+def of_json(file: str, files: dict[str, bytes]) -> dict[str, ChatTemplate]:
+    """The templates under chat_template in a file of JSON."""
+    if file not in files:
+        return {}
+    try:
+        content = json.loads(files[file])
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error})") from None
+    said = content.get("chat_template") if isinstance(content, dict) else None
+    place = f"chat_template in {file}"
+    if said is None:
+        return {}
+    if isinstance(said, str):
+        said = {DEFAULT: said}
+    entries: Any = said.items() if isinstance(said, dict) else said
+    if isinstance(said, list):
+        entries = [(entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+                   for entry in said]
+    found: list[tuple[str, ChatTemplate]] = []
+    for name, source in entries if isinstance(said, (dict, list)) else [(None, None)]:
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise ConfigError(f"{place}: is neither text nor a list of names and templates; repair it")
+        where = place if said == {DEFAULT: source} else f"{name!r} of {place}"
+        found.append((name, ChatTemplate(source, where)))
+    return by_name(found)
+
+
+def by_name(found: Iterable[tuple[str, ChatTemplate]]) -> dict[str, ChatTemplate]:
+    """The templates by their names. Raises ConfigError for two that differ."""
+    named: dict[str, ChatTemplate] = {}
+    for name, template in found:
+        other = named.setdefault(name, template)
+        if other.source != template.source:
+            raise ConfigError(f"{other.place} and {template.place} are two templates called {name!r}; "
+                              "remove one")
+    return named
+
+
+def text_of(content: bytes, file: str) -> str:
+    """The text of a file, with the ends of lines that Python's open gives. Raises ConfigError."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: is not UTF-8; repair it") from None
