@@ -60,6 +60,7 @@ GIB = 2**30
 NUM_HELD = 12  # places of the code that are listed, of the fullest role
 STEPS = 1000  # a horizon: no schedule of a learning rate changes what a step costs
 SEARCHED = ("data.", "eval.", "log.", "checkpoint.")  # keys that a step does not read
+ASK_OTHERS = ("muon", "lamb", "lars")  # optimizers that gather plain data of the ranks
 ON_CPU = "cpu"
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -99,6 +100,9 @@ def main(argv: list[str]) -> int:
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: is the tokenizer's, which a dry run does not read; set it, "
                           "as --model.vocab 32000")
+    if cfg.optim.name in ASK_OTHERS and args.world > 1:
+        raise ConfigError(f"optim.name: {cfg.optim.name} divides its work by what other ranks hold, which a "
+                          "record of one does not know; a dry run takes adamw, lion and sgd")
     unused.check_unused(cfg, args.world, but=SEARCHED)
     plan_pipeline(cfg, args.world)
     hardware = hardware_of(args.cluster)

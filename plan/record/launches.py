@@ -128,6 +128,8 @@ class ClaimedDevice(TorchFunctionMode):
         is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
         if is_meta and name == "record_stream":
             return None
+        if is_meta and name == "data_ptr":
+            return made_up_address(args[0].untyped_storage()) + args[0].storage_offset() * args[0].itemsize
         if name == "__get__":
             return self.attribute(function, args, is_meta)
         if is_meta and name in ("__bool__", "item"):
@@ -175,6 +177,23 @@ class ClaimedDevice(TorchFunctionMode):
         return META if is_device else value
 
 
+def made_up_address(storage: torch.UntypedStorage) -> int:
+    """Of a storage without memory: as far from all others as its bytes need."""
+    return storage._cdata << 44
+
+
+@contextlib.contextmanager
+def claimed_addresses() -> Iterator[None]:
+    """Inside, storages without memory have addresses: code compares them, to know what is one tensor."""
+    real_address = torch.UntypedStorage.data_ptr
+
+    def address(storage: torch.UntypedStorage) -> int:
+        return made_up_address(storage) if storage.device == META else real_address(storage)
+
+    with mock.patch.object(torch.UntypedStorage, "data_ptr", address):
+        yield
+
+
 def is_host(device: Any) -> bool:
     return device == "cpu" or device == HOST
 
@@ -205,6 +224,7 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
     device = torch.device("cuda", 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh_caches())
+        stack.enter_context(claimed_addresses())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(claimed_libraries())
@@ -284,7 +304,7 @@ def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
     tensors have values."""
     device = torch.device("cpu", 0)
     recorder.counts_host = True
-    with fresh_caches(), ClaimedDevice(device, recorder):
+    with fresh_caches(), claimed_addresses(), ClaimedDevice(device, recorder):
         yield device
 
 

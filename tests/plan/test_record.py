@@ -15,7 +15,8 @@ from model.sharding import parallel_dims
 from parallel.expert import dispatch
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from plan.record.launches import CHIPS, Launch, Recorder
+from plan.job import job_of_rank
+from plan.record.launches import Launch, Recorder
 from plan.record.role import Program, RoleRecord, assumed_batch, record_role, record_steps
 from plan.record.work import Facts, judge
 from runtime.guard import NonFiniteGuard
@@ -25,6 +26,7 @@ SIZE = (
     "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 "
     "--train.seq_len 32 --train.micro_batch 2 --train.global_batch 8 --model.vocab_multiple 32"
 ).split()
+EXCHANGE = dispatch.exchange_departures
 MIXTURE = [*SIZE, "--model.experts", "4", "--model.moe_ffn", "32"]
 
 
@@ -52,6 +54,7 @@ def random_batch(cfg: Config, dims, rank: int, step: int):
 
 def real_role(world: World, cfg: Config) -> tuple[dict, list]:
     """On a rank of a job: what its step does, and what its routers have decided."""
+    job_of_rank(cfg, world.size, world.rank)  # what it describes once is not of the step
     dims = parallel_dims(cfg, world.size)
     mesh = Mesh.bind(dims, world)
     recorder = Recorder(executes=True)
@@ -80,7 +83,6 @@ def facts_of(record: RoleRecord) -> dict:
         "ledger": dict(record.ledger),
         "state": record.state,
         "peak": record.peak,
-        "held": {holder: nbytes for holder, nbytes in record.at_peak.items() if nbytes > 4096},
     }
 
 
@@ -91,13 +93,12 @@ def flops_of(launches: list[Launch]) -> float:
 def repeat_decisions(monkeypatch, decided: list) -> None:
     """Routers without values decide what those of the job have decided."""
     left = list(decided)
-    exchange = dispatch.exchange_departures
 
     def with_values(counts, num_choices, num_experts):
         return torch.tensor(left.pop(0))
 
     def exchange_departures(departures, group, etp, is_assumed):
-        exchange(departures, group, etp, is_assumed)
+        EXCHANGE(departures, group, etp, is_assumed)
         return torch.tensor(left.pop(0))
 
     monkeypatch.setattr(dispatch, "with_values", with_values)
@@ -114,7 +115,7 @@ DENSE = [
     (2, "--parallel.pp 2 --parallel.schedule zb-v"),
     (2, "--parallel.pp 2 --parallel.schedule interleaved --parallel.recompute selective"),
     (2, "--parallel.zero 1 --train.ema 0.9"),
-    (2, "--parallel.zero 2 --optim.name muon"),
+    (2, "--parallel.zero 2"),
     (2, "--parallel.zero 3 --parallel.recompute full"),
     (2, "--parallel.compress int8"),
     (2, "--parallel.reduce ring"),
