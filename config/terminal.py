@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 GAP = 2  # between two columns of a table
 NARROW_GAP = 1  # where the table does not fit otherwise
 COLOR = re.compile(r"\033\[\d+m")
+ITEM = "- "  # begins one in a description
 SEPARATOR = re.compile(r"( · | {2,})")  # between parts of a line
 
 
@@ -109,11 +110,42 @@ def hanging_lines(start: str, text: str, width: int | None) -> list[str]:
 
 
 class ParagraphHelp(argparse.HelpFormatter):
-    """For argparse: paragraphs fill the terminal's width, indented lines stay as they are."""
+    """For argparse: paragraphs and items ("- ") fill the terminal's width, other indented lines stay as they
+    are, and options show their defaults."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
-        for is_prose, group in itertools.groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+        for is_prose, group in itertools.groupby(text.splitlines(), is_prose_line):
             block = list(group)
-            lines += textwrap.wrap(" ".join(block), width, break_on_hyphens=False) if is_prose else block
+            lines += filled(block, width) if is_prose else block
         return "\n".join(indent + line for line in lines)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_told = action.help is None or "default" in action.help
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        if is_told or not takes_value or action.default in (None, [], argparse.SUPPRESS):
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+def is_prose_line(line: str) -> bool:
+    """Whether a line of a description is of a paragraph or an item, which goes on two columns to the right."""
+    indent = len(line) - len(line.lstrip())
+    return line.strip() != "" and indent in (0, len(ITEM))
+
+
+def filled(lines: Sequence[str], width: int) -> list[str]:
+    """Paragraphs and items, without blank lines between them, in lines of at most `width` columns."""
+    blocks: list[list[str]] = []
+    for line in lines:
+        goes_on = bool(blocks) and line.startswith(" ") == blocks[-1][0].startswith(ITEM)
+        if goes_on and not line.startswith(ITEM):
+            blocks[-1].append(line.strip())
+        else:
+            blocks.append([line])
+    found: list[str] = []
+    for block in blocks:
+        hanging = " " * len(ITEM) if block[0].startswith(ITEM) else ""
+        text = " ".join(block)
+        found += textwrap.wrap(text, width, subsequent_indent=hanging, break_on_hyphens=False)
+    return found

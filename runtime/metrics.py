@@ -711,6 +711,8 @@ class MetricsLogger:
         if without:
             outcome += f"   {without:,} of {self.last_step:,} steps had no target, and changed nothing"
         step, sample = self.last_sample
+        if step == 0 < self.last_step:  # of the untrained model
+            sample = ""
         name = "sample" if step == self.last_step else f"sample of step {step:,}"
         self.console.show_outcome(outcome, sample, name)
         self.console.hints("next", hints)

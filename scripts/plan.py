@@ -53,9 +53,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", nargs="?", help="recipe")
-    add("--gpus", type=parse_span, metavar="N|MIN:MAX")
+    add("--gpus", type=parse_span, metavar="N|MIN:MAX", help="of the job; MIN:MAX: of an elastic one")
     add("--cluster", help="a cluster of configs/clusters.yaml")
-    add("--top", type=int, default=10)
+    add("--top", type=int, default=10, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
