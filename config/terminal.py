@@ -54,12 +54,13 @@ def table_lines(
     to_left: Collection[str] = (),
     first_to_go: Sequence[str] = (),
     width: int | None = None,
+    whole_in: str | None = None,
 ) -> list[str]:
     """Rows {column: text} as lines of aligned columns under their names.
 
     to_left: the columns that are left-aligned, as text is. width: columns of the terminal; where the table
     is wider, its columns stand closer, if their names are single words, and then those of first_to_go are
-    left out, one after the other.
+    left out, one after the other. whole_in: what has all columns: then a last line names those left out.
     """
     cells = {name: [name, *(row[name] for row in rows)] for name in rows[0]}
     widths = {name: max(map(len, column)) for name, column in cells.items()}
@@ -69,10 +70,15 @@ def table_lines(
     gap = NARROW_GAP if is_too_wide and can_be_closer else GAP
 
     aligned: list[list[str]] = []
-    for name in fitting_columns(widths, first_to_go, width, gap):
+    shown = fitting_columns(widths, first_to_go, width, gap)
+    for name in shown:
         pad = str.ljust if name in to_left else str.rjust
         aligned.append([pad(cell, widths[name]) for cell in cells[name]])
-    return [(" " * gap).join(line).rstrip() for line in zip(*aligned)]
+    lines = [(" " * gap).join(line).rstrip() for line in zip(*aligned)]
+    missing = [name for name in first_to_go if name in widths and name not in shown]
+    if missing and whole_in is not None:
+        lines += wrapped(f"too narrow for: {', '.join(missing)} ({whole_in} has all)", width)
+    return lines
 
 
 def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:

@@ -298,11 +298,9 @@ def headline(cfg: Config, args: argparse.Namespace) -> str:
 def table(reports: list[dict], width: int | None) -> list[str]:
     """The reports as lines of aligned columns; where they are too wide, a line says which are left out."""
     rows = [table_row(each) for each in reports]
-    lines = table_lines(rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width)
-    missing = [name for name in FIRST_TO_GO if name not in lines[0]]
-    if missing:
-        lines += wrapped(f"too narrow for: {', '.join(missing)} (--json has all)", width)
-    return lines
+    return table_lines(
+        rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width, whole_in="--json"
+    )
 
 
 def memory_lines(numbers: dict) -> list[str]:
