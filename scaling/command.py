@@ -34,6 +34,8 @@ from scaling.ladder_command import fit_command, ladder_command, next_command
 from scaling.sweep_command import sweep_command, systems_command
 from scaling.systems import MODES
 
+KEPT_HELP = "print what the array jobs of scripts/scaling/ ask before they requeue, and train nothing"
+
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -58,6 +60,8 @@ def arguments() -> argparse.ArgumentParser:
     ladder.add_argument("--jobs", type=int, help="sizes that are trained at a time (default: for the "
                         "quickstart one a core, else 1)")
     ladder.add_argument("--show", action="store_true", help="print the sizes and budgets, and train nothing")
+
+    ladder.add_argument("--kept", action="store_true", help=KEPT_HELP)
 
     fit = add_command("fit", help="fit the laws to finished runs")
     fit.add_argument("folder", type=Path, nargs="?", help="of a ladder")
@@ -84,6 +88,7 @@ def arguments() -> argparse.ArgumentParser:
     sweep.add_argument("--ranks", type=int, default=1, help="processes of a run, on this node")
     sweep.add_argument("--jobs", type=int, help="runs at a time (default: as of a ladder)")
     sweep.add_argument("--only", type=int, help="one run alone, by its place from 0, as an array job does")
+    sweep.add_argument("--kept", action="store_true", help=KEPT_HELP)
 
     systems = add_command("systems", help="strong and weak scaling over ranks and layouts")
     systems.add_argument("--out", type=Path, default=Path("runs/systems"), help="folder of the runs")

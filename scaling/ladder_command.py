@@ -11,7 +11,7 @@ import numpy as np
 from config import ConfigError
 from config.terminal import output_width, wrapped
 from scaling import figures
-from scaling.experiment import final_loss, ladder_points, run_ladder, training_curves
+from scaling.experiment import final_loss, kept_line, ladder_points, run_ladder, training_curves
 from scaling.ladder import (
     Ladder,
     check_ladder,
@@ -47,13 +47,16 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
     if args.rung is not None and not 0 <= args.rung < len(ladder.depths):
         raise ConfigError(f"--rung: {args.rung}, and the places of --depths {args.depths} are 0 to "
                           f"{len(ladder.depths) - 1}")
+    depth = None if args.rung is None else ladder.depths[args.rung]
+    if args.kept:
+        say(kept_line(args.out / run.name for run in runs_of(ladder, depth)))
+        return 0
     jobs = jobs_of(args)
     say(describe_ladder(ladder))
     say_warmups(ladder, ladder.depths)
     if args.show:
         return 0
     write_ladder(ladder, args.out)
-    depth = None if args.rung is None else ladder.depths[args.rung]
     code = run_ladder(ladder, runs_of(ladder, depth), args.out, ranks=args.ranks, jobs=jobs, report=say)
     if code == 0 and args.rung is None:
         say(f"next     python -m scripts.scaling fit {args.out}")
