@@ -161,7 +161,7 @@ def run_size(
             loss = final_loss(folder / run.name, run.steps)
         is_diverged = loss is not None and math.isnan(loss)
         report(f"{run.name}: diverged: its validation loss is not finite" if is_diverged
-               else f"{run.name}: validation loss {loss}")
+               else f"{run.name}: validation loss {loss:.4f}")
     return 0
 
 

@@ -53,6 +53,38 @@ def config_of(run, folder="runs"):
     return cfg
 
 
+def test_the_advice_on_runs_that_are_too_short_can_be_followed(tmp_path, capsys):
+    words = ["ladder", "--out", str(tmp_path / "ladder"), "--show", "--flops", "1e11"]
+    with pytest.raises(ConfigError, match="fewer than 50 show no law; try --flops ") as refused:
+        main(words)
+    ways = str(refused.value).partition("; try ")[2].split(", or ")
+    assert len(ways) == 2
+    for way in ways:
+        assert main([*words, *way.split()]) == 0, way
+
+
+def test_what_array_jobs_ask_before_they_requeue(tmp_path, capsys):
+    """Of the runs of this part alone."""
+    words = ["ladder", "--out", str(tmp_path), "--kept"]
+
+    def told(*more):
+        assert main([*words, *more]) == 0
+        return capsys.readouterr().out.split()
+
+    assert told("--rung", "1") == ["-4", "-", "-"]  # four runs without a checkpoint
+    (tmp_path / "d3-b1/checkpoints/step_00000040").mkdir(parents=True)
+    reason = {"code": 80, "requeue": True, "rank": 0, "host": "n7", "wrong_device": True}
+    (tmp_path / "d3-b1/exit_reason.json").write_text(json.dumps(reason))
+    assert told("--rung", "1") == ["37", "1", "n7"]
+    assert told("--rung", "0") == ["-4", "-", "-"]
+    (tmp_path / "d3-b2").mkdir()
+    (tmp_path / "d3-b2/exit_reason.json").write_text(json.dumps({"code": 75, "requeue": False}))
+    assert told("--rung", "1") == ["37", "0", "n7"]
+    sweep = ["sweep", "--out", str(tmp_path), "--kept", "--only", "0"]
+    assert main(sweep) == 0 and capsys.readouterr().out == "-1 - -\n"
+    assert not (tmp_path / "ladder.json").exists() and not (tmp_path / "sweep.json").exists()
+
+
 def test_all_sizes_have_the_same_budgets(tmp_path):
     """Counted again from the very config that train.py gets."""
     for run in runs_of(LADDER):
