@@ -274,7 +274,8 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
 
     kept = (contract.TOKENIZER_CONFIG, CHAT_TEMPLATE)
     files = {name: beside[name] for name in kept if name in beside}
-    is_ours = processor.piece_to_id("\n") != processor.unk_id()  # train_bpe makes a piece for the newline
+    has_newline = processor.piece_to_id("\n") != processor.unk_id()
+    is_ours = has_newline and processor.get_score(vocab - 1).is_integer()  # ranks: of BPE, and not of unigrams
     return SentencePieceTokenizer(
         contract=TokenizerContract(
             name=f"bpe-{vocab}" if is_ours else f"sentencepiece-{vocab}",
