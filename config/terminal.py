@@ -135,7 +135,7 @@ class ParagraphHelp(argparse.HelpFormatter):
 
 
 def is_prose_line(line: str) -> bool:
-    """Whether a line of a description is of a paragraph or an item, which goes on two columns to the right."""
+    """Whether a line of a description is of a paragraph, or of an item, which goes on under its words."""
     indent = len(line) - len(line.lstrip())
     return line.strip() != "" and indent in (0, len(ITEM))
 

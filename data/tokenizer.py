@@ -275,7 +275,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     kept = (contract.TOKENIZER_CONFIG, CHAT_TEMPLATE)
     files = {name: beside[name] for name in kept if name in beside}
     has_newline = processor.piece_to_id("\n") != processor.unk_id()
-    is_ours = has_newline and processor.get_score(vocab - 1).is_integer()  # ranks: of BPE, and not of unigrams
+    is_ours = has_newline and processor.get_score(vocab - 1).is_integer()  # ranks, as BPE's scores are
     return SentencePieceTokenizer(
         contract=TokenizerContract(
             name=f"bpe-{vocab}" if is_ours else f"sentencepiece-{vocab}",

@@ -343,8 +343,8 @@ def attention_saved_bytes(work: Workload, heads: int, head_dim: int, cp: int) ->
 
 
 def reference_saved_bytes(work: Workload, heads: int, cp: int) -> int:
-    """What attention_reference keeps beside q, k and v: all probabilities, and the mask of a sequence. Which of
-    the three are copies follows torch, so the sum is within some percent."""
+    """What attention_reference keeps beside q, k and v: all probabilities, and the mask of a sequence. torch
+    decides which of q, k and v are copies, so the sum is within some percent."""
     s = work.seq_len
     return (work.micro_batch * heads // cp * work.accumulation_bytes + 1) * s * s
 

@@ -293,8 +293,8 @@ def check(name: str, as_json: bool, overrides: Overrides = Overrides()) -> int:
     counted exactly.
     """
     if config_of_layout(name, {}, overrides).model.attention == "reference":
-        raise ConfigError("model.attention: reference is the definition, of which the tensors that torch keeps "
-                          "are counted within some percent; leave it out under --cost")
+        raise ConfigError("model.attention: reference is the definition, and what torch keeps of it is "
+                          "counted within some percent; leave it out under --cost")
     pool = WorkerPool(WORLD)
     comparisons: list[Comparison] = []
     refused: dict[str, list[str]] = {}  # {why: the layouts}

@@ -8,7 +8,7 @@ The lines after it:
 
     {"config": {...}}                               more of what the run is
     {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
-    {"step": n, "name": ..., "text": ...}           a text that the model wrote: as itself, and in a table "NAMEs"
+    {"step": n, "name": ..., "text": ...}           a text that the model wrote: alone, and in a table "NAMEs"
     {"step": n, "name": ..., "picture": PATH}       a PNG file
     {"rewind": n}                                   the run goes back: later steps come again
     {"finish": exit code, "title": ..., "text": ..., "level": ...}    the last one: an alert, and the end

@@ -66,7 +66,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--task-folder", help="--tasks: a folder with your own task files")
     add("--special", action="store_true",
         help="--tasks: control tokens that texts spell are such, as in lm-eval, and not text")
-    add("--threads", type=int, metavar="N", help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
+    add("--threads", type=int, metavar="N",
+        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -65,7 +65,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--top-p", type=float, help="sample from the smallest set of tokens with this probability")
     add("--seed", type=int, default=0, help="of the first sample; the next has the next number")
     add("--samples", type=int, default=1, help="texts of --prompt")
-    add("--threads", type=int, metavar="N", help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
+    add("--threads", type=int, metavar="N",
+        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
     add("--json", action="store_true", help="print one JSON object for each sample, or for each answer")
     return parser
 

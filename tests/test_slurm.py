@@ -29,7 +29,10 @@ SCONTROL = """#!/bin/bash
 echo "scontrol $*" >> "$CALLS"
 case "$1 $2" in
     "show hostnames") printf "node7\\nnode8\\n" ;;
-    "show node") printf "NodeName=%s Arch=x86_64\\n   NodeAddr=10.1.2.3 NodeHostName=host%s\\n" "$3" "${3#node}" ;;
+    "show node")
+        echo "NodeName=$3 Arch=x86_64"
+        echo "   NodeAddr=10.1.2.3 NodeHostName=host${3#node}"
+        ;;
     "show job") echo "JobId=$3 ReqNodeList=(null) ExcNodeList=$EXCLUDED" ;;
 esac
 """
@@ -129,7 +132,8 @@ def test_each_job_seals_the_words_of_its_ranks(tmp_path):
 def test_a_node_whose_device_computes_wrongly_is_left_out(tmp_path, excluded, then):
     """It is named by its host, and what the user excludes stays excluded. The run's folder has the log."""
     reason = ', "requeue": true, "rank": 4, "host": "host8", "wrong_device": true'
-    rc, calls, out = submit(tmp_path, code="80", step="00000005", of=".rank4", AGAIN=reason, EXCLUDED=excluded)
+    words = {"code": "80", "step": "00000005", "of": ".rank4", "AGAIN": reason, "EXCLUDED": excluded}
+    rc, calls, out = submit(tmp_path, **words)
     assert rc == 0 and "requeued without node8, where a device computes wrongly" in out
     requeue, *_, update = calls[calls.index("scontrol requeue"):].splitlines()
     assert requeue == "scontrol requeue 40123"

@@ -1,5 +1,5 @@
-# Sourced by the scripts of array jobs, in the folder of the checkout: runs one part of an experiment, which saves before
-# the time limit, and puts what is not finished back into the queue while its runs advance.
+# Sourced by the scripts of array jobs, in the folder of the checkout: runs one part of an experiment, which saves
+# before the time limit, and puts what is not finished back into the queue while its runs advance.
 
 # shellcheck source=scripts/slurm/environment.sh
 source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1

@@ -240,7 +240,7 @@ def test_train_refuses_before_it_makes_anything_and_notes_in_one_line(tmp_path, 
     ("--model.layers 8", None),
 ])
 def test_what_does_not_follow_another_width_is_named(words, says):
-    """There is no dial of sizes: nothing is changed but what is typed."""
+    """Nothing is changed but what is typed."""
     name, file, argv = config.split_argv(["llama3-tiny", *words.split()])
     note = unused.kept_sizes(config.resolve(name, file, argv), argv)
     assert note.endswith(f"of llama3-tiny, whose sizes stay: {says}") if says else note == ""

@@ -101,7 +101,7 @@ def test_a_machine_without_a_network_is_told_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", of_tasks)
     monkeypatch.setattr(tasks, "harness_model", lambda speaker: None)
-    with pytest.raises(ConfigError, match="^--tasks: lm-eval cannot read the data of arc_easy .Couldn't reach"):
+    with pytest.raises(ConfigError, match="^--tasks: lm-eval cannot read the data of arc_easy .Couldn't"):
         tasks.run_tasks(["arc_easy"], None)
 
 
