@@ -416,7 +416,8 @@ def test_a_folder_of_data_sets_is_refused_with_one_of_them(tmp_path, names):
             writer.add([1, 2, 256])
             writer.finish(tokenizer.load_tokenizer("bytes"), 3)
     code, said = first_line_of_train(tmp_path, "--data.path", "data")
-    assert code == 2 and f"is a folder of data sets (it has 2); name one: --data.path data/{sorted(names)[0]}, " in said
+    first = sorted(names)[0]
+    assert code == 2 and f"is a folder of data sets (it has 2); name one: --data.path data/{first}, " in said
 
 
 def test_a_path_without_tokens_is_refused_with_the_command_that_makes_them(tmp_path):
