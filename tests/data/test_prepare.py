@@ -317,6 +317,19 @@ def test_the_next_command_leaves_documents_for_validation(tmp_path, documents, w
     assert (index.split_point(train, train + valid) < index.tokens) == (documents > 1)
 
 
+def test_data_made_with_a_run_s_tokenizer_is_for_its_model(corpus, tmp_path, model):
+    """Not for a new model of the quickstart's shape."""
+    (tmp_path / "qwen/tokenizer").mkdir(parents=True)
+    assert prepare_data.run_of_tokenizer(f"{tmp_path}/qwen/tokenizer") is None
+    (tmp_path / "qwen/config.yaml").write_text("")
+    run = prepare_data.run_of_tokenizer(f"{tmp_path}/qwen/tokenizer")
+    assert run == tmp_path / "qwen" and prepare_data.run_of_tokenizer(str(model)) is None
+    report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT) | {"sample": ""}
+    last = prepare_data.summary(report, run).splitlines()[-1]
+    assert last == (f"next      python train.py --config {run}/config.yaml --log.name o "
+                    f"--checkpoint.init_from {run} --data.path {tmp_path}/o")
+
+
 def workers_of(pid):
     def line(child):
         try:
