@@ -168,6 +168,44 @@ def test_what_is_no_conversation(value, reason):
         conversation(value)
 
 
+NOTHING_SAID = "'completion' holds no list of messages"
+NO_PAIRS = "'history' is not a list of pairs of texts"
+
+
+@pytest.mark.parametrize("record, reason", [
+    ({"prompt": "a\0", "completion": "b"}, "'prompt' has no text"),
+    ({"prompt": "a", "completion": "b\0"}, "'completion' has no text"),
+    ({"prompt": "a", "chosen": "b\0"}, "'chosen' has no text"),
+    ({"prompt": 3, "completion": "b"}, "'prompt' holds no list of messages"),
+    *(({"prompt": "a", "completion": value}, NOTHING_SAID) for value in (None, 3, [], {"role": "user"})),
+    ({"instruction": 3, "output": "b"}, "'instruction' has no text"),
+    ({"instruction": "a", "output": None}, "'output' has no text"),
+    ({"instruction": "a", "input": 3, "output": "b"}, "'input' has no text"),
+    *(({"instruction": "a", "history": value, "output": "b"}, NO_PAIRS)
+      for value in ("text", 3, ["text"], [["q"]], [["q", "r", "s"]], ["qr"])),
+    *(({"instruction": "a", "history": [pair], "output": "b"}, "'history' has no text")
+      for pair in (["q", 3], [None, "r"])),
+    ({"messages": said("a", "b"), "system": 3}, "'system' is not text"),
+    ({"messages": [{"role": "user", "content": None}, *said("a", "b")]}, "message 1 (user) has no text"),
+    ({"messages": [{"role": "user"}, *said("a", "b")]}, "message 1 (user) has no text"),
+    ({"messages": [{"role": 3, "content": "a"}, *said("a", "b")]}, "message 1 has no role"),
+    ({"messages": [{"role": "user", "content": ["a", 3]}]}, "message 1 (user) holds int"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1 (user) has no text"),
+    ({"messages": [*said("a"), {"role": "assistant", "content": "b", "thinking": 3}]},
+     "message 2 (assistant): its reasoning_content has no text"),
+    *(({"messages": [*said("a"), {"role": "assistant", "tool_calls": value}]},
+       "message 2 (assistant): its tool_calls hold no name") for value in ("f", ["f"], {"name": 3}, [{}])),
+    ({"messages": said("a", "b"), "tools": [3]}, "'tools' is not a list of definitions"),
+    ({"messages": said("a", "b"), "functions": {"name": "f"}}, "'functions' is not a list of definitions"),
+    ({"messages": said("a", "b"), "tools": [{}], "functions": [{}]}, "tools and functions both define"),
+    ({"messages": said("a", "b"), "chat_template_kwargs": "x"}, "'chat_template_kwargs' is not an object"),
+])
+def test_the_field_that_cannot_be_read_is_named(record, reason):
+    with pytest.raises(BadConversation) as error:
+        read_conversation(record)
+    assert str(error.value).startswith(reason)
+
+
 def test_styles_of_messages():
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     parts = said("q", "a")

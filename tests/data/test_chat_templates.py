@@ -306,6 +306,8 @@ def test_nulls_that_a_table_adds_are_no_arguments(tmp_path, kind):
 
 @pytest.mark.parametrize("record, text, counted", [
     ({"prompt": "ask", "completion": "so"}, "user: ask\nassistant: so\n", "so\n"),
+    ({"prompt": "ask", "completion": ""}, "user: ask\nassistant: \n", "\n"),
+    *(({**prompt, "completion": "so"}, "assistant: so\n", "so\n") for prompt in ({}, {"prompt": None})),
     ({"prompt": said("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]},
      "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n"),
     ({"chosen": said("a", "b")}, "user: a\nassistant: b\n", "b\n"),
