@@ -182,7 +182,7 @@ def test_conversations_that_are_cut(tmp_path, capsys, words, kept):
     assert prepare_data.main([str(word) for word in command]) == 0
     report = report_of(capsys)
     assert (report["text_bytes"], report["lost_bytes"]) == (len(text), sum(map(str.isupper, text)))
-    assert (report["documents"] > kept) == ("turns" in words)
+    assert (report["documents"] > kept) == ("turns" in words) and report["long"] == 1
 
 
 @pytest.mark.parametrize("answer, lost", [("more words", 0), ("more 漢字 words", 6)])

@@ -158,6 +158,16 @@ def test_the_standard_library():
     assert not any(part in documents.SKIP for f in files for part in pathlib.Path(f).parts[-3:])
 
 
+def test_a_standard_library_that_has_changed_is_prepared_again(tmp_path, monkeypatch):
+    source, found = tmp_path / "a.py", []
+    monkeypatch.setattr(documents, "stdlib_files", lambda: [str(source)])
+    for number in (1, 1, 2):
+        source.write_text(f"x = {number}\n")
+        found.append(prepare.prepare_stdlib(tmp_path / "cache", "bytes"))
+        assert read_back(found[-1][0]) == [f"x = {number}\n"]
+    assert [how.split()[0] for _, how in found] == ["made", "cached", "made"]
+
+
 def test_any_fifth_of_the_standard_library_is_a_fair_sample():
     """Of the modules that lie in no package; in the order of their names a fifth has 10 to 65 % of them."""
     files, root = documents.stdlib_files(), sysconfig.get_paths()["stdlib"]
