@@ -140,6 +140,38 @@ def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, name):
             assert 0 < ours.counted.sum() < len(ours.ids)
 
 
+@pytest.mark.parametrize("end, counted", [
+    ("\n\n", ["b \n\n", "d\n\n"]),  # a reader knows by the lines that the turn has ended
+    ("</s>\n\n", ["b </s>", "d</s>"]),
+    (" .\n\n", ["b  .", "d ."]),
+])
+def test_white_space_after_an_answer_counts_where_nothing_else_ends_it(folder, tmp_path, end, counted):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    home = with_template(folder, tmp_path / "t", template)
+    chat = chat_format(tokenizer.load_tokenizer(home)).write(conversation(said("a", "b ", "c", "d")))
+    assert [chat.text[start:stop] for start, stop in chat.spans] == counted
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_file_that_pads_and_cuts_gives_whole_texts(folder, tmp_path, template):
+    """As tokenizer.json of some models do, for a program that wants all texts equally long."""
+    import tokenizers
+
+    homes = []
+    for number, name in enumerate("ab"):
+        homes.append(with_template(folder, tmp_path / name, template or ""))
+        if template is None:
+            (homes[-1] / "chat_template.jinja").unlink()
+        made = tokenizers.Tokenizer.from_file(str(homes[-1] / "tokenizer.json"))
+        if number:
+            made.enable_padding(length=64)
+            made.enable_truncation(8)
+        made.save(str(homes[-1] / "tokenizer.json"))
+    for ours, theirs in zip(*(encoded(home, CHATS) for home in homes)):
+        assert ours.ids.tolist() == theirs.ids.tolist() and ours.counted.tolist() == theirs.counted.tolist()
+
+
 def test_the_plain_format_by_hand():
     """What counts is the answer, its newline, and the end of the conversation if the answer is last."""
     tok = tokenizer.load_tokenizer("bytes")

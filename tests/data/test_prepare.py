@@ -629,6 +629,19 @@ def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
         assert {sum(sizes[:2]), sum(sizes[:4])} <= set(done)
 
 
+def test_progress_within_a_unit_is_the_bytes_up_to_the_last_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 1)
+    paths, ends = [], []
+    for number in range(3):
+        paths.append(str(tmp_path / f"{number}.jsonl"))
+        lines = jsonl([f"text {line}" for line in range(4)]).splitlines(keepends=True)
+        pathlib.Path(paths[-1]).write_bytes(b"".join(lines))
+        ends += [len(line) for line in lines]
+    told = []
+    prepare.prepare_corpus(paths, "bytes", tmp_path / "o", progress=lambda done, whole: told.append(done))
+    assert told == sorted(told) and set(told) == {0, *np.cumsum(ends).tolist()}
+
+
 def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_path):
     """Rows of a table and documents of a hub's data set are numbers already."""
     path = tmp_path / "d"

@@ -236,6 +236,23 @@ def test_a_sentencepiece_model_that_puts_a_space_in_front(transformers, tmp_path
     assert found["text"] == own.decode([*ids, *new])  # bytes of half a letter are shown otherwise by theirs
 
 
+@pytest.mark.parametrize("name", ["llama3", "llama2"])
+def test_a_document_begins_with_one_start_token(tmp_path, name):
+    """Whether the text spells it as a control token, as text, or not at all."""
+    tok = load_tokenizer(make_tokenizer(name, tmp_path / "tok"))
+    bos = FAMILIES[name].bos
+    begun, bare = open_prompts(tok, True), open_prompts(tok, False)
+    start, plain, spelled = begun.start.id, tok.encode(TEXT), tok.encode(bos + TEXT)
+    assert bare.start is None and start not in [*plain, *spelled]
+    for special in (False, True):
+        assert begun.document(TEXT, special) == [start, *plain]
+        assert bare.document(TEXT, special) == plain
+    assert begun.document(bos + TEXT) == [start, *spelled] and bare.document(bos + TEXT) == spelled
+    for prompts in (begun, bare):
+        ids = prompts.document(bos + TEXT, special=True)
+        assert ids[0] == start and start not in ids[1:] and tok.decode(ids[1:]).strip() == TEXT
+
+
 def test_a_text_goes_on_with_its_space(tmp_path):
     """Of a tokenizer that drops the space in front of a text (llama2); half a letter is left to it."""
     prefixed = load_tokenizer(make_tokenizer("llama2", tmp_path / "tok"))
