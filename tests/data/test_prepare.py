@@ -158,6 +158,16 @@ def test_the_standard_library():
     assert not any(part in documents.SKIP for f in files for part in pathlib.Path(f).parts[-3:])
 
 
+def test_a_tokenizer_is_trained_on_no_more_text_than_it_needs(tmp_path, monkeypatch):
+    """A document more is read only where characters are left."""
+    monkeypatch.setattr(prepare, "TRAINING_CHARACTERS", 12)
+    path = tmp_path / "a.jsonl"
+    for texts_, taken in ((["abcdef"] * 9, 2), (["abcde"] * 9, 3), (["a" * 99] * 2, 1), (["", "abc"] * 2, 2)):
+        path.write_bytes(jsonl(texts_))
+        (unit,) = documents.plan_units([str(path)])
+        assert len(list(prepare.training_texts([unit], "text", None))) == taken
+
+
 def test_a_standard_library_that_has_changed_is_prepared_again(tmp_path, monkeypatch):
     source, found = tmp_path / "a.py", []
     monkeypatch.setattr(documents, "stdlib_files", lambda: [str(source)])

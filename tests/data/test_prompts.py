@@ -18,7 +18,7 @@ from ranks import MODEL
 
 import train
 from config import ConfigError
-from data.prompts import open_prompts, start_token
+from data.prompts import any_of, open_prompts, start_token
 from data.tokenizer import continuation, load_tokenizer, train_bpe
 from scripts import convert, evaluate, generate, prepare_data
 
@@ -251,6 +251,13 @@ def test_a_document_begins_with_one_start_token(tmp_path, name):
     for prompts in (begun, bare):
         ids = prompts.document(bos + TEXT, special=True)
         assert ids[0] == start and start not in ids[1:] and tok.decode(ids[1:]).strip() == TEXT
+
+
+def test_of_several_texts_at_a_place_the_longest_is_found():
+    texts = ("<a", "<a>", "<a>b", "b")
+    for order in (texts, texts[::-1]):
+        assert any_of(order).findall("<a><a>b<ab.") == ["<a>", "<a>b", "<a", "b"]
+    assert any_of([]).search("<a>") is None
 
 
 def test_a_text_goes_on_with_its_space(tmp_path):
