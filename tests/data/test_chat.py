@@ -172,6 +172,14 @@ def test_a_file_that_pads_and_cuts_gives_whole_texts(folder, tmp_path, template)
         assert ours.ids.tolist() == theirs.ids.tolist() and ours.counted.tolist() == theirs.counted.tolist()
 
 
+@pytest.mark.parametrize("name", [*TEMPLATES, None])
+def test_of_what_is_all_written_nothing_is_noted(folder, tmp_path, name):
+    for number, template in enumerate(TEMPLATES.get(name, [None])):
+        home = with_template(folder, tmp_path / f"{number}", template) if template else "bytes"
+        form = chat_format(tokenizer.load_tokenizer(home))
+        assert [form.write(conversation(chat)).notes for chat in CHATS] == [()] * len(CHATS)
+
+
 def test_the_plain_format_by_hand():
     """What counts is the answer, its newline, and the end of the conversation if the answer is last."""
     tok = tokenizer.load_tokenizer("bytes")

@@ -106,6 +106,32 @@ def test_nothing_is_lost(tmp_path, capsys, kind):
     assert report["lost_bytes"] == report["unknown_tokens"] == 0
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_report_is_the_same_from_batches_of_any_size(tmp_path, capsys, monkeypatch, is_chat):
+    """Of documents with unknown tokens, empty ones, bad ones, long ones, and keys that nothing reads."""
+    home, source = made("word", tmp_path / "t"), tmp_path / "in.jsonl"
+    rows = [{"text": text} for text in [*TEXTS, "", *PLAIN, None, *TEXTS, None, ""]]
+    words = []
+    if is_chat:
+        said = [[("user", row["text"]), ("assistant", row["text"] or "")] * (1 + number % 4)
+                for number, row in enumerate(rows)]
+        rows = [{"messages": [{"role": role, "content": text, "mood": 1} for role, text in chat]}
+                for chat in said]
+        words = ["--chat", "--seq-len", 24, "--long", "anywhere"]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for size in (1, 50, 1 << 20):
+        monkeypatch.setattr(prepare, "BATCH_CHARACTERS", size)
+        out = tmp_path / f"{size}"
+        command = ["--input", source, "--tokenizer", home, "--out", out, "--max-lost", 100, "--skip-bad",
+                   "--workers", 1, "--json", *words]
+        assert prepare_data.main([str(word) for word in command]) == 0
+        report = report_of(capsys)
+        found.append({key: value for key, value in report.items() if "second" not in key and key != "out"})
+    assert found[0] == found[1] == found[2]
+    assert all(found[0][name] for name in ("unknown_tokens", "lost_bytes", "bad", "documents"))
+
+
 def test_by_hand(tmp_path, capsys):
     """Of 1,000 bytes 4 are of two characters that nothing has learned: 0.4 %."""
     home = made("unigram", tmp_path / "t")
