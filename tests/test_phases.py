@@ -503,7 +503,7 @@ def test_rank_0_alone_looks_at_the_folder_of_checkpoints(tmp_path):
             assert hasattr(store, name)
             setattr(store, name, refuse)
 
-    words = ["llama3-tiny", *MODEL, "--parallel.tp", "2", "--parallel.zero", "1", "--checkpoint.every", "1"]
+    words = ["llama3-tiny", *MODEL, "--parallel.pp", "2", "--parallel.zero", "1", "--checkpoint.every", "1"]
     words += ["--data.path", corpus(tmp_path)]
     words += ["--train.phases", write_phases(tmp_path, "- {after_steps: 2, optim.lr: 1e-4}")]
     words += ["--log.dir", str(tmp_path)]

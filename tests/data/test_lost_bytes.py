@@ -14,6 +14,7 @@ import train
 from config import ConfigError
 from data import prepare, tokenizer
 from data.indexed import IndexedDataset
+from data.lengths import is_exact
 from scripts import evaluate, prepare_data
 
 TEXTS = ["def f(x):\n    return  x\n", "漢字 かな", "Привет 🙂"]
@@ -126,10 +127,21 @@ def test_the_report_is_the_same_from_batches_of_any_size(tmp_path, capsys, monke
         command = ["--input", source, "--tokenizer", home, "--out", out, "--max-lost", 100, "--skip-bad",
                    "--workers", 1, "--json", *words]
         assert prepare_data.main([str(word) for word in command]) == 0
-        report = report_of(capsys)
+        report, data = report_of(capsys), IndexedDataset(out)
+        assert (report["documents"], report["tokens"]) == (data.documents, data.tokens)
+        assert report["counted"] == data.meta.get("counted", 0)
         found.append({key: value for key, value in report.items() if "second" not in key and key != "out"})
     assert found[0] == found[1] == found[2]
     assert all(found[0][name] for name in ("unknown_tokens", "lost_bytes", "bad", "documents"))
+
+
+@pytest.mark.parametrize("kind, own", [
+    ("bytes", True), ("unigram", True), ("ours", True), ("lower", True), ("word", False), ("json-bpe", False),
+])
+def test_bytes_of_tokens_are_those_of_the_text_where_the_decoder_adds_none(tmp_path, kind, own):
+    tok = tokenizer.load_tokenizer(kind if kind == "bytes" else made(kind, tmp_path / "t"))
+    assert is_exact(tok, {"lost_bytes": 0, "text_bytes": 9000}) == own
+    assert not is_exact(tok, {"lost_bytes": 9, "text_bytes": 9000})
 
 
 def test_by_hand(tmp_path, capsys):
