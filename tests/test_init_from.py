@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from tokenizer_families import make_tokenizer
 
 from checkpoint import store
-from checkpoint.origin import parts_by_rows
+from checkpoint.origin import parts_by_rows, same_ids_of
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from parallel.sharding.boxes import Box
@@ -360,6 +361,16 @@ def test_a_rank_takes_of_the_rows_its_own_wherever_they_stand_there():
             values.copy_(stored[first:first + count, column:column + columns])
         for row, number in zip(found.tolist(), rows[begin:end].tolist()):
             assert row == ([-1, -1] if number < 0 else stored[number, 1:3].tolist())
+
+
+def test_ids_that_the_model_there_has_no_row_of_are_not_taken(tmp_path):
+    """A tokenizer may have more ids than its model."""
+    (tmp_path / "tokenizer").mkdir()
+    index = SimpleNamespace(path=tmp_path / "checkpoints" / "step_1", meta={"tokenizer": "f"})
+    ids = np.array([3, 0, -1, 7, 5, 4])
+    for vocab, want in ((5, [3, 0, -1, -1, -1, 4]), (6, [3, 0, -1, -1, 5, 4]), (99, ids.tolist())):
+        found = same_ids_of(index, SimpleNamespace(vocab=vocab), lambda folder, fingerprint: ids)
+        assert found.tolist() == want
 
 
 @pytest.mark.slow
