@@ -297,6 +297,7 @@ def test_blend_reads_each_set_in_its_share(prefix, other):
     assert "70 % " in data.describe() and "30 % " in data.describe()
     assert [name for name, _ in data.passes(50)] == [prefix, other]
     assert data.passes(50)[1][1] == len(mine) / n
+    assert [epochs for _, epochs in data.passes(0)] == [0, 0]
     data.close()
 
 
