@@ -1090,12 +1090,11 @@ def main(argv: list[str]) -> int:
             for phase in phases_of(cfg).from_step(done):
                 with named(phase):
                     check_paths(phase.cfg)
-            unused_keys = unused.check_unused(cfg, env.world)
-        if unused_keys and env.rank == 0:
-            print("\n".join(wrapped(unused_keys, output_width())), flush=True)
-        if cfg.log.name != usual_name and env.rank == 0:
-            note = (f"{usual_name} is finished, with other settings: this run is {cfg.log.name} "
-                    "(--log.name chooses another)")
+            notes = [unused.check_unused(cfg, env.world), unused.kept_sizes(cfg, argv)]
+        if cfg.log.name != usual_name:
+            notes.append(f"{usual_name} is finished, with other settings: this run is {cfg.log.name} "
+                         "(--log.name chooses another)")
+        for note in filter(None, notes if env.rank == 0 else []):
             print("\n".join(wrapped(note, output_width())), flush=True)
 
         # one run at a time in the folder; rank 0 holds its lock

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 GAP = 2  # between two columns of a table
 NARROW_GAP = 1  # where the table does not fit otherwise
 COLOR = re.compile(r"\033\[\d+m")
+ITEM = "- "  # begins one in a description
 SEPARATOR = re.compile(r"( · | {2,})")  # between parts of a line
 
 
@@ -53,12 +54,13 @@ def table_lines(
     to_left: Collection[str] = (),
     first_to_go: Sequence[str] = (),
     width: int | None = None,
+    whole_in: str | None = None,
 ) -> list[str]:
     """Rows {column: text} as lines of aligned columns under their names.
 
     to_left: the columns that are left-aligned, as text is. width: columns of the terminal; where the table
     is wider, its columns stand closer, if their names are single words, and then those of first_to_go are
-    left out, one after the other.
+    left out, one after the other. whole_in: what has all columns: then a last line names those left out.
     """
     cells = {name: [name, *(row[name] for row in rows)] for name in rows[0]}
     widths = {name: max(map(len, column)) for name, column in cells.items()}
@@ -68,10 +70,15 @@ def table_lines(
     gap = NARROW_GAP if is_too_wide and can_be_closer else GAP
 
     aligned: list[list[str]] = []
-    for name in fitting_columns(widths, first_to_go, width, gap):
+    shown = fitting_columns(widths, first_to_go, width, gap)
+    for name in shown:
         pad = str.ljust if name in to_left else str.rjust
         aligned.append([pad(cell, widths[name]) for cell in cells[name]])
-    return [(" " * gap).join(line).rstrip() for line in zip(*aligned)]
+    lines = [(" " * gap).join(line).rstrip() for line in zip(*aligned)]
+    missing = [name for name in first_to_go if name in widths and name not in shown]
+    if missing and whole_in is not None:
+        lines += wrapped(f"too narrow for: {', '.join(missing)} ({whole_in} has all)", width)
+    return lines
 
 
 def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:
@@ -109,11 +116,42 @@ def hanging_lines(start: str, text: str, width: int | None) -> list[str]:
 
 
 class ParagraphHelp(argparse.HelpFormatter):
-    """For argparse: paragraphs fill the terminal's width, indented lines stay as they are."""
+    """For argparse: paragraphs and items ("- ") fill the terminal's width, other indented lines stay as they
+    are, and options show their defaults."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
-        for is_prose, group in itertools.groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+        for is_prose, group in itertools.groupby(text.splitlines(), is_prose_line):
             block = list(group)
-            lines += textwrap.wrap(" ".join(block), width, break_on_hyphens=False) if is_prose else block
+            lines += filled(block, width) if is_prose else block
         return "\n".join(indent + line for line in lines)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_told = action.help is None or "default" in action.help
+        takes_value = bool(action.option_strings) and action.nargs != 0
+        if is_told or not takes_value or action.default in (None, [], argparse.SUPPRESS):
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+def is_prose_line(line: str) -> bool:
+    """Whether a line of a description is of a paragraph, or of an item, which goes on under its words."""
+    indent = len(line) - len(line.lstrip())
+    return line.strip() != "" and indent in (0, len(ITEM))
+
+
+def filled(lines: Sequence[str], width: int) -> list[str]:
+    """Paragraphs and items, without blank lines between them, in lines of at most `width` columns."""
+    blocks: list[list[str]] = []
+    for line in lines:
+        goes_on = bool(blocks) and line.startswith(" ") == blocks[-1][0].startswith(ITEM)
+        if goes_on and not line.startswith(ITEM):
+            blocks[-1].append(line.strip())
+        else:
+            blocks.append([line])
+    found: list[str] = []
+    for block in blocks:
+        hanging = " " * len(ITEM) if block[0].startswith(ITEM) else ""
+        text = " ".join(block)
+        found += textwrap.wrap(text, width, subsequent_indent=hanging, break_on_hyphens=False)
+    return found

@@ -23,6 +23,7 @@ from config import (
     build_tree,
     comma_separated,
     compression_block,
+    dotted_overrides,
     fp8_recipe,
     phases_of,
     presets,
@@ -42,6 +43,8 @@ from config.schema import (
     ModelConfig,
     UnusedModelKeys,
 )
+
+SIZES = ("heads", "kv_heads", "head_dim", "ffn")  # of model.*, which a preset has beside its width
 
 
 @dataclass(frozen=True)
@@ -453,6 +456,26 @@ def check_unused(cfg: Config, world: int = 1, but: tuple[str, ...] = ()) -> str:
             raise ConfigError(f"{path}: {value} does nothing: it {row.why}; {row.remedy}")
         notes.append(f"{path} {value} {row.why}")
     return "note: " + "; ".join(notes) if notes else ""
+
+
+def kept_sizes(cfg: Config, argv: list[str]) -> str:
+    """One line that names what does not follow a width that the command line sets alone; "" if nothing does.
+
+    argv: as split_argv returns it.
+    """
+    given = dotted_overrides(argv)
+    of_model = given.get("model", {})
+    preset = presets().get(cfg.model.preset or "", {})
+    if "hidden" not in of_model or preset.get("hidden") in (None, cfg.model.hidden):
+        return ""
+    kept = [key for key in SIZES if key not in of_model and getattr(cfg.model, key) is not None]
+    if not kept:
+        return ""
+    words = [f"model.{key} {getattr(cfg.model, key)}" for key in kept]
+    if cfg.model.mup_base is None and "lr" not in given.get("optim", {}):
+        words.append(f"optim.lr {cfg.optim.lr:g} (--model.mup_base {preset['hidden']} lets it follow)")
+    return (f"note: model.hidden {cfg.model.hidden} is another width than that of {cfg.model.preset}, whose "
+            f"sizes stay: {', '.join(words)}")
 
 
 def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]]:

@@ -581,7 +581,9 @@ def check_path(path: str, option: str, made_with: str | None) -> None:
 
     spec = shlex.quote(str(made_with or "bpe-32000"))
     if os.path.isdir(path):
-        names = sorted(file.with_suffix("") for file in pathlib.Path(path).glob("*.idx"))
+        folder = pathlib.Path(path)
+        files = [*folder.glob("*.idx"), *folder.glob("*/*.idx")]  # as stdlib's, in a folder of its own
+        names = sorted(file.with_suffix("") for file in files)
         if names:
             several = f" (it has {len(names)})" if len(names) > 1 else ""
             raise ConfigError(f"{key}: {path} is a folder of data sets{several}; name one: "

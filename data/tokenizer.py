@@ -284,7 +284,8 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     pad = processor.pad_id()
 
     files = without_ids(beside)
-    is_ours = processor.piece_to_id("\n") != processor.unk_id()  # train_bpe makes a piece for the newline
+    has_newline = processor.piece_to_id("\n") != processor.unk_id()
+    is_ours = has_newline and processor.get_score(vocab - 1).is_integer()  # ranks, as BPE's scores are
     return SentencePieceTokenizer(
         contract=TokenizerContract(
             name=f"bpe-{vocab}" if is_ours else f"sentencepiece-{vocab}",

@@ -310,9 +310,11 @@ class AttentionCore:
             )
 
         score_bytes = 0.0
+        scores = attention_saved_bytes(work, heads, head_dim, self.cp.size)
         if self.kernel == "reference":  # scores, their softmax and the products pass through memory
             score_bytes = 6 * pairs * element_bytes
-        scores = attention_saved_bytes(work, heads, head_dim, self.cp.size)
+            copies = work.tokens * heads * (2 * head_dim + value_dim) * work.accumulation_bytes
+            scores = copies - query_bytes - key_value_bytes + reference_saved_bytes(work, heads, self.cp.size)
         exchanged_bytes = output_bytes if self.is_ulysses else 0  # the output before and after its exchange
         return Cost(
             attention=(AttentionProducts(flops),),
@@ -338,6 +340,13 @@ def attention_saved_bytes(work: Workload, heads: int, head_dim: int, cp: int) ->
         end = min(first + BLOCK, s)
         pairs += (end - first) * end
     return work.micro_batch * heads // cp * pairs * work.compute_bytes
+
+
+def reference_saved_bytes(work: Workload, heads: int, cp: int) -> int:
+    """What attention_reference keeps beside q, k and v: all probabilities, and the mask of a sequence. torch
+    decides which of q, k and v are copies, so the sum is within some percent."""
+    s = work.seq_len
+    return (work.micro_batch * heads // cp * work.accumulation_bytes + 1) * s * s
 
 
 def ring_exchanges(work: Workload, key_value_elements: int, ranks: int) -> tuple[Exchange, ...]:

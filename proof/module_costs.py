@@ -289,10 +289,15 @@ class Comparison:
 def check(name: str, as_json: bool, overrides: Overrides = Overrides()) -> int:
     """Prints a line for each layout. Returns 0 if all costs are right, else 1.
 
-    Raises ConfigError if the model can run under none of LAYOUTS.
+    Raises ConfigError if the model can run under none of LAYOUTS, or if what its attention keeps is not
+    counted exactly.
     """
+    if config_of_layout(name, {}, overrides).model.attention == "reference":
+        raise ConfigError("model.attention: reference is the definition, and what torch keeps of it is "
+                          "counted within some percent; leave it out under --cost")
     pool = WorkerPool(WORLD)
     comparisons: list[Comparison] = []
+    refused: dict[str, list[str]] = {}  # {why: the layouts}
     if not as_json:
         print(f"{overrides.title(name)}: a step of {WORLD} ranks, beside what the modules say that it costs")
     try:
@@ -304,8 +309,7 @@ def check(name: str, as_json: bool, overrides: Overrides = Overrides()) -> int:
             except ConfigError as error:
                 if not parallel:
                     raise
-                if not as_json:
-                    print("\n".join(hanging_lines(f"  refused {title}: ", str(error), output_width())))
+                refused.setdefault(str(error), []).append(title)
                 continue
             found = compare(title, cfg, pool.run(measure, cfg))
             comparisons.append(found)
@@ -315,6 +319,9 @@ def check(name: str, as_json: bool, overrides: Overrides = Overrides()) -> int:
 
     right = sum(not found.wrong for found in comparisons)
     if not as_json:
+        for why, titles in refused.items():
+            start = f"refused {', '.join(titles)}: "
+            print("\n".join(hanging_lines("  ", start + why, output_width())))
         print(f"{right} of {len(comparisons)} layouts cost what the modules say")
     return 0 if right == len(comparisons) else 1
 

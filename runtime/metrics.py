@@ -50,6 +50,7 @@ from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.sinks import Sink
 from runtime.slow import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
+from runtime.summary import best_validation
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
 
@@ -657,6 +658,7 @@ class MetricsLogger:
         parts = (
             self.write_final_rows,
             self.report_goodput,
+            self.report_best,
             lambda: self.close_sinks(code, reason),
             lambda: self.summary(reason, [*self.sync_hints, *hints]),
         )
@@ -693,6 +695,12 @@ class MetricsLogger:
         step = self.goodput.record.last_step or self.start_step
         self.put(step, {f"run/{name}": value for name, value in values.items()})
 
+    def report_best(self) -> None:
+        """Sends the best validation of the run, over all its starts, to the sinks."""
+        best = best_validation(read_metrics(self.run_dir)[1]) if self.file else None
+        if best is not None:
+            self.put(self.last_step, {"run/best_val_loss": best["val_loss"], "run/best_step": best["step"]})
+
     def write_final_rows(self) -> None:
         self.read_pending()
         if self.rows_since_shown:  # the run stopped between two console lines
@@ -716,6 +724,8 @@ class MetricsLogger:
         if without:
             outcome += f"   {without:,} of {self.last_step:,} steps had no target, and changed nothing"
         step, sample = self.last_sample
+        if step == 0 < self.last_step:  # of the untrained model
+            sample = ""
         name = "sample" if step == self.last_step else f"sample of step {step:,}"
         self.console.show_outcome(outcome, sample, name)
         self.console.hints("next", hints)

@@ -2,9 +2,10 @@
 
 scripts/launch.py and scripts/slurm/train.sbatch ask here, so both believe the same words. Needs no torch.
 
-    python -m runtime.restarts RUN     prints the newest step that was kept, the job's exit code, and 1 where
-                                       another start may succeed; the last two are - where no rank left a
-                                       reason
+    python -m runtime.restarts RUN     prints the newest step that was kept, the job's exit code, 1 where
+                                       another start may succeed, and the hosts whose devices compute wrongly,
+                                       as a,b; code and start are - where no rank left a reason, and hosts
+                                       where there are none
 """
 import contextlib
 import json
@@ -13,13 +14,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LOST = (1, 76, 80)  # codes of a job that lost a rank: its connection, a hang, replicas that differ
 REQUEUED = (75, 76, 80, 82)  # where an older exit reason says nothing of another start
 MAX_IDLE_RESTARTS = 3  # restarts in a row without a newer checkpoint
 FIRST_STEP = -1  # before the first checkpoint
 MEMORY_RECORD = "memory.json"  # which checkpoints in memory count (checkpoint/memory.py)
+HOST = re.compile(r"[A-Za-z0-9._-]+")  # a name
 CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed one (checkpoint/store.py)
 
 
@@ -68,15 +70,28 @@ def read_reason(run: Path) -> ExitReason | None:
     return None
 
 
-def ranks_with_wrong_devices(run: Path) -> set[int]:
-    """The ranks that found before the first step that their device computes wrongly (runtime/probes.py)."""
-    found: set[int] = set()
+def wrong_devices(run: Path) -> list[dict[str, Any]]:
+    """The reasons of the ranks that found before the first step that their device computes wrongly
+    (runtime/probes.py)."""
+    found: list[dict[str, Any]] = []
     for file in run.glob("exit_reason*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             fields = json.loads(file.read_text())
             if fields.get("wrong_device") is True:
-                found.add(int(fields["rank"]))
+                found.append(fields)
     return found
+
+
+def ranks_with_wrong_devices(run: Path) -> set[int]:
+    """See wrong_devices."""
+    ranks = {fields.get("rank") for fields in wrong_devices(run)}
+    return {rank for rank in ranks if isinstance(rank, int)}
+
+
+def hosts_with_wrong_devices(run: Path) -> set[str]:
+    """See wrong_devices."""
+    hosts = {str(fields.get("host")) for fields in wrong_devices(run)}
+    return {host for host in hosts if HOST.fullmatch(host)}
 
 
 def remove_reasons(run: Path) -> None:
@@ -110,11 +125,16 @@ class RestartCount:
         return self.num_idle <= MAX_IDLE_RESTARTS
 
 
+def words_of_hosts(hosts: set[str]) -> str:
+    """a,b; - without any."""
+    return ",".join(sorted(hosts)) or "-"
+
+
 def main(argv: Sequence[str]) -> int:
     run = Path(argv[0])
     reason = read_reason(run)
     told = "- -" if reason is None else f"{reason.code} {int(reason.requeue)}"
-    print(progress(run).newest, told)
+    print(progress(run).newest, told, words_of_hosts(hosts_with_wrong_devices(run)))
     return 0
 
 

@@ -238,6 +238,14 @@ def environment_number(name: str, default: int | None = None) -> int:
 
 # ---- threads, device, seeds, faults ------------------------------------------------------------------------
 
+def set_threads(count: int | None) -> None:
+    """Of --threads of a script; None: as torch has them, which reads OMP_NUM_THREADS. Raises ConfigError."""
+    if count is not None and count < 1:
+        raise ConfigError(f"--threads: {count}; at least 1")
+    if count is not None:
+        torch.set_num_threads(count)
+
+
 def spare_threads(local_world: int = 1) -> int:
     """CPU threads for one of `local_world` processes: at most 4, and one core of more than 2 stays free.
 

@@ -23,21 +23,19 @@ def write_summary(folder: Path, **facts: object) -> None:
 def summarize_metrics(folder: Path) -> dict[str, Any]:
     """The facts about all of a run in its metrics.jsonl.
 
-    Medians are over steps, without the first of a process's life, which compiles and connects. The best
-    validation is one after a step: of step 0 there is no checkpoint. A value is None where no row has one.
+    Medians are over steps, without the first of a process's life, which compiles and connects. A value is
+    None where no row has one.
     """
     steps, validations = read_metrics(folder, max_steps=EVERY_STEP)
     last = steps[-1] if steps else {}
     trained = [row for row in steps if row.get("targets") != 0]  # older runs do not have the field
     measured = [row for row in validations if row["val_loss"] is not None]
-    after_a_step = [row for row in measured if row["step"] > 0]
-    best = min(after_a_step, key=lambda row: row["val_loss"], default=None)
     return {
         "step": last.get("step", 0),
         "tokens": last.get("tokens", 0),
         "train_loss": trained[-1].get("loss") if trained else None,
         "validation": measured[-1] if measured else None,
-        "best_validation": best,
+        "best_validation": best_validation(validations),
         "tokens_per_s": median(steps, "tokens_per_s"),
         "mfu": median(steps, "mfu"),
         "peak_memory_gib": max((row["mem_gib"] for row in steps if row.get("mem_gib")), default=None),
@@ -45,6 +43,12 @@ def summarize_metrics(folder: Path) -> dict[str, Any]:
         "steps_without_targets": len(steps) - len(trained),  # of the skipped ones
         "minutes_in_steps": sum(row.get("step_ms") or 0 for row in steps) / MS_OF_MINUTE,
     }
+
+
+def best_validation(validations: Rows) -> dict[str, Any] | None:
+    """That with the least loss, of those after a step: of step 0 there is no checkpoint."""
+    measured = [row for row in validations if row["step"] > 0 and row["val_loss"] is not None]
+    return min(measured, key=lambda row: row["val_loss"], default=None)
 
 
 def median(rows: Rows, name: str) -> float | None:

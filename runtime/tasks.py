@@ -103,8 +103,8 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
     shots: examples in the prompt, or None for as many as the task says. limit: documents per task, or None
     for all.
     folder: of one's own task files.
-    Raises ConfigError if lm-eval is not installed, has no such task, or a task needs what
-    is not supported here.
+    Raises ConfigError if lm-eval is not installed, has no such task, cannot read its data, or if a task needs
+    what is not supported here.
     """
     try:
         from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  optional
@@ -118,8 +118,13 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
         if not manager.match_tasks([name]):
             raise ConfigError(f"--tasks: lm-eval has no task {name!r}; lm-eval ls tasks shows what it has, "
                               f"and --task-folder adds your own")
-    found = simple_evaluate(
-        model, tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False)
+    try:
+        found = simple_evaluate(
+            model, tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False)
+    except OSError as error:  # of the package datasets: no network, no such data set, no room
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"--tasks: lm-eval cannot read the data of {', '.join(names)} ({reason}); fetch it "
+                          "where there is a network, or give files of tasks") from error
     return {task: numbers_of(values) for task, values in found["results"].items()}
 
 

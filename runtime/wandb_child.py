@@ -8,7 +8,7 @@ The lines after it:
 
     {"config": {...}}                               more of what the run is
     {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
-    {"step": n, "name": ..., "text": ...}           a text that the model wrote
+    {"step": n, "name": ..., "text": ...}           a text that the model wrote: alone, and in a table "NAMEs"
     {"step": n, "name": ..., "picture": PATH}       a PNG file
     {"rewind": n}                                   the run goes back: later steps come again
     {"finish": exit code, "title": ..., "text": ..., "level": ...}    the last one: an alert, and the end
@@ -32,6 +32,7 @@ from typing import Any, TextIO
 GRACE_SECONDS = 3.0  # to finish in, after the trainer has died
 POLL_SECONDS = 0.5
 MAX_ERROR_LENGTH = 200
+MOST_TEXTS = 100  # rows of a table of texts, which is sent whole each time: the newest
 OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # what W&B shows over "tokens"
 
 
@@ -71,6 +72,7 @@ def run_wandb(trainer_pid: int) -> None:
     for names in OVER_TOKENS:
         run.define_metric(names, step_metric="tokens")
     history = HistoryStep(run.step, Path(first_line["shift_file"]))
+    texts: list[list[Any]] = []  # [step, text], of this start
     exit_code = 1
     for line in sys.stdin:
         message = json.loads(line)
@@ -86,7 +88,9 @@ def run_wandb(trainer_pid: int) -> None:
             run.alert(title=title, text="later steps are trained again", level="WARN")
         else:
             step = message["step"]
-            run.log({"step": step, **logged_values(wandb, message)}, step=history.of(step))
+            if "text" in message:
+                texts = [*texts, [step, message["text"]]][-MOST_TEXTS:]
+            run.log({"step": step, **logged_values(wandb, message, texts)}, step=history.of(step))
     run.finish(exit_code=exit_code)
 
 
@@ -122,10 +126,14 @@ def read_number(file: Path) -> int:
         return 0
 
 
-def logged_values(wandb: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """The values of a message, as run.log takes them."""
+def logged_values(wandb: Any, message: dict[str, Any], texts: list[list[Any]]) -> dict[str, Any]:
+    """The values of a message, as run.log takes them. texts: [step, text] of all until now."""
     if "text" in message:
-        return {message["name"]: wandb.Html(f"<pre>{html.escape(message['text'])}</pre>")}
+        name = message["name"]
+        return {
+            name: wandb.Html(f"<pre>{html.escape(message['text'])}</pre>"),
+            f"{name}s": wandb.Table(columns=["step", "text"], data=texts),
+        }
     if "picture" in message:
         return {message["name"]: wandb.Image(message["picture"])}
     return message["values"]

@@ -25,6 +25,7 @@ and with one that grows (weak), and prints efficiency and MFU beside the planner
 (scaling/systems.py).
 """
 import argparse
+from functools import partial
 from pathlib import Path
 
 from config import ConfigError
@@ -32,6 +33,8 @@ from config.terminal import ParagraphHelp
 from scaling.ladder_command import fit_command, ladder_command, next_command
 from scaling.sweep_command import sweep_command, systems_command
 from scaling.systems import MODES
+
+KEPT_HELP = "print what the array jobs of scripts/scaling/ ask before they requeue, and train nothing"
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -41,13 +44,14 @@ def arguments() -> argparse.ArgumentParser:
         formatter_class=ParagraphHelp,
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    add_command = partial(commands.add_parser, formatter_class=ParagraphHelp)
 
-    ladder = commands.add_parser("ladder", help="train the models of a ladder")
+    ladder = add_command("ladder", help="train the models of a ladder")
     ladder.add_argument("--out", type=Path, default=Path("runs/ladder"), help="folder of the runs")
     ladder.add_argument("--recipe", default="quickstart", help="of train.py, for what the depth leaves open")
     ladder.add_argument("--depths", default="2,3,4,5,6", help="numbers of layers: the dial")
-    ladder.add_argument("--flops", type=float, default=6e11, help="the first budget, FLOPs of a run")
-    ladder.add_argument("--budgets", type=int, default=4)
+    ladder.add_argument("--flops", type=float, default="6e11", help="the first budget, FLOPs of a run")
+    ladder.add_argument("--budgets", type=int, default=4, help="how many, from --flops on")
     ladder.add_argument("--ratio", type=int, default=2, help="between one budget and the next")
     ladder.add_argument("--aspect", type=int, default=12, help="width for each layer")
     ladder.add_argument("--head-dim", type=int, default=12, help="channels of a head")
@@ -57,39 +61,43 @@ def arguments() -> argparse.ArgumentParser:
                         "quickstart one a core, else 1)")
     ladder.add_argument("--show", action="store_true", help="print the sizes and budgets, and train nothing")
 
-    fit = commands.add_parser("fit", help="fit the laws to finished runs")
+    ladder.add_argument("--kept", action="store_true", help=KEPT_HELP)
+
+    fit = add_command("fit", help="fit the laws to finished runs")
     fit.add_argument("folder", type=Path, nargs="?", help="of a ladder")
     fit.add_argument("--points", type=Path, help="a CSV of runs, instead of a ladder")
     fit.add_argument("--out", type=Path, help="folder of the results (default: FOLDER/fit)")
     fit.add_argument("--bootstraps", type=int, default=1000, help="fits to runs drawn again")
     fit.add_argument("--json", action="store_true", help="print one JSON object")
 
-    following = commands.add_parser("next", help="foretell the loss of the next size, and run it")
-    following.add_argument("folder", type=Path)
+    following = add_command("next", help="foretell the loss of the next size, and run it")
+    following.add_argument("folder", type=Path, help="of a ladder")
     following.add_argument("--depth", type=int, help="of the next size (default: one more than the largest)")
     following.add_argument("--predict", action="store_true", help="foretell only")
     following.add_argument("--ranks", type=int, default=1, help="processes of a run, on this node")
-    following.add_argument("--bootstraps", type=int, default=1000)
+    following.add_argument("--bootstraps", type=int, default=1000, help="fits to runs drawn again")
 
-    sweep = commands.add_parser("sweep", help="learning rates and batch sizes, and the critical batch")
+    sweep = add_command("sweep", help="learning rates and batch sizes, and the critical batch")
     sweep.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the runs")
     sweep.add_argument("--recipe", default="quickstart", help="of train.py")
     sweep.add_argument("--rates", default="1e-3,2e-3,4e-3,8e-3", help="of optim.lr")
     sweep.add_argument("--batches", default="4,8,16,32,64", help="sequences of a step")
-    sweep.add_argument("--tokens", type=float, default=1e6, help="of each run")
+    sweep.add_argument("--tokens", type=float, default="1e6", help="of each run")
     sweep.add_argument("--target", type=float, help="training loss to which steps are counted (default: one "
                        "that every batch reaches)")
     sweep.add_argument("--ranks", type=int, default=1, help="processes of a run, on this node")
     sweep.add_argument("--jobs", type=int, help="runs at a time (default: as of a ladder)")
     sweep.add_argument("--only", type=int, help="one run alone, by its place from 0, as an array job does")
+    sweep.add_argument("--kept", action="store_true", help=KEPT_HELP)
 
-    systems = commands.add_parser("systems", help="strong and weak scaling over ranks and layouts")
+    systems = add_command("systems", help="strong and weak scaling over ranks and layouts")
     systems.add_argument("--out", type=Path, default=Path("runs/systems"), help="folder of the runs")
     systems.add_argument("--recipe", default="quickstart", help="of train.py")
     systems.add_argument("--ranks", default="1,2", help="numbers of processes")
     systems.add_argument("--layout", action="append", help="keys of parallel.*, as 'tp 2, zero 1'; '' is "
                          "data parallelism alone; may be given several times (default: '' and 'zero 1')")
-    systems.add_argument("--mode", choices=(*MODES, "both"), default="both")
+    systems.add_argument("--mode", choices=(*MODES, "both"), default="both",
+                         help="the same batch on all ranks, one that grows with them, or both")
     systems.add_argument("--steps", type=int, default=12, help="of each run")
     systems.add_argument("--cluster", help="of configs/clusters.yaml, for the forecast (default: on a CPU "
                          "this machine is measured)")

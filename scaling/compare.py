@@ -68,14 +68,27 @@ SHOWN_DIGITS = 12  # of a fingerprint
 EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
 DIVERGED = "diverged"
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #333; max-width: 1150px; margin: 2em auto }
+:root { color-scheme: light dark; --ink: #333; --paper: #fff; --rule: #e6e6e6 }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1220px;
+  margin: 2em auto; padding: 0 1.2em }
+h1 { overflow-wrap: anywhere }
+.wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
-th, td { text-align: right; padding: 0.25em 0.8em; border-bottom: 1px solid #e6e6e6; white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
-img { max-width: 100% }
+th, td { text-align: right; padding: 0.25em 0.7em; border-bottom: 1px solid var(--rule) }
+td { white-space: nowrap }
+th { vertical-align: bottom }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere;
+  min-width: 11em }
+.wide img { width: 100%; min-width: 680px }
 summary { cursor: pointer; font-size: 1.2em; margin: 1.2em 0 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #ddd; --paper: #191919; --rule: #3a3a3a }
+  img { filter: invert(0.9) hue-rotate(180deg) }
+}
 """
-SMOOTHING_TEXT = f"mean over the last {SMOOTHING:.0%} of the tokens before a point"
+SINGLE_STEPS = int(1 / SMOOTHING)  # of a run, whose means are over one step
+SMOOTHING_TEXT = (f"mean over the last {SMOOTHING:.0%} of the tokens before a point (a single step in the "
+                  f"first {SINGLE_STEPS})")
 
 
 @dataclass(frozen=True)
@@ -357,10 +370,17 @@ def shares_of(paths: str | None) -> tuple[Fraction, ...]:
 # ---- as a table --------------------------------------------------------------------------------------------
 
 
+def is_flops_another_axis(runs: list[Run]) -> bool:
+    """Whether runs compare otherwise at equal FLOPs than at equal tokens: they take other FLOPs a token."""
+    ratios = np.concatenate([run.flops / run.tokens for run in runs])
+    return not np.allclose(ratios, ratios[0], rtol=1e-6)
+
+
 def table_rows(runs: list[Run]) -> list[dict[str, str]]:
     """A row for each run: {column: text}."""
     tokens = min(run.tokens[-1] for run in runs)
     flops = min(run.flops[-1] for run in runs)
+    has_flops = is_flops_another_axis(runs)
     rows: list[dict[str, str]] = []
     for run in runs:
         rows.append({
@@ -372,7 +392,7 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
             "bits/byte": bits_text(run),
             "train loss": DIVERGED if run.has_diverged else loss_text(run.smooth_loss[-1]),
             f"at {short_number(tokens)} tokens": loss_text(run.loss_at(tokens)),
-            f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops)),
+            **({f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops))} if has_flops else {}),
             "tokens/s": median_text(run.tokens_per_s, short_number),
             "MFU": median_text(run.mfu, "{:.1%}".format),
             "state": state_of(run),
@@ -441,27 +461,33 @@ def median_text(values: Array, text_of: Callable[[float], str]) -> str:
 
 
 def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str]:
-    """Lines with aligned columns: the first to the left, numbers to the right. width: of the terminal."""
-    return table_lines(rows, to_left=[next(iter(rows[0]))], first_to_go=FIRST_TO_GO, width=width)
+    """Lines with aligned columns: the first to the left, numbers to the right; a last one names the columns
+    for which the terminal is too narrow. width: of the terminal."""
+    first = next(iter(rows[0]))
+    return table_lines(rows, to_left=[first], first_to_go=FIRST_TO_GO, width=width, whole_in="--json")
 
 
 # ---- as a picture ------------------------------------------------------------------------------------------
 
 
 def draw_runs(runs: list[Run]) -> bytes:
-    """Losses over tokens and over FLOPs, side by side: a PNG."""
+    """Losses over tokens, and beside them over FLOPs where that is another picture: a PNG."""
     # not pyplot: it has global state and looks for a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(11, 4.6), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(drawing)
-    by_tokens, by_flops = drawing.subplots(1, 2, sharey=True)
+    panels: dict[str, Callable[[Run], Array]] = {"tokens": lambda run: run.tokens}
+    if is_flops_another_axis(runs):
+        panels["FLOPs"] = lambda run: run.flops
+    all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     looks = cycle(product(STYLES, COLOURS))
     for run, (style, colour) in zip(runs, looks):
         losses = run.smooth_loss
         shown = np.unique(np.linspace(0, len(losses) - 1, MOST_DRAWN).astype(int))
-        for axes, x in ((by_tokens, run.tokens), (by_flops, run.flops)):
+        for axes, of_run in zip(all_axes, panels.values()):
+            x = of_run(run)
             axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=run.name)
             validated = np.interp(run.validation_tokens, run.tokens, x)
             axes.plot(validated, run.validation_loss, "o", color=colour, ms=4.5, mec="white", mew=0.7)
@@ -470,14 +496,13 @@ def draw_runs(runs: list[Run]) -> bytes:
     late = late[np.isfinite(late)]
     if len(late):
         margin = 0.05 * (late.max() - late.min()) + 1e-6
-        by_tokens.set_ylim(late.min() - margin, late.max() + margin)
-    by_tokens.set_ylabel("loss (nats per token)")
-    by_tokens.set_xlabel("tokens")
-    by_flops.set_xlabel("FLOPs")
-    for axes in (by_tokens, by_flops):
+        all_axes[0].set_ylim(late.min() - margin, late.max() + margin)
+    all_axes[0].set_ylabel("loss (nats per token)")
+    for axes, unit in zip(all_axes, panels):
+        axes.set_xlabel(unit)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e6e6e6", lw=0.6)
-    by_flops.legend(frameon=False, fontsize=9)
+    all_axes[-1].legend(frameon=False, fontsize=9)
     title = f"lines: training loss, {SMOOTHING_TEXT}; dots: validation"
     drawing.suptitle(title, x=0.01, ha="left", fontsize=10, color="#333333")
     out = io.BytesIO()
@@ -495,11 +520,13 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     parts = [
         "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        '<meta name=viewport content="width=device-width, initial-scale=1">',
         refresh,
         f"<title>{html.escape(', '.join(run.name for run in runs))}</title>",
         f"<style>{STYLE}</style></head><body>",
-        f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'}</h1>",
-        f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}">',
+        f"<h1>{html.escape(runs[0].name) if len(runs) == 1 else f'{len(runs)} runs'}</h1>",
+        '<div class=wide>',
+        f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}"></div>',
         f"<h2>Results</h2><p>Training losses: {SMOOTHING_TEXT}.</p>",
         html_table(table_rows(runs)),
         *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
@@ -518,8 +545,8 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
 
 def html_table(rows: list[dict[str, str]]) -> str:
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-    lines = [f"<table><tr>{heads}</tr>"]
+    lines = [f"<div class=wide><table><tr>{heads}</tr>"]
     for row in rows:
         cells = "".join(f"<td>{html.escape(value)}</td>" for value in row.values())
         lines.append(f"<tr>{cells}</tr>")
-    return "\n".join([*lines, "</table>"])
+    return "\n".join([*lines, "</table></div>"])

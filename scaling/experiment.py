@@ -18,6 +18,7 @@ import numpy as np
 
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
+from runtime import restarts
 from runtime.lines import is_missing, read_metrics
 from runtime.stop import SIGNALS, is_under_nohup
 from scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
@@ -96,6 +97,18 @@ def torchrun_words(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
+def kept_line(runs: Iterable[Path]) -> str:
+    """For the scripts of array jobs: the steps that these runs have kept, 1 or 0 for whether another start
+    may succeed of all that have not finished (- without any), and the hosts whose devices compute wrongly.
+    """
+    folders = [*runs]
+    steps = sum(restarts.progress(folder).newest for folder in folders)
+    reasons = [reason for reason in map(restarts.read_reason, folders) if reason and reason.code]
+    again = str(int(all(reason.requeue for reason in reasons))) if reasons else "-"
+    hosts = [host for folder in folders for host in restarts.hosts_with_wrong_devices(folder)]
+    return f"{steps} {again} {restarts.words_of_hosts(set(hosts))}"
+
+
 def run_all(chains: Iterable[Callable[[], int]], jobs: int) -> int:
     """Calls all chains, `jobs` at a time. Returns the first exit code that is not 0: after it none begins."""
     failed: list[int] = []
@@ -148,7 +161,7 @@ def run_size(
             loss = final_loss(folder / run.name, run.steps)
         is_diverged = loss is not None and math.isnan(loss)
         report(f"{run.name}: diverged: its validation loss is not finite" if is_diverged
-               else f"{run.name}: validation loss {loss}")
+               else f"{run.name}: validation loss {loss:.4f}")
     return 0
 
 

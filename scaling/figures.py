@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from scaling.laws import Fit
-from scaling.optimum import Optimum, Parabola, envelope, smoothed
+from scaling.optimum import SMOOTHING, Optimum, Parabola, envelope, smoothed
 from scaling.points import Array, Points
 from scaling.sweep import CriticalBatch, SweepCurve
 from scaling.systems import MODES, MeasuredCell, efficiencies
@@ -78,7 +78,7 @@ def draw_isoflop(points: Points, parabolas: list[Parabola], path: Path) -> None:
 def draw_envelope(curves: dict[float, tuple[Array, Array]], path: Path) -> None:
     """Training losses over FLOPs of all sizes, and their lower envelope."""
     smooth = {size: (flops, smoothed(flops, loss)) for size, (flops, loss) in curves.items()}
-    title = "training loss over FLOPs, smoothed, with its envelope"
+    title = f"training loss over FLOPs, mean over the last {SMOOTHING:.0%} before a point, with its envelope"
     with figure(path, title, "FLOPs", "training loss (nats per token)") as axes:
         axes.set_xscale("log")
         for (size, (flops, loss)), colour in zip(smooth.items(), shades(len(smooth))):

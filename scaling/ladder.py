@@ -29,6 +29,7 @@ FFN_MULTIPLE = 16
 DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % enough)
 STEP_UNIT = round(1 / DECAY_FRACTION)  # steps of a run are a multiple: its decay begins at a whole step
 LEAST_STEPS = 50  # of the shortest run
+TRIED_FACTORS = (2, 4, 8, 16, 32, 64, 128)  # of more FLOPs and smaller batches, where runs are too short
 LEAST_BUDGETS = 2  # a power law of the budget goes through two or more
 WARMUP_SHARE = 0.1  # of the shortest run: what train.py gives a run of its own at most
 # what a ladder sets itself in every run, besides what follows from the depth (model_keys)
@@ -150,9 +151,49 @@ def check_ladder(ladder: Ladder) -> None:
             budget = ladder.all_flops()[run.budget]
             raise ConfigError(
                 f"--flops: {run.name} would have {run.steps} steps in {budget:.3g} FLOPs, and fewer than "
-                f"{LEAST_STEPS} show no law; raise --flops, or set a smaller train.global_batch"
+                f"{LEAST_STEPS} show no law; {ways_to_more_steps(ladder)}"
             )
     check_warmup(ladder)
+
+
+def ways_to_more_steps(ladder: Ladder) -> str:
+    """What makes the runs of a ladder long enough: each of the ways has been tried."""
+    settings = dict(ladder.settings)
+    train = config_of_depth(ladder, min(ladder.depths)).train
+
+    def with_batch(batch: int) -> Ladder:
+        more = {"train.global_batch": str(batch), "train.micro_batch": str(min(batch, train.micro_batch))}
+        return replace(ladder, settings=tuple((settings | more).items()))
+
+    found: list[str] = []
+    for times in TRIED_FACTORS:
+        if is_long_enough(replace(ladder, flops=ladder.flops * times)):
+            found.append(f"--flops {ladder.flops * times:.3g}")
+            break
+    for divisor in TRIED_FACTORS:
+        batch = train.global_batch // divisor
+        if batch and is_long_enough(with_batch(batch)):
+            words = dict(with_batch(batch).settings)
+            found.append(words_text(words, ("train.global_batch", "train.micro_batch")))
+            break
+    return f"try {', or '.join(found)}" if found else "raise --flops"
+
+
+def words_text(settings: dict[str, str], keys: tuple[str, ...]) -> str:
+    """These keys as a command line sets them."""
+    return " ".join(words_of((key, settings[key]) for key in keys))
+
+
+def is_long_enough(ladder: Ladder) -> bool:
+    """Whether all runs have LEAST_STEPS and more, and the warmup leaves them their stable part."""
+    if any(run.steps < LEAST_STEPS for run in runs_of(ladder)):
+        return False
+    try:
+        check_warmup(ladder)
+        check_rules(config_of_depth(ladder, min(ladder.depths)))
+    except ConfigError:
+        return False
+    return True
 
 
 def check_settings(ladder: Ladder) -> None:
@@ -181,7 +222,7 @@ def check_warmup(ladder: Ladder) -> None:
         raise ConfigError(
             f"optim.warmup: {warmup} steps in all runs of depth {depth}, of which {shortest.name} has "
             f"{shortest.steps} and decays from step {shortest.branch_step} on; set it to a tenth, "
-            f"{int(WARMUP_SHARE * shortest.steps)}, or raise --flops"
+            f"--optim.warmup {int(WARMUP_SHARE * shortest.steps)}, or raise --flops"
         )
 
 

@@ -2,6 +2,8 @@
 import argparse
 import json
 import math
+import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 from config import ConfigError
 from config.terminal import output_width, wrapped
 from scaling import figures
-from scaling.experiment import final_loss, ladder_points, run_ladder, training_curves
+from scaling.experiment import final_loss, kept_line, ladder_points, run_ladder, training_curves
 from scaling.ladder import (
     Ladder,
     check_ladder,
@@ -21,13 +23,14 @@ from scaling.ladder import (
     warmup_line,
     write_ladder,
 )
-from scaling.laws import CHINCHILLA, KAPLAN, Fit, fit_law
+from scaling.laws import CHINCHILLA, KAPLAN, Fit, Law, fit_law
 from scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
 from scaling.points import Array, Points, check_enough, read_points, write_points
 from scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
 from scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, jobs_of, parse_settings, say
 
 LEAST_BOOTSTRAPS = 2  # a percentile is of several draws
+SECONDS_BETWEEN_LINES = 10.0  # of progress
 
 # ---- ladder ------------------------------------------------------------------------------------------------
 
@@ -47,13 +50,16 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
     if args.rung is not None and not 0 <= args.rung < len(ladder.depths):
         raise ConfigError(f"--rung: {args.rung}, and the places of --depths {args.depths} are 0 to "
                           f"{len(ladder.depths) - 1}")
+    depth = None if args.rung is None else ladder.depths[args.rung]
+    if args.kept:
+        say(kept_line(args.out / run.name for run in runs_of(ladder, depth)))
+        return 0
     jobs = jobs_of(args)
     say(describe_ladder(ladder))
     say_warmups(ladder, ladder.depths)
     if args.show:
         return 0
     write_ladder(ladder, args.out)
-    depth = None if args.rung is None else ladder.depths[args.rung]
     code = run_ladder(ladder, runs_of(ladder, depth), args.out, ranks=args.ranks, jobs=jobs, report=say)
     if code == 0 and args.rung is None:
         say(f"next     python -m scripts.scaling fit {args.out}")
@@ -90,7 +96,7 @@ def fit_command(args: argparse.Namespace) -> int:
         points, out = ladder_points(ladder, args.folder), args.out or args.folder / "fit"
     check_enough(points)
 
-    fits = [fit_law(law, points, args.bootstraps) for law in (CHINCHILLA, KAPLAN)]
+    fits = [told_fit(law, points, args.bootstraps) for law in (CHINCHILLA, KAPLAN)]
     out.mkdir(parents=True, exist_ok=True)
     write_points(points, out / "points.csv")
     budgets = np.geomspace(points.flops.min(), points.flops.max(), 4)
@@ -121,6 +127,19 @@ def fit_command(args: argparse.Namespace) -> int:
     if ladder is not None:
         say(f"next     python -m scripts.scaling next {args.folder}")
     return 0
+
+
+def told_fit(law: Law, points: Points, bootstraps: int) -> Fit:
+    """fit_law, which says now and then on stderr how far it is."""
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if time.monotonic() >= told + SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            print(f"{law.name}: {done:,} of {bootstraps:,} fits to runs drawn again", file=sys.stderr)
+
+    return fit_law(law, points, bootstraps, tell=tell)
 
 
 def check_bootstraps(count: int) -> None:
@@ -184,7 +203,7 @@ def next_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"--depth: {depth} is in the ladder; the next size is one that is not")
 
     # foretold and written down before it is run
-    fit = fit_law(CHINCHILLA, points, args.bootstraps)
+    fit = told_fit(CHINCHILLA, points, args.bootstraps)
     runs = runs_of(ladder, depth)
     for run in runs:
         line = forecast_line(forecast(fit, run.name, run.parameters, run.tokens))

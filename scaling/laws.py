@@ -159,13 +159,23 @@ KAPLAN = Law(
 # ---- the fit -----------------------------------------------------------------------------------------------
 
 
-def fit_law(law: Law, points: Points, bootstraps: int = 1000, seed: int = 0) -> Fit:
-    """The law whose sum of Huber losses over the points is least. bootstraps: fits to runs drawn again."""
+def fit_law(
+    law: Law,
+    points: Points,
+    bootstraps: int = 1000,
+    seed: int = 0,
+    tell: Callable[[int], object] = lambda done: None,
+) -> Fit:
+    """The law whose sum of Huber losses over the points is least. bootstraps: fits to runs drawn again.
+
+    tell: called before each of these with the number of those that are done.
+    """
     ends = [minimize_from(start, law, points) for start in best_starts(law, points)]
     theta = min(ends, key=lambda end: float(huber_sum(law, end, points)))
     random = np.random.default_rng(seed)
     draws: list[Array] = []
-    for _ in range(bootstraps):
+    for done in range(bootstraps):
+        tell(done)
         drawn = points.take(random.integers(0, len(points), len(points)))
         draws.append(minimize_from(theta, law, drawn))
     return Fit(law, theta, np.array(draws or [theta]))

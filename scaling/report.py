@@ -11,6 +11,7 @@ from scaling.points import NON_EMBEDDING, Points
 
 LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval
 BUDGET_WIDTH = 2 + 30  # of a budget
+UNDETERMINED = 10.0  # between the ends of a number's interval
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,18 @@ def law_lines(fit: Fit, points: Points) -> list[str]:
         lines.append(f"  N counts all parameters: the points have no column {NON_EMBEDDING}")
     for name, value in fit.numbers.items():
         low, high = intervals[name]
-        lines.append(f"  {name:<8}{value:>14.5g}   95 %: {low:.5g} to {high:.5g}")
+        unknown = "" if is_determined(low, high) else "   not determined by these points"
+        lines.append(f"  {name:<8}{value:>14.5g}   95 %: {low:.5g} to {high:.5g}{unknown}")
     predicted = np.exp(fit.law.log_loss(fit.theta, np.log(fit.law.sizes(points)), np.log(points.tokens)))
     error = np.abs(predicted / points.loss - 1)
     lines.append(f"  error of a run: median {np.median(error):.2%}, largest {error.max():.2%}; "
                  f"sum of Huber losses {float(huber_sum(fit.law, fit.theta, points)):.3g}")
     return lines
+
+
+def is_determined(low: float, high: float) -> bool:
+    """Whether an interval says something: its ends, which are above 0, are within a power of ten."""
+    return high < UNDETERMINED * low
 
 
 def optimum_lines(optima: list[Optimum], budgets: list[float], width: int | None = None) -> list[str]:

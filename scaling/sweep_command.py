@@ -13,7 +13,7 @@ from plan.machine import read_machine
 from runtime.guard import NonFiniteLoss
 from runtime.setup import pick_device
 from scaling import figures
-from scaling.experiment import Programs, run_all, torchrun_words
+from scaling.experiment import Programs, kept_line, run_all, torchrun_words
 from scaling.settings import (
     LAPTOP_MODEL,
     LAPTOP_SETTINGS,
@@ -72,6 +72,9 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
         if not 0 <= args.only < len(runs):
             raise ConfigError(f"--only: {args.only}, and the runs are 0 to {len(runs) - 1}")
         runs = [runs[args.only]]
+    if args.kept:
+        say(kept_line(args.out / run.name for run in runs))
+        return 0
     keep_sweep(sweep, args.out)
 
     with Programs() as programs:

@@ -320,7 +320,9 @@ def systems_lines(measured: list[MeasuredCell], width: int | None = None) -> lis
             "its efficiency": percent(row["forecast_efficiency"]),
             "its MFU": percent(row["forecast_mfu"]),
         })
-    return table_lines(shown, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width)
+    return table_lines(
+        shown, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width, whole_in="systems.csv"
+    )
 
 
 def number_text(value: object, form: str) -> str:

@@ -94,8 +94,7 @@ def report(runs: list[Run], as_json: bool) -> None:
         return
     width = output_width()
     print("\n".join(text_table(table_rows(runs), width)))
-    print(f"training losses: {SMOOTHING_TEXT}")
-    for line in doubts(runs):
+    for line in (f"training losses: {SMOOTHING_TEXT}", *doubts(runs)):
         print("\n".join(wrapped(line, width)))
     print()
     if len(runs) > 1:

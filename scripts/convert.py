@@ -584,12 +584,14 @@ def arguments() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="from-hf | to-hf")
 
-    importer = commands.add_parser("from-hf", help="a Hugging Face folder -> a run folder")
+    importer = commands.add_parser("from-hf", help="a Hugging Face folder -> a run folder",
+                                   formatter_class=ParagraphHelp)
     importer.add_argument("folder", metavar="DIR", type=Path,
                           help="config.json, *.safetensors, tokenizer files")
     importer.add_argument("run", metavar="RUN", type=Path, help="run folder to make")
 
-    exporter = commands.add_parser("to-hf", help="a run -> a Hugging Face folder")
+    exporter = commands.add_parser("to-hf", help="a run -> a Hugging Face folder",
+                                   formatter_class=ParagraphHelp)
     exporter.add_argument("run", metavar="RUN",
                           help="run folder (its newest checkpoint) or checkpoint folder")
     exporter.add_argument("folder", metavar="DIR", type=Path, help="folder to make")

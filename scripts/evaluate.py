@@ -36,6 +36,7 @@ from model.generate import generate
 from parallel.microbatch import Microbatch
 from runtime.evaluate import loss_report
 from runtime.failure import fail_cleanly
+from runtime.setup import set_threads
 from runtime.tasks import EvaluationModel, run_tasks
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
@@ -65,12 +66,15 @@ def arguments() -> argparse.ArgumentParser:
     add("--task-folder", help="--tasks: a folder with your own task files")
     add("--special", action="store_true",
         help="--tasks: control tokens that texts spell are such, as in lm-eval, and not text")
+    add("--threads", type=int, metavar="N",
+        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
+    set_threads(args.threads)
     tasks = file_tasks(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = load_run(args.run, device, args.dtype, args.weights, args.tokenizer, args.eod)

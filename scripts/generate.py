@@ -26,6 +26,7 @@ from data.prompts import SYSTEM, USER
 from data.tokenizer import continuation
 from model.generate import generate
 from runtime.failure import fail_cleanly
+from runtime.setup import set_threads
 
 FROM_TERMINAL = "-"
 NEW_TOKENS, NEW_TOKENS_OF_ANSWER = 100, 500
@@ -62,8 +63,10 @@ def arguments() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
     add("--top-k", type=int, help="sample from the k most likely tokens")
     add("--top-p", type=float, help="sample from the smallest set of tokens with this probability")
-    add("--seed", type=int, default=0)
-    add("--samples", type=int, default=1)
+    add("--seed", type=int, default=0, help="of the first sample; the next has the next number")
+    add("--samples", type=int, default=1, help="texts of --prompt")
+    add("--threads", type=int, metavar="N",
+        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
     add("--json", action="store_true", help="print one JSON object for each sample, or for each answer")
     return parser
 
@@ -99,6 +102,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     check_ranges(args)
     check_together(args)
+    set_threads(args.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = load_run(args.run, device, weights=args.weights, tokenizer_spec=args.tokenizer, eod=args.eod)
     if args.chat:

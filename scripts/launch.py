@@ -22,6 +22,7 @@ checkpoint, with the ranks that are left.
   --regrow they stay out until this command is given again.
 - Processes wait with their imports done, as many as ranks, or --spares of them: the next start is sooner.
 - Three restarts in a row that bring no newer checkpoint end the job, with the last exit code.
+
 With parallel.elastic alone, and over several nodes, a start takes as many ranks as the layout can use.
 
 The ranks of one node meet at 127.0.0.1, at a free port. Those of several nodes meet at --rdzv, a host and

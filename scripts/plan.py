@@ -53,9 +53,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", nargs="?", help="recipe")
-    add("--gpus", type=parse_span, metavar="N|MIN:MAX")
+    add("--gpus", type=parse_span, metavar="N|MIN:MAX", help="of the job; MIN:MAX: of an elastic one")
     add("--cluster", help="a cluster of configs/clusters.yaml")
-    add("--top", type=int, default=10)
+    add("--top", type=int, default=10, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
@@ -298,11 +298,9 @@ def headline(cfg: Config, args: argparse.Namespace) -> str:
 def table(reports: list[dict], width: int | None) -> list[str]:
     """The reports as lines of aligned columns; where they are too wide, a line says which are left out."""
     rows = [table_row(each) for each in reports]
-    lines = table_lines(rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width)
-    missing = [name for name in FIRST_TO_GO if name not in lines[0]]
-    if missing:
-        lines += wrapped(f"too narrow for: {', '.join(missing)} (--json has all)", width)
-    return lines
+    return table_lines(
+        rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width, whole_in="--json"
+    )
 
 
 def memory_lines(numbers: dict) -> list[str]:

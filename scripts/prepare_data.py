@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     with until_closed_pipe():
         if args.show is not None:
             show(args.out, args.show)
-        print(json.dumps(report) if args.json else summary(report))
+        print(json.dumps(report) if args.json else summary(report, run_of_tokenizer(args.tokenizer)))
     return 0
 
 
@@ -197,8 +197,15 @@ def show(out: str, count: int) -> None:
         print()
 
 
-def summary(report: dict) -> str:
-    """The report as lines of text."""
+def run_of_tokenizer(spec: str) -> pathlib.Path | None:
+    """The run whose tokenizer this is, RUN/tokenizer: the data is most likely for its model."""
+    folder = pathlib.Path(spec)
+    is_run = folder.name == "tokenizer" and (folder.parent / "config.yaml").exists()
+    return folder.parent if is_run else None
+
+
+def summary(report: dict, run: pathlib.Path | None = None) -> str:
+    """The report as lines of text. run: see run_of_tokenizer."""
     text_bytes, tokens = report["text_bytes"], report["tokens"]
     left_out = ""
     for key, name in (("bad", "bad records"), ("empty", "empty documents")):
@@ -231,7 +238,11 @@ def summary(report: dict) -> str:
     lines: list[str] = []
     for label, text in parts.items():
         lines += hanging_lines(f"{label:<{LABEL_WIDTH}}", text, width)
-    next_step = f"python train.py --data.path {shlex.quote(report['out'])}"
+    next_step = "python train.py"
+    if run is not None:
+        words = ["--config", str(run / "config.yaml"), "--log.name", pathlib.Path(report["out"]).name]
+        next_step += f" {shlex.join([*words, '--checkpoint.init_from', str(run)])}"
+    next_step += f" --data.path {shlex.quote(report['out'])}"
     next_step += split_of_few(report["documents"])
     if report["chat"]:
         next_step += " --data.pack best_fit --data.doc_mask true"

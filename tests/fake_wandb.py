@@ -35,6 +35,8 @@ class Run:
         tell("finish", exit_code)
 def Html(text):
     return ["html", text]
+def Table(columns, data):
+    return ["table", columns, data]
 def Image(path):
     return ["image", path]
 def init(**k):

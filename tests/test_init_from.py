@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ranks import corpus, job
@@ -15,8 +17,10 @@ from safetensors.torch import load_file
 from tokenizer_families import make_tokenizer
 
 from checkpoint import store
+from checkpoint.origin import parts_by_rows, same_ids_of
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
+from parallel.sharding.boxes import Box
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -338,6 +342,35 @@ def check_rows(found, fresh, source, same_ids: dict[int, int], size: int) -> int
             assert torch.equal(found[key][token_id], wanted), (key, token_id, other)
         assert torch.equal(found[key][size:], fresh[key][size:])
     return len(same_ids)
+
+
+def test_a_rank_takes_of_the_rows_its_own_wherever_they_stand_there():
+    """Neighbours in either order, rows that are nowhere, rows that two take, and what one rank holds."""
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        here, there = draw.integers(1, 30, 2)
+        number = np.arange(here)
+        rows = draw.choice([number + draw.integers(9), here - number, draw.integers(-2, there, here)])
+        rows = np.where((rows < there) & (draw.random(here) < 0.9), rows, -1)
+        stored = torch.arange(there * 4).view(there, 4)
+        begin, end = sorted(draw.integers(0, here + 1, 2).tolist())
+        found = torch.full((end - begin, 2), -1)
+        for part, values in parts_by_rows(Box("w", (here, 4), (begin, 1), (end - begin, 2)), found, rows):
+            assert part.size == tuple(values.shape) and 0 not in part.size
+            (first, column), (count, columns) = part.start, part.size
+            values.copy_(stored[first:first + count, column:column + columns])
+        for row, number in zip(found.tolist(), rows[begin:end].tolist()):
+            assert row == ([-1, -1] if number < 0 else stored[number, 1:3].tolist())
+
+
+def test_ids_that_the_model_there_has_no_row_of_are_not_taken(tmp_path):
+    """A tokenizer may have more ids than its model."""
+    (tmp_path / "tokenizer").mkdir()
+    index = SimpleNamespace(path=tmp_path / "checkpoints" / "step_1", meta={"tokenizer": "f"})
+    ids = np.array([3, 0, -1, 7, 5, 4])
+    for vocab, want in ((5, [3, 0, -1, -1, -1, 4]), (6, [3, 0, -1, -1, 5, 4]), (99, ids.tolist())):
+        found = same_ids_of(index, SimpleNamespace(vocab=vocab), lambda folder, fingerprint: ids)
+        assert found.tolist() == want
 
 
 @pytest.mark.slow

@@ -501,14 +501,14 @@ def test_a_batch_that_is_refused_at_a_resume_names_the_branch_that_changes_it(tm
     assert [row["tokens"] for row in rows if "loss" in row][:2] == [4 * 64 + 128, 4 * 64 + 2 * 128]
 
 
-def test_the_text_of_a_stopped_run_says_when_it_was_written(tmp_path, monkeypatch):
-    """A run that ends before its first validation has only that of the untrained model: no best one."""
+def test_a_stopped_run_shows_no_text_of_the_untrained_model(tmp_path, monkeypatch):
+    """A run that ends before its first validation has only that one: no best one, and no sample."""
     lives = Lives(tmp_path, monkeypatch)
     words = lives.argv(Start("short", {"eval.sample": 4, "eval.every": 100}))
     lives.name = "short"
     assert run(tmp_path, "short", "step.begin:step=2:act=SIGTERM", args=words) == 75
     (line,) = [line for line in (tmp_path / "short.log").read_text().splitlines() if "stopped after" in line]
-    assert "sample of step 0: " in line
+    assert "sample" not in line
     assert json.loads((tmp_path / "short" / "summary.json").read_text())["best_validation"] is None
 
     lives.name = "short"

@@ -584,3 +584,32 @@ def test_a_failure_while_a_phase_begins_leaves_a_summary(tmp_path):
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert summary["finished"] is False and summary["step"] == 3
     assert summary["reason"] == "ended as the phase after step 3 began"
+
+
+LOOKS = (
+    "check_free_space", "quick_check", "newest_checkpoint", "committed_checkpoints", "remove_leftovers",
+    "commit", "publish",
+)
+
+
+def test_rank_0_alone_looks_at_the_folder_of_checkpoints(tmp_path):
+    """At saves, between phases, at a resume, and where another run begins: two ranks may see a folder
+    otherwise, and go the same way."""
+
+    def refuse(*args, **more):
+        raise AssertionError("another rank than 0 looks")
+
+    def blind(rank):
+        for name in LOOKS if rank else ():
+            assert hasattr(store, name)
+            setattr(store, name, refuse)
+
+    words = ["llama3-tiny", *MODEL, "--parallel.pp", "2", "--parallel.zero", "1", "--checkpoint.every", "1"]
+    words += ["--data.path", corpus(tmp_path)]
+    words += ["--train.phases", write_phases(tmp_path, "- {after_steps: 2, optim.lr: 1e-4}")]
+    words += ["--log.dir", str(tmp_path)]
+    begun = ["--checkpoint.init_from", str(tmp_path / "r")]
+    for name, more in (("r", ["--train.steps", "3"]), ("r", ["--train.steps", "4"]),
+                       ("n", ["--train.steps", "3", *begun])):
+        end = job(tmp_path / "logs", 4, [*words, "--log.name", name, *more], before=blind)
+        assert end.codes == [0] * 4, end.logs

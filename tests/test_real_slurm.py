@@ -219,3 +219,42 @@ def test_an_array_of_jobs_runs_the_rungs_of_a_ladder(jobs):
         assert jobs.wait_end(f"{array}_{rung}") == "COMPLETED 0:0", jobs.printed(f"rung{rung}")
     summaries = {file.parent.name: json.loads(file.read_text()) for file in folder.glob("*/summary.json")}
     assert len(summaries) == 4 and all(summary["finished"] for summary in summaries.values()), summaries
+
+
+REQUEUED = """#!/bin/bash
+source scripts/slurm/requeue.sh
+nodes_of_hosts() { [ "$1" = - ] || echo "$1"; } # the nodes here are of one host
+trap 'echo ended by SLURM; exit' TERM
+echo "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || exit 0
+[ "${SLURM_ARRAY_TASK_ID:-1}" = 1 ] || { sleep 8; echo whole; exit 0; }
+requeue "${BAD:-$SLURM_JOB_NODELIST}"
+exit 0
+"""
+
+
+def test_a_job_comes_back_on_another_node(jobs):
+    script = jobs.home / "requeued.sh"
+    script.write_text(REQUEUED)
+    out = jobs.home / "bad.out"
+    words = ("--partition=low", "--nodes=1", "--requeue", "--open-mode=append")
+    job = jobs.sbatch(*words, f"--output={out}", str(script))
+    jobs.wait_restart(job)
+    assert jobs.wait_end(job) == "COMPLETED 0:0", out.read_text()
+    starts = [line.split()[-1] for line in out.read_text().splitlines() if line.startswith("start ")]
+    assert len(starts) == 2 and starts[0] != starts[1], out.read_text()
+
+
+def test_one_job_of_an_array_is_requeued_alone(jobs):
+    """The last that starts has the number of the array."""
+    script = jobs.home / "requeued.sh"
+    script.write_text(REQUEUED)
+    words = ("--partition=low", "--nodes=1", "--requeue", "--open-mode=append", "--array=0-1")
+    array = jobs.sbatch(*words, f"--output={jobs.home}/array-%a.out", str(script), BAD="-")
+    ends = [jobs.home / "array-0.out", jobs.home / "array-1.out"]
+    jobs.cluster.wait_for("end of both", lambda: all(
+        jobs.cluster.job(f"{array}_{number}")["JobState"] in ENDED for number in (0, 1)
+    ), 240)
+    first, second = (end.read_text() for end in ends)
+    assert first.count("start ") == 1 and first.endswith("whole\n"), first
+    assert second.count("start ") == 2, second

@@ -29,7 +29,11 @@ SCONTROL = """#!/bin/bash
 echo "scontrol $*" >> "$CALLS"
 case "$1 $2" in
     "show hostnames") printf "node7\\nnode8\\n" ;;
-    "show node") printf "NodeName=%s Arch=x86_64\\n   NodeAddr=10.1.2.3 NodeHostName=host3\\n" "$3" ;;
+    "show node")
+        echo "NodeName=$3 Arch=x86_64"
+        echo "   NodeAddr=10.1.2.3 NodeHostName=host${3#node}"
+        ;;
+    "show job") echo "JobId=$3 ReqNodeList=(null) ExcNodeList=$EXCLUDED" ;;
 esac
 """
 # stands in for the launcher alone: waits for a STOP file where told to, leaves a checkpoint and an exit
@@ -37,6 +41,7 @@ esac
 PYTHON = """#!/bin/bash
 case "$*" in *scripts.launch*) ;; *) exec "$REAL" "$@" ;; esac
 echo "launch $*" >> "$CALLS"
+echo "words of the ranks"
 echo "secret $BEVATRON_STORE_SECRET" >> "$CALLS"
 while [ -n "$WAIT" ] && [ ! -e "$RUN/STOP" ]; do sleep 0.02; done
 [ -z "$WAIT" ] || echo "STOP says $(cat "$RUN/STOP")" >> "$CALLS"
@@ -121,6 +126,19 @@ def test_each_job_seals_the_words_of_its_ranks(tmp_path):
     (first,), (second,) = told
     assert first != second and all(re.fullmatch("[0-9a-f]{32}", secret) for secret in (first, second))
     assert "secret mine\n" in submit(tmp_path, code="0", BEVATRON_STORE_SECRET="mine")[1]
+
+
+@pytest.mark.parametrize("excluded, then", [("(null)", "node8"), ("node[1-2]", "node[1-2],node8")])
+def test_a_node_whose_device_computes_wrongly_is_left_out(tmp_path, excluded, then):
+    """It is named by its host, and what the user excludes stays excluded. The run's folder has the log."""
+    reason = ', "requeue": true, "rank": 4, "host": "host8", "wrong_device": true'
+    words = {"code": "80", "step": "00000005", "of": ".rank4", "AGAIN": reason, "EXCLUDED": excluded}
+    rc, calls, out = submit(tmp_path, **words)
+    assert rc == 0 and "requeued without node8, where a device computes wrongly" in out
+    requeue, *_, update = calls[calls.index("scontrol requeue"):].splitlines()
+    assert requeue == "scontrol requeue 40123"
+    assert update == f"scontrol update JobId=40123 ExcNodeList={then}"
+    assert (tmp_path / "r" / "slurm-40123.out").read_text() == "words of the ranks\n"
 
 
 @pytest.mark.slow

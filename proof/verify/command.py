@@ -28,7 +28,6 @@ is set in the tiny twin of NAME, for every cell and for the one process. Refused
 """
 import argparse
 import difflib
-import itertools
 import json
 import math
 import tempfile
@@ -235,20 +234,20 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
 
 
 def print_header(title: str, cells: list[Values], found: Lattice) -> None:
-    """Prints how many cells follow, and the refused layouts, those of one config key in one line."""
+    """Prints how many cells follow, and how many layouts each config key refuses."""
     print(
         f"{title}{len(cells)} cells of {len(found.layouts)} layouts of {found.world} ranks, {LAST} steps, "
         f"fp64, bound {BOUND:.0e}",
         flush=True,
     )
 
-    def key_of(refused: tuple[str, int]) -> str:
-        return refused[0].split(":")[0].split(" = ")[0]
-
-    for _, group in itertools.groupby(sorted(found.refused.items()), key_of):
-        reasons = list(group)
-        total = sum(count for _, count in reasons)
-        print("\n".join(hanging_lines(f"  refused {total}: ", reasons[0][0], output_width())), flush=True)
+    counts: dict[str, int] = {}
+    for reason, count in found.refused.items():
+        key = reason.split(":")[0].split(" = ")[0]
+        counts[key] = counts.get(key, 0) + count
+    if counts:
+        told = ", ".join(f"{count} by {key}" for key, count in sorted(counts.items()))
+        print("\n".join(hanging_lines("  ", f"refused by the rules: {told}", output_width())), flush=True)
 
 
 def print_proof(name: str, first: Deviation, worst: Deviation, as_json: bool) -> None:

@@ -1,15 +1,18 @@
-# Sourced by the scripts of array jobs, in the folder of the checkout: runs one part of an experiment, which saves before
-# the time limit, and puts what is not finished back into the queue.
+# Sourced by the scripts of array jobs, in the folder of the checkout: runs one part of an experiment, which saves
+# before the time limit, and puts what is not finished back into the queue while its runs advance.
 
 # shellcheck source=scripts/slurm/environment.sh
 source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1
+# shellcheck source=scripts/slurm/requeue.sh
+source scripts/slurm/requeue.sh
 
 # as many as were asked for: a job that has its node alone (--exclusive) sees all of the node's GPUs
 RANKS=${GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
 RANKS=${RANKS##*:} # of h100:8
 
 run_part() { # the words of `python -m scripts.scaling`
-    local run code
+    local before after run code again hosts
+    read -r before _ < <("${PYTHON:-python}" -m scripts.scaling "$@" --kept)
     "${PYTHON:-python}" -m scripts.scaling "$@" &
     run=$!
     # shellcheck disable=SC2064
@@ -20,8 +23,14 @@ run_part() { # the words of `python -m scripts.scaling`
         wait "$run"
         code=$?
     done
-    if [ "$code" -eq 75 ]; then
-        scontrol requeue "$SLURM_JOB_ID"
+    [ "$code" -ne 0 ] || return 0
+    read -r after again hosts < <("${PYTHON:-python}" -m scripts.scaling "$@" --kept)
+    if [ "$again" = 1 ] || { [ "$again" = - ] && [ "$code" -eq 75 ]; }; then
+        if [ "$after" != "$before" ]; then
+            requeue "$hosts"
+        else
+            echo "no new checkpoint since the last start: not requeued" >&2
+        fi
     fi
     return "$code"
 }

@@ -13,8 +13,10 @@ import torch
 from sample import blank, loaded, reseal, same, whole
 
 from checkpoint import files, folder, store
-from config import ConfigError
+from checkpoint.state import newest_start
+from config import Config, ConfigError
 from parallel.sharding.boxes import Box
+from parallel.wire.comm import Group
 
 # ---- accidents ---------------------------------------------------------------------------------------------
 
@@ -359,3 +361,12 @@ def test_what_was_found_damaged_since_is_passed_over(saved):
     )
     with pytest.raises(store.IntegrityError, match="no good checkpoint left of 2: .*a bit fell.*another"):
         store.newest_checkpoint(root, log, {path: "a bit fell", older: "another"}, store.quick_check)
+
+
+def test_a_start_passes_over_what_a_rank_has_found_damaged(saved):
+    root, newest, _ = saved
+    chosen = lambda bad=None: newest_start(Config(), root, Group("job"), bad).resumed.path
+    assert chosen() == chosen({}) == newest
+    assert chosen({newest: "it is rotten"}).name == "step_00000010"
+    with pytest.raises(store.IntegrityError):
+        chosen({newest: "it is rotten", newest.with_name("step_00000010"): "it is, too"})

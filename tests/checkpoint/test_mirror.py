@@ -11,6 +11,8 @@ import pytest
 from sample import loaded, same, state, whole
 
 from checkpoint import mirror, store
+from checkpoint.state import find_checkpoint
+from checkpoint.store import IntegrityError
 from checkpoint.uploader import CheckpointUploader
 from config import ConfigError
 from remote import files
@@ -192,6 +194,29 @@ def test_a_url_that_holds_no_checkpoint_is_refused_with_what_there_is(place, tmp
     assert mirror.local_checkpoint(f"{run.url}/checkpoints/step_00000010/", tmp_path / "downloads") == path
     with pytest.raises(ConfigError, match=r"no checkpoint of that step \(there are 10\)"):
         mirror.local_checkpoint(f"{run.url}/checkpoints/step_00000020", tmp_path / "downloads")
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_run_its_checkpoints_and_one_of_them_name_a_checkpoint(place, tmp_path, is_url):
+    """Here, or in a store: then it is that of the local copy, below the folder of downloads."""
+    run, folder = place
+    for step in (10, 20):
+        save(folder, step), mirror.update(run, folder, 2)
+    find = functools.partial(find_checkpoint, log=[], downloads=tmp_path / "downloads")
+    here, root = (run.url, tmp_path / "downloads") if is_url else (str(folder), folder)
+    newest = find(here)
+    assert newest.name == "step_00000020" and newest.is_relative_to(root)
+    assert find(f"{here}/checkpoints") == newest
+    older = find(f"{here}/checkpoints/step_00000010")
+    assert older == newest.with_name("step_00000010")
+    assert same(loaded(older, state(10)), state(10))
+    with pytest.raises(IntegrityError, match="^it is rotten$"):
+        find(str(older), bad={older: "it is rotten"})
+    if not is_url:
+        assert find(here, bad={newest: "it is rotten"}) == older
+        shutil.rmtree(folder / "checkpoints")
+        with pytest.raises(ConfigError, match="holds no checkpoint; give a run folder"):
+            find(here)
 
 
 def test_the_uploader_never_holds_up_its_caller_and_serves_the_last_request(tmp_path):

@@ -9,6 +9,7 @@ import random
 import subprocess
 import threading
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from checkpoint import files, folder, store
 from checkpoint.locks import folder_lock
 from config import ConfigError
 from parallel.sharding.boxes import Box
+from parallel.wire.messages import MessageError
 
 # ---- save and load -----------------------------------------------------------------------------------------
 
@@ -419,3 +421,17 @@ def test_a_commit_after_the_others_gave_up_names_no_half_of_a_folder(tmp_path, m
     while not (tmp_path / "step_00000001").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert store.verify(tmp_path / "step_00000001").step == 1
+
+
+def test_what_is_unpacked_is_never_more_than_was_announced():
+    for size in (0, 1, 2, 1000):
+        packed = zlib.compress(b"x" * size)
+        for limit in (size, size + 1, 2000):
+            assert store.decompress(packed, limit) == b"x" * size
+        with pytest.raises(MessageError, match="are cut off"):
+            store.decompress(packed[:-5], 2000)
+    for size, limit in ((2, 0), (2, 1), (1000, 0), (1000, 999), (10**6, 0)):
+        with pytest.raises(MessageError, match=f"unpack to more than {limit:,} bytes"):
+            store.decompress(zlib.compress(b"x" * size), limit)
+    with pytest.raises(MessageError, match="are no packed data"):
+        store.decompress(b"x" * 9, 9)

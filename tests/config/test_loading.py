@@ -40,6 +40,13 @@ def test_the_dump_repeats_the_run(tmp_path):
         )
 
 
+def test_no_recipe_ends_before_its_schedule_does():
+    """Of a time limit a machine decides which rates a run sees, and the run ends with code 75."""
+    assert config.resolve(None, None, []).train == config.resolve("quickstart", None, []).train
+    limits = {name: config.resolve(name, None, []).train.max_minutes for name in config.recipes()}
+    assert {name for name, limit in limits.items() if limit is not None} == set()
+
+
 def test_a_horizon_replaces_the_one_below():
     cfg = config.resolve("llama3-tiny", None, ["--train.tokens", "1e6"])
     assert cfg.train.steps is None and cfg.train.tokens == 1e6

@@ -81,6 +81,21 @@ def test_help_fills_the_width_and_keeps_indented_lines(monkeypatch):
     ]
 
 
+def test_items_of_a_description_stand_on_lines_of_their_own(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "32")
+    text = "It does:\n- one thing, with words that\n  go on below\n- another\nAnd then more."
+    parser = argparse.ArgumentParser(prog="p", description=text, formatter_class=ParagraphHelp)
+    said = parser.format_help().split("options:")[0].splitlines()[2:]
+    assert said == [
+        "It does:",
+        "- one thing, with words that",
+        "  go on below",
+        "- another",
+        "And then more.",
+        "",
+    ]
+
+
 def test_the_width_is_asked_of_the_environment_first(monkeypatch):
     monkeypatch.setenv("COLUMNS", "77")
     assert output_width() == 77

@@ -231,6 +231,21 @@ def test_train_refuses_before_it_makes_anything_and_notes_in_one_line(tmp_path, 
     assert "parallel.sp true" in note and "parallel.zero 1" in note
 
 
+@pytest.mark.parametrize("words, says", [
+    ("--model.hidden 256", "model.heads 8, model.kv_heads 4, model.ffn 384, optim.lr 0.002 "
+                           "(--model.mup_base 128 lets it follow)"),
+    ("--model.hidden 256 --model.ffn 768 --optim.lr 1e-3", "model.heads 8, model.kv_heads 4"),
+    ("--model.hidden 256 --model.ffn 768 --model.heads 16 --model.kv_heads 8", None),
+    ("--model.hidden 128", None),
+    ("--model.layers 8", None),
+])
+def test_what_does_not_follow_another_width_is_named(words, says):
+    """Nothing is changed but what is typed."""
+    name, file, argv = config.split_argv(["llama3-tiny", *words.split()])
+    note = unused.kept_sizes(config.resolve(name, file, argv), argv)
+    assert note.endswith(f"of llama3-tiny, whose sizes stay: {says}") if says else note == ""
+
+
 def kept(folder) -> tuple[list, list[tuple[str, bytes]]]:
     """Losses and norms of a run, bit for bit, and every tensor of its checkpoint."""
     rows = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]

@@ -80,6 +80,11 @@ def test_every_token_is_predicted_once_and_documents_stay_whole(tmp_path):
     assert (ids[:count] != ids[count:] - count).any()  # each epoch has an order of its own
     assert first_tokens.tolist() == [sampler.pieces(number)[0][0] for number in ids.tolist()]
     assert sampler.locate(np.array([5]))[0] == ids[5]
+    # an epoch has the same order for a phase that begins with it
+    second = PackedSampler(packed, packed, epoch=1, seed=1)
+    assert second.locate(np.arange(count))[0].tolist() == (ids[count:] - count).tolist()
+    assert [place[0] for place in (sampler.unread(count + 3), second.unread(3))] == [1, 1]
+    assert sampler.unread(count + 3)[1].tolist() == second.unread(3)[1].tolist()
 
 
 def settings(path, **data):

@@ -140,6 +140,46 @@ def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, name):
             assert 0 < ours.counted.sum() < len(ours.ids)
 
 
+@pytest.mark.parametrize("end, counted", [
+    ("\n\n", ["b \n\n", "d\n\n"]),  # a reader knows by the lines that the turn has ended
+    ("</s>\n\n", ["b </s>", "d</s>"]),
+    (" .\n\n", ["b  .", "d ."]),
+])
+def test_white_space_after_an_answer_counts_where_nothing_else_ends_it(folder, tmp_path, end, counted):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    home = with_template(folder, tmp_path / "t", template)
+    chat = chat_format(tokenizer.load_tokenizer(home)).write(conversation(said("a", "b ", "c", "d")))
+    assert [chat.text[start:stop] for start, stop in chat.spans] == counted
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_file_that_pads_and_cuts_gives_whole_texts(folder, tmp_path, template):
+    """As tokenizer.json of some models do, for a program that wants all texts equally long."""
+    import tokenizers
+
+    homes = []
+    for number, name in enumerate("ab"):
+        homes.append(with_template(folder, tmp_path / name, template or ""))
+        if template is None:
+            (homes[-1] / "chat_template.jinja").unlink()
+        made = tokenizers.Tokenizer.from_file(str(homes[-1] / "tokenizer.json"))
+        if number:
+            made.enable_padding(length=64)
+            made.enable_truncation(8)
+        made.save(str(homes[-1] / "tokenizer.json"))
+    for ours, theirs in zip(*(encoded(home, CHATS) for home in homes)):
+        assert ours.ids.tolist() == theirs.ids.tolist() and ours.counted.tolist() == theirs.counted.tolist()
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, None])
+def test_of_what_is_all_written_nothing_is_noted(folder, tmp_path, name):
+    for number, template in enumerate(TEMPLATES.get(name, [None])):
+        home = with_template(folder, tmp_path / f"{number}", template) if template else "bytes"
+        form = chat_format(tokenizer.load_tokenizer(home))
+        assert [form.write(conversation(chat)).notes for chat in CHATS] == [()] * len(CHATS)
+
+
 def test_the_plain_format_by_hand():
     """What counts is the answer, its newline, and the end of the conversation if the answer is last."""
     tok = tokenizer.load_tokenizer("bytes")
@@ -166,6 +206,44 @@ def test_the_plain_format_by_hand():
 def test_what_is_no_conversation(value, reason):
     with pytest.raises(BadConversation, match=reason):
         conversation(value)
+
+
+NOTHING_SAID = "'completion' holds no list of messages"
+NO_PAIRS = "'history' is not a list of pairs of texts"
+
+
+@pytest.mark.parametrize("record, reason", [
+    ({"prompt": "a\0", "completion": "b"}, "'prompt' has no text"),
+    ({"prompt": "a", "completion": "b\0"}, "'completion' has no text"),
+    ({"prompt": "a", "chosen": "b\0"}, "'chosen' has no text"),
+    ({"prompt": 3, "completion": "b"}, "'prompt' holds no list of messages"),
+    *(({"prompt": "a", "completion": value}, NOTHING_SAID) for value in (None, 3, [], {"role": "user"})),
+    ({"instruction": 3, "output": "b"}, "'instruction' has no text"),
+    ({"instruction": "a", "output": None}, "'output' has no text"),
+    ({"instruction": "a", "input": 3, "output": "b"}, "'input' has no text"),
+    *(({"instruction": "a", "history": value, "output": "b"}, NO_PAIRS)
+      for value in ("text", 3, ["text"], [["q"]], [["q", "r", "s"]], ["qr"])),
+    *(({"instruction": "a", "history": [pair], "output": "b"}, "'history' has no text")
+      for pair in (["q", 3], [None, "r"])),
+    ({"messages": said("a", "b"), "system": 3}, "'system' is not text"),
+    ({"messages": [{"role": "user", "content": None}, *said("a", "b")]}, "message 1 (user) has no text"),
+    ({"messages": [{"role": "user"}, *said("a", "b")]}, "message 1 (user) has no text"),
+    ({"messages": [{"role": 3, "content": "a"}, *said("a", "b")]}, "message 1 has no role"),
+    ({"messages": [{"role": "user", "content": ["a", 3]}]}, "message 1 (user) holds int"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1 (user) has no text"),
+    ({"messages": [*said("a"), {"role": "assistant", "content": "b", "thinking": 3}]},
+     "message 2 (assistant): its reasoning_content has no text"),
+    *(({"messages": [*said("a"), {"role": "assistant", "tool_calls": value}]},
+       "message 2 (assistant): its tool_calls hold no name") for value in ("f", ["f"], {"name": 3}, [{}])),
+    ({"messages": said("a", "b"), "tools": [3]}, "'tools' is not a list of definitions"),
+    ({"messages": said("a", "b"), "functions": {"name": "f"}}, "'functions' is not a list of definitions"),
+    ({"messages": said("a", "b"), "tools": [{}], "functions": [{}]}, "tools and functions both define"),
+    ({"messages": said("a", "b"), "chat_template_kwargs": "x"}, "'chat_template_kwargs' is not an object"),
+])
+def test_the_field_that_cannot_be_read_is_named(record, reason):
+    with pytest.raises(BadConversation) as error:
+        read_conversation(record)
+    assert str(error.value).startswith(reason)
 
 
 def test_styles_of_messages():

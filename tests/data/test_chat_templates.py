@@ -128,6 +128,17 @@ def check_every_string(tmp_path, name):
     assert kept >= 1
 
 
+def test_arguments_of_any_kind_are_written_as_they_are(tmp_path):
+    home = tokenizer_folder(tmp_path, templates()["thoughts"])
+    record = copy.deepcopy(CONVERSATIONS["call"])
+    function = record["messages"][1]["tool_calls"][0]["function"]
+    function["arguments"] = {"a": 3, "b": -2.5, "c": True, "d": None, "e": [1, "x", [False]], "f": {"g": 7}}
+    theirs = transformers.AutoTokenizer.from_pretrained(home)
+    want = theirs.apply_chat_template(record["messages"], tools=record["tools"], tokenize=False)
+    assert chat_format(load_tokenizer(home)).write(read_conversation(record)).text == want
+    assert '{"a": 3, "b": -2.5, "c": true, "d": null, "e": [1, "x", [false]], "f": {"g": 7}}' in want
+
+
 # ---- from a file -------------------------------------------------------------------------------------------
 
 def prepare(rows, home, out, *words):
@@ -306,6 +317,8 @@ def test_nulls_that_a_table_adds_are_no_arguments(tmp_path, kind):
 
 @pytest.mark.parametrize("record, text, counted", [
     ({"prompt": "ask", "completion": "so"}, "user: ask\nassistant: so\n", "so\n"),
+    ({"prompt": "ask", "completion": ""}, "user: ask\nassistant: \n", "\n"),
+    *(({**prompt, "completion": "so"}, "assistant: so\n", "so\n") for prompt in ({}, {"prompt": None})),
     ({"prompt": said("a", "b", "c"), "completion": [{"role": "assistant", "content": "d"}]},
      "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n"),
     ({"chosen": said("a", "b")}, "user: a\nassistant: b\n", "b\n"),

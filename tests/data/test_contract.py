@@ -149,6 +149,10 @@ def test_a_run_refuses_another_end_than_that_of_its_data(tmp_path):
     assert prepared(tmp_path, home, texts=["some words " * 9] * 99) == 0
     with pytest.raises(ConfigError, match="data.eod: .*'</s>' .id .*prepare"):
         train.main(run_words(tmp_path, tmp_path / "out", "--data.eod", "<|im_end|>"))
+    other = make_folder(tmp_path / "o", {TOKENIZER: {"eos_token": "</s>"}}, added=(*ENDS, "<new>"))
+    words = run_words(tmp_path, tmp_path / "out", "--data.tokenizer", other, "--data.eod", "</s>")
+    with pytest.raises(ConfigError, match="data.tokenizer: .*/o is .* was made with"):  # the end is the same
+        train.main(words)
     assert train.main(run_words(tmp_path, tmp_path / "out", "--data.eod", "</s>")) == 0
 
 

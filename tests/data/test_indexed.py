@@ -8,6 +8,8 @@ import shutil
 import struct
 import subprocess
 import sys
+import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,39 +147,54 @@ def test_most_flips_are_found_without_a_sidecar(large):
         path.write_bytes(good)
 
 
+def test_each_block_is_checked_once(tmp_path, monkeypatch):
+    """Of the tokens and of the mask."""
+    with IndexedDatasetWriter(tmp_path / "d", 1024, has_mask=True) as writer:
+        writer.add(np.ones(3 * BLOCK // 2, int), np.arange(3 * BLOCK // 2) % 3 == 0)
+        writer.finish()
+    data, checked = IndexedDataset(tmp_path / "d"), []
+    for module in ("indexed", "loss_mask"):
+        crc32 = lambda raw, module=module: checked.append(module) or zlib.crc32(raw)
+        monkeypatch.setattr(f"data.{module}.zlib", SimpleNamespace(crc32=crc32))
+    for _ in range(3):
+        data.read(BLOCK // 2 - 1, BLOCK // 2 + 1)
+        data.counted(0, 10)
+    assert sorted(checked) == ["indexed", "indexed", "loss_mask"]
+
+
 def put(offset, content):
     return lambda raw: raw[:offset] + content + raw[offset + len(content) :]
 
 
-@pytest.mark.parametrize(
-    "end,change,told",
-    [
-        (".idx", lambda raw: b"", "offset 0: ends here"),
-        (".idx", lambda raw: raw[:20], "offset 20: ends here"),
-        (".idx", lambda raw: raw[:-8], "offset 18: 3 sequences and 4 bounds make 102 bytes, the file has 94"),
-        (".idx", lambda raw: raw + b"\0", "the file has 103"),
-        (".idx", put(0, b"MMIDIDY"), "offset 0: starts with"),
-        (".idx", put(0, b"TNTIDX\0\0"), "the old TNTIDX format is not read"),
-        (".idx", put(9, b"\2"), "offset 9: version 2"),
-        (".idx", put(17, b"\7"), "offset 17: dtype code 7"),
-        (".idx", put(18, b"\xff" * 8), "offset 18: 18446744073709551615 sequences"),
-        (".idx", put(37, b"\x80"), "offset 34: sequence 0 has a length below 0"),
-        (
-            ".idx",
-            put(54, b"\7"),
-            "offset 54: sequence 1 begins at byte 7, but the lengths before it sum to 6",
-        ),
-        (".idx", put(70, b"\1"), "offset 70: document 0 begins at sequence 1"),
-        (".idx", put(78, b"\5"), "offset 78: document 1 begins at sequence 5"),
-        (".idx", put(94, b"\2"), "offset 94: documents end at sequence 2, not 3"),
-        (".bin", lambda raw: raw[:-1], "11 bytes, g.idx counts 12: truncated or grown"),
-        (".bin", lambda raw: raw + b"\0\0", "14 bytes, g.idx counts 12: truncated or grown"),
-        (".bin", lambda raw: b"", "0 bytes, g.idx counts 12"),
-        (".idx", None, "No such file"),
-        (".bin", None, "No such file"),
-        (".crc", None, "No such file"),
-    ],
+BAD_FILES = (
+    (".idx", lambda raw: b"", "offset 0: ends here"),
+    (".idx", lambda raw: raw[:20], "offset 20: ends here"),
+    (".idx", lambda raw: raw[:-8], "offset 18: 3 sequences and 4 bounds make 102 bytes, the file has 94"),
+    (".idx", lambda raw: raw + b"\0", "the file has 103"),
+    (".idx", put(0, b"MMIDIDY"), "offset 0: starts with"),
+    (".idx", put(0, b"TNTIDX\0\0"), "the old TNTIDX format is not read"),
+    (".idx", put(9, b"\2"), "offset 9: version 2"),
+    (".idx", put(17, b"\7"), "offset 17: dtype code 7"),
+    (".idx", put(18, b"\xff" * 8), "offset 18: 18446744073709551615 sequences"),
+    (".idx", put(37, b"\x80"), "offset 34: sequence 0 has a length below 0"),
+    (
+        ".idx",
+        put(54, b"\7"),
+        "offset 54: sequence 1 begins at byte 7, but the lengths before it sum to 6",
+    ),
+    (".idx", put(70, b"\1"), "offset 70: document 0 begins at sequence 1"),
+    (".idx", put(78, b"\5"), "offset 78: document 1 begins at sequence 5"),
+    (".idx", put(94, b"\2"), "offset 94: documents end at sequence 2, not 3"),
+    (".bin", lambda raw: raw[:-1], "11 bytes, g.idx counts 12: truncated or grown"),
+    (".bin", lambda raw: raw + b"\0\0", "14 bytes, g.idx counts 12: truncated or grown"),
+    (".bin", lambda raw: b"", "0 bytes, g.idx counts 12"),
+    (".idx", None, "No such file"),
+    (".bin", None, "No such file"),
+    (".crc", None, "No such file"),
 )
+
+
+@pytest.mark.parametrize("end,change,told", BAD_FILES)
 def test_bad_files(tmp_path, end, change, told):
     write(tmp_path / "g", DOCS)
     path = tmp_path / f"g{end}"
@@ -185,6 +202,16 @@ def test_bad_files(tmp_path, end, change, told):
     with pytest.raises(ConfigError) as e:
         IndexedDataset(tmp_path / "g")
     assert told in str(e.value) and f"g{end}" in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_are_written_and_read_in_pieces_of_any_size(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("data.indexed.CHUNK", size)
+    test_golden_bytes(tmp_path)
+    test_reads_megatrons_files(tmp_path)
+    for number, row in enumerate(BAD_FILES):
+        (tmp_path / f"{number}").mkdir()
+        test_bad_files(tmp_path / f"{number}", *row)
 
 
 def test_no_tokens_is_an_error(tmp_path):
@@ -257,7 +284,6 @@ def test_a_billion_tokens_open_at_once(tmp_path):
     together.
     """
     import hashlib
-    import zlib
 
     from data.indexed import file_sha256, sidecar_bytes
 

@@ -297,6 +297,7 @@ def test_blend_reads_each_set_in_its_share(prefix, other):
     assert "70 % " in data.describe() and "30 % " in data.describe()
     assert [name for name, _ in data.passes(50)] == [prefix, other]
     assert data.passes(50)[1][1] == len(mine) / n
+    assert [epochs for _, epochs in data.passes(0)] == [0, 0]
     data.close()
 
 
@@ -408,13 +409,16 @@ def first_line_of_train(tmp_path, *words):
     return done.returncode, done.stderr
 
 
-def test_a_folder_of_data_sets_is_refused_with_one_of_them(tmp_path):
-    for name in ("web", "code"):
+@pytest.mark.parametrize("names", [("web", "code"), ("a/web", "code/text")])
+def test_a_folder_of_data_sets_is_refused_with_one_of_them(tmp_path, names):
+    for name in names:
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         with IndexedDatasetWriter(tmp_path / "data" / name, 257) as writer:
             writer.add([1, 2, 256])
             writer.finish(tokenizer.load_tokenizer("bytes"), 3)
     code, said = first_line_of_train(tmp_path, "--data.path", "data")
-    assert code == 2 and "is a folder of data sets (it has 2); name one: --data.path data/code, " in said
+    first = sorted(names)[0]
+    assert code == 2 and f"is a folder of data sets (it has 2); name one: --data.path data/{first}, " in said
 
 
 def test_a_path_without_tokens_is_refused_with_the_command_that_makes_them(tmp_path):

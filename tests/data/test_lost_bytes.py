@@ -14,6 +14,7 @@ import train
 from config import ConfigError
 from data import prepare, tokenizer
 from data.indexed import IndexedDataset
+from data.lengths import is_exact
 from scripts import evaluate, prepare_data
 
 TEXTS = ["def f(x):\n    return  x\n", "漢字 かな", "Привет 🙂"]
@@ -106,6 +107,43 @@ def test_nothing_is_lost(tmp_path, capsys, kind):
     assert report["lost_bytes"] == report["unknown_tokens"] == 0
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_report_is_the_same_from_batches_of_any_size(tmp_path, capsys, monkeypatch, is_chat):
+    """Of documents with unknown tokens, empty ones, bad ones, long ones, and keys that nothing reads."""
+    home, source = made("word", tmp_path / "t"), tmp_path / "in.jsonl"
+    rows = [{"text": text} for text in [*TEXTS, "", *PLAIN, None, *TEXTS, None, ""]]
+    words = []
+    if is_chat:
+        said = [[("user", row["text"]), ("assistant", row["text"] or "")] * (1 + number % 4)
+                for number, row in enumerate(rows)]
+        rows = [{"messages": [{"role": role, "content": text, "mood": 1} for role, text in chat]}
+                for chat in said]
+        words = ["--chat", "--seq-len", 24, "--long", "anywhere"]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for size in (1, 50, 1 << 20):
+        monkeypatch.setattr(prepare, "BATCH_CHARACTERS", size)
+        out = tmp_path / f"{size}"
+        command = ["--input", source, "--tokenizer", home, "--out", out, "--max-lost", 100, "--skip-bad",
+                   "--workers", 1, "--json", *words]
+        assert prepare_data.main([str(word) for word in command]) == 0
+        report, data = report_of(capsys), IndexedDataset(out)
+        assert (report["documents"], report["tokens"]) == (data.documents, data.tokens)
+        assert report["counted"] == data.meta.get("counted", 0)
+        found.append({key: value for key, value in report.items() if "second" not in key and key != "out"})
+    assert found[0] == found[1] == found[2]
+    assert all(found[0][name] for name in ("unknown_tokens", "lost_bytes", "bad", "documents"))
+
+
+@pytest.mark.parametrize("kind, own", [
+    ("bytes", True), ("unigram", True), ("ours", True), ("lower", True), ("word", False), ("json-bpe", False),
+])
+def test_bytes_of_tokens_are_those_of_the_text_where_the_decoder_adds_none(tmp_path, kind, own):
+    tok = tokenizer.load_tokenizer(kind if kind == "bytes" else made(kind, tmp_path / "t"))
+    assert is_exact(tok, {"lost_bytes": 0, "text_bytes": 9000}) == own
+    assert not is_exact(tok, {"lost_bytes": 9, "text_bytes": 9000})
+
+
 def test_by_hand(tmp_path, capsys):
     """Of 1,000 bytes 4 are of two characters that nothing has learned: 0.4 %."""
     home = made("unigram", tmp_path / "t")
@@ -182,7 +220,7 @@ def test_conversations_that_are_cut(tmp_path, capsys, words, kept):
     assert prepare_data.main([str(word) for word in command]) == 0
     report = report_of(capsys)
     assert (report["text_bytes"], report["lost_bytes"]) == (len(text), sum(map(str.isupper, text)))
-    assert (report["documents"] > kept) == ("turns" in words)
+    assert (report["documents"] > kept) == ("turns" in words) and report["long"] == 1
 
 
 @pytest.mark.parametrize("answer, lost", [("more words", 0), ("more 漢字 words", 6)])

@@ -158,6 +158,26 @@ def test_the_standard_library():
     assert not any(part in documents.SKIP for f in files for part in pathlib.Path(f).parts[-3:])
 
 
+def test_a_tokenizer_is_trained_on_no_more_text_than_it_needs(tmp_path, monkeypatch):
+    """A document more is read only where characters are left."""
+    monkeypatch.setattr(prepare, "TRAINING_CHARACTERS", 12)
+    path = tmp_path / "a.jsonl"
+    for texts_, taken in ((["abcdef"] * 9, 2), (["abcde"] * 9, 3), (["a" * 99] * 2, 1), (["", "abc"] * 2, 2)):
+        path.write_bytes(jsonl(texts_))
+        (unit,) = documents.plan_units([str(path)])
+        assert len(list(prepare.training_texts([unit], "text", None))) == taken
+
+
+def test_a_standard_library_that_has_changed_is_prepared_again(tmp_path, monkeypatch):
+    source, found = tmp_path / "a.py", []
+    monkeypatch.setattr(documents, "stdlib_files", lambda: [str(source)])
+    for number in (1, 1, 2):
+        source.write_text(f"x = {number}\n")
+        found.append(prepare.prepare_stdlib(tmp_path / "cache", "bytes"))
+        assert read_back(found[-1][0]) == [f"x = {number}\n"]
+    assert [how.split()[0] for _, how in found] == ["made", "cached", "made"]
+
+
 def test_any_fifth_of_the_standard_library_is_a_fair_sample():
     """Of the modules that lie in no package; in the order of their names a fifth has 10 to 65 % of them."""
     files, root = documents.stdlib_files(), sysconfig.get_paths()["stdlib"]
@@ -315,6 +335,19 @@ def test_the_next_command_leaves_documents_for_validation(tmp_path, documents, w
     index = IndexedDataset(tmp_path / "o")
     train, valid = map(int, split.split(","))
     assert (index.split_point(train, train + valid) < index.tokens) == (documents > 1)
+
+
+def test_data_made_with_a_run_s_tokenizer_is_for_its_model(corpus, tmp_path, model):
+    """Not for a new model of the quickstart's shape."""
+    (tmp_path / "qwen/tokenizer").mkdir(parents=True)
+    assert prepare_data.run_of_tokenizer(f"{tmp_path}/qwen/tokenizer") is None
+    (tmp_path / "qwen/config.yaml").write_text("")
+    run = prepare_data.run_of_tokenizer(f"{tmp_path}/qwen/tokenizer")
+    assert run == tmp_path / "qwen" and prepare_data.run_of_tokenizer(str(model)) is None
+    report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT) | {"sample": ""}
+    last = prepare_data.summary(report, run).splitlines()[-1]
+    assert last == (f"next      python train.py --config {run}/config.yaml --log.name o "
+                    f"--checkpoint.init_from {run} --data.path {tmp_path}/o")
 
 
 def workers_of(pid):
@@ -636,6 +669,19 @@ def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
     assert done == sorted(done) and done[-1] == sum(sizes)
     if workers == 1:
         assert {sum(sizes[:2]), sum(sizes[:4])} <= set(done)
+
+
+def test_progress_within_a_unit_is_the_bytes_up_to_the_last_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 1)
+    paths, ends = [], []
+    for number in range(3):
+        paths.append(str(tmp_path / f"{number}.jsonl"))
+        lines = jsonl([f"text {line}" for line in range(4)]).splitlines(keepends=True)
+        pathlib.Path(paths[-1]).write_bytes(b"".join(lines))
+        ends += [len(line) for line in lines]
+    told = []
+    prepare.prepare_corpus(paths, "bytes", tmp_path / "o", progress=lambda done, whole: told.append(done))
+    assert told == sorted(told) and set(told) == {0, *np.cumsum(ends).tolist()}
 
 
 def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_path):

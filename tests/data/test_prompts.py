@@ -18,7 +18,7 @@ from ranks import MODEL
 
 import train
 from config import ConfigError
-from data.prompts import open_prompts, start_token
+from data.prompts import any_of, open_prompts, start_token
 from data.tokenizer import continuation, load_tokenizer, train_bpe
 from scripts import convert, evaluate, generate, prepare_data
 
@@ -235,6 +235,30 @@ def test_a_sentencepiece_model_that_puts_a_space_in_front(transformers, tmp_path
     found = told(capsys, generate.main, run, "--prompt", TEXT, "--max-new-tokens", NEW, "--temperature", 0)
     new = their_ids(model, ids, [own.eod])
     assert found["text"] == own.decode([*ids, *new])  # bytes of half a letter are shown otherwise by theirs
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama2"])
+def test_a_document_begins_with_one_start_token(tmp_path, name):
+    """Whether the text spells it as a control token, as text, or not at all."""
+    tok = load_tokenizer(make_tokenizer(name, tmp_path / "tok"))
+    bos = FAMILIES[name].bos
+    begun, bare = open_prompts(tok, True), open_prompts(tok, False)
+    start, plain, spelled = begun.start.id, tok.encode(TEXT), tok.encode(bos + TEXT)
+    assert bare.start is None and start not in [*plain, *spelled]
+    for special in (False, True):
+        assert begun.document(TEXT, special) == [start, *plain]
+        assert bare.document(TEXT, special) == plain
+    assert begun.document(bos + TEXT) == [start, *spelled] and bare.document(bos + TEXT) == spelled
+    for prompts in (begun, bare):
+        ids = prompts.document(bos + TEXT, special=True)
+        assert ids[0] == start and start not in ids[1:] and tok.decode(ids[1:]).strip() == TEXT
+
+
+def test_of_several_texts_at_a_place_the_longest_is_found():
+    texts = ("<a", "<a>", "<a>b", "b")
+    for order in (texts, texts[::-1]):
+        assert any_of(order).findall("<a><a>b<ab.") == ["<a>", "<a>b", "<a", "b"]
+    assert any_of([]).search("<a>") is None
 
 
 def test_a_text_goes_on_with_its_space(tmp_path):

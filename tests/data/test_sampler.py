@@ -3,8 +3,9 @@
 import random
 
 import numpy as np
+import pytest
 
-from data.sampler import WindowSampler, derive_seed, permute
+from data.sampler import SpanSampler, WindowSampler, derive_seed, permute
 
 
 def test_permute_is_a_permutation_of_any_range():
@@ -62,11 +63,44 @@ def test_windows_change_with_epoch_and_seed():
     assert WindowSampler(0, 10_150, 100, 2).locate(np.arange(101))[1].tolist() != a.tolist()
 
 
+def test_the_windows_of_spans_cover_them_once_and_no_epoch_goes_before_another():
+    """From any span to any other of three epochs, in windows of one length or several to a span."""
+    rng = random.Random(1)
+    for _ in range(100):
+        in_span, seq = rng.choice([1, 2, 5]), rng.randrange(1, 9)
+        first, length = rng.randrange(1000), in_span * seq
+        last = first + length + 1 + rng.randrange(20 * length)
+        spans = WindowSampler(first, last, length, rng.randrange(99))
+        begin, end = sorted(rng.sample(range(3 * spans.count + 1), 2))
+        windows = SpanSampler(spans, seq, begin, end)
+        assert (windows.in_span, windows.count) == (in_span, in_span * spans.count)
+
+        span_ids, span_tokens = spans.locate(np.arange(begin, end))
+        want = [(number * in_span + part, int(token) + part * seq)
+                for number, token in zip(span_ids.tolist(), span_tokens.tolist()) for part in range(in_span)]
+        ids, tokens = windows.locate(np.arange((end - begin) * in_span))
+        assert sorted(zip(ids.tolist(), tokens.tolist())) == sorted(want)
+        assert (np.diff(ids // windows.count) >= 0).all()
+        if in_span > 1:
+            with pytest.raises(ValueError, match=f"beyond span {end}"):
+                windows.locate(np.array([(end - begin) * in_span]))
+
+
+def test_the_windows_of_a_span_are_apart():
+    spans = WindowSampler(0, 4001, 40, 1)
+    ids, _ = SpanSampler(spans, 10).locate(np.arange(400))
+    assert (np.diff(ids // 4) == 0).sum() < 20  # 3 are expected
+    alone, _ = SpanSampler(spans, 40).locate(np.arange(100))
+    assert alone.tolist() == spans.locate(np.arange(100))[0].tolist()
+
+
 def test_order_is_frozen():
     """Resuming with a newer version of the code must read the same samples: these numbers may never
     change.
     """
     assert permute(np.arange(10), 10, 1).tolist() == [3, 5, 1, 0, 2, 7, 6, 9, 8, 4]
+    halves = SpanSampler(WindowSampler(0, 13, 4, 1), 2, 1)
+    assert halves.locate(np.arange(8))[1].tolist() == [0, 8, 2, 10, 4, 0, 8, 2]
     assert derive_seed(1, 2, 3) == 15020427595393229491
     assert derive_seed(-1) == derive_seed(2**64 - 1) and derive_seed(2**64 + 5) == derive_seed(
         5

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -234,6 +235,32 @@ def test_a_bad_folder_of_core(tmp_path, changes, says):
     with pytest.raises(ConfigError) as refused:
         read_tasks("eval.tasks", str(core(tmp_path, **changes)))
     assert says in str(refused.value) and str(refused.value).startswith("eval.tasks: ")
+
+
+NO_LIST = "core.yaml: icl_tasks must be a list of tasks"
+
+
+@pytest.mark.parametrize("listing, says", [
+    ({}, NO_LIST),
+    *(({"icl_tasks": value}, NO_LIST) for value in (None, [], "sums", {"a": 1})),
+    *(({"icl_tasks": [task]}, "core.yaml: a task needs label") for task in (3, "sums", {"label": "sums"})),
+])
+def test_a_listing_of_core_that_names_no_tasks(tmp_path, listing, says):
+    (core(tmp_path) / "core.yaml").write_text(json.dumps(listing))
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        read_tasks("eval.tasks", str(tmp_path))
+
+
+@pytest.mark.parametrize("text, says", [
+    ("Eval Task,Random baseline\nwho,50\nsums,100\n", "csv:3: a Random baseline of 100 percent"),
+    ("Eval Task,Random baseline\nsums,-1\n", "csv:2: a Random baseline of -1 percent"),
+    ("Eval Task,Random baseline\nsums,much\n", "csv:2: needs the columns"),
+    ("Eval Task,baseline\nsums,25\n", "csv:2: needs the columns"),
+])
+def test_a_baseline_of_core_that_is_none(tmp_path, text, says):
+    (core(tmp_path) / "eval_meta_data.csv").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        read_tasks("eval.tasks", str(tmp_path))
 
 
 def test_the_bundled_tasks_are_what_their_script_writes(tmp_path):

@@ -3,6 +3,7 @@ divided over ranks.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -13,7 +14,9 @@ from data import tokenizer
 from data.prompts import Prompts
 from data.task_files import Example, Option, ScoredTask
 from data.task_scores import (
+    EncodedTasks,
     Score,
+    TaskReport,
     TextRow,
     divide_rows,
     encode,
@@ -30,6 +33,22 @@ def scored(before, continuation, tok=BYTES):
     row = encode(before, continuation, Prompts(tok))
     ids = row.ids.tolist()
     return ids[: -row.num_scored], ids[-row.num_scored :]
+
+
+@pytest.mark.parametrize("count, names", [
+    (1, "t0"), (4, "t0, t1, t2, t3"), (5, "t0, t1, t2, t3 and 1 more"), (7, "t0, t1, t2, t3 and 3 more"),
+])
+def test_the_header_names_four_tasks_and_counts_the_rest(count, names):
+    tasks = [SimpleNamespace(name=f"t{number}", examples=[None] * 300) for number in range(count)]
+    rows = [TextRow(torch.zeros(4, dtype=torch.int32), 1)] * 2000
+    told = EncodedTasks(tasks, rows).describe()
+    assert told == f"{names}: {300 * count:,} examples, 2,000 texts, 8,000 tokens"
+
+
+def test_the_report_has_a_line_for_each_task():
+    metrics = {"sums": {"acc": 0.25, "bpb": 1.5}, "a task": {"acc": 0.12345}}
+    lines = TaskReport(metrics, core=None, examples=1234, seconds=5.67).lines()
+    assert lines == ["sums    acc 0.250  bpb 1.500", "a task  acc 0.123", "1,234 examples in 5.7 s"]
 
 
 def test_the_bytes_that_are_scored():

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import sentencepiece
 
 from config import ConfigError
 from data import tokenizer
@@ -93,6 +94,19 @@ def test_bpe(bpe, tmp_path):
     for _ in range(200):
         text = "".join(rng.choice(" \n\tab.(é語") for _ in range(rng.randrange(30)))
         assert bpe.decode(bpe.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_a_model_of_another_s_is_not_called_ours(tmp_path, kind):
+    """It has a piece for the newline, as ours has, or its pieces are of BPE, as ours are, and not both."""
+    symbols = ["\n"] if kind == "unigram" else []
+    text = open(stdlib_files()[0], encoding="utf-8").read().split("\n")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text), model_prefix=str(tmp_path / "t"), vocab_size=400, model_type=kind,
+        byte_fallback=True, user_defined_symbols=symbols, minloglevel=2,
+    )
+    tok = tokenizer.load_tokenizer(tmp_path / "t.model")
+    assert tok.name == f"sentencepiece-{tok.vocab}"
 
 
 def test_training_is_repeatable(bpe):

@@ -103,3 +103,9 @@ def test_a_layout_that_a_model_cannot_have_is_refused_and_the_others_run(pool, m
 def test_keys_beside_the_model_are_refused(capsys):
     assert fail_cleanly(main, ["llama3-tiny", "--cost", "--optim.lr", "1"]) == 2
     assert "optim.lr: --cost sets every key but those of the model" in capsys.readouterr().err
+
+
+def test_the_definition_of_attention_is_refused_in_one_line(capsys):
+    words = ["llama3-tiny", "--cost", "--model.attention", "reference"]
+    assert fail_cleanly(main, words) == 2
+    assert capsys.readouterr().err.startswith("error: model.attention: reference is the definition, ")

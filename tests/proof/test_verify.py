@@ -267,6 +267,15 @@ DEFAULT_CELL = (
 AXES = dict.fromkeys(lattice.DEGREES, (2, 4, 8)) | lattice.LAYOUT | lattice.SWITCHES
 
 
+def test_what_the_rules_refuse_is_shorter_than_the_answers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    refused = {"parallel.sp: does nothing at tp 1": 3, "parallel.sp: and more": 4, "parallel.tp = 3: no": 1}
+    cfg = tiny_config("llama3-tiny", 2, Overrides())
+    command.print_header("x: ", [], lattice.Lattice(cfg, 2, layouts=[], refused=refused, keeps_window=True))
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert lines == ["  refused by the rules: 7 by parallel.sp, 1 by parallel.tp"]
+
+
 def test_every_key_that_a_cell_sets_is_refused():
     """A key that some cell changes and no table names would be overridden in silence."""
     cfg = tiny_config("mixtral-tiny", 8)

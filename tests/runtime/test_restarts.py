@@ -55,19 +55,21 @@ def test_the_reason_of_a_job(tmp_path, files, reason):
     assert restarts.read_reason(tmp_path) is None
 
 
-def test_ranks_that_found_their_own_device_wrong(tmp_path):
+def test_ranks_that_found_their_own_device_wrong(tmp_path, capsys):
     """Not those whose replicas differ, or that read a link; and words of another form are no rank."""
     assert restarts.ranks_with_wrong_devices(tmp_path) == set()
     of_rank = {
         "": {"code": 80, "rank": 0},
-        ".rank1": {"code": 80, "rank": 1, "wrong_device": True},
-        ".rank2": {"code": 80, "rank": "x", "wrong_device": True},
+        ".rank1": {"code": 80, "rank": 1, "host": "node-7.x", "wrong_device": True},
+        ".rank2": {"code": 80, "rank": "x", "host": "$(reboot)", "wrong_device": True},
         ".rank3": [],
         ".rank4": {"code": 80, "rank": 4, "wrong_device": "no"},
     }
     for name, fields in of_rank.items():
         (tmp_path / f"exit_reason{name}.json").write_text(json.dumps(fields))
     assert restarts.ranks_with_wrong_devices(tmp_path) == {1}
+    assert restarts.hosts_with_wrong_devices(tmp_path) == {"node-7.x"}
+    assert restarts.main([str(tmp_path)]) == 0 and capsys.readouterr().out == "-1 80 1 node-7.x\n"
 
 
 def allowed(first, *kept):
@@ -95,7 +97,7 @@ def test_as_the_slurm_script_asks(tmp_path):
         words = [sys.executable, "-m", "runtime.restarts", str(tmp_path)]
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-    assert told() == "-1 - -\n"
+    assert told() == "-1 - - -\n"
     (tmp_path / "checkpoints" / "step_00000009").mkdir(parents=True)
     (tmp_path / "exit_reason.json").write_text('{"code": 76, "requeue": true}')
-    assert told() == "9 76 1\n"
+    assert told() == "9 76 1 -\n"

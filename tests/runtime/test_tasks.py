@@ -4,11 +4,14 @@ harness.
 
 import importlib.util
 import json
+import sys
+import types
 
 import pytest
 import torch
 
 from config import ConfigError
+from runtime import tasks
 from runtime.tasks import EvaluationModel, run_tasks
 
 VOCAB, CONTEXT, EOD = 128, 16, 0
@@ -85,6 +88,21 @@ def test_text_ends_at_the_first_stop():
 def test_without_the_harness_one_line_says_what_to_install():
     with pytest.raises(ConfigError, match="needs the package lm-eval .*; pip install lm-eval"):
         run_tasks(["arc_easy"], speaker())
+
+
+def test_a_machine_without_a_network_is_told_in_one_line(monkeypatch):
+    """What the package datasets raises there."""
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach 'allenai/ai2_arc' on the Hub (LocalEntryNotFoundError)\nmore")
+
+    harness, of_tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
+    harness.simple_evaluate = unreachable
+    of_tasks.TaskManager = lambda include_path: types.SimpleNamespace(match_tasks=list)
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", of_tasks)
+    monkeypatch.setattr(tasks, "harness_model", lambda speaker: None)
+    with pytest.raises(ConfigError, match="^--tasks: lm-eval cannot read the data of arc_easy .Couldn't"):
+        tasks.run_tasks(["arc_easy"], None)
 
 
 @pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import fake_wandb
 import pytest
+from ranks import MODEL, corpus
 
+import train
 from runtime.setup import WandbSettings
 from runtime.wandb_sink import WandbSink, stable_id
 
@@ -110,11 +113,39 @@ def test_facts_texts_and_pictures(fake, sink, tmp_path):
     said = told()[6:]
     assert said == [
         ["config", {"run": {"parameters": 5, "dp": 2}}],
-        ["log", 3, {"step": 3, "sample": ["html", "<pre>def &lt;b&gt;f&lt;/b&gt;():\n  pass</pre>"]}],
+        ["log", 3, {"step": 3, "sample": ["html", "<pre>def &lt;b&gt;f&lt;/b&gt;():\n  pass</pre>"],
+                    "samples": ["table", ["step", "text"], [[3, "def <b>f</b>():\n  pass"]]]}],
         ["log", 4, {"step": 4, "loss": ["image", str(tmp_path / "loss.png")]}],
         ["alert", "name: failed with code 77", "-", "ERROR"],
         ["finish", 77],
     ]
+
+
+def test_texts_stand_in_one_table(fake, sink):
+    """W&B shows one value of a name: the table has the texts of all steps, of which the newest stay."""
+    told, s = fake(), sink()
+    for step in range(120):
+        s.text(step, "sample", f"text {step}")
+    s.close()
+    tables = [line[2]["samples"][2] for line in told() if line[0] == "log"]
+    assert tables[2] == [[0, "text 0"], [1, "text 1"], [2, "text 2"]]
+    assert tables[-1] == [[step, f"text {step}"] for step in range(20, 120)]
+
+
+def test_a_run_sends_its_texts_and_its_best_validation(fake, tmp_path):
+    """Over both starts, and the last values are what W&B's table of runs shows."""
+    told = fake()
+    words = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
+    words += ["--log.name", "r", "--log.wandb", "offline", "--eval.every", "1", "--optim.lr", "0.5"]
+    for steps in ("2", "4"):
+        assert train.main([*words, "--eval.sample", "4", "--train.steps", steps]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["val_loss"] for row in rows if row["step"] and "val_loss" in row}
+    best = min(losses, key=losses.__getitem__)
+    logs = [line[2] for line in told() if line[0] == "log"]
+    (first, last) = [values for values in logs if "run/best_step" in values]
+    assert (last["run/best_step"], last["run/best_val_loss"]) == (best, losses[best])
+    assert [row[0] for row in [values for values in logs if "samples" in values][-1]["samples"][2]] == [3, 4]
 
 
 def test_a_resumed_run_keeps_its_id(tmp_path):

@@ -13,9 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "scaling"
 SRUN = '#!/bin/bash\nwhile [[ $1 = -* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n'
-SCONTROL = '#!/bin/bash\necho "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && echo 127.0.0.1 || true\n'
-# In the place of python: notes its words; ends with $CODE, at once or when USR1 comes.
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> "$CALLS"
+case "$1 $2" in
+    "show hostnames") echo 127.0.0.1 ;;
+    "show node") echo "NodeName=$3 Arch=x86_64 NodeHostName=host9" ;;
+    "show job") echo "JobId=1 ExcNodeList=(null)" ;;
+esac
+"""
+# In the place of python: notes its words; ends with $CODE, at once or when USR1 comes. $KEPT: what its runs
+# have kept then, and what becomes of them.
 PYTHON = """#!/bin/bash
+case "$*" in *" --kept") cat "$CALLS.kept"; exit ;; esac
+[ -z "$KEPT" ] || echo "$KEPT" > "$CALLS.kept"
 [ -z "$WAIT" ] || trap 'echo caught >> "$CALLS"; exit "$CODE"' USR1
 echo "python $*" >> "$CALLS"
 while [ -n "$WAIT" ]; do sleep 0.02; done
@@ -28,13 +38,14 @@ SMALL = [
 ]
 
 
-def submit(tmp_path, script, *args, python=None, code=0, wait=False):
-    """-> exit code, calls, output."""
+def submit(tmp_path, script, *args, python=None, code=0, wait=False, kept="", **more):
+    """-> exit code, calls, output. more: of the environment."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
     calls.write_text("")
+    (tmp_path / "calls.kept").write_text("40 - -\n")
     env = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -42,12 +53,14 @@ def submit(tmp_path, script, *args, python=None, code=0, wait=False):
         "CALLS": str(calls),
         "CODE": str(code),
         "WAIT": "1" if wait else "",
+        "KEPT": kept,
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NODELIST": "node7",
         "SLURM_JOB_ID": "40321",
         "SLURM_ARRAY_TASK_ID": "2",
         "SLURM_NNODES": "1",
         "SLURM_GPUS_ON_NODE": "2",
+        **more,
     }
     job = subprocess.Popen(
         ["bash", str(SCRIPTS / script), *args],
@@ -89,9 +102,32 @@ def test_a_job_that_has_a_node_alone_takes_the_gpus_that_it_asked_for(tmp_path, 
 @pytest.mark.parametrize("script", ["ladder.sbatch", "sweep.sbatch"])
 @pytest.mark.parametrize("code", [75, 2])
 def test_the_signal_reaches_the_run_and_an_unfinished_one_is_requeued(tmp_path, script, code):
-    rc, calls, _ = submit(tmp_path, script, "runs/x", "quickstart", code=code, wait=True)
+    rc, calls, _ = submit(tmp_path, script, "runs/x", "quickstart", code=code, wait=True, kept="60 - -")
     assert rc == code and "caught" in calls
     assert ("scontrol requeue 40321" in calls) == (code == 75), "a mistake of the user's stays down"
+
+
+@pytest.mark.parametrize("code, kept, is_requeued", [
+    (75, "40 1 -", False),  # no newer checkpoint: it would come back for ever
+    (75, "60 1 -", True),
+    (76, "60 1 -", True),  # a hang, as in train.sbatch
+    (75, "60 0 -", False),  # a person's empty STOP file
+    (77, "60 0 -", False),
+])
+def test_only_while_its_runs_advance(tmp_path, code, kept, is_requeued):
+    rc, calls, out = submit(tmp_path, "ladder.sbatch", "runs/x", "llama3-8b", code=code, kept=kept)
+    assert rc == code and ("scontrol requeue" in calls) == is_requeued
+    assert ("no new checkpoint" in out) == kept.startswith("40 1")
+
+
+def test_a_job_of_an_array_is_requeued_alone_and_without_a_bad_node(tmp_path):
+    """The last job of an array has the number of all."""
+    words = {"code": 80, "kept": "60 1 host9", "SLURM_ARRAY_JOB_ID": "40321"}
+    rc, calls, out = submit(tmp_path, "sweep.sbatch", "runs/x", "llama3-8b", **words)
+    assert rc == 80 and "scontrol requeue 40321_2\n" in calls
+    assert calls.endswith("scontrol update JobId=40321_2 ExcNodeList=127.0.0.1\n"), out
+    _, calls, _ = submit(tmp_path, "sweep.sbatch", "runs/x", "llama3-8b", **words | {"kept": "60 1 -"})
+    assert "scontrol requeue 40321_2\n" in calls and "update" not in calls
 
 
 @pytest.mark.parametrize("script", ["ladder.sbatch", "sweep.sbatch", "systems.sbatch"])

@@ -139,6 +139,44 @@ def test_the_page_needs_no_other_file(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["runs"][0]["run"] == "a<b"
 
 
+def test_the_page_fits_a_window_and_a_dark_one(tmp_path):
+    """A long name breaks, a wide table scrolls in itself, and a single run is called by its name."""
+    runs = [read_run(make_run(tmp_path / f"llama3-tiny+optim.lr={rate}", [5.0, 4.0], optim__lr=rate))
+            for rate in (1e-3, 2e-3)]
+    text = page(runs)
+    assert "<meta name=viewport" in text and "color-scheme: light dark" in text
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert text.count("<table>") == text.count("<div class=wide><table>") == 3
+    assert "<h1>2 runs</h1>" in text and "<h1>llama3-tiny+optim.lr=0.001</h1>" in page(runs[:1])
+
+
+def test_equal_sizes_have_one_axis(tmp_path, monkeypatch):
+    """At equal FLOPs they have equal tokens: a second picture and column would say the same."""
+    from matplotlib.axes import Axes
+
+    drawn = []
+    monkeypatch.setattr(Axes, "set_xlabel", lambda axes, label: drawn.append(label))
+    same = [read_run(make_run(tmp_path / name, [5.0, 4.0])) for name in "ab"]
+    larger = read_run(make_run(tmp_path / "c", [5.0, 4.0], model__layers=6))
+    draw_runs(same)
+    assert drawn == ["tokens"] and not any("at" in name and "FLOPs" in name for name in table_rows(same)[0])
+    draw_runs([*same, larger])
+    assert drawn[1:] == ["tokens", "FLOPs"]
+    assert any(name.startswith("at ") and "FLOPs" in name for name in table_rows([*same, larger])[0])
+
+
+def test_a_narrow_table_says_what_is_left_out(tmp_path, monkeypatch, capsys):
+    folder = make_run(tmp_path / "a-run-with-a-name-that-is-long", [5.0, 4.0])
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(line for line in lines if "too narrow" in line).startswith("too narrow for: MFU, tokens/s, ")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([str(folder)]) == 0
+    assert "too narrow" not in capsys.readouterr().out
+
+
 def test_equal_curves_are_equal_at_equal_tokens_however_long_they_are(tmp_path):
     """The window of the smoothing was a share of the whole run: the longer run had a higher loss here."""
     losses = list(np.linspace(6.0, 2.0, 3000))

@@ -17,6 +17,7 @@ from model.schedules import plan_pipeline
 from optim.lr import learning_rate
 from plan.count import flops_per_token, parameters
 from runtime.lines import read_metrics
+from scaling import ladder_command
 from scaling.command import main
 from scaling.experiment import Programs, run_all
 from scaling.ladder import (
@@ -51,6 +52,38 @@ def config_of(run, folder="runs"):
     cfg = config.resolve(name, None, argv)
     plan_pipeline(cfg, 1)  # the rules hold
     return cfg
+
+
+def test_the_advice_on_runs_that_are_too_short_can_be_followed(tmp_path, capsys):
+    words = ["ladder", "--out", str(tmp_path / "ladder"), "--show", "--flops", "1e11"]
+    with pytest.raises(ConfigError, match="fewer than 50 show no law; try --flops ") as refused:
+        main(words)
+    ways = str(refused.value).partition("; try ")[2].split(", or ")
+    assert len(ways) == 2
+    for way in ways:
+        assert main([*words, *way.split()]) == 0, way
+
+
+def test_what_array_jobs_ask_before_they_requeue(tmp_path, capsys):
+    """Of the runs of this part alone."""
+    words = ["ladder", "--out", str(tmp_path), "--kept"]
+
+    def told(*more):
+        assert main([*words, *more]) == 0
+        return capsys.readouterr().out.split()
+
+    assert told("--rung", "1") == ["-4", "-", "-"]  # four runs without a checkpoint
+    (tmp_path / "d3-b1/checkpoints/step_00000040").mkdir(parents=True)
+    reason = {"code": 80, "requeue": True, "rank": 0, "host": "n7", "wrong_device": True}
+    (tmp_path / "d3-b1/exit_reason.json").write_text(json.dumps(reason))
+    assert told("--rung", "1") == ["37", "1", "n7"]
+    assert told("--rung", "0") == ["-4", "-", "-"]
+    (tmp_path / "d3-b2").mkdir()
+    (tmp_path / "d3-b2/exit_reason.json").write_text(json.dumps({"code": 75, "requeue": False}))
+    assert told("--rung", "1") == ["37", "0", "n7"]
+    sweep = ["sweep", "--out", str(tmp_path), "--kept", "--only", "0"]
+    assert main(sweep) == 0 and capsys.readouterr().out == "-1 - -\n"
+    assert not (tmp_path / "ladder.json").exists() and not (tmp_path / "sweep.json").exists()
 
 
 def test_all_sizes_have_the_same_budgets(tmp_path):
@@ -302,7 +335,10 @@ def test_a_law_is_printed_where_an_approach_cannot_be_had(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_a_table_of_many_sizes_is_drawn(tmp_path, capsys):
+def test_a_table_of_many_sizes_is_drawn(tmp_path, monkeypatch, capsys):
     """62 sizes do not fit a legend: matplotlib warned, and the picture had no axes."""
+    monkeypatch.setattr(ladder_command, "SECONDS_BETWEEN_LINES", 0.0)
     assert main(["fit", "--points", str(PUBLISHED), "--out", str(tmp_path), "--bootstraps", "5"]) == 0
-    assert "240 runs of 62 sizes" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "240 runs of 62 sizes" in out
+    assert err.splitlines()[3] == "chinchilla: 3 of 5 fits to runs drawn again"  # a sign of life

@@ -190,6 +190,15 @@ def test_a_curve_that_diverged_is_the_least_nowhere():
         envelope(curves)
 
 
+def test_a_number_that_the_points_do_not_determine_is_said_to_be_none():
+    points = made_up(lambda size, tokens: 1.7 + 400 / size**0.34 + 1200 / tokens**0.31)
+    theta = np.array([np.log(400), np.log(1200), np.log(1.7), 0.34, 0.31])
+    alphas = theta + np.array([0, 0, 0, 1, 0]) * np.linspace(-0.3, 40, 20)[:, None]
+    lines = law_lines(Fit(CHINCHILLA, theta, alphas), points)
+    told = {line.split()[0]: line.endswith("   not determined by these points") for line in lines[1:6]}
+    assert told == {"A": False, "B": False, "E": False, "alpha": True, "beta": False}
+
+
 @pytest.mark.slow
 def test_kaplan_s_law_counts_no_embeddings():
     """Losses by a law of the parameters without embeddings: found again where the points say how many."""

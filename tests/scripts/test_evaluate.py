@@ -107,6 +107,17 @@ def test_fewer_samples_longer_ones_and_another_dtype(home, capsys):
     assert single != whole["val_loss"] and single == pytest.approx(whole["val_loss"], rel=1e-5)
 
 
+def test_threads_are_those_that_are_asked_for(home, other, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    words = [str(home / "run"), "--data", other[0], "--samples", "1"]
+    told(capsys, *words)
+    told(capsys, *words, "--threads", "3")
+    assert asked == [3]
+    with pytest.raises(ConfigError, match="^--threads: 0; at least 1$"):
+        main([*words, "--threads", "0"])
+
+
 def test_the_run_s_own_split_gives_the_run_s_own_loss(home, capsys):
     """The last validation in metrics.jsonl reads eval.batches of it; here they are the same first samples."""
     rows = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]

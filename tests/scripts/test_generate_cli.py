@@ -82,6 +82,16 @@ def test_samples_have_seeds_that_follow_each_other(home, capsys):
     assert lines[0] == "" and [part.split("\n")[0] for part in lines[1:]] == ["0", "1"]
 
 
+def test_threads_are_those_that_are_asked_for(home, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    words = [str(home / "llama2-tiny"), "--max-new-tokens", "1"]
+    assert main(words) == 0 and main([*words, "--threads", "3"]) == 0
+    assert asked == [3]
+    with pytest.raises(ConfigError, match="^--threads: 0; at least 1$"):
+        main([*words, "--threads", "0"])
+
+
 def test_learned_positions_end_the_text(home, capsys):
     """As many tokens as there are positions are read; the one after the last of them is still written."""
     assert main([str(home / "gpt2-tiny"), "--prompt", "a" * 30, "--max-new-tokens", "50", "--json"]) == 0

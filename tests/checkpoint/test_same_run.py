@@ -1,0 +1,104 @@
+"""checkpoint/state.py: what is said of a run that goes on from a checkpoint of other settings or data."""
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checkpoint.origin import UNKNOWN
+from checkpoint.state import check_same_run
+from config import Config, ConfigError, phases_of
+
+STEP = 3
+WHERE = "runs/one/checkpoints/step_00000003"
+TOKENIZER, DATA = "0123456789abcdef", "fedcba9876543210"
+NEW_RUN = "start a new run from its weights: --log.name OTHER --checkpoint.init_from"
+
+
+def config_with(**settings):
+    """{section__key: value}"""
+    cfg = Config()
+    for name, value in settings.items():
+        section, key = name.split("__")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
+    return cfg
+
+
+def compared(old=(), new=(), *, in_memory=False, **meta):
+    """The warnings of a run with settings `new` that goes on from a checkpoint with settings `old`."""
+    phases = phases_of(config_with(**dict(new)))
+    tokenizer = SimpleNamespace(fingerprint=TOKENIZER)
+    data = SimpleNamespace(tokenizer=tokenizer, fingerprint=DATA, has_start=False)
+    run = SimpleNamespace(cfg=phases.whole, phases=phases, phase=phases.all[0], steps=9, data=data)
+    meta = {"step": STEP, "steps": 9, "config": asdict(config_with(**dict(old))), "tokenizer": TOKENIZER,
+            "data": DATA, "bos": False, "torch": torch.__version__, **meta}
+    return check_same_run(meta, run, "the checkpoint" if in_memory else WHERE, in_memory)
+
+
+def refused(*settings, **more):
+    with pytest.raises(ConfigError) as error:
+        compared(*settings, **more)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("old, new, warnings", [
+    ({}, {}, []),
+    ({}, {"optim__lr": 0.5}, [f"resumed with another optim.lr ({Config().optim.lr} -> 0.5)"]),
+    ({"data__valid": "a"}, {"data__valid": "b"}, ["resumed with another data.valid (a -> b)"]),
+])
+def test_what_may_change_is_a_warning(old, new, warnings):
+    assert compared(old, new) == warnings
+
+
+def test_another_torch_is_a_warning():
+    assert compared(torch="1.0") == [f"resumed with another torch 1.0 -> {torch.__version__}"]
+
+
+@pytest.mark.parametrize("key, old, new", [
+    ("train__seed", 1, 2), ("train__global_batch", 8, 16), ("data__split", "9,1", "8,2"),
+    ("data__valid", None, "a"), ("data__valid", "a", None),
+])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_decides_the_samples_is_refused(key, old, new, in_memory):
+    name, where = key.replace("__", "."), "the checkpoint" if in_memory else WHERE
+    told = refused({key: old}, {key: new}, in_memory=in_memory)
+    assert told.startswith(f"{name}: {where} was trained with {old}, not {new}; set it back, ")
+    assert told.endswith(f"or {NEW_RUN} {'CHECKPOINT' if in_memory else WHERE}")
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_another_model_is_refused_with_what_to_state(in_memory):
+    old, new = ({"model__layers": layers, "model__rope_theta": layers / 2} for layers in (2, 3))
+    told = refused(old, new, in_memory=in_memory)
+    source = "CHECKPOINT" if in_memory else WHERE
+    assert "trained with " in told and NEW_RUN in told
+    words = told.split(f"{source} --checkpoint.init_changes ")[1]
+    assert sorted(words.split(",")) == ["model.layers", "model.rope_theta"]
+
+
+def test_another_batch_may_go_on_in_a_branch():
+    told = refused({"train__global_batch": 8}, {"train__global_batch": 16})
+    assert "--checkpoint.branch runs/one@3 --train.global_batch 16; or start" in told
+    assert "branch" not in refused({"train__global_batch": 8}, {"train__global_batch": 16}, in_memory=True)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("bos, stating", [
+    (False, ""), (None, ""), (True, " --checkpoint.init_changes data.bos")
+])
+def test_other_data_is_refused(in_memory, bos, stating):
+    where, source = ("the checkpoint", "CHECKPOINT") if in_memory else (WHERE, WHERE)
+    assert refused(in_memory=in_memory, data="0" * 16, bos=bos) == (
+        f"data.path: the data of {where} has fingerprint {'0' * 12}, this one {DATA[:12]}; "
+        f"give the same data and data.bos, or {NEW_RUN} {source}{stating}"
+    )
+
+
+def test_another_tokenizer_is_refused_without_its_weights():
+    told = f"data.path: the tokenizer of {WHERE} has fingerprint {'0' * 12}, this one {TOKENIZER[:12]}; "
+    assert refused(tokenizer="0" * 16) == (
+        told + "set --data.tokenizer ITS_TOKENIZER, or start a new run: --log.name OTHER"
+    )
+    told = refused(tokenizer=UNKNOWN)
+    assert f"has fingerprint {UNKNOWN}, " in told and "give the same data" in told
