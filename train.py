@@ -4,6 +4,7 @@
     python -m scripts.launch --nproc 8 -- NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
     python train.py --list                                               every recipe with its size and shape
     python train.py NAME --help [SECTION | WORD]                         every key: type, meaning, default
+    python train.py NAME --dry-run --world N                             a step of N ranks, without them
 """
 import contextlib
 import gc

@@ -31,6 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -121,7 +122,8 @@ def main(argv: list[str]) -> int:
     fits = hardware.memory is None or needs <= hardware.memory
     width = output_width()
     print("\n".join(wrapped(headline(name or str(file), cfg, dims, hardware, len(roles), seconds), width)))
-    print("\n".join(["", *role_table(roles, dims, width), "", *held_lines(roles, beside, hardware), ""]))
+    table = role_table(roles, dims, hardware.chip is None, width)
+    print("\n".join(["", *table, "", *held_lines(roles, beside, hardware), ""]))
     print("\n".join(exchange_lines(roles, width)))
     print("\n".join(["", *check_lines(findings, transport, roles)]))
     if args.json:
@@ -203,7 +205,9 @@ def headline(
     )
 
 
-def role_table(roles: list[RoleSummary], dims: ParallelDims, width: int | None) -> list[str]:
+def role_table(
+    roles: list[RoleSummary], dims: ParallelDims, is_on_cpu: bool, width: int | None
+) -> list[str]:
     rows = []
     for role in roles:
         sent = sum(one.nbytes for one in role.exchanges)
@@ -218,8 +222,9 @@ def role_table(roles: list[RoleSummary], dims: ParallelDims, width: int | None) 
             "launches": f"{role.launches:,}",
             "host waits": str(sum(role.waits.values())),
         })
-    if not any(role.host for role in roles):
-        rows = [{key: value for key, value in row.items() if key != "host GiB"} for row in rows]
+    absent = {"host GiB"} if not any(role.host for role in roles) else set()
+    absent |= {"host waits"} if is_on_cpu else set()
+    rows = [{key: value for key, value in row.items() if key not in absent} for row in rows]
     return table_lines(rows, first_to_go=("launches", "host waits"), width=width)
 
 
@@ -260,13 +265,14 @@ def exchange_lines(roles: list[RoleSummary], width: int | None) -> list[str]:
 def check_lines(findings: list[str], transport: str, roles: list[RoleSummary]) -> list[str]:
     """What the check says, and what could not be counted."""
     lines = [f"error: {finding}" for finding in findings]
-    if not findings:
+    if not findings and len(roles) > 1:
         lines.append(f"the exchanges of a pipeline meet, under the rules of {transport}")
     unknown = {kernel: nbytes for role in roles for kernel, nbytes in role.unknown.items()}
     lines += [f"without a formula: {kernel}, which moves {nbytes / 1e9:.3f} GB"
               for kernel, nbytes in unknown.items()]
-    for place in sorted({place for role in roles for place in role.waits}):
-        lines.append(f"the host waits for the device in {place}")
+    if transport == "nccl":  # a CPU waits for nobody
+        for place in sorted({place for role in roles for place in role.waits}):
+            lines.append(f"the host waits for the device in {place}")
     return lines
 
 
@@ -299,11 +305,17 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: Hardware, path:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for role in roles:
+    shades = colormaps["viridis"]
+    for number, role in enumerate(roles):
         times = [point.time - role.curve[0].time for point in role.curve]
-        place = dims.coordinates(role.rank)["pp"]
-        axes.step(times, [point.nbytes / GIB for point in role.curve], where="post", linewidth=0.8,
-                  label=f"place {place}")
+        axes.step(
+            times,
+            [point.nbytes / GIB for point in role.curve],
+            where="post",
+            linewidth=0.8,
+            color=shades(0.9 * number / max(1, len(roles) - 1)),
+            label=f"place {dims.coordinates(role.rank)['pp']}",
+        )
     if hardware.memory is not None:
         axes.axhline(hardware.memory / GIB, color="black", linewidth=0.8, linestyle="--")
     axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
@@ -194,6 +195,18 @@ def claimed_addresses() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def claimed_recomputation() -> Iterator[None]:
+    """Inside, torch's checkpoint does not compare devices of what is computed again: a tensor that an
+    operation in C++ saves does not claim one."""
+
+    def facts(x: Tensor) -> dict[str, Any]:
+        return {"shape": x.shape, "dtype": x.dtype}
+
+    with mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, {"default": facts}):
+        yield
+
+
 def is_host(device: Any) -> bool:
     return device == "cpu" or device == HOST
 
@@ -225,6 +238,7 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh_caches())
         stack.enter_context(claimed_addresses())
+        stack.enter_context(claimed_recomputation())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(claimed_libraries())
@@ -304,7 +318,7 @@ def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
     tensors have values."""
     device = torch.device("cpu", 0)
     recorder.counts_host = True
-    with fresh_caches(), claimed_addresses(), ClaimedDevice(device, recorder):
+    with fresh_caches(), claimed_addresses(), claimed_recomputation(), ClaimedDevice(device, recorder):
         yield device
 
 

@@ -77,6 +77,12 @@ def real_role(world: World, cfg: Config) -> tuple[dict, list]:
     return facts_of(record), decided
 
 
+def recorded(cfg: Config, world: int, rank: int) -> RoleRecord:
+    """The same without a job."""
+    job_of_rank(cfg, world, rank)
+    return record_role(cfg, parallel_dims(cfg, world), rank, None, program_of(cfg))
+
+
 def facts_of(record: RoleRecord) -> dict:
     return {
         "flops": flops_of(record.launches),
@@ -143,7 +149,7 @@ def test_a_dense_record_is_the_run(ranks, world, words):
     cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])
     found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
     for rank, (run, decided) in enumerate(found):
-        record = record_role(cfg, parallel_dims(cfg, world), rank, None, program_of(cfg))
+        record = recorded(cfg, world, rank)
         assert facts_of(record) == run
         assert not decided
 
@@ -155,5 +161,5 @@ def test_the_record_of_a_mixture_is_the_run_with_its_routing(ranks, monkeypatch,
     found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
     for rank, (run, decided) in enumerate(found):
         repeat_decisions(monkeypatch, decided)
-        record = record_role(cfg, parallel_dims(cfg, world), rank, None, program_of(cfg))
+        record = recorded(cfg, world, rank)
         assert facts_of(record) == run
