@@ -208,6 +208,12 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
 
 # ---- a run -------------------------------------------------------------------------------------------------
 
+# python -m scripts.dry_run, from any folder. Its first argument: that of the code.
+DRY_RUN = (
+    "import runpy, sys; sys.path[0] = sys.argv.pop(1); "
+    "runpy.run_module('scripts.dry_run', run_name='__main__', alter_sys=True)"
+)
+
 # Where faults are injected and proofs look on (runtime/faults.py).
 FAULT_POINTS = (
     *store.FAULT_POINTS,
@@ -1062,7 +1068,7 @@ def main(argv: list[str]) -> int:
         print(table(recipes, output_width()))
         return 0
     if "--dry-run" in argv:  # another program: it loads Triton before the kernels
-        os.execv(sys.executable, [sys.executable, "-m", "scripts.dry_run", *argv])
+        os.execv(sys.executable, [sys.executable, "-c", DRY_RUN, str(Path(__file__).parent), *argv])
     words = argv
     name, file, argv = config.split_argv(words)
     for index, word in enumerate(argv):

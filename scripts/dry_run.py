@@ -67,7 +67,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class Hardware:
+class JobHardware:
     """Where the job would run. gpu, memory, chip: None on CPUs."""
 
     name: str
@@ -133,16 +133,16 @@ def main(argv: list[str]) -> int:
     return 0 if fits and not findings else 1
 
 
-def hardware_of(name: str) -> Hardware:
+def hardware_of(name: str) -> JobHardware:
     """Raises ConfigError for a cluster that is not known, or whose GPU takes paths that are not known."""
     if name == ON_CPU:
-        return Hardware(name, chip=None, gpu=None, memory=None)
+        return JobHardware(name, chip=None, gpu=None, memory=None)
     row = cluster(name)
     chip = CHIPS.get(row.gpu)
     if chip is None:
         raise ConfigError(f"--cluster: {name} has {row.gpu}; the paths of {', '.join(CHIPS)} are known, and "
                           f"those of a CPU ({ON_CPU})")
-    return Hardware(name, chip=chip, gpu=Gpu(row.gpu, row.node), memory=row.memory)
+    return JobHardware(name, chip=chip, gpu=Gpu(row.gpu, row.node), memory=row.memory)
 
 
 # ---- recording ---------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def program_of(cfg: Config) -> Program:
     return Program(build, step)
 
 
-def memory_beside(cfg: Config, world: int, hardware: Hardware) -> dict[str, int]:
+def memory_beside(cfg: Config, world: int, hardware: JobHardware) -> dict[str, int]:
     """Bytes that no tensor holds: {what: how many}."""
     if hardware.gpu is None:
         return {}
@@ -194,7 +194,7 @@ def memory_beside(cfg: Config, world: int, hardware: Hardware) -> dict[str, int]
 
 
 def headline(
-    name: str, cfg: Config, dims: ParallelDims, hardware: Hardware, num_roles: int, seconds: float
+    name: str, cfg: Config, dims: ParallelDims, hardware: JobHardware, num_roles: int, seconds: float
 ) -> str:
     chip = "a CPU" if hardware.chip is None else hardware.chip.name
     train = cfg.train
@@ -228,7 +228,7 @@ def role_table(
     return table_lines(rows, first_to_go=("launches", "host waits"), width=width)
 
 
-def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: Hardware) -> list[str]:
+def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: JobHardware) -> list[str]:
     """What the fullest rank holds at its peak."""
     fullest = max(roles, key=lambda role: role.peak)
     total = fullest.peak + sum(beside.values())
@@ -279,7 +279,7 @@ def check_lines(findings: list[str], transport: str, roles: list[RoleSummary]) -
 def write_json(
     path: Path,
     cfg: Config,
-    hardware: Hardware,
+    hardware: JobHardware,
     roles: list[RoleSummary],
     *,
     beside: dict[str, int],
@@ -295,12 +295,13 @@ def write_json(
                   for role in roles],
     }
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(tree) + "\n")
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written ({error.strerror})") from None
 
 
-def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: Hardware, path: Path) -> None:
+def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, path: Path) -> None:
     """Memory over the step, a curve for each place. Raises ConfigError if the file cannot be written."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -322,6 +323,7 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: Hardware, path:
     if len(roles) > 1:
         axes.legend(fontsize="small", ncols=2, frameon=False)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     except OSError as error:
         raise ConfigError(f"--picture: {path} cannot be written ({error.strerror})") from None

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = (
-    "--model.vocab 64 --model.layers 4 --model.hidden 16 --model.heads 2 --model.kv_heads none --model.ffn 16 "
-    "--train.seq_len 8 --train.micro_batch 1 --train.global_batch 8"
+    "--model.vocab 64 --model.layers 4 --model.hidden 16 --model.heads 2 --model.kv_heads none "
+    "--model.ffn 16 --train.seq_len 8 --train.micro_batch 1 --train.global_batch 8"
 ).split()
 
 
