@@ -4,9 +4,11 @@
     python -m scripts.launch --nproc 8 -- NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
     python train.py --list                                               every recipe with its size and shape
     python train.py NAME --help [SECTION | WORD]                         every key: type, meaning, default
+    python train.py NAME --dry-run --world N                             a step of N ranks, without them
 """
 import contextlib
 import gc
+import os
 import shlex
 import sys
 import time
@@ -205,6 +207,12 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
+
+# python -m scripts.dry_run, from any folder. Its first argument: that of the code.
+DRY_RUN = (
+    "import runpy, sys; sys.path[0] = sys.argv.pop(1); "
+    "runpy.run_module('scripts.dry_run', run_name='__main__', alter_sys=True)"
+)
 
 # Where faults are injected and proofs look on (runtime/faults.py).
 FAULT_POINTS = (
@@ -1059,6 +1067,8 @@ def main(argv: list[str]) -> int:
         recipes = {name: config.from_tree(config.recipe(name), name) for name in config.recipes()}
         print(table(recipes, output_width()))
         return 0
+    if "--dry-run" in argv:  # another program: it loads Triton before the kernels
+        os.execv(sys.executable, [sys.executable, "-c", DRY_RUN, str(Path(__file__).parent), *argv])
     words = argv
     name, file, argv = config.split_argv(words)
     for index, word in enumerate(argv):

@@ -41,11 +41,11 @@ from benchmarks.first_jobs import FirstRun, card_job, files_of_tests, jobs_of
 from benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
 from benchmarks.first_table import make_table, progress_line
 from benchmarks.jobs import ForkedJob, JobPlace, run_jobs
-from benchmarks.launches import Chip
 from benchmarks.process import terminates_cleanly
 from benchmarks.travel import describe_peers, travel_line
 from config import ConfigError
 from config.provenance import commit_id
+from plan.record.launches import Chip
 
 HELP = "a first meeting with a GPU: rates, steps, kernels, small models, peers"
 CARD = "card"  # the section of the first row

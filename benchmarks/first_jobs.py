@@ -22,11 +22,11 @@ from benchmarks.card import GIB, GpuMachine, dtype_of, fitted_shape, planned_byt
 from benchmarks.first_plan import SCENARIOS, Section
 from benchmarks.interpreted import interpret_kernels
 from benchmarks.jobs import ForkedJob, Report, begin_again_if_lost
-from benchmarks.launches import CHIPS, Chip
 from benchmarks.process import last_error_line
 from benchmarks.shape import Shape
 from config import ConfigError
 from kernels.attention_libraries import LIBRARIES
+from plan.record.launches import CHIPS, Chip
 from runtime.setup import peak_flops_of_gpu
 
 ROOT = Path(__file__).parents[1]

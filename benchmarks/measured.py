@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import mean
 
 from benchmarks.step_model import ASSUMED, Rate, LaunchRates, Work, host_seconds, seconds
-from benchmarks.work import KERNELS
+from plan.record.work import KERNELS
 
 LEVEL = "middle"
 HOST = "host: "

@@ -404,7 +404,7 @@ def attention_backward(place: RateInputs, shape: Shape, name: str) -> Function:
 
 
 def memory_cases(place: RateInputs) -> Iterator[Case]:
-    """The name of their rate is that of the kernel, as benchmarks/work.py has it."""
+    """The name of their rate is that of the kernel, as plan/record/work.py has it."""
     shape = place.dense
     hidden_bytes = 2 * shape.tokens * shape.hidden
     ffn_bytes = 2 * shape.tokens * shape.ffn

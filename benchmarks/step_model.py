@@ -6,8 +6,8 @@
     python -m scripts.bench model --page docs/step-model.md --before FILE
                                                         writes the tables into the page
 
-Nothing is timed. The launches are those of the real train_step (benchmarks/launches.py). What each is for,
-and its FLOPs, come from benchmarks/work.py. A launch takes
+Nothing is timed. The launches are those of the real train_step (plan/record/launches.py). What each is for,
+and its FLOPs, come from plan/record/work.py. A launch takes
 
     max(bytes / bandwidth, FLOPs / rate, launches * shortest)
 
@@ -37,17 +37,16 @@ import torch
 
 import config
 from benchmarks.card import fit_layers
-from benchmarks.launches import CHIPS, META, Chip, Launch, Recorder, claimed_gpu, without_initial_weights
 from benchmarks.shape import Shape
-from benchmarks.work import PARTS, Facts, JudgedLaunch, judge
 from build import TrainingRun, build_run
 from config import Config, ConfigError
 from config.provenance import commit_id
-from kernels.attention_mask import DocumentCounts
 from parallel.cost import Workload
-from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from plan.count import flops_per_token, parameters
+from plan.record.launches import CHIPS, META, Chip, Launch, Recorder, claimed_gpu, without_initial_weights
+from plan.record.role import microbatch
+from plan.record.work import PARTS, Facts, JudgedLaunch, judge
 from runtime.guard import NonFiniteGuard
 from runtime.setup import peak_flops_of_gpu
 from train import train_step
@@ -230,29 +229,6 @@ def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:
     """Tokens of each document of a sequence; () where attention sees the whole sequence."""
     count = scenario.documents
     return shape.documents if count is None else (shape.seq // count,) * count
-
-
-def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[int]) -> Microbatch:
-    """A microbatch without values, as the loader gives it to the step.
-
-    lengths: tokens of each document of a sequence, which the host knows; () without data.doc_mask.
-    """
-    b, s = cfg.train.micro_batch, cfg.train.seq_len
-    tokens = torch.zeros(b, s, dtype=torch.int64, device=device)
-    positions = torch.arange(s, device=device).expand(b, -1).contiguous()
-    documents = counts = None
-    if lengths:
-        documents = torch.zeros(b, s, dtype=torch.int32, device=device)
-        counts = DocumentCounts(b * len(lengths), max(lengths))
-    return Microbatch(
-        tokens,
-        targets=tokens.clone(),
-        positions=positions,
-        documents=documents,
-        sequence_ids=torch.arange(b, device=device),
-        step=step,
-        document_counts=counts,
-    )
 
 
 # ---- recording ---------------------------------------------------------------------------------------------
@@ -634,11 +610,11 @@ def rates_table() -> str:
 
 
 def unknown_lines(steps: Iterable[ModelledStep]) -> list[str]:
-    """What no table of benchmarks/work.py knows."""
+    """What no table of plan/record/work.py knows."""
     lines = []
     for step in steps:
         for group in step.of_part("unknown"):
-            lines.append(f"{step.name}: {group.kernel} ({group.place}) has no row in benchmarks/work.py")
+            lines.append(f"{step.name}: {group.kernel} ({group.place}) has no row in plan/record/work.py")
     return lines
 
 

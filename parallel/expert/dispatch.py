@@ -165,7 +165,9 @@ def plan_on_one_rank(index: Tensor, num_experts: int, group: Group) -> DispatchP
     """Where this rank has all experts, and none of them turns a token away. index [t, k]."""
     rows, choices, per_expert = order_by_expert(index, num_experts)
     counts = RowCounts([index.numel()], [index.numel()])
-    rows_per_expert = per_expert if stays_on_device(index) else per_expert.tolist()
+    rows_per_expert: list[int] | Tensor = per_expert
+    if not stays_on_device(index):
+        rows_per_expert = with_values(per_expert, index.numel(), num_experts).tolist()
     return DispatchPlan(
         group,
         sent_rows=rows,
@@ -264,7 +266,7 @@ def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -
         if stays_on_device(choices):
             rows_per_expert = choices.new_full((num_experts,), capacity)
     else:
-        counts = count_choices(choices, num_experts)
+        counts = with_values(count_choices(choices, num_experts), len(choices), num_experts)
         num_dropped, *rows_per_expert = counts.tolist()
     num_kept = len(choices) - num_dropped
     chunk = ChunkPlan(RowCounts([num_kept], [num_kept]), rows_per_expert)
@@ -274,6 +276,18 @@ def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -
 def stays_on_device(choices: Tensor) -> bool:
     """Whether the host is not told the counts of choices: it would have to wait for a GPU."""
     return choices.device.type != "cpu"
+
+
+def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
+    """The counts of choices [experts], maybe with those that are dropped before them.
+
+    If they have no values (plan/record), equal shares for all experts, on the host.
+    """
+    if not counts.is_meta:
+        return counts
+    share, rest = divmod(num_choices, num_experts)
+    shares = [share + (expert < rest) for expert in range(num_experts)]
+    return torch.tensor([0] * (len(counts) - num_experts) + shares)
 
 
 def count_of_capacity(
@@ -297,11 +311,11 @@ def exchange_counts(
 
     How these are divided over chunks, each rank knows itself. Reads the counts on the host, once.
     """
-    counts = count_choices(choices, num_experts)  # dropped ones first
+    counts = with_values(count_choices(choices, num_experts), len(choices), num_experts)  # dropped ones first
     num_local = num_experts * etp // group.size
     of_ep_rank = counts[1:].view(-1, 1, num_local)  # [ep, 1, local experts]
     departures = of_ep_rank.expand(-1, etp, -1).reshape(group.size, num_local)
-    arrivals = comm.all_to_all(departures, group)
+    arrivals = exchange_departures(departures, group, etp, is_assumed=choices.is_meta)
 
     # of each chunk
     departures = rows_of_chunks(departures, num_chunks)  # [chunks, ranks, local experts]
@@ -315,7 +329,19 @@ def exchange_counts(
         of_chunk = read[start:start + width]
         sent, received = of_chunk[:group.size], of_chunk[group.size:2 * group.size]
         chunks.append(ChunkPlan(RowCounts(sent, received), of_chunk[2 * group.size:]))
-    return Counted(num_dropped if may_drop else 0, chunks, arrivals)
+    return Counted(num_dropped if may_drop else 0, chunks, arrivals.to(choices.device))
+
+
+def exchange_departures(departures: Tensor, group: Group, etp: int, is_assumed: bool) -> Tensor:
+    """departures [ranks, local experts]: rows that this rank sends -> arrivals, likewise: rows that it gets.
+
+    is_assumed: the ranks are not there (plan/record), and each sends what this one does.
+    """
+    arrivals = comm.all_to_all(departures, group)
+    if is_assumed:
+        own = departures[group.index // etp * etp]  # etp ranks have the same experts
+        return own.expand(group.size, -1)
+    return arrivals
 
 
 def rows_of_chunks(counts: Tensor, num_chunks: int) -> Tensor:

@@ -1,9 +1,11 @@
 """Mesh: one rank's view of the parallel dimensions, a Group for each over which anything is exchanged."""
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from parallel.topology.dims import ParallelDims, requested_groups
-from parallel.wire.comm import Group, Ledger
+from parallel.wire.comm import Activity, Group, Ledger
 from parallel.wire.world import World
 
 
@@ -58,13 +60,20 @@ class Mesh:
         return Mesh(dims, world.rank, **groups, embedding_ends=ends)
 
     @staticmethod
-    def without_processes(dims: ParallelDims, rank: int) -> "Mesh":
-        """The groups of a rank, to describe what it has: nothing can be exchanged in them."""
+    def without_processes(dims: ParallelDims, rank: int, activity: Activity | None = None) -> "Mesh":
+        """The groups of a rank without a job.
+
+        activity: with a wire that carries what they exchange; None: they are there to be described alone.
+        """
+        make = partial(made_up_group, rank=rank, ledger=Counter(), activity=activity or Activity())
         groups: dict[str, Group] = {}
         for field, request in requested_groups().items():
-            groups[field] = made_up_group(request.name, dims.group(rank, *request.axes), rank)
+            ranks = dims.group(rank, *request.axes)
+            groups[field] = make(
+                request.name, ranks, axes=" x ".join(request.axes), channel=request.channel
+            )
         ends = dims.ends_with(rank)
-        ends_group = None if ends is None else made_up_group("embedding_ends", ends, rank)
+        ends_group = None if ends is None else make("embedding_ends", ends)
         return Mesh(dims, rank, **groups, embedding_ends=ends_group)
 
     @property
@@ -78,6 +87,6 @@ class Mesh:
         return self.world.activity.strict is not None
 
 
-def made_up_group(name: str, ranks: list[int], rank: int) -> Group:
+def made_up_group(name: str, ranks: list[int], *, rank: int, **fields: Any) -> Group:
     """The ranks of a group, and the place of `rank` among them, without a process group."""
-    return Group(name, tuple(ranks), ranks.index(rank))
+    return Group(name, tuple(ranks), ranks.index(rank), **fields)

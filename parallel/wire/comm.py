@@ -16,7 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,27 @@ class PeerError(RuntimeError):
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+
+class Wire(Protocol):
+    """What carries messages in the place of torch.distributed. plan/record/wire.py: where there is no job."""
+
+    def exchange(self, group: "Group", verb: str, sent: Tensor, received: Tensor) -> None:
+        """A collective that has ended when this returns."""
+
+    def start(self, group: "Group", verb: str, sent: Tensor, received: Tensor) -> Handle:
+        """A collective that ends when its handle is awaited."""
+        ...
+
+    def transfers(
+        self, group: "Group", sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
+    ) -> list[Handle]:
+        """Sends to, and receives from, places in the group; a handle for each."""
+        ...
+
+    def objects(self, group: "Group", x: Data) -> list[Data]:
+        """What each rank of the group says, where this one says x."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -196,6 +217,7 @@ class Activity:
     error: RuntimeError | None = None  # of the last exchange that failed
     strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
     record: NumbersRecord | None = None  # of a step that may be run again: what is sent and received
+    wire: Wire | None = None  # None: torch.distributed
 
     def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
         """(the exchange that the host or the GPU waits for, or None; for how many seconds)."""
@@ -219,6 +241,7 @@ class Group:
     handle: ProcessGroup | None = None  # None: the group has one rank, or is the whole job
     ledger: Ledger = field(default_factory=Counter, compare=False, repr=False)
     axes: str = ""  # that it spans: "dp_shard x cp"
+    channel: str = ""  # groups of the same ranks share connections, unless they are of different channels
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     @property
@@ -289,6 +312,9 @@ class Group:
         """
         larger = max(sent, received, key=lambda x: x.nbytes)
         self.count_exchange(verb, larger)
+        if self.activity.wire is not None:
+            self.activity.wire.exchange(self, verb, sent, received)
+            return
         self.record_sent(verb, sent)
         self.run_exchange(verb, partial(collective, group=self.handle), nbytes=larger.nbytes)
         self.record_received(verb, received)
@@ -432,6 +458,8 @@ def all_gather_objects(x: Data, group: Group) -> list[Data]:
     """[x of each rank], on every rank. Raises MessageError."""
     if group.size == 1:
         return [x]
+    if group.activity.wire is not None:
+        return group.activity.wire.objects(group, x)
     own = as_tensor(x, group)
     lengths = gather_lengths(own, group, "all_gather_object")
     padded = padded_to(max(lengths), own)
@@ -448,6 +476,8 @@ def gather_objects(x: Data, group: Group) -> list[Data]:
     """
     if group.size == 1:
         return [x]
+    if group.activity.wire is not None:
+        return group.activity.wire.objects(group, x) if group.index == 0 else []
     own = as_tensor(x, group)
     lengths = gather_lengths(own, group, "gather_object")
     padded = padded_to(max(lengths), own)
@@ -461,6 +491,8 @@ def broadcast_object(x: Data, group: Group, source: int = 0) -> Data:
     """x of the group's rank number `source`, on every rank; there it is x itself. Raises MessageError."""
     if group.size == 1:
         return x
+    if group.activity.wire is not None:
+        return group.activity.wire.objects(group, x)[source]
     is_source = group.index == source
     device = message_device(group)
     message = as_tensor(x, group) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
@@ -668,7 +700,9 @@ def start_collective(
     """
     group.record_sent(verb, source)
     private = group.private_copies(verb, [source], [result])
-    if private is None:
+    if group.activity.wire is not None:
+        handle = group.activity.wire.start(group, verb, source, result)
+    elif private is None:
         handle = start(result, source)
     else:
         handle = start(private.of(result), private.of(source))
@@ -781,26 +815,27 @@ def start_transfers(
 
     Returns what to wait for, sends first.
     """
-    ops: list[dist.P2POp] = []
+    messages: list[tuple[Tensor, int]] = []
+    filled: list[tuple[Tensor, int]] = []
     copies: list[PrivateCopies | None] = []
     for x, target in sends:
         private = group.private_copies(f"send to {group.ranks[target]}", [x], [])
-        message = x.contiguous() if private is None else private.of(x)
+        messages.append((x.contiguous() if private is None else private.of(x), target))
         copies.append(private)
         group.record_sent(with_peer("send to", group.ranks[target]), x)
-        ops.append(dist.P2POp(dist.isend, message, group=group.handle, group_peer=target))
         group.count_exchange("send", x)
     for buffer, source in receives:
         private = group.private_copies(f"receive from {group.ranks[source]}", [], [buffer])
+        filled.append((buffer if private is None else private.of(buffer), source))
         copies.append(private)
-        filled = buffer if private is None else private.of(buffer)
-        ops.append(dist.P2POp(dist.irecv, filled, group=group.handle, group_peer=source))
-    if not ops:
+    if not copies:
         return []
 
-    handles = group.run_exchange("sends and receives", partial(dist.batch_isend_irecv, ops))
-    if len(handles) < len(ops):  # nccl has one handle for all of them
-        handles = [handles[-1]] * len(ops)
+    wire = group.activity.wire
+    post = post_transfers if wire is None else wire.transfers
+    handles = group.run_exchange("sends and receives", partial(post, group, messages, filled))
+    if len(handles) < len(copies):  # nccl has one handle for all of them
+        handles = [handles[-1]] * len(copies)
 
     verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
     buffers: list[Tensor | None] = [*(None for _ in sends), *(buffer for buffer, _ in receives)]
@@ -817,6 +852,16 @@ def start_transfers(
         )
         transfers.append(transfer)
     return transfers
+
+
+def post_transfers(
+    group: Group, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
+) -> list[Handle]:
+    """Starts sends [(tensor, target)] and receives [(buffer, source)] together."""
+    ops = [dist.P2POp(dist.isend, x, group=group.handle, group_peer=target) for x, target in sends]
+    for buffer, source in receives:
+        ops.append(dist.P2POp(dist.irecv, buffer, group=group.handle, group_peer=source))
+    return dist.batch_isend_irecv(ops)
 
 
 def with_peer(verb: str, peer: int | None) -> str:

@@ -88,6 +88,7 @@ class World:
                     handle=None if connection is None else self.handles.get(connection),
                     ledger=ledger,
                     axes=axes,
+                    channel=channel,
                     activity=self.activity,
                 )
         return found

@@ -18,9 +18,9 @@ import torch
 from benchmarks import card, first, first_jobs, first_plan, travel
 from benchmarks.first_table import make_table
 from benchmarks.jobs import ForkedJob, JobPlace, run_jobs
-from benchmarks.launches import CHIPS
 from config import ConfigError
 from kernels import triton_
+from plan.record.launches import CHIPS
 
 ROOT = Path(__file__).parents[2]
 PEERS_MIB = 57  # of wheels, the extension and cuDNN's frontend, as docs/benchmarks.md lists them

@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 from benchmarks import card, first_jobs, step_model
 from benchmarks.first_plan import SCENARIOS, SECTIONS
 from benchmarks.first_table import make_table
-from benchmarks.launches import CHIPS
 from benchmarks.measured import compare, component_of, measured_rates, modelled_components
 from benchmarks.step_model import ASSUMED, TERA, Work, interpolated, seconds
-from benchmarks.work import KERNELS
+from plan.record.launches import CHIPS
+from plan.record.work import KERNELS
 
 MEMORY = 14 * card.GIB
 CHIP = replace(CHIPS["h200"], memory_bytes=MEMORY)

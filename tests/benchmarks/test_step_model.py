@@ -22,11 +22,8 @@ from triton.runtime.jit import KernelInterface
 
 import kernels
 from benchmarks import command, step_model
-from benchmarks.kernel_source import plain_function
-from benchmarks.launches import CHIPS, META, Recorder, claimed_cpu, claimed_gpu, without_initial_weights
 from benchmarks.shape import Shape
 from benchmarks.step_model import SCENARIOS, config_of, document_lengths, record, record_step
-from benchmarks.work import KERNELS, PARTS, Facts, judge
 from build import build_run
 from config import Config, ConfigError
 from kernels import (
@@ -48,6 +45,9 @@ from model.describe import describe_model
 from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
 from plan.count import parameters
+from plan.record.kernel_source import plain_function
+from plan.record.launches import CHIPS, META, Recorder, claimed_cpu, claimed_gpu, without_initial_weights
+from plan.record.work import KERNELS, PARTS, Facts, judge
 from runtime.failure import fail_cleanly
 
 H200 = CHIPS["h200"]
@@ -86,12 +86,12 @@ def test_every_kernel_has_a_row():
     for name in sorted(ours - set(KERNELS)):
         file, kernel = name.split(".")
         pytest.fail(
-            f"kernels/{file}.py: {kernel} has no row: add one to KERNELS in benchmarks/work.py "
+            f"kernels/{file}.py: {kernel} has no row: add one to KERNELS in plan/record/work.py "
             "(its part of the step, its rate and its FLOPs), and a rate to RATES in benchmarks/step_model.py "
             "if it has one of its own"
         )
     gone = sorted(set(KERNELS) - ours)
-    assert not gone, f"KERNELS in benchmarks/work.py has rows of kernels that are gone: {', '.join(gone)}"
+    assert not gone, f"KERNELS in plan/record/work.py has rows of kernels that are gone: {', '.join(gone)}"
 
 
 def test_products_into_fp32_need_no_meta_function(monkeypatch):
@@ -126,7 +126,7 @@ def test_a_kernel_without_a_row_is_shown(monkeypatch):
     monkeypatch.delitem(KERNELS, "swiglu.swiglu_kernel")
     step = step_model.model_step("dense", H200, tiny=True)
     (line,) = step_model.unknown_lines([step])
-    assert "swiglu.swiglu_kernel" in line and "benchmarks/work.py" in line
+    assert "swiglu.swiglu_kernel" in line and "plan/record/work.py" in line
     layers = Shape.gpu_models(True)["dense"].layers
     assert step.of_part("unknown")[0].launches == layers, "it still counts"
 

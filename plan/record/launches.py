@@ -26,17 +26,20 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
 import kernels
-from benchmarks.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
 from kernels import attention, attention_cudnn, attention_libraries, grouped_library
 from parallel.sharding import spec
+from plan.record.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
+from plan.record.memory import Holder, LiveBytes
 
-ROOT = Path(__file__).resolve().parents[1]
-OWN_FILES = ("benchmarks/", "tests/")  # are not the code that is recorded
+ROOT = Path(__file__).resolve().parents[2]
+OWN_FILES = ("plan/record/", "benchmarks/", "tests/")  # are not the code that is recorded
 META = torch.device("meta")
+HOST = torch.device("cpu")
 OUTSIDE = ("outside", "")
 
 
@@ -124,33 +127,88 @@ class ClaimedDevice(TorchFunctionMode):
     ) -> Any:
         name = getattr(function, "__name__", "")
         is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        if is_meta and name == "record_stream":
+            return None
+        if is_meta and name == "data_ptr":
+            return made_up_address(args[0].untyped_storage()) + args[0].storage_offset() * args[0].itemsize
         if name == "__get__":
             return self.attribute(function, args, is_meta)
         if is_meta and name in ("__bool__", "item"):
             self.recorder.host_reads.append(caller_of(sys._getframe(1)))
             return True
+        if function is torch.device:
+            return function(*args, **(kwargs or {}))
         if function is torch.nn.functional.scaled_dot_product_attention and self.device.type == "cuda":
             return library_attention(*args, **(kwargs or {}))
         if is_meta and function is torch._scaled_mm and kwargs and kwargs.get("out") is not None:
             return scaled_product_into(*args, **kwargs)
         args = tuple(self.real(value) for value in args)
         kwargs = {key: self.real(value) for key, value in (kwargs or {}).items()}
-        return function(*args, **kwargs)
+        if is_meta and name == "is_pinned":
+            return self.recorder.is_on_host(args[0])
+        if is_meta and ("pin_memory" in kwargs or is_host(kwargs.get("device"))):
+            return self.like_on_host(function, args, kwargs)
+        result = function(*args, **kwargs)
+        if function is torch.tensor and result.is_meta:  # no operation makes it
+            self.recorder.add_tensor(result)
+        return result
+
+    def like_on_host(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Tensor:
+        """A tensor like another, maybe in pinned memory of the host, which has no storage either."""
+        is_pinned = kwargs.pop("pin_memory", False)
+        on_host = self.device.type != "cpu" and (is_pinned or is_host(kwargs.get("device")))
+        with self.recorder.making_on_host(on_host):
+            return function(*args, **kwargs | {"device": META})
 
     def attribute(self, function: Callable[..., Any], args: tuple, is_meta: bool) -> Any:
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
         if is_meta and attribute == "device":
-            return self.device
+            return HOST if self.recorder.is_on_host(args[0]) else self.device
         if is_meta and attribute == "is_cuda":
             return self.device.type == "cuda"
         return function(*args)
 
     def real(self, value: Any) -> Any:
         """meta in the place of the device."""
+        if self.device.type == "cpu":
+            return META if isinstance(value, torch.device) and value == self.device else value
         if isinstance(value, str) and value.split(":")[0] == self.device.type:
             return META
         is_device = isinstance(value, torch.device) and value.type == self.device.type
         return META if is_device else value
+
+
+def made_up_address(storage: torch.UntypedStorage) -> int:
+    """Of a storage without memory: as far from all others as its bytes need."""
+    return storage._cdata << 44
+
+
+@contextlib.contextmanager
+def claimed_addresses() -> Iterator[None]:
+    """Inside, storages without memory have addresses: code compares them, to know what is one tensor."""
+    real_address = torch.UntypedStorage.data_ptr
+
+    def address(storage: torch.UntypedStorage) -> int:
+        return made_up_address(storage) if storage.device == META else real_address(storage)
+
+    with mock.patch.object(torch.UntypedStorage, "data_ptr", address):
+        yield
+
+
+@contextlib.contextmanager
+def claimed_recomputation() -> Iterator[None]:
+    """Inside, torch's checkpoint does not compare devices of what is computed again: a tensor that an
+    operation in C++ saves does not claim one."""
+
+    def facts(x: Tensor) -> dict[str, Any]:
+        return {"shape": x.shape, "dtype": x.dtype}
+
+    with mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, {"default": facts}):
+        yield
+
+
+def is_host(device: Any) -> bool:
+    return device == "cpu" or device == HOST
 
 
 @contextlib.contextmanager
@@ -174,11 +232,13 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
         "current_device": lambda: 0,
         "Stream": mock.MagicMock(),
         "current_stream": mock.MagicMock(),
-        "Event": mock.MagicMock(),
+        "Event": type("Event", (mock.MagicMock,), {}),
     }
     device = torch.device("cuda", 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh_caches())
+        stack.enter_context(claimed_addresses())
+        stack.enter_context(claimed_recomputation())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(claimed_libraries())
@@ -254,9 +314,11 @@ def claimed_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
-    """Inside, meta tensors say that they are on the CPU."""
-    device = torch.device("cpu")
-    with fresh_caches(), ClaimedDevice(device, recorder):
+    """Inside, meta tensors say that they are on the CPU, number 0: without a number it is the host, where
+    tensors have values."""
+    device = torch.device("cpu", 0)
+    recorder.counts_host = True
+    with fresh_caches(), claimed_addresses(), claimed_recomputation(), ClaimedDevice(device, recorder):
         yield device
 
 
@@ -393,12 +455,18 @@ class Recorder:
     """Collects launches in a `with recorder.recording():`.
 
     executes: the kernels run too (through Triton's interpreter, or on a GPU). launches: in their order.
-    host_reads: (file, function) of ours that asked for a value of the device.
+    host_reads: (file, function) of ours that asked for a value of the device. memory: the bytes of all
+    tensors of the device, host_memory: of those that offloading keeps on the host; both outlive clear().
     """
 
     def __init__(self, executes: bool = False) -> None:
         self.executes = executes
         self.uses: dict[tuple, TensorUse] = {}
+        self.memory = LiveBytes()
+        self.host_memory = LiveBytes()
+        self.is_making_on_host = False
+        self.counts_host = False  # the device is the host
+        self.is_build = False
         self.clear()
 
     def clear(self) -> None:
@@ -431,6 +499,8 @@ class Recorder:
 
     @property
     def phase(self) -> str:
+        if self.is_build:
+            return "build"
         if self.is_optimizer:
             return "optimizer"
         return "backward" if in_backward() else "forward"
@@ -461,6 +531,34 @@ class Recorder:
             )
         )
 
+    def add_tensor(self, x: Tensor) -> None:
+        """Counts the bytes of a tensor of the host's numbers."""
+        file, caller = caller_of(sys._getframe(2))
+        self.memory.see([x], Holder(self.phase, f"{file}:{caller}"))
+
+    def is_on_host(self, x: Tensor) -> bool:
+        """Whether a tensor without storage stands for one in the host's memory."""
+        return self.host_memory.now > 0 and self.host_memory.has(x)
+
+    @contextlib.contextmanager
+    def making_on_host(self, is_on_host: bool) -> Iterator[None]:
+        """What is made inside stands for tensors of the host."""
+        self.is_making_on_host = is_on_host
+        try:
+            yield
+        finally:
+            self.is_making_on_host = False
+
+    def count_bytes(self, tensors: list[Tensor], holder: Holder) -> None:
+        """Counts the storages of tensors that an operation has returned."""
+        self.memory.time += 1
+        if self.is_making_on_host:
+            self.host_memory.see(tensors, holder)
+        elif self.host_memory.now:
+            self.memory.see([x for x in tensors if not self.host_memory.has(x)], holder)
+        else:
+            self.memory.see(tensors, holder)
+
     def add_operation(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
         name = str(function.overloadpacket)
         inputs = tensors_in((args, kwargs))
@@ -471,10 +569,12 @@ class Recorder:
         is_view = function.is_view or name in NOTHING_STARTS or not any(x.numel() for x in outputs)
         # not x.device, which tells here what it tells to the code
         is_on_host = not self.executes and not any(x.is_meta for x in (*inputs, *outputs))
-        moved = (0, 0, 0) if is_view else operation_bytes(function, name, args, kwargs, outputs)
-        read, written, updated = moved
+        if self.counts_host or not is_on_host:
+            self.count_bytes(outputs, Holder(self.phase, f"{file}:{caller}"))
         if is_on_host:
             return
+        moved = (0, 0, 0) if is_view else operation_bytes(function, name, args, kwargs, outputs)
+        read, written, updated = moved
         self.launches.append(
             Launch(
                 kernel=name,
@@ -515,7 +615,7 @@ def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     on without one."""
     names = [argument.name for argument in function._schema.arguments]
     given = {**dict(zip(names, args)), **kwargs}
-    return {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+    return {name: value for name, value in given.items() if not tensors_in(value)}
 
 
 # Products of 16 bits into fp32. On meta tensors they raise TypeError in torch 2.11 (pytorch issue 163880).

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 import triton
 import triton.language as tl
 
-from benchmarks.kernel_source import bind_arguments, fixed_numbers, tensors_used
+from plan.record.kernel_source import bind_arguments, fixed_numbers, tensors_used
 
 POINTERS = ("X", "Y", "Z")
 

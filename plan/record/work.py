@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.launches import OUTSIDE, Launch, RecordedTensor
+from plan.record.launches import OUTSIDE, Launch, RecordedTensor
 
 # Parts of a step, in the order of the tables.
 PARTS = (
@@ -114,12 +114,28 @@ def of_attention(head_dims: int, value_dims: int) -> Flops:
         if launch.is_triton:
             q, v = (launch.arguments[name].shape for name in ("Q", "V"))
             queries = math.prod(q[:3])  # [b, s, h, d]
+            keys = keys_of_kernel(launch, facts)
         else:
             q, v = query_and_value(launch)
             queries = math.prod(q[:-1])  # [b, h, s, d] or [b s, h, d]
-        return 2.0 * queries * facts.keys_seen * (head_dims * q[-1] + value_dims * v[-1])
+            keys = facts.keys_seen
+        return 2.0 * queries * keys * (head_dims * q[-1] + value_dims * v[-1])
 
     return flops
+
+
+def keys_of_kernel(launch: Launch, facts: Facts) -> float:
+    """The mean number of keys that a query of the launch sees: of a whole sequence, or of a part of one that
+    another rank has (parallel/context/ring.py). Bounds of a window or of documents are not known here: then
+    that of the whole sequence, at most.
+    """
+    arguments = launch.arguments
+    queries, keys = arguments["Q"].shape[1], arguments["K"].shape[1]
+    if not arguments["CAUSAL"]:
+        return float(keys)
+    first = arguments["offset"] + 1  # keys that query 0 sees
+    seen = sum(min(max(first + row, 0), keys) for row in range(queries)) / queries
+    return min(seen, facts.keys_seen) if arguments["BOUNDED"] else seen
 
 
 def query_and_value(launch: Launch) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,0 +1,212 @@
+"""Do the exchanges of the ranks meet? Found before any of them starts.
+
+`check` runs what each rank posts and awaits under the rules of a transport, without time:
+
+    nccl    exchanges of a lane (plan/record/wire.py) run one after the other, in the order in which a rank
+            posted them; those that are posted together run together. A send ends with its receive.
+    gloo    a send is buffered: it ends at once. Receives of one pair of ranks come in the order of its sends.
+
+On both, a collective needs all ranks of its lane, and a wait holds back what the rank does after it. A GPU's
+host does not wait there, but what it posts starts behind the wait on the stream that computes.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parallel.wire.connection import Connection
+from plan.record.wire import Event, PostedExchange, Wait
+
+TRANSPORTS = ("nccl", "gloo")
+TRANSFERS = ("send", "receive")
+MAX_NAMED = 8  # ranks that a finding names
+
+
+def check(events: Mapping[int, Sequence[Event]], transport: str) -> list[str]:
+    """What is wrong with the exchanges of these ranks; [] if all end.
+
+    events: of each rank that is looked at. Ranks that are not there do what is expected of them.
+    """
+    job = Exchanges({rank: deque(own) for rank, own in events.items()}, transport)
+    while job.advance():
+        pass
+    return job.findings or job.stuck()
+
+
+@dataclass
+class Exchanges:
+    """events: of each rank, that it has not come to. under_way: of each lane and rank, what was posted there
+    and has not ended, in batches. unread: messages that gloo keeps, of each lane, source and target."""
+
+    events: dict[int, deque[Event]]
+    transport: str
+    under_way: dict[Connection, dict[int, deque[list[PostedExchange]]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(deque))
+    )
+    unread: dict[tuple[Connection, int, int], deque[PostedExchange]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    pending: set[tuple[int, int]] = field(default_factory=set)  # (rank, number) that has not ended
+    findings: list[str] = field(default_factory=list)
+
+    def advance(self) -> bool:
+        """Does what can be done now. Returns whether that was anything."""
+        if self.findings:
+            return False
+        moved = [self.advance_rank(rank) for rank in self.events]
+        moved += [self.advance_lane(lane) for lane in list(self.under_way)]
+        return any(moved)
+
+    def advance_rank(self, rank: int) -> bool:
+        """Posts up to the first wait for what has not ended."""
+        own = self.events[rank]
+        before = len(own)
+        while own:
+            event = own[0]
+            if isinstance(event, Wait) and (rank, event.number) in self.pending:
+                break
+            own.popleft()
+            if isinstance(event, PostedExchange):
+                self.post(rank, event)
+        return len(own) < before
+
+    def post(self, rank: int, exchange: PostedExchange) -> None:
+        if self.transport == "gloo" and exchange.verb == "send" and exchange.peer in self.events:
+            self.unread[exchange.lane, rank, exchange.peer].append(exchange)
+            return
+        self.pending.add((rank, exchange.number))
+        batches = self.under_way[exchange.lane][rank]
+        if batches and batches[-1][-1].batch == exchange.batch:
+            batches[-1].append(exchange)
+        else:
+            batches.append([exchange])
+
+    # ---- a lane
+
+    def advance_lane(self, lane: Connection) -> bool:
+        queues = self.under_way[lane]
+        moved = self.meet_collectives(lane, queues)
+        for rank, batches in queues.items():
+            firsts = list(batches) if self.transport == "gloo" else list(batches)[:1]
+            for batch in firsts:
+                for exchange in list(batch):
+                    if exchange.verb in TRANSFERS and self.meets(lane, rank, exchange):
+                        moved = True
+        return moved
+
+    def meet_collectives(self, lane: Connection, queues: dict[int, deque[list[PostedExchange]]]) -> bool:
+        """A collective that every rank of the lane has come to ends."""
+        _, ranks = lane
+        members = [rank for rank in ranks if rank in self.events]
+        firsts = {rank: self.first_collective(queues[rank]) for rank in members}
+        if not all(firsts.values()):
+            return False
+        one = firsts[members[0]]
+        for rank, other in firsts.items():
+            assert one is not None and other is not None
+            if (one.verb, one.dtype) != (other.verb, other.dtype) or not same_size(one, other):
+                self.findings.append(
+                    f"{in_words(lane)}: rank {members[0]} runs {one}, where rank {rank} runs {other}"
+                )
+                return False
+        for rank, exchange in firsts.items():
+            assert exchange is not None
+            self.end(rank, exchange)
+        return True
+
+    def first_collective(self, batches: deque[list[PostedExchange]]) -> PostedExchange | None:
+        """The collective that is next on a rank; None if a transfer is before it (on gloo it may be)."""
+        for batch in batches:
+            if batch[0].verb not in TRANSFERS:
+                return batch[0]
+            if self.transport == "nccl":
+                return None
+        return None
+
+    def meets(self, lane: Connection, rank: int, exchange: PostedExchange) -> bool:
+        """Ends a transfer whose other side is there."""
+        peer = exchange.peer
+        if peer not in self.events:
+            self.end(rank, exchange)
+            return True
+        other = self.other_side(lane, rank, exchange)
+        if other is None:
+            return False
+        if other.nbytes != exchange.nbytes or other.dtype != exchange.dtype:
+            self.findings.append(f"{in_words(lane)}: rank {rank} has {exchange}, and rank {peer} {other}")
+        self.end(rank, exchange)
+        if self.transport == "nccl":
+            assert peer is not None
+            self.end(peer, other)
+        return True
+
+    def other_side(self, lane: Connection, rank: int, exchange: PostedExchange) -> PostedExchange | None:
+        peer = exchange.peer
+        assert peer is not None
+        if self.transport == "gloo":
+            sent = self.unread[lane, peer, rank]
+            is_first = self.first_receive(lane, rank, peer) is exchange
+            return sent.popleft() if sent and is_first else None
+        verb = "receive" if exchange.verb == "send" else "send"
+        batches = self.under_way[lane][peer]
+        for other in batches[0] if batches else []:
+            if other.verb == verb and other.peer == rank:
+                return other
+        return None
+
+    def first_receive(self, lane: Connection, rank: int, peer: int) -> PostedExchange | None:
+        for batch in self.under_way[lane][rank]:
+            for exchange in batch:
+                if exchange.verb == "receive" and exchange.peer == peer:
+                    return exchange
+        return None
+
+    def end(self, rank: int, exchange: PostedExchange) -> None:
+        self.pending.discard((rank, exchange.number))
+        batches = self.under_way[exchange.lane][rank]
+        batch = next(batch for batch in batches if exchange in batch)
+        batch.remove(exchange)
+        if not batch:
+            batches.remove(batch)
+
+    # ---- what does not end
+
+    def stuck(self) -> list[str]:
+        """Where each rank stands that does not come to its end, and what nobody receives."""
+        lines: list[str] = []
+        for rank, own in self.events.items():
+            if own:
+                lines.append(f"rank {rank} waits for ever: {self.why(rank, own[0])}")
+        if lines:
+            return lines[:MAX_NAMED] + ([f"and {len(lines) - MAX_NAMED} more"] if lines[MAX_NAMED:] else [])
+        for lane, queues in self.under_way.items():
+            for rank, batches in queues.items():
+                for exchange in (exchange for batch in batches for exchange in batch):
+                    lines.append(f"{in_words(lane)}: rank {rank} posts {exchange}, which nobody meets")
+        for (lane, source, target), sent in self.unread.items():
+            for one in sent:
+                lines.append(f"{in_words(lane)}: rank {target} never receives {one} of rank {source}")
+        return lines[:MAX_NAMED]
+
+    def why(self, rank: int, event: Event) -> str:
+        """What holds back the exchange that a rank waits for."""
+        for lane, queues in self.under_way.items():
+            for place, batch in enumerate(queues[rank]):
+                for exchange in batch:
+                    if exchange.number == event.number:
+                        before = queues[rank][0][0]
+                        behind = f", behind {before}" if place else ""
+                        return f"{exchange} in {in_words(lane)}{behind}"
+        return str(event)
+
+
+def same_size(one: PostedExchange, other: PostedExchange) -> bool:
+    """Ranks of an all-to-all have messages of their own sizes."""
+    return one.verb == "all_to_all" or one.nbytes == other.nbytes
+
+
+def in_words(lane: Connection) -> str:
+    """ranks 0, 1 (backward)"""
+    channel, ranks = lane
+    shown = [*ranks[:4], "..."] if len(ranks) > 5 else ranks
+    return f"ranks {', '.join(map(str, shown))}" + (f" ({channel})" if channel else "")

@@ -1,0 +1,154 @@
+"""One rank of a job, recorded without the job: the program's own build_run and train_step.
+
+Tensors have no storage (plan/record/launches.py), and the wire answers at once (plan/record/wire.py). What
+depends on values is assumed: every target counts, experts get equal shares of the tokens, and under
+data.doc_mask each sequence is one document.
+"""
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from config import Config
+from kernels.attention_mask import DocumentCounts
+from parallel.microbatch import Microbatch
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import Activity, Ledger
+from plan.record.launches import (
+    META,
+    Chip,
+    Launch,
+    Recorder,
+    claimed_cpu,
+    claimed_gpu,
+    without_initial_weights,
+)
+from plan.record.memory import Holder, Point
+from plan.record.wire import Event, RecordingWire
+
+STEP = 2  # the step that is kept: the first makes what later ones reuse
+
+
+class Program(NamedTuple):
+    """What is recorded. build(mesh, device) -> a run; step(run, number, microbatches, grads_ready): a step of
+    it, which calls grads_ready() when the gradients are summed."""
+
+    build: Callable[[Mesh, torch.device], Any]
+    step: Callable[[Any, int, list[Microbatch], Callable[[], None]], object]
+
+
+@dataclass(frozen=True)
+class RoleRecord:
+    """A step of one rank.
+
+    state: bytes between two steps: weights, gradients, optimizer, and whatever else stays. peak: the most
+    that are alive in the step, at_peak: what holds them, curve: over time. host: those that offloading keeps
+    in the host's memory. events: exchanges in their order.
+    ledger: their calls and bytes. host_reads: who asked for a value of the device. seconds: of recording.
+    """
+
+    rank: int
+    launches: list[Launch]
+    events: list[Event]
+    ledger: Ledger
+    state: int
+    peak: int
+    at_peak: Counter[Holder]
+    curve: list[Point]
+    host: int
+    host_reads: list[tuple[str, str]]
+    seconds: float
+
+
+def record_role(
+    cfg: Config, dims: ParallelDims, rank: int, chip: Chip | None, program: Program
+) -> RoleRecord:
+    """Step STEP of rank number `rank`. chip: whose paths the code takes; None: those of a CPU."""
+    recorder = Recorder()
+    wire = RecordingWire(now=lambda: recorder.memory.time)
+    mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))
+    claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
+    with claimed as device, without_initial_weights():
+        batches = functools.partial(assumed_batch, cfg, dims, device)
+        return record_steps(program, recorder, mesh, device, batches)
+
+
+def record_steps(
+    program: Program,
+    recorder: Recorder,
+    mesh: Mesh,
+    device: torch.device,
+    batches: Callable[[int], list[Microbatch]],
+) -> RoleRecord:
+    """Builds a run and keeps its step STEP. batches(step): the microbatches of a step of this rank.
+
+    The recorder may execute what it records: then this is a run of a real job.
+    """
+    began = time.perf_counter()
+    recorder.is_build = True
+    is_recorded_alone = not recorder.executes
+    with recorder.recording():
+        with META if is_recorded_alone else torch.device(device):
+            run = program.build(mesh, device)
+        recorder.is_build = False
+        memory = recorder.memory
+        for step in range(1, STEP + 1):
+            microbatches = batches(step)
+            recorder.clear()
+            mesh.ledger.clear()
+            wire = mesh.world.activity.wire
+            if isinstance(wire, RecordingWire):
+                wire.clear()
+            state = memory.now
+            memory.begin()
+            program.step(run, step, microbatches, recorder.begin_optimizer)
+    return RoleRecord(
+        mesh.rank,
+        launches=recorder.launches,
+        events=wire.events if isinstance(wire, RecordingWire) else [],
+        ledger=Counter(mesh.ledger),
+        state=state,
+        peak=memory.peak,
+        at_peak=memory.holders_of_peak().copy(),
+        curve=list(memory.curve),
+        host=recorder.host_memory.peak,
+        host_reads=recorder.host_reads,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def assumed_batch(cfg: Config, dims: ParallelDims, device: torch.device, step: int) -> list[Microbatch]:
+    """The microbatches of a rank in a full step."""
+    train = cfg.train
+    count = train.global_batch // (dims.dp_replicate * dims.dp_shard) // train.micro_batch
+    lengths = (train.seq_len,) if cfg.data.doc_mask else ()
+    return [microbatch(cfg, device, step, lengths) for _ in range(count)]
+
+
+def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[int]) -> Microbatch:
+    """A microbatch without values, as the loader gives it to the step.
+
+    lengths: tokens of each document of a sequence, which the host knows; () without data.doc_mask.
+    """
+    b, s = cfg.train.micro_batch, cfg.train.seq_len
+    tokens = torch.zeros(b, s, dtype=torch.int64, device=device)
+    positions = torch.arange(s, device=device).expand(b, -1).contiguous()
+    documents = counts = None
+    if lengths:
+        documents = torch.zeros(b, s, dtype=torch.int32, device=device)
+        counts = DocumentCounts(b * len(lengths), max(lengths))
+    return Microbatch(
+        tokens,
+        targets=tokens.clone(),
+        positions=positions,
+        documents=documents,
+        sequence_ids=torch.arange(b, device=device),
+        step=step,
+        document_counts=counts,
+    )

@@ -1,0 +1,134 @@
+"""A wire that answers at once, and remembers what was asked of it.
+
+Nothing is sent: the result of an exchange keeps the shape that it has, and no values. What a rank posts and
+awaits is kept in the order in which it does so (`PostedExchange`, `Wait`), for plan/record/check.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from parallel.wire.clock import Handle
+from parallel.wire.comm import Group
+from parallel.wire.connection import Connection
+
+Data = TypeVar("Data")
+
+
+class PostedExchange(NamedTuple):
+    """One exchange that a rank posts.
+
+    number: on this rank, from 0. batch: the number of the first of those that are posted with it. lane: its
+    ranks share connections, and what they exchange there runs in the order of posting. group: its name.
+    nbytes: of the larger side. peer: the other global rank of a send or a receive; None: the whole group
+    takes part. time: operations before it.
+    """
+
+    number: int
+    batch: int
+    lane: Connection
+    group: str
+    verb: str
+    nbytes: int
+    dtype: torch.dtype
+    peer: int | None
+    time: int
+
+    def __str__(self) -> str:
+        """send of 4,096 bytes to rank 3 in group pp"""
+        direction = {"send": " to", "receive": " from"}.get(self.verb, "")
+        peer = f"{direction} rank {self.peer}" if self.peer is not None else ""
+        return f"{self.verb} of {self.nbytes:,} bytes{peer} in group {self.group}"
+
+
+class Wait(NamedTuple):
+    """The rank waits until exchange number `number` has ended."""
+
+    number: int
+    time: int
+
+
+Event = PostedExchange | Wait
+
+
+@dataclass
+class RecordingWire:
+    """events: in the order of this rank. now: how many operations it has run."""
+
+    now: Callable[[], int] = lambda: 0
+    events: list[Event] = field(default_factory=list)
+    count: int = 0
+
+    def clear(self) -> None:
+        """Forgets what was posted. An exchange that is under way is awaited all the same."""
+        self.events = []
+
+    def exchange(self, group: Group, verb: str, sent: Tensor, received: Tensor) -> None:
+        self.start(group, verb, sent, received).wait()
+
+    def start(self, group: Group, verb: str, sent: Tensor, received: Tensor) -> Handle:
+        larger = max(sent, received, key=lambda x: x.nbytes)
+        return self.post(group, verb, larger.nbytes, [sent, received])
+
+    def transfers(
+        self, group: Group, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
+    ) -> list[Handle]:
+        posted: list[Handle] = []
+        batch = self.count
+        for verb, messages in (("send", sends), ("receive", receives)):
+            for x, peer in messages:
+                posted.append(self.post(group, verb, x.nbytes, [x], group.ranks[peer], batch))
+        return posted
+
+    def objects(self, group: Group, x: Data) -> list[Data]:
+        return [x] * group.size
+
+    def post(
+        self,
+        group: Group,
+        verb: str,
+        nbytes: int,
+        tensors: list[Tensor],
+        peer: int | None = None,
+        batch: int | None = None,
+    ) -> "PostedHandle":
+        number = self.count
+        self.count += 1
+        exchange = PostedExchange(
+            number,
+            batch=number if batch is None else batch,
+            lane=(group.channel, group.ranks),
+            group=group.name,
+            verb=verb,
+            nbytes=nbytes,
+            dtype=tensors[0].dtype,
+            peer=peer,
+            time=self.now(),
+        )
+        self.events.append(exchange)
+        return PostedHandle(self, number, tensors)
+
+
+class PostedHandle:
+    """The handle of an exchange: it has ended as soon as somebody waits for it.
+
+    tensors: it keeps them, as torch's own handles do.
+    """
+
+    def __init__(self, wire: RecordingWire, number: int, tensors: list[Tensor]) -> None:
+        self.wire = wire
+        self.number = number
+        self.tensors = tensors
+
+    def wait(self) -> bool:
+        self.wire.events.append(Wait(self.number, self.wire.now()))
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        raise RuntimeError("no time is measured")

@@ -1,0 +1,165 @@
+"""What is recorded of a rank without a job, beside the same rank of a job: FLOPs, exchanges and bytes."""
+
+import functools
+
+import pytest
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+import torch
+
+import config
+from build import build_run
+from config import Config
+from model.sharding import parallel_dims
+from parallel.expert import dispatch
+from parallel.topology.mesh import Mesh
+from parallel.wire.world import World
+from plan.job import job_of_rank
+from plan.record.launches import Launch, Recorder
+from plan.record.role import Program, RoleRecord, assumed_batch, record_role, record_steps
+from plan.record.work import Facts, judge
+from runtime.guard import NonFiniteGuard
+from train import train_step
+
+SIZE = (
+    "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 "
+    "--train.seq_len 32 --train.micro_batch 2 --train.global_batch 8 --model.vocab_multiple 32"
+).split()
+EXCHANGE = dispatch.exchange_departures
+MIXTURE = [*SIZE, "--model.experts", "4", "--model.moe_ffn", "32"]
+
+
+def program_of(cfg: Config) -> Program:
+    guard = NonFiniteGuard()
+
+    def build(mesh, device):
+        return build_run(cfg, mesh, device, None, 10)
+
+    def step(run, number, microbatches, grads_ready):
+        train_step(run, number, microbatches, guard, grads_ready=grads_ready)
+
+    return Program(build, step)
+
+
+def random_batch(cfg: Config, dims, rank: int, step: int):
+    """As assumed, with tokens that a router sends to different experts."""
+    device = torch.device("cpu")
+    batches = assumed_batch(cfg, dims, device, step)
+    for number, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(100 * rank + 10 * step + number)
+        batch.tokens.random_(0, cfg.model.vocab, generator=generator)
+    return batches
+
+
+def real_role(world: World, cfg: Config) -> tuple[dict, list]:
+    """On a rank of a job: what its step does, and what its routers have decided."""
+    job_of_rank(cfg, world.size, world.rank)  # what it describes once is not of the step
+    dims = parallel_dims(cfg, world.size)
+    mesh = Mesh.bind(dims, world)
+    recorder = Recorder(executes=True)
+    recorder.counts_host = True
+    batches = functools.partial(random_batch, cfg, dims, mesh.dp.index)
+    decided = []
+
+    def noting(function):
+        def run(*args, **options):
+            result = function(*args, **options)
+            decided.append(result.tolist())
+            return result
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("with_values", "exchange_departures"):
+            patch.setattr(dispatch, name, noting(getattr(dispatch, name)))
+        record = record_steps(program_of(cfg), recorder, mesh, torch.device("cpu"), batches)
+    return facts_of(record), decided
+
+
+def recorded(cfg: Config, world: int, rank: int) -> RoleRecord:
+    """The same without a job."""
+    job_of_rank(cfg, world, rank)
+    return record_role(cfg, parallel_dims(cfg, world), rank, None, program_of(cfg))
+
+
+def facts_of(record: RoleRecord) -> dict:
+    return {
+        "flops": flops_of(record.launches),
+        "ledger": dict(record.ledger),
+        "state": record.state,
+        "peak": record.peak,
+    }
+
+
+def flops_of(launches: list[Launch]) -> float:
+    return sum(judge(launch, Facts(1.0)).flops for launch in launches)
+
+
+def repeat_decisions(monkeypatch, decided: list) -> None:
+    """Routers without values decide what those of the job have decided."""
+    left = list(decided)
+
+    def with_values(counts, num_choices, num_experts):
+        return torch.tensor(left.pop(0))
+
+    def exchange_departures(departures, group, etp, is_assumed):
+        EXCHANGE(departures, group, etp, is_assumed)
+        return torch.tensor(left.pop(0))
+
+    monkeypatch.setattr(dispatch, "with_values", with_values)
+    monkeypatch.setattr(dispatch, "exchange_departures", exchange_departures)
+
+
+DENSE = [
+    (1, ""),
+    (2, "--parallel.tp 2"),
+    (2, "--parallel.tp 2 --parallel.sp true --parallel.async_tp true"),
+    (2, "--parallel.cp 2"),
+    (2, "--parallel.cp 2 --parallel.cp_kind ulysses"),
+    (2, "--parallel.pp 2"),
+    (2, "--parallel.pp 2 --parallel.schedule zb-v"),
+    (2, "--parallel.pp 2 --parallel.schedule interleaved --parallel.recompute selective"),
+    (2, "--parallel.zero 1 --train.ema 0.9"),
+    (2, "--parallel.zero 2"),
+    (2, "--parallel.zero 3 --parallel.recompute full"),
+    (2, "--parallel.compress int8"),
+    (2, "--parallel.reduce ring"),
+    (2, "--parallel.offload both"),
+    (2, "--parallel.tp 2 --model.tied true --train.dtype bf16"),
+    (4, "--parallel.tp 2 --parallel.pp 2 --parallel.zero 0"),
+    (4, "--parallel.dp_rep 2 --parallel.zero 1 --log.noise_scale true"),
+]
+MIXTURES = [
+    (1, ""),
+    (2, "--parallel.ep 2"),
+    (2, "--parallel.ep 2 --parallel.ep_chunks 2 --parallel.recompute full"),
+    (2, "--parallel.ep 2 --model.capacity 1.0 --model.pad true"),
+    (4, "--parallel.tp 2 --parallel.sp true --parallel.ep 2 --parallel.zero 1"),
+]
+
+
+def ids(layouts):
+    return [words.replace("--parallel.", "").replace("--", "") or "one" for _, words in layouts]
+
+
+@pytest.mark.slow(every=3)
+@pytest.mark.parametrize("world, words", DENSE, ids=ids(DENSE))
+def test_a_dense_record_is_the_run(ranks, world, words):
+    cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])
+    found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
+    for rank, (run, decided) in enumerate(found):
+        record = recorded(cfg, world, rank)
+        assert facts_of(record) == run
+        assert not decided
+
+
+@pytest.mark.slow(every=3)
+@pytest.mark.parametrize("world, words", MIXTURES, ids=ids(MIXTURES))
+def test_the_record_of_a_mixture_is_the_run_with_its_routing(ranks, monkeypatch, world, words):
+    cfg = config.resolve("mixtral-tiny", None, [*MIXTURE, *words.split()])
+    found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
+    for rank, (run, decided) in enumerate(found):
+        repeat_decisions(monkeypatch, decided)
+        record = recorded(cfg, world, rank)
+        assert facts_of(record) == run
