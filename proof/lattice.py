@@ -10,9 +10,10 @@ a step runs there (SWITCHES). A cell is a layout together with one value of ever
   in at least one cell (pairwise covering arrays: Cohen et al., AETG, 1997).
 """
 import itertools
+import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +55,16 @@ SWITCHES = {  # the first value of each is the default
     "async_save": (False, True),
     "vocab_multiple": (32, 128),  # the latter leaves a quarter of 257 ids' rows to padding: whole shards
     "geometry": ("small", "wide"),
+    # the words of BUNDLES: several keys in one switch
+    "numbers": (None, "numbers"),
+    "source": (None, "fim", "raw"),
+    "scores": (None, "tasks"),
+    "saves": (None, "kept", "mirror"),
+    "start": (None, "init", "resumed", "branch"),
+    "guard": (None, "reruns", "spikes", "noise"),
+    "phases": (None, "phases"),
 }
+BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "phases")
 
 # Values of a switch that set several config keys.
 EXPANDED_VALUES: dict[tuple[str, object], Values] = {
@@ -64,6 +74,83 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     # states in bf16, arithmetic in fp64: the rounding depends on names and element indices only
     **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
     ("mup_base", MUP_BASE): {"mup_base": MUP_BASE, "mup_head_dim": 2},
+}
+
+NUM_STEPS = 20  # that a run announces (proof/verify/tiny_config.py)
+
+# {word of a switch: its keys}. A key that is an override of the proof keeps that value in every cell.
+# proof/verify/tiny_config.py makes paths of the names of data, stores and other runs.
+BUNDLES: dict[str, Values] = {
+    "numbers": {
+        "model.init_std": 0.05,
+        "model.attention": "reference",
+        "model.mtp_weight": 0.7,
+        "model.rope_low_freq": 0.5,
+        "train.seed": 7,
+        "train.fp8_keep": 0,
+        "train.max_minutes": 1e6,
+        "train.deterministic": True,
+        "optim.min_lr": 1e-5,
+        "optim.decay_steps": 12,
+        "optim.beta1": 0.8,
+        "optim.beta2": 0.9,
+        "optim.momentum": 0.8,
+        "optim.weight_decay": 0.3,
+        "parallel.timeout_s": 200.0,
+        "log.slow_window": 2,
+    },
+    "fim": {
+        "data.fim_rate": 0.7,
+        "data.fim_spm_rate": 0.4,
+        "data.fim_split": "token",
+        "data.fim_tokens": "<fim_prefix>,<fim_middle>,<fim_suffix>",
+        "data.fim_valid": True,
+        "data.bos": True,
+        "eval.special": True,
+    },
+    "raw": {
+        "data.tokenizer": "bytes",
+        "data.eod": "256",
+        "data.dtype": "int32",
+        "data.span": 64,
+        "data.prefetch": 0,
+    },
+    "tasks": {
+        "eval.tasks": "tasks.jsonl",
+        "eval.tasks_every": 3,
+        "eval.tasks_limit": 2,
+        "eval.batches": 2,
+        "eval.source_batches": 1,
+        "eval.sample": 5,
+        "eval.temperature": 0.5,
+    },
+    "kept": {
+        "checkpoint.keep": 1,
+        "checkpoint.keep_every": 3,
+        "checkpoint.keep_at": "1",
+        "checkpoint.keep_minutes": 1e-6,
+        "checkpoint.check_replicas": 1,
+        "checkpoint.failed_saves": 0,
+        "checkpoint.timeout_s": 600.0,
+    },
+    "mirror": {
+        "checkpoint.mirror": "file:///store",
+        "checkpoint.mirror_failures": 1,
+        "checkpoint.memory_every": 2,
+        "checkpoint.memory_dir": "memory",
+        "checkpoint.replicas": 1,
+    },
+    "init": {"checkpoint.init_from": "trunk", "checkpoint.init_changes": "model.norm_eps"},
+    "resumed": {"checkpoint.resume": "trunk"},
+    "branch": {"checkpoint.branch": "trunk"},
+    "reruns": {"train.rerun_every": 2, "train.rerun_suspects": True},
+    "spikes": {
+        "optim.spike_sigma": 50.0,
+        "optim.spike_window": 2,
+        "optim.spike_rewind": 1,
+        "optim.spike_rewinds": 1,
+    },
+    "noise": {"log.noise_scale": True},
 }
 
 # The section of the config that a key is in; keys that are not listed are in `parallel`.
@@ -95,6 +182,7 @@ SECTION = {
 # parameter). 240 tokens are divided evenly over cp and tp up to 8.
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
+SHORT = {"small": 16, "wide": 80}  # {geometry: tokens in a sequence of the second phase of train.phases}
 
 # Warm-up, steady state and cool-down of these schedules need two microbatches per rank.
 TWO_MICROBATCHES_A_RANK = ("interleaved", "zb-v", "dualpipe-v")
@@ -161,14 +249,14 @@ class Lattice:
     """The layouts of a job on `world` ranks.
 
     layouts: the legal ones, as values of DEGREES and LAYOUT. refused: {reason: number of layouts}, with the
-    idle ones. keeps_window: the wide geometry keeps model.window as it is in cfg.
+    idle ones. kept: section.key of overrides, which the wide geometry and BUNDLES leave as they are in cfg.
     """
 
     cfg: Config
     world: int
     layouts: list[Values]
     refused: dict[str, int]
-    keeps_window: bool = False
+    kept: frozenset[str] = frozenset()
 
     def config(self, values: Values) -> Config:
         """The job of a cell.
@@ -188,8 +276,8 @@ class Lattice:
 
         if keys.pop("geometry", "small") == "wide":
             keys |= WIDE
-            if self.cfg.model.window and not self.keeps_window:
-                keys["window"] = WIDE_WINDOW
+            if self.cfg.model.window:
+                keys["model.window"] = WIDE_WINDOW
         if values["ramp"]:
             half = global_batch // 2
             keys["ramp"] = f"{half},{half},{half}"
@@ -203,10 +291,21 @@ class Lattice:
             keys["recompute"] = "none"
             keys["recompute_stages"] = ",".join(modes[:num_stages])
 
+        for switch in BUNDLE_SWITCHES:
+            keys |= BUNDLES.get(keys.pop(switch), {})
+        if self.world == 1:
+            keys.pop("checkpoint.replicas", None)  # on other nodes
+        seq_len = keys.get("seq_len", self.cfg.train.seq_len)
+        if values["numbers"]:
+            keys |= {"train.steps": None, "train.tokens": float(NUM_STEPS * global_batch * seq_len)}
+        if values["phases"]:
+            keys["train.phases"] = self._phases(values, global_batch, seq_len)
+
         sections: dict[str, Values] = {}
-        for key, value in keys.items():
-            section = SECTION.get(key, "parallel")
-            sections.setdefault(section, {})[key] = value
+        for path, value in keys.items():
+            section, _, key = path.rpartition(".")
+            if path not in self.kept:
+                sections.setdefault(section or SECTION.get(key, "parallel"), {})[key] = value
         return replace(
             self.cfg,
             **{name: replace(getattr(self.cfg, name), **changed) for name, changed in sections.items()},
@@ -230,6 +329,22 @@ class Lattice:
             num_microbatches += num_microbatches % 2
         return min(self.cfg.train.global_batch, dp * values["micro_batch"] * num_microbatches)
 
+    def _phases(self, values: Values, global_batch: int, seq_len: int) -> str:
+        """train.phases: shorter sequences, half of the batch where microbatches allow it, and another
+        schedule; then the first length, and another RoPE.
+        """
+        second: Values = {
+            "after_steps": 2,
+            "train.seq_len": SHORT[values["geometry"]],
+            "optim.lr": 2e-3,
+            "optim.decay": "linear",
+        }
+        dp = self.world // (values["tp"] * values["cp"] * values["pp"])
+        if global_batch % (2 * dp * values["micro_batch"]) == 0:
+            second["train.global_batch"] = global_batch // 2
+        third = {"after_steps": 3, "train.seq_len": seq_len, "model.rope_theta": 3e4}
+        return json.dumps([second, third])
+
     def is_legal(self, values: Values) -> bool:
         """Whether the cell can be proved: it repeats no other one, and train.py runs it."""
         if idle(values, self.world):
@@ -244,8 +359,12 @@ class Lattice:
 
 
 def check_provable(cfg: Config) -> None:
-    """Raises ConfigError if a job, though legal, is not a function of the global batch alone."""
+    """Raises ConfigError if a job, though legal, is not a function of the global batch alone, or cannot read
+    the proof's data.
+    """
     model = cfg.model
+    if cfg.data.dtype and cfg.data.pack == "best_fit":
+        raise ConfigError("data.pack: best_fit places whole documents, and a file without an index has none")
     if model.experts and model.aux_loss and model.aux_kind == "micro":
         raise ConfigError(
             "model.aux_kind: micro balances the load of a micro-batch, which depends on train.micro_batch "
@@ -274,15 +393,15 @@ def check_provable(cfg: Config) -> None:
         )
 
 
-def find_layouts(cfg: Config, world: int, keeps_window: bool = False) -> Lattice:
+def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:
     """The layouts of `world` ranks that are legal with the first value of every switch.
 
-    keeps_window: see Lattice.
+    kept: see Lattice.
 
     Raises ConfigError if no layout of the job can be proved (see `check_provable`).
     """
     check_provable(cfg)
-    found = Lattice(cfg, world, layouts=[], refused={}, keeps_window=keeps_window)
+    found = Lattice(cfg, world, layouts=[], refused={}, kept=frozenset(kept))
     divisors = tuple(degree for degree in range(1, world + 1) if world % degree == 0)
     degrees = dict.fromkeys(DEGREES, divisors)
     if not cfg.model.experts:

@@ -271,7 +271,7 @@ def test_every_key_that_a_cell_sets_is_refused():
     """A key that some cell changes and no table names would be overridden in silence."""
     cfg = tiny_config("mixtral-tiny", 8)
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, window=11))
-    found = lattice.Lattice(cfg, 8, layouts=[], refused={}, keeps_window=True)
+    found = lattice.Lattice(cfg, 8, layouts=[], refused={}, kept=frozenset({"model.window"}))
     cells = [DEFAULT_CELL | {key: value} for key, values in AXES.items() for value in values]
     cells.append(DEFAULT_CELL | {"pp": 2, "stages": "uneven", "recompute": "mixed"})
     cfgs = [found.config(values) for values in cells]
@@ -337,7 +337,7 @@ def test_words_of_the_command_and_of_overrides_are_told_apart():
 
 def test_a_window_of_ones_own_stays_in_the_wide_cells():
     cfg = tiny_config("llama3-tiny", 1, Overrides((("model.window", "7"),)))
-    found = lattice.find_layouts(cfg, 1, keeps_window=True)
+    found = lattice.find_layouts(cfg, 1, kept=frozenset({"model.window"}))
     wide = found.layouts[0] | lattice.default_switches() | {"geometry": "wide"}
     assert found.config(wide).model.window == 7 and found.config(wide).train.seq_len == 240
 
