@@ -132,6 +132,8 @@ BUNDLES: dict[str, Values] = {
         "checkpoint.check_replicas": 1,
         "checkpoint.failed_saves": 0,
         "checkpoint.timeout_s": 600.0,
+        "train.steps": None,
+        "train.flops": 1e13,  # thousands of steps: no rate falls
     },
     "mirror": {
         "checkpoint.mirror": "file:///store",
@@ -297,7 +299,8 @@ class Lattice:
             keys.pop("checkpoint.replicas", None)  # on other nodes
         seq_len = keys.get("seq_len", self.cfg.train.seq_len)
         if values["numbers"]:
-            keys |= {"train.steps": None, "train.tokens": float(NUM_STEPS * global_batch * seq_len)}
+            tokens = float(NUM_STEPS * global_batch * seq_len)
+            keys |= {"train.steps": None, "train.tokens": tokens, "train.flops": None}
         if values["phases"]:
             keys["train.phases"] = self._phases(values, global_batch, seq_len)
 
@@ -347,8 +350,9 @@ class Lattice:
 
     def is_legal(self, values: Values) -> bool:
         """Whether the cell can be proved: it repeats no other one, and train.py runs it."""
-        if idle(values, self.world):
-            return False
+        needs_experts = values["capacity"] is not None or values["ep_chunks"] > 1
+        if idle(values, self.world) or (needs_experts and self.cfg.model.experts is None):
+            return False  # these are quick to ask
         try:
             cfg = self.config(values)
             check_provable(cfg)
@@ -528,16 +532,22 @@ def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
     cells: list[Values] = []
     seen: set[tuple] = set()
 
-    # Greedy pass: for each layout, the candidate with the most new pairs.
-    for layout in found.layouts:
-        candidates = [layout | chosen for chosen in itertools.islice(switches(stream), CANDIDATES)]
-        candidates.sort(key=lambda cell: -len(pairs_with_switches(cell) - seen))
-        candidates.append(layout | defaults)  # which is legal
-        cell = next(cell for cell in candidates if found.is_legal(cell))
-        cells.append(cell)
-        seen |= pairs_with_switches(cell)
+    def add(layout: Values, wanted: Values, fallback: Values) -> None:
+        """Adds the legal cell of a layout with these values that has the most new pairs, of some candidates.
 
-    # The pairs that the greedy pass left out.
+        fallback: a legal one.
+        """
+        nonlocal seen
+        chosen = itertools.islice(switches(stream), CANDIDATES)
+        candidates = [layout | each | wanted for each in chosen]
+        candidates.sort(key=lambda cell: -len(pairs_with_switches(cell) - seen))
+        cells.append(next((cell for cell in candidates if found.is_legal(cell)), fallback))
+        seen |= pairs_with_switches(cells[-1])
+
+    for layout in found.layouts:
+        add(layout, wanted={}, fallback=layout | defaults)
+
+    # The pairs that these have not met.
     switch_items = [(key, value) for key, values in SWITCHES.items() for value in values]
     layout_items = dict.fromkeys(item for layout in found.layouts for item in layout.items())
     for one, other in itertools.product((*layout_items, *switch_items), switch_items):
@@ -545,8 +555,7 @@ def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
             continue
         cell = cell_with(found, one, other)
         if cell is not None:
-            cells.append(cell)
-            seen |= pairs_with_switches(cell)
+            add(cell, wanted=dict((one, other)), fallback=cell)
     return cells
 
 
