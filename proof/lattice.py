@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import OPTIMIZERS, Config, ConfigError
+from config import OPTIMIZERS, Config, ConfigError, phases_of
 from config.optimizers import optimizers_that
 from config.values import Values, combinations
 from model.schedules import plan_pipeline
@@ -76,7 +76,8 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     ("mup_base", MUP_BASE): {"mup_base": MUP_BASE, "mup_head_dim": 2},
 }
 
-NUM_STEPS = 20  # that a run announces (proof/verify/tiny_config.py)
+TRUNK_STEPS = 1  # of a run whose checkpoint another begins with
+NUM_STEPS = 20  # that a run announces
 
 # {word of a switch: its keys}. A key that is an override of the proof keeps that value in every cell.
 # proof/verify/tiny_config.py makes paths of the names of data, stores and other runs.
@@ -154,6 +155,7 @@ BUNDLES: dict[str, Values] = {
     },
     "noise": {"log.noise_scale": True},
 }
+PHASES = ("train.phases",)  # of the word "phases": made for each cell
 
 # The section of the config that a key is in; keys that are not listed are in `parallel`.
 SECTION = {
@@ -353,6 +355,9 @@ class Lattice:
         needs_experts = values["capacity"] is not None or values["ep_chunks"] > 1
         if idle(values, self.world) or (needs_experts and self.cfg.model.experts is None):
             return False  # these are quick to ask
+        bundles = [values[switch] for switch in BUNDLE_SWITCHES if values[switch]]
+        if any(self.kept.issuperset(BUNDLES.get(word, PHASES)) for word in bundles):
+            return False  # nothing of it is left
         try:
             cfg = self.config(values)
             check_provable(cfg)
@@ -369,6 +374,10 @@ def check_provable(cfg: Config) -> None:
     model = cfg.model
     if cfg.data.dtype and cfg.data.pack == "best_fit":
         raise ConfigError("data.pack: best_fit places whole documents, and a file without an index has none")
+    if cfg.data.dtype and (cfg.data.fim_rate or cfg.data.bos):
+        raise ConfigError("data.tokenizer: bytes has neither sentinels nor a start token")
+    if cfg.checkpoint.branch and any(0 < phase.steps_before <= TRUNK_STEPS for phase in phases_of(cfg).all):
+        raise ConfigError("train.phases: a phase begins where the branch does, or before")
     if model.experts and model.aux_loss and model.aux_kind == "micro":
         raise ConfigError(
             "model.aux_kind: micro balances the load of a micro-batch, which depends on train.micro_batch "

@@ -13,20 +13,19 @@ from config import CheckpointConfig, Config
 from data import fim, tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import Tokenizer
+from proof.lattice import NUM_STEPS, TRUNK_STEPS
 from proof.verify.overrides import Overrides
 
 LAST = 4  # steps of a proof
 SAVED = 3  # the step after which a layout is stopped, saves, and is started again
 SKIPPED = 2  # the step whose gradient is made non-finite
-TRUNK_STEPS = 1  # of a run whose checkpoint another begins with
 FIM_VOCAB = 261  # ids of the tokenizer with sentinels
 TASKS = "tasks.jsonl"
 
 SETTINGS = {
     "train.dtype": "fp64",
-    # 20 steps are announced and LAST of them run: warm-up (1, 2), plateau (3) and decay (from 4 on) come
-    # early
-    "train.steps": 20,
+    # of these, LAST are run: warm-up (1, 2), plateau (3) and decay (from 4 on) come early
+    "train.steps": NUM_STEPS,
     "train.seq_len": 32,
     "train.micro_batch": 1,
     "train.fp8_block": 4,

@@ -36,12 +36,12 @@ from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
 from parallel.sharding.views import boxes_of
 from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
+from proof.lattice import TRUNK_STEPS
 from proof.verify.loop import run_loop
 from proof.verify.tiny_config import (
     LAST,
     SAVED,
     SKIPPED,
-    TRUNK_STEPS,
     has_trunk,
     placed,
     trunk_of,
