@@ -1,7 +1,8 @@
 """The lattice of layouts that scripts.verify proves: all legal layouts of a job, and cells that cover them.
 
 A layout says where things are: the degrees of parallelism (DEGREES) and the keys of LAYOUT. A switch says how
-a step runs there (SWITCHES). A cell is a layout together with one value of every switch.
+a step runs there, or what a run reads, evaluates, saves and begins with (SWITCHES, BUNDLES). A cell is a
+layout together with one value of every switch.
 
 - `find_layouts` enumerates the layouts and asks the same rules as train.py which of them are legal.
 - `all_cells` gives every legal cell.

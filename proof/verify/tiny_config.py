@@ -130,7 +130,8 @@ def write_corpora(folder: Path) -> None:
     for name, found in texts.items():
         ids = with_sentinels.encode_batch([letters.tobytes().decode() for letters in found])
         write_index(folder / f"fim-{name}", with_sentinels, [[*each, with_sentinels.eod] for each in ids])
-    tasks = [{"context": "a layout ", "choices": ["proves", "is", "<s>"], "answer": answer} for answer in (0, 2)]
+    question = {"context": "a layout ", "choices": ["proves", "is", "<s>"]}
+    tasks = [question | {"answer": answer} for answer in (0, 2)]
     (folder / "tasks.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
 
 

@@ -1,20 +1,18 @@
-"""Every key of the config is on in at least two layouts of the cells that scripts.verify --layouts all draws."""
+"""Every key of the config is on in two layouts or more of the cells that scripts.verify --layouts all draws."""
 
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
 import config
 from config import Config, unused
 from config.phases import value_of
 from proof import lattice
-from proof.precision.cells import LAYOUTS, Cell, choose_cells
-from proof.verify.cells import words
+from proof.precision.cells import choose_cells
 from proof.verify.tiny_config import placed, tiny_config
 
-EVERY_KEY = [f"{name}.{field.name}" for name, section in config.sections().items() for field in fields(section)]
+SECTIONS = config.sections().items()
+EVERY_KEY = [f"{name}.{field.name}" for name, section in SECTIONS for field in fields(section)]
 WORLD = 2
 
 # {key that no cell turns on: why}
