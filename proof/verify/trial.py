@@ -528,8 +528,8 @@ def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
 
 
 def single_process(cfg: Config) -> Config:
-    """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves, to the
-    disk alone.
+    """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves to
+    the disk alone.
 
     See largest_micro_batch. No step is computed twice, and no noise is measured.
     """

@@ -1,4 +1,4 @@
-"""Every key of the config is on in two layouts or more of the cells that scripts.verify --layouts all draws."""
+"""Every key of the config is on in two layouts of the cells that scripts.verify --layouts all draws."""
 
 from collections.abc import Iterator
 from dataclasses import fields
