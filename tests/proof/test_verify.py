@@ -249,7 +249,8 @@ def test_overrides_are_refused_in_one_line(words, wanted, capsys):
 ])
 def test_what_a_run_reads_validates_and_saves_may_be_another(words, capsys):
     """One layout of two ranks, beside one process with the same settings."""
-    options = ["--world", "2", "--layouts", "1", "--only", "tp2", "sp", "zero1", "mb1"]
+    cell = ["tp2", "sp", "zero1", "mb1", "no-own-valid", "no-best-fit"]
+    options = ["--world", "2", "--layouts", "1", "--only", *cell]
     assert main(["llama3-tiny", *options, *words.split()]) == 0, capsys.readouterr().out
     assert "1 of 1 layouts train like one process" in capsys.readouterr().out
 
