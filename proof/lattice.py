@@ -1,7 +1,8 @@
 """The lattice of layouts that scripts.verify proves: all legal layouts of a job, and cells that cover them.
 
 A layout says where things are: the degrees of parallelism (DEGREES) and the keys of LAYOUT. A switch says how
-a step runs there (SWITCHES). A cell is a layout together with one value of every switch.
+a step runs there, or what a run reads, evaluates, saves and begins with (SWITCHES, BUNDLES). A cell is a
+layout together with one value of every switch.
 
 - `find_layouts` enumerates the layouts and asks the same rules as train.py which of them are legal.
 - `all_cells` gives every legal cell.
@@ -10,13 +11,14 @@ a step runs there (SWITCHES). A cell is a layout together with one value of ever
   in at least one cell (pairwise covering arrays: Cohen et al., AETG, 1997).
 """
 import itertools
+import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import OPTIMIZERS, Config, ConfigError
+from config import OPTIMIZERS, Config, ConfigError, phases_of
 from config.optimizers import optimizers_that
 from config.values import Values, combinations
 from model.schedules import plan_pipeline
@@ -54,7 +56,16 @@ SWITCHES = {  # the first value of each is the default
     "async_save": (False, True),
     "vocab_multiple": (32, 128),  # the latter leaves a quarter of 257 ids' rows to padding: whole shards
     "geometry": ("small", "wide"),
+    # the words of BUNDLES: several keys in one switch
+    "numbers": (None, "numbers"),
+    "source": (None, "fim", "raw"),
+    "scores": (None, "tasks"),
+    "saves": (None, "kept", "mirror"),
+    "start": (None, "init", "resumed", "branch"),
+    "guard": (None, "reruns", "spikes", "noise"),
+    "phases": (None, "phases"),
 }
+BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "phases")
 
 # Values of a switch that set several config keys.
 EXPANDED_VALUES: dict[tuple[str, object], Values] = {
@@ -65,6 +76,87 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
     ("mup_base", MUP_BASE): {"mup_base": MUP_BASE, "mup_head_dim": 2},
 }
+
+TRUNK_STEPS = 1  # of a run whose checkpoint another begins with
+NUM_STEPS = 20  # that a run announces
+
+# {word of a switch: its keys}. A key that is an override of the proof keeps that value in every cell.
+# proof/verify/tiny_config.py makes paths of the names of data, stores and other runs.
+BUNDLES: dict[str, Values] = {
+    "numbers": {
+        "model.init_std": 0.05,
+        "model.attention": "reference",
+        "model.mtp_weight": 0.7,
+        "model.rope_low_freq": 0.5,
+        "train.seed": 7,
+        "train.fp8_keep": 0,
+        "train.max_minutes": 1e6,
+        "train.deterministic": True,
+        "optim.min_lr": 1e-5,
+        "optim.decay_steps": 12,
+        "optim.beta1": 0.8,
+        "optim.beta2": 0.9,
+        "optim.momentum": 0.8,
+        "optim.weight_decay": 0.3,
+        "parallel.timeout_s": 200.0,
+        "log.slow_window": 2,
+    },
+    "fim": {
+        "data.fim_rate": 0.7,
+        "data.fim_spm_rate": 0.4,
+        "data.fim_split": "token",
+        "data.fim_tokens": "<fim_prefix>,<fim_middle>,<fim_suffix>",
+        "data.fim_valid": True,
+        "data.bos": True,
+        "eval.special": True,
+    },
+    "raw": {
+        "data.tokenizer": "bytes",
+        "data.eod": "256",
+        "data.dtype": "int32",
+        "data.span": 64,
+        "data.prefetch": 0,
+    },
+    "tasks": {
+        "eval.tasks": "tasks.jsonl",
+        "eval.tasks_every": 3,
+        "eval.tasks_limit": 2,
+        "eval.batches": 2,
+        "eval.source_batches": 1,
+        "eval.sample": 5,
+        "eval.temperature": 0.5,
+    },
+    "kept": {
+        "checkpoint.keep": 1,
+        "checkpoint.keep_every": 3,
+        "checkpoint.keep_at": "1",
+        "checkpoint.keep_minutes": 1e-6,
+        "checkpoint.check_replicas": 1,
+        "checkpoint.failed_saves": 0,
+        "checkpoint.timeout_s": 600.0,
+        "train.steps": None,
+        "train.flops": 1e13,  # thousands of steps: no rate falls
+    },
+    "mirror": {
+        "checkpoint.mirror": "file:///store",
+        "checkpoint.mirror_failures": 1,
+        "checkpoint.memory_every": 2,
+        "checkpoint.memory_dir": "memory",
+        "checkpoint.replicas": 1,
+    },
+    "init": {"checkpoint.init_from": "trunk", "checkpoint.init_changes": "model.norm_eps"},
+    "resumed": {"checkpoint.resume": "trunk"},
+    "branch": {"checkpoint.branch": "trunk"},
+    "reruns": {"train.rerun_every": 2, "train.rerun_suspects": True},
+    "spikes": {
+        "optim.spike_sigma": 50.0,
+        "optim.spike_window": 2,
+        "optim.spike_rewind": 1,
+        "optim.spike_rewinds": 1,
+    },
+    "noise": {"log.noise_scale": True},
+}
+PHASES = ("train.phases",)  # of the word "phases": made for each cell
 
 # The section of the config that a key is in; keys that are not listed are in `parallel`.
 SECTION = {
@@ -95,6 +187,7 @@ SECTION = {
 # parameter). 240 tokens are divided evenly over cp and tp up to 8.
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
+SHORT = {"small": 16, "wide": 80}  # {geometry: tokens in a sequence of the second phase of train.phases}
 
 # Warm-up, steady state and cool-down of these schedules need two microbatches per rank.
 TWO_MICROBATCHES_A_RANK = ("interleaved", "zb-v", "dualpipe-v")
@@ -161,14 +254,14 @@ class Lattice:
     """The layouts of a job on `world` ranks.
 
     layouts: the legal ones, as values of DEGREES and LAYOUT. refused: {reason: number of layouts}, with the
-    idle ones. keeps_window: the wide geometry keeps model.window as it is in cfg.
+    idle ones. kept: section.key of overrides, which the wide geometry and BUNDLES leave as they are in cfg.
     """
 
     cfg: Config
     world: int
     layouts: list[Values]
     refused: dict[str, int]
-    keeps_window: bool = False
+    kept: frozenset[str] = frozenset()
 
     def config(self, values: Values) -> Config:
         """The job of a cell.
@@ -188,8 +281,8 @@ class Lattice:
 
         if keys.pop("geometry", "small") == "wide":
             keys |= WIDE
-            if self.cfg.model.window and not self.keeps_window:
-                keys["window"] = WIDE_WINDOW
+            if self.cfg.model.window:
+                keys["model.window"] = WIDE_WINDOW
         if values["ramp"]:
             half = global_batch // 2
             keys["ramp"] = f"{half},{half},{half}"
@@ -203,10 +296,22 @@ class Lattice:
             keys["recompute"] = "none"
             keys["recompute_stages"] = ",".join(modes[:num_stages])
 
+        for switch in BUNDLE_SWITCHES:
+            keys |= BUNDLES.get(keys.pop(switch), {})
+        if self.world == 1:
+            keys.pop("checkpoint.replicas", None)  # on other nodes
+        seq_len = keys.get("seq_len", self.cfg.train.seq_len)
+        if values["numbers"]:
+            tokens = float(NUM_STEPS * global_batch * seq_len)
+            keys |= {"train.steps": None, "train.tokens": tokens, "train.flops": None}
+        if values["phases"]:
+            keys["train.phases"] = self._phases(values, global_batch, seq_len)
+
         sections: dict[str, Values] = {}
-        for key, value in keys.items():
-            section = SECTION.get(key, "parallel")
-            sections.setdefault(section, {})[key] = value
+        for path, value in keys.items():
+            section, _, key = path.rpartition(".")
+            if path not in self.kept:
+                sections.setdefault(section or SECTION.get(key, "parallel"), {})[key] = value
         return replace(
             self.cfg,
             **{name: replace(getattr(self.cfg, name), **changed) for name, changed in sections.items()},
@@ -230,10 +335,30 @@ class Lattice:
             num_microbatches += num_microbatches % 2
         return min(self.cfg.train.global_batch, dp * values["micro_batch"] * num_microbatches)
 
+    def _phases(self, values: Values, global_batch: int, seq_len: int) -> str:
+        """train.phases: shorter sequences, half of the batch where microbatches allow it, and another
+        schedule; then the first length, and another RoPE.
+        """
+        second: Values = {
+            "after_steps": 2,
+            "train.seq_len": SHORT[values["geometry"]],
+            "optim.lr": 2e-3,
+            "optim.decay": "linear",
+        }
+        dp = self.world // (values["tp"] * values["cp"] * values["pp"])
+        if global_batch % (2 * dp * values["micro_batch"]) == 0:
+            second["train.global_batch"] = global_batch // 2
+        third = {"after_steps": 3, "train.seq_len": seq_len, "model.rope_theta": 3e4}
+        return json.dumps([second, third])
+
     def is_legal(self, values: Values) -> bool:
         """Whether the cell can be proved: it repeats no other one, and train.py runs it."""
-        if idle(values, self.world):
-            return False
+        needs_experts = values["capacity"] is not None or values["ep_chunks"] > 1
+        if idle(values, self.world) or (needs_experts and self.cfg.model.experts is None):
+            return False  # these are quick to ask
+        bundles = [values[switch] for switch in BUNDLE_SWITCHES if values[switch]]
+        if any(self.kept.issuperset(BUNDLES.get(word, PHASES)) for word in bundles):
+            return False  # nothing of it is left
         try:
             cfg = self.config(values)
             check_provable(cfg)
@@ -244,8 +369,16 @@ class Lattice:
 
 
 def check_provable(cfg: Config) -> None:
-    """Raises ConfigError if a job, though legal, is not a function of the global batch alone."""
+    """Raises ConfigError if a job, though legal, is not a function of the global batch alone, or cannot read
+    the proof's data.
+    """
     model = cfg.model
+    if cfg.data.dtype and cfg.data.pack == "best_fit":
+        raise ConfigError("data.pack: best_fit places whole documents, and a file without an index has none")
+    if cfg.data.dtype and (cfg.data.fim_rate or cfg.data.bos):
+        raise ConfigError("data.tokenizer: bytes has neither sentinels nor a start token")
+    if cfg.checkpoint.branch and any(0 < phase.steps_before <= TRUNK_STEPS for phase in phases_of(cfg).all):
+        raise ConfigError("train.phases: a phase begins where the branch does, or before")
     if model.experts and model.aux_loss and model.aux_kind == "micro":
         raise ConfigError(
             "model.aux_kind: micro balances the load of a micro-batch, which depends on train.micro_batch "
@@ -274,15 +407,15 @@ def check_provable(cfg: Config) -> None:
         )
 
 
-def find_layouts(cfg: Config, world: int, keeps_window: bool = False) -> Lattice:
+def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:
     """The layouts of `world` ranks that are legal with the first value of every switch.
 
-    keeps_window: see Lattice.
+    kept: see Lattice.
 
     Raises ConfigError if no layout of the job can be proved (see `check_provable`).
     """
     check_provable(cfg)
-    found = Lattice(cfg, world, layouts=[], refused={}, keeps_window=keeps_window)
+    found = Lattice(cfg, world, layouts=[], refused={}, kept=frozenset(kept))
     divisors = tuple(degree for degree in range(1, world + 1) if world % degree == 0)
     degrees = dict.fromkeys(DEGREES, divisors)
     if not cfg.model.experts:
@@ -409,16 +542,22 @@ def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
     cells: list[Values] = []
     seen: set[tuple] = set()
 
-    # Greedy pass: for each layout, the candidate with the most new pairs.
-    for layout in found.layouts:
-        candidates = [layout | chosen for chosen in itertools.islice(switches(stream), CANDIDATES)]
-        candidates.sort(key=lambda cell: -len(pairs_with_switches(cell) - seen))
-        candidates.append(layout | defaults)  # which is legal
-        cell = next(cell for cell in candidates if found.is_legal(cell))
-        cells.append(cell)
-        seen |= pairs_with_switches(cell)
+    def add(layout: Values, wanted: Values, fallback: Values) -> None:
+        """Adds the legal cell of a layout with these values that has the most new pairs, of some candidates.
 
-    # The pairs that the greedy pass left out.
+        fallback: a legal one.
+        """
+        nonlocal seen
+        chosen = itertools.islice(switches(stream), CANDIDATES)
+        candidates = [layout | each | wanted for each in chosen]
+        candidates.sort(key=lambda cell: -len(pairs_with_switches(cell) - seen))
+        cells.append(next((cell for cell in candidates if found.is_legal(cell)), fallback))
+        seen |= pairs_with_switches(cells[-1])
+
+    for layout in found.layouts:
+        add(layout, wanted={}, fallback=layout | defaults)
+
+    # The pairs that these have not met.
     switch_items = [(key, value) for key, values in SWITCHES.items() for value in values]
     layout_items = dict.fromkeys(item for layout in found.layouts for item in layout.items())
     for one, other in itertools.product((*layout_items, *switch_items), switch_items):
@@ -426,8 +565,7 @@ def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
             continue
         cell = cell_with(found, one, other)
         if cell is not None:
-            cells.append(cell)
-            seen |= pairs_with_switches(cell)
+            add(cell, wanted=dict((one, other)), fallback=cell)
     return cells
 
 

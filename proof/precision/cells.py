@@ -39,15 +39,16 @@ LAYOUTS: dict[int, tuple[dict, ...]] = {  # {world size: keys of `parallel`}
         {"ep": 2, "etp": 2, "ep_chunks": 2, "tp": 2},
     ),
 }
-EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, and train.fp8
+EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, train.fp8 and model.mtp
     {},
     {"offload": "optimizer"},
-    {"compress_weights": "int8"},
+    {"compress_weights": "int8", "compress_block": 64},
     {"compress_weights": "fp8"},
     {"fp8": "rowwise"},
     {"fp8": "blockwise"},
     {"recompute": "selective"},
     {"recompute": "full"},
+    {"mtp": 1},
 )
 PREFIXES = {  # of the values of keys in the name of a cell
     "schedule": "",
@@ -55,6 +56,7 @@ PREFIXES = {  # of the values of keys in the name of a cell
     "ep_chunks": "chunks",
     "offload": "offload ",
     "compress_weights": "weights ",
+    "compress_block": "block ",
     "fp8": "fp8 ",
     "recompute": "recompute ",
 }
@@ -76,10 +78,11 @@ class Cell:
         overrides: keys of the model that are set in the shrunk recipe.
         """
         keys = LAYOUTS[world][self.layout] | EXTRAS[self.extra]
-        fp8 = keys.pop("fp8", None)
+        fp8, mtp = keys.pop("fp8", None), keys.pop("mtp", None)
         cfg = precision_config(name, data, self.dtype, self.optimizer, overrides=overrides)
         return replace(
             cfg,
+            model=cfg.model if mtp is None else replace(cfg.model, mtp=mtp),
             train=replace(cfg.train, fp8=fp8),
             parallel=replace(cfg.parallel, zero=self.zero, **keys),
         )
@@ -138,10 +141,11 @@ def is_runnable(cell: Cell, name: str, world: int, overrides: Overrides = Overri
     if "compress_weights" in extra and world == 1:
         return False
     try:
+        family = precision_config(name, "none", cell.dtype, cell.optimizer, overrides=overrides)
         check_model(cell.config(name, world, "none", overrides), world)
     except ConfigError:
         return False
-    return True
+    return not ("mtp" in extra and family.model.mtp)
 
 
 def check_model(cfg: Config, world: int = 1) -> None:

@@ -52,6 +52,7 @@ def words(values: Values, world: int) -> list[str]:
         ("async", values["async_save"]),
         (f"vocab{values['vocab_multiple']}", values["vocab_multiple"] != 32),
         ("wide", values["geometry"] == "wide"),
+        *((values[switch], values[switch] is not None) for switch in lattice.BUNDLE_SWITCHES),
     ]
     return named + [word for word, holds in conditions if holds]
 

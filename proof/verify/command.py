@@ -185,11 +185,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     cfg = tiny_config(options.name, world, overrides)
     check_phases(cfg, LAST)
     plan_pipeline(single_process(cfg), 1, advise=False)  # says in one line what no layout can run
-    found = lattice.find_layouts(
-        cfg,
-        world,
-        keeps_window="model.window" in overrides.keys(),
-    )
+    found = lattice.find_layouts(cfg, world, kept=overrides.keys())
     cells = part_of(chosen(found, options.layouts, set(options.only), options.seed), options.part)
     check_reached(overrides, [found.config(values) for values in cells], world, "the proof")
 

@@ -68,6 +68,7 @@ def run_loop(
         local_rank=world.rank,
         local_world=world.size,
         device=torch.device("cpu"),
+        host=f"node{world.rank}",  # checkpoints in memory are copied to other nodes
     )
     # train.train installs handlers; a worker of a pool must still end on a signal after the run
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

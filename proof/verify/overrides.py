@@ -1,7 +1,8 @@
 """Overrides of a proof: config keys on its command line, which change the model that is proved.
 
 They are written and parsed as for train.py, and set after the recipe is shrunk to its tiny twin. A key is
-refused if the cells vary it (CELL_WORDS), or if the proof needs a value of its own (NEEDED).
+refused if the cells vary it (CELL_WORDS), or if the proof needs a value of its own (NEEDED). A key
+of a bundle (lattice.BUNDLES) is not: all cells have the value that is given.
 """
 from dataclasses import asdict, dataclass
 

@@ -1,25 +1,31 @@
 """What scripts.verify trains: a recipe shrunk to a tiny twin of itself, and the data that it reads."""
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 
 import config
-from config import Config
-from data import tokenizer
+from checkpoint.branch import NOT_INHERITED, branch_config
+from config import CheckpointConfig, Config
+from data import fim, tokenizer
 from data.indexed import IndexedDatasetWriter
+from data.tokenizer import Tokenizer
+from proof.lattice import NUM_STEPS, TRUNK_STEPS
 from proof.verify.overrides import Overrides
 
 LAST = 4  # steps of a proof
 SAVED = 3  # the step after which a layout is stopped, saves, and is started again
 SKIPPED = 2  # the step whose gradient is made non-finite
+FIM_VOCAB = 261  # ids of the tokenizer with sentinels
+TASKS = "tasks.jsonl"
 
 SETTINGS = {
     "train.dtype": "fp64",
-    # 20 steps are announced and LAST of them run: warm-up (1, 2), plateau (3) and decay (from 4 on) come
-    # early
-    "train.steps": 20,
+    # of these, LAST are run: warm-up (1, 2), plateau (3) and decay (from 4 on) come early
+    "train.steps": NUM_STEPS,
     "train.seq_len": 32,
     "train.micro_batch": 1,
     "train.fp8_block": 4,
@@ -98,7 +104,9 @@ def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -
 
 
 def write_corpora(folder: Path) -> None:
-    """Writes two data sets of random letters under the byte tokenizer: folder/short and folder/long.
+    """Writes two data sets of random letters, `short` and `long`, under the byte tokenizer: as a file with an
+    index, as one without (raw-NAME.bin), and under a tokenizer with sentinels and a start token (fim-NAME).
+    And tasks.jsonl, with two of them.
 
     Documents of `short` have 1 to 60 tokens, and many have very few: under data.doc_mask, microbatches then
     have very different numbers of targets.
@@ -109,23 +117,100 @@ def write_corpora(folder: Path) -> None:
     many = stream.integers(20, 60, 30)
     short = [*few[:150], *many[:15], *few[150:], *many[15:]]
     long = stream.integers(100, 900, 8)
+    texts: dict[str, list[np.ndarray]] = {}
     for name, lengths in (("short", short), ("long", long)):
-        with IndexedDatasetWriter(folder / name, byte_tokenizer.vocab) as writer:
-            for length in lengths:
-                letters = stream.integers(ord("a"), ord("z") + 1, length)
-                writer.add([*letters, byte_tokenizer.eod])
-            writer.finish(byte_tokenizer, 1)
+        texts[name] = [stream.integers(ord("a"), ord("z") + 1, length, np.uint8) for length in lengths]
+        documents = [[*letters, byte_tokenizer.eod] for letters in texts[name]]
+        write_index(folder / name, byte_tokenizer, documents)
+        np.concatenate(documents).astype("<i4").tofile(folder / f"raw-{name}.bin")
+
+    (folder / "tokenizer").mkdir()
+    write_tokenizer(folder / "tokenizer")
+    with_sentinels = tokenizer.load_tokenizer(folder / "tokenizer")
+    for name, found in texts.items():
+        ids = with_sentinels.encode_batch([letters.tobytes().decode() for letters in found])
+        write_index(folder / f"fim-{name}", with_sentinels, [[*each, with_sentinels.eod] for each in ids])
+    question = {"context": "a layout ", "choices": ["proves", "is", "<s>"]}
+    tasks = [question | {"answer": answer} for answer in (0, 2)]
+    (folder / "tasks.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
 
 
-def placed(cfg: Config, home: Path, name: str) -> Config:
-    """The job with its data in `home` and its run folder at home/name."""
-    if cfg.train.seq_len <= 32:
-        path = str(home / "short")
-    else:
-        path = f"0.6 {home / 'short'} 0.4 {home / 'long'}"
-    valid = None if cfg.data.valid is None else str(home / cfg.data.valid)
-    return replace(
+def write_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer.json of single bytes, with a start token, an end, and the sentinels of a family."""
+    bytes_as_letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = {letter: number for number, letter in enumerate(bytes_as_letters)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", *fim.SENTINELS[0]])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+
+
+def write_index(path: Path, tok: Tokenizer, documents: list[list[int]]) -> None:
+    """Writes a data set of documents, as scripts.prepare_data does."""
+    with IndexedDatasetWriter(path, tok.vocab) as writer:
+        for document in documents:
+            writer.add(document)
+        writer.finish(tok, 1)
+
+
+def placed(cfg: Config, home: Path, name: str, trunk: Path | None = None) -> Config:
+    """The job with its data in `home` and its run folder at home/name.
+
+    trunk: a checkpoint of the other run with which it begins (`has_trunk`).
+    """
+    form, vocab = "{}", cfg.model.vocab
+    if cfg.data.fim_rate or cfg.data.bos:
+        form, vocab = "fim-{}", FIM_VOCAB
+    elif cfg.data.dtype:
+        form = "raw-{}.bin"
+    short, long = (home / form.format(which) for which in ("short", "long"))
+    checkpoint = cfg.checkpoint
+    if checkpoint.mirror is not None:
+        checkpoint = replace(checkpoint, mirror=f"file://{home}/store", memory_dir=str(home))
+    if trunk is not None and checkpoint.resume != "auto":
+        checkpoint = replace(checkpoint, resume=str(trunk))
+    if trunk is not None and checkpoint.init_from is not None:
+        checkpoint = replace(checkpoint, init_from=str(trunk))
+    cfg = replace(
         cfg,
-        data=replace(cfg.data, path=path, valid=valid),
+        model=replace(cfg.model, vocab=vocab),
+        data=replace(
+            cfg.data,
+            path=str(short) if cfg.train.seq_len <= 32 else f"0.6 {short} 0.4 {long}",
+            valid=None if cfg.data.valid is None else str(long),
+        ),
+        eval=replace(cfg.eval, tasks=str(home / TASKS) if cfg.eval.tasks == TASKS else cfg.eval.tasks),
+        checkpoint=checkpoint,
         log=replace(cfg.log, dir=str(home), name=name),
     )
+    if trunk is None or checkpoint.branch is None:
+        return cfg
+    stated = asdict(cfg)
+    for section, keys in NOT_INHERITED.items():
+        stated[section] = {key: value for key, value in stated[section].items() if key not in keys}
+    stated["log"]["name"] = name
+    stated["optim"]["lr"] *= 0.75
+    return branch_config(f"{trunk.parent.parent}@{TRUNK_STEPS}", [stated])
+
+
+def has_trunk(cfg: Config) -> bool:
+    """Whether the job begins with a checkpoint of another run."""
+    return cfg.checkpoint != without_start(cfg).checkpoint
+
+
+def without_start(cfg: Config) -> Config:
+    """The job, begun with initial weights."""
+    start = {key: getattr(CheckpointConfig, key) for key in ("resume", "init_from", "init_changes", "branch")}
+    return replace(cfg, checkpoint=replace(cfg.checkpoint, **start))
+
+
+def trunk_of(cfg: Config) -> Config:
+    """The run whose checkpoint after TRUNK_STEPS a job begins with (`has_trunk`). Where that takes its
+    weights alone, it may be of another model (lattice.BUNDLES names the key).
+    """
+    trunk = without_start(cfg)
+    if cfg.checkpoint.init_from is None:
+        return trunk
+    return replace(trunk, model=replace(trunk.model, norm_eps=10 * trunk.model.norm_eps))

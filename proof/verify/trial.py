@@ -36,8 +36,17 @@ from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
 from parallel.sharding.views import boxes_of
 from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
+from proof.lattice import TRUNK_STEPS
 from proof.verify.loop import run_loop
-from proof.verify.tiny_config import LAST, SAVED, SKIPPED, placed, write_corpora
+from proof.verify.tiny_config import (
+    LAST,
+    SAVED,
+    SKIPPED,
+    has_trunk,
+    placed,
+    trunk_of,
+    write_corpora,
+)
 from runtime.pool import WorkerPool
 
 BOUND = 1e-9  # relative error that is allowed
@@ -53,6 +62,9 @@ FP8_BY_MICROBATCH = ("tensorwise", "rowwise")
 
 # Endings of the keys of metrics.jsonl that depend on the machine, not on the training.
 MACHINE_SUFFIXES = ("_ms", "_s", "_gpu", "mem_gib", "mfu")
+
+# Keys of metrics.jsonl that are estimated from the sizes of microbatches (log.noise_scale).
+OF_MICROBATCHES = ("noise_scale", "noise_s", "noise_g2")
 
 # Blocks of the loss and of ring attention in a layout: small, so that short sequences have several.
 SMALL_CHUNK_BYTES = 32768
@@ -105,8 +117,9 @@ class TrialObserver:
     `deviations` says how far off each value is.
 
     It does two things to the run: it makes the gradient of step SKIPPED non-finite, and with
-    optim.spike_sigma that of step LAST a spike; and it asks the run to stop in step `stop_step`. With a
-    reference a third: NaN stands wherever a step could read gradients that it has not written itself.
+    optim.spike_sigma that of step LAST a spike, once if the run goes back then (optim.spike_rewind); and it
+    asks the run to stop in step `stop_step`. With a reference a third: NaN stands wherever a step could read
+    gradients that it has not written itself.
     """
 
     run: TrainingRun  # from run_built on
@@ -189,6 +202,10 @@ class TrialObserver:
         if self.reference is None:
             check_initial_weights(run)
 
+    def named(self, step: int) -> str:
+        """ "step 4", or "step 4, again" where the run has gone back before it."""
+        return f"step {step}" + ", again" * (self.begun_steps.count(step) - 1)
+
     def step_begin(self, step: int) -> None:
         self.begun_steps.append(step)
         if self.reference is not None:
@@ -197,33 +214,36 @@ class TrialObserver:
             (self.folder / "STOP").write_text("requeue\n")
 
     def batches_read(self, step: int, batches: list[Microbatch]) -> None:
-        ids = torch.tensor(self.data.sample_ids(step - 1))
-        self.compare_equal(f"step {step} ids of its samples", ids, step)
+        ids = torch.tensor(self.data.sample_ids(self.run.spikes.data_step(step)))
+        self.compare_equal(f"{self.named(step)} ids of its samples", ids, step)
 
         # this rank's rows of the global batch
         rows = torch.cat([batch.sequence_ids for batch in batches if batch.sequence_ids is not None])
         for field in ("tokens", "targets", "positions", "documents"):
             values = [getattr(batch, field) for batch in batches]
             if values[0] is not None:
-                self.compare_equal(f"step {step} {field}", torch.cat(values), step, rows)
+                self.compare_equal(f"{self.named(step)} {field}", torch.cat(values), step, rows)
 
     def grads_ready(self, step: int) -> str | None:
         for bucket in self.run.buckets:
             for box, part in boxes_of(bucket, bucket.grads.local):
-                self.compare_close(f"step {step} gradient of {box.key}", part, step, box)
-        has_spike = step == LAST and self.run.cfg.optim.spike_sigma is not None
+                self.compare_close(f"{self.named(step)} gradient of {box.key}", part, step, box)
+        optim = self.run.cfg.optim
+        is_again = optim.spike_rewind is not None and self.begun_steps.count(step) > 1
+        has_spike = step == LAST and optim.spike_sigma is not None and not is_again
         return "nan" if step == SKIPPED else "spike" if has_spike else None
 
     def step_end(self, step: int, loss: Tensor, norm: Tensor, ok: Tensor) -> None:
-        self.compare_close(f"step {step} loss", loss, step)
-        self.compare_equal(f"step {step} is good", ok, step)
+        name = self.named(step)
+        self.compare_close(f"{name} loss", loss, step)
+        self.compare_equal(f"{name} is good", ok, step)
         if step != SKIPPED:
-            self.compare_close(f"step {step} gradient norm", norm, step)
+            self.compare_close(f"{name} gradient norm", norm, step)
         routers = self.run.routers
         if routers.stats is not None:
-            self.compare_close(f"step {step} counts and losses of the routers", routers.stats, step)
+            self.compare_close(f"{name} counts and losses of the routers", routers.stats, step)
         for box, part in routers.boxes():
-            self.compare_close(f"step {step} {box.key}", part, step, box)
+            self.compare_close(f"{name} {box.key}", part, step, box)
 
     def evaluation_end(self, step: int, loss: float | None, ids: list[int]) -> None:
         self.compare_metric(f"validation loss after step {step}", loss, step + 0.5)
@@ -253,7 +273,7 @@ class TrialObserver:
         self.compare_equal("steps in metrics.jsonl", steps, LAST + 1)
         for row in rows:
             for key, value in row.items():
-                if not key.endswith(MACHINE_SUFFIXES):
+                if not key.endswith(MACHINE_SUFFIXES) and key not in OF_MICROBATCHES:
                     self.compare_metric(f"{key} of step {row['step']} in metrics.jsonl", value, LAST + 1)
         for step in (SAVED, LAST):
             self.compare_checkpoint(self.folder / "checkpoints" / f"step_{step:08d}", step)
@@ -349,9 +369,10 @@ def prove(
     (reference,) = make_references(pool, [cfg], home)
     check_trained(reference, has_spike=cfg.optim.spike_sigma is not None)
     try:
-        results = pool.run(run_layout, placed(cfg, home, "layout"), home, reference, is_strict)
+        results = pool.run(run_layout, begun(cfg, home, "layout"), home, reference, is_strict)
     finally:
-        shutil.rmtree(home / "layout", ignore_errors=True)
+        for name in ("layout", "store"):
+            shutil.rmtree(home / name, ignore_errors=True)
 
     deviations = [deviation for of_rank, _ in results for deviation in of_rank]
     compared = set().union(*(names for _, names in results))
@@ -374,7 +395,8 @@ def check_trained(reference: Path, has_spike: bool = False) -> None:
     """
     planned = [SKIPPED, LAST] if has_spike else [SKIPPED]
     with safe_open(reference, "pt") as file:
-        skipped = [step for step in range(1, LAST + 1) if not file.get_tensor(f"step {step} is good")]
+        made = file.get_tensor("steps that were begun, in order").unique().tolist()
+        skipped = [step for step in made if not file.get_tensor(f"step {step} is good")]
     if skipped != planned:
         steps = ", ".join(map(str, skipped))
         wanted = " and ".join(map(str, planned))
@@ -396,6 +418,9 @@ def run_layout(
     with small_blocks(cfg.train.seq_len):
         for stop_step in (SAVED, LAST):
             observer.stop_step = stop_step
+            if stop_step == LAST and cfg.checkpoint.mirror is not None and world.rank == 0:
+                shutil.rmtree(folder / "checkpoints")  # a fresh machine has none
+                (folder / "metrics.jsonl").unlink()
             with strict_mode(world, is_strict):
                 code = run_loop(world, cfg, folder, observer, observer.logits_computed)
             error = 0.0 if code == STOPPED_EARLY else math.inf
@@ -441,12 +466,12 @@ def make_references(pool: WorkerPool, cfgs: list[Config], home: Path) -> list[Pa
     """
     if not (home / "long.idx").exists():
         write_corpora(home)
-    names = [hashlib.sha256(repr(single_process(cfg)).encode()).hexdigest() for cfg in cfgs]
+    names = [name_of_reference(cfg) for cfg in cfgs]
     references = [home / f"{name}.safetensors" for name in names]
-    jobs: dict[Path, Config] = {}
+    jobs: dict[Path, tuple[Config, str]] = {}
     for cfg, name, reference in zip(cfgs, names, references):
         if not reference.exists():
-            jobs[reference] = placed(single_process(cfg), home, name)
+            jobs[reference] = single_process(cfg), name
     if not jobs:
         return references
 
@@ -454,16 +479,43 @@ def make_references(pool: WorkerPool, cfgs: list[Config], home: Path) -> list[Pa
     by_age = sorted(others, key=lambda path: path.stat().st_mtime)
     for old in by_age[:-MAX_REFERENCES]:
         old.unlink()
-    pool.run(run_references, [(cfg, reference) for reference, cfg in jobs.items()], home)
-    for cfg in jobs.values():
-        shutil.rmtree(run_folder(cfg, home))
+        shutil.rmtree(home / f"{old.stem}-trunk", ignore_errors=True)
+    pool.run(run_references, [(cfg, name, reference) for reference, (cfg, name) in jobs.items()], home)
+    for _, name in jobs.values():
+        shutil.rmtree(home / name)
     return references
 
 
-def run_references(world: World, jobs: list[tuple[Config, Path]], home: Path) -> None:
+def name_of_reference(cfg: Config) -> str:
+    """Of the job of one process, for its files: jobs of the same one share them."""
+    return hashlib.sha256(repr(single_process(cfg)).encode()).hexdigest()
+
+
+def begun(cfg: Config, home: Path, name: str) -> Config:
+    """The job in `home`; where it begins with a checkpoint of another run (`has_trunk`), with that of one
+    process, which has been made for its reference.
+    """
+    run = home / f"{name_of_reference(cfg)}-trunk"
+    return placed(cfg, home, name, store.checkpoint_folder(run / "checkpoints", TRUNK_STEPS))
+
+
+def run_references(world: World, jobs: list[tuple[Config, str, Path]], home: Path) -> None:
     """On every rank of a pool: runs its share of the jobs, and saves the values of each in the job's file."""
-    for cfg, reference in jobs[world.rank::world.size]:
-        save_file(reference_values(cfg, home), reference)
+    for cfg, name, reference in jobs[world.rank::world.size]:
+        if has_trunk(cfg):
+            run_trunk(placed(trunk_of(cfg), home, f"{name}-trunk"), home)
+        save_file(reference_values(begun(cfg, home, name), home), reference)
+
+
+def run_trunk(cfg: Config, home: Path) -> None:
+    """Trains TRUNK_STEPS in one process, and saves."""
+    folder = run_folder(cfg, home)
+
+    def stop(point: str, step: int | None = None, **shown: Any) -> None:
+        if point == "step.begin" and step == TRUNK_STEPS:
+            (folder / "STOP").write_text("requeue\n")
+
+    run_loop(World(), cfg, folder, stop)
 
 
 def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
@@ -476,9 +528,10 @@ def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
 
 
 def single_process(cfg: Config) -> Config:
-    """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves.
+    """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves to
+    the disk alone.
 
-    See largest_micro_batch. No step is computed twice.
+    See largest_micro_batch. No step is computed twice, and no noise is measured.
     """
     return replace(
         cfg,
@@ -490,7 +543,8 @@ def single_process(cfg: Config) -> Config:
             rerun_every=None,
             rerun_suspects=False,
         ),
-        checkpoint=replace(cfg.checkpoint, async_save=False),
+        checkpoint=replace(cfg.checkpoint, async_save=False, mirror=None, memory_every=None, replicas=0),
+        log=replace(cfg.log, noise_scale=False),
     )
 
 

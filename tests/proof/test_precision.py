@@ -52,6 +52,7 @@ MORE = [
     (LLAMA, 2, Cell("fp16", "muon", 0, 8, 6)),
     (MIXTURE, 2, Cell("bf16", "lion", 0, 9, 7)),
     (MIXTURE, 2, Cell("bf16", "adamw", 1, 10, 0)),
+    (LLAMA, 2, Cell("fp8", "lamb", 2, 6, 8)),
 ]
 BY_HAND = [*CORE, *MORE]
 DRAWN = 2

@@ -11,10 +11,11 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import config
 from config import Config, ConfigError
+from parallel.wire.world import World
 from proof import lattice, mup
 from proof.precision.cells import Cell
 from proof.verify import command
@@ -30,7 +31,13 @@ from proof.verify.overrides import (
     value_of,
 )
 from proof.verify.tiny_config import placed, tiny_config, write_corpora
-from proof.verify.trial import check_trained, reference_values, single_process
+from proof.verify.trial import (
+    check_trained,
+    name_of_reference,
+    reference_values,
+    run_references,
+    single_process,
+)
 from runtime.failure import fail_cleanly
 
 
@@ -242,7 +249,8 @@ def test_overrides_are_refused_in_one_line(words, wanted, capsys):
 ])
 def test_what_a_run_reads_validates_and_saves_may_be_another(words, capsys):
     """One layout of two ranks, beside one process with the same settings."""
-    options = ["--world", "2", "--layouts", "1", "--only", "tp2", "sp", "zero1", "mb1"]
+    cell = ["tp2", "sp", "zero1", "mb1", "no-own-valid", "no-best-fit"]
+    options = ["--world", "2", "--layouts", "1", "--only", *cell]
     assert main(["llama3-tiny", *options, *words.split()]) == 0, capsys.readouterr().out
     assert "1 of 1 layouts train like one process" in capsys.readouterr().out
 
@@ -251,6 +259,7 @@ def test_what_a_run_reads_validates_and_saves_may_be_another(words, capsys):
 def test_a_proof_of_steps_that_nobody_trains_is_refused(tmp_path, skipped):
     """As a key may make it: layouts that skip every step agree with one process that does."""
     values = {f"step {step} is good": torch.tensor(step not in skipped) for step in range(1, 5)}
+    values["steps that were begun, in order"] = torch.arange(1, 5)
     save_file(values, tmp_path / "reference.safetensors")
     if skipped == [2]:
         check_trained(tmp_path / "reference.safetensors")
@@ -271,31 +280,63 @@ def test_what_the_rules_refuse_is_shorter_than_the_answers(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     refused = {"parallel.sp: does nothing at tp 1": 3, "parallel.sp: and more": 4, "parallel.tp = 3: no": 1}
     cfg = tiny_config("llama3-tiny", 2, Overrides())
-    command.print_header("x: ", [], lattice.Lattice(cfg, 2, layouts=[], refused=refused, keeps_window=True))
+    command.print_header("x: ", [], lattice.Lattice(cfg, 2, layouts=[], refused=refused, kept=frozenset()))
     _, *lines = capsys.readouterr().out.splitlines()
     assert lines == ["  refused by the rules: 7 by parallel.sp, 1 by parallel.tp"]
 
 
-def test_every_key_that_a_cell_sets_is_refused():
-    """A key that some cell changes and no table names would be overridden in silence."""
+def changed_by_cells(kept: frozenset[str]) -> set[str]:
     cfg = tiny_config("mixtral-tiny", 8)
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, window=11))
-    found = lattice.Lattice(cfg, 8, layouts=[], refused={}, keeps_window=True)
+    found = lattice.Lattice(cfg, 8, layouts=[], refused={}, kept=kept)
     cells = [DEFAULT_CELL | {key: value} for key, values in AXES.items() for value in values]
     cells.append(DEFAULT_CELL | {"pp": 2, "stages": "uneven", "recompute": "mixed"})
     cfgs = [found.config(values) for values in cells]
-    changed = {path for path in EVERY_KEY for one in cfgs if value_of(one, path) != value_of(cfg, path)}
-    assert {
-        "parallel.tp",
-        "model.pad",
-        "optim.states",
-        "train.seq_len",
-    } <= changed and "model.window" not in changed
+    return {path for path in EVERY_KEY for one in cfgs if value_of(one, path) != value_of(cfg, path)}
+
+
+def test_every_key_that_a_cell_sets_is_refused_or_stays_as_it_is_set():
+    """Else one that no table names would be overridden in silence."""
+    changed = changed_by_cells(kept=frozenset())
+    assert {"parallel.tp", "model.pad", "optim.states", "train.seq_len", "model.window"} <= changed
+    free = set()
     for path in changed:
-        with pytest.raises(ConfigError, match=f"^{path}: "):
+        try:
             check_free(Overrides(((path, "1"),)))
+        except ConfigError as error:
+            assert str(error).startswith(f"{path}: ")
+        else:
+            free.add(path)
+    bundled = {path for keys in lattice.BUNDLES.values() for path in keys}
+    assert {"model.window", "optim.beta1", "eval.tasks"} <= free <= {*bundled, "model.window", "train.phases"}
+    assert not free & changed_by_cells(kept=frozenset(free))
     for path in set(CELL_WORDS) | {name for name in NEEDED if "." in name}:
         assert path in EVERY_KEY
+
+
+def of_one_process(folder, **switches) -> dict[str, torch.Tensor]:
+    found = lattice.Lattice(tiny_config("llama3-tiny"), 1, layouts=[], refused={})
+    cfg = single_process(found.config(DEFAULT_CELL | switches))
+    run_references(World(), [(cfg, name_of_reference(cfg), folder / "values")], folder)
+    return load_file(folder / "values")
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_or_begins_with_another(tmp_path):
+    """In one process; else every layout would agree with one that did neither."""
+    write_corpora(tmp_path)
+    usual = of_one_process(tmp_path)
+    back = of_one_process(tmp_path, guard="spikes")
+    init, resumed, branch = (of_one_process(tmp_path, start=how) for how in ("init", "resumed", "branch"))
+
+    steps = [values["steps that were begun, in order"].tolist() for values in (back, init, resumed, branch)]
+    assert steps == [[1, 2, 3, 4, 4], [1, 2, 3, 4], [2, 3, 4], [2, 3, 4]]
+    samples = [back[f"{step} ids of its samples"].tolist() for step in ("step 4", "step 4, again")]
+    assert samples[0] == usual["step 4 ids of its samples"].tolist() != samples[1]
+    assert abs(init["step 1 loss"] - usual["step 1 loss"]) > 1e-6
+    last = "lr of step 4 in metrics.jsonl"
+    assert resumed[last] == usual[last] > branch[last]
+    assert abs(resumed["step 2 loss"] - usual["step 2 loss"]) < 1e-12
 
 
 def test_the_words_that_a_refusal_names_are_words_of_cells():
@@ -346,7 +387,7 @@ def test_words_of_the_command_and_of_overrides_are_told_apart():
 
 def test_a_window_of_ones_own_stays_in_the_wide_cells():
     cfg = tiny_config("llama3-tiny", 1, Overrides((("model.window", "7"),)))
-    found = lattice.find_layouts(cfg, 1, keeps_window=True)
+    found = lattice.find_layouts(cfg, 1, kept=frozenset({"model.window"}))
     wide = found.layouts[0] | lattice.default_switches() | {"geometry": "wide"}
     assert found.config(wide).model.window == 7 and found.config(wide).train.seq_len == 240
 

@@ -1,0 +1,61 @@
+"""Every key of the config is on in two layouts of the cells that scripts.verify --layouts all draws."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import config
+from config import Config, unused
+from config.phases import value_of
+from proof import lattice
+from proof.precision.cells import choose_cells
+from proof.verify.tiny_config import placed, tiny_config
+
+SECTIONS = config.sections().items()
+EVERY_KEY = [f"{name}.{field.name}" for name, section in SECTIONS for field in fields(section)]
+WORLD = 2
+
+# {key that no cell turns on: why}
+WITHOUT_CELLS = {
+    "train.device": "the proof runs on the CPU",
+    "train.cuda_graphs": "of a GPU",
+    "train.compile": "needs a C++ compiler, and minutes a layout: tests/kernels/test_jit.py",
+    "parallel.elastic": "chooses the layout before a run: tests/plan/test_elastic.py",
+    "data.cache": "a folder, of data that the proof does not make",
+    "log.wandb": "a copy of what is logged",
+    "log.project": "of W&B",
+    "log.tensorboard": "a copy of what is logged",
+    "profile.steps": "writes traces beside the run",
+}
+
+# Families whose cells have, together, every key of the model: of the last, only what all of their cells have.
+COVERED = ("gpt2-tiny", "qwen2-moe-tiny", "deepseek-v3-tiny")
+OTHERS = ("mistral-tiny", "qwen3-moe-tiny", "olmoe-tiny", "deepseek-v2-lite-tiny")
+
+
+def layout_of(values: lattice.Values) -> tuple:
+    return tuple(values[key] for key in (*lattice.DEGREES, *lattice.LAYOUT))
+
+
+def jobs() -> Iterator[tuple[object, Config]]:
+    """(a layout, the job of a cell in it)"""
+    for name in (*COVERED, *OTHERS):
+        found = lattice.find_layouts(tiny_config(name, WORLD), WORLD)
+        cells = [layout | lattice.default_switches() for layout in found.layouts[:2]]
+        for values in lattice.covering_cells(found) if name in COVERED else cells:
+            yield layout_of(values), placed(found.config(values), Path("/proof"), "run")
+    for cell in choose_cells("llama3-tiny", WORLD):
+        yield cell.layout, cell.config("llama3-tiny", WORLD, "data")
+
+
+def test_every_key_is_on_in_two_layouts():
+    """A key counts where it has another value than the default, and config/unused.py finds that it acts."""
+    usual, layouts = Config(), {key: set() for key in EVERY_KEY if key not in WITHOUT_CELLS}
+    assert len(layouts) + len(WITHOUT_CELLS) == len(EVERY_KEY), "a key of WITHOUT_CELLS is not in the schema"
+    for layout, cfg in jobs():
+        wanted = [key for key, where in layouts.items() if len(where) < 2 and layout not in where]
+        on = {key for key in wanted if value_of(cfg, key) != value_of(usual, key)}
+        on -= {key for key, _, _ in unused.find_unused(cfg, WORLD)} if on else set()
+        for key in on:
+            layouts[key].add(layout)
+    assert not {key: where for key, where in layouts.items() if len(where) < 2}
