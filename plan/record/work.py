@@ -130,7 +130,7 @@ def keys_of_kernel(launch: Launch, facts: Facts) -> float:
     that of the whole sequence, at most.
     """
     arguments = launch.arguments
-    queries, keys = arguments["Q"].shape[1], arguments["K"].shape[1]
+    queries, keys = arguments["s_q"], arguments["s_k"]
     if not arguments["CAUSAL"]:
         return float(keys)
     first = arguments["offset"] + 1  # keys that query 0 sees
