@@ -1,5 +1,6 @@
 """The cells that a call of scripts.verify proves: their names in words, and which of them are chosen."""
 import difflib
+import itertools
 from dataclasses import replace
 
 from config import ConfigError
@@ -67,9 +68,7 @@ def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values
     required = {word for word in only if not word.startswith("no-")}
     forbidden = {word.removeprefix("no-") for word in only if word.startswith("no-")}
     check_words(required | forbidden, found.world)
-    legal_layouts = [
-        layout for layout in found.layouts if required <= possible_words(found, layout, required)
-    ]
+    legal_layouts = [layout for layout in found.layouts if can_have(found, layout, required, forbidden)]
     found = replace(found, layouts=legal_layouts)
 
     def is_wanted(values: Values) -> bool:
@@ -113,17 +112,27 @@ def every_word(world: int) -> set[str]:
     return named
 
 
-def possible_words(found: Lattice, layout: Values, wanted: set[str]) -> set[str]:
-    """Those of the wanted words that legal cells of the layout have, one switch at a time.
+def can_have(found: Lattice, layout: Values, required: set[str], forbidden: set[str]) -> bool:
+    """Whether a legal cell of the layout has the required words and no forbidden one, where switches
+    that they do not name have their first value.
 
-    Without it, a layout that has no legal cell with a word would be searched for one in all its choices.
+    A layout that has none would be searched for one in all its choices.
     """
     defaults = layout | lattice.default_switches()
-    named = wanted & set(words(defaults, found.world))
-    for key, values in lattice.SWITCHES.items():
-        for value in values:
-            cell = defaults | {key: value}
-            added = wanted & set(words(cell, found.world)) - named
-            if added and found.is_legal(cell):
-                named |= added
-    return named
+    own = set(words(defaults, found.world))
+    to_add, to_remove = required - own, forbidden & own
+    if not (to_add or to_remove):
+        return True
+    named = {
+        (key, value): set(words(defaults | {key: value}, found.world))
+        for key, values in lattice.SWITCHES.items()
+        for value in values
+    }
+    ways = [[item for item, its in named.items() if word in its] for word in to_add]
+    ways += [[item for item, its in named.items() if word not in its] for word in to_remove]
+    for items in itertools.product(*ways):
+        cell = defaults | dict(items)
+        its = set(words(cell, found.world))
+        if required <= its and not forbidden & its and found.is_legal(cell):
+            return True
+    return False

@@ -52,6 +52,16 @@ def test_layouts_that_cannot_have_a_word_are_not_searched_for_it(word):
     assert len({tuple(cell[key] for key in layout_keys()) for cell in cells}) == min(60, len(with_pipeline))
 
 
+def test_layouts_that_have_a_forbidden_word_and_words_that_exclude_each_other_are_not_searched():
+    """The search went through all choices of the switches, for days."""
+    found = lattice.find_layouts(tiny_config("llama3-tiny", 2), 2)
+    cells = chosen(found, "2", {"tp2", "no-sp", "zero0", "no-mb1"}, seed=0)
+    assert [(cell["tp"], cell["sp"], cell["micro_batch"]) for cell in cells] == [(2, False, 2)] * 2
+    for excluding in ({"spikes", "phases"}, {"muon", "offload"}, {"rowwise", "no-fp8"}):
+        with pytest.raises(ConfigError, match="^--only: no legal layout of 2 ranks has the words "):
+            chosen(found, "2", excluding, seed=0)
+
+
 def layout_keys() -> tuple[str, ...]:
     return (*lattice.DEGREES, *lattice.LAYOUT)
 
