@@ -17,7 +17,7 @@ from config import Config, ConfigError, sections
 USAGE = """usage: python train.py [NAME] [--config FILE] [--section.key VALUE ...]
        python train.py [NAME] --help [SECTION | WORD]   some keys only
        python train.py --list                           every recipe (NAME)
-       python train.py NAME --dry-run --world N         what N ranks compute, hold and exchange in a step
+       python train.py NAME --dry-run --world N         a step without its ranks
 """
 LEFT = 34  # width of the left column: a key and its type
 MIN_RIGHT = 20  # smallest width of the right column: meaning and values

@@ -388,6 +388,10 @@ def parse(words: list[str]) -> None:
         subprocess.run(["bash", "-n", str(ROOT / rest[0])], check=True)
         if "recipes/" in rest[0]:
             parse_recipe_or_words(rest, 512)
+    elif rest[0] == "train.py" and "--dry-run" in rest:
+        dry_run = pytest.importorskip("scripts.dry_run", reason="no Triton for this platform")
+        options, settings = dry_run.arguments().parse_known_args(rest[1:])
+        config.resolve(options.name, None, settings)
     elif rest[0] == "train.py":
         parse_train(rest[0], rest[1:], 1)
     elif rest[:2] == ["-m", "pytest"]:

@@ -197,7 +197,7 @@ def test_a_slash_at_the_end_of_out_is_no_part_of_it(tmp_path, capsys):
     out = f"{tmp_path}/corpus/"
     assert prepared("--input", source, "--out", out, "--show", 1) == 0
     printed = capsys.readouterr().out
-    assert "sample    'one text'" in printed and f"--data.path {tmp_path}/corpus\n" in printed
+    assert "sample    'one text'" in printed and f"--data.path {tmp_path}/corpus " in printed
     assert IndexedDataset(tmp_path / "corpus").documents == 1
     assert prepare_data.main(["--out", out, "--show", "1"]) == 0
     assert "document 1 of 1" in capsys.readouterr().out
