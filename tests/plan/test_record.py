@@ -143,7 +143,7 @@ def ids(layouts):
     return [words.replace("--parallel.", "").replace("--", "") or "one" for _, words in layouts]
 
 
-@pytest.mark.slow(every=3)
+@pytest.mark.slow(core=["one", "pp 2 schedule zb-v", "zero 3 recompute full"])
 @pytest.mark.parametrize("world, words", DENSE, ids=ids(DENSE))
 def test_a_dense_record_is_the_run(ranks, world, words):
     cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])
@@ -154,7 +154,7 @@ def test_a_dense_record_is_the_run(ranks, world, words):
         assert not decided
 
 
-@pytest.mark.slow(every=3)
+@pytest.mark.slow(core=["ep 2"])
 @pytest.mark.parametrize("world, words", MIXTURES, ids=ids(MIXTURES))
 def test_the_record_of_a_mixture_is_the_run_with_its_routing(ranks, monkeypatch, world, words):
     cfg = config.resolve("mixtral-tiny", None, [*MIXTURE, *words.split()])
