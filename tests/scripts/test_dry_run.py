@@ -45,6 +45,7 @@ def test_it_says_what_each_place_computes_holds_and_exchanges(tmp_path):
         assert not role["unknown"] and not role["waits"]
 
 
+@pytest.mark.slow(every=4)
 @pytest.mark.parametrize("words, named", [
     ("", "--world"),
     ("--world 0", "--world"),
@@ -60,6 +61,7 @@ def test_what_cannot_be_is_refused_in_one_line(words, named):
     assert named in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_is_too_large_is_said_to_be_so():
     done = dry_run(*"--world 1 --model.hidden 32768 --model.ffn 65536".split())
     assert done.returncode == 1 and "at its peak: too much" in done.stdout
