@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 
 import config
 from build import TrainingRun, build_run
-from config import Config, ConfigError, unused
+from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
 from model.describe import workload
 from model.schedules import plan_pipeline
@@ -117,11 +117,15 @@ def main(argv: list[str]) -> int:
     seconds = time.perf_counter() - began
 
     # show
+    phases = phases_of(cfg).all
     beside = memory_beside(cfg, args.world, hardware)
     needs = max(role.peak for role in roles) + sum(beside.values())
     fits = hardware.memory is None or needs <= hardware.memory
     width = output_width()
     print("\n".join(wrapped(headline(name or str(file), cfg, dims, hardware, len(roles), seconds), width)))
+    if len(phases) > 1:
+        print(f"recorded: the first of {len(phases)} phases; --train.phases none with the keys of another "
+              "shows that one")
     table = role_table(roles, dims, hardware.chip is None, width)
     print("\n".join(["", *table, "", *held_lines(roles, beside, hardware), ""]))
     print("\n".join(exchange_lines(roles, width)))

@@ -25,9 +25,8 @@ from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding import spec
 from parallel.topology.mesh import Mesh
-from parallel.wire import comm
-from parallel.wire.comm import Group
-from parallel.wire.world import World
+from parallel.wire.comm import Activity, Group
+from plan.record.wire import RecordingWire
 from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
@@ -124,36 +123,6 @@ def step_once(monkeypatch, *args: str, mesh: Mesh | None = None) -> None:
 # ---- one of several ranks ----------------------------------------------------------------------------------
 
 
-class Ended:
-    """As torch's handle of an exchange, which takes no time."""
-
-    def wait(self):
-        return True
-
-    def is_completed(self):
-        return True
-
-    def get_future(self):
-        raise RuntimeError("no future")
-
-
-def exchange_nothing(monkeypatch) -> None:
-    """Every exchange ends at once, and leaves its result as it was made."""
-    def verb(*args, async_op=False, **options):
-        return Ended() if async_op else None
-
-    for name in ("all_reduce", "all_to_all_single", "broadcast"):
-        monkeypatch.setattr(comm.dist, name, verb)
-    monkeypatch.setattr(comm, "all_gather_objects", lambda x, group: [x] * group.size)
-    monkeypatch.setattr(comm, "gather_objects", lambda x, group: [x] * group.size)
-    monkeypatch.setattr(comm, "broadcast_object", lambda x, group: x)
-    for name in ("all_gather_verb", "reduce_scatter_verb", "gather_each_verb", "scatter_each_verb"):
-        monkeypatch.setattr(comm, name, verb)
-    monkeypatch.setattr(comm.dist, "P2POp", lambda *args, **options: args)
-    monkeypatch.setattr(comm.dist, "batch_isend_irecv", lambda ops: [Ended() for _ in ops])
-    monkeypatch.setattr(World, "connect", lambda self, name, ranks, axes: f"{name} {ranks}")
-
-
 LAYOUTS = [
     "--parallel.tp 2",
     "--parallel.tp 2 --parallel.sp true",
@@ -179,13 +148,13 @@ LAYOUTS = [
 @pytest.mark.parametrize("args", LAYOUTS)
 def test_nothing_in_a_step_of_a_layout_waits_for_the_device(monkeypatch, args, rank):
     launch_nothing(monkeypatch)
-    exchange_nothing(monkeypatch)
-    world = World(rank, 4 if "dp_rep" in args else 2, META)
+    world = 4 if "dp_rep" in args else 2
     words = ["--train.dtype", "bf16", "--model.layers", "4", *args.split()]
-    dims = parallel_dims(config.resolve("llama3-tiny", None, [*ARGS, *words]), world.size)
+    dims = parallel_dims(config.resolve("llama3-tiny", None, [*ARGS, *words]), world)
     sequences = 4 * dims.dp_shard * dims.dp_replicate  # two microbatches on each rank
     words += ["--train.global_batch", str(sequences)]
-    step_once(monkeypatch, *words, mesh=Mesh.bind(dims, world))
+    mesh = Mesh.without_processes(dims, rank, Activity(wire=RecordingWire()))
+    step_once(monkeypatch, *words, mesh=mesh)
 
 
 def test_logging_a_step_does_not_wait(monkeypatch, tmp_path):

@@ -9,7 +9,6 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 import torch
 
 import config
-from build import build_run
 from config import Config
 from model.sharding import parallel_dims
 from parallel.expert import dispatch
@@ -17,10 +16,9 @@ from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.job import job_of_rank
 from plan.record.launches import Launch, Recorder
-from plan.record.role import Program, RoleRecord, assumed_batch, record_role, record_steps
+from plan.record.role import RoleRecord, assumed_batch, record_role, record_steps
 from plan.record.work import Facts, judge
-from runtime.guard import NonFiniteGuard
-from train import train_step
+from scripts.dry_run import program_of
 
 SIZE = (
     "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 "
@@ -28,18 +26,6 @@ SIZE = (
 ).split()
 EXCHANGE = dispatch.exchange_departures
 MIXTURE = [*SIZE, "--model.experts", "4", "--model.moe_ffn", "32"]
-
-
-def program_of(cfg: Config) -> Program:
-    guard = NonFiniteGuard()
-
-    def build(mesh, device):
-        return build_run(cfg, mesh, device, None, 10)
-
-    def step(run, number, microbatches, grads_ready):
-        train_step(run, number, microbatches, guard, grads_ready=grads_ready)
-
-    return Program(build, step)
 
 
 def random_batch(cfg: Config, dims, rank: int, step: int):

@@ -62,6 +62,12 @@ def test_what_cannot_be_is_refused_in_one_line(words, named):
 
 
 @pytest.mark.slow
+def test_of_a_run_with_phases_the_first_is_said_to_be_recorded():
+    done = dry_run("--world", "1", "--train.phases", "[{after_steps: 3, optim.lr: 1e-4}]")
+    assert done.returncode == 0 and "recorded: the first of 2 phases" in done.stdout
+
+
+@pytest.mark.slow
 def test_a_job_that_is_too_large_is_said_to_be_so():
     done = dry_run(*"--world 1 --model.hidden 32768 --model.ffn 65536".split())
     assert done.returncode == 1 and "at its peak: too much" in done.stdout
