@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused_in_one_line(words, named):
 
 @pytest.mark.slow
 def test_of_a_run_with_phases_the_first_is_said_to_be_recorded():
-    done = dry_run("--world", "1", "--train.phases", "[{after_steps: 3, optim.lr: 1e-4}]")
+    done = dry_run("--world", "1", "--train.phases", '[{"after_steps": 3, "optim.lr": 1e-4}]')
     assert done.returncode == 0 and "recorded: the first of 2 phases" in done.stdout
 
 
