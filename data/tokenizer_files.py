@@ -116,7 +116,7 @@ def find_templates(files: dict[str, bytes]) -> ChatTemplates:
     of_processor = [found for found in (of_json(name, files) for name in OF_PROCESSORS) if found]
     for found in of_processor:
         if set(found) != {DEFAULT}:
-            raise ConfigError(f"{found.popitem()[1].place} is no text; write it to {CHAT_TEMPLATE}")
+            raise ConfigError(f"{found.popitem()[1].place} is not text; write it to {CHAT_TEMPLATE}")
 
     first, *others = [found for found in (written, named, *of_processor[:1]) if found] or [{}]
     passed_over = [template.place for found in (*others, *of_processor[1:])

@@ -239,7 +239,10 @@ def environment_number(name: str, default: int | None = None) -> int:
 # ---- threads, device, seeds, faults ------------------------------------------------------------------------
 
 def set_threads(count: int | None) -> None:
-    """Of --threads of a script; None: as torch has them, which reads OMP_NUM_THREADS. Raises ConfigError."""
+    """Sets the threads of a script (--threads). None leaves what torch took from OMP_NUM_THREADS.
+
+    Raises ConfigError.
+    """
     if count is not None and count < 1:
         raise ConfigError(f"--threads: {count}; at least 1")
     if count is not None:

@@ -63,7 +63,7 @@ class Mesh:
     def without_processes(dims: ParallelDims, rank: int, activity: Activity | None = None) -> "Mesh":
         """The groups of a rank without a job.
 
-        activity: with a wire that carries what they exchange; None: they are there to be described alone.
+        activity: with a wire that carries what they exchange. Without it they can only be described.
         """
         make = partial(made_up_group, rank=rank, ledger=Counter(), activity=activity or Activity())
         groups: dict[str, Group] = {}

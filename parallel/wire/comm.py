@@ -105,7 +105,7 @@ class PeerError(RuntimeError):
 
 
 class Wire(Protocol):
-    """What carries messages in the place of torch.distributed. plan/record/wire.py: where there is no job."""
+    """Carries messages instead of torch.distributed (plan/record/wire.py)."""
 
     def exchange(self, group: "Group", verb: str, sent: Tensor, received: Tensor) -> None:
         """A collective that has ended when this returns."""

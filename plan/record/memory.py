@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Holder(NamedTuple):
-    """What asked for memory. phase: build, forward, backward or optimizer; place: our file and function."""
+    """The code that asked for memory. phase: build, forward, backward or optimizer; place: our file and function."""
 
     phase: str
     place: str

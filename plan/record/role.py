@@ -69,7 +69,7 @@ class RoleRecord:
 def record_role(
     cfg: Config, dims: ParallelDims, rank: int, chip: Chip | None, program: Program
 ) -> RoleRecord:
-    """Step STEP of rank number `rank`. chip: whose paths the code takes; None: those of a CPU."""
+    """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's."""
     recorder = Recorder()
     wire = RecordingWire(now=lambda: recorder.memory.time)
     mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))

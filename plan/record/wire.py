@@ -23,8 +23,8 @@ class PostedExchange(NamedTuple):
 
     number: on this rank, from 0. batch: the number of the first of those that are posted with it. lane: its
     ranks share connections, and what they exchange there runs in the order of posting. group: its name.
-    nbytes: of the larger side. peer: the other global rank of a send or a receive; None: the whole group
-    takes part. time: operations before it.
+    nbytes: of the larger side. peer: the other global rank of a send or a receive, None of a collective.
+    time: operations before it.
     """
 
     number: int
