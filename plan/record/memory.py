@@ -15,7 +15,10 @@ from torch import Tensor
 
 
 class Holder(NamedTuple):
-    """The code that asked for memory. phase: build, forward, backward or optimizer; place: our file and function."""
+    """The code that asked for memory.
+
+    phase: build, forward, backward or optimizer. place: file and function of this repository.
+    """
 
     phase: str
     place: str
