@@ -332,6 +332,24 @@ def test_a_hang_is_a_kill_where_the_control_ends_well_within(measured, tmp_path,
     assert (v.stage, v.hung) == (stage, bool(stage))
 
 
+def test_what_took_too_long_among_others_meets_the_mutant_once_more_alone(measured, tmp_path, monkeypatch):
+    """A busy machine stops a list of tests as well: the tests behind the one that ran then are asked too."""
+    runs = []
+
+    def run_tests(_warm, _folder, names, _limit_s):
+        runs.append(names)
+        if len(names) == 3:
+            return control.CommandResult(None, 62.0, ""), NAMES[1]
+        return control.CommandResult(1 if names == NAMES[2:] else 0, 1.0, ""), names[-1]
+
+    monkeypatch.setattr(judge, "run_tests", run_tests)
+    monkeypatch.setattr(control, "run_tests", lambda *_: (control.CommandResult(0, 1.0, ""), NAMES[2]))
+    fresh = control.Controls(measured[0].base, tmp_path / "controls.json")
+    v = judged((fresh, toy_map(dict(zip(NAMES, (0.1, 0.2, 0.3))))), ">= b", "> b")
+    assert runs == [NAMES, [NAMES[1]], [NAMES[2]]]
+    assert (v.stage, v.by, v.hung) == ("core", NAMES[2], False)
+
+
 def test_controls_outlive_a_sitting_until_the_checkout_changes(measured, tmp_path):
     controls, _ = measured
     file = tmp_path / "controls.json"
