@@ -31,6 +31,7 @@ CORE = (
     ("llama3-tiny", 8, "pp2 rep2 dp2 zero3 1f1b mb1"),
     ("llama3-tiny", 8, "pp2 cp2 tp2 sp zero2 zb-h1 mb2 cp-ring"),
 )
+IN_CORE = (0, 2, 8, 10)
 DRAWN = (
     ("llama3-tiny", 8, 3),
     ("llama3-tiny", 4, 4),
@@ -53,7 +54,7 @@ def found(name: str, world: int) -> lattice.Lattice:
     return lattice.find_layouts(tiny_config(name, world), world)
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow(core=["-".join(map(str, CORE[at])) for at in IN_CORE])
 @pytest.mark.parametrize("name,world,words", CORE)
 def test_core(ranks, tmp_path, name, world, words):
     f = found(name, world)

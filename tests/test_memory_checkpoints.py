@@ -558,6 +558,7 @@ def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, lay
     assert list((tmp_path / "shm").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_start_with_another_memory_dir(tmp_path, trains, clean):
     """What lies in the one before it is used, and sent where it is missing; then that memory is free, too."""
     other = tmp_path / "other"

@@ -592,6 +592,7 @@ LOOKS = (
 )
 
 
+@pytest.mark.slow
 def test_rank_0_alone_looks_at_the_folder_of_checkpoints(tmp_path):
     """At saves, between phases, at a resume, and where another run begins: two ranks may see a folder
     otherwise, and go the same way."""

@@ -75,11 +75,10 @@ def make_parser() -> argparse.ArgumentParser:
 def judge_all(args: argparse.Namespace) -> int:
     """Judges the mutants of a draw, or of the table, and prints the report; returns the exit code."""
     if args.draw is None:
-        mutants = table.mutants(args.only, args.world)
+        mutants = table.mutants(part_of(table.chosen(args.only, args.world), args.part))
     else:
         part_of(range(args.draw), args.part)  # raises before the draw, which takes a while
-        mutants = draw(ROOT, args.draw, args.seed, tuple(args.only))
-    mutants = part_of(mutants, args.part)
+        mutants = part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), args.part)
     if args.list:
         print(*(mutant.difference() for mutant in mutants), sep="\n")
         return 0

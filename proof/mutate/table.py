@@ -2174,11 +2174,12 @@ def plant(bug: Mutation, folder: Path) -> None:
     planted.write_text(text.replace(bug.old, bug.new))
 
 
-def mutants(only: Sequence[str], world: int) -> list[Mutant]:
-    """The bugs whose text has all the words of `only` and that need at most `world` ranks, for tests."""
+def mutants(bugs: Sequence[Mutation]) -> list[Mutant]:
+    """Bugs of the table, to be judged by tests."""
+    sources = {file: Source.parse((ROOT / file).read_text()) for file in {bug.file for bug in bugs}}
     found = []
-    for bug in chosen(only, world):
-        source = Source.parse((ROOT / bug.file).read_text())
+    for bug in bugs:
+        source = sources[bug.file]
         start, end = source.text.index(bug.old), source.text.rindex(bug.old) + len(bug.old)
         edit = Edit(start, end, source.text[start:end].replace(bug.old, bug.new))
         found.append(make_mutant(bug.file, source, bug.what, edit))

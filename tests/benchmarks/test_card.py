@@ -138,6 +138,7 @@ def test_a_shape_gets_as_many_layers_as_fit():
     assert layers == sorted(layers) and layers[0] < layers[1] < 32 and layers[2] == 32
 
 
+@pytest.mark.slow
 def test_results_are_there_as_they_come(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         card,

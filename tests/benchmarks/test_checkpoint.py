@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_every_row_is_measured_beside_its_baseline(tmp_path):
     words = ["checkpoint", "--parameters", "1e6", "--rounds", "1", "--threads", "1", "--json"]
     command = [sys.executable, "-m", "scripts.bench", *words, "--out", str(tmp_path / "out")]

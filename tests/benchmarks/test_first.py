@@ -119,6 +119,7 @@ def test_a_rehearsal_and_what_comes_after_it(travelled, tmp_path):
     assert one == two and one["tokens/s"] > 0 and one["kernels"]
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_sigterm_leaves_the_table_and_the_tar(tmp_path):
     tests = folder_with_tests(tmp_path / "tests", "def test_a(): pass\ndef test_b(): time.sleep(600)\n")
@@ -167,6 +168,7 @@ def test_tests_are_rows(tmp_path):
     assert rows[2]["problem"] == "needs a chip from sm_90 on" and rows[3]["problem"] == "OSError: full"
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_wrong(tmp_path):
     rows = rows_of_tests(tmp_path, "import nothing_of_this_name\n")
     assert {row["state"] for row in rows} == {"wrong"} and "nothing_of_this_name" in rows[0]["problem"]

@@ -301,7 +301,7 @@ def without_bytes_of_counts(launches: list[tuple]) -> list[tuple]:
 
 
 @INTERPRETED
-@pytest.mark.slow(core=["dense+documents"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moe", "dense+documents"])
 def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
     """Triton's kernels: launched through the interpreter in a step that computes, and only recorded on meta.
@@ -563,6 +563,7 @@ def test_the_page_is_written_between_its_marks(tmp_path, capsys):
         step_model.main(["dense", "--tiny", "--page", str(page)])
 
 
+@pytest.mark.slow
 def test_times_follow_from_the_rates():
     """Twice the bandwidth: what memory bounds takes half, and products take as long as before."""
     slow = step_model.model_step("dense", H200)

@@ -173,6 +173,7 @@ def test_it_is_that_of_transformers(interpreted):
 
 
 @pytest.mark.gpu("head_norm.head_norm_kernel", "head_norm.head_norm_backward_kernel")
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("memory", ["side by side", "apart"])
 def test_at_training_sizes(training, memory):
     heads, kv, d = training.heads, training.kv, training.head_dim

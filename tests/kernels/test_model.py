@@ -48,7 +48,7 @@ def seen(cfg: Config) -> dict[str, torch.Tensor]:
     return made | {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
 
 
-@pytest.mark.slow(every=3)
+@pytest.mark.slow(core=["llama3-tiny-fp32-0.0001"])
 @pytest.mark.skipif(
     torch.cuda.is_available(),
     reason="verify's single process is on the CPU, where kernels are interpreted or not at all",

@@ -1,5 +1,7 @@
 """What ranks exchange: schedules as they are meet, and every planted fault is named."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("triton", reason="no Triton for this platform")
@@ -41,6 +43,7 @@ def in_order(*exchanges: PostedExchange) -> list:
     return [event for one in exchanges for event in (one, Wait(one.number, 0))]
 
 
+@functools.cache
 def recorded(words: str) -> dict[int, list]:
     cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])
     dims = parallel_dims(cfg, cfg.parallel.pp * cfg.parallel.tp)
@@ -48,7 +51,7 @@ def recorded(words: str) -> dict[int, list]:
     return {rank: record_role(cfg, dims, rank, CHIPS["h100"], program_of(cfg)).events for rank in ranks}
 
 
-@pytest.mark.slow(every=4)
+@pytest.mark.slow(core=["--parallel.pp 2"])
 @pytest.mark.parametrize("words", [
     "--parallel.pp 2",
     "--parallel.pp 2 --parallel.schedule gpipe",

@@ -129,7 +129,7 @@ def ids(layouts):
     return [words.replace("--parallel.", "").replace("--", "") or "one" for _, words in layouts]
 
 
-@pytest.mark.slow(core=["one", "pp 2 schedule zb-v", "zero 3 recompute full"])
+@pytest.mark.slow(core=["zero 3 recompute full"])
 @pytest.mark.parametrize("world, words", DENSE, ids=ids(DENSE))
 def test_a_dense_record_is_the_run(ranks, world, words):
     cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 import config
 from config import Config, unused
 from config.phases import value_of
@@ -48,6 +50,7 @@ def jobs() -> Iterator[tuple[object, Config]]:
         yield cell.layout, cell.config("llama3-tiny", WORLD, "data")
 
 
+@pytest.mark.slow
 def test_every_key_is_on_in_two_layouts():
     """A key counts where it has another value than the default, and config/unused.py finds that it acts."""
     usual, layouts = Config(), {key: set() for key in EVERY_KEY if key not in WITHOUT_CELLS}

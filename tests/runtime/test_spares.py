@@ -69,6 +69,7 @@ def test_a_spare_has_everything_loaded_and_holds_nothing(real_starts, capfd):
         assert spares.take(["--list"], {}) is None
 
 
+@pytest.mark.slow
 def test_one_that_still_loads_is_taken_too(capfd):
     with Spares(QUICK, 2) as spares:
         spares.tend()

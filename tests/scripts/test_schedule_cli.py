@@ -80,6 +80,7 @@ def test_list(capsys):
     assert len(json.loads(run(capsys, "--list --json")[1])) == 6
 
 
+@pytest.mark.slow(core=["--kind 1f1b --pp 1 --micro 2"])
 @pytest.mark.parametrize(
     "line",
     [
