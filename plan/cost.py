@@ -51,7 +51,7 @@ QUANTIZED_TRAFFIC = 1.8
 class Cluster:
     """flops: {train.dtype: FLOP/s}. memory: bytes of a GPU. hbm, inside, between: bytes/s of a GPU's memory,
     and of its links in a node of `node` GPUs and to other nodes, one way. gpu: its name in
-    configs/clusters.yaml."""
+    configs/clusters.yaml. watts: the limit of its board, 0 if not known."""
     name: str
     flops: dict[str, float] = field(hash=False)
     memory: float
@@ -60,6 +60,7 @@ class Cluster:
     inside: float
     between: float
     gpu: str = ""
+    watts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def cluster(name: str) -> Cluster:
         inside=row["inside"] * 1e9,
         between=row["between"] * 1e9,
         gpu=row["gpu"],
+        watts=row["watts"],
     )
 
 

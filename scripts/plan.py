@@ -7,6 +7,10 @@ Searches tp, cp, pp, ep, ZeRO, replicas, schedules, stages on a rank, micro-batc
 layouts with the shortest step among those that fit into memory. What the command line sets (--parallel.tp 8)
 is not searched.
 
+With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures, what they cost and how often
+to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
+assumed stands beside what follows from it.
+
 With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
 GPUs, or that it has none there, as where the fullest rank of fewer GPUs would hold more than one has.
 
@@ -19,11 +23,12 @@ import json
 import shlex
 import sys
 import time
+from pathlib import Path
 
 import config
 from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
-from plan import elastic, published
+from plan import elastic, published, run_report
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
 from plan.search import (
@@ -36,12 +41,16 @@ from plan.search import (
     simplest_of_equals_first,
 )
 from runtime.failure import fail_cleanly
+from scaling.laws import CHINCHILLA, fit_law
+from scaling.points import check_enough, read_points
 
 GIB = 2**30
 MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed
 TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, which are right-aligned
 SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # what a layout or a run still gives
 ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
+LABEL_WIDTH = 9  # columns
+BOOTSTRAPS = 200  # fits of the law to runs drawn again, for the interval of a loss
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 
 
@@ -59,6 +68,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
+    run_report.add_arguments(parser)
     return parser
 
 
@@ -71,6 +81,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
                           "as llama3-8b --gpus 64 --cluster h100-ib")
     least, most = args.gpus
+    run_report.check_asked(args)
     if least < 1 or args.top < 1:
         raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
     if least > most:
@@ -85,6 +96,11 @@ def main(argv: list[str]) -> int:
     hardware = cluster(args.cluster)
     check_plannable(cfg, hardware)
 
+    question = None
+    if args.tokens is not None:
+        law = fitted_law(Path(args.law)) if args.law else None
+        question = run_report.question_of(args, cfg, args.gpus, hardware, law)
+
     fixed = fixed_values(cfg, args.gpus, hardware, rest)
     started = time.perf_counter()
     target = Target(args.gpus, hardware, Efficiency())
@@ -96,7 +112,14 @@ def main(argv: list[str]) -> int:
                           f"{counts['refused']} against the rules); take more, or set fewer keys")
 
     peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
-    reports = [report(layout, args.gpus, peak_flops) for layout in simplest_of_equals_first(found)]
+    layouts = simplest_of_equals_first(found)
+    reports = [report(layout, args.gpus, peak_flops) for layout in layouts]
+    lines_of_run: dict[str, str] = {}
+    if question is not None:
+        best = layouts[0]
+        run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus)
+        reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
+        lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
     if args.json:
         print("\n".join(map(json.dumps, reports)))
         return 0
@@ -106,8 +129,26 @@ def main(argv: list[str]) -> int:
             print("\n".join(wrapped(text, width)))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
     print("\n".join([*table(reports, width), "", *memory_lines(reports[0])]))
+    if lines_of_run:
+        print()
+    for what, text in lines_of_run.items():
+        first, *others = wrapped(text, width, indent=LABEL_WIDTH)
+        print(f"{what:<{LABEL_WIDTH}}{first}")
+        print("".join(f"{'':<{LABEL_WIDTH}}{line}\n" for line in others), end="")
     print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
     return 0
+
+
+def fitted_law(table: Path) -> run_report.LossLaw:
+    """The law of arXiv 2203.15556, fitted to the runs of a table. Raises ConfigError."""
+    points = read_points(table)
+    check_enough(points)
+    fit = fit_law(CHINCHILLA, points, BOOTSTRAPS)
+
+    def loss(size: float, tokens: float) -> tuple[float, float, float]:
+        return fit.loss(size, tokens), *fit.loss_interval(size, tokens)
+
+    return run_report.LossLaw(loss, points.parameters.max(), points.tokens.max())
 
 
 def settings(given: list[str], of_layout: list[str]) -> str:

@@ -11,6 +11,7 @@ from config import ConfigError
 from config.suggestions import check_rules
 from plan import elastic
 from plan.cost import cluster
+from plan.count import parameters
 from scripts import plan
 
 SMALL = [
@@ -212,3 +213,66 @@ def test_an_elastic_job_that_no_number_of_gpus_can_hold(capsys):
     assert plan.main([*words, "--train.global_batch", "8"]) == 2
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 3 and all("none" in line and " fits into the 79.1 GiB" in line for line in table[1:])
+
+
+# ---- the whole run -----------------------------------------------------------------------------------------
+
+ONE_LAYOUT = ["qwen3-0.6b", "--gpus", "8", "--cluster", "h100-ib", "--top", "1", "--parallel.tp", "1"]
+ONE_LAYOUT += ["--parallel.cp", "1", "--parallel.pp", "1", "--parallel.dp_rep", "1", "--parallel.zero", "1"]
+ONE_LAYOUT += ["--train.micro_batch", "4", "--train.seq_len", "4096", "--train.global_batch", "256"]
+
+
+def test_a_whole_run_by_hand(capsys, tmp_path, monkeypatch):
+    """Days and hours from the step's time; a run of Chinchilla's law beside its own numbers."""
+    monkeypatch.setattr(plan, "BOOTSTRAPS", 8)
+    table = tmp_path / "runs.csv"
+    rows = ["run,parameters,tokens,flops,loss"]
+    for size in (1e6, 3e6, 1e7, 3e7):
+        for tokens in (1e8, 3e8, 1e9):
+            loss = 1.7 + 400 / size**0.34 + 410 / tokens**0.28
+            rows.append(f"{size:g}-{tokens:g},{size},{tokens},{6 * size * tokens},{loss}")
+    table.write_text("\n".join(rows) + "\n")
+    argv = [*ONE_LAYOUT, "--tokens", "1e12", "--price", "2", "--law", str(table), "--noise-scale", "1048576"]
+    argv += ["--mtbf", "1e9", "--pue", "1", "--checkpoint.async_save", "true"]
+    assert plan.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = found["run"]
+    assert run["steps"] == 953_675  # of 2**20 tokens
+    assert run["days"] == pytest.approx(run["steps"] * found["step_s"] / 86_400, rel=2e-3)
+    assert run["gpu_hours"] == pytest.approx(8 * 24 * run["days"])
+    assert run["dollars"] == pytest.approx(2 * run["gpu_hours"])
+    assert run["mwh"] == pytest.approx(700e-6 * run["gpu_hours"])
+    assert run["times_fewest_tokens"] == run["times_fewest_steps"] == 2.0
+    size = parameters(config.resolve("qwen3-0.6b", None, []).model)["total"]
+    assert run["loss"] == pytest.approx(1.7 + 400 / size**0.34 + 410 / 1e12**0.28, rel=1e-3)
+    assert run["loss_interval"][0] <= run["loss"] * 1.001 and run["loss"] <= run["loss_interval"][1] * 1.001
+
+    assert plan.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = {line.split()[0]: line for line in lines if line}
+    assert f"{run['steps']:,} steps" in said["run"] and f"${run['dollars']:,.0f}" in said["costs"]
+    assert f"--checkpoint.every {run['checkpoint_every']} " in said["saves"]
+    assert "times the parameters" in said["loss"] and "ETTR" in said["failures"]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--price", "2"], "--price: is of a whole run; give its --tokens"),
+        (["--tokens", "-1"], "--tokens: -1 must be above 0"),
+        (["--tokens", "nan"], "--tokens: nan must be above 0"),
+        (["--tokens", "1e12", "--gpus", "4:8"], "--tokens: is of a run on one number of GPUs"),
+        (["--tokens", "1e12", "--law", "nowhere.csv"], "nowhere.csv: cannot be read as a table"),
+        (["--tokens", "1e12", "--restart", "-1"], "--restart: -1 must not be below 0"),
+    ],
+)
+def test_what_cannot_be_of_a_run(words, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        plan.main([*ONE_LAYOUT, *words])
+
+
+def test_workstation_cards_have_rows(capsys):
+    argv = ["qwen3-0.6b", "--gpus", "1", "--cluster", "rtx4090-pcie", "--top", "1", "--json"]
+    argv += ["--train.seq_len", "2048", "--train.global_batch", "16"]
+    assert plan.main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] < 23.6 * 2**30
