@@ -31,7 +31,7 @@ CORE = (
     ("llama3-tiny", 8, "pp2 rep2 dp2 zero3 1f1b mb1"),
     ("llama3-tiny", 8, "pp2 cp2 tp2 sp zero2 zb-h1 mb2 cp-ring"),
 )
-IN_CORE = (0, 2, 8, 10)
+IN_CORE = (0, 8)  # of the rest the core has two steps: tests/test_two_steps.py
 DRAWN = (
     ("llama3-tiny", 8, 3),
     ("llama3-tiny", 4, 4),

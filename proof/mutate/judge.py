@@ -1,7 +1,7 @@
 """Judges a mutant: which test sees it?
 
-First the tests of the core that run its function, the cheapest first, then the slow ones, then scripts.verify
-on layouts that use its file.
+First the tests of the core that run its function, the cheapest first, then the core's proofs of whole layouts
+(PROOFS), then slow tests, then scripts.verify on layouts that use its file.
 """
 
 import json
@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,6 +32,8 @@ from proof.mutate.draw import Mutant
 KILL_BONUS = 2.0  # a test that killed one mutant runs before tests that take a third of its time
 NO_KILLS: Mapping[str, int] = MappingProxyType({})
 TEST_STAGES = ("core", "slow")
+PROOFS = "tests/test_two_steps.py"  # all of its cases are asked: each is another layout
+PROOF_S = 5.0  # of a case
 BUDGET_S = 120.0  # of the tests that a mutant meets, as long as they took when they were measured
 
 DENSE_RUNS = (VerifyRun("llama3-tiny", 2, "tp2 sp zero1"), VerifyRun("llama3-tiny", 4, "pp2 dp2 zero3"))
@@ -324,19 +327,18 @@ def judge(
     text = (checkout / mutant.file).read_text()
     tests = coverage.tests_of_line(mutant.file, text, mutant.line)
     related = related_test_files(mutant.file, checkout)
-    of_stage = {
-        "core": [(seconds, name) for seconds, name in tests if name in coverage.core],
-        "slow": [(seconds, name) for seconds, name in tests if name not in coverage.core],
-    }
+    core = [(seconds, name) for seconds, name in tests if name in coverage.core]
+    slow = [(seconds, name) for seconds, name in tests if name not in coverage.core]
+    proofs = [(PROOF_S, name) for name in sorted(coverage.core) if name.startswith(PROOFS)]
 
     with sandbox(controls.base) as folder:
         planted = folder / "checkout" / mutant.file
         planted.unlink()
         planted.write_text(mutant.edit.apply_to(text))
-        kill = None
-        for stage, candidates in of_stage.items():
-            chosen = choose_tests(candidates, budget_s, kills=kills, related=related)
-            kill = kill or kill_by_tests(stage, folder, chosen, controls)
+        choose = partial(choose_tests, budget_s=budget_s, kills=kills, related=related)
+        kill = kill_by_tests("core", folder, choose(core), controls)
+        kill = kill or kill_by_tests("core", folder, proofs, controls)
+        kill = kill or kill_by_tests("slow", folder, choose(slow), controls)
         if kill is None:
             runs = verify_runs(mutant.file) if verify else ()
             kill = kill_by_verify(folder, runs, controls)

@@ -1,0 +1,118 @@
+"""Two steps of each kind of layout are those of one process: losses, gradients by name, norms and weights.
+
+The short form of scripts.verify, for the core of the tests: train_step alone, on random tokens. What a run
+reads, validates, saves and resumes beside it is proved in tests/test_invariance.py.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from build import build_run
+from config import Config
+from model.sharding import parallel_dims
+from parallel.sharding.boxes import Box
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
+from parallel.wire.world import World
+from proof import lattice
+from proof.random_tokens import RandomTokens
+from proof.verify.cells import chosen
+from proof.verify.tiny_config import tiny_config
+from proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks
+from runtime.guard import NonFiniteGuard
+from train import train_step
+
+CELLS = (
+    ("llama3-tiny", 2, "tp2 sp zero0 mb1"),
+    ("llama3-tiny", 2, "tp2 no-sp zero1 mb1 selective docs"),
+    ("llama3-tiny", 2, "dp2 zero2 mb2 docs"),
+    ("llama3-tiny", 2, "dp2 zero1 muon"),
+    ("llama3-tiny", 2, "tp2 zero0 muon"),
+    ("llama3-tiny", 2, "dp2 zero1 lamb"),
+    ("llama3-tiny", 2, "tp2 zero0 lars"),
+    ("llama3-tiny", 2, "dp2 zero3 adamw-bf16"),
+    ("llama3-tiny", 2, "tp2 zero0 adamw-bf16"),
+    ("llama3-tiny", 2, "tp2 zero0 mup"),
+    ("llama3-tiny", 2, "dp2 zero3 tensorwise"),
+    ("llama3-tiny", 2, "tp2 zero0 rowwise"),
+    ("llama3-tiny", 2, "cp2 zero0 blockwise"),
+    ("llama3-tiny", 2, "cp2 zero0 mb1 cp-ring docs"),
+    ("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"),
+    ("llama3-tiny", 4, "rep2 dp2 zero1 mb1"),
+    ("gpt2-tiny", 2, "tp2 no-sp zero0 mb1"),
+    ("gpt2-tiny", 4, "pp2 dp2 zero2 interleaved mb1"),
+    ("qwen3-tiny", 2, "tp2 no-sp zero0 mb1"),
+    ("qwen3-tiny", 4, "cp2 tp2 zero3 mb1 cp-ulysses full"),
+    ("llama3.2-tiny", 2, "pp2 1f1b zero0 mb1"),
+    ("llama3.2-tiny", 4, "pp2 dp2 zero3 dualpipe-v mb1"),
+    ("mistral-tiny", 4, "cp4 zero0 mb1 cp-ring"),
+    ("mistral-tiny", 4, "pp2 cp2 zero0 zb-h1 mb1 cp-ring"),
+    ("deepseek-v3-tiny", 4, "pp2 tp2 sp zero2 zb-h1 mb1"),
+    ("deepseek-v2-lite-tiny", 2, "cp2 zero1 mb1 cp-ring docs"),
+    ("qwen2-moe-tiny", 4, "cp2 tp2 ep2 etp2 sp zero3 mb1 padded"),
+    ("mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
+    ("mixtral-tiny", 4, "dp2 tp2 ep4 no-sp zero1 mb1"),
+    ("dots1-tiny", 4, "pp2 dp2 ep2 zero2 zb-v mb1"),
+    ("qwen3-moe-tiny", 4, "pp2 tp2 etp2 sp zero0 dualpipe-v mb1"),
+)
+STEPS = 2
+
+Part = tuple[str, Box | None, Tensor]  # name, what of the whole tensor it is (None: all), values
+
+
+@functools.cache
+def found(name: str, world: int) -> lattice.Lattice:
+    return lattice.find_layouts(tiny_config(name, world), world)
+
+
+def trained(world: World, cfg: Config) -> list[Part]:
+    """What a rank has after each step, and its gradients."""
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+    parts: list[Part] = []
+    with small_blocks(cfg.train.seq_len):
+        run = build_run(cfg, mesh, torch.device("cpu"), None, lattice.NUM_STEPS)
+        batches = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+        guard = NonFiniteGuard()
+        for step in range(1, STEPS + 1):
+
+            def note_gradients(step: int = step) -> None:
+                for bucket in run.buckets:
+                    for box, part in boxes_of(bucket, bucket.grads.local):
+                        parts.append((f"step {step}: gradient of {box.key}", box, part.clone()))
+
+            loss, norm, *_ = train_step(run, step, batches.microbatches(step - 1), guard, note_gradients)
+            parts.append((f"step {step}: loss", None, loss))
+            parts.append((f"step {step}: norm", None, norm))
+            for box, part in run.routers.boxes():
+                parts.append((f"step {step}: {box.key}", box, part.clone()))
+    for bucket in run.buckets:
+        for box, part in boxes_of(bucket, bucket.weights.master):
+            parts.append((f"weights of {box.key}", box, part.clone()))
+    return parts
+
+
+def deviations(parts: list[Part], alone: dict[str, Tensor]) -> list[str]:
+    """What is further than BOUND from one process, relative to the largest element of its tensor."""
+    wrong = []
+    for name, box, values in parts:
+        whole = alone[name]
+        expected = whole if box is None else whole[slices_of(box)]
+        allowed = BOUND * max(float(whole.abs().max()), FLOOR)
+        if values.numel() and not float((values - expected).abs().max()) <= allowed:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("name, world, words", CELLS, ids=[f"{name} {words}" for name, _, words in CELLS])
+def test_two_steps_are_those_of_one_process(ranks, name, world, words):
+    layouts = found(name, world)
+    cfg = layouts.config(chosen(layouts, "1", set(words.split()), 0)[0])
+    alone = {what: values for what, _, values in trained(World(), single_process(cfg))}
+    assert all(values.isfinite().all() for values in alone.values())
+    found_by_rank = ranks(world).run(trained, cfg)
+    for parts in found_by_rank:
+        assert not deviations(parts, alone)
+    assert {what for parts in found_by_rank for what, _, _ in parts} == alone.keys()
