@@ -114,7 +114,7 @@ def planned(
     given = cfg if phase.number == 1 else phase.cfg  # with its phases, the search finds what suits all
     whole = set_keys(with_any_vocab(given), OF_STAGES)
     top = 1 if phase.number == 1 else NUM_TRIED
-    found, _ = search(whole, target, fixed={key: value_of(given, key) for key in fixed}, top=top)
+    found = search(whole, target, fixed={key: value_of(given, key) for key in fixed}, top=top).found
     for each in found:
         values = {key: value_of(each.cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
         changed = {key: value for key, value in values.items() if value != value_of(given, key)}

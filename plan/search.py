@@ -5,7 +5,7 @@ What a layout computes bounds its step from below. Layouts come best bound first
 the steps of the best that were found.
 """
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from config import Config, ConfigError, divisors
@@ -48,13 +48,17 @@ class Found(NamedTuple):
     held: Held
 
 
-class SearchResult(NamedTuple):
-    """found: the fastest first. counts: layouts that were "priced", "too large", "refused" by the rules."""
-    found: list[Found]
-    counts: dict[str, int]
+@dataclass
+class SearchResult:
+    """found: the fastest first. counts: layouts that were "priced", "too large", "refused" by the rules.
+    smallest: bytes that the smallest of those that are too large needs at least."""
+    found: list[Found] = field(default_factory=list[Found])
+    counts: dict[str, int] = field(default_factory=lambda: {"priced": 0, "too large": 0, "refused": 0})
+    smallest: float = math.inf
 
 
-class Target(NamedTuple):
+@dataclass(frozen=True)
+class Target:
     """The machine that layouts are searched for. world: number of GPUs."""
     world: int
     cluster: Cluster
@@ -146,8 +150,9 @@ def held_bytes(job: Job, gpu: Gpu) -> Held:
     return max(ranks, key=sum)
 
 
-def price(cfg: Config, target: Target, counts: dict[str, int]) -> Found | None:
-    """A layout with its forecast and its bytes. None if it is refused or too large, which `counts` notes."""
+def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
+    """A layout with its forecast and its bytes. None if it is refused or too large, which `result` notes."""
+    counts = result.counts
     try:
         job, microbatches = job_of(cfg, target.world)
     except ConfigError:
@@ -156,6 +161,7 @@ def price(cfg: Config, target: Target, counts: dict[str, int]) -> Found | None:
     held = held_bytes(job, target.gpu)
     if held.total > target.cluster.memory:
         counts["too large"] += 1
+        result.smallest = min(result.smallest, held.total)
         return None
     counts["priced"] += 1
     return Found(cfg, microbatches, forecast(job, microbatches, target.cluster, target.efficiency), held)
@@ -253,9 +259,14 @@ def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
 # ---- the search --------------------------------------------------------------------------------------------
 
 
-def search(cfg: Config, target: Target, fixed: Values, top: int) -> SearchResult:
-    """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched."""
-    result = SearchResult([], {"priced": 0, "too large": 0, "refused": 0})
+def search(
+    cfg: Config, target: Target, fixed: Values, top: int, *, is_any_enough: bool = False
+) -> SearchResult:
+    """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
+
+    is_any_enough: it is only asked whether one fits.
+    """
+    result = SearchResult()
     for bound in sorted(bounds_of(cfg, target, fixed), key=lambda bound: bound.step):
         if bound.step >= slowest_found(result, top):
             break
@@ -272,14 +283,18 @@ def search(cfg: Config, target: Target, fixed: Values, top: int) -> SearchResult
                 values["parallel.dp_rep"] = replicas
 
             candidate = set_keys(cfg, values)
-            if least_bytes(candidate, target, bound) > target.cluster.memory:
+            at_least = least_bytes(candidate, target, bound)
+            if at_least > target.cluster.memory:
                 result.counts["too large"] += 1
+                result.smallest = min(result.smallest, at_least)
                 continue
-            priced = price(candidate, target, result.counts)
+            priced = price(candidate, target, result)
             if priced is not None:
                 result.found.append(priced)
                 result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one)))
                 del result.found[top:]
+                if is_any_enough:
+                    return result
     return result
 
 

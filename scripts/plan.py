@@ -20,9 +20,11 @@ measurements: --published shows forecasts beside measurements, both those of the
 """
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import config
@@ -38,6 +40,7 @@ from plan.search import (
     compute_axes,
     layout_axes,
     search,
+    set_keys,
     simplest_of_equals_first,
 )
 from runtime.failure import fail_cleanly
@@ -50,6 +53,17 @@ TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, wh
 SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # what a layout or a run still gives
 ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
 LABEL_WIDTH = 9  # columns
+
+# where nothing fits: settings that hold less, the cheapest first, and how many GPUs more
+SMALLER = (
+    {"optim.states": "bf16"},
+    {"parallel.offload": "optimizer"},
+    {"parallel.offload": "both", "optim.states": "bf16"},
+)
+HOLDS_LEAST = {"train.micro_batch": 1, "parallel.recompute": "full"}
+MOST_SAVED = 4.0  # times: such settings save less
+MORE_GPUS = (2, 4, 8, 16, 32, 64, 128, 256)
+
 BOOTSTRAPS = 200  # fits of the law to runs drawn again, for the interval of a loss
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 
@@ -104,12 +118,14 @@ def main(argv: list[str]) -> int:
     fixed = fixed_values(cfg, args.gpus, hardware, rest)
     started = time.perf_counter()
     target = Target(args.gpus, hardware, Efficiency())
-    found, counts = search(cfg, target, fixed, args.top)
+    result = search(cfg, target, fixed, args.top)
+    found, counts = result.found, result.counts
     seconds = time.perf_counter() - started
     if not found:
         raise ConfigError(f"--gpus: no layout of {args.name} on {args.gpus} GPUs of "
                           f"{hardware.memory / GIB:.0f} GiB fits ({counts['too large']} are too large, "
-                          f"{counts['refused']} against the rules); take more, or set fewer keys")
+                          f"{counts['refused']} against the rules); "
+                          f"{what_would_fit(cfg, target, fixed, result.smallest)}")
 
     peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
     layouts = simplest_of_equals_first(found)
@@ -137,6 +153,32 @@ def main(argv: list[str]) -> int:
         print("".join(f"{'':<{LABEL_WIDTH}}{line}\n" for line in others), end="")
     print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
     return 0
+
+
+def what_would_fit(cfg: Config, target: Target, fixed: dict[str, object], smallest: float) -> str:
+    """How much is missing, and the nearest changes with which a layout fits: of the settings, of the GPUs.
+
+    smallest: bytes that the smallest layout needs at least, infinite if none is too large.
+    """
+
+    def fits(cfg: Config, target: Target) -> bool:
+        return bool(search(cfg, target, HOLDS_LEAST | fixed, top=1, is_any_enough=True).found)
+
+    if math.isinf(smallest):
+        return "set fewer keys of the layout"
+    times = smallest / target.cluster.memory
+    ways: list[str] = []
+    for keys in SMALLER if times < MOST_SAVED else ():
+        if fits(set_keys(cfg, keys), target):
+            ways.append(" ".join(f"--{key} {value}" for key, value in keys.items()))
+    state = run_report.checkpoint_bytes(cfg) / (target.cluster.memory * target.world)
+    for factor in [factor for factor in MORE_GPUS if factor >= state][:3]:
+        more = replace(target, world=factor * target.world)
+        if fits(cfg, more):
+            ways.append(f"{more.world} GPUs")
+            break
+    needs = f"the smallest needs at least {smallest / GIB:.0f} GiB"
+    return f"{needs}; it fits with {', or '.join(ways)}" if ways else f"{needs}; take many more"
 
 
 def fitted_law(table: Path) -> run_report.LossLaw:

@@ -13,6 +13,7 @@ from model.schedules import plan_pipeline
 from plan.communicators import Gpu
 from plan.cost import Efficiency, cluster
 from plan.search import (
+    SearchResult,
     Target,
     bound_of,
     compute_axes,
@@ -35,7 +36,7 @@ def target(world, c):
 def brute(cfg, world, c, fixed):
     """Every choice, priced."""
     axes = compute_axes(cfg, world, c) | layout_axes(cfg, world)
-    counts, out = {"priced": 0, "too large": 0, "refused": 0}, []
+    result, out = SearchResult(), []
     for values in combinations(with_fixed(axes, fixed)):
         if values["parallel.dp_rep"] == "node":
             continue
@@ -44,7 +45,7 @@ def brute(cfg, world, c, fixed):
         ):
             continue
         one = price(
-            set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), target(world, c), counts
+            set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), target(world, c), result
         )
         out += [one] if one else []
     return sorted(x.forecast.step for x in out)
@@ -57,7 +58,8 @@ def test_nothing_faster_is_left_out(memory):
     c = replace(cluster("h100-ib"), memory=memory, node=4)
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.recompute": "none", "parallel.cp": 1}
     cfg = set_keys(cfg, fixed)
-    found, counts = search(cfg, target(8, c), fixed, 5)
+    result = search(cfg, target(8, c), fixed, 5)
+    found, counts = result.found, result.counts
     every = brute(cfg, 8, c, fixed)
     assert [x.forecast.step for x in found] == every[:5]
     assert counts["priced"] <= len(every) and (counts["too large"] > 0) == (memory < 10e9)
@@ -68,7 +70,7 @@ def test_nothing_faster_is_left_out(memory):
 def test_what_is_set_stays_and_what_is_found_fits():
     cfg = config.resolve("mixtral-8x7b", None, ["--train.global_batch", "64", "--parallel.ep", "8"])
     fixed = {"parallel.ep": 8, "train.micro_batch": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
-    found, _ = search(set_keys(cfg, fixed), target(32, cluster("h100-ib")), fixed, 3)
+    found = search(set_keys(cfg, fixed), target(32, cluster("h100-ib")), fixed, 3).found
     assert len(found) == 3 and [x.forecast.step for x in found] == sorted(x.forecast.step for x in found)
     for x in found:
         assert x.cfg.parallel.ep == 8 and x.cfg.parallel.schedule == "1f1b" and x.cfg.train.micro_batch == 1

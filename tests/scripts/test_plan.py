@@ -157,10 +157,6 @@ def test_json_has_the_parts_of_a_step(capsys):
             "--gpus: no layout of llama3-8b on 8 GPUs",
         ),
         (
-            ["llama3.1-405b", "--gpus", "8", "--cluster", "h100-ib"],
-            "--gpus: no layout of llama3.1-405b on 8 GPUs of 79 GiB fits",
-        ),
-        (
             ["llama3-8b", "--gpus", "16", "--cluster", "h100-ib", "--parallel.tpp", "2"],
             "parallel.tpp: no such key",
         ),
@@ -169,6 +165,19 @@ def test_json_has_the_parts_of_a_step(capsys):
 def test_refusals(argv, said):
     with pytest.raises(ConfigError, match="^" + re.escape(said)):
         plan.main(argv)
+
+
+def test_what_would_fit_is_said_and_fits(capsys):
+    """8B on one H100: masters and moments in 16 bits, or another GPU."""
+    argv = ["llama3-8b", "--cluster", "h100-ib", "--train.seq_len", "2048", "--train.global_batch", "16"]
+    argv += ["--parallel.recompute", "full", "--train.micro_batch", "1"]
+    with pytest.raises(ConfigError) as error:
+        plan.main([*argv, "--gpus", "1"])
+    said = str(error.value)
+    assert "the smallest needs at least" in said and "--parallel.offload optimizer" in said
+    for words in (["--gpus", "1", "--optim.states", "bf16"], ["--gpus", "2"]):
+        assert " ".join(words[-2:]).removeprefix("--gpus ") in said
+        assert plan.main([*argv, *words, "--top", "1"]) == 0
 
 
 def test_what_train_refuses_is_refused_and_nothing_else(capsys):
