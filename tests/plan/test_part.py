@@ -1,0 +1,140 @@
+"""What is recorded of a part of the model, beside what its modules say by hand, and its growth with the
+number of sequences.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+import config
+from model.describe import describe_stage, mesh_of_one_stage, workload
+from plan.record.launches import CHIPS
+from plan.record.part import PartForm, PartRecord, on_the_line, record_of, record_part, with_micro_batch
+from plan.search import set_keys
+
+DENSE = "--model.vocab 4096 --model.hidden 512 --model.ffn 1024".split()
+SIZE = "--train.seq_len 1024 --train.micro_batch 2 --model.vocab 4096".split()
+SP = {"parallel.tp": 2, "parallel.sp": True}
+PARTS = {"parallel.recompute": "selective", "parallel.recompute_parts": "core,norm,act"}
+LAYOUTS = {
+    "llama3-tiny": [
+        {},
+        {"parallel.tp": 2},
+        SP | {"parallel.async_tp": True},
+        SP | PARTS,
+        SP | {"parallel.recompute": "full"},
+        {"parallel.cp": 2, "parallel.cp_kind": "ring"},
+        {"parallel.cp": 2, "parallel.cp_kind": "ulysses"},
+        {"parallel.recompute": "full", "model.dropout": 0.1},
+        SP | {"train.dtype": "fp8"},
+    ],
+    "deepseek-v3-tiny": [
+        {},
+        {"parallel.ep": 4, "parallel.ep_chunks": 2, "train.dtype": "bf16"},
+        {"parallel.tp": 2, "parallel.ep": 4, "train.dtype": "bf16"},
+        SP | {"parallel.ep": 2, "parallel.recompute": "full", "train.dtype": "bf16"},
+    ],
+}
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+
+
+def title(name, layout):
+    """llama3-tiny tp 2 sp true"""
+    words = [name, *(f"{key.split('.')[1]} {value}" for key, value in layout.items())]
+    return " ".join(words).lower()
+
+
+IDS = [title(*case) for case in CASES]
+CORE = ["llama3-tiny tp 2 sp true async_tp true", "deepseek-v3-tiny tp 2 ep 4 dtype bf16"]
+
+
+def config_of(name, layout):
+    cfg = config.resolve(name, None, [*SIZE, *(DENSE if name == "llama3-tiny" else [])])
+    return set_keys(cfg, layout)
+
+
+def sums(exchanges, sizes):
+    """{(group, verb): bytes} of [(group, verb, bytes)]."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for group, verb, nbytes in exchanges:
+        if sizes[group] > 1:
+            counted[group, verb] += nbytes
+    return counted
+
+
+@pytest.mark.slow(every=3, core=CORE)
+@pytest.mark.parametrize("name, layout", CASES, ids=IDS)
+def test_a_record_is_what_the_modules_say(name, layout):
+    cfg = config_of(name, layout)
+    groups = [group for group in vars(mesh_of_one_stage(cfg)).values() if hasattr(group, "ranks")]
+    sizes = {group.name: group.size for group in groups}
+    embedding, *blocks, head = describe_stage(cfg, 0, cfg.model.layers).parts
+    for layer, part in (("embedding", embedding), (cfg.model.layers - 1, blocks[-1]), ("head", head)):
+        record = record_part(PartForm(cfg, layer, CHIPS["h100"]))
+        cost = part.cost(workload(cfg, flash=True))
+        forward, backward = record.forward.work, record.backward.work
+
+        # FLOPs
+        products = sum(one.flops * (3 if one.grads_in_forward else 1) for one in cost.products)
+        assert forward.products + forward.products8 == products
+        assert forward.attention == pytest.approx(cost.attention_flops, rel=1e-12)
+        again = cost.recomputed.flops - cost.recomputed.attention_flops if cost.recomputed else 0
+        in_backward = sum(2 * one.flops for one in cost.products if not one.grads_in_forward)
+        if cfg.train.dtype != "fp32":  # a router's gradients are multiplied as two numbers of 16 bits
+            in_backward += sum(2 * one.flops for one in cost.products if one.columns == cfg.model.experts)
+        assert backward.products + backward.products8 == in_backward + again
+
+        # exchanges
+        for phases, found in ((("forward", "output"), record.forward), (("backward",), record.backward)):
+            mine = [one for one in cost.exchanges if one.phase in phases]
+            said = [(one.group, one.verb, one.calls * one.nbytes) for one in mine]
+            assert sums([one[1:] for one in found.exchanges], sizes) == sums(said, sizes)
+
+        # bytes; the ids of the embedding are the microbatch's, and the hand estimates what dispatch keeps
+        bound = 0.025 if cfg.model.experts else 0.001
+        if layer != "embedding":
+            assert record.kept == pytest.approx(cost.saved_bytes(), rel=bound)
+        kept_weights = sum(one.kept_weight_bytes for one in cost.products)
+        assert record.kept_in_step == pytest.approx(kept_weights, rel=0.001)
+
+
+@pytest.mark.slow(every=3, core=CORE)
+@pytest.mark.parametrize("name, layout", CASES, ids=IDS)
+def test_the_record_of_a_block_grows_by_the_same_with_each_sequence(name, layout):
+    cfg = with_micro_batch(config_of(name, layout), 5)
+    form = PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"], is_split=True)
+    assert_like(record_of(form), record_part(form))
+
+
+def assert_like(line: PartRecord, real: PartRecord):
+    """Exactly, but for tensors of less than a sequence: those of a peak, and the partial sums of a norm's
+    backward, of which there are as many as processors."""
+    assert line.kept == real.kept and line.context == real.context
+    assert line.kept_for_weights == real.kept_for_weights
+    assert line.split_peak == pytest.approx(real.split_peak, rel=0.01)
+    for one, other in ((line.forward, real.forward), (line.backward, real.backward)):
+        assert one.exchanges == other.exchanges
+        for work, real_work in ((one.work, other.work), (one.weights, other.weights)):
+            counts, real_counts = (replace(one, nbytes=0).numbers for one in (work, real_work))
+            assert counts == pytest.approx(real_counts, 1e-12)
+            assert work.nbytes == pytest.approx(real_work.nbytes, rel=0.005)
+        assert one.peak == pytest.approx(other.peak, rel=0.01)
+
+
+def test_records_of_unlike_forms_make_no_line():
+    forms = [PartForm(config_of("llama3-tiny", layout), 0, CHIPS["h100"]) for layout in ({}, SP)]
+    one, two = map(record_part, forms)
+    with pytest.raises(ValueError, match="unlike|zip"):
+        on_the_line(one, two, 3)
+
+
+def test_a_layout_of_its_own_has_a_record_of_its_own():
+    cfg = config_of("llama3-tiny", {})
+    form = PartForm(cfg, 0, CHIPS["h100"])
+    assert record_of(form) is record_of(form)
+    assert record_of(form).kept > record_of(PartForm(config_of("llama3-tiny", SP), 0, CHIPS["h100"])).kept
+    other = replace(cfg, train=replace(cfg.train, seq_len=512))
+    assert record_of(PartForm(other, 0, CHIPS["h100"])).kept < record_of(form).kept
