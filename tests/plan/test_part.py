@@ -9,8 +9,11 @@ import pytest
 
 pytest.importorskip("triton", reason="no Triton for this platform")
 
+from torch import nn
+
 import config
 from model.describe import describe_stage, mesh_of_one_stage, workload
+from parallel.tensor.layers import ColumnLinear, RowLinear
 from plan.record.launches import CHIPS
 from plan.record.part import PartForm, PartRecord, on_the_line, record_of, record_part, with_micro_batch
 from plan.search import set_keys
@@ -138,3 +141,58 @@ def test_a_layout_of_its_own_has_a_record_of_its_own():
     assert record_of(form).kept > record_of(PartForm(config_of("llama3-tiny", SP), 0, CHIPS["h100"])).kept
     other = replace(cfg, train=replace(cfg.train, seq_len=512))
     assert record_of(PartForm(other, 0, CHIPS["h100"])).kept < record_of(form).kept
+
+
+# ---- a module that nobody described ------------------------------------------------------------------------
+
+
+class LinearAttention(nn.Module):
+    """Linear attention (arXiv 2006.16236) over whole sequences, without a causal order: it says nothing of
+    what it costs."""
+
+    def __init__(self, cfg, mesh, layer):
+        super().__init__()
+        hidden = cfg.model.hidden
+        self.heads = cfg.model.heads // mesh.tp.size
+        key = f"layers.{layer}.attn"
+        options = {"std": cfg.model.init_std, "bias": False, "sp": cfg.parallel.sp, "async_tp": False}
+        self.qkv = ColumnLinear(mesh, {f"{key}.{name}": hidden for name in "qkv"}, hidden, **options)
+        self.out = RowLinear(mesh, f"{key}.o", hidden, hidden, **options)
+
+    def forward(self, x, context):
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = (one.transpose(1, 2) for one in parts)  # [b, h/tp, s, d]
+        state = k.softmax(-2).transpose(-1, -2) @ v  # [b, h/tp, d, d]
+        return self.out((q.softmax(-1) @ state).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("chip", [None, CHIPS["h100"]], ids=["cpu", "h100"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute):
+    """By hand: its FLOPs, what it exchanges, and that it keeps all but what full recompute makes again."""
+    monkeypatch.setattr("model.block.Attention", LinearAttention)
+    cfg = config_of("llama3-tiny", SP | {"parallel.recompute": recompute, "train.dtype": "bf16"})
+    record = record_part(PartForm(cfg, 1, chip))
+    model, tokens = cfg.model, cfg.train.micro_batch * cfg.train.seq_len
+    d = model.hidden // model.heads
+
+    # of a rank: half of the features of each product
+    projections = 2 * tokens * model.hidden * (4 * model.hidden + 3 * model.ffn) // 2
+    states = 2 * 2 * tokens * model.hidden * d // 2
+    forward, backward = record.forward.work, record.backward.work
+    assert forward.products == projections + states and forward.attention == 0
+    again = forward.products if recompute == "full" else 0
+    assert backward.products == 2 * forward.products + again
+    assert record.backward.weights.products == projections
+
+    # two regions of tensor parallelism: each is entered and left, and entered again where all is made again
+    hidden_bytes = 2 * tokens * model.hidden
+    gathers = sum(one.nbytes for one in record.backward.exchanges if one.verb == "all_gather")
+    assert sum(one.nbytes for one in record.forward.exchanges) == 4 * hidden_bytes
+    assert gathers == (4 if recompute == "full" else 2) * hidden_bytes
+
+    # bytes
+    if recompute == "full":
+        assert record.kept == pytest.approx(hidden_bytes // 2, rel=0.01)
+    else:
+        assert record.kept > 4 * hidden_bytes
