@@ -4,6 +4,7 @@ The first counts how many choices of each chunk fall on each expert. In the seco
 counts where its first choice of every expert goes, and places its own in turn. No atomics: the same order as
 a stable sort, every time.
 """
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,25 @@ def count_choices(choices: Tensor, num_experts: int) -> Tensor:
     """
     counts = choices.new_zeros(1 + num_experts)
     return counts.index_add_(0, choices + 1, torch.ones_like(choices))
+
+
+def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
+    """The counts of choices [experts], maybe with those that are dropped before them.
+
+    If they have no values (plan/record), equal shares for all experts, on the host.
+    """
+    if not counts.is_meta:
+        return counts
+    share, rest = divmod(num_choices, num_experts)
+    shares = [share + (expert < rest) for expert in range(num_experts)]
+    return torch.tensor([0] * (len(counts) - num_experts) + shares)
+
+
+def host_counts(counts: Sequence[int] | Tensor, num_rows: int) -> list[int]:
+    """The rows of each expert, on the host. num_rows: of all."""
+    if isinstance(counts, Tensor):
+        return with_values(counts, num_rows, len(counts)).tolist()
+    return list(counts)
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import grouped_gemm
+from kernels.expert_order import host_counts
 from kernels.fp8 import E4M3, E5M2, Maxima, quantize_pair
 from kernels.fp8_gemm import (
     QuantizedMatrix,
@@ -189,7 +190,7 @@ class _ScaledGrouped(torch.autograd.Function):
             ctx.rows = row_tiles(counts, len(x), x.device)
             ctx.counts = ctx.rows.offsets
         else:
-            ctx.rows = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+            ctx.rows = host_counts(counts, len(x))
             ctx.counts = ctx.rows
         ctx.recipe = RECIPES[recipe]
         ctx.side = side

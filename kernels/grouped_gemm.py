@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.expert_order import host_counts
 from kernels.grad import accumulate_grad
 from kernels.grouped_library import library_multiplies, multiply_by_library
 from kernels.linear import ALIGNED, skewed, write_wgrad
@@ -530,7 +531,7 @@ class _GroupedLinear(torch.autograd.Function):
             ctx.rows = row_tiles(counts, num_rows, x.device)
             ctx.counts = ctx.rows.offsets
         else:
-            ctx.counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+            ctx.counts = host_counts(counts, num_rows)
 
         if not ctx.combines:
             ctx.save_for_backward(x, source, slots)

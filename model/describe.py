@@ -21,6 +21,7 @@ from parallel.cost import Cost, Workload, total
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
+from parallel.wire.comm import Activity
 
 
 def workload(cfg: Config, *, flash: bool = False) -> Workload:
@@ -93,8 +94,9 @@ def describe_block(cfg: Config, layer: int) -> PartDescription:
     return PartDescription(block, tuple(sharded_parameters(block)))
 
 
-def mesh_of_one_stage(cfg: Config) -> Mesh:
-    """The smallest mesh with the degrees that the modules read, seen by its first rank."""
+def mesh_of_one_stage(cfg: Config, activity: Activity | None = None) -> Mesh:
+    """The smallest mesh with the degrees that the modules read, seen by its first rank. activity: with a wire
+    that carries what it exchanges."""
     parallel = cfg.parallel
     world = lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
     dims = ParallelDims(
@@ -104,7 +106,7 @@ def mesh_of_one_stage(cfg: Config) -> Mesh:
         ep=parallel.ep,
         etp=parallel.etp,
     )
-    return Mesh.without_processes(dims, rank=0)
+    return Mesh.without_processes(dims, rank=0, activity=activity)
 
 
 # ---- a stage -----------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.expert_order import count_choices, order_by_expert
+from kernels.expert_order import count_choices, order_by_expert, with_values
 from kernels.grad import LateWeightGrads
 from kernels.permute import RowOrder, permute, unpermute
 from parallel.cost import Beside, Cost, Exchange, MemoryTraffic, Phase, SavedTensor, Workload
@@ -208,10 +208,10 @@ def order_of_departure(kept: Tensor, counts: list[RowCounts], etp: int, num_choi
         indices: list[Tensor] = []
         for chunk in range(num_chunks):
             for i in range(ep):
-                for j in range(etp):
-                    part = parts[i * num_chunks + chunk]
-                    sent.append(part)
-                    indices.append(torch.full_like(part, j))
+                part = parts[i * num_chunks + chunk]
+                sent += [part] * etp
+                if etp > 1:
+                    indices += [torch.full_like(part, j) for j in range(etp)]
         token_choice = torch.cat(sent)
         etp_index = torch.cat(indices) if etp > 1 else etp_index
 
@@ -276,18 +276,6 @@ def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -
 def stays_on_device(choices: Tensor) -> bool:
     """Whether the host is not told the counts of choices: it would have to wait for a GPU."""
     return choices.device.type != "cpu"
-
-
-def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
-    """The counts of choices [experts], maybe with those that are dropped before them.
-
-    If they have no values (plan/record), equal shares for all experts, on the host.
-    """
-    if not counts.is_meta:
-        return counts
-    share, rest = divmod(num_choices, num_experts)
-    shares = [share + (expert < rest) for expert in range(num_experts)]
-    return torch.tensor([0] * (len(counts) - num_experts) + shares)
 
 
 def count_of_capacity(

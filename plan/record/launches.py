@@ -12,13 +12,12 @@ launch.
 
 import contextlib
 import functools
-import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,10 +27,10 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import KernelInterface
 
 import kernels
-from kernels import attention, attention_cudnn, attention_libraries, grouped_library
+from kernels import attention, attention_cudnn, attention_libraries, grouped_library, linear
+from kernels.triton_ import TRITON_AVAILABLE
 from parallel.sharding import spec
 from plan.record.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
 from plan.record.memory import Holder, LiveBytes
@@ -265,6 +264,7 @@ def claimed_libraries() -> Iterator[None]:
         mock.patch.object(attention_libraries, "installed_function", installed_function),
         mock.patch.object(attention_libraries, "passes_trial", lambda *_: True),
         mock.patch.object(grouped_library, "obstacle_to_library", lambda *_: None),
+        mock.patch.object(linear, "obstacle_to_library", lambda *_: None),
     ):
         yield
 
@@ -328,7 +328,8 @@ def fresh_caches() -> Iterator[None]:
 
     def forget() -> None:
         for module in pkgutil.iter_modules(kernels.__path__):
-            for value in vars(importlib.import_module(f"kernels.{module.name}")).values():
+            loaded = sys.modules.get(f"kernels.{module.name}")
+            for value in vars(loaded).values() if loaded else ():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
 
@@ -461,7 +462,6 @@ class Recorder:
 
     def __init__(self, executes: bool = False) -> None:
         self.executes = executes
-        self.uses: dict[tuple, TensorUse] = {}
         self.memory = LiveBytes()
         self.host_memory = LiveBytes()
         self.is_making_on_host = False
@@ -478,6 +478,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator["Recorder"]:
+        if not TRITON_AVAILABLE:  # no kernel can be launched
+            with Operations(self):
+                yield self
+            return
+        from triton.runtime.jit import KernelInterface
+
         real_launch = KernelInterface.__getitem__
 
         def launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
@@ -511,10 +517,7 @@ class Recorder:
         pointers = tuple(name for name, value in bound.items() if isinstance(value, RecordedTensor))
         fixed = fixed_numbers(kernel, bound)
 
-        key = (function, pointers, tuple(fixed.items()))
-        if key not in self.uses:
-            self.uses[key] = tensors_used(kernel, fixed, pointers)
-        use = self.uses[key]
+        use = use_of(function, pointers, tuple(fixed.items()))
         file, name = caller_of(sys._getframe(2))
         self.launches.append(
             Launch(
@@ -608,6 +611,14 @@ class Recorder:
             node = torch._C._current_autograd_node()
             caller = self.callers.get(node._sequence_nr(), caller) if node is not None else caller
         return caller
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def use_of(
+    function: FunctionType, pointers: tuple[str, ...], fixed: tuple[tuple[str, Any], ...]
+) -> TensorUse:
+    """What a launch of a kernel reads and writes; see tensors_used."""
+    return tensors_used(function, dict(fixed), pointers)
 
 
 def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -1,0 +1,406 @@
+"""What a part of the model does in a microbatch: the real module, recorded once for each form that it takes.
+
+A part is what a stage runs as a whole: the embedding, a block, the output head with multi-token prediction.
+Its forward and backward run on tensors without storage (plan/record/launches.py) and on a made-up mesh
+(model/describe.py), down the paths of a chip or of a CPU. Nothing has to describe it. Routers give each
+expert equal shares, every target counts, and under data.doc_mask a sequence is one document.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+import kernels.grad
+from config import Config
+from model.context import LossInputs
+from model.describe import mesh_of_one_stage
+from model.precision import DTYPES
+from model.sharding import scale_for_mup, sharding_config
+from model.transformer import PipelineStage
+from parallel.context.zigzag import shard_batch
+from parallel.expert import dispatch
+from parallel.pipeline.executor import WeightGradStore
+from parallel.sharding.bucket import Bucket, split_into_buckets
+from parallel.sharding.spec import sharded_parameters
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import Activity
+from plan.record.launches import (
+    META,
+    Chip,
+    Launch,
+    Recorder,
+    claimed_cpu,
+    claimed_gpu,
+    without_initial_weights,
+)
+from plan.record.role import microbatch
+from plan.record.wire import PostedExchange, RecordingWire
+from plan.record.work import BACKWARD, FORWARD, Facts, judge, mean_keys
+
+ATTENTION_FILES = ("kernels/attention.py", "kernels/partial_attention.py")  # its products on a CPU
+ON_THE_LINE = (2, 4)  # sequences
+
+
+# ---- what a record is made of ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Amount:
+    """What runs between two exchanges.
+
+    products, products8, attention: FLOPs of matrix products, of those with operands of 8 bits, and of
+    attention's own. nbytes: read and written. launches: kernels that start. host_reads: values of the device
+    that the host waits for.
+    """
+
+    products: float = 0.0
+    products8: float = 0.0
+    attention: float = 0.0
+    nbytes: float = 0.0
+    launches: float = 0.0
+    host_reads: float = 0.0
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(*(one + more for one, more in zip(self.numbers, other.numbers)))
+
+    def times(self, n: float) -> "Amount":
+        return Amount(*(n * one for one in self.numbers))
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def flops(self) -> float:
+        return self.products + self.products8 + self.attention
+
+
+class Post(NamedTuple):
+    """An exchange starts. number: "0", "1", ... of its phase. nbytes: of the larger side."""
+
+    number: str
+    group: str
+    verb: str
+    nbytes: float
+
+
+class Await(NamedTuple):
+    """The part waits until exchange `number` of its phase has ended."""
+
+    number: str
+
+
+Event = Amount | Post | Await
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """A forward or a backward of one microbatch.
+
+    events: in their order. weights: the share of the work that computes gradients of weights.
+    peak: bytes that it adds for a moment, at most, to those that are alive when it begins.
+    """
+
+    events: tuple[Event, ...]
+    weights: Amount
+    peak: float
+
+    @property
+    def work(self) -> Amount:
+        return sum((one for one in self.events if isinstance(one, Amount)), Amount())
+
+    @property
+    def exchanges(self) -> tuple[Post, ...]:
+        return tuple(one for one in self.events if isinstance(one, Post))
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """One microbatch of a part on one rank.
+
+    first: the forward of a step's first microbatch, which makes the weights in 8 bits for all.
+    kept: bytes between forward and backward, beside parameters and context. What the part before made counts
+    here, if it is kept. context: bytes that the blocks of a stage share: rotary tables, the mask.
+    kept_for_weights: in a backward in two parts, bytes between those of inputs and of weights. split_peak: as
+    backward.peak, of the first of these two. kept_in_step: bytes of weights in 8 bits.
+    """
+
+    forward: PhaseRecord
+    backward: PhaseRecord
+    first: PhaseRecord
+    kept: float
+    kept_for_weights: float
+    split_peak: float
+    kept_in_step: float
+    context: float
+
+
+# ---- recording ---------------------------------------------------------------------------------------------
+
+
+class PartForm(NamedTuple):
+    """What decides a record. layer: of a block; "embedding" or "head": that part.
+
+    chip: whose paths the code takes; None: a CPU's. ends_are_apart: see PipelineStage. is_split: whether the
+    backward in two parts is recorded, too.
+    """
+
+    cfg: Config
+    layer: int | str
+    chip: Chip | None = None
+    ends_are_apart: bool = False
+    is_split: bool = False
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def record_of(form: PartForm) -> PartRecord:
+    """A microbatch of train.micro_batch sequences. From two on, a block's is on the line through those of two
+    sequences and of four (tests/plan/test_part.py); parts of a single sequence need no copies. An output head
+    divides its tokens into chunks, and an embedding's gradient has no more rows than its table."""
+    b = form.cfg.train.micro_batch
+    if b in (1, *ON_THE_LINE) or isinstance(form.layer, str):
+        return record_part(form)
+    first, second = ON_THE_LINE
+    one, two = (record_of(form._replace(cfg=with_micro_batch(form.cfg, number))) for number in ON_THE_LINE)
+    return on_the_line(one, two, (b - first) / (second - first))
+
+
+def with_micro_batch(cfg: Config, micro_batch: int) -> Config:
+    return replace(cfg, train=replace(cfg.train, micro_batch=micro_batch))
+
+
+def on_the_line(one: Any, two: Any, steps: float) -> Any:
+    """one + steps * (two - one), of every number of two records. Raises ValueError where they are unlike."""
+    if type(one) is not type(two):
+        raise ValueError(f"records of different microbatches are unlike: {one} and {two}")
+    if isinstance(one, (int, float)):
+        return one + steps * (two - one)
+    if isinstance(one, str):
+        if one != two:
+            raise ValueError(f"records of different microbatches are unlike: {one} and {two}")
+        return one
+    if isinstance(one, tuple):
+        found = [on_the_line(*pair, steps) for pair in zip(one, two, strict=True)]
+        return type(one)(*found) if hasattr(one, "_fields") else tuple(found)
+    names = [field.name for field in fields(one)]
+    return type(one)(*(on_the_line(getattr(one, name), getattr(two, name), steps) for name in names))
+
+
+def record_part(form: PartForm) -> PartRecord:
+    """Runs the part twice, as two microbatches of a step, and keeps the second; then with its backward in two
+    parts."""
+    recorder = Recorder()
+    wire = RecordingWire(now=lambda: len(recorder.launches))
+    mesh = mesh_of_one_stage(form.cfg, Activity(wire=wire))
+    claimed = claimed_cpu(recorder) if form.chip is None else claimed_gpu(form.chip, recorder)
+    with claimed as device, without_initial_weights(), recorder.recording(), noted_reads(recorder):
+        with META:
+            runner = PartRunner(form, mesh, device, recorder, wire)
+        first = second = runner.run()
+        if first.left:  # weights in 8 bits, which are made once
+            second = runner.run()
+        runner.store.deferring = True
+        split = runner.run() if form.is_split else second
+    return PartRecord(
+        forward=second.forward,
+        backward=second.backward,
+        first=first.forward,
+        kept=second.kept,
+        kept_for_weights=split.kept_for_weights,
+        split_peak=split.backward.peak,
+        kept_in_step=first.left,
+        context=runner.context_bytes,
+    )
+
+
+@contextlib.contextmanager
+def noted_reads(recorder: Recorder) -> Iterator[None]:
+    """Inside, a router's counts that the host reads are noted: they are made up, and nothing is asked."""
+    real = dispatch.with_values
+
+    def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
+        if counts.is_meta:
+            recorder.host_reads.append(("parallel/expert/dispatch.py", "with_values"))
+        return real(counts, num_choices, num_experts)
+
+    with mock.patch.object(dispatch, "with_values", with_values):
+        yield
+
+
+class MicrobatchRun(NamedTuple):
+    """One microbatch. left: bytes that are alive after it and were not before."""
+
+    forward: PhaseRecord
+    backward: PhaseRecord
+    kept: float
+    kept_for_weights: float
+    left: float
+
+
+class PartRunner:
+    """A part with storage for its weights and gradients, and a microbatch for it."""
+
+    def __init__(
+        self, form: PartForm, mesh: Mesh, device: torch.device, recorder: Recorder, wire: RecordingWire
+    ) -> None:
+        cfg = form.cfg
+        self.facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.window))
+        self.recorder = recorder
+        self.wire = wire
+        first, last = layers_of_part(cfg, form.layer)
+        self.stage = PipelineStage(cfg, mesh, first, last, ends_are_apart=form.ends_are_apart)
+        part = self.stage.blocks[0] if self.stage.blocks else (self.stage.embedding or self.stage.head)
+        scale_for_mup(cfg, part)
+        self.layer = form.layer
+
+        # storage
+        self.dtype = DTYPES[cfg.train.dtype]
+        self.store = WeightGradStore()
+        sharding = sharding_config(cfg)
+        self.buckets: list[Bucket] = []
+        for members in split_into_buckets(list(sharded_parameters(part)), sharding):
+            self.buckets.append(
+                Bucket(members, mesh, sharding, dtype=self.dtype, device=device, seed=cfg.train.seed)
+            )
+        for weight in sharded_parameters(part):
+            weight.weight_grad_store = self.store
+        for bucket in self.buckets:
+            bucket.grads.start_step()
+
+        # a microbatch, and the hidden states before and after
+        lengths = (cfg.train.seq_len,) if cfg.data.doc_mask else ()
+        whole = microbatch(cfg, device, 1, lengths).with_tokens_ahead(cfg.model.mtp)
+        self.microbatch = shard_batch(whole, mesh.cp)
+        b, s = self.microbatch.tokens.shape
+        shape = (b, s // mesh.tp.size if cfg.parallel.sp else s, cfg.model.hidden)
+        self.leaf = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=True)
+        self.grad = torch.empty(shape, dtype=self.dtype, device=device)
+        self.has_residual = cfg.parallel.recompute != "full"
+        self.scale = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
+        before = recorder.memory.now
+        self.context = self.stage.training_context(self.microbatch, self.scale)
+        self.context_bytes = recorder.memory.now - before
+
+    def run(self) -> MicrobatchRun:
+        """Forward and backward of a microbatch."""
+        memory = self.recorder.memory
+        before = memory.now
+        inputs = self.inputs()
+        begin = self.begin_phase()
+        outputs = self.forward(*inputs)
+        edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
+        grads = [self.scale if x.ndim == 0 else self.grad for x in outputs if x.requires_grad]
+        forward = self.end_phase(begin, [])
+        del inputs, outputs
+        kept = memory.now - before
+
+        begin = self.begin_phase()
+        spans: list[tuple[int, int]] = []
+        with noted_weight_grads(self.recorder, spans):
+            torch.autograd.backward(edges, grads)
+        backward = self.end_phase(begin, spans)
+        del edges
+        self.leaf.grad = None
+        kept_for_weights = memory.now - before
+        self.store.compute(0)
+        return MicrobatchRun(forward, backward, kept, kept_for_weights, memory.now - before)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """(x, residual) as the part before makes them; of the embedding none."""
+        if self.layer == "embedding":
+            return ()
+        if self.has_residual:
+            return self.leaf.clone(), self.leaf.clone()
+        return (self.leaf.clone(),)
+
+    def forward(self, x: Tensor | None = None, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+        stage, batch = self.stage, self.microbatch
+        if self.layer == "embedding":
+            return (stage.embedding(batch.tokens, batch.positions, self.context.dropout_rng),)
+        if self.layer == "head":
+            inputs = LossInputs(batch, self.scale, self.context)
+            return (stage.head(x, inputs, residual=residual),)
+        y, residual, stats = stage.blocks[0](x, residual, self.context)
+        stage.blocks[0].add_router_stats(stats)
+        return (y,) if residual is None else (y, residual)
+
+    def begin_phase(self) -> int:
+        """Returns the bytes that are alive."""
+        self.recorder.clear()
+        self.wire.clear()
+        self.recorder.memory.begin()
+        return self.recorder.memory.now
+
+    def end_phase(self, begin: int, weight_spans: list[tuple[int, int]]) -> PhaseRecord:
+        """weight_spans: (first, last) launches that compute gradients of weights."""
+        recorder = self.recorder
+        works = [work_of(launch, self.facts) for launch in recorder.launches]
+        weights = sum((one for first, last in weight_spans for one in works[first:last]), Amount())
+        events = list(events_of(self.wire, works))
+        if recorder.host_reads:
+            events.append(Amount(host_reads=len(recorder.host_reads)))
+        return PhaseRecord(tuple(events), weights, recorder.memory.peak - begin)
+
+
+def layers_of_part(cfg: Config, layer: int | str) -> tuple[int, int]:
+    """(first, last) of a stage that has this part alone."""
+    if layer == "embedding":
+        return 0, 0
+    if layer == "head":
+        return cfg.model.layers, cfg.model.layers
+    return int(layer), int(layer) + 1
+
+
+@contextlib.contextmanager
+def noted_weight_grads(recorder: Recorder, spans: list[tuple[int, int]]) -> Iterator[None]:
+    """Notes which launches compute gradients of weights: (first, last), last excluded."""
+    real = kernels.grad.write_grad
+
+    def write_grad(*args: Any) -> None:
+        first = len(recorder.launches)
+        real(*args)
+        spans.append((first, len(recorder.launches)))
+
+    with mock.patch.object(kernels.grad, "write_grad", write_grad):
+        yield
+
+
+def work_of(launch: Launch, facts: Facts) -> Amount:
+    judged = judge(launch, facts)
+    flops = {}
+    if judged.part in (FORWARD, BACKWARD) or launch.file in ATTENTION_FILES:
+        flops["attention"] = judged.flops
+    elif judged.rate is not None and "fp8" in judged.rate:
+        flops["products8"] = judged.flops
+    else:
+        flops["products"] = judged.flops
+    return Amount(**flops, nbytes=judged.nbytes, launches=launch.launches)
+
+
+def events_of(wire: RecordingWire, works: list[Amount]) -> Iterator[Event]:
+    """What is posted and awaited, with the work between."""
+    numbers: dict[int, str] = {}
+    done = 0
+    for event in wire.events:
+        if isinstance(event, PostedExchange):
+            if event.verb == "receive":
+                continue
+            numbers[event.number] = str(len(numbers))
+            found: Event = Post(numbers[event.number], event.group, event.verb, event.nbytes)
+        elif event.number in numbers:
+            found = Await(numbers[event.number])
+        else:
+            continue
+        if event.time > done:
+            yield sum(works[done:event.time], Amount())
+            done = event.time
+        yield found
+    if done < len(works):
+        yield sum(works[done:], Amount())

@@ -1,0 +1,198 @@
+"""What is recorded of a part of the model, beside what its modules say by hand, and its growth with the
+number of sequences.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from torch import nn
+
+import config
+from model.describe import describe_stage, mesh_of_one_stage, workload
+from parallel.tensor.layers import ColumnLinear, RowLinear
+from plan.record.launches import CHIPS
+from plan.record.part import PartForm, PartRecord, on_the_line, record_of, record_part, with_micro_batch
+from plan.search import set_keys
+
+DENSE = "--model.vocab 4096 --model.hidden 512 --model.ffn 1024".split()
+SIZE = "--train.seq_len 1024 --train.micro_batch 2 --model.vocab 4096".split()
+SP = {"parallel.tp": 2, "parallel.sp": True}
+PARTS = {"parallel.recompute": "selective", "parallel.recompute_parts": "core,norm,act"}
+LAYOUTS = {
+    "llama3-tiny": [
+        {},
+        {"parallel.tp": 2},
+        SP | {"parallel.async_tp": True},
+        SP | PARTS,
+        SP | {"parallel.recompute": "full"},
+        {"parallel.cp": 2, "parallel.cp_kind": "ring"},
+        {"parallel.cp": 2, "parallel.cp_kind": "ulysses"},
+        {"parallel.recompute": "full", "model.dropout": 0.1},
+        SP | {"train.dtype": "fp8"},
+    ],
+    "deepseek-v3-tiny": [
+        {},
+        {"parallel.ep": 4, "parallel.ep_chunks": 2, "train.dtype": "bf16"},
+        {"parallel.tp": 2, "parallel.ep": 4, "train.dtype": "bf16"},
+        SP | {"parallel.ep": 2, "parallel.recompute": "full", "train.dtype": "bf16"},
+    ],
+}
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+
+
+def title(name, layout):
+    """llama3-tiny tp 2 sp true"""
+    words = [name, *(f"{key.split('.')[1]} {value}" for key, value in layout.items())]
+    return " ".join(words).lower()
+
+
+IDS = [title(*case) for case in CASES]
+CORE = ["llama3-tiny tp 2 sp true async_tp true", "deepseek-v3-tiny tp 2 ep 4 dtype bf16"]
+
+
+def config_of(name, layout):
+    cfg = config.resolve(name, None, [*SIZE, *(DENSE if name == "llama3-tiny" else [])])
+    return set_keys(cfg, layout)
+
+
+def sums(exchanges, sizes):
+    """{(group, verb): bytes} of [(group, verb, bytes)]."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for group, verb, nbytes in exchanges:
+        if sizes[group] > 1:
+            counted[group, verb] += nbytes
+    return counted
+
+
+@pytest.mark.slow(every=3, core=CORE)
+@pytest.mark.parametrize("name, layout", CASES, ids=IDS)
+def test_a_record_is_what_the_modules_say(name, layout):
+    cfg = config_of(name, layout)
+    groups = [group for group in vars(mesh_of_one_stage(cfg)).values() if hasattr(group, "ranks")]
+    sizes = {group.name: group.size for group in groups}
+    embedding, *blocks, head = describe_stage(cfg, 0, cfg.model.layers).parts
+    for layer, part in (("embedding", embedding), (cfg.model.layers - 1, blocks[-1]), ("head", head)):
+        record = record_part(PartForm(cfg, layer, CHIPS["h100"]))
+        cost = part.cost(workload(cfg, flash=True))
+        forward, backward = record.forward.work, record.backward.work
+
+        # FLOPs
+        products = sum(one.flops * (3 if one.grads_in_forward else 1) for one in cost.products)
+        assert forward.products + forward.products8 == products
+        assert forward.attention == pytest.approx(cost.attention_flops, rel=1e-12)
+        again = cost.recomputed.flops - cost.recomputed.attention_flops if cost.recomputed else 0
+        in_backward = sum(2 * one.flops for one in cost.products if not one.grads_in_forward)
+        if cfg.train.dtype != "fp32":  # a router's gradients are multiplied as two numbers of 16 bits
+            in_backward += sum(2 * one.flops for one in cost.products if one.columns == cfg.model.experts)
+        assert backward.products + backward.products8 == in_backward + again
+
+        # exchanges
+        for phases, found in ((("forward", "output"), record.forward), (("backward",), record.backward)):
+            mine = [one for one in cost.exchanges if one.phase in phases]
+            said = [(one.group, one.verb, one.calls * one.nbytes) for one in mine]
+            assert sums([one[1:] for one in found.exchanges], sizes) == sums(said, sizes)
+
+        # bytes; the ids of the embedding are the microbatch's, and the hand estimates what dispatch keeps
+        bound = 0.025 if cfg.model.experts else 0.001
+        if layer != "embedding":
+            assert record.kept == pytest.approx(cost.saved_bytes(), rel=bound)
+        kept_weights = sum(one.kept_weight_bytes for one in cost.products)
+        assert record.kept_in_step == pytest.approx(kept_weights, rel=0.001)
+
+
+@pytest.mark.slow(every=3, core=CORE)
+@pytest.mark.parametrize("name, layout", CASES, ids=IDS)
+def test_the_record_of_a_block_grows_by_the_same_with_each_sequence(name, layout):
+    cfg = with_micro_batch(config_of(name, layout), 5)
+    form = PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"], is_split=True)
+    assert_like(record_of(form), record_part(form))
+
+
+def assert_like(line: PartRecord, real: PartRecord):
+    """Exactly, but for tensors of less than a sequence: those of a peak, and the partial sums of a norm's
+    backward, of which there are as many as processors."""
+    assert line.kept == real.kept and line.context == real.context
+    assert line.kept_for_weights == real.kept_for_weights
+    assert line.split_peak == pytest.approx(real.split_peak, rel=0.01)
+    for one, other in ((line.forward, real.forward), (line.backward, real.backward)):
+        assert one.exchanges == other.exchanges
+        for work, real_work in ((one.work, other.work), (one.weights, other.weights)):
+            counts, real_counts = (replace(one, nbytes=0).numbers for one in (work, real_work))
+            assert counts == pytest.approx(real_counts, 1e-12)
+            assert work.nbytes == pytest.approx(real_work.nbytes, rel=0.005)
+        assert one.peak == pytest.approx(other.peak, rel=0.01)
+
+
+def test_records_of_unlike_forms_make_no_line():
+    forms = [PartForm(config_of("llama3-tiny", layout), 0, CHIPS["h100"]) for layout in ({}, SP)]
+    one, two = map(record_part, forms)
+    with pytest.raises(ValueError, match="unlike|zip"):
+        on_the_line(one, two, 3)
+
+
+def test_a_layout_of_its_own_has_a_record_of_its_own():
+    cfg = config_of("llama3-tiny", {})
+    form = PartForm(cfg, 0, CHIPS["h100"])
+    assert record_of(form) is record_of(form)
+    assert record_of(form).kept > record_of(PartForm(config_of("llama3-tiny", SP), 0, CHIPS["h100"])).kept
+    other = replace(cfg, train=replace(cfg.train, seq_len=512))
+    assert record_of(PartForm(other, 0, CHIPS["h100"])).kept < record_of(form).kept
+
+
+# ---- a module that nobody described ------------------------------------------------------------------------
+
+
+class LinearAttention(nn.Module):
+    """Linear attention (arXiv 2006.16236) over whole sequences, without a causal order: it says nothing of
+    what it costs."""
+
+    def __init__(self, cfg, mesh, layer):
+        super().__init__()
+        hidden = cfg.model.hidden
+        self.heads = cfg.model.heads // mesh.tp.size
+        key = f"layers.{layer}.attn"
+        options = {"std": cfg.model.init_std, "bias": False, "sp": cfg.parallel.sp, "async_tp": False}
+        self.qkv = ColumnLinear(mesh, {f"{key}.{name}": hidden for name in "qkv"}, hidden, **options)
+        self.out = RowLinear(mesh, f"{key}.o", hidden, hidden, **options)
+
+    def forward(self, x, context):
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q, k, v = (one.transpose(1, 2) for one in parts)  # [b, h/tp, s, d]
+        state = k.softmax(-2).transpose(-1, -2) @ v  # [b, h/tp, d, d]
+        return self.out((q.softmax(-1) @ state).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("chip", [None, CHIPS["h100"]], ids=["cpu", "h100"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute):
+    """By hand: its FLOPs, what it exchanges, and that it keeps all but what full recompute makes again."""
+    monkeypatch.setattr("model.block.Attention", LinearAttention)
+    cfg = config_of("llama3-tiny", SP | {"parallel.recompute": recompute, "train.dtype": "bf16"})
+    record = record_part(PartForm(cfg, 1, chip))
+    model, tokens = cfg.model, cfg.train.micro_batch * cfg.train.seq_len
+    d = model.hidden // model.heads
+
+    # of a rank: half of the features of each product
+    projections = 2 * tokens * model.hidden * (4 * model.hidden + 3 * model.ffn) // 2
+    states = 2 * 2 * tokens * model.hidden * d // 2
+    forward, backward = record.forward.work, record.backward.work
+    assert forward.products == projections + states and forward.attention == 0
+    again = forward.products if recompute == "full" else 0
+    assert backward.products == 2 * forward.products + again
+    assert record.backward.weights.products == projections
+
+    # two regions of tensor parallelism: each is entered and left, and entered again where all is made again
+    hidden_bytes = 2 * tokens * model.hidden
+    gathers = sum(one.nbytes for one in record.backward.exchanges if one.verb == "all_gather")
+    assert sum(one.nbytes for one in record.forward.exchanges) == 4 * hidden_bytes
+    assert gathers == (4 if recompute == "full" else 2) * hidden_bytes
+
+    # bytes
+    if recompute == "full":
+        assert record.kept == pytest.approx(hidden_bytes // 2, rel=0.01)
+    else:
+        assert record.kept > 4 * hidden_bytes
