@@ -1,13 +1,13 @@
 """A step of a job of any size, without the job: what its ranks compute, hold and exchange.
 
     python train.py NAME --dry-run --world N [--cluster C] [--json F] [--picture F] [--trace F]
-        [--memory F] [--section.key VALUE ...]
+        [--memory F] [--ranks R,R] [--phase K] [--section.key VALUE ...]
 
 The program's own build_run and train_step run as a rank of N, on tensors without storage, down the paths that
-they take on the cluster's GPU (--cluster cpu: those of a CPU). One rank of each place in the pipeline is
-recorded. The others of a place do the same on shards of the same size, or of a smaller one. Nothing needs a
-GPU, and nothing is timed: times are modelled, from rates that are assumed (plan/record/rates.py) and the
-cluster's links.
+they take on the cluster's GPU (--cluster cpu: those of a CPU). The first rank of each place in the pipeline
+is recorded, or --ranks. The others of a place do the same on shards of the same size, or of a smaller one;
+under Muon each has other matrices. Nothing needs a GPU, and nothing is timed: times are modelled, from rates
+that are assumed (plan/record/rates.py) and the cluster's links.
 
 What depends on values is assumed: every target counts, experts get equal shares of the tokens, and under
 data.doc_mask each sequence is one document.
@@ -29,7 +29,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -42,13 +42,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import config
-from build import build_run
+from build import build_run, with_vocab
 from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
+from data.loader import open_loader
+from data.tokenizer import load_tokenizer
 from model.describe import workload
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
-from parallel.topology.dims import ParallelDims
+from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token
@@ -59,7 +61,7 @@ from plan.record.launches import CHIPS, Chip
 from plan.record.links import ClusterLinks, seconds_of_exchange
 from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, rates_of, ratios
 from plan.record.rates import seconds as launch_seconds
-from plan.record.role import Program, record_role, training_program
+from plan.record.role import Program, answers_of, record_role, training_program
 from plan.record.snapshot import snapshot
 from plan.record.streams import COMPUTE
 from plan.record.summary import LaunchKind, RoleSummary, summarize
@@ -73,7 +75,14 @@ from train import train_step
 GIB = 2**30
 NUM_HELD = 12  # places of the code that are listed, of the fullest role
 SEARCHED = ("data.", "eval.", "log.", "checkpoint.")  # keys that a step does not read
-ASK_OTHERS = ("muon", "lamb", "lars")  # optimizers that gather plain data of the ranks
+# Optimizers that gather plain data of other ranks: {name: (the group, the coordinates that tell its ranks
+# apart; none: each rank says something of its own)}
+ASK_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "muon": ("pipeline_stage", ()),
+    "lamb": ("world", ("pp", "ep", "etp")),
+    "lars": ("world", ("pp", "ep", "etp")),
+}
+MAX_ASKED = 256  # ranks that build a run to say what theirs hold
 ON_CPU = "cpu"
 FIRST_WITH_FP8 = (8, 9)  # compute capability
 PICTURES = (".png", ".svg", ".pdf")
@@ -100,6 +109,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help=argparse.SUPPRESS)
     add("--world", type=int, help="ranks of the job")
     add("--cluster", default="h100-ib", help="a cluster of configs/clusters.yaml, or cpu (h100-ib)")
+    add("--ranks", metavar="R,R", help="ranks to record, or all (the first of each place in the pipeline)")
+    add("--phase", type=int, default=1, metavar="K", help="of train.phases (1, the first)")
     add("--json", type=Path, metavar="F", help="write everything to a file")
     add("--picture", type=Path, metavar="F", help="draw memory over the step: " + ", ".join(PICTURES))
     add("--trace", type=Path, metavar="F", help="the modelled times, for ui.perfetto.dev: .json, .json.gz")
@@ -119,21 +130,19 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--trace: needs times, and rates are known of GPUs; leave it out, or --cluster cpu")
     name, file, rest = config.split_argv([*([args.name] if args.name else []), *rest])
     cfg = config.resolve(name, file, rest)
-    if cfg.model.vocab is None:
-        raise ConfigError("model.vocab: is the tokenizer's, which a dry run does not read; set it, "
-                          "as --model.vocab 32000")
-    if cfg.optim.name in ASK_OTHERS and args.world > 1:
-        raise ConfigError(f"optim.name: {cfg.optim.name} divides its work by what other ranks hold, which a "
-                          "record of one does not know; a dry run takes adamw, lion and sgd")
+    phases = phases_of(cfg).all
+    if not 1 <= args.phase <= len(phases):
+        raise ConfigError(f"--phase: {args.phase} must be 1 to {len(phases)}, a phase of train.phases")
+    cfg = with_tokenizer(phases[args.phase - 1].cfg)
     unused.check_unused(cfg, args.world, but=SEARCHED)
     plan_pipeline(cfg, args.world)
     hardware = hardware_of(args.cluster)
     check_chip(cfg, hardware.chip)
 
-    # one rank of each place in the pipeline
+    # one rank of each place in the pipeline, or those that are asked for
     began = time.perf_counter()
     dims = parallel_dims(cfg, args.world)
-    roles = record_roles(cfg, dims, dims.group(0, "pp"), hardware.chip)
+    roles = record_roles(cfg, dims, ranks_to_record(args.ranks, dims), hardware.chip)
     transport = "gloo" if hardware.chip is None else "nccl"
     findings = check({role.rank: role.steps.events for role in roles}, transport)
     seconds = time.perf_counter() - began
@@ -142,15 +151,13 @@ def main(argv: list[str]) -> int:
         modelled = modelled_step(cfg, dims, hardware.cluster, roles)
 
     # show
-    phases = phases_of(cfg).all
     beside = memory_beside(cfg, args.world, hardware)
     needs = max(role.peak for role in roles) + sum(beside.values())
     fits = hardware.memory is None or needs <= hardware.memory
     width = output_width()
     print("\n".join(wrapped(headline(name or str(file), cfg, dims, hardware, len(roles), seconds), width)))
     if len(phases) > 1:
-        print(f"recorded: the first of {len(phases)} phases; --train.phases none with the keys of another "
-              "shows that one")
+        print(f"recorded: phase {args.phase} of {len(phases)} (--phase)")
     table = role_table(roles, dims, hardware.chip is None, width)
     print("\n".join(["", *table, "", *held_lines(roles, beside, hardware), ""]))
     print("\n".join(exchange_lines(roles, width)))
@@ -169,6 +176,22 @@ def main(argv: list[str]) -> int:
     if args.memory:
         write_memory(args.memory, snapshot([role.memory for role in roles]))
     return 0 if fits and not findings else 1
+
+
+def with_tokenizer(cfg: Config) -> Config:
+    """The config with the vocabulary of its tokenizer, if it has none of its own. Raises ConfigError."""
+    data = cfg.data
+    if cfg.model.vocab is not None:
+        return cfg
+    is_made_later = "stdlib" in data.path if data.tokenizer is None else data.tokenizer.startswith("bpe-")
+    if is_made_later or (data.tokenizer is None and "://" in data.path):
+        raise ConfigError("model.vocab: is that of a tokenizer that a run makes or fetches when it starts; "
+                          "set it, as --model.vocab 32000, or give data.tokenizer a file")
+    if data.tokenizer is not None:
+        return with_vocab(cfg, load_tokenizer(data.tokenizer, data.eod).vocab)
+    loader = open_loader(cfg, "train", 0, 1)
+    loader.close()
+    return with_vocab(cfg, loader.required_tokenizer.vocab)
 
 
 def hardware_of(name: str) -> JobHardware:
@@ -190,6 +213,19 @@ def check_chip(cfg: Config, chip: Chip | None) -> None:
         raise ConfigError(f"train.dtype: {chip.name} has no fp8 (chips from sm_89 on have); use bf16")
 
 
+def ranks_to_record(asked: str | None, dims: ParallelDims) -> list[int]:
+    """Those of --ranks; without it the first of each place in the pipeline. Raises ConfigError."""
+    if asked is None:
+        return dims.group(0, "pp")
+    if asked == "all":
+        return list(range(dims.world))
+    words = asked.split(",")
+    if not all(word.isdecimal() and int(word) < dims.world for word in words):
+        raise ConfigError(f"--ranks: {asked} must be all, or ranks from 0 to {dims.world - 1} with commas "
+                          "between them")
+    return sorted({int(word) for word in words})
+
+
 # ---- recording ---------------------------------------------------------------------------------------------
 
 
@@ -197,7 +233,7 @@ def record_roles(
     cfg: Config, dims: ParallelDims, ranks: Sequence[int], chip: Chip | None
 ) -> list[RoleSummary]:
     """The summaries of these ranks, recorded by as many processes as there are cores."""
-    record = partial(record_one, cfg, dims, chip)
+    record = partial(record_one, cfg, dims, chip, what_others_say(cfg, dims, ranks, chip))
     workers = min(len(ranks), os.cpu_count() or 1)
     if workers == 1:
         return [record(rank) for rank in ranks]
@@ -205,10 +241,41 @@ def record_roles(
         return list(pool.map(record, ranks))
 
 
-def record_one(cfg: Config, dims: ParallelDims, chip: Chip | None, rank: int) -> RoleSummary:
+def record_one(
+    cfg: Config, dims: ParallelDims, chip: Chip | None, answers: Mapping[int, object], rank: int
+) -> RoleSummary:
     torch.set_num_threads(1)
     facts = Facts(workload(cfg).keys_seen(cfg.model.window))
-    return summarize(record_role(cfg, dims, rank, chip, program_of(cfg)), facts)
+    return summarize(record_role(cfg, dims, rank, chip, program_of(cfg), answers=answers), facts)
+
+
+def what_others_say(
+    cfg: Config, dims: ParallelDims, ranks: Iterable[int], chip: Chip | None
+) -> dict[int, object]:
+    """{rank: the plain data that it says to others}, as far as these ranks hear it. Empty where nobody asks.
+
+    Raises ConfigError if too many ranks would have to build a run for it.
+    """
+    if cfg.optim.name not in ASK_OTHERS or dims.world == 1:
+        return {}
+    group, apart = ASK_OTHERS[cfg.optim.name]
+    heard = sorted({other for rank in ranks for other in dims.group(rank, *GROUP_AXES[group])})
+    kinds = {rank: kind_of_rank(dims, rank, apart) for rank in heard}
+    first = {kind: rank for rank, kind in reversed(kinds.items())}
+    if len(first) > MAX_ASKED:
+        raise ConfigError(f"optim.name: {cfg.optim.name} divides its work by what each of {len(first):,} "
+                          f"ranks holds, and a dry run asks at most {MAX_ASKED}; give --world fewer ranks, "
+                          "or take adamw, lion or sgd")
+    said = answers_of(dims, first.values(), chip, program_of(cfg))
+    return {rank: said[first[kind]] for rank, kind in kinds.items()}
+
+
+def kind_of_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple[int, ...]:
+    """Its coordinates on these axes; without axes the rank itself."""
+    if not apart:
+        return (rank,)
+    index = dims.coordinates(rank, EXPERT_AXES)
+    return tuple(index[axis] for axis in apart)
 
 
 def program_of(cfg: Config) -> Program:
@@ -302,8 +369,8 @@ def headline(
     train = cfg.train
     return (
         f"{name} on {dims.in_words()} of {hardware.name} ({chip}) · global batch {train.global_batch} x "
-        f"{train.seq_len}, micro-batch {train.micro_batch}, {train.dtype} · {num_roles} places in the "
-        f"pipeline recorded in {seconds:.0f} s"
+        f"{train.seq_len}, micro-batch {train.micro_batch}, {train.dtype} · {num_roles} of {dims.world:,} "
+        f"ranks recorded in {seconds:.0f} s"
     )
 
 
@@ -311,11 +378,11 @@ def role_table(
     roles: list[RoleSummary], dims: ParallelDims, is_on_cpu: bool, width: int | None
 ) -> list[str]:
     rows = []
-    for role in roles:
+    for role, ranks in alike(roles, dims):
         sent = sum(one.nbytes for one in role.exchanges)
         rows.append({
             "pp": str(dims.coordinates(role.rank)["pp"]),
-            "rank": str(role.rank),
+            "rank": ranks,
             "TFLOP": f"{role.flops / 1e12:,.3g}",
             "state GiB": f"{role.state / GIB:.2f}",
             "peak GiB": f"{role.peak / GIB:.2f}",
@@ -333,6 +400,27 @@ def role_table(
 def place_of(dims: ParallelDims, rank: int) -> str:
     """pp 1"""
     return f"pp {dims.coordinates(rank)['pp']}"
+
+
+def alike(roles: list[RoleSummary], dims: ParallelDims) -> list[tuple[RoleSummary, str]]:
+    """[(a rank, all recorded ranks that cannot be told apart from it)], of one place in the pipeline each."""
+    found: dict[tuple, list[RoleSummary]] = {}
+    for role in roles:
+        numbers = (role.flops, role.launches, role.state, role.peak, role.host, tuple(role.waits.items()))
+        exchanges = tuple(sorted((one.group, one.verb, one.calls, one.nbytes) for one in role.exchanges))
+        found.setdefault((dims.coordinates(role.rank)["pp"], numbers, exchanges), []).append(role)
+    return [(same[0], spans_in_words([role.rank for role in same])) for same in found.values()]
+
+
+def spans_in_words(ranks: list[int]) -> str:
+    """0-6, 8"""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
 
 
 def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: JobHardware) -> list[str]:
@@ -400,7 +488,7 @@ def check_lines(findings: list[str], transport: str, roles: list[RoleSummary]) -
     """What the check says, and what could not be counted."""
     lines = [f"error: {finding}" for finding in findings]
     if not findings and len(roles) > 1:
-        lines.append(f"the exchanges of a pipeline meet, under the rules of {transport}")
+        lines.append(f"the exchanges of these ranks meet, under the rules of {transport}")
     unknown = {kernel: nbytes for role in roles for kernel, nbytes in role.unknown.items()}
     lines += [f"without a formula: {kernel}, which moves {nbytes / 1e9:.3f} GB"
               for kernel, nbytes in unknown.items()]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -35,7 +35,7 @@ from plan.record.launches import (
     without_initial_weights,
 )
 from plan.record.memory import Change, Holder
-from plan.record.wire import RecordingWire
+from plan.record.wire import AskingWire, RecordingWire, Said
 
 STEP = 2  # the step that is kept: the first makes what later ones reuse
 HORIZON = 1000  # steps of the run: no schedule of a learning rate changes what a step costs
@@ -89,16 +89,43 @@ class RoleRecord:
 
 
 def record_role(
-    cfg: Config, dims: ParallelDims, rank: int, chip: Chip | None, program: Program
+    cfg: Config,
+    dims: ParallelDims,
+    rank: int,
+    chip: Chip | None,
+    program: Program,
+    *,
+    answers: Mapping[int, object] | None = None,
 ) -> RoleRecord:
-    """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's."""
+    """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's.
+
+    answers: see answers_of. None: nobody says anything else than this rank.
+    """
     recorder = Recorder()
-    wire = RecordingWire(recorder.now, recorder.events)
+    wire = RecordingWire(recorder.now, recorder.events, answers or {})
     mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))
     claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
     with claimed as device, without_initial_weights():
         batches = functools.partial(assumed_batch, cfg, dims, device)
         return record_steps(program, recorder, mesh, device, batches)
+
+
+def answers_of(
+    dims: ParallelDims, ranks: Iterable[int], chip: Chip | None, program: Program
+) -> dict[int, object]:
+    """{rank: the plain data that it says to others when the run is built}: each of them builds its own."""
+    found: dict[int, object] = {}
+    for rank in ranks:
+        recorder = Recorder()
+        recorder.is_build = True
+        mesh = Mesh.without_processes(dims, rank, Activity(wire=AskingWire(recorder.now, recorder.events)))
+        claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
+        with claimed as device, without_initial_weights(), recorder.recording(), META:
+            try:
+                program.build(mesh, device)
+            except Said as said:
+                found[rank] = said.data
+    return found
 
 
 def record_steps(

@@ -4,9 +4,9 @@ Nothing is sent: the result of an exchange keeps the shape that it has, and no v
 awaits is kept in the order in which it does so (`PostedExchange`, `Wait`), for plan/record/check.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ Data = TypeVar("Data")
 @dataclass
 class RecordingWire:
     """events: in the order of this rank, with other events of it between them. now: how many launches there
-    were."""
+    were. answers: what other ranks say where each says something of its own; all others say what this one
+    says."""
 
     now: Callable[[], int] = lambda: 0
     events: list[Event] = field(default_factory=list)
+    answers: Mapping[int, object] = field(default_factory=dict)
     count: int = 0
 
     def exchange(self, group: Group, verb: str, sent: Tensor, received: Tensor) -> None:
@@ -46,7 +48,7 @@ class RecordingWire:
         return posted
 
     def objects(self, group: Group, x: Data) -> list[Data]:
-        return [x] * group.size
+        return [cast(Data, self.answers.get(rank, x)) for rank in group.ranks]
 
     def post(
         self,
@@ -72,6 +74,21 @@ class RecordingWire:
         )
         self.events.append(exchange)
         return PostedHandle(self, number, tensors)
+
+
+class Said(Exception):
+    """Ends a program with what it says to other ranks: `data`."""
+
+    def __init__(self, data: object) -> None:
+        super().__init__("a rank says something to others")
+        self.data = data
+
+
+class AskingWire(RecordingWire):
+    """A wire on which the first plain data that a rank says to others ends its program."""
+
+    def objects(self, group: Group, x: Data) -> list[Data]:
+        raise Said(x)
 
 
 class PostedHandle:

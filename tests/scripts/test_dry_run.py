@@ -39,7 +39,7 @@ def test_it_says_what_each_place_computes_holds_and_exchanges_and_when(tmp_path)
     )
     assert done.returncode == 0, done.stderr
     assert "llama3-tiny on 8 ranks (dp2 tp2 pp2) of h100-ib (NVIDIA H100 80GB HBM3)" in done.stdout
-    assert "the exchanges of a pipeline meet, under the rules of nccl" in done.stdout
+    assert "the exchanges of these ranks meet, under the rules of nccl" in done.stdout
     assert files["png"].stat().st_size > 5000
     tree = json.loads(files["json"].read_text())
     first, last = tree["roles"]
@@ -171,8 +171,13 @@ def check_memory(snapshot: dict, tree: dict) -> None:
     ("--world 3 --parallel.tp 2", "parallel"),
     ("--world 2 --cluster nowhere", "nowhere"),
     ("--world 2 --model.vocab none", "model.vocab"),
+    ("--world 2 --model.vocab none --data.tokenizer bpe-512", "model.vocab"),
+    ("--world 2 --phase 2", "--phase"),
+    ("--world 2 --ranks 0,2", "--ranks"),
+    ("--world 2 --cluster v100-ib", "v100"),
+    ("--world 2 --cluster a100-ib --train.dtype fp8", "train.dtype"),
     ("--world 2 --picture x.jpg", "--picture"),
-    ("--world 2 --optim.name muon", "optim.name"),
+    ("--world 512 --train.global_batch 512 --optim.name muon", "optim.name"),
     ("--world 2 --trace x.txt", "--trace"),
     ("--world 2 --cluster cpu --trace x.json", "--trace"),
 ])
@@ -183,9 +188,27 @@ def test_what_cannot_be_is_refused_in_one_line(words, named):
 
 
 @pytest.mark.slow
-def test_of_a_run_with_phases_the_first_is_said_to_be_recorded():
-    done = dry_run("--world", "1", "--train.phases", '[{"after_steps": 3, "optim.lr": 1e-4}]')
-    assert done.returncode == 0 and "recorded: the first of 2 phases" in done.stdout
+def test_a_phase_is_recorded_with_its_keys():
+    phases = '[{"after_steps": 3, "train.seq_len": 16, "train.global_batch": 4}]'
+    for number, shape in ((1, "global batch 8 x 8"), (2, "global batch 4 x 16")):
+        done = dry_run("--world", "1", "--train.phases", phases, "--phase", str(number))
+        assert done.returncode == 0 and f"recorded: phase {number} of 2" in done.stdout
+        assert shape in done.stdout
+
+
+@pytest.mark.slow
+def test_a_vocabulary_is_that_of_the_tokenizer():
+    done = dry_run(*"--world 1 --model.vocab none --data.tokenizer bytes --cluster cpu".split())
+    named = dry_run(*"--world 1 --model.vocab 257 --cluster cpu".split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2:] == named.stdout.splitlines()[2:]
+
+
+@pytest.mark.slow
+def test_ranks_that_are_alike_share_a_row():
+    done = dry_run(*"--world 4 --ranks all --parallel.pp 2 --cluster cpu --parallel.zero 0".split())
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 ranks recorded" in done.stdout and "0-1" in done.stdout and "2-3" in done.stdout
 
 
 @pytest.mark.slow
