@@ -27,6 +27,7 @@ from benchmarks.shape import Shape
 from config import ConfigError
 from kernels.attention_libraries import LIBRARIES
 from plan.record.launches import CHIPS, Chip
+from plan.record.rates import Work
 from runtime.setup import peak_flops_of_gpu
 
 ROOT = Path(__file__).parents[1]
@@ -355,7 +356,7 @@ def report_modelled(
         report(row=row, step=step, state="absent", problem=card.TOO_LARGE)
         return
     recorded = step_model.recorded_step(scenario, run.chip, shape)
-    works = Counter(step_model.Work.of(judged) for judged in recorded.works if judged.launch.launches)
+    works = Counter(Work.of(judged) for judged in recorded.works if judged.launch.launches)
     flops = step_model.flops_per_token(recorded.cfg.model, shape.seq, recorded.documents) * shape.tokens
     report(
         row=row,

@@ -1,7 +1,7 @@
 """The step model with rates that were measured, beside steps that were measured: where is the largest gap?
 
 A rate of the model that was not measured keeps its assumed middle. What was measured stands as points of size
-and rate; a launch gets the rate at its own size (benchmarks/step_model.py: interpolated).
+and rate; a launch gets the rate at its own size (plan/record/rates.py: interpolated).
 
 A profiler says how long each kernel of a measured step ran. Kernels of a library are told apart by their
 names, ours by their function; two of ours with one name count for the part that the modelled step has.
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import mean
 
-from benchmarks.step_model import ASSUMED, Rate, LaunchRates, Work, host_seconds, seconds
+from plan.record.rates import ASSUMED, LaunchRates, Rate, Work, host_seconds, seconds
 from plan.record.work import KERNELS
 
 LEVEL = "middle"

@@ -7,13 +7,9 @@
                                                         writes the tables into the page
 
 Nothing is timed. The launches are those of the real train_step (plan/record/launches.py). What each is for,
-and its FLOPs, come from plan/record/work.py. A launch takes
-
-    max(bytes / bandwidth, FLOPs / rate, launches * shortest)
-
-(a weight gradient: its FLOPs, and then the bytes of its fp32 result), with rates that are assumed: low,
-middle and high ones (RATES). Launches follow each other without a gap, so the GPU's time is the sum. The
-host's time to start them stands beside it, and the larger of both is the step.
+and its FLOPs, come from plan/record/work.py, and how long it takes from plan/record/rates.py, at low, middle
+and high rates. Launches follow each other without a gap, so the GPU's time is the sum. The host's time to
+start them stands beside it, and the larger of both is the step.
 
 What the model does not know: how a kernel's rate depends on its shape, what stays in the L2 cache between
 launches, and the GPU's clock under load. benchmarks/measured.py gives it rates that were measured.
@@ -32,119 +28,42 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy
 import torch
 
 import config
 from benchmarks.card import fit_layers
 from benchmarks.shape import Shape
-from build import TrainingRun, build_run
+from build import build_run
 from config import Config, ConfigError
 from config.provenance import commit_id
 from parallel.cost import Workload
+from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from plan.count import flops_per_token, parameters
-from plan.record.launches import CHIPS, META, Chip, Launch, Recorder, claimed_gpu, without_initial_weights
-from plan.record.role import microbatch
+from plan.record.launches import CHIPS, Chip, Recorder, claimed_gpu, without_initial_weights
+from plan.record.rates import (
+    ASSUMED,
+    BANDWIDTH,
+    HOST,
+    HOST_READ,
+    LEVELS,
+    RATES,
+    SHORTEST,
+    TERA,
+    LaunchRates,
+    Work,
+    host_counts,
+    host_seconds,
+    seconds,
+)
+from plan.record.role import RoleRecord, microbatch, record_steps, training_program
 from plan.record.work import PARTS, Facts, JudgedLaunch, judge
 from runtime.guard import NonFiniteGuard
 from runtime.setup import peak_flops_of_gpu
 from train import train_step
 
-TERA, GIGA = 1e12, 1e9
+GIGA = 1e9
 SIDE = 128  # of a block of blockwise scales (train.fp8_block)
-
-
-# ---- assumed rates -----------------------------------------------------------------------------------------
-
-
-class Rate(NamedTuple):
-    """low, middle, high: what is expected; perfect: the best that anybody has reported. From: why."""
-
-    low: float
-    middle: float
-    high: float
-    perfect: float
-    source: str
-
-
-LEVELS = ("low", "middle", "high")
-OWN = "expected from its instructions (tests/kernels/aot.txt); never run"
-
-# TFLOP/s of products, on Hopper with 132 processors.
-RATES = {
-    "library": Rate(640, 690, 720, 788, "cuBLAS bf16, large shapes, at the clock that 700 W allow"),
-    "own": Rate(500, 570, 620, 788, "weight gradients of kernels/linear.py: " + OWN),
-    "own grouped": Rate(480, 560, 620, 788, "kernels/grouped_gemm.py, two programs a processor: " + OWN),
-    "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients: " + OWN),
-    "own gathered": Rate(450, 525, 580, 788, "the same, where threads copy single rows instead of TMA"),
-    "own gathered, weights": Rate(410, 460, 505, 788, "its weight gradients, likewise"),
-    "library grouped": Rate(520, 600, 660, 788, "torch._grouped_mm (CUTLASS)"),
-    "library fp8": Rate(1200, 1350, 1450, 1576, "torch._scaled_mm with fast sums"),
-    "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),
-    "own fp8": Rate(800, 865, 920, 1576, "kernels/fp8_gemm.py: " + OWN),
-    "fp32": Rate(20, 30, 40, 788, "fp32 on CUDA cores, narrow outputs; perfect: in bf16"),
-    "cudnn": Rate(500, 560, 600, 600, "cuDNN's attention, causal, head dim 128; of documents too"),
-    "cudnn backward": Rate(400, 450, 490, 520, "cuDNN's, five products counted"),
-    "flash 2": Rate(330, 350, 380, 600, "FlashAttention 2 in torch, written for sm_80"),
-    "flash 2 backward": Rate(210, 230, 260, 520, "the same, five products counted"),
-    "own attention": Rate(330, 370, 400, 600, "kernels/attention_forward.py: " + OWN),
-    "own attention backward": Rate(230, 265, 300, 520, "kernels/attention_backward.py: " + OWN),
-}
-BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
-SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")
-HOST_READ = Rate(250, 150, 80, 0, "microseconds that the GPU idles when the host waits for a value of it")
-HOST = {  # microseconds of the host
-    "triton": Rate(25, 18, 12, 0, "a Triton kernel, with the Python around it"),
-    "operation": Rate(12, 9, 6, 0, "an operation of torch that starts a kernel, autograd included"),
-    "view": Rate(2, 1.5, 1, 0, "one that starts none"),
-}
-
-Points = tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class LaunchRates:
-    """What bounds a launch. Products by name, in TFLOP/s; the rest as the tables above.
-
-    points: measured, ((FLOPs or bytes of a launch, TFLOP/s or TB/s), ...) in rising order, by the name of a
-    product's rate, by that name with ", weights" for weight gradients, by kernel for what memory bounds, and
-    "memory" for every other kernel. They come before the tables.
-    """
-
-    products: Mapping[str, Rate]
-    bandwidth: Rate = BANDWIDTH
-    shortest: Rate = SHORTEST
-    host_read: Rate = HOST_READ
-    host: Mapping[str, Rate] = field(default_factory=lambda: HOST)
-    points: Mapping[str, Points] = field(default_factory=dict)
-
-    def computing(self, work: "Work", level: str) -> float:
-        """Seconds for the FLOPs; of a weight gradient with its ends of tiles, which hide behind nothing."""
-        if not work.rate:
-            return 0.0
-        weights = f"{work.rate}, weights"
-        is_weights = work.part == "weight gradients"
-        points = self.points.get(weights if is_weights and weights in self.points else work.rate)
-        if points:  # what is measured has the ends of tiles in it
-            return work.flops / (TERA * interpolated(points, work.flops))
-        ends = work.ends / (TERA * getattr(self.bandwidth, level)) if is_weights else 0.0
-        return work.flops / (TERA * getattr(self.products[work.rate], level)) + ends
-
-    def moving(self, work: "Work", level: str) -> float:
-        """Seconds for the bytes."""
-        points = self.points.get(work.kernel) or self.points.get("memory")
-        rate = interpolated(points, work.nbytes) if points else getattr(self.bandwidth, level)
-        return work.nbytes / (TERA * rate)
-
-
-ASSUMED = LaunchRates(RATES)
-
-
-def interpolated(points: Points, size: float) -> float:
-    """The rate at a size: linear in its logarithm between two points, that of the nearest one beyond them."""
-    sizes, rates = zip(*points)
-    return float(numpy.interp(math.log(max(size, 1.0)), [math.log(one) for one in sizes], rates))
 
 
 # ---- scenarios ---------------------------------------------------------------------------------------------
@@ -234,27 +153,23 @@ def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:
 # ---- recording ---------------------------------------------------------------------------------------------
 
 
-def record(cfg: Config, chip: Chip, lengths: Sequence[int] = (), cudnn: bool = False) -> Recorder:
-    """The launches of the second step: what is done once is done in the first. lengths: see microbatch.
-    cudnn: see Scenario."""
+def record(cfg: Config, chip: Chip, lengths: Sequence[int] = (), cudnn: bool = False) -> RoleRecord:
+    """A step of one GPU. lengths: see microbatch. cudnn: see Scenario."""
     recorder = Recorder()
     with claimed_gpu(chip, recorder, cudnn) as device, without_initial_weights():
-        with META:
-            run = build_run(cfg, Mesh.single(), device, None, 1000)
-        record_step(run, recorder, device, lengths)
-    return recorder
+        return record_step(cfg, recorder, device, lengths)
 
 
 def record_step(
-    run: TrainingRun, recorder: Recorder, device: torch.device, lengths: Sequence[int] = ()
-) -> None:
-    """Runs two steps, and leaves the launches of the second in the recorder."""
-    guard = NonFiniteGuard()
-    for step in (1, 2):
-        batch = microbatch(run.cfg, device, step - 1, lengths)
-        recorder.clear()
-        with recorder.recording():
-            train_step(run, step, [batch], guard, grads_ready=recorder.begin_optimizer)
+    cfg: Config, recorder: Recorder, device: torch.device, lengths: Sequence[int] = ()
+) -> RoleRecord:
+    """The second step: what is done once is done in the first."""
+    program = training_program(cfg, build_run, train_step, NonFiniteGuard())
+
+    def batches(step: int) -> list[Microbatch]:
+        return [microbatch(cfg, device, step - 1, lengths)]
+
+    return record_steps(program, recorder, Mesh.single(), device, batches)
 
 
 # ---- times -------------------------------------------------------------------------------------------------
@@ -339,49 +254,10 @@ def add_levels(times: Iterable[Sequence[float]]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-class Work(NamedTuple):
-    """What a launch costs. launches: kernels that start. ends: bytes that it reads of its result, and writes.
-    """
-
-    part: str
-    kernel: str
-    rate: str | None
-    flops: float
-    nbytes: float
-    launches: int
-    ends: int
-
-    @staticmethod
-    def of(judged: JudgedLaunch) -> "Work":
-        launch = judged.launch
-        ends = launch.updated + launch.written
-        return Work(
-            judged.part, launch.kernel, judged.rate, judged.flops, judged.nbytes, launch.launches, ends
-        )
-
-
-def seconds(work: Work, level: str, rates: LaunchRates = ASSUMED) -> float:
-    """On the GPU, with the rates of a level."""
-    shortest = 1e-6 * getattr(rates.shortest, level) * work.launches
-    return max(shortest, rates.moving(work, level), rates.computing(work, level))
-
-
 def perfect_seconds(work: JudgedLaunch) -> float:
     """In a step that starts only what cannot be a part of another kernel, at the best rates."""
     rate = RATES[work.rate].perfect if work.rate else math.inf
     return work.needed * max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
-
-
-def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
-    """{kind of HOST: how many}."""
-    counts = dict.fromkeys(HOST, 0)
-    for launch in launches:
-        counts["triton" if launch.is_triton else "operation" if launch.launches else "view"] += 1
-    return counts
-
-
-def host_seconds(counts: Mapping[str, int], level: str, rates: LaunchRates = ASSUMED) -> float:
-    return sum(1e-6 * getattr(rates.host[kind], level) * count for kind, count in counts.items())
 
 
 def grouped(works: Iterable[JudgedLaunch], rates: LaunchRates) -> tuple[LaunchGroup, ...]:
@@ -426,9 +302,9 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
     documents = document_lengths(scenario, shape)
     workload = Workload(shape.batch, shape.seq, documents=documents)
     facts = Facts(workload.keys_seen(cfg.model.window))
-    recorder = record(cfg, chip, documents, scenario.cudnn)
-    works = [judge(launch, facts) for launch in recorder.launches]
-    return RecordedStep(cfg, documents, works, host_counts(recorder.launches), recorder.host_reads)
+    step = record(cfg, chip, documents, scenario.cudnn)
+    works = [judge(launch, facts) for launch in step.launches]
+    return RecordedStep(cfg, documents, works, host_counts(step.launches), step.host_reads)
 
 
 def model_step(name: str, chip: Chip, tiny: bool = False, rates: LaunchRates = ASSUMED) -> ModelledStep:
@@ -460,9 +336,9 @@ def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[i
     documents = document_lengths(scenario, shape)
     counts = []
     for layers in (4, 5):
-        recorder = record(config_of(scenario, shape, layers), chip, documents, scenario.cudnn)
+        step = record(config_of(scenario, shape, layers), chip, documents, scenario.cudnn)
         counted = dict.fromkeys(("forward", "backward", "optimizer"), 0)
-        for launch in recorder.launches:
+        for launch in step.launches:
             counted[launch.phase] += launch.launches
         counts.append(counted)
     fewer, more = counts

@@ -1,11 +1,13 @@
 """A step of a job of any size, without the job: what its ranks compute, hold and exchange.
 
-    python train.py NAME --dry-run --world N [--cluster C] [--json F] [--picture F] [--section.key VALUE ...]
+    python train.py NAME --dry-run --world N [--cluster C] [--json F] [--picture F] [--trace F]
+        [--memory F] [--ranks R,R] [--phase K] [--section.key VALUE ...]
 
 The program's own build_run and train_step run as a rank of N, on tensors without storage, down the paths that
-they take on the cluster's GPU (--cluster cpu: those of a CPU). One rank of each place in the pipeline is
-recorded. The others of a place do the same on shards of the same size, or of a smaller one. Nothing needs a
-GPU, and nothing is timed.
+they take on the cluster's GPU (--cluster cpu: those of a CPU). The first rank of each place in the pipeline
+is recorded, or --ranks. The others of a place do the same on shards of the same size, or of a smaller one;
+under Muon each has other matrices. Nothing needs a GPU, and nothing is timed: times are modelled, from rates
+that are assumed (plan/record/rates.py) and the cluster's links.
 
 What depends on values is assumed: every target counts, experts get equal shares of the tokens, and under
 data.doc_mask each sequence is one document.
@@ -19,11 +21,15 @@ Exits with 1 if the exchanges do not meet, or if a rank holds more than its GPU 
 import triton  # noqa: F401  before the kernels: it is what makes them import it
 
 import argparse
+import contextlib
+import gzip
 import json
+import math
 import os
+import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -36,22 +42,31 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import config
-from build import TrainingRun, build_run
+from build import build_run, with_vocab
 from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
+from data.loader import open_loader
+from data.tokenizer import load_tokenizer
 from model.describe import workload
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
-from parallel.microbatch import Microbatch
-from parallel.topology.dims import ParallelDims
-from parallel.topology.mesh import Mesh
+from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
-from plan.cost import cluster
+from plan.cost import Cluster, Efficiency, cluster
+from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.record.check import check
+from plan.record.events import PostedExchange, Wait
 from plan.record.launches import CHIPS, Chip
-from plan.record.role import Program, record_role
-from plan.record.summary import RoleSummary, summarize
+from plan.record.links import ClusterLinks, seconds_of_exchange
+from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, rates_of, ratios
+from plan.record.rates import seconds as launch_seconds
+from plan.record.role import Program, answers_of, record_role, training_program
+from plan.record.snapshot import snapshot
+from plan.record.streams import COMPUTE
+from plan.record.summary import LaunchKind, RoleSummary, summarize
+from plan.record.timeline import BUBBLE, BY_HOST, COPIES, Costs, JobTimeline, timeline
+from plan.record.trace import trace_events
 from plan.record.work import Facts
 from runtime.failure import fail_cleanly
 from runtime.guard import NonFiniteGuard
@@ -59,21 +74,30 @@ from train import train_step
 
 GIB = 2**30
 NUM_HELD = 12  # places of the code that are listed, of the fullest role
-STEPS = 1000  # a horizon: no schedule of a learning rate changes what a step costs
 SEARCHED = ("data.", "eval.", "log.", "checkpoint.")  # keys that a step does not read
-ASK_OTHERS = ("muon", "lamb", "lars")  # optimizers that gather plain data of the ranks
+# Optimizers that gather plain data of other ranks: {name: (the group, the coordinates that tell its ranks
+# apart; none: each rank says something of its own)}
+ASK_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "muon": ("pipeline_stage", ()),
+    "lamb": ("world", ("pp", "ep", "etp")),
+    "lars": ("world", ("pp", "ep", "etp")),
+}
+MAX_ASKED = 256  # ranks that build a run to say what theirs hold
 ON_CPU = "cpu"
+FIRST_WITH_FP8 = (8, 9)  # compute capability
 PICTURES = (".png", ".svg", ".pdf")
+TRACES = (".json", ".json.gz")
 
 
 @dataclass(frozen=True)
 class JobHardware:
-    """Where the job would run. gpu, memory, chip: None on CPUs."""
+    """Where the job would run. All but the name: None on CPUs."""
 
     name: str
     chip: Chip | None
     gpu: Gpu | None
     memory: float | None
+    cluster: Cluster | None = None
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -85,8 +109,12 @@ def arguments() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help=argparse.SUPPRESS)
     add("--world", type=int, help="ranks of the job")
     add("--cluster", default="h100-ib", help="a cluster of configs/clusters.yaml, or cpu (h100-ib)")
+    add("--ranks", metavar="R,R", help="ranks to record, or all (the first of each place in the pipeline)")
+    add("--phase", type=int, default=1, metavar="K", help="of train.phases (1, the first)")
     add("--json", type=Path, metavar="F", help="write everything to a file")
     add("--picture", type=Path, metavar="F", help="draw memory over the step: " + ", ".join(PICTURES))
+    add("--trace", type=Path, metavar="F", help="the modelled times, for ui.perfetto.dev: .json, .json.gz")
+    add("--memory", type=Path, metavar="F", help="every allocation, for pytorch.org/memory_viz: .pickle")
     return parser
 
 
@@ -96,45 +124,74 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--dry-run: needs --world N, the number of ranks, as --dry-run --world 1024")
     if args.picture and args.picture.suffix not in PICTURES:
         raise ConfigError(f"--picture: {args.picture} must end in {', '.join(PICTURES)}")
+    if args.trace and not args.trace.name.endswith(TRACES):
+        raise ConfigError(f"--trace: {args.trace} must end in {', '.join(TRACES)}")
+    if args.trace and args.cluster == ON_CPU:
+        raise ConfigError("--trace: needs times, and rates are known of GPUs; leave it out, or --cluster cpu")
     name, file, rest = config.split_argv([*([args.name] if args.name else []), *rest])
     cfg = config.resolve(name, file, rest)
-    if cfg.model.vocab is None:
-        raise ConfigError("model.vocab: is the tokenizer's, which a dry run does not read; set it, "
-                          "as --model.vocab 32000")
-    if cfg.optim.name in ASK_OTHERS and args.world > 1:
-        raise ConfigError(f"optim.name: {cfg.optim.name} divides its work by what other ranks hold, which a "
-                          "record of one does not know; a dry run takes adamw, lion and sgd")
+    phases = phases_of(cfg).all
+    if not 1 <= args.phase <= len(phases):
+        raise ConfigError(f"--phase: {args.phase} must be 1 to {len(phases)}, a phase of train.phases")
+    cfg = with_tokenizer(phases[args.phase - 1].cfg)
     unused.check_unused(cfg, args.world, but=SEARCHED)
     plan_pipeline(cfg, args.world)
     hardware = hardware_of(args.cluster)
+    check_chip(cfg, hardware.chip)
 
-    # one rank of each place in the pipeline
+    # one rank of each place in the pipeline, or those that are asked for
     began = time.perf_counter()
     dims = parallel_dims(cfg, args.world)
-    roles = record_roles(cfg, dims, dims.group(0, "pp"), hardware.chip)
+    roles = record_roles(cfg, dims, ranks_to_record(args.ranks, dims), hardware.chip)
     transport = "gloo" if hardware.chip is None else "nccl"
-    findings = check({role.rank: role.events for role in roles}, transport)
+    findings = check({role.rank: role.steps.events for role in roles}, transport)
     seconds = time.perf_counter() - began
+    modelled = None
+    if hardware.cluster is not None and not findings:
+        modelled = modelled_step(cfg, dims, hardware.cluster, roles)
 
     # show
-    phases = phases_of(cfg).all
     beside = memory_beside(cfg, args.world, hardware)
     needs = max(role.peak for role in roles) + sum(beside.values())
     fits = hardware.memory is None or needs <= hardware.memory
     width = output_width()
     print("\n".join(wrapped(headline(name or str(file), cfg, dims, hardware, len(roles), seconds), width)))
     if len(phases) > 1:
-        print(f"recorded: the first of {len(phases)} phases; --train.phases none with the keys of another "
-              "shows that one")
+        print(f"recorded: phase {args.phase} of {len(phases)} (--phase)")
     table = role_table(roles, dims, hardware.chip is None, width)
     print("\n".join(["", *table, "", *held_lines(roles, beside, hardware), ""]))
     print("\n".join(exchange_lines(roles, width)))
+    if modelled is not None:
+        print("\n".join(["", *time_lines(modelled, dims, width)]))
     print("\n".join(["", *check_lines(findings, transport, roles)]))
     if args.json:
-        write_json(args.json, cfg, hardware, roles, beside=beside, findings=findings)
+        results = {"beside": beside, "findings": findings, "modelled": modelled and modelled.as_tree()}
+        write_json(args.json, cfg, hardware, roles, results)
     if args.picture:
         draw(roles, dims, hardware, args.picture)
+    if args.trace and modelled is not None:
+        titles = {role.rank: f"rank {role.rank}, {place_of(dims, role.rank)}" for role in roles}
+        curves = {role.rank: role.curve for role in roles}
+        write_trace(args.trace, trace_events(modelled.line, titles, curves))
+    if args.memory:
+        write_memory(args.memory, snapshot([role.memory for role in roles]))
     return 0 if fits and not findings else 1
+
+
+def with_tokenizer(cfg: Config) -> Config:
+    """The config with the vocabulary of its tokenizer, if it has none of its own. Raises ConfigError."""
+    data = cfg.data
+    if cfg.model.vocab is not None:
+        return cfg
+    is_made_later = "stdlib" in data.path if data.tokenizer is None else data.tokenizer.startswith("bpe-")
+    if is_made_later or (data.tokenizer is None and "://" in data.path):
+        raise ConfigError("model.vocab: is that of a tokenizer that a run makes or fetches when it starts; "
+                          "set it, as --model.vocab 32000, or give data.tokenizer a file")
+    if data.tokenizer is not None:
+        return with_vocab(cfg, load_tokenizer(data.tokenizer, data.eod).vocab)
+    loader = open_loader(cfg, "train", 0, 1)
+    loader.close()
+    return with_vocab(cfg, loader.required_tokenizer.vocab)
 
 
 def hardware_of(name: str) -> JobHardware:
@@ -144,9 +201,29 @@ def hardware_of(name: str) -> JobHardware:
     row = cluster(name)
     chip = CHIPS.get(row.gpu)
     if chip is None:
-        raise ConfigError(f"--cluster: {name} has {row.gpu}; the paths of {', '.join(CHIPS)} are known, and "
-                          f"those of a CPU ({ON_CPU})")
-    return JobHardware(name, chip=chip, gpu=Gpu(row.gpu, row.node), memory=row.memory)
+        raise ConfigError(f"--cluster: {name} has {row.gpu}, where torch's own operations run: which, is not "
+                          f"known; the paths of {', '.join(CHIPS)} are, and those of a CPU ({ON_CPU})")
+    chip = replace(chip, memory_bytes=int(row.memory))
+    return JobHardware(name, chip=chip, gpu=Gpu(row.gpu, row.node), memory=row.memory, cluster=row)
+
+
+def check_chip(cfg: Config, chip: Chip | None) -> None:
+    """Raises ConfigError if the GPU cannot run the config (build.py: check_device)."""
+    if chip is not None and cfg.train.dtype == "fp8" and chip.capability < FIRST_WITH_FP8:
+        raise ConfigError(f"train.dtype: {chip.name} has no fp8 (chips from sm_89 on have); use bf16")
+
+
+def ranks_to_record(asked: str | None, dims: ParallelDims) -> list[int]:
+    """Those of --ranks; without it the first of each place in the pipeline. Raises ConfigError."""
+    if asked is None:
+        return dims.group(0, "pp")
+    if asked == "all":
+        return list(range(dims.world))
+    words = asked.split(",")
+    if not all(word.isdecimal() and int(word) < dims.world for word in words):
+        raise ConfigError(f"--ranks: {asked} must be all, or ranks from 0 to {dims.world - 1} with commas "
+                          "between them")
+    return sorted({int(word) for word in words})
 
 
 # ---- recording ---------------------------------------------------------------------------------------------
@@ -156,7 +233,7 @@ def record_roles(
     cfg: Config, dims: ParallelDims, ranks: Sequence[int], chip: Chip | None
 ) -> list[RoleSummary]:
     """The summaries of these ranks, recorded by as many processes as there are cores."""
-    record = partial(record_one, cfg, dims, chip)
+    record = partial(record_one, cfg, dims, chip, what_others_say(cfg, dims, ranks, chip))
     workers = min(len(ranks), os.cpu_count() or 1)
     if workers == 1:
         return [record(rank) for rank in ranks]
@@ -164,23 +241,111 @@ def record_roles(
         return list(pool.map(record, ranks))
 
 
-def record_one(cfg: Config, dims: ParallelDims, chip: Chip | None, rank: int) -> RoleSummary:
+def record_one(
+    cfg: Config, dims: ParallelDims, chip: Chip | None, answers: Mapping[int, object], rank: int
+) -> RoleSummary:
     torch.set_num_threads(1)
     facts = Facts(workload(cfg).keys_seen(cfg.model.window))
-    return summarize(record_role(cfg, dims, rank, chip, program_of(cfg)), facts)
+    return summarize(record_role(cfg, dims, rank, chip, program_of(cfg), answers=answers), facts)
+
+
+def what_others_say(
+    cfg: Config, dims: ParallelDims, ranks: Iterable[int], chip: Chip | None
+) -> dict[int, object]:
+    """{rank: the plain data that it says to others}, as far as these ranks hear it. Empty where nobody asks.
+
+    Raises ConfigError if too many ranks would have to build a run for it.
+    """
+    if cfg.optim.name not in ASK_OTHERS or dims.world == 1:
+        return {}
+    group, apart = ASK_OTHERS[cfg.optim.name]
+    heard = sorted({other for rank in ranks for other in dims.group(rank, *GROUP_AXES[group])})
+    kinds = {rank: kind_of_rank(dims, rank, apart) for rank in heard}
+    first = {kind: rank for rank, kind in reversed(kinds.items())}
+    if len(first) > MAX_ASKED:
+        raise ConfigError(f"optim.name: {cfg.optim.name} divides its work by what each of {len(first):,} "
+                          f"ranks holds, and a dry run asks at most {MAX_ASKED}; give --world fewer ranks, "
+                          "or take adamw, lion or sgd")
+    said = answers_of(dims, first.values(), chip, program_of(cfg))
+    return {rank: said[first[kind]] for rank, kind in kinds.items()}
+
+
+def kind_of_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple[int, ...]:
+    """Its coordinates on these axes; without axes the rank itself."""
+    if not apart:
+        return (rank,)
+    index = dims.coordinates(rank, EXPERT_AXES)
+    return tuple(index[axis] for axis in apart)
 
 
 def program_of(cfg: Config) -> Program:
     """build_run and train_step, as a recording calls them."""
-    guard = NonFiniteGuard()
+    return training_program(cfg, build_run, train_step, NonFiniteGuard())
 
-    def build(mesh: Mesh, device: torch.device) -> TrainingRun:
-        return build_run(cfg, mesh, device, None, STEPS)
 
-    def step(run: TrainingRun, number: int, microbatches: list[Microbatch], grads_ready) -> None:
-        train_step(run, number, microbatches, guard, grads_ready=grads_ready)
+# ---- times -------------------------------------------------------------------------------------------------
 
-    return Program(build, step)
+
+@dataclass(frozen=True)
+class TimedStep:
+    """line: of the recorded ranks. mfu: share of the peak. assumed: what the rates are, in words."""
+
+    line: JobTimeline
+    mfu: float
+    assumed: str
+
+    def as_tree(self) -> dict[str, object]:
+        ranks = {rank: {"compute": one.busy, **one.waits} for rank, one in self.line.ranks.items()}
+        return {"seconds": self.line.step, "mfu": self.mfu, "assumed": self.assumed, "ranks": ranks}
+
+
+def modelled_step(
+    cfg: Config, dims: ParallelDims, where: Cluster, roles: Sequence[RoleSummary]
+) -> TimedStep:
+    """The step of these ranks, with assumed times. MFU: of the peak in bf16, for fp8 too."""
+    sheet = sheet_of(where)
+    costs = costs_of(where, rates_of(sheet), has_graphs=cfg.train.cuda_graphs)
+    line = timeline({role.rank: role.steps for role in roles}, costs)
+    tokens = cfg.train.global_batch * cfg.train.seq_len
+    dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
+    peak = where.flops.get(dtype, math.nan) * dims.world
+    mfu = flops_per_token(cfg.model, cfg.train.seq_len) * tokens / line.step / peak
+    factors = ratios(sheet)
+    scaled = f", by the data sheet of this GPU ({factors})" if factors else ""
+    share = Efficiency()
+    assumed = (
+        f"modelled, not measured: rates assumed of an H200 (docs/step-model.md){scaled}; exchanges alone on "
+        f"{100 * share.inside:.0f} % of the links in a node, {100 * share.between:.0f} % of those between "
+        "nodes"
+    )
+    return TimedStep(line, mfu, assumed)
+
+
+def sheet_of(where: Cluster) -> Sheet:
+    flops = {name: where.flops.get(name, 0.0) for name in ("bf16", "fp8", "fp32")}
+    return Sheet(where.gpu, **flops, hbm=where.hbm)
+
+
+def costs_of(where: Cluster, rates: LaunchRates, has_graphs: bool) -> Costs:
+    """Middle rates. has_graphs: the host does not start forward and backward (train.cuda_graphs)."""
+    links = ClusterLinks(where)
+
+    def launch(kind: LaunchKind) -> float:
+        if kind.stream != COMPUTE:  # between the device and the host: read once and written once
+            return kind.work.nbytes / 2 / (1e9 * HOST_LINK.middle)
+        return launch_seconds(kind.work, "middle", rates)
+
+    def host(kind: LaunchKind) -> float:
+        is_replayed = has_graphs and kind.phase != "optimizer"
+        return 0.0 if is_replayed else 1e-6 * rates.host[kind.host].middle
+
+    return Costs(
+        launch,
+        host,
+        exchange=partial(seconds_of_exchange, links),
+        post=1e-6 * HOST_EXCHANGE.middle,
+        read=1e-6 * rates.host_read.middle,
+    )
 
 
 def memory_beside(cfg: Config, world: int, hardware: JobHardware) -> dict[str, int]:
@@ -204,8 +369,8 @@ def headline(
     train = cfg.train
     return (
         f"{name} on {dims.in_words()} of {hardware.name} ({chip}) · global batch {train.global_batch} x "
-        f"{train.seq_len}, micro-batch {train.micro_batch}, {train.dtype} · {num_roles} places in the "
-        f"pipeline recorded in {seconds:.0f} s"
+        f"{train.seq_len}, micro-batch {train.micro_batch}, {train.dtype} · {num_roles} of {dims.world:,} "
+        f"ranks recorded in {seconds:.0f} s"
     )
 
 
@@ -213,11 +378,11 @@ def role_table(
     roles: list[RoleSummary], dims: ParallelDims, is_on_cpu: bool, width: int | None
 ) -> list[str]:
     rows = []
-    for role in roles:
+    for role, ranks in alike(roles, dims):
         sent = sum(one.nbytes for one in role.exchanges)
         rows.append({
             "pp": str(dims.coordinates(role.rank)["pp"]),
-            "rank": str(role.rank),
+            "rank": ranks,
             "TFLOP": f"{role.flops / 1e12:,.3g}",
             "state GiB": f"{role.state / GIB:.2f}",
             "peak GiB": f"{role.peak / GIB:.2f}",
@@ -230,6 +395,32 @@ def role_table(
     absent |= {"host waits"} if is_on_cpu else set()
     rows = [{key: value for key, value in row.items() if key not in absent} for row in rows]
     return table_lines(rows, first_to_go=("launches", "host waits"), width=width)
+
+
+def place_of(dims: ParallelDims, rank: int) -> str:
+    """pp 1"""
+    return f"pp {dims.coordinates(rank)['pp']}"
+
+
+def alike(roles: list[RoleSummary], dims: ParallelDims) -> list[tuple[RoleSummary, str]]:
+    """[(a rank, all recorded ranks that cannot be told apart from it)], of one place in the pipeline each."""
+    found: dict[tuple, list[RoleSummary]] = {}
+    for role in roles:
+        numbers = (role.flops, role.launches, role.state, role.peak, role.host, tuple(role.waits.items()))
+        exchanges = tuple(sorted((one.group, one.verb, one.calls, one.nbytes) for one in role.exchanges))
+        found.setdefault((dims.coordinates(role.rank)["pp"], numbers, exchanges), []).append(role)
+    return [(same[0], spans_in_words([role.rank for role in same])) for same in found.values()]
+
+
+def spans_in_words(ranks: list[int]) -> str:
+    """0-6, 8"""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
 
 
 def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: JobHardware) -> list[str]:
@@ -266,11 +457,38 @@ def exchange_lines(roles: list[RoleSummary], width: int | None) -> list[str]:
     return [title, *table_lines(rows, to_left=("group", "exchange"), width=width)]
 
 
+def time_lines(modelled: TimedStep, dims: ParallelDims, width: int | None) -> list[str]:
+    """The step, and what each recorded rank does in it."""
+    line = modelled.line
+    causes = sorted({cause for one in line.ranks.values() for cause in one.waits})
+    last = [cause for cause in (COPIES, BY_HOST, BUBBLE) if cause in causes]
+    causes = [cause for cause in causes if cause not in last] + last
+    rows = []
+    for rank, one in line.ranks.items():
+        waits = {f"{cause} %": f"{100 * one.waits.get(cause, 0.0) / line.step:.1f}" for cause in causes}
+        rows.append({
+            "pp": str(dims.coordinates(rank)["pp"]),
+            "rank": str(rank),
+            "compute %": f"{100 * one.busy / line.step:.1f}",
+            **waits,
+        })
+    title = (
+        f"a step takes {seconds_in_words(line.step)}, MFU {100 * modelled.mfu:.1f} % ({modelled.assumed}). "
+        "What a rank computes and waits for: exchanges by group, as far as nothing hides them; the host; "
+        "other ranks (bubble)"
+    )
+    return [*wrapped(title, width), *table_lines(rows, width=width)]
+
+
+def seconds_in_words(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
 def check_lines(findings: list[str], transport: str, roles: list[RoleSummary]) -> list[str]:
     """What the check says, and what could not be counted."""
     lines = [f"error: {finding}" for finding in findings]
     if not findings and len(roles) > 1:
-        lines.append(f"the exchanges of a pipeline meet, under the rules of {transport}")
+        lines.append(f"the exchanges of these ranks meet, under the rules of {transport}")
     unknown = {kernel: nbytes for role in roles for kernel, nbytes in role.unknown.items()}
     lines += [f"without a formula: {kernel}, which moves {nbytes / 1e9:.3f} GB"
               for kernel, nbytes in unknown.items()]
@@ -285,24 +503,49 @@ def write_json(
     cfg: Config,
     hardware: JobHardware,
     roles: list[RoleSummary],
-    *,
-    beside: dict[str, int],
-    findings: list[str],
+    results: dict[str, object],
 ) -> None:
     """Raises ConfigError if the file cannot be written."""
+    nothing = {"steps": None, "memory": None}
     tree = {
         "cluster": hardware.name,
         "config": asdict(cfg),
-        "beside": beside,
-        "findings": findings,
-        "roles": [asdict(replace(role, events=[])) | {"events": [str(one) for one in role.events]}
-                  for role in roles],
+        **results,
+        "roles": [asdict(replace(role, **nothing)) | {"events": exchange_words(role)} for role in roles],
     }
+    with writing("--json", path):
+        path.write_text(json.dumps(tree) + "\n")
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Makes the folder of a file that is written inside. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(tree) + "\n")
+        yield
     except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written ({error.strerror})") from None
+        raise ConfigError(f"{option}: {path} cannot be written ({error.strerror})") from None
+
+
+def write_trace(path: Path, events: Iterable[dict]) -> None:
+    """Event by event: a large job has hundreds of thousands. Raises ConfigError."""
+    with writing("--trace", path):
+        with gzip.open(path, "wt", 3) if path.suffix == ".gz" else path.open("w") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+            for number, event in enumerate(events):
+                file.write(("," if number else "") + "\n" + json.dumps(event))
+            file.write("\n]}\n")
+
+
+def write_memory(path: Path, tree: dict) -> None:
+    """Raises ConfigError."""
+    with writing("--memory", path):
+        path.write_bytes(pickle.dumps(tree))
+
+
+def exchange_words(role: RoleSummary) -> list[str]:
+    """What a rank posts and awaits, in order."""
+    return [str(event) for event in role.steps.events if isinstance(event, PostedExchange | Wait)]
 
 
 def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, path: Path) -> None:
@@ -312,9 +555,8 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, pa
     axes = figure.add_subplot()
     shades = colormaps["viridis"]
     for number, role in enumerate(roles):
-        times = [point.time - role.curve[0].time for point in role.curve]
         axes.step(
-            times,
+            [point.time for point in role.curve],
             [point.nbytes / GIB for point in role.curve],
             where="post",
             linewidth=0.8,
@@ -323,14 +565,11 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, pa
         )
     if hardware.memory is not None:
         axes.axhline(hardware.memory / GIB, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel="launches of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
     if len(roles) > 1:
         axes.legend(fontsize="small", ncols=2, frameon=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing("--picture", path):
         figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"--picture: {path} cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

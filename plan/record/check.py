@@ -2,7 +2,7 @@
 
 `check` runs what each rank posts and awaits under the rules of a transport, without time:
 
-    nccl    exchanges of a lane (plan/record/wire.py) run one after the other, in the order in which a rank
+    nccl    exchanges of a lane (plan/record/events.py) run one after the other, in the order in which a rank
             posted them; those that are posted together run together. A send ends with its receive.
     gloo    a send is buffered: it ends at once. Receives of one pair of ranks come in the order of its sends.
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel.wire.connection import Connection
-from plan.record.wire import Event, PostedExchange, Wait
+from plan.record.events import Event, PostedExchange, Wait
 
 TRANSPORTS = ("nccl", "gloo")
 TRANSFERS = ("send", "receive")

@@ -32,11 +32,14 @@ import kernels
 from kernels import attention, attention_cudnn, attention_libraries, grouped_library, linear
 from kernels.triton_ import TRITON_AVAILABLE
 from parallel.sharding import spec
+from plan.record.events import Event, HostRead, OpBegins, OpEnds
 from plan.record.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
 from plan.record.memory import Holder, LiveBytes
+from plan.record.streams import COMPUTE, ClaimedEvent, ClaimedStream, stream_context
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN_FILES = ("plan/record/", "benchmarks/", "tests/")  # are not the code that is recorded
+# are not the code that is recorded
+OWN_FILES = ("plan/record/", "benchmarks/", "tests/", "scripts/dry_run.py")
 META = torch.device("meta")
 HOST = torch.device("cpu")
 OUTSIDE = ("outside", "")
@@ -52,10 +55,17 @@ class Chip:
     memory_bytes: int
 
 
-CHIPS = {
+CHIPS = {  # by their name in configs/clusters.yaml
+    "a100": Chip("NVIDIA A100-SXM4-80GB", (8, 0), processors=108, memory_bytes=79 * 2**30),
+    "a800": Chip("NVIDIA A800-SXM4-80GB", (8, 0), processors=108, memory_bytes=79 * 2**30),
     "h100": Chip("NVIDIA H100 80GB HBM3", (9, 0), processors=132, memory_bytes=79 * 2**30),
+    "h800": Chip("NVIDIA H800", (9, 0), processors=132, memory_bytes=79 * 2**30),
     "h200": Chip("NVIDIA H200", (9, 0), processors=132, memory_bytes=140 * 2**30),
+    "b200": Chip("NVIDIA B200", (10, 0), processors=148, memory_bytes=178 * 2**30),
+    "gb200": Chip("NVIDIA GB200", (10, 0), processors=152, memory_bytes=184 * 2**30),
 }
+SHARED_BYTES = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}  # of a multiprocessor
+HOPPER = (9, 0)
 
 
 # ---- a launch ----------------------------------------------------------------------------------------------
@@ -69,7 +79,7 @@ class Launch:
     file, function: of ours, that asked for it; of the backward of a torch operation, those of the forward.
     read, written, updated: bytes; updated: of tensors that are both read and written. launches: kernels that
     start; 0: a view, which costs the host alone. arguments: of a Triton kernel, with a RecordedTensor in the
-    place of a tensor; of an operation, its tensors under "in" and "out".
+    place of a tensor; of an operation, its tensors under "in" and "out". stream: that it runs on.
     """
 
     kernel: str
@@ -82,6 +92,7 @@ class Launch:
     launches: int
     is_triton: bool
     arguments: dict[str, Any] = field(repr=False)
+    stream: str = COMPUTE
 
     @property
     def nbytes(self) -> int:
@@ -126,14 +137,12 @@ class ClaimedDevice(TorchFunctionMode):
     ) -> Any:
         name = getattr(function, "__name__", "")
         is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
-        if is_meta and name == "record_stream":
-            return None
         if is_meta and name == "data_ptr":
             return made_up_address(args[0].untyped_storage()) + args[0].storage_offset() * args[0].itemsize
         if name == "__get__":
             return self.attribute(function, args, is_meta)
         if is_meta and name in ("__bool__", "item"):
-            self.recorder.host_reads.append(caller_of(sys._getframe(1)))
+            self.recorder.add_host_read(caller_of(sys._getframe(1)))
             return True
         if function is torch.device:
             return function(*args, **(kwargs or {}))
@@ -222,16 +231,17 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
         minor=chip.capability[1],
         multi_processor_count=chip.processors,
         total_memory=chip.memory_bytes,
-        shared_memory_per_multiprocessor=228 << 10,  # of Hopper
+        shared_memory_per_multiprocessor=SHARED_BYTES[chip.capability],
     )
     answers = {
         "get_device_capability": lambda *_: chip.capability,
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: chip.name,
         "current_device": lambda: 0,
-        "Stream": mock.MagicMock(),
-        "current_stream": mock.MagicMock(),
-        "Event": type("Event", (mock.MagicMock,), {}),
+        "Stream": lambda *_, **__: ClaimedStream(recorder, "copies"),
+        "current_stream": lambda *_: ClaimedStream(recorder, recorder.stream),
+        "stream": stream_context,
+        "Event": ClaimedEvent,
     }
     device = torch.device("cuda", 0)
     with contextlib.ExitStack() as stack:
@@ -240,6 +250,7 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
         stack.enter_context(claimed_recomputation())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
         stack.enter_context(claimed_libraries())
         if cudnn:
             stack.enter_context(claimed_cudnn())
@@ -259,6 +270,7 @@ def claimed_libraries() -> Iterator[None]:
         return real_function(module, name) if module.startswith("torch.") else None
 
     fused = dict.fromkeys(attention.FUSED_KERNELS, lambda call: True)
+    fused[SDPBackend.CUDNN_ATTENTION] = lambda call: cudnn_takes(call.query.shape[-1], call.value.shape[-1])
     with (
         mock.patch.dict(attention.FUSED_KERNELS, fused),
         mock.patch.object(attention_libraries, "installed_function", installed_function),
@@ -349,10 +361,15 @@ def without_initial_weights() -> Iterator[None]:
 
 # ---- attention of the library ------------------------------------------------------------------------------
 
-# Which head dims (of keys: d, of values: e) each kernel of torch takes on Hopper; all want 16-bit operands
-# and multiples of 8. Those of latent attention need cuDNN 9.11.
+def cudnn_takes(d: int, e: int) -> bool:
+    """Head dims of latent attention need cuDNN 9.11, and Hopper or later."""
+    return max(d, e) <= 128 or ((d, e) == (192, 128) and torch.cuda.get_device_capability() >= HOPPER)
+
+
+# Which head dims (of keys: d, of values: e) each kernel of torch takes; all want 16-bit operands and
+# multiples of 8.
 LIBRARY_HEAD_DIMS: dict[SDPBackend, Callable[[int, int], bool]] = {
-    SDPBackend.CUDNN_ATTENTION: lambda d, e: max(d, e) <= 128 or (d, e) == (192, 128),
+    SDPBackend.CUDNN_ATTENTION: cudnn_takes,
     SDPBackend.FLASH_ATTENTION: lambda d, e: d == e <= 256,
     SDPBackend.EFFICIENT_ATTENTION: lambda d, e: True,
 }
@@ -456,14 +473,16 @@ class Recorder:
     """Collects launches in a `with recorder.recording():`.
 
     executes: the kernels run too (through Triton's interpreter, or on a GPU). launches: in their order.
-    host_reads: (file, function) of ours that asked for a value of the device. memory: the bytes of all
-    tensors of the device, host_memory: of those that offloading keeps on the host; both outlive clear().
+    events: what happens between them; host_reads: (file, function) of ours that asked for a value of the
+    device. stream: that launches now go to. memory: the bytes of all tensors of the device, host_memory: of
+    those that offloading keeps on the host; both outlive clear().
     """
 
     def __init__(self, executes: bool = False) -> None:
         self.executes = executes
-        self.memory = LiveBytes()
-        self.host_memory = LiveBytes()
+        self.memory = LiveBytes(clock=self.now)
+        self.host_memory = LiveBytes(clock=self.now)
+        self.events: list[Event] = []  # always this list: the wire adds to it
         self.is_making_on_host = False
         self.counts_host = False  # the device is the host
         self.is_build = False
@@ -472,9 +491,28 @@ class Recorder:
     def clear(self) -> None:
         """Forgets what was recorded."""
         self.launches: list[Launch] = []
-        self.host_reads: list[tuple[str, str]] = []
+        self.events.clear()
+        self.stream = COMPUTE
         self.is_optimizer = False
         self.callers: dict[int, tuple[str, str]] = {}  # who ran an operation, by autograd's number of it
+
+    def now(self) -> int:
+        """How many launches there were."""
+        return len(self.launches)
+
+    @property
+    def host_reads(self) -> list[tuple[str, str]]:
+        return [event.place for event in self.events if isinstance(event, HostRead)]
+
+    def add_host_read(self, place: tuple[str, str]) -> None:
+        self.events.append(HostRead(place, self.now()))
+
+    @contextlib.contextmanager
+    def op(self, name: str) -> Iterator[None]:
+        """What happens inside belongs to an op of the pipeline."""
+        self.events.append(OpBegins(name, self.now()))
+        yield
+        self.events.append(OpEnds(self.now()))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator["Recorder"]:
@@ -502,6 +540,7 @@ class Recorder:
     def begin_optimizer(self) -> None:
         """The launches from here on are those of the optimizer."""
         self.is_optimizer = True
+        self.events.append(OpBegins("optimizer", self.now()))
 
     @property
     def phase(self) -> str:
@@ -531,6 +570,7 @@ class Recorder:
                 launches=1,
                 is_triton=True,
                 arguments=bound | {key: value for key, value in kwargs.items() if key not in bound},
+                stream=self.stream,
             )
         )
 
@@ -554,7 +594,6 @@ class Recorder:
 
     def count_bytes(self, tensors: list[Tensor], holder: Holder) -> None:
         """Counts the storages of tensors that an operation has returned."""
-        self.memory.time += 1
         if self.is_making_on_host:
             self.host_memory.see(tensors, holder)
         elif self.host_memory.now:
@@ -595,6 +634,7 @@ class Recorder:
                     "numbers": named_numbers(function, args, kwargs),
                     "overload": str(function),
                 },
+                stream=self.stream,
             )
         )
 

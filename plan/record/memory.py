@@ -7,7 +7,7 @@ on real tensors and on those without storage, so a record can be held against a 
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,33 +25,45 @@ class Holder(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Bytes that are alive after an allocation or a release. time: operations before it."""
+    """Bytes that are alive after an allocation or a release. time: launches before it."""
 
     time: int
     nbytes: int
 
 
+class Change(NamedTuple):
+    """An allocation, or a release: its bytes are below zero. time: launches before it. storage: two that are
+    alive together have different ones."""
+
+    time: int
+    storage: int
+    nbytes: int
+    holder: Holder
+
+
 @dataclass
 class LiveBytes:
-    """now, peak: bytes. held: those of now, by what holds them. at_peak: those of the peak. curve: over time.
+    """now, peak: bytes. held: those of now, by what holds them. at_peak: those of the peak.
 
-    time: operations so far. storages: {storage: its bytes and holder}. is_rising: nothing was released since
-    the peak.
+    clock: how many launches there were so far. storages: {storage: its bytes and holder}. is_rising: nothing
+    was released since the peak. begun_with: the storages that were alive at begin(). changes: since then.
     """
 
+    clock: Callable[[], int] = lambda: 0
     now: int = 0
     peak: int = 0
     held: Counter[Holder] = field(default_factory=Counter[Holder])
     at_peak: Counter[Holder] = field(default_factory=Counter[Holder])
-    curve: list[Point] = field(default_factory=list[Point])
-    time: int = 0
     storages: dict[int, tuple[int, Holder]] = field(default_factory=dict[int, tuple[int, Holder]])
+    begun_with: list[Change] = field(default_factory=list[Change])
+    changes: list[Change] = field(default_factory=list[Change])
     is_rising: bool = False
 
     def begin(self) -> None:
-        """Forgets the peak and the curve: what is alive now is where they begin."""
+        """Forgets the peak and the changes: what is alive now is where they begin."""
         self.peak, self.at_peak = self.now, self.held.copy()
-        self.curve = [Point(self.time, self.now)]
+        self.begun_with = [Change(0, key, *of_storage) for key, of_storage in self.storages.items()]
+        self.changes = []
         self.is_rising = False
 
     def has(self, x: Tensor) -> bool:
@@ -69,21 +81,21 @@ class LiveBytes:
             self.storages[key] = nbytes, holder
             weakref.finalize(storage, self.release, key)
             self.held[holder] += nbytes
-            self.change(nbytes)
+            self.change(key, nbytes, holder)
 
     def release(self, key: int) -> None:
         nbytes, holder = self.storages.pop(key)
         if self.is_rising:
             self.leave_peak()
         self.held[holder] -= nbytes
-        self.change(-nbytes)
+        self.change(key, -nbytes, holder)
 
-    def change(self, nbytes: int) -> None:
+    def change(self, key: int, nbytes: int, holder: Holder) -> None:
         self.now += nbytes
         if self.now > self.peak:
             self.peak = self.now
             self.is_rising = True
-        self.curve.append(Point(self.time, self.now))
+        self.changes.append(Change(self.clock(), key, nbytes, holder))
 
     def leave_peak(self) -> None:
         """What holds the peak is looked at once, when the first of it is released."""
@@ -95,3 +107,13 @@ class LiveBytes:
         if self.is_rising:
             self.leave_peak()
         return self.at_peak
+
+
+def curve_of(begun_with: Iterable[Change], changes: Iterable[Change]) -> list[Point]:
+    """The bytes over time."""
+    now = sum(change.nbytes for change in begun_with)
+    curve = [Point(0, now)]
+    for change in changes:
+        now += change.nbytes
+        curve.append(Point(change.time, now))
+    return curve

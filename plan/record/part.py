@@ -31,6 +31,7 @@ from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import sharded_parameters
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
+from plan.record.events import PostedExchange, Wait
 from plan.record.launches import (
     META,
     Chip,
@@ -41,7 +42,7 @@ from plan.record.launches import (
     without_initial_weights,
 )
 from plan.record.role import microbatch
-from plan.record.wire import PostedExchange, RecordingWire
+from plan.record.wire import RecordingWire
 from plan.record.work import BACKWARD, FORWARD, Facts, judge, mean_keys
 
 ATTENTION_FILES = ("kernels/attention.py", "kernels/partial_attention.py")  # its products on a CPU
@@ -197,7 +198,7 @@ def record_part(form: PartForm) -> PartRecord:
     """Runs the part twice, as two microbatches of a step, and keeps the second; then with its backward in two
     parts."""
     recorder = Recorder()
-    wire = RecordingWire(now=lambda: len(recorder.launches))
+    wire = RecordingWire(recorder.now, recorder.events)
     mesh = mesh_of_one_stage(form.cfg, Activity(wire=wire))
     claimed = claimed_cpu(recorder) if form.chip is None else claimed_gpu(form.chip, recorder)
     with claimed as device, without_initial_weights(), recorder.recording(), noted_reads(recorder):
@@ -227,7 +228,7 @@ def noted_reads(recorder: Recorder) -> Iterator[None]:
 
     def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
         if counts.is_meta:
-            recorder.host_reads.append(("parallel/expert/dispatch.py", "with_values"))
+            recorder.add_host_read(("parallel/expert/dispatch.py", "with_values"))
         return real(counts, num_choices, num_experts)
 
     with mock.patch.object(dispatch, "with_values", with_values):
@@ -334,7 +335,6 @@ class PartRunner:
     def begin_phase(self) -> int:
         """Returns the bytes that are alive."""
         self.recorder.clear()
-        self.wire.clear()
         self.recorder.memory.begin()
         return self.recorder.memory.now
 
@@ -394,7 +394,7 @@ def events_of(wire: RecordingWire, works: list[Amount]) -> Iterator[Event]:
                 continue
             numbers[event.number] = str(len(numbers))
             found: Event = Post(numbers[event.number], event.group, event.verb, event.nbytes)
-        elif event.number in numbers:
+        elif isinstance(event, Wait) and event.number in numbers:
             found = Await(numbers[event.number])
         else:
             continue

@@ -5,21 +5,26 @@ depends on values is assumed: every target counts, experts get equal shares of t
 data.doc_mask each sequence is one document.
 """
 
+import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 from config import Config
 from kernels.attention_mask import DocumentCounts
 from parallel.microbatch import Microbatch
+from parallel.pipeline.executor import Pipeline
+from parallel.pipeline.schedule import Op
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity, Ledger
+from plan.record.events import Event
 from plan.record.launches import (
     META,
     Chip,
@@ -29,10 +34,11 @@ from plan.record.launches import (
     claimed_gpu,
     without_initial_weights,
 )
-from plan.record.memory import Holder, Point
-from plan.record.wire import Event, RecordingWire
+from plan.record.memory import Change, Holder
+from plan.record.wire import AskingWire, RecordingWire, Said
 
 STEP = 2  # the step that is kept: the first makes what later ones reuse
+HORIZON = 1000  # steps of the run: no schedule of a learning rate changes what a step costs
 
 
 class Program(NamedTuple):
@@ -41,6 +47,21 @@ class Program(NamedTuple):
 
     build: Callable[[Mesh, torch.device], Any]
     step: Callable[[Any, int, list[Microbatch], Callable[[], None]], object]
+
+
+def training_program(
+    cfg: Config, build_run: Callable[..., Any], train_step: Callable[..., object], guard: object
+) -> Program:
+    """The program of a config. build_run and train_step: those of build.py and train.py, which plan/ does not
+    import; guard: a runtime.guard.NonFiniteGuard."""
+
+    def build(mesh: Mesh, device: torch.device) -> Any:
+        return build_run(cfg, mesh, device, None, HORIZON)
+
+    def step(run: Any, number: int, microbatches: list[Microbatch], grads_ready: Callable[[], None]) -> None:
+        train_step(run, number, microbatches, guard, grads_ready=grads_ready)
+
+    return Program(build, step)
 
 
 @dataclass(frozen=True)
@@ -60,23 +81,51 @@ class RoleRecord:
     state: int
     peak: int
     at_peak: Counter[Holder]
-    curve: list[Point]
+    begun_with: list[Change]
+    changes: list[Change]
     host: int
     host_reads: list[tuple[str, str]]
     seconds: float
 
 
 def record_role(
-    cfg: Config, dims: ParallelDims, rank: int, chip: Chip | None, program: Program
+    cfg: Config,
+    dims: ParallelDims,
+    rank: int,
+    chip: Chip | None,
+    program: Program,
+    *,
+    answers: Mapping[int, object] | None = None,
 ) -> RoleRecord:
-    """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's."""
+    """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's.
+
+    answers: see answers_of. None: nobody says anything else than this rank.
+    """
     recorder = Recorder()
-    wire = RecordingWire(now=lambda: recorder.memory.time)
+    wire = RecordingWire(recorder.now, recorder.events, answers or {})
     mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))
     claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
     with claimed as device, without_initial_weights():
         batches = functools.partial(assumed_batch, cfg, dims, device)
         return record_steps(program, recorder, mesh, device, batches)
+
+
+def answers_of(
+    dims: ParallelDims, ranks: Iterable[int], chip: Chip | None, program: Program
+) -> dict[int, object]:
+    """{rank: the plain data that it says to others when the run is built}: each of them builds its own."""
+    found: dict[int, object] = {}
+    for rank in ranks:
+        recorder = Recorder()
+        recorder.is_build = True
+        mesh = Mesh.without_processes(dims, rank, Activity(wire=AskingWire(recorder.now, recorder.events)))
+        claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
+        with claimed as device, without_initial_weights(), recorder.recording(), META:
+            try:
+                program.build(mesh, device)
+            except Said as said:
+                found[rank] = said.data
+    return found
 
 
 def record_steps(
@@ -93,34 +142,50 @@ def record_steps(
     began = time.perf_counter()
     recorder.is_build = True
     is_recorded_alone = not recorder.executes
-    with recorder.recording():
+    with recorder.recording(), named_ops(recorder):
         with META if is_recorded_alone else torch.device(device):
             run = program.build(mesh, device)
         recorder.is_build = False
         memory = recorder.memory
         for step in range(1, STEP + 1):
+            recorder.clear()
             microbatches = batches(step)
             recorder.clear()
             mesh.ledger.clear()
-            wire = mesh.world.activity.wire
-            if isinstance(wire, RecordingWire):
-                wire.clear()
             state = memory.now
             memory.begin()
             program.step(run, step, microbatches, recorder.begin_optimizer)
     return RoleRecord(
         mesh.rank,
         launches=recorder.launches,
-        events=wire.events if isinstance(wire, RecordingWire) else [],
+        events=list(recorder.events),
         ledger=Counter(mesh.ledger),
         state=state,
         peak=memory.peak,
         at_peak=memory.holders_of_peak().copy(),
-        curve=list(memory.curve),
+        begun_with=memory.begun_with,
+        changes=list(memory.changes),
         host=recorder.host_memory.peak,
         host_reads=recorder.host_reads,
         seconds=time.perf_counter() - began,
     )
+
+
+@contextlib.contextmanager
+def named_ops(recorder: Recorder) -> Iterator[None]:
+    """Inside, the recorder notes which op of the pipeline runs."""
+
+    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(pipeline: Pipeline, op: Op, *args: Any) -> Any:
+            with recorder.op(f"{op.kind} of microbatch {op.microbatch}, stage {op.stage}"):
+                return real(pipeline, op, *args)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("forward", "backward", "compute_weight_grads"):
+            stack.enter_context(mock.patch.object(Pipeline, name, noting(getattr(Pipeline, name))))
+        yield
 
 
 def assumed_batch(cfg: Config, dims: ParallelDims, device: torch.device, step: int) -> list[Microbatch]:

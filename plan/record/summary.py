@@ -1,11 +1,18 @@
-"""What a record of one rank says, in numbers: FLOPs, bytes over time, exchanges."""
+"""What a record of one rank says, in numbers: FLOPs, bytes over time, exchanges, and what runs when.
 
+A record has tens of thousands of launches, of some hundred kinds. A summary has each kind once.
+"""
+
+from array import array
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from plan.record.memory import Point
+from plan.record.events import Event
+from plan.record.launches import Launch
+from plan.record.memory import Change, Point, curve_of
+from plan.record.rates import Work, host_kind
 from plan.record.role import RoleRecord
-from plan.record.wire import Event
 from plan.record.work import Facts, judge
 
 MAX_POINTS = 2000  # of the curve that is kept: the highest of each stretch of the step
@@ -30,6 +37,35 @@ class HeldAtPeak:
     nbytes: int
 
 
+class LaunchKind(NamedTuple):
+    """Launches that cost the same. place: file:function that asked for them. host: of HOST in
+    plan/record/rates.py. stream: that they run on."""
+
+    work: Work
+    place: str
+    phase: str
+    host: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What a rank does in a step, in order. kinds: of its launches; order: the kind of each; events: between
+    them."""
+
+    kinds: list[LaunchKind]
+    order: array
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """Allocations and releases of a rank: those that its step begins with, then those in it."""
+
+    begun_with: list[Change]
+    changes: list[Change]
+
+
 @dataclass(frozen=True)
 class RoleSummary:
     """flops: of all products and attention. launches: kernels that start. unknown: {kernel: bytes that it
@@ -48,16 +84,18 @@ class RoleSummary:
     held: list[HeldAtPeak]
     curve: list[Point]
     waits: dict[str, int]
-    events: list[Event]
+    steps: RankSteps
+    memory: MemoryTrace
     seconds: float
 
 
 def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
-    judged = [judge(launch, facts) for launch in record.launches]
+    kinds, order = kinds_of(record.launches, facts)
+    counts = Counter(order)
     unknown: Counter[str] = Counter()
-    for one in judged:
-        if one.part == "unknown":
-            unknown[one.launch.kernel] += int(one.nbytes)
+    for number, kind in enumerate(kinds):
+        if kind.work.part == "unknown":
+            unknown[kind.work.kernel] += int(kind.work.nbytes) * counts[number]
     calls = {key: count for key, count in record.ledger.items() if key[2] == "calls"}
     exchanges = [
         Exchanged(group, verb, count, record.ledger[group, verb, "bytes"])
@@ -65,19 +103,32 @@ def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
     ]
     return RoleSummary(
         record.rank,
-        flops=sum(one.flops for one in judged),
-        launches=sum(launch.launches for launch in record.launches),
+        flops=sum(kinds[number].work.flops * count for number, count in counts.items()),
+        launches=sum(kinds[number].work.launches * count for number, count in counts.items()),
         unknown=dict(unknown),
         exchanges=sorted(exchanges, key=lambda one: -one.nbytes),
         state=record.state,
         peak=record.peak,
         host=record.host,
         held=[HeldAtPeak(*holder, nbytes) for holder, nbytes in record.at_peak.most_common()],
-        curve=thinned(record.curve, MAX_POINTS),
+        curve=thinned(curve_of(record.begun_with, record.changes), MAX_POINTS),
         waits=dict(Counter(f"{file}:{function}" for file, function in record.host_reads)),
-        events=record.events,
+        steps=RankSteps(kinds, order, record.events),
+        memory=MemoryTrace(record.begun_with, record.changes),
         seconds=record.seconds,
     )
+
+
+def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], array]:
+    """(each kind once, the kind of each launch)."""
+    numbers: dict[LaunchKind, int] = {}
+    order = array("l")
+    for launch in launches:
+        place = f"{launch.file}:{launch.function}"
+        work = Work.of(judge(launch, facts))
+        kind = LaunchKind(work, place, launch.phase, host_kind(launch), launch.stream)
+        order.append(numbers.setdefault(kind, len(numbers)))
+    return list(numbers), order
 
 
 def thinned(curve: list[Point], most: int) -> list[Point]:

@@ -4,9 +4,9 @@ Nothing is sent: the result of an exchange keeps the shape that it has, and no v
 awaits is kept in the order in which it does so (`PostedExchange`, `Wait`), for plan/record/check.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,57 +14,21 @@ from torch import Tensor
 from parallel.wire.clock import Handle
 from parallel.wire.comm import Group
 from parallel.wire.connection import Connection
+from plan.record.events import Event, PostedExchange, Wait
 
 Data = TypeVar("Data")
 
 
-class PostedExchange(NamedTuple):
-    """One exchange that a rank posts.
-
-    number: on this rank, from 0. batch: the number of the first of those that are posted with it. lane: its
-    ranks share connections, and what they exchange there runs in the order of posting. group: its name.
-    nbytes: of the larger side. peer: the other global rank of a send or a receive, None of a collective.
-    time: operations before it.
-    """
-
-    number: int
-    batch: int
-    lane: Connection
-    group: str
-    verb: str
-    nbytes: int
-    dtype: torch.dtype
-    peer: int | None
-    time: int
-
-    def __str__(self) -> str:
-        """send of 4,096 bytes to rank 3 in group pp"""
-        direction = {"send": " to", "receive": " from"}.get(self.verb, "")
-        peer = f"{direction} rank {self.peer}" if self.peer is not None else ""
-        return f"{self.verb} of {self.nbytes:,} bytes{peer} in group {self.group}"
-
-
-class Wait(NamedTuple):
-    """The rank waits until exchange number `number` has ended."""
-
-    number: int
-    time: int
-
-
-Event = PostedExchange | Wait
-
-
 @dataclass
 class RecordingWire:
-    """events: in the order of this rank. now: how many operations it has run."""
+    """events: in the order of this rank, with other events of it between them. now: how many launches there
+    were. answers: what other ranks say where each says something of its own; all others say what this one
+    says."""
 
     now: Callable[[], int] = lambda: 0
     events: list[Event] = field(default_factory=list)
+    answers: Mapping[int, object] = field(default_factory=dict)
     count: int = 0
-
-    def clear(self) -> None:
-        """Forgets what was posted. An exchange that is under way is awaited all the same."""
-        self.events = []
 
     def exchange(self, group: Group, verb: str, sent: Tensor, received: Tensor) -> None:
         self.start(group, verb, sent, received).wait()
@@ -84,7 +48,7 @@ class RecordingWire:
         return posted
 
     def objects(self, group: Group, x: Data) -> list[Data]:
-        return [x] * group.size
+        return [cast(Data, self.answers.get(rank, x)) for rank in group.ranks]
 
     def post(
         self,
@@ -110,6 +74,21 @@ class RecordingWire:
         )
         self.events.append(exchange)
         return PostedHandle(self, number, tensors)
+
+
+class Said(Exception):
+    """Ends a program with what it says to other ranks: `data`."""
+
+    def __init__(self, data: object) -> None:
+        super().__init__("a rank says something to others")
+        self.data = data
+
+
+class AskingWire(RecordingWire):
+    """A wire on which the first plain data that a rank says to others ends its program."""
+
+    def objects(self, group: Group, x: Data) -> list[Data]:
+        raise Said(x)
 
 
 class PostedHandle:

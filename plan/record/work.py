@@ -61,7 +61,7 @@ Flops = Callable[[Launch, Facts], float]
 class KernelRow:
     """part: one of PARTS; "elementwise" stands for both of its phases.
 
-    rate: of RATES in benchmarks/step_model.py, for the FLOPs. nbytes: where it is not each tensor once.
+    rate: of RATES in plan/record/rates.py, for the FLOPs. nbytes: where it is not each tensor once.
     needed: the share of it that a perfect step has; 0 of what a neighbour could do on the way.
     """
 

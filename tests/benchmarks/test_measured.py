@@ -11,8 +11,8 @@ from benchmarks import card, first_jobs, step_model
 from benchmarks.first_plan import SCENARIOS, SECTIONS
 from benchmarks.first_table import make_table
 from benchmarks.measured import compare, component_of, measured_rates, modelled_components
-from benchmarks.step_model import ASSUMED, TERA, Work, interpolated, seconds
 from plan.record.launches import CHIPS
+from plan.record.rates import ASSUMED, RATES, TERA, Work, interpolated, seconds
 from plan.record.work import KERNELS
 
 MEMORY = 14 * card.GIB
@@ -88,8 +88,8 @@ def test_every_rate_that_is_measured_is_one_of_the_model():
     place = rates.RateInputs(None, *(shapes[name] for name in ("dense", "8b", "moe", "packed-uneven")))
     place = replace(place, device=type("Device", (), {"type": "cuda"}))
     names = {case.rate for case in rates.rate_cases(place, False)} - {""}
-    products = {name.removesuffix(", weights") for name in names} & set(step_model.RATES)
-    known = {*step_model.RATES, *KERNELS, "memory", "library, weights"}
+    products = {name.removesuffix(", weights") for name in names} & set(RATES)
+    known = {*RATES, *KERNELS, "memory", "library, weights"}
     assert names <= known and len(products) > 10
     cases = {case.name for case in rates.rate_cases(place, False)}
     assert len([name for name in cases if name.endswith(", forward") and " x " in name]) == 8

@@ -24,7 +24,6 @@ import kernels
 from benchmarks import command, step_model
 from benchmarks.shape import Shape
 from benchmarks.step_model import SCENARIOS, config_of, document_lengths, record, record_step
-from build import build_run
 from config import Config, ConfigError
 from kernels import (
     adam,
@@ -43,10 +42,10 @@ from kernels import (
 )
 from model.describe import describe_model
 from parallel.cost import Workload
-from parallel.topology.mesh import Mesh
 from plan.count import parameters
 from plan.record.kernel_source import plain_function
-from plan.record.launches import CHIPS, META, Recorder, claimed_cpu, claimed_gpu, without_initial_weights
+from plan.record.launches import CHIPS, Recorder, claimed_cpu, claimed_gpu, without_initial_weights
+from plan.record.role import RoleRecord
 from plan.record.work import KERNELS, PARTS, Facts, judge
 from runtime.failure import fail_cleanly
 
@@ -87,7 +86,7 @@ def test_every_kernel_has_a_row():
         file, kernel = name.split(".")
         pytest.fail(
             f"kernels/{file}.py: {kernel} has no row: add one to KERNELS in plan/record/work.py "
-            "(its part of the step, its rate and its FLOPs), and a rate to RATES in benchmarks/step_model.py "
+            "(its part of the step, its rate and its FLOPs), and a rate to RATES in plan/record/rates.py "
             "if it has one of its own"
         )
     gone = sorted(set(KERNELS) - ours)
@@ -249,11 +248,11 @@ def test_a_value_that_the_host_asks_for_is_seen():
 # ---- recorded on meta = recorded in a real run -------------------------------------------------------------
 
 
-def signature(recorder: Recorder) -> list[tuple]:
+def signature(step: RoleRecord) -> list[tuple]:
     """Every launch in its order, views left out: a meta tensor has some others."""
     return [
         (launch.kernel, launch.phase, launch.file, launch.function, launch.read, launch.written)
-        for launch in recorder.launches
+        for launch in step.launches
         if launch.launches
     ]
 
@@ -262,9 +261,7 @@ def real_run(cfg: Config, documents: tuple[int, ...]) -> list[tuple]:
     """Records a step that computes."""
     recorder = Recorder(executes=True)
     device = torch.device("cpu")
-    run = build_run(cfg, Mesh.single(), device, None, 1000)
-    record_step(run, recorder, device, documents)
-    return signature(recorder)
+    return signature(record_step(cfg, recorder, device, documents))
 
 
 def first_difference(real: list[tuple], on_meta: list[tuple]) -> str:
@@ -287,10 +284,7 @@ def test_the_cpu_path_is_the_same_on_meta(name):
 
     recorder = Recorder()
     with claimed_cpu(recorder) as device, without_initial_weights():
-        with META:
-            run = build_run(cfg, Mesh.single(), device, None, 1000)
-        record_step(run, recorder, device, documents)
-    on_meta = signature(recorder)
+        on_meta = signature(record_step(cfg, recorder, device, documents))
     assert len(real) > 200
     assert real == on_meta, first_difference(real, on_meta)
 

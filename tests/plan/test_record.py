@@ -15,10 +15,10 @@ from parallel.expert import dispatch
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.job import job_of_rank
-from plan.record.launches import Launch, Recorder
+from plan.record.launches import CHIPS, Launch, Recorder
 from plan.record.role import RoleRecord, assumed_batch, record_role, record_steps
 from plan.record.work import Facts, judge
-from scripts.dry_run import program_of
+from scripts.dry_run import program_of, what_others_say
 
 SIZE = (
     "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 "
@@ -66,7 +66,9 @@ def real_role(world: World, cfg: Config) -> tuple[dict, list]:
 def recorded(cfg: Config, world: int, rank: int) -> RoleRecord:
     """The same without a job."""
     job_of_rank(cfg, world, rank)
-    return record_role(cfg, parallel_dims(cfg, world), rank, None, program_of(cfg))
+    dims = parallel_dims(cfg, world)
+    answers = what_others_say(cfg, dims, [rank], None)
+    return record_role(cfg, dims, rank, None, program_of(cfg), answers=answers)
 
 
 def facts_of(record: RoleRecord) -> dict:
@@ -115,6 +117,11 @@ DENSE = [
     (2, "--parallel.tp 2 --model.tied true --train.dtype bf16"),
     (4, "--parallel.tp 2 --parallel.pp 2 --parallel.zero 0"),
     (4, "--parallel.dp_rep 2 --parallel.zero 1 --log.noise_scale true"),
+    (2, "--optim.name muon --parallel.zero 1"),
+    (2, "--optim.name lars --parallel.zero 2"),
+    (4, "--optim.name muon --parallel.tp 2 --parallel.zero 3"),
+    (4, "--optim.name muon --parallel.pp 2"),
+    (4, "--optim.name lamb --parallel.pp 2 --parallel.zero 1"),
 ]
 MIXTURES = [
     (1, ""),
@@ -122,6 +129,8 @@ MIXTURES = [
     (2, "--parallel.ep 2 --parallel.ep_chunks 2 --parallel.recompute full"),
     (2, "--parallel.ep 2 --model.capacity 1.0 --model.pad true"),
     (4, "--parallel.tp 2 --parallel.sp true --parallel.ep 2 --parallel.zero 1"),
+    (4, "--optim.name muon --parallel.ep 2 --parallel.zero 1"),
+    (4, "--optim.name lamb --parallel.ep 2 --parallel.tp 2"),
 ]
 
 
@@ -138,6 +147,38 @@ def test_a_dense_record_is_the_run(ranks, world, words):
         record = recorded(cfg, world, rank)
         assert facts_of(record) == run
         assert not decided
+
+
+ONE_LAYER_EACH = "--model.layers 2 --train.micro_batch 1".split()
+OF_EIGHT = {
+    "llama3-tiny": [
+        "--parallel.zero 3",
+        "--parallel.cp 4 --parallel.zero 1",
+        "--parallel.tp 4 --parallel.sp true --parallel.zero 1",
+        "--parallel.tp 2 --parallel.cp 2 --parallel.pp 2 --parallel.zero 2",
+        "--parallel.dp_rep 2 --parallel.cp 2 --parallel.cp_kind ulysses --parallel.zero 1",
+    ],
+    "mixtral-tiny": ["--parallel.ep 4 --parallel.zero 1", "--parallel.ep 2 --parallel.tp 2 --parallel.pp 2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, words", [(name, one) for name, all_of in OF_EIGHT.items() for one in all_of])
+def test_the_first_rank_of_a_place_is_the_fullest(name, words):
+    """All of a place compute alike, hold as much as the first or less, and exchange as often: but under ZeRO
+    the ranks that own the norms sum their gradients over tp."""
+    keys = MIXTURE if name == "mixtral-tiny" else SIZE
+    cfg = config.resolve(name, None, [*keys, *ONE_LAYER_EACH, *words.split()])
+    dims = parallel_dims(cfg, 8)
+    records = [record_role(cfg, dims, rank, CHIPS["h100"], program_of(cfg)) for rank in range(8)]
+    for record in records:
+        first = records[dims.coordinates(record.rank)["pp"] * (8 // dims.pp)]
+        assert flops_of(record.launches) == flops_of(first.launches)
+        assert record.state <= first.state and record.peak <= first.peak
+        calls = {key: count for key, count in record.ledger.items() if key[2] == "calls"}
+        for key, count in calls.items():
+            of_norms = 1 if key[:2] == ("tp", "all_reduce") else 0
+            assert count <= first.ledger[key] + of_norms, key
 
 
 @pytest.mark.slow(core=["ep 2"])

@@ -1,0 +1,201 @@
+"""How long a launch takes: rates, assumed or measured, and what a GPU's data sheet makes of them.
+
+A launch takes
+
+    max(bytes / bandwidth, FLOPs / rate, launches * shortest)
+
+(a weight gradient: its FLOPs, and then the bytes of its fp32 result). The rates are those of one H200, low,
+middle and high ones, with where they come from. `rates_of` has those of another GPU: by the ratio of the data
+sheets, an assumption that nobody has measured. benchmarks/measured.py makes rates of measurements.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy
+
+from plan.record.launches import Launch
+from plan.record.work import JudgedLaunch
+
+TERA = 1e12
+
+
+# ---- assumed rates -----------------------------------------------------------------------------------------
+
+
+class Rate(NamedTuple):
+    """low, middle, high: what is expected; perfect: the best that anybody has reported. From: why."""
+
+    low: float
+    middle: float
+    high: float
+    perfect: float
+    source: str
+
+
+LEVELS = ("low", "middle", "high")
+OWN = "expected from its instructions (tests/kernels/aot.txt); never run"
+
+# TFLOP/s of products, on Hopper with 132 processors.
+RATES = {
+    "library": Rate(640, 690, 720, 788, "cuBLAS bf16, large shapes, at the clock that 700 W allow"),
+    "own": Rate(500, 570, 620, 788, "weight gradients of kernels/linear.py: " + OWN),
+    "own grouped": Rate(480, 560, 620, 788, "kernels/grouped_gemm.py, two programs a processor: " + OWN),
+    "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients: " + OWN),
+    "own gathered": Rate(450, 525, 580, 788, "the same, where threads copy single rows instead of TMA"),
+    "own gathered, weights": Rate(410, 460, 505, 788, "its weight gradients, likewise"),
+    "library grouped": Rate(520, 600, 660, 788, "torch._grouped_mm (CUTLASS)"),
+    "library fp8": Rate(1200, 1350, 1450, 1576, "torch._scaled_mm with fast sums"),
+    "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),
+    "own fp8": Rate(800, 865, 920, 1576, "kernels/fp8_gemm.py: " + OWN),
+    "fp32": Rate(20, 30, 40, 788, "fp32 on CUDA cores, narrow outputs; perfect: in bf16"),
+    "cudnn": Rate(500, 560, 600, 600, "cuDNN's attention, causal, head dim 128; of documents too"),
+    "cudnn backward": Rate(400, 450, 490, 520, "cuDNN's, five products counted"),
+    "flash 2": Rate(330, 350, 380, 600, "FlashAttention 2 in torch, written for sm_80"),
+    "flash 2 backward": Rate(210, 230, 260, 520, "the same, five products counted"),
+    "own attention": Rate(330, 370, 400, 600, "kernels/attention_forward.py: " + OWN),
+    "own attention backward": Rate(230, 265, 300, 520, "kernels/attention_backward.py: " + OWN),
+}
+BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
+SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")
+HOST_READ = Rate(250, 150, 80, 0, "microseconds that the GPU idles when the host waits for a value of it")
+HOST = {  # microseconds of the host
+    "triton": Rate(25, 18, 12, 0, "a Triton kernel, with the Python around it"),
+    "operation": Rate(12, 9, 6, 0, "an operation of torch that starts a kernel, autograd included"),
+    "view": Rate(2, 1.5, 1, 0, "one that starts none"),
+}
+
+Points = tuple[tuple[float, float], ...]
+
+
+# Of what a single GPU does not have; middle values alone count.
+HOST_EXCHANGE = Rate(40, 25, 15, 0, "microseconds of the host to post an exchange through torch.distributed")
+HOST_LINK = Rate(40, 48, 54, 0, "GB/s of a copy to or from pinned memory of the host, PCIe of generation 5")
+
+
+class Sheet(NamedTuple):
+    """What a data sheet says of a GPU: FLOP/s without sparsity, bytes/s of its memory. 0: it has none."""
+
+    gpu: str
+    bf16: float
+    fp8: float
+    fp32: float
+    hbm: float
+
+
+@dataclass(frozen=True)
+class LaunchRates:
+    """What bounds a launch. Products by name, in TFLOP/s; the rest as the tables above.
+
+    points: measured, ((FLOPs or bytes of a launch, TFLOP/s or TB/s), ...) in rising order, by the name of a
+    product's rate, by that name with ", weights" for weight gradients, by kernel for what memory bounds, and
+    "memory" for every other kernel. They come before the tables.
+    """
+
+    products: Mapping[str, Rate]
+    bandwidth: Rate = BANDWIDTH
+    shortest: Rate = SHORTEST
+    host_read: Rate = HOST_READ
+    host: Mapping[str, Rate] = field(default_factory=lambda: HOST)
+    points: Mapping[str, Points] = field(default_factory=dict)
+
+    def computing(self, work: "Work", level: str) -> float:
+        """Seconds for the FLOPs; of a weight gradient with its ends of tiles, which hide behind nothing."""
+        if not work.rate:
+            return 0.0
+        weights = f"{work.rate}, weights"
+        is_weights = work.part == "weight gradients"
+        points = self.points.get(weights if is_weights and weights in self.points else work.rate)
+        if points:  # what is measured has the ends of tiles in it
+            return work.flops / (TERA * interpolated(points, work.flops))
+        ends = work.ends / (TERA * getattr(self.bandwidth, level)) if is_weights else 0.0
+        return work.flops / (TERA * getattr(self.products[work.rate], level)) + ends
+
+    def moving(self, work: "Work", level: str) -> float:
+        """Seconds for the bytes."""
+        points = self.points.get(work.kernel) or self.points.get("memory")
+        rate = interpolated(points, work.nbytes) if points else getattr(self.bandwidth, level)
+        return work.nbytes / (TERA * rate)
+
+
+ASSUMED = LaunchRates(RATES)
+ASSUMED_OF = Sheet("h200", bf16=989e12, fp8=1979e12, fp32=67e12, hbm=4800e9)
+
+
+def rates_of(sheet: Sheet) -> LaunchRates:
+    """ASSUMED for another GPU: by the ratio of the data sheets. What a launch costs beside its FLOPs and
+    bytes stays."""
+
+    def scaled(rate: Rate, ratio: float) -> Rate:
+        low, middle, high, perfect, source = rate
+        return Rate(ratio * low, ratio * middle, ratio * high, ratio * perfect, source)
+
+    products = {}
+    for name, rate in RATES.items():
+        unit = "fp8" if "fp8" in name else "fp32" if name == "fp32" else "bf16"
+        products[name] = scaled(rate, getattr(sheet, unit) / getattr(ASSUMED_OF, unit))
+    return replace(ASSUMED, products=products, bandwidth=scaled(BANDWIDTH, sheet.hbm / ASSUMED_OF.hbm))
+
+
+def ratios(sheet: Sheet) -> str:
+    """What the rates of a GPU are multiplied by, in words; "" of the one that they are assumed of.
+
+    products x 0.32, memory x 0.42
+    """
+    found = {"products": sheet.bf16 / ASSUMED_OF.bf16, "memory": sheet.hbm / ASSUMED_OF.hbm}
+    return ", ".join(f"{name} x {ratio:.2f}" for name, ratio in found.items() if ratio != 1)
+
+
+def interpolated(points: Points, size: float) -> float:
+    """The rate at a size: linear in its logarithm between two points, that of the nearest one beyond them."""
+    sizes, rates = zip(*points)
+    return float(numpy.interp(math.log(max(size, 1.0)), [math.log(one) for one in sizes], rates))
+
+
+# ---- the time of a launch ----------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """What a launch costs. launches: kernels that start. ends: bytes that it reads of its result, and writes.
+    """
+
+    part: str
+    kernel: str
+    rate: str | None
+    flops: float
+    nbytes: float
+    launches: int
+    ends: int
+
+    @staticmethod
+    def of(judged: JudgedLaunch) -> "Work":
+        launch = judged.launch
+        ends = launch.updated + launch.written
+        return Work(
+            judged.part, launch.kernel, judged.rate, judged.flops, judged.nbytes, launch.launches, ends
+        )
+
+
+def seconds(work: Work, level: str, rates: LaunchRates = ASSUMED) -> float:
+    """On the GPU, with the rates of a level."""
+    shortest = 1e-6 * getattr(rates.shortest, level) * work.launches
+    return max(shortest, rates.moving(work, level), rates.computing(work, level))
+
+
+def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
+    """{kind of HOST: how many}."""
+    counts = dict.fromkeys(HOST, 0)
+    for launch in launches:
+        counts[host_kind(launch)] += 1
+    return counts
+
+
+def host_kind(launch: Launch) -> str:
+    """The key of HOST."""
+    return "triton" if launch.is_triton else "operation" if launch.launches else "view"
+
+
+def host_seconds(counts: Mapping[str, int], level: str, rates: LaunchRates = ASSUMED) -> float:
+    return sum(1e-6 * getattr(rates.host[kind], level) * count for kind, count in counts.items())

@@ -1,0 +1,147 @@
+"""Memory over a step in the format of torch.cuda.memory._snapshot(), which pytorch.org/memory_viz opens.
+
+A device is a recorded rank. Addresses are made up: each allocation gets the lowest room that it fits into,
+in blocks of 512 bytes, of one segment that is as large as it must be. What an allocator adds is not known.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from plan.record.memory import Change, Holder
+from plan.record.summary import MemoryTrace
+
+BLOCK = 512  # bytes, to which the caching allocator rounds
+FIRST_ADDRESS = 1 << 46
+OF_A_DEVICE = 1 << 44  # addresses
+
+
+@dataclass
+class Room:
+    """Of a device. free: [(address, bytes)] between what is allocated, in order. end: of all that was used.
+    taken: {storage: its address}."""
+
+    end: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def take(self, storage: int, nbytes: int) -> int:
+        for place, (address, room) in enumerate(self.free):
+            if room >= nbytes:
+                rest = [(address + nbytes, room - nbytes)] if room > nbytes else []
+                self.free[place : place + 1] = rest
+                break
+        else:
+            address = self.end
+            self.end += nbytes
+        self.taken[storage] = address
+        return address
+
+    def give(self, storage: int, nbytes: int) -> int:
+        """Joined with the free room on both sides."""
+        address = start = self.taken.pop(storage)
+        end = address + nbytes
+        place = bisect_left(self.free, (address, 0))
+        if place < len(self.free) and self.free[place][0] == end:
+            end += self.free.pop(place)[1]
+        if place and sum(self.free[place - 1]) == start:
+            place -= 1
+            start = self.free.pop(place)[0]
+        self.free.insert(place, (start, end - start))
+        return address
+
+
+def snapshot(traces: Sequence[MemoryTrace]) -> dict:
+    """A device for each trace, in order."""
+    segments, entries = [], []
+    for device, trace in enumerate(traces):
+        segment, of_device = device_snapshot(device, trace)
+        segments.append(segment)
+        entries.append(of_device)
+    return {"segments": segments, "device_traces": entries, "allocator_settings": {}}
+
+
+def device_snapshot(device: int, trace: MemoryTrace) -> tuple[dict, list[dict]]:
+    """(the segment as the step leaves it, what happened)."""
+    first = FIRST_ADDRESS + device * OF_A_DEVICE
+    room = Room(end=first)
+    entries: list[dict] = []
+    alive: dict[int, Change] = {}  # by address
+    for change in (*trace.begun_with, *trace.changes):
+        size = rounded(abs(change.nbytes))
+        if change.nbytes > 0:
+            address = room.take(change.storage, size)
+            alive[address] = change
+            entries.append(entry("alloc", address, change, len(entries)))
+        else:
+            address = room.give(change.storage, size)
+            del alive[address]
+            entries.append(entry("free_requested", address, change, len(entries)))
+            entries.append(entry("free_completed", address, change, len(entries)))
+
+    total = room.end - first
+    blocks: list[dict] = []
+    address = first
+    for start in (*sorted(alive), room.end):
+        if start > address:
+            blocks.append(block(address, start - address, None))
+        if start in alive:
+            size = rounded(alive[start].nbytes)
+            blocks.append(block(start, size, alive[start]))
+            address = start + size
+    active = sum(part["size"] for part in blocks if part["state"] == "active_allocated")
+    segment = {
+        "device": device,
+        "address": first,
+        "total_size": total,
+        "allocated_size": active,
+        "active_size": active,
+        "requested_size": sum(change.nbytes for change in alive.values()),
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
+    begin = {"action": "segment_alloc", "addr": first, "size": total, "stream": 0, "frames": [], "time_us": 0}
+    return segment, [begin, *entries]
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def entry(action: str, address: int, change: Change, time: int) -> dict:
+    """time: there are no times of the host; it keeps the order."""
+    return {
+        "action": action,
+        "addr": address,
+        "size": abs(change.nbytes),
+        "stream": 0,
+        "time_us": time,
+        "category": change.holder.phase,
+        "frames": frames(change.holder),
+    }
+
+
+def block(address: int, size: int, change: Change | None) -> dict:
+    """change: what is allocated there; None: it is free."""
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": change.nbytes if change else 0,
+        "state": "active_allocated" if change else "inactive",
+        "frames": frames(change.holder) if change else [],
+    }
+
+
+@cache
+def frames(holder: Holder) -> list[dict]:
+    """Of the innermost function of this repository, and the phase that it is called in."""
+    file, _, function = holder.place.partition(":")
+    return [
+        {"filename": file or "outside", "line": 0, "name": function or "outside"},
+        {"filename": "step", "line": 0, "name": holder.phase},
+    ]

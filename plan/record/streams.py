@@ -1,0 +1,71 @@
+"""Streams and events of a GPU, without one: a recorder notes which stream a launch goes to, and who waits for
+what."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+from unittest import mock
+
+import torch
+
+from plan.record.events import Event, StreamWait
+
+COMPUTE = "compute"
+HOST = ""  # in the place of a stream that waits
+
+
+class Notes(Protocol):
+    """What a stream needs of a recorder."""
+
+    stream: str
+    events: list[Event]
+    now: Callable[[], int]
+
+
+class ClaimedEvent(mock.MagicMock):
+    """A moment of a stream: torch.cuda.Event."""
+
+    stream = COMPUTE
+    until = 0
+
+    def record(self, stream: "ClaimedStream | None" = None) -> None:
+        if stream is not None:
+            stream.record_event(self)
+
+
+class ClaimedStream:
+    """torch.cuda.Stream. name: the streams of the program beside that of the computation share one."""
+
+    def __init__(self, notes: Notes, name: str) -> None:
+        self.notes = notes
+        self.name = name
+        self.device = torch.device("cuda", 0)
+
+    def wait_stream(self, other: "ClaimedStream") -> None:
+        self.note(self.name, other.name, self.notes.now())
+
+    def record_event(self, event: ClaimedEvent) -> ClaimedEvent:
+        event.stream, event.until = self.name, self.notes.now()
+        return event
+
+    def wait_event(self, event: ClaimedEvent) -> None:
+        self.note(self.name, event.stream, event.until)
+
+    def synchronize(self) -> None:
+        self.note(HOST, self.name, self.notes.now())
+
+    def note(self, waiting: str, other: str, until: int) -> None:
+        self.notes.events.append(StreamWait(waiting, other, until, self.notes.now()))
+
+
+@contextlib.contextmanager
+def stream_context(stream: ClaimedStream | None) -> Iterator[None]:
+    """torch.cuda.stream: what is launched inside goes to the stream."""
+    if stream is None:
+        yield
+        return
+    before, stream.notes.stream = stream.notes.stream, stream.name
+    try:
+        yield
+    finally:
+        stream.notes.stream = before

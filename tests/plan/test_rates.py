@@ -1,0 +1,50 @@
+"""Times of launches and exchanges: other GPUs by their data sheets, exchanges by the ranks that take part."""
+
+import pytest
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+import torch
+
+from parallel.topology.dims import GROUP_AXES, ParallelDims
+from plan.cost import Efficiency, Links, cluster, exchange_seconds
+from plan.record.events import PostedExchange
+from plan.record.links import ClusterLinks, seconds_of_exchange
+from plan.record.rates import ASSUMED, ASSUMED_OF, RATES, Sheet, rates_of, ratios
+
+
+def exchange(verb: str, ranks, nbytes: int, peer=None) -> PostedExchange:
+    return PostedExchange(0, 0, ("", tuple(ranks)), "g", verb, nbytes, torch.float32, peer, 0)
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("group", ["tp", "fsdp", "cp", "world"])
+def test_a_collective_takes_what_the_planner_says(group, verb):
+    dims = ParallelDims(64, tp=4, cp=4, pp=2)
+    for name in ("h100-ib", "gb200-nvl72"):
+        where = cluster(name)
+        own = exchange(verb, dims.group(0, *GROUP_AXES[group]), 10**8)
+        links = Links(dims, where, Efficiency())
+        expected = exchange_seconds(links, group, verb, calls=1, nbytes=10**8)
+        assert seconds_of_exchange(ClusterLinks(where), 0, own) == pytest.approx(expected)
+
+
+def test_a_transfer_takes_the_links_of_its_two_ranks():
+    where = cluster("h100-ib")
+    near, far = (seconds_of_exchange(ClusterLinks(where), 6, exchange("send", range(16), 10**9, peer))
+                 for peer in (7, 8))  # fmt: skip
+    share, hop = Efficiency().inside, Efficiency().hop
+    assert near == pytest.approx(hop + 1e9 / (450e9 * share))
+    assert far == pytest.approx(hop + 1e9 / (50e9 * share))
+
+
+def test_rates_of_another_gpu_are_those_of_the_assumed_one_by_the_data_sheets():
+    assert rates_of(ASSUMED_OF) == ASSUMED and ratios(ASSUMED_OF) == ""
+    a100 = Sheet("a100", bf16=312e12, fp8=0.0, fp32=19.5e12, hbm=2039e9)
+    rates = rates_of(a100)
+    assert rates.products["own"].middle == pytest.approx(RATES["own"].middle * 312 / 989)
+    assert rates.products["fp32"].low == pytest.approx(RATES["fp32"].low * 19.5 / 67)
+    assert rates.products["own fp8"].high == 0.0  # it has none
+    assert rates.bandwidth.middle == pytest.approx(ASSUMED.bandwidth.middle * 2039 / 4800)
+    assert rates.shortest == ASSUMED.shortest and rates.host == ASSUMED.host
+    assert ratios(a100) == "products x 0.32, memory x 0.42"
