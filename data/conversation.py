@@ -334,12 +334,15 @@ def without_two_values(pairs: list[tuple[str, Any]]) -> Tree:
     return found
 
 
+JSON_SPACE = " \t\n\r"
 JSON = json.JSONDecoder(object_pairs_hook=without_two_values)  # made once: it costs as much as a short record
 
 
 def parse_json(text: str) -> Any:
     """The value of JSON. Raises TwoValues as without_two_values does; ValueError if it is not JSON."""
-    return JSON.decode(text)
+    text = text.strip(JSON_SPACE)
+    value, end = JSON.raw_decode(text)
+    return value if end == len(text) else JSON.decode(text)  # which says what is too much
 
 
 def without_nulls(value: Any) -> Any:
