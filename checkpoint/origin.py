@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint.store import StoredIndex
-from config import Config, ConfigError, ModelConfig, Tree, comma_separated
+from config import Config, ConfigError, ModelConfig, Tree, comma_separated, vocab_size
 from config.function import (
     BY_TEXT,
     FUNCTION_KEYS,
@@ -170,7 +170,7 @@ def same_ids_of(
 ) -> NDArray[np.int64]:
     """See WeightOrigin.same_ids. A tokenizer may have more ids than its model has rows."""
     found = ids_by_text(tokenizer_folder(index.path), index.meta["tokenizer"])
-    return np.where(found < (source.vocab or len(found)), found, -1)
+    return np.where(found < vocab_size(source), found, -1)
 
 
 def tokenizer_folder(checkpoint: Path) -> Path:

@@ -548,18 +548,13 @@ def unread_settings(settings: Tree | None, reads: Collection[str], reader: str) 
 def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = False) -> list[str]:
     """Raises LeftOut if the text leaves out a string that it must hold. Returns notes of what else it leaves
     out."""
-    written: dict[str, str] = {}
-    for run in re.finditer(r"([^\0])\1*", made.sources):
-        source = run[1]
-        written[source] = written.get(source, "") + made.text[run.start():run.end()]
-
     notes: list[str] = []
     reasons: list[str] = []
     thoughts: list[str] = []  # that are left out
     for number, leaf in enumerate(leaves):
-        text = written.get(traced.source_mark(number), "")
-        key = leaf.place.rpartition("its ")[2]
+        text = written_from(made, traced.source_mark(number))
         for missing, is_thought in missing_parts(leaf, text, made.text):
+            key = leaf.place.rpartition("its ")[2]
             if not leaf.is_required:
                 if leaf.message is not None and key not in NOT_WRITTEN | {"tool_calls"}:
                     notes.append(f"{key!r} of messages is not read")
@@ -577,6 +572,14 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
     return notes
 
 
+def written_from(made: TracedRender, source: str) -> str:
+    """All characters of the text that come from a source."""
+    first, size = made.sources.find(source), made.sources.count(source)
+    if made.sources.startswith(source * size, max(first, 0)):
+        return made.text[max(first, 0):max(first, 0) + size]
+    return "".join(made.text[place] for place, mark in enumerate(made.sources) if mark == source)
+
+
 def is_answer(conversation: Conversation, leaf: Leaf) -> bool:
     """Whether it is the content of a message of the assistant."""
     if leaf.message is None or not leaf.place.endswith("its content"):
@@ -592,6 +595,8 @@ def missing_parts(leaf: Leaf, written: str, text: str) -> list[tuple[str, bool]]
         value = json.loads(leaf.text)
         is_found = leaf.is_required and (leaf.text in text or str(value) in text)
         return [] if is_found else [(leaf.text, False)]
+    if leaf.text.strip() in written:
+        return []
     missing: list[tuple[str, bool]] = []
     for part, is_thought in parts_of_answer(leaf):
         said = part.strip()

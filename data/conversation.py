@@ -323,18 +323,26 @@ def parsed_json(value: object) -> Any:
     return value
 
 
-def parse_json(text: str) -> Any:
-    """The value of JSON. Raises TwoValues for an object that has a key twice: Python takes the last, and the
-    other would be lost; ValueError if it is not JSON."""
-    def parsed(pairs: list[tuple[str, Any]]) -> Tree:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            for key, value in pairs:
-                if found[key] != value:
-                    raise TwoValues(f"an object has {key!r} twice, with two values; keep one")
-        return found
+def without_two_values(pairs: list[tuple[str, Any]]) -> Tree:
+    """An object of JSON. Raises TwoValues if it has a key twice: Python takes the last, and the other would
+    be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if found[key] != value:
+                raise TwoValues(f"an object has {key!r} twice, with two values; keep one")
+    return found
 
-    return json.loads(text, object_pairs_hook=parsed)
+
+JSON_SPACE = " \t\n\r"
+JSON = json.JSONDecoder(object_pairs_hook=without_two_values)  # made once: it costs as much as a short record
+
+
+def parse_json(text: str) -> Any:
+    """The value of JSON. Raises TwoValues as without_two_values does; ValueError if it is not JSON."""
+    text = text.strip(JSON_SPACE)
+    value, end = JSON.raw_decode(text)
+    return value if end == len(text) else JSON.decode(text)  # which says what is too much
 
 
 def without_nulls(value: Any) -> Any:

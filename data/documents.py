@@ -347,7 +347,7 @@ def way_out(raw: bytes) -> str:
 def text_reader(key: str) -> ReadRecord:
     """Reads the text under a field, or a path of fields (way_to)."""
     def read(record: Tree, line: int) -> DocumentRecord:
-        holder, name = way_to(record, key)[-1]
+        holder, name = (record, key) if key in record else way_to(record, key)[-1]
         return checked_text(holder.get(name), key, line)
 
     return read

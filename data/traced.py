@@ -250,6 +250,13 @@ def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRend
 
     for chunk in template.root_render_func(context):
         chunk_sources = sources_of(chunk)
+        if chunk and "\0" not in chunk:  # most have no mark
+            texts.append(chunk)
+            sources.append(chunk_sources)
+            message = owners[-1][1] if owners else None
+            pieces.append(Piece(length, length + len(chunk), message, open_marks > 0))
+            length += len(chunk)
+            continue
         end = 0
         for match in [*MARK.finditer(chunk), None]:
             stop = match.start() if match else len(chunk)

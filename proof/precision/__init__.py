@@ -15,9 +15,10 @@ optimizer, every ZeRO stage, on real files. After every step this must hold:
     wide         gradients are fp32 tensors with more digits than the compute dtype has; the loss is fp32
     skipped      a step whose gradient is not finite leaves masters, moments and weights bit for bit
     layout       gradients and loss like one process of the same dtype; masters like its masters; the same
-                 steps are skipped. In fp16 with quantized weights, whose error moves a value across the edge
-                 of fp16's range, one of the two may skip a step alone: the steps from there on are not
-                 compared, and they may be at most NOT_COMPARED
+                 steps are skipped. In fp16, one of the two may skip a step alone if the largest value of
+                 the other in that step, times how many of its products the first adds up in one, and with
+                 the bound of the gradients, reaches the end of fp16's range: the steps from there on are
+                 not compared, and they may be at most NOT_COMPARED
     fp64         one process of the dtype like one process in fp64 from the same initial weights
 
 Bounds. u: the unit roundoff of a dtype (fp32 2^-24, fp16 2^-11, bf16 2^-8, e4m3 2^-4, e5m2 2^-3). A
@@ -28,15 +29,18 @@ on every output,
 
     E(dtype) = SIGMAS u sqrt(K / 6)            K: `num_roundings` in bounds.py, counted from the model
 
-is the relative error (Frobenius) of the gradients against exact arithmetic. Of two runs of one dtype whose
-weights differ by delta (relative, measured on the weights that were read) and whose microbatches see the
-same operations,
+is the relative error (Frobenius) of the gradients against exact arithmetic. A product of factors changes by
+the sum of their relative changes. Those of different matrices are independent, so with d_i the relative
+distance of matrix i in two runs (measured on the weights that were read), over the matrices in series,
 
-    error <= SIGMAS u32 sqrt(n) + M delta + E min(1, sqrt(M delta / u))           n: additions in fp32
+    D = SIGMAS sqrt(sum of d_i^2)
 
-M is the number of matrices in series: a product of M factors changes by the sum of their relative changes;
-and a value that changed by M delta rounds to another neighbour with probability M delta / u, and is then
-off by u. Layouts that compute a product or a sum in another order (tp, cp, ep) have sqrt(2) E in the first
+Of two runs of one dtype whose microbatches see the same operations,
+
+    error <= SIGMAS u32 sqrt(n) + D + E min(1, sqrt(D / u))           n: additions in fp32
+
+since a value that changed by D rounds to another neighbour with probability D / u, and is then off by u.
+Layouts that compute a product or a sum in another order (tp, cp, ep) have sqrt(2) E in the first
 place. The path of the masters m_s - m_0 follows by the optimizer: SGD and LARS are linear in the gradient; a
 direction that is a sign (Lion; Adam's first steps, and LAMB's) turns where the error is larger than the
 gradient, with probability rho / pi, and is then off by 2: 2 sqrt(rho / pi); Muon's polynomial multiplies a

@@ -1,14 +1,34 @@
 """How far two runs of a job may be apart: the bounds that proof/precision/__init__.py derives."""
 import math
+import re
 
 from config import Config
-from proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors
+from proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
 from proof.precision.paper import MUON_SLOPE
 
+IN_SERIES = 4  # matrices of a layer that any value passes through: q or k or v, out; in, down
+LAYER = re.compile(r"layers\.\d+")
 
-def matrices_in_series(cfg: Config) -> int:
-    """M: embedding, head, and four a layer that any value passes through (q or k or v, out; in, down)."""
-    return 2 + 4 * cfg.model.layers
+
+def change_in_series(ours: Tensors, theirs: Tensors) -> float:
+    """D: the relative change of a product through the whole model, from the weights of two runs.
+
+    Each matrix counts with its own relative distance: vectors, most of whose norm are ones that hardly
+    move, say nothing of it. The IN_SERIES of each layer that are furthest apart count, and each matrix
+    outside of the layers.
+    """
+    distances: dict[str, list[float]] = {}  # {layer: of its matrices}
+    total = 0.0
+    for key in matrices(theirs):
+        distance = relative_distance({key: ours[key]}, {key: theirs[key]})
+        layer = LAYER.match(key)
+        if layer:
+            distances.setdefault(layer[0], []).append(distance)
+        else:
+            total += distance**2
+    for of_layer in distances.values():
+        total += sum(distance**2 for distance in sorted(of_layer)[-IN_SERIES:])
+    return SIGMAS * math.sqrt(total)
 
 
 def num_roundings(cfg: Config) -> int:
@@ -32,19 +52,19 @@ def gradient_error(cfg: Config) -> float:
     return SIGMAS * math.sqrt(squares / 6)
 
 
-def gradient_bound(cfg: Config, delta: float, reordered: bool) -> float:
-    """The relative distance of the gradients of two runs of one dtype whose weights differ by delta.
+def gradient_bound(cfg: Config, change: float, reordered: bool) -> float:
+    """The relative distance of the gradients of two runs of one dtype.
 
-    reordered: whether the two compute products or sums in different orders.
+    change: that of their weights, see change_in_series. reordered: whether the two compute products or sums
+    in different orders.
     """
     error = gradient_error(cfg)
     unit = UNIT[cfg.train.dtype]
-    reach = matrices_in_series(cfg) * delta
     if reordered:
-        return math.sqrt(2) * error + reach
+        return math.sqrt(2) * error + change
     num_additions = cfg.train.global_batch * cfg.train.seq_len
     base = SIGMAS * U32 * math.sqrt(num_additions)
-    return base + reach + error * min(1.0, math.sqrt(reach / unit))
+    return base + change + error * min(1.0, math.sqrt(change / unit))
 
 
 def is_reordered(cfg: Config) -> bool:

@@ -25,7 +25,8 @@ class RecordedRun:
 
     masters, moments ("key@name"), weights: of each state. grads: of each step, times the loss scale. steps:
     of each state the number of the step, its loss, norm and whether it was good (ok), and the loss scale
-    (scale) and the count of good steps (good) after it. wrong: what was seen that must not be.
+    (scale) and the count of good steps (good) after it. largest: of each state the largest finite value in
+    fp16 of the step before it, 0 in a run of another dtype. wrong: what was seen that must not be.
     """
 
     cfg: Config
@@ -34,6 +35,7 @@ class RecordedRun:
     weights: list[Tensors]
     grads: list[Tensors]
     steps: list[dict[str, Any]]
+    largest: list[float]
     wrong: list[str] = field(default_factory=list)
 
 
@@ -64,7 +66,8 @@ def read_run(cfg: Config, folder: Path, world: int) -> RecordedRun:
     """The run of `world` ranks that `record_run` recorded in the folder."""
     records = [torch.load(folder / f"record.{rank}", weights_only=True) for rank in range(world)]
     steps = records[0]["steps"]
-    run = RecordedRun(cfg, masters=[], moments=[], weights=[], grads=[], steps=steps)
+    largest = [max(values) for values in zip(*(record["largest"] for record in records))]
+    run = RecordedRun(cfg, masters=[], moments=[], weights=[], grads=[], steps=steps, largest=largest)
 
     said = [f"rank {rank}: {what}" for rank, record in enumerate(records) for what in record["wrong"]]
     run.wrong += dict.fromkeys(said)

@@ -1,4 +1,5 @@
 """What one rank records of a run of train.train: weights, masters, moments and gradients of every step."""
+import contextlib
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -6,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from build import TrainingRun
 from config import Config
@@ -33,18 +36,49 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
+class LargestValue(TorchDispatchMode):
+    """Watches what operations compute: how close to its overflow a dtype comes.
+
+    largest: the largest finite magnitude of a result of the dtype since `take`. Views, buffers that are not
+    filled yet and exchanges compute nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.largest = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func.is_view or "c10d" in func.namespace or "empty" in func.name():
+            return results
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor) and result.dtype == self.dtype and result.numel():
+                sizes = result.detach().abs()
+                largest = torch.where(sizes.isfinite(), sizes, 0).max()
+                self.largest = max(self.largest, float(largest))
+        return results
+
+    def take(self) -> float:
+        """`largest`, and begins again."""
+        largest, self.largest = self.largest, 0.0
+        return largest
+
+
 class RunRecorder:
     """The watch of one rank: copies what the rank owns after every step, and checks what it can at once.
 
-    spoilt: steps whose gradient becomes NaN, on the ranks with `spoils`. wrong: what was seen that must not
-    be.
+    spoilt: steps whose gradient becomes NaN, on the ranks with `spoils`. values: sees the largest value of
+    a step. wrong: what was seen that must not be.
     """
 
     run: TrainingRun  # from run_built on
 
-    def __init__(self, spoilt: frozenset[int], spoils: bool) -> None:
+    def __init__(self, spoilt: frozenset[int], spoils: bool, values: LargestValue) -> None:
         self.spoilt = spoilt
         self.spoils = spoils
+        self.values = values
+        self.largest = [0.0]  # [state]: the largest value of the step before it
         self.wrong: list[str] = []
         # [state][bucket]: {"master" | "own" | name of a moment: flat tensor}; state 0 is before the first
         # step
@@ -110,6 +144,7 @@ class RunRecorder:
         wide = torch.promote_types(self.run.buckets[0].dtype, torch.float32)
         if loss.dtype != wide or norm.dtype != wide:
             self.wrong.append(f"step {step}: loss is {loss.dtype} and norm {norm.dtype}, not {wide}")
+        self.largest.append(self.values.take())
         recorded = {"step": step, "loss": float(loss), "norm": float(norm), "ok": bool(ok)}
         self.steps.append(recorded | self.scaler_state())
         self.record_state(step)
@@ -185,6 +220,7 @@ class RunRecorder:
             "weights_read": self.weights_read,
             "grads": self.grads,
             "steps": self.steps,
+            "largest": self.largest,
             "wrong": self.wrong,
         }
 
@@ -238,7 +274,9 @@ def record_run(world: World, cfg: Config, folder: Path, spoilt: frozenset[int]) 
     """
     # A gradient that several ranks hold must be spoilt on all of them.
     is_replicated = cfg.parallel.zero == 0 or cfg.parallel.dp_rep > 1
-    watch = RunRecorder(spoilt, spoils=is_replicated or world.rank == world.size - 1)
-    code = run_loop(world, cfg, folder, watch)
+    values = LargestValue(torch.float16)
+    watch = RunRecorder(spoilt, spoils=is_replicated or world.rank == world.size - 1, values=values)
+    with values if cfg.train.dtype == "fp16" else contextlib.nullcontext():
+        code = run_loop(world, cfg, folder, watch)
     torch.save(watch.finish(), folder / f"record.{world.rank}")
     return code
