@@ -175,7 +175,7 @@ def check_memory(snapshot: dict, tree: dict) -> None:
     ("--world 2 --phase 2", "--phase"),
     ("--world 2 --ranks 0,2", "--ranks"),
     ("--world 2 --cluster v100-ib", "v100"),
-    ("--world 2 --cluster a100-ib --train.dtype fp8", "train.dtype"),
+    ("--world 2 --cluster a100-ib --train.dtype fp8 --train.seq_len 16", "train.dtype"),
     ("--world 2 --picture x.jpg", "--picture"),
     ("--world 512 --train.global_batch 512 --optim.name muon", "optim.name"),
     ("--world 2 --trace x.txt", "--trace"),
