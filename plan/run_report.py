@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=round(GPU_HOURS_BETWEEN_FAILURES, -2),
         help="GPU-hours between two failures; by default those of Llama 3 (arXiv 2407.21783)",
     )
-    add("--restart", type=float, metavar="S", default=600.0, help="seconds from a failure until training goes on")
+    add("--restart", type=float, metavar="S", default=600.0, help="seconds until training goes on again")
     add("--storage", type=float, metavar="GB/S", help="that all ranks write together (2 a node)")
     add("--law", metavar="CSV", help="finished runs, for the loss: a table that scripts.scaling fit takes")
     add("--noise-scale", type=float, metavar="N", help="tokens that log.noise_scale has measured")
