@@ -35,7 +35,9 @@ def simulated(training: float, interval: float, blocking: float, restart: float,
     return clock
 
 
-@pytest.mark.parametrize("interval, blocking, restart", [(20.0, 1.0, 0.0), (50.0, 5.0, 30.0), (8.0, 4.0, 90.0)])
+@pytest.mark.parametrize(
+    "interval, blocking, restart", [(20.0, 1.0, 0.0), (50.0, 5.0, 30.0), (8.0, 4.0, 90.0)]
+)
 def test_the_expected_time_is_that_of_drawn_failures(interval, blocking, restart):
     random.seed(1)
     numbers = {"interval": interval, "blocking": blocking, "restart": restart, "between": 100.0}
