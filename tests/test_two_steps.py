@@ -43,6 +43,7 @@ CELLS = (
     ("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"),
     ("llama3-tiny", 4, "rep2 dp2 zero1 mb1"),
     ("gpt2-tiny", 2, "tp2 no-sp zero0 mb1"),
+    ("gpt2-tiny", 2, "tp2 sp zero0 mb1"),
     ("gpt2-tiny", 4, "pp2 dp2 zero2 interleaved mb1"),
     ("qwen3-tiny", 2, "tp2 no-sp zero0 mb1"),
     ("qwen3-tiny", 4, "cp2 tp2 zero3 mb1 cp-ulysses full"),
