@@ -574,10 +574,15 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
 
 def written_from(made: TracedRender, source: str) -> str:
     """All characters of the text that come from a source."""
-    first, size = made.sources.find(source), made.sources.count(source)
-    if made.sources.startswith(source * size, max(first, 0)):
-        return made.text[max(first, 0):max(first, 0) + size]
-    return "".join(made.text[place] for place, mark in enumerate(made.sources) if mark == source)
+    size = made.sources.count(source)
+    if not size:
+        return ""
+
+    # most are written in one piece
+    first = made.sources.find(source)
+    if made.sources.startswith(source * size, first):
+        return made.text[first : first + size]
+    return "".join(char for char, mark in zip(made.text, made.sources) if mark == source)
 
 
 def is_answer(conversation: Conversation, leaf: Leaf) -> bool:

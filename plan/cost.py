@@ -37,6 +37,7 @@ from plan.simulate import simulate
 
 # Groups over which gradients are summed and weights gathered.
 DATA_GROUPS = ("fsdp", "dp_cp", "dp_replicate", "expert_fsdp", "expert_dp")
+TRANSFERS = ("send", "receive")  # between two ranks; all other exchanges are collectives
 BESIDE: tuple[Beside, ...] = ("nothing", "products", "late weight gradients")
 # Times the pipeline's ranks: microbatches that are simulated. Each further one takes what the busiest rank
 # computes.
@@ -237,16 +238,22 @@ def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfPools:
 def crossing(
     layout: ParallelDims, cluster: Cluster, *, group: str, verb: str, nbytes: float
 ) -> tuple[float, float]:
-    """The bytes that a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to others).
+    """The bytes that a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to others)."""
+    ranks = layout.group(0, *GROUP_AXES[group])
+    if verb in TRANSFERS:
+        ranks = ranks[:2]
+    near = sum(rank < cluster.node for rank in ranks)
+    return sent_bytes(verb, size=len(ranks), near=near, nbytes=nbytes)
+
+
+def sent_bytes(verb: str, *, size: int, near: int, nbytes: float) -> tuple[float, float]:
+    """The bytes that one of `size` ranks sends: (within its node, to others). near: ranks of its node.
 
     A ring over several nodes leaves each node once, over the links of all the group's ranks there; a part of
     an all-to-all goes straight to its rank.
     """
-    ranks = layout.group(0, *GROUP_AXES[group])
-    size = len(ranks)
-    near = sum(rank < cluster.node for rank in ranks)
-    if verb == "send":
-        return (nbytes, 0.0) if ranks[1] < cluster.node else (0.0, nbytes)
+    if verb in TRANSFERS:
+        return (nbytes, 0.0) if near == size else (0.0, nbytes)
     if verb == "all_to_all":
         return nbytes * (near - 1) / size, nbytes * (size - near) / size
 
@@ -255,6 +262,20 @@ def crossing(
     if near == size:
         return sent, 0.0
     return sent * (near - 1) / near, sent / near
+
+
+def seconds_on_links(
+    cluster: Cluster, efficiency: Efficiency, sent: tuple[float, float], *, hops: float
+) -> float:
+    """sent: bytes of a rank (within its node, to others). hops: messages that follow each other."""
+    inside = sent[0] / (cluster.inside * efficiency.inside)
+    between = sent[1] / (cluster.between * efficiency.between)
+    return hops * efficiency.hop + max(inside, between)
+
+
+def hops_of(verb: str, size: int) -> float:
+    """Messages that follow each other in one exchange of `size` ranks."""
+    return 1.0 if verb in TRANSFERS else math.log2(size)
 
 
 class Links(NamedTuple):
@@ -270,12 +291,8 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
     size = group_size(links.layout, group)
     if size == 1 or not calls:
         return 0.0
-    cluster, efficiency = links.cluster, links.efficiency
-    near, far = crossing(links.layout, cluster, group=group, verb=verb, nbytes=nbytes)
-    hops = calls * (1 if verb == "send" else math.log2(size))
-    inside = near / (cluster.inside * efficiency.inside)
-    between = far / (cluster.between * efficiency.between)
-    return hops * efficiency.hop + max(inside, between)
+    sent = crossing(links.layout, links.cluster, group=group, verb=verb, nbytes=nbytes)
+    return seconds_on_links(links.cluster, links.efficiency, sent, hops=calls * hops_of(verb, size))
 
 
 def module_exchanges(cost: Cost, links: Links, microbatches: int) -> SecondsOfPools:

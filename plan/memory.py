@@ -67,6 +67,11 @@ def host_bytes(job: Job) -> int:
     """Masters, moments and the average of the masters in host memory (parallel.offload)."""
     if job.cfg.parallel.offload not in ("optimizer", "both"):
         return 0
+    return kept_bytes(job)
+
+
+def kept_bytes(job: Job) -> int:
+    """Masters, moments and the average of the masters, wherever they are: what a checkpoint holds."""
     every = unique_buckets(buckets(job))
     owned = sum(bucket.shard_size for bucket in every)
     return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job, every)

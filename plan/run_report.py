@@ -5,12 +5,13 @@ Each number that is assumed stands in the line that follows from it.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from config import OPTIMIZERS, Config, ConfigError
-from model.precision import accumulation_bytes
+from config import Config, ConfigError, ParallelConfig
 from plan.cost import Cluster
 from plan.count import parameters
+from plan.job import job_of_rank
+from plan.memory import kept_bytes
 from plan.whole_run import (
     GPU_HOURS_BETWEEN_FAILURES,
     HOUR,
@@ -95,10 +96,9 @@ def question_of(
 
 
 def checkpoint_bytes(cfg: Config) -> int:
-    """Of masters, moments and the average of the weights, of all ranks together."""
-    element = 2 if cfg.optim.states == "bf16" else accumulation_bytes(cfg.train.dtype)
-    copies = 1 + OPTIMIZERS[cfg.optim.name].moments + (cfg.train.ema is not None)
-    return parameters(cfg.model)["total"] * element * copies
+    """Of all ranks together, as one process would hold them."""
+    one_process = replace(cfg, parallel=ParallelConfig(), train=replace(cfg.train, phases=None))
+    return kept_bytes(job_of_rank(one_process, 1, rank=0, advise=False))
 
 
 def run_of(question: RunQuestion, cfg: Config, step: float, gpus: int) -> WholeRun:

@@ -296,7 +296,12 @@ class TimedStep:
 
     def as_tree(self) -> dict[str, object]:
         ranks = {rank: {"compute": one.busy, **one.waits} for rank, one in self.line.ranks.items()}
-        return {"seconds": self.line.step, "mfu": self.mfu, "assumed": self.assumed, "ranks": ranks}
+        return {
+            "seconds": self.line.step,
+            "mfu": self.mfu,
+            "assumed": self.assumed,
+            "ranks": ranks,
+        }
 
 
 def modelled_step(
@@ -406,9 +411,11 @@ def alike(roles: list[RoleSummary], dims: ParallelDims) -> list[tuple[RoleSummar
     """[(a rank, all recorded ranks that cannot be told apart from it)], of one place in the pipeline each."""
     found: dict[tuple, list[RoleSummary]] = {}
     for role in roles:
-        numbers = (role.flops, role.launches, role.state, role.peak, role.host, tuple(role.waits.items()))
+        place = dims.coordinates(role.rank)["pp"]
+        held = role.state, role.peak, role.host
         exchanges = tuple(sorted((one.group, one.verb, one.calls, one.nbytes) for one in role.exchanges))
-        found.setdefault((dims.coordinates(role.rank)["pp"], numbers, exchanges), []).append(role)
+        key = place, role.flops, role.launches, held, tuple(role.waits.items()), exchanges
+        found.setdefault(key, []).append(role)
     return [(same[0], spans_in_words([role.rank for role in same])) for same in found.values()]
 
 

@@ -8,7 +8,7 @@ expert equal shares, every target counts, and under data.doc_mask a sequence is 
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,6 +31,7 @@ from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import sharded_parameters
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
+from plan.record.events import Event as RecordedEvent
 from plan.record.events import PostedExchange, Wait
 from plan.record.launches import (
     META,
@@ -149,8 +150,8 @@ class PartRecord:
 class PartForm(NamedTuple):
     """What decides a record. layer: of a block; "embedding" or "head": that part.
 
-    chip: whose paths the code takes; None: a CPU's. ends_are_apart: see PipelineStage. is_split: whether the
-    backward in two parts is recorded, too.
+    chip: whose paths the code takes, without one a CPU's. ends_are_apart: see PipelineStage. is_split:
+    whether the backward in two parts is recorded, too.
     """
 
     cfg: Config
@@ -203,7 +204,7 @@ def record_part(form: PartForm) -> PartRecord:
     claimed = claimed_cpu(recorder) if form.chip is None else claimed_gpu(form.chip, recorder)
     with claimed as device, without_initial_weights(), recorder.recording(), noted_reads(recorder):
         with META:
-            runner = PartRunner(form, mesh, device, recorder, wire)
+            runner = PartRunner(form, mesh, device, recorder)
         first = second = runner.run()
         if first.left:  # weights in 8 bits, which are made once
             second = runner.run()
@@ -248,13 +249,10 @@ class MicrobatchRun(NamedTuple):
 class PartRunner:
     """A part with storage for its weights and gradients, and a microbatch for it."""
 
-    def __init__(
-        self, form: PartForm, mesh: Mesh, device: torch.device, recorder: Recorder, wire: RecordingWire
-    ) -> None:
+    def __init__(self, form: PartForm, mesh: Mesh, device: torch.device, recorder: Recorder) -> None:
         cfg = form.cfg
         self.facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.window))
         self.recorder = recorder
-        self.wire = wire
         first, last = layers_of_part(cfg, form.layer)
         self.stage = PipelineStage(cfg, mesh, first, last, ends_are_apart=form.ends_are_apart)
         part = self.stage.blocks[0] if self.stage.blocks else (self.stage.embedding or self.stage.head)
@@ -343,7 +341,7 @@ class PartRunner:
         recorder = self.recorder
         works = [work_of(launch, self.facts) for launch in recorder.launches]
         weights = sum((one for first, last in weight_spans for one in works[first:last]), Amount())
-        events = list(events_of(self.wire, works))
+        events = list(events_of(recorder.events, works))
         if recorder.host_reads:
             events.append(Amount(host_reads=len(recorder.host_reads)))
         return PhaseRecord(tuple(events), weights, recorder.memory.peak - begin)
@@ -384,11 +382,11 @@ def work_of(launch: Launch, facts: Facts) -> Amount:
     return Amount(**flops, nbytes=judged.nbytes, launches=launch.launches)
 
 
-def events_of(wire: RecordingWire, works: list[Amount]) -> Iterator[Event]:
+def events_of(posted: Iterable[RecordedEvent], works: list[Amount]) -> Iterator[Event]:
     """What is posted and awaited, with the work between."""
     numbers: dict[int, str] = {}
     done = 0
-    for event in wire.events:
+    for event in posted:
         if isinstance(event, PostedExchange):
             if event.verb == "receive":
                 continue

@@ -114,7 +114,7 @@ def rounded(nbytes: int) -> int:
 
 
 def entry(action: str, address: int, change: Change, time: int) -> dict:
-    """time: there are no times of the host; it keeps the order."""
+    """time: keeps the order; the host's time is not modelled."""
     return {
         "action": action,
         "addr": address,
@@ -127,7 +127,7 @@ def entry(action: str, address: int, change: Change, time: int) -> dict:
 
 
 def block(address: int, size: int, change: Change | None) -> dict:
-    """change: what is allocated there; None: it is free."""
+    """change: what is allocated there, None if it is free."""
     return {
         "address": address,
         "size": size,

@@ -265,7 +265,7 @@ class SharedLane:
             own.append([posted])
 
     def next(self) -> dict[int, Posted] | None:
-        """What can start now: {rank: its side}; None: nothing can."""
+        """Returns what can start now, {rank: its side}, or None."""
         firsts = {rank: own[0] for rank, own in self.batches.items() if own}
         are_collectives = all(batch[0].exchange.peer is None for batch in firsts.values())
         if len(firsts) == len(self.batches) and are_collectives:
