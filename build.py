@@ -48,7 +48,7 @@ from optim.scaler import LossScaler
 from optim.spikes import SpikeState
 from parallel.offload import ActivationOffload, copy_stream
 from parallel.pipeline.executor import HiddenShape, Pipeline, WeightGradStore
-from parallel.pipeline.schedule import Op, add_transfers
+from parallel.pipeline.schedule import Op
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
@@ -284,7 +284,7 @@ def build_run(
         hidden_shape=HiddenShape(cfg.model.hidden, dtype, mesh.tp.size if cfg.parallel.sp else 1),
         offload=ActivationOffload(device, copies) if offloads_activations else None,
     )
-    ops = {one.microbatches: add_transfers(one.order, one.rank_of_stage)[mesh.pp.index] for one in schedules}
+    ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
 
     return TrainingRun(
         cfg=cfg,

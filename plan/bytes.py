@@ -37,7 +37,6 @@ from config import Config, has_experts
 from model.describe import workload
 from model.precision import accumulation_bytes, compute_bytes
 from model.router import ROUTER_STATS
-from parallel.pipeline.schedule import add_transfers
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire.compress import CODECS, SCALE_BYTES
 from plan.buckets import BucketsOfParts, PlannedBucket, buckets, unique_buckets
@@ -157,9 +156,8 @@ def boundary_bytes(cfg: Config) -> int:
 
 
 def add_pipeline(ledger: StepLedger) -> None:
-    schedule = ledger.job.schedule
-    ops_of_ranks = add_transfers(schedule.order, schedule.rank_of_stage)
-    sends = sum(op.kind in ("SF", "SB") for op in ops_of_ranks[ledger.job.pp])
+    ops = ledger.job.schedule.with_transfers[ledger.job.pp]
+    sends = sum(op.kind in ("SF", "SB") for op in ops)
     ledger.add("pp", "send", boundary_bytes(ledger.job.cfg), sends)
 
 

@@ -5,7 +5,9 @@ What a layout computes bounds its step from below. Layouts come best bound first
 the steps of the best that were found.
 """
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from config import Config, ConfigError, divisors
@@ -173,13 +175,15 @@ def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
 class Bound(NamedTuple):
     """Of a choice of compute axes, for the whole model on one stage.
 
-    f, i, w: seconds of a microbatch's forward, and of its gradients of inputs and of weights.
-    microbatches: of a step, on a rank. kept: bytes that the blocks keep of one microbatch. Whatever pp is,
-    the first rank keeps about as much: of 1 / pp of the blocks, pp times.
+    f, i, w: seconds of a microbatch's forward, and of its gradients of inputs and of weights. waits: those of
+    them in which it only waits for an exchange. microbatches: of a step, on a rank. kept: bytes that the
+    blocks keep of one microbatch. Whatever pp is, the first rank keeps about as much: of 1 / pp of the blocks,
+    pp times.
     """
     f: float
     i: float
     w: float
+    waits: float
     microbatches: float
     kept: int
     values: Values
@@ -188,6 +192,10 @@ class Bound(NamedTuple):
     def step(self) -> float:
         """Seconds of a step in which every stage is busy all the time."""
         return self.microbatches * (self.f + self.i + self.w)
+
+    @property
+    def step_without_waits(self) -> float:
+        return self.microbatches * (self.f + self.i + self.w - self.waits)
 
 
 def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
@@ -211,11 +219,13 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
         return None
 
     # the most microbatches that can share what a step exchanges once
-    times, _ = stage_times(job, 0, cfg.train.global_batch, target.cluster, target.efficiency)
+    times, waits = stage_times(job, 0, cfg.train.global_batch, target.cluster, target.efficiency)
     blocks = describe_stage(whole, 1, whole.model.layers - 1)
     kept = blocks.cost(workload(whole, flash=True)).saved_bytes()
     microbatches = cfg.train.global_batch / sequences
-    return Bound(times.f, times.i, times.w, microbatches=microbatches, kept=kept, values=values)
+    return Bound(
+        times.f, times.i, times.w, sum(waits.values()), microbatches=microbatches, kept=kept, values=values
+    )
 
 
 def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
@@ -267,7 +277,7 @@ def search(
     is_any_enough: it is only asked whether one fits.
     """
     result = SearchResult()
-    for bound in sorted(bounds_of(cfg, target, fixed), key=lambda bound: bound.step):
+    for bound in bounds_of(cfg, target, fixed):
         if bound.step >= slowest_found(result, top):
             break
         for least, layout in layouts_of(bound, cfg, target, fixed):
@@ -321,20 +331,31 @@ def slowest_found(result: SearchResult, top: int) -> float:
     return result.found[top - 1].forecast.step if len(result.found) >= top else math.inf
 
 
-def bounds_of(cfg: Config, target: Target, fixed: Values) -> list[Bound]:
-    """Of every possible choice of the compute axes."""
+def bounds_of(cfg: Config, target: Target, fixed: Values) -> Iterator[Bound]:
+    """Of every possible choice of the compute axes, the least first.
+
+    Of all numbers of chunks of experts the fastest: nothing else depends on them. They are tried only once
+    the choice would come first if it waited for nothing.
+    """
+    queue: list[tuple[float, int, Bound, list[Values]]] = []  # [(least seconds, number, bound, what to try)]
     axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
-    best: list[Bound] = []
-    for values in combinations(axes):
-        # of all numbers of chunks the fastest: nothing else depends on them
-        bounds: list[Bound] = []
-        for num_chunks in chunks_of_experts(cfg, values, fixed):
-            bound = bound_of(cfg, values | {"parallel.ep_chunks": num_chunks}, target)
-            if bound is not None:
-                bounds.append(bound)
-        if bounds:
-            best.append(min(bounds, key=lambda bound: bound.step))
-    return best
+    for number, values in enumerate(combinations(axes)):
+        choices = [values | {"parallel.ep_chunks": n} for n in chunks_of_experts(cfg, values, fixed)]
+        bound = bound_of(cfg, choices[0], target)
+        if bound is not None:
+            is_decided = len(choices) == 1
+            least = bound.step if is_decided else bound.step_without_waits
+            heappush(queue, (least, number, bound, [] if is_decided else choices[1:]))
+
+    while queue:
+        _, number, bound, choices = heappop(queue)
+        if not choices:
+            yield bound
+            continue
+        others = [bound_of(cfg, values, target) for values in choices]
+        possible = [bound, *(other for other in others if other is not None)]
+        best = min(possible, key=lambda bound: bound.step)
+        heappush(queue, (best.step, number, best, []))
 
 
 def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, ...]:

@@ -34,7 +34,6 @@ from parallel.pipeline.schedule import (
     Op,
     Order,
     Schedule,
-    add_transfers,
     check_schedule,
     check_transfers_match,
     make_schedule,
@@ -189,10 +188,9 @@ def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
-    with_transfers = add_transfers(schedule.order, schedule.rank_of_stage)
-    if not check_transfers_match(with_transfers):
+    if not check_transfers_match(schedule.with_transfers):
         raise ValueError(f"{args.kind}: the transfers do not match")
-    return schedule, with_transfers
+    return schedule, schedule.with_transfers
 
 
 def draw_pictures(pictures: list[Picture], path: Path, unit: str) -> None:

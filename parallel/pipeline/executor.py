@@ -6,7 +6,7 @@ An activation lives from its forward to its send. After that only its place in t
 its bytes (as in Megatron-LM's deallocation of pipeline outputs). Activations and gradients travel in
 different communicators, and each transfer is posted alone: NCCL pairs what is posted together with what the
 other side posts together, and those would not be the same transfers. A receive is awaited when its buffer is
-used, a send when the step ends. Both ends list their transfers in the same order (schedule.py:
+used, a send when it is known to have ended. Both ends list their transfers in the same order (schedule.py:
 add_transfers), so messages need no tags.
 """
 import contextlib
@@ -20,7 +20,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from kernels.grad import AccumulatingWeight, Compute, write_grad
 from parallel.microbatch import Microbatch
 from parallel.offload import ActivationOffload
-from parallel.pipeline.schedule import COMPUTE_KINDS, Op, Schedule, add_transfers, evaluation_order
+from parallel.pipeline.schedule import (
+    COMPUTE_KINDS,
+    END_OF_SEND,
+    Op,
+    Schedule,
+    add_transfers,
+    evaluation_order,
+)
 from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -77,7 +84,7 @@ class StepState:
     leaves: dict[OpKey, Tensor] = field(default_factory=dict)  # inputs, until their gradients are computed
     to_send: dict[OpKey, Tensor] = field(default_factory=dict)  # outputs, input gradients for other ranks
     graph_outputs: dict[OpKey, GradientEdge] = field(default_factory=dict)  # where a backward starts
-    sends: list[Transfer] = field(default_factory=list)  # under way
+    sends: dict[Op, Transfer] = field(default_factory=dict)  # under way, by the op that awaits their end
 
 
 class Pipeline:
@@ -122,6 +129,9 @@ class Pipeline:
         backwards_left = {stage: count_backwards(ops, stage) for stage in self.stages}
 
         for index, op in enumerate(ops):
+            if op in state.sends:
+                state.sends.pop(op).wait()
+                continue
             if op.kind not in COMPUTE_KINDS:
                 self.start_transfer(op, state, microbatches[op.microbatch])
                 continue
@@ -140,7 +150,7 @@ class Pipeline:
                 else:
                     self.backward(op, state)
 
-        for send in state.sends:
+        for send in state.sends.values():
             send.wait()
         for zero in self.zero_schedulers.values():
             zero.backward_follows = False
@@ -226,7 +236,8 @@ class Pipeline:
         key = (op.stage, op.microbatch)
         if op.kind in ("SF", "SB"):
             output = state.to_send.pop(key)
-            state.sends += comm.start_transfers([(output, other_rank)], [], group)
+            (send,) = comm.start_transfers([(output, other_rank)], [], group)
+            state.sends[op._replace(kind=END_OF_SEND[op.kind])] = send
         else:
             buffer = self.hidden_shape.empty_like(microbatch.tokens)
             (transfer,) = comm.start_transfers([], [(buffer, other_rank)], group)

@@ -6,7 +6,7 @@ tensor or a process. The same lists are checked (check_schedule), given their tr
 
     F      forward                                   SF, RF   send, receive an activation
     B      backward                                  SB, RB   send, receive a gradient
-    I, W   a backward in two parts: gradients of
+    I, W   a backward in two parts: gradients of     EF, EB   the end of a send, whose tensor is free then
            the inputs, gradients of the weights
 
 A stage is a slice of the model; stages are numbered along its depth. A chunk is one of the stages of a rank,
@@ -20,6 +20,7 @@ import difflib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ COMPUTE_KINDS = ("F", "B", "I", "W")
 
 # The other end of a transfer: its kind, and how many stages away.
 MATCHING_TRANSFER = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}
+END_OF_SEND = {"SF": "EF", "SB": "EB"}
 
 
 class Op(NamedTuple):
@@ -65,6 +67,11 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether some backward is in two: an I, and a W for the weight gradients."""
         return any(op.kind == "W" for op in self.order[0])
+
+    @cached_property
+    def with_transfers(self) -> Order:
+        """The ops of each rank with their transfers."""
+        return add_transfers(self.order, self.rank_of_stage)
 
 
 # ---- the schedules -----------------------------------------------------------------------------------------
@@ -392,20 +399,37 @@ def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
     would be simpler, and deadlocks every interleaved schedule on a transport without buffers.)
     Two stages in a row on one rank, at the turn of a V, need no transfer. Raises ValueError for an order that
     cannot finish.
+
+    The end of a send stands where it waits for nothing: before the first op that reads what the other rank
+    has made after it had read what was sent. The last sends of a list have no such op.
     """
     lowered: Order = [[] for _ in order]
+    was_read: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)  # {(sender, receiver): sends}
+    ended_before: dict[Op, list[Op]] = {}  # {a send: those that its receiver knows by it to have ended}
     for rank, (op,) in simulate_order(single_op_steps(order), len(rank_of_stage)):
-        lowered[rank].append(op)
         if op.kind == "W":
+            lowered[rank].append(op)
             continue
         letter = "F" if op.kind == "F" else "B"
-        other_stage = op.stage + 1 if op.kind == "F" else op.stage - 1
-        if not 0 <= other_stage < len(rank_of_stage):
-            continue
-        other_rank = rank_of_stage[other_stage]
-        if other_rank != rank:
-            lowered[rank].append(Op("S" + letter, op.stage, op.microbatch))
-            lowered[other_rank].append(Op("R" + letter, other_stage, op.microbatch))
+        step = 1 if op.kind == "F" else -1
+
+        # what it reads
+        source = op.stage - step
+        if 0 <= source < len(rank_of_stage) and rank_of_stage[source] != rank:
+            arrived = Op("S" + letter, source, op.microbatch)
+            for send in ended_before.pop(arrived):
+                lowered[rank].append(send._replace(kind=END_OF_SEND[send.kind]))
+            was_read[rank_of_stage[source], rank].append(arrived)
+        lowered[rank].append(op)
+
+        # what it makes
+        target = op.stage + step
+        if 0 <= target < len(rank_of_stage) and rank_of_stage[target] != rank:
+            other_rank = rank_of_stage[target]
+            send = Op("S" + letter, op.stage, op.microbatch)
+            lowered[rank].append(send)
+            lowered[other_rank].append(Op("R" + letter, target, op.microbatch))
+            ended_before[send] = was_read.pop((other_rank, rank), [])
     return lowered
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from parallel.pipeline.schedule import (
     COMPUTE_KINDS,
+    END_OF_SEND,
+    MATCHING_TRANSFER,
     SCHEDULES,
     Op,
     add_transfers,
@@ -59,7 +61,7 @@ def test_transfers_meet(kind):
         )  # (rank, other rank) -> its transfers with that rank, each as its sender's op
         for r, ops in enumerate(low):
             for at, op in enumerate(ops):
-                if op.kind not in COMPUTE_KINDS:
+                if op.kind in MATCHING_TRANSFER:
                     other = s.rank_of_stage[matching_transfer(op).stage]
                     assert other != r and matching_transfer(matching_transfer(op)) == op
                     between[r, other].append(op if op.kind[0] == "S" else matching_transfer(op))
@@ -75,11 +77,37 @@ def test_transfers_meet(kind):
         assert sum(map(len, between.values())) == 2 * 2 * cuts * s.microbatches  # both ends, both directions
 
 
+def most_sends_under_way(ops):
+    """Of a rank, whose sends last until the end of its list where nothing ends them before."""
+    under_way, most = set(), 0
+    for op in ops:
+        if op.kind in END_OF_SEND:
+            under_way.add(op._replace(kind=END_OF_SEND[op.kind]))
+        elif op.kind in END_OF_SEND.values():
+            under_way.remove(op)
+        most = max(most, len(under_way))
+    return most
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_send_ends_long_before_the_step_does(kind):
+    """Each send keeps a tensor alive."""
+    for ranks, microbatches in [(2, 16), (4, 32)]:
+        s = make_schedule(kind, ranks, microbatches, 2 if kind == "interleaved" else None)
+        for rank, ops in enumerate(add_transfers(s.order, s.rank_of_stage)):
+            most = most_sends_under_way(ops)
+            forwards_first = microbatches if kind == "gpipe" else 0
+            assert most <= max(forwards_first, (2 * ranks + 2) * s.chunks), (ranks, rank, most)
+
+
 class RankStreams:
-    """A rank on a GPU: computation, activations and gradients each in a stream of its own, in order."""
+    """A rank on a GPU: computation, activations and gradients each in a stream of its own, in order.
+
+    The end of a send stops the computation until the send has met its receive.
+    """
 
     def __init__(self, ops):
-        self.compute = deque(op for op in ops if op.kind in COMPUTE_KINDS)
+        self.compute = deque(op for op in ops if op.kind in (*COMPUTE_KINDS, *END_OF_SEND.values()))
         self.activations = deque(op for op in ops if op.kind in ("SF", "RF"))
         self.gradients = deque(op for op in ops if op.kind in ("SB", "RB"))
         self.done = set()
@@ -88,6 +116,8 @@ class RankStreams:
         """Whether what a computation reads, or a send sends, is on this rank."""
         if op.kind[0] == "S":
             return any(op._replace(kind=kind) in self.done for kind in ("F" if op.kind == "SF" else "BI"))
+        if op.kind in END_OF_SEND.values():
+            return op._replace(kind="S" + op.kind[1]) in self.done
         needed = op._replace(kind="RF" if op.kind == "F" else "RB")
         return needed in self.done or needed not in (*self.activations, *self.gradients)
 
