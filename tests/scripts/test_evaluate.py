@@ -140,9 +140,8 @@ def test_data_of_another_tokenizer_is_refused(home, tmp_path, capsys):
     assert unnamed["val_loss"] > 0 and unnamed["val_bpb"] is None  # nobody knows what text a token stands for
     labels = [tokenizer.load_tokenizer(spec).contract.label for spec in (tmp_path / "bpe.tokenizer", "bytes")]
     told_both = re.escape(labels[0]) + ".* trained with " + re.escape(labels[1])
-    with pytest.raises(
-        ConfigError, match=rf"^--data: .*bpe was made with the tokenizer {told_both}; .*prepare_data --tokenizer"
-    ):
+    wanted = rf"^--data: .*bpe was made with the tokenizer {told_both}; .*prepare_data --tokenizer"
+    with pytest.raises(ConfigError, match=wanted):
         main([str(home / "run"), "--data", str(tmp_path / "bpe")])
 
 
@@ -152,7 +151,8 @@ def test_data_of_a_larger_tokenizer_is_refused_by_its_name(home, tmp_path):
     with IndexedDatasetWriter(tmp_path / "large", tok.vocab) as out:
         out.add([270, 271, tok.eod] * 20)
         out.finish(tok, 1)
-    with pytest.raises(ConfigError, match=rf"257 is smaller than the 280 ids of {re.escape(tok.contract.label)}"):
+    wanted = rf"257 is smaller than the 280 ids of {re.escape(tok.contract.label)}"
+    with pytest.raises(ConfigError, match=wanted):
         main([str(home / "run"), "--data", str(tmp_path / "large")])
 
 

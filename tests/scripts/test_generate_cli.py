@@ -125,11 +125,15 @@ def test_words_that_the_tokenizer_does_not_know_are_counted(tmp_path, capsys):
         for _ in range(60):
             out.add([0] * 30 + [tok.eod])
         out.finish(tok, 60)
-    settings = [*MODEL, "--train.steps", "1", "--data.path", str(tmp_path / "data"), "--log.dir", str(tmp_path)]
-    assert train.main(["llama2-tiny", *settings, "--log.name", "r"]) == 0
+    settings = [*MODEL, "--train.steps", "1", "--data.path", str(tmp_path / "data"), "--log.name", "r"]
+    assert train.main(["llama2-tiny", *settings, "--log.dir", str(tmp_path)]) == 0
     capsys.readouterr()
-    for option, text, note in (("--prompt", "a a", ""), ("--prompt", "a b c", "2 of the 3 tokens of --prompt"),
-                               ("--chat", "b", "tokens of --chat are unknown to the tokenizer json-3")):
+    cases = (
+        ("--prompt", "a a", ""),
+        ("--prompt", "a b c", "2 of the 3 tokens of --prompt"),
+        ("--chat", "b", "tokens of --chat are unknown to the tokenizer json-3"),
+    )
+    for option, text, note in cases:
         assert main([str(tmp_path / "r"), option, text, "--max-new-tokens", "1"]) == 0
         err = capsys.readouterr().err
         assert note in err and ("unknown" in err) == bool(note), err
