@@ -26,6 +26,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from config import ConfigError, Tree
 from data import traced
 from data.contract import TOKENIZER_CONFIG
 from data.conversation import ASSISTANT, EMPTY, REASONING, BadConversation, Conversation, Message
+from data.lengths import ByteCheck, byte_check, has_plain_offsets
 from data.tokenizer import JsonTokenizer, Tokenizer
 from data.tokenizer_files import CHAT_TEMPLATE, DEFAULT, WITH_TOOLS, ChatTemplate, find_templates
 from data.traced import TracedMessage, TracedRender, TracedText
@@ -43,6 +45,7 @@ if TYPE_CHECKING:  # imported only where a conversation needs them
     import tokenizers
 
 Span = tuple[int, int]  # characters [start, stop) of a text
+PlacedIds = tuple[list[np.ndarray], np.ndarray]  # ids in pieces, and the characters of each id, [n, 2]
 
 FIXED_DATE = "2025-01-01"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -183,7 +186,8 @@ class TemplateChat:
     template: "jinja2.Template"
     names: Tree  # what a template may use: bos_token, ...
     reads: frozenset[str]  # the names that it uses, of all
-    processor: "tokenizers.Tokenizer"  # reads control tokens in a text as such
+    tok: JsonTokenizer
+    processor: "tokenizers.Tokenizer"  # its own, which reads control tokens in a text as such
     control: re.Pattern[str] | None  # finds a control token in a text
     header: str = ""  # what the template writes before the assistant speaks
     ends_turns: bool = True  # does it write a token after what the assistant says?
@@ -194,6 +198,11 @@ class TemplateChat:
     with_tools: "TemplateChat | None" = None  # writes conversations with tools
     is_for_tools: bool = False  # and for no others: there is no template for them
     passed_over: tuple[str, ...] = ()  # places of templates that transformers does not take
+
+    @cached_property
+    def check(self) -> ByteCheck | None:
+        """Tells the characters of tokens, where the library would tell the same."""
+        return byte_check(self.tok, is_chat=True) if has_plain_offsets(self.tok) else None
 
     @property
     def places(self) -> str:
@@ -241,11 +250,14 @@ class TemplateChat:
         if not (self.ends_turns or made.has_marks):
             notes.append("a turn ends with the token that begins the next one: the last has no end")
         spans: list[Span] = []
+        own = dict.fromkeys([None, *range(len(messages))], "")  # the sources of each message
+        for index, leaf in enumerate(leaves):
+            own[leaf.message] += traced.source_mark(index)
         for number, counts in enumerate(conversation.counts):
             if counts and made.has_marks:
                 spans += marked_spans(made, number)
             elif counts:
-                spans += self._turn(made, number, leaves)
+                spans += self._turn(made, number, own)
         begins = {piece.message: piece.start for piece in reversed(made.pieces)}
         asks = turn_messages(conversation.messages)
         turns = sorted(begins[number] for number in asks if number in begins)
@@ -291,16 +303,14 @@ class TemplateChat:
             reason = reason.replace("data.traced.TracedText", "str").replace("TracedText", "str")
             raise BadConversation(f"the chat template refuses it: {reason}") from None
 
-    def _turn(self, made: TracedRender, number: int, leaves: list[Leaf]) -> list[Span]:
-        """The parts of the text that the assistant says in message `number`."""
+    def _turn(self, made: TracedRender, number: int, own: dict[int | None, str]) -> list[Span]:
+        """The parts of the text that the assistant says in message `number`. own: the sources of each
+        message, and of what belongs to none."""
         place = f"message {number + 1} ({ASSISTANT})"
         pieces = [piece for piece in made.pieces if piece.message == number]
         if not pieces:
             raise BadConversation(f"{place}: the chat template writes it outside of its loop over messages; "
                                   "mark it with {% generation %}")
-        own = {traced.source_mark(index) for index, leaf in enumerate(leaves) if leaf.message == number}
-        others = {traced.source_mark(index) for index, leaf in enumerate(leaves)
-                  if leaf.message not in (number, None)}
 
         # where it begins: after the role's header, unless it goes on with the turn of an earlier message
         start = pieces[0].start
@@ -309,7 +319,8 @@ class TemplateChat:
 
         # where it ends: white space after the token that ends the turn belongs to nobody
         stop = pieces[-1].stop
-        said = max((made.sources.rfind(source, start, stop) + 1 for source in own), default=0) or start
+        ends = [made.sources.rfind(source, start, stop) + 1 for source in own[number]]
+        said = max(ends, default=0) or start
         if made.text[said:stop].strip():
             stop = said + len(made.text[said:stop].rstrip())
         if not self.ends_turns and self.control is not None:
@@ -318,8 +329,10 @@ class TemplateChat:
             next_token = self.control.match(made.text, stop + blank)
             stop = next_token.end() if next_token else stop
 
+        not_others = f"{traced.TEMPLATE}{own[None]}{own[number]}"
+        others = set(made.sources[pieces[0].start:pieces[-1].stop].strip(not_others)).difference(not_others)
         parts = [(max(piece.start, start), min(piece.stop, stop)) for piece in pieces
-                 if others.isdisjoint(made.sources[piece.start:piece.stop])]
+                 if not others or others.isdisjoint(made.sources[piece.start:piece.stop])]
         if stop > pieces[-1].stop:
             parts.append((pieces[-1].stop, stop))
         return merged(parts)
@@ -350,16 +363,10 @@ class TemplateChat:
 
     def encode_batch(self, tok: Tokenizer, chats: list[ChatText]) -> list[EncodedChat]:
         """Encodes whole conversations. A token counts if a part of its characters does."""
-        whole = iter(self.processor.encode_batch([chat.text for chat in chats if not chat.cuts],
-                                                 add_special_tokens=False))
+        whole = iter(self._encode_whole([chat.text for chat in chats if not chat.cuts]))
         result: list[EncodedChat] = []
         for chat in chats:
-            if chat.cuts:
-                pieces, offsets = self._encode_cut(chat)
-            else:
-                encoding = next(whole)
-                pieces, offsets = [np.array(encoding.ids, np.int32)], encoding.offsets
-            places = np.array(offsets, np.int64).reshape(-1, 2)
+            pieces, places = self._encode_cut(chat) if chat.cuts else next(whole)
             counted = np.zeros(len(places), bool)
             for start, stop in chat.spans:
                 counted |= (places[:, 0] < stop) & (places[:, 1] > start)
@@ -373,7 +380,21 @@ class TemplateChat:
             ))
         return result
 
-    def _encode_cut(self, chat: ChatText) -> tuple[list[np.ndarray], list[Span]]:
+    def _encode_whole(self, texts: list[str]) -> Iterator[PlacedIds]:
+        """The ids of each text, and the characters of each id."""
+        if self.check is None or not texts:
+            yield from map(placed, self.processor.encode_batch(texts, add_special_tokens=False))
+            return
+        encodings = self.processor.encode_batch_fast(texts, add_special_tokens=False)
+        pieces = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        places = self.check.characters([text.encode("utf-8") for text in texts], pieces)
+        for text, ids, of_ids in zip(texts, pieces, places):
+            if of_ids is None:
+                yield placed(self.processor.encode(text, add_special_tokens=False))
+            else:
+                yield [ids], of_ids
+
+    def _encode_cut(self, chat: ChatText) -> PlacedIds:
         """The ids of each part between the cuts, and the characters of each id."""
         pieces: list[np.ndarray] = []
         offsets: list[Span] = []
@@ -389,7 +410,17 @@ class TemplateChat:
             shift = first - len(before)
             pieces.append(np.array(encoding.ids[skipped:], np.int32))
             offsets += [(begin + shift, end + shift) for begin, end in encoding.offsets[skipped:]]
-        return pieces, offsets
+        return pieces, pairs(offsets)
+
+
+def placed(encoding: "tokenizers.Encoding") -> PlacedIds:
+    """The ids of an encoding, and the characters of each."""
+    return [np.array(encoding.ids, np.int32)], pairs(encoding.offsets)
+
+
+def pairs(offsets: list[Span]) -> np.ndarray:
+    """int64 [n, 2]; a list of pairs takes np.array itself thrice as long."""
+    return np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
 
 
 def between_cuts(chat: ChatText) -> Iterator[Span]:
@@ -457,32 +488,34 @@ def traced_message(number: int, message: Message, form: Form, leaves: list[Leaf]
     if not ROLE.fullmatch(role):
         raise BadConversation(f"{place}: a role is one word")
 
-    def leaf(text: str, key: str, is_required: bool = True) -> TracedText:
-        leaves.append(Leaf(text, number, f"{place}: its {key}", is_required))
-        return TracedText(text, traced.source_mark(len(leaves) - 1) * len(text))
-
     def any_value(value: Any, key: str, is_required: bool) -> Any:
-        if isinstance(value, str):
-            return leaf(value, key, is_required)
-        if isinstance(value, dict):
-            return {any_value(name, key, is_required): any_value(item, key, is_required)
-                    for name, item in value.items()}
-        if isinstance(value, list):
-            return [any_value(item, key, is_required) for item in value]
-        leaves.append(Leaf(json.dumps(value), number, f"{place}: its {key}", is_required, is_value=True))
-        return value
+        return traced_value(value, Leaf("", number, f"{place}: its {key}", is_required), leaves)
 
     seen: Message = {"role": "system" if form.developer_is_system and role == "developer" else role}
-    content = leaf(message["content"], "content")
+    content = any_value(message["content"], "content", True)
     seen["content"] = [{"type": "text", "text": content}] if form.content_in_parts else content
     for key, value in message.items():
         if key == "tool_calls":
             seen[key] = [traced_call(call, form, any_value) for call in value]
         elif key in REASONING:
-            seen |= dict.fromkeys(REASONING, leaf(value, key))
+            seen |= dict.fromkeys(REASONING, any_value(value, key, True))
         elif key not in seen:
             seen[key] = any_value(value, key, False)
     return TracedMessage(seen, number)
+
+
+def traced_value(value: Any, like: Leaf, leaves: list[Leaf]) -> Any:
+    """A value of a message as a template sees it. like: what its strings are added to `leaves` as."""
+    if isinstance(value, str):
+        leaves.append(Leaf(value, like.message, like.place, like.is_required))
+        return TracedText(value, traced.source_mark(len(leaves) - 1) * len(value))
+    if isinstance(value, dict):
+        return {traced_value(key, like, leaves): traced_value(item, like, leaves)
+                for key, item in value.items()}
+    if isinstance(value, list):
+        return [traced_value(item, like, leaves) for item in value]
+    leaves.append(like._replace(text=json.dumps(value), is_value=True))
+    return value
 
 
 def traced_call(call: Tree, form: Form, any_value: Any) -> Tree:
@@ -502,6 +535,9 @@ def traced_call(call: Tree, form: Form, any_value: Any) -> Tree:
 def traced_tools(tools: list[Tree] | None, leaves: list[Leaf]) -> list[Any] | None:
     """The definitions as a template sees them. Names, descriptions, choices and parameters are required; of
     the rest of a schema (types, limits) a template writes what its model knows."""
+    if tools is None:
+        return None
+
     def value_of(value: Any, key: str, parent: str) -> Any:
         if isinstance(value, str):
             is_required = key in ("name", "description", "enum") or parent == "properties" and key == ""
@@ -513,12 +549,15 @@ def traced_tools(tools: list[Tree] | None, leaves: list[Leaf]) -> list[Any] | No
             return [value_of(item, key, parent) for item in value]
         return value
 
-    return None if tools is None else [value_of(tool, "tools", "") for tool in tools]
+    return [value_of(tool, "tools", "") for tool in tools]
 
 
 def traced_settings(settings: Tree | None, leaves: list[Leaf]) -> Tree | None:
     """The settings as a template sees them: text in them is the record's. A template decides by them, so that
     it need not write them."""
+    if not settings:
+        return settings
+
     def value_of(value: Any, name: str) -> Any:
         if isinstance(value, str):
             leaves.append(Leaf(value, None, f"chat_template_kwargs: {name}", False))
@@ -529,7 +568,7 @@ def traced_settings(settings: Tree | None, leaves: list[Leaf]) -> Tree | None:
             return [value_of(item, name) for item in value]
         return value
 
-    return settings and {name: value_of(value, name) for name, value in settings.items()}
+    return {name: value_of(value, name) for name, value in settings.items()}
 
 
 def unread_settings(settings: Tree | None, reads: Collection[str], reader: str) -> list[str]:
@@ -691,7 +730,8 @@ def template_chat(
     made = TemplateChat(
         template,
         names,
-        frozenset(name for name in reads if not name.startswith("_traced_")),
+        frozenset(reads),
+        tok,
         processor,
         control,
         date=date if asks_date else None,

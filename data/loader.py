@@ -680,6 +680,10 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     tok = tokenizer_of_dataset(path, prefix, requested, cfg.data.eod)
 
     vocab = cfg.model.vocab or (tok.vocab if tok else None)
+    if tok and vocab and vocab < tok.vocab:
+        label = tok.contract.label
+        raise ConfigError(f"model.vocab: {vocab} is smaller than the {tok.vocab} ids of {label}, with which "
+                          f"{name} was made; raise it, or prepare the data with the model's tokenizer")
     if is_raw_file(path):
         index = RawShards(
             path,

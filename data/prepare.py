@@ -470,7 +470,9 @@ class ShardWriter:
         self._slots = sys.maxsize if job.seq_len is None else job.seq_len + 1  # tokens that a sequence holds
         self._dtype = dtype_of(tok.vocab)
         self._chat = job.chat_format(tok)
-        self._check = byte_check(tok, is_chat=isinstance(self._chat, TemplateChat))
+        has_template = isinstance(self._chat, TemplateChat)
+        known = self._chat.check if has_template else None
+        self._check = known or byte_check(tok, is_chat=has_template)
         ends = (".bin", ".len", ".mask") if job.is_chat else (".bin", ".len")
         self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in ends}
         self._files: dict[str, IO[bytes]] = {}

@@ -138,6 +138,11 @@ class Prompts:
             return []
         return [match[0] for match in self._control.pattern.finditer(text)]
 
+    def count_unknown(self, ids: list[int]) -> int:
+        """How many of the ids stand for text that the tokenizer does not know."""
+        unknown = self.tok.contract.unknown
+        return 0 if unknown is None else ids.count(unknown)
+
     # ---- where a text ends ---------------------------------------------------------------------------------
 
     @cached_property

@@ -66,17 +66,26 @@ class EncodedTasks:
     """Tasks as rows of tokens: those of a task follow each other, and so do those of an example."""
     tasks: list[ScoredTask]
     rows: list[TextRow]
+    num_cut: int = 0  # rows that had more tokens than the model sees
+    num_unknown: int = 0  # tokens of text that the tokenizer does not know
 
     @property
     def num_examples(self) -> int:
         return sum(len(task.examples) for task in self.tasks)
+
+    @property
+    def lost(self) -> str:
+        """What the model does not see of the texts; "" if it sees all."""
+        parts = [f"{self.num_cut:,} cut at their beginning to model.context"] if self.num_cut else []
+        parts += [f"{self.num_unknown:,} tokens unknown to the tokenizer"] if self.num_unknown else []
+        return ", ".join(parts)
 
     def describe(self) -> str:
         names = ", ".join(task.name for task in self.tasks[:4])
         more = f" and {len(self.tasks) - 4} more" if len(self.tasks) > 4 else ""
         tokens = sum(len(row.ids) for row in self.rows)
         return (f"{names}{more}: {self.num_examples:,} examples, {len(self.rows):,} texts, "
-                f"{tokens:,} tokens")
+                f"{tokens:,} tokens{self.lost and ', '}{self.lost}")
 
 
 # ---- texts -> rows -----------------------------------------------------------------------------------------
@@ -91,6 +100,7 @@ def encode_tasks(
     Raises ConfigError, which names file and line, for an answer that has more tokens than that, or none.
     """
     rows: list[TextRow] = []
+    num_cut = num_unknown = 0
     for task in tasks:
         for index, example in enumerate(task.examples):
             prompt = task.prompt(index)
@@ -101,7 +111,9 @@ def encode_tasks(
                     raise ConfigError(f"{key}: {example.place}: an answer of {row.num_scored} tokens; the "
                                       f"model takes 1 to {context} (model.context)")
                 rows.append(TextRow(row.ids[-(context + 1):], row.num_scored))
-    return EncodedTasks(tasks, rows)
+                num_cut += len(row.ids) > context + 1
+                num_unknown += prompts.count_unknown(row.ids.tolist())
+    return EncodedTasks(tasks, rows, num_cut, num_unknown)
 
 
 def encode(before: str, continuation: str, prompts: Prompts, special: bool = False) -> TextRow:

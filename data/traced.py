@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MARK = re.compile("\0([^\0]*)\0")
 TEMPLATE = "\0"  # the source of a character that the template wrote
+MARKS = "_traced_marks"  # of a template's variables: {name: mark} of the marks so far
 MAX_SOURCES = 0x10FFFF  # a source is one character
 PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001|\\\\ue000([0-9]+)\\\\ue001")  # plain, or as JSON in ASCII
 STR_METHODS = ("join", "replace")  # of a template's string, which may take traced ones
@@ -226,61 +227,78 @@ class TracedRender(NamedTuple):
     has_marks: bool  # is there a {% generation %}, be it an empty one?
 
 
+class Mark(NamedTuple):
+    """What stands between two NUL in a text."""
+    loop: int | None = None  # over messages; None: a {% generation %}
+    message: int | None = None  # whose turn begins; None: the loop ends
+    opens: int = 0  # generations
+
+
 def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRender:
     """Writes a template. Raises what it raises."""
-    loops: set[int] = set()  # over messages
-
-    def begin(loop: int, item: object) -> str:
-        if not isinstance(item, TracedMessage):
-            return ""
-        loops.add(loop)
-        return f"\0loop {loop} {item.number}\0"
-
-    def end_of(loop: int) -> str:
-        return f"\0loop {loop} \0" if loop in loops else ""
-
-    context = template.new_context({**variables, "_traced_begin": begin, "_traced_end": end_of})
+    marks = {"[": Mark(opens=1), "]": Mark(opens=-1)}  # those of loops are added as they begin
+    context = template.new_context({**variables, MARKS: marks})
     texts: list[str] = []
     sources: list[str] = []
     pieces: list[Piece] = []
-    owners: list[tuple[str, int]] = []  # (loop, message) of the loops that are open
+    owners: dict[int, int] = {}  # {loop: message} of the loops that are open, the innermost last
+    message: int | None = None  # of the innermost
     open_marks = 0
     has_marks = False
-    length = 0
+    begin = length = 0  # of the piece that is written, and of the text
+
+    def end_piece(piece_sources: str | None = None) -> None:
+        """piece_sources: None for what the template wrote."""
+        nonlocal begin
+        if length > begin:
+            sources.append(piece_sources or TEMPLATE * (length - begin))
+            pieces.append(Piece(begin, length, message, open_marks > 0))
+            begin = length
 
     for chunk in template.root_render_func(context):
-        chunk_sources = sources_of(chunk)
-        if chunk and "\0" not in chunk:  # most have no mark
+        if type(chunk) is str and "\0" not in chunk:  # most are the template's
             texts.append(chunk)
-            sources.append(chunk_sources)
-            message = owners[-1][1] if owners else None
-            pieces.append(Piece(length, length + len(chunk), message, open_marks > 0))
             length += len(chunk)
             continue
-        end = 0
-        for match in [*MARK.finditer(chunk), None]:
-            stop = match.start() if match else len(chunk)
-            if stop > end:
-                texts.append(str.__getitem__(chunk, slice(end, stop)))
-                sources.append(chunk_sources[end:stop])
-                message = owners[-1][1] if owners else None
-                pieces.append(Piece(length, length + stop - end, message, open_marks > 0))
-                length += stop - end
-            if match is None:
-                continue
-            end = match.end()
-            kind, _, what = str(match[1]).partition(" ")
-            if kind in ("[", "]"):
-                has_marks = True
-                open_marks += 1 if kind == "[" else -1
-            else:
-                loop, _, number = what.partition(" ")
-                open_loops = [name for name, _ in owners]
-                if loop in open_loops:
-                    del owners[open_loops.index(loop):]
-                if number:
-                    owners.append((loop, int(number)))
+
+        chunk_sources = sources_of(chunk)
+        place = 0  # in the chunk
+        for number, part in enumerate(MARK.split(chunk) if "\0" in chunk else (chunk,)):
+            if number % 2:
+                end_piece()
+                place += len(part) + 2
+                mark = marks[part]
+                if mark.loop is None:
+                    has_marks = True
+                    open_marks += mark.opens
+                    continue
+                while mark.loop in owners:  # with the loops inside of it
+                    owners.popitem()
+                if mark.message is not None:
+                    owners[mark.loop] = mark.message
+                message = next(reversed(owners.values()), None)
+            elif part:
+                end_piece()
+                texts.append(part)
+                length += len(part)
+                end_piece(chunk_sources[place:place + len(part)])
+                place += len(part)
+    end_piece()
     return TracedRender("".join(texts), "".join(sources), tuple(pieces), has_marks)
+
+
+def loop_begins(context: "jinja2.runtime.Context", item: object, loop: int) -> str:
+    """The mark at the begin of a loop's turn, if it is one over messages."""
+    if not isinstance(item, TracedMessage):
+        return ""
+    name = f"{loop} {item.number}"
+    context.parent[MARKS] |= {name: Mark(loop, item.number), f"{loop}": Mark(loop)}
+    return f"\0{name}\0"
+
+
+def loop_ends(context: "jinja2.runtime.Context", loop: int) -> str:
+    """The mark behind a loop over messages."""
+    return f"\0{loop}\0" if f"{loop}" in context.parent[MARKS] else ""
 
 
 def traced_environment() -> "jinja2.Environment":
@@ -318,11 +336,11 @@ def traced_environment() -> "jinja2.Environment":
             if not isinstance(node.target, nodes.Name):
                 return node
             line = node.lineno
-            known = [nodes.Const(number), nodes.Name(node.target.name, "load")]
-            calls = [nodes.Call(nodes.Name(f"_traced_{name}", "load"), given, [], None, None)
-                     for name, given in (("begin", known), ("end", known[:1]))]
-            node.body.insert(0, nodes.Output([calls[0]], lineno=line))
-            return [node, nodes.Output([calls[1]], lineno=line)]
+            loop, item = nodes.Const(number), nodes.Name(node.target.name, "load")
+            begins = nodes.Filter(item, "_traced_begin", [loop], [], None, None, lineno=line)
+            ends = nodes.Filter(loop, "_traced_end", [], [], None, None, lineno=line)
+            node.body.insert(0, nodes.Output([begins], lineno=line))
+            return [node, nodes.Output([ends], lineno=line)]
 
     class TracedEnvironment(ImmutableSandboxedEnvironment):
         concat = staticmethod(joined)
@@ -351,5 +369,7 @@ def traced_environment() -> "jinja2.Environment":
 
     made = TracedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     made.filters.update(tojson=to_json, join=join_texts, _traced_concat=joined)
+    made.filters.update(_traced_begin=jinja2.pass_context(loop_begins),
+                        _traced_end=jinja2.pass_context(loop_ends))
     made.globals["raise_exception"] = refuse
     return made

@@ -3,6 +3,7 @@
 The harness brings prompts, answers and metrics. From a model it needs three things: how likely a continuation
 is after a context, how likely a whole text is, and greedy text. All three are functions of the logits.
 """
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,10 @@ class EvaluationModel:
             raise ConfigError(f"--tasks: an answer of {longest} tokens is longer than the model's context of "
                               f"{self.context}; choose another task")
         rows = [self.join(pair) for pair in pairs]
+        cut = sum(len(before) + len(after) > self.context + 1 for before, after in pairs)
+        if cut:
+            print(f"--tasks: of {len(pairs):,} texts, {cut:,} cut at their beginning to model.context",
+                  file=sys.stderr)
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
 
         # the longest first: a batch has rows of similar length, and the first batch needs the most memory

@@ -201,8 +201,8 @@ def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse
     if of_data is None or run.known_tokenizer is None or of_data.fingerprint == run.tokenizer.fingerprint:
         return
     path = args.data or run.cfg.data.valid or run.cfg.data.path
-    raise ConfigError(f"--data: {path} was made with the tokenizer {of_data.name}, {args.run} was trained "
-                      f"with {run.tokenizer.name}; make it with "
+    raise ConfigError(f"--data: {path} was made with the tokenizer {of_data.contract.label}, {args.run} was "
+                      f"trained with {run.tokenizer.contract.label}; make it again from its text with "
                       f"python -m scripts.prepare_data --tokenizer {tokenizer_folder(run)}")
 
 
@@ -241,6 +241,8 @@ def evaluate_tasks(
         run = replace(run, cfg=replace(run.cfg, train=train))
     if tasks:
         encoded = encode_tasks("--tasks", tasks, run.prompts, run.cfg.model.context, args.special)
+        if encoded.lost:
+            print(f"--tasks: of {len(encoded.rows):,} texts, {encoded.lost}", file=sys.stderr)
         report = score_tasks(encoded, run.score)
         results, core = report.metrics, report.core
     names = [task for task in args.tasks if not is_path(task)]

@@ -118,6 +118,7 @@ def continue_text(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     """Prints samples of a text that begins with --prompt."""
     text = args.prompt or ""
     prompt = run.prompts.prompt(text, args.special)
+    note_unknown(run, prompt, "--prompt")
     spelled = [] if args.special else run.prompts.spelled(text)
     if spelled:
         note(f"{spelled[0]} in --prompt is read as text; --special reads control tokens, --chat writes them")
@@ -144,6 +145,7 @@ def chat(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> N
     for number, question in enumerate(questions(args.chat)):
         messages.append({"role": USER, "content": question})
         prompt = prompts.chat(messages)
+        note_unknown(run, prompt, "--chat")
         if len(prompt) >= run.cfg.model.context:
             raise ConfigError(f"--chat: the conversation has {len(prompt)} tokens, and the model's context "
                               f"is {run.cfg.model.context}; begin another")
@@ -235,6 +237,14 @@ def print_json(text: str, prompt: list[int], sample: Sample) -> None:
         "new_tokens": len(sample.ids),
         "tokens_per_s": len(sample.ids) / sample.seconds,
     }), flush=True)
+
+
+def note_unknown(run: TrainedModel, prompt: list[int], option: str) -> None:
+    """Says how much of a prompt the model cannot read."""
+    unknown = run.prompts.count_unknown(prompt)
+    if unknown:
+        note(f"{unknown:,} of the {len(prompt):,} tokens of {option} are unknown to the tokenizer "
+             f"{run.tokenizer.name}: the model does not see what they say")
 
 
 def note(text: str) -> None:

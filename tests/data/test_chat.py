@@ -180,6 +180,25 @@ def test_of_what_is_all_written_nothing_is_noted(folder, tmp_path, name):
         assert [form.write(conversation(chat)).notes for chat in CHATS] == [()] * len(CHATS)
 
 
+def test_masks_are_the_same_with_the_librarys_offsets(folder, tmp_path):
+    """Which are asked for where text is changed, here by a normalizer in the second conversation."""
+    home = with_template(folder, tmp_path / "t", TEMPLATES["chatml"][0])
+    spec = json.loads((home / "tokenizer.json").read_text())
+    spec["normalizer"] = {"type": "NFC"}
+    (home / "tokenizer.json").write_text(json.dumps(spec))
+    chats = [[{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+             for ask, answer in (("é 🙂", "\n🙂 漢字 "), ("e\u0301e\u0301", "a\u0308 b"), ("a", "<|im_end|> é"))]
+    tok = tokenizer.load_tokenizer(home)
+    form = chat_format(tok)
+    written = [form.write(conversation(chat)) for chat in chats]
+    found = form.encode_batch(tok, written)
+    assert form.check is not None
+    form.__dict__["check"] = None  # the library's for all
+    for ours, told in zip(found, form.encode_batch(tok, written), strict=True):
+        assert ours.ids.tolist() == told.ids.tolist() and ours.counted.tolist() == told.counted.tolist()
+        assert ours.counted.any()
+
+
 def test_the_plain_format_by_hand():
     """What counts is the answer, its newline, and the end of the conversation if the answer is last."""
     tok = tokenizer.load_tokenizer("bytes")

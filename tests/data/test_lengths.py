@@ -14,7 +14,7 @@ import config
 import train
 from data import tokenizer
 from data.indexed import IndexedDataset, IndexedDatasetWriter
-from data.lengths import token_byte_lengths
+from data.lengths import byte_check, has_plain_offsets, token_byte_lengths
 from data.loader import open_loader
 from plan.count import flops_per_token
 
@@ -66,6 +66,45 @@ def trained(kind: str, folder):
         made.train_from_iterator(MORE, trainer)
     made.save(str(folder / "tokenizer.json"))
     return tokenizer.load_tokenizer(folder / "tokenizer.json")
+
+
+def test_the_characters_of_tokens_are_those_that_the_library_tells(tmp_path):
+    """Whose parts of a letter have all of it; a text that is changed is left to the library."""
+    tok = trained("gpt2", tmp_path)
+    texts = [*TEXTS, "e\u0301 🙂👨\u200d👩", "", "\n \n"]
+    check = byte_check(tok, is_chat=True)
+
+    def compared(*texts):
+        """(ours, the library's) for each text."""
+        encodings = tok.processor.encode_batch(list(texts), add_special_tokens=False)
+        pieces = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        found = check.characters([text.encode() for text in texts], pieces)
+        return list(zip(found, [list(map(list, encoding.offsets)) for encoding in encodings]))
+
+    for places, told in compared(*texts):
+        assert places.tolist() == told
+    (places, _), = compared("🙂")
+    assert len(places) > len(set(map(tuple, places.tolist())))  # parts of a letter
+
+    tok.processor.normalizer = tokenizers.normalizers.NFKC()
+    kept, changed, last = compared(texts[0], "Ｘ", texts[3])
+    assert changed[0] is None
+    assert kept[0].tolist() == kept[1] and last[0].tolist() == last[1]
+
+
+def test_offsets_that_leave_spaces_out_are_the_librarys(tmp_path):
+    tok = trained("gpt2", tmp_path)
+    assert has_plain_offsets(tok)
+    spec = json.loads(tok.files["tokenizer.json"])
+    trimmed = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    spec["post_processor"] = {"type": "Sequence", "processors": [trimmed]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert not has_plain_offsets(tokenizer.load_tokenizer(tmp_path / "tokenizer.json"))
+    spec["post_processor"], spec["pre_tokenizer"]["add_prefix_space"] = None, True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    assert not has_plain_offsets(tokenizer.load_tokenizer(tmp_path / "tokenizer.json"))
+    (tmp_path / "llama").mkdir()
+    assert not has_plain_offsets(trained("llama", tmp_path / "llama"))
 
 
 @pytest.mark.slow(every=2)

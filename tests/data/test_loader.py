@@ -339,7 +339,7 @@ def test_fingerprint_and_tokenizers(prefix, other, tmp_path):
     finally:
         (tmp_path / "away").rename(f"{prefix}.tokenizer/tokenizer.bytes")
         (pathlib.Path(f"{prefix}.tokenizer") / "tokenizer.model").unlink()
-    with pytest.raises(ConfigError, match="id 256 is not below the vocabulary of 200; raise model.vocab"):
+    with pytest.raises(ConfigError, match="model.vocab: 200 is smaller than the 257 ids of bytes"):
         open_loader(settings(prefix, vocab=200), "train", 0, 1)
     with pytest.raises(ConfigError, match="nowhere.idx: No such file"):
         open_loader(settings(tmp_path / "nowhere"), "train", 0, 1)

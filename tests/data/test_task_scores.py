@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import sentencepiece
+import tokenizers
 import torch
 
 from config import ConfigError
@@ -160,6 +161,20 @@ def test_a_long_context_is_dropped_from_the_left():
     example = Example((Option("abcdefgh", "xy"),), 0, "f:1")
     (row,) = encode_tasks("k", [task([example])], Prompts(BYTES), 5).rows
     assert bytes(row.ids.tolist()) == b"efghxy" and row.num_scored == 2
+
+
+def test_what_the_model_does_not_see_is_counted(tmp_path):
+    """A context that is cut, and words that the tokenizer does not have."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "<eos>": 2}, "<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<eos>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    prompts = Prompts(tokenizer.load_tokenizer(tmp_path))
+    options = [Option(before, " a") for before in ("b a", "a a a a", "a a a a b b", "a")]
+    encoded = encode_tasks("k", [task([Example((option,), 0, "f:1") for option in options])], prompts, 4)
+    assert encoded.lost == "1 cut at their beginning to model.context, 3 tokens unknown to the tokenizer"
+    assert encoded.describe().endswith(f" tokens, {encoded.lost}")
+    assert encode_tasks("k", [task([Example(options[3:], 0, "f:1")])], prompts, 4).lost == ""
 
 
 def random_rows(count, seed=0):

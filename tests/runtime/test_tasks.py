@@ -69,6 +69,14 @@ def test_scores_by_definition(batch):
     assert speaker().scores([([3, 4], liked)])[0][1]
 
 
+def test_texts_that_are_cut_are_counted(capsys):
+    fitting = ([1] * (CONTEXT - 1), [2] * 2)
+    speaker().scores([fitting])
+    assert capsys.readouterr().err == ""
+    speaker().scores([fitting, ([1] * CONTEXT, [2] * 2), ([1], [2])])
+    assert capsys.readouterr().err == "--tasks: of 3 texts, 1 cut at their beginning to model.context\n"
+
+
 def test_an_answer_beyond_the_context_is_refused():
     with pytest.raises(ConfigError, match="17 tokens is longer than the model's context of 16"):
         speaker().scores([([1], [2] * 17)])

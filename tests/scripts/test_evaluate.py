@@ -4,6 +4,7 @@ windows.
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -137,10 +138,22 @@ def test_data_of_another_tokenizer_is_refused(home, tmp_path, capsys):
             out.finish(tok, 1)
     unnamed = told(capsys, str(home / "run"), "--data", str(tmp_path / "none"))
     assert unnamed["val_loss"] > 0 and unnamed["val_bpb"] is None  # nobody knows what text a token stands for
-    with pytest.raises(
-        ConfigError, match=r"^--data: .*bpe was made with the tokenizer .*prepare_data --tokenizer"
-    ):
+    labels = [tokenizer.load_tokenizer(spec).contract.label for spec in (tmp_path / "bpe.tokenizer", "bytes")]
+    told_both = re.escape(labels[0]) + ".* trained with " + re.escape(labels[1])
+    wanted = rf"^--data: .*bpe was made with the tokenizer {told_both}; .*prepare_data --tokenizer"
+    with pytest.raises(ConfigError, match=wanted):
         main([str(home / "run"), "--data", str(tmp_path / "bpe")])
+
+
+def test_data_of_a_larger_tokenizer_is_refused_by_its_name(home, tmp_path):
+    """model.vocab is no way out of an evaluation: the other tokenizer is named, and not the first odd id."""
+    tok = tokenizer.train_bpe(["some words to learn " * 9], 280, tmp_path / "x.model")
+    with IndexedDatasetWriter(tmp_path / "large", tok.vocab) as out:
+        out.add([270, 271, tok.eod] * 20)
+        out.finish(tok, 1)
+    wanted = rf"257 is smaller than the 280 ids of {re.escape(tok.contract.label)}"
+    with pytest.raises(ConfigError, match=wanted):
+        main([str(home / "run"), "--data", str(tmp_path / "large")])
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])

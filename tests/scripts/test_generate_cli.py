@@ -5,12 +5,15 @@ token.
 import json
 
 import pytest
+import tokenizers
 import torch
 from ranks import MODEL, corpus
 
 import train
 from build import load_run
 from config import ConfigError
+from data.indexed import IndexedDatasetWriter
+from data.tokenizer import load_tokenizer
 from scripts.generate import main
 
 FAMILIES = {
@@ -112,6 +115,30 @@ def test_a_text_beyond_the_context_says_so(home, capsys):
 
 
 @pytest.mark.slow(every=2)
+def test_words_that_the_tokenizer_does_not_know_are_counted(tmp_path, capsys):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "<eos>": 2}, "<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<eos>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    tok = load_tokenizer(tmp_path)
+    with IndexedDatasetWriter(tmp_path / "data", tok.vocab) as out:
+        for _ in range(60):
+            out.add([0] * 30 + [tok.eod])
+        out.finish(tok, 60)
+    settings = [*MODEL, "--train.steps", "1", "--data.path", str(tmp_path / "data"), "--log.name", "r"]
+    assert train.main(["llama2-tiny", *settings, "--log.dir", str(tmp_path)]) == 0
+    capsys.readouterr()
+    cases = (
+        ("--prompt", "a a", ""),
+        ("--prompt", "a b c", "2 of the 3 tokens of --prompt"),
+        ("--chat", "b", "tokens of --chat are unknown to the tokenizer json-3"),
+    )
+    for option, text, note in cases:
+        assert main([str(tmp_path / "r"), option, text, "--max-new-tokens", "1"]) == 0
+        err = capsys.readouterr().err
+        assert note in err and ("unknown" in err) == bool(note), err
+
+
 @pytest.mark.parametrize(
     "words",
     ["--max-new-tokens 0", "--temperature -1", "--samples 0", "--top-k 0", "--top-p 0", "--top-p 1.5"],
