@@ -48,7 +48,7 @@ from plan.record.wire import RecordingWire
 from plan.record.work import BACKWARD, FORWARD, Facts, judge, mean_keys
 
 ATTENTION_FILES = ("kernels/attention.py", "kernels/partial_attention.py")  # its products on a CPU
-ON_THE_LINE = (2, 4)  # sequences of a microbatch; ranks that share the experts
+ON_THE_LINE = (2, 4)  # sequences
 
 
 # ---- what a record is made of ------------------------------------------------------------------------------
@@ -164,35 +164,15 @@ class PartForm(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def record_of(form: PartForm) -> PartRecord:
-    """A microbatch of train.micro_batch sequences."""
-    line = line_of(form)
-    if line is None:
+    """A microbatch of train.micro_batch sequences. From two on, a block's is on the line through those of two
+    sequences and of four (tests/plan/test_part.py); parts of a single sequence need no copies. An output head
+    divides its tokens into chunks, and an embedding's gradient has no more rows than its table."""
+    b = form.cfg.train.micro_batch
+    if b in (1, *ON_THE_LINE) or isinstance(form.layer, str):
         return record_part(form)
-    first, second, steps = line
-    return on_the_line(record_of(first), record_of(second), steps)
-
-
-def line_of(form: PartForm) -> tuple[PartForm, PartForm, float] | None:
-    """Two forms that are recorded in the place of this one, and where it is: `steps` times their distance from
-    the first. None: it is recorded itself.
-
-    All numbers of a record grow in a line (tests/plan/test_part.py) with the sequences of a block, from two
-    on: parts of a single sequence need no copies; and with the experts of a rank. An output head divides its
-    tokens into chunks, and an embedding's gradient has no more rows than its table.
-    """
-    cfg, (first, second) = form.cfg, ON_THE_LINE
-    b, ep = cfg.train.micro_batch, cfg.parallel.ep
-    if isinstance(form.layer, int) and b > first and b != second:
-        one, two = (form._replace(cfg=with_micro_batch(cfg, number)) for number in ON_THE_LINE)
-        return one, two, (b - first) / (second - first)
-    if cfg.model.experts and cfg.model.experts % second == 0 and ep > first and ep != second:
-        one, two = (form._replace(cfg=with_expert_ranks(cfg, number)) for number in ON_THE_LINE)
-        return one, two, (1 / ep - 1 / first) / (1 / second - 1 / first)
-    return None
-
-
-def with_expert_ranks(cfg: Config, ep: int) -> Config:
-    return replace(cfg, parallel=replace(cfg.parallel, ep=ep))
+    first, second = ON_THE_LINE
+    one, two = (record_of(form._replace(cfg=with_micro_batch(form.cfg, number))) for number in ON_THE_LINE)
+    return on_the_line(one, two, (b - first) / (second - first))
 
 
 def with_micro_batch(cfg: Config, micro_batch: int) -> Config:
