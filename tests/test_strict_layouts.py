@@ -1,7 +1,7 @@
-"""Nothing is used before it has arrived: layouts that start every kind of exchange, in strict mode.
+"""Nothing is used before it has arrived: whole runs of layouts that start every exchange, in strict mode.
 
-gloo, over which all other proofs run, forgives what NCCL does not (parallel/wire/strict.py). So these are in
-the core of the tests.
+gloo forgives what NCCL does not (parallel/wire/strict.py). In the core of the tests, tests/test_two_steps.py
+looks for it in the steps alone.
 """
 
 import pytest
@@ -16,10 +16,11 @@ STRICT = (
     ("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"),
     ("llama3-tiny", 4, "cp2 tp2 sp zero1 mb1 cp-ring offload"),
     ("mixtral-tiny", 4, "dp2 tp2 ep4 zero1 mb1"),
-    pytest.param("deepseek-v3-tiny", 4, "pp2 tp2 ep2 sp zero2 mb1", marks=pytest.mark.slow),
+    ("deepseek-v3-tiny", 4, "pp2 tp2 ep2 sp zero2 mb1"),
 )
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize("name,world,words", STRICT)
 def test_nothing_is_used_before_it_has_arrived(ranks, tmp_path, name, world, words):
     found = lattice.find_layouts(tiny_config(name, world), world)
