@@ -177,8 +177,8 @@ class Bound(NamedTuple):
 
     f, i, w: seconds of a microbatch's forward, and of its gradients of inputs and of weights. waits: those of
     them in which it only waits for an exchange. microbatches: of a step, on a rank. kept: bytes that the
-    blocks keep of one microbatch. Whatever pp is, the first rank keeps about as much: of 1 / pp of the blocks,
-    pp times.
+    blocks keep of one microbatch. Whatever pp is, the first rank keeps about as much: of 1 / pp of the
+    blocks, pp times.
     """
     f: float
     i: float
