@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 import torch
 
-from parallel.pipeline.schedule import Schedule, add_transfers, make_schedule
+from parallel.pipeline.schedule import END_OF_SEND, Schedule, make_schedule
 from plan.record.events import HostRead, PostedExchange, StreamWait, Wait
 from plan.record.rates import Work
 from plan.record.streams import COMPUTE, HOST
@@ -171,12 +171,15 @@ def test_ranks_that_wait_for_ever_are_an_error():
 
 def pipeline(schedule: Schedule, times: dict[str, float], is_of_pairs: bool = False) -> list[Rank]:
     """The ranks of a schedule as parallel/pipeline/executor.py runs it: a receive is awaited by the op that
-    needs it, sends at the end. is_of_pairs: each pair of ranks has a communicator for each direction."""
+    needs it, a send where its end stands, or last of all. is_of_pairs: each pair of ranks has a communicator for each direction."""
     p = len(schedule.order)
     ranks = [Rank(rank) for rank in range(p)]
     for one in ranks:
-        arrivals, sends = {}, []
-        for op in add_transfers(schedule.order, schedule.rank_of_stage)[one.rank]:
+        arrivals, sends = {}, {}
+        for op in schedule.with_transfers[one.rank]:
+            if op in sends:
+                one.wait(sends.pop(op))
+                continue
             if op.kind in times:
                 for key in {"F": ["RF"], "B": ["RB"], "I": ["RB"]}.get(op.kind, []):
                     if (key, op.stage, op.microbatch) in arrivals:
@@ -191,10 +194,10 @@ def pipeline(schedule: Schedule, times: dict[str, float], is_of_pairs: bool = Fa
                 members = (one.rank, peer) if is_send else (peer, one.rank)
             number = one.post("send" if is_send else "receive", members, 1, peer, channel)
             if is_send:
-                sends.append(number)
+                sends[op._replace(kind=END_OF_SEND[op.kind])] = number
             else:
                 arrivals[op.kind, op.stage, op.microbatch] = number
-        for number in sends:
+        for number in sends.values():
             one.wait(number)
     return ranks
 
