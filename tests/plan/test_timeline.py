@@ -171,7 +171,8 @@ def test_ranks_that_wait_for_ever_are_an_error():
 
 def pipeline(schedule: Schedule, times: dict[str, float], is_of_pairs: bool = False) -> list[Rank]:
     """The ranks of a schedule as parallel/pipeline/executor.py runs it: a receive is awaited by the op that
-    needs it, a send where its end stands, or last of all. is_of_pairs: each pair of ranks has a communicator for each direction."""
+    needs it, a send where its end stands, or last of all. is_of_pairs: each pair of ranks has a communicator
+    for each direction."""
     p = len(schedule.order)
     ranks = [Rank(rank) for rank in range(p)]
     for one in ranks:
