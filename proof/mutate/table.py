@@ -1797,9 +1797,9 @@ TABLE = (
     Mutation(
         what="a message of the pipeline is overwritten while it is under way",
         file="parallel/pipeline/executor.py",
-        old="            state.sends += comm.start_transfers([(output, other_rank)], [], group)\n",
+        old="            (send,) = comm.start_transfers([(output, other_rank)], [], group)\n",
         new=(
-            "            state.sends += comm.start_transfers([(output, other_rank)], [], group)\n"
+            "            (send,) = comm.start_transfers([(output, other_rank)], [], group)\n"
             "            output.mul_(1.0 + 1e-6)\n"
         ),
         model="llama3-tiny",
@@ -1824,7 +1824,7 @@ TABLE = (
         what="sends of a pipeline are never awaited",
         file="parallel/pipeline/executor.py",
         old=(
-            "        for send in state.sends:\n"
+            "        for send in state.sends.values():\n"
             "            send.wait()\n"
         ),
         new="",
