@@ -20,7 +20,7 @@ STRICT = (
 )
 
 
-@pytest.mark.slow(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name,world,words", STRICT)
 def test_nothing_is_used_before_it_has_arrived(ranks, tmp_path, name, world, words):
     found = lattice.find_layouts(tiny_config(name, world), world)
