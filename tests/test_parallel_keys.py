@@ -112,7 +112,7 @@ def pipeline(before, after) -> bool:
 def computes(seen: Seen) -> list[str]:
     """The ops without the transfers; the number of the stage, which kind, the number of the microbatch."""
     return [
-        op for ops in seen.ops.values() for op in ops if not op.strip("0123456789").startswith(("S", "R"))
+        op for ops in seen.ops.values() for op in ops if not op.strip("0123456789").startswith(("S", "R", "E"))
     ]
 
 
