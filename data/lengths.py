@@ -157,7 +157,7 @@ class ByteCheck:
             return sum(self._missing(text, np.frombuffer(each, np.uint8)) for text, each in zip(texts, there))
 
         # all at once, which is enough where nothing is lost
-        found, bounds = bytes_of(self, self.content, pieces)
+        found, bounds = self._bytes_of(self.content, pieces)
         if np.array_equal(found, np.frombuffer(b"".join(texts), np.uint8)):
             return 0
 
@@ -174,7 +174,7 @@ class ByteCheck:
         """
         if self.content is None:
             return [None] * len(texts)
-        found, bounds = bytes_of(self, self.content, pieces)
+        found, bounds = self._bytes_of(self.content, pieces)
         begun = np.concatenate([[0], np.cumsum((found & 0xc0) != 0x80)])  # characters before each byte
         begun = np.append(begun, begun[-1])
         places = np.stack([begun[bounds[:-1] + 1] - 1, begun[bounds[1:]]], axis=1)
@@ -182,10 +182,25 @@ class ByteCheck:
         ends = np.cumsum([0, *map(len, pieces)]).tolist()
         result: list[np.ndarray | None] = []
         for text, first, end in zip(texts, ends, ends[1:]):
-            of_text = bounds[first:end + 1]
-            is_exact = found[of_text[0]:of_text[-1]].tobytes() == text and (np.diff(of_text) > 0).all()
-            result.append(places[first:end] - begun[of_text[0]] if is_exact else None)
+            token_bounds = bounds[first:end + 1]
+            start, stop = token_bounds[0], token_bounds[-1]
+            has_bytes = (np.diff(token_bounds) > 0).all()
+            is_exact = has_bytes and found[start:stop].tobytes() == text
+            result.append(places[first:end] - begun[start] if is_exact else None)
         return result
+
+    def _bytes_of(self, content: np.ndarray, pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of all tokens, uint8 [n], and where those of each begin and end, int64 [tokens + 1]."""
+        rows = np.concatenate(pieces).astype(np.int64)
+        ends = np.cumsum([len(ids) for ids in pieces])
+        begins = np.concatenate([[0], ends[:-1]])
+        rows[begins[begins < ends]] += self.tok.vocab
+        sizes = self.sizes[rows]
+        bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        # where each byte lies in `content`: the place of its token, and on from there
+        places = np.repeat((self.starts[rows] - bounds[:-1]).astype(np.int32), sizes)
+        places += np.arange(int(bounds[-1]), dtype=np.int32)
+        return content[places], bounds
 
     def _decoded(self, ids: list[int]) -> str:
         """The text of ids, with the names of control tokens where conversations spell them."""
@@ -203,22 +218,6 @@ class ByteCheck:
         if not self.keeps_space:
             missing[WHITE_SPACE] = 0
         return int(missing.clip(min=0).sum())
-
-
-def bytes_of(
-    check: ByteCheck, content: np.ndarray, pieces: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of all tokens, uint8 [n], and where those of each begin and end, int64 [tokens + 1]."""
-    rows = np.concatenate(pieces).astype(np.int64)
-    ends = np.cumsum([len(ids) for ids in pieces])
-    begins = np.concatenate([[0], ends[:-1]])
-    rows[begins[begins < ends]] += check.tok.vocab
-    sizes = check.sizes[rows]
-    bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    # where each byte lies in `content`: the place of its token, and on from there
-    places = np.repeat((check.starts[rows] - bounds[:-1]).astype(np.int32), sizes)
-    places += np.arange(int(bounds[-1]), dtype=np.int32)
-    return content[places], bounds
 
 
 def byte_check(tok: Tokenizer, is_chat: bool = False) -> ByteCheck:

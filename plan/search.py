@@ -332,30 +332,29 @@ def slowest_found(result: SearchResult, top: int) -> float:
 
 
 def bounds_of(cfg: Config, target: Target, fixed: Values) -> Iterator[Bound]:
-    """Of every possible choice of the compute axes, the least first.
+    """Yields the bound of every possible choice of the compute axes, the least first.
 
-    Of all numbers of chunks of experts the fastest: nothing else depends on them. They are tried only once
-    the choice would come first if it waited for nothing.
+    It is that of the fastest number of chunks of experts: nothing else depends on them. They change only what
+    is waited for. So other numbers than the first are tried once the choice without any wait comes first.
     """
-    queue: list[tuple[float, int, Bound, list[Values]]] = []  # [(least seconds, number, bound, what to try)]
+    queue: list[tuple[float, int, Bound, list[Values]]] = []  # [(seconds, index, bound, chunks to try)]
     axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
-    for number, values in enumerate(combinations(axes)):
-        choices = [values | {"parallel.ep_chunks": n} for n in chunks_of_experts(cfg, values, fixed)]
-        bound = bound_of(cfg, choices[0], target)
-        if bound is not None:
-            is_decided = len(choices) == 1
-            least = bound.step if is_decided else bound.step_without_waits
-            heappush(queue, (least, number, bound, [] if is_decided else choices[1:]))
+    for index, values in enumerate(combinations(axes)):
+        first, *others = [values | {"parallel.ep_chunks": n} for n in chunks_of_experts(cfg, values, fixed)]
+        bound = bound_of(cfg, first, target)
+        if bound is None:  # what one chunk cannot do, several cannot
+            continue
+        seconds = bound.step_without_waits if others else bound.step
+        heappush(queue, (seconds, index, bound, others))
 
     while queue:
-        _, number, bound, choices = heappop(queue)
-        if not choices:
+        _, index, bound, others = heappop(queue)
+        if not others:
             yield bound
             continue
-        others = [bound_of(cfg, values, target) for values in choices]
-        possible = [bound, *(other for other in others if other is not None)]
-        best = min(possible, key=lambda bound: bound.step)
-        heappush(queue, (best.step, number, best, []))
+        chunked = [bound_of(cfg, values, target) for values in others]
+        best = min([bound, *filter(None, chunked)], key=lambda one: one.step)
+        heappush(queue, (best.step, index, best, []))
 
 
 def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from program import Seen, corpus, look, settings
 from ranks import MODEL, job
 
 from config.schema import ParallelConfig
+from parallel.pipeline.schedule import COMPUTE_KINDS
 
 FOUR = ("--model.layers", "4", "--model.dropout", "0.1")
 EXPERTS = (*FOUR, "--model.moe_ffn", "16", "--model.experts", "4")
@@ -111,9 +112,7 @@ def pipeline(before, after) -> bool:
 
 def computes(seen: Seen) -> list[str]:
     """The ops without the transfers; the number of the stage, which kind, the number of the microbatch."""
-    return [
-        op for ops in seen.ops.values() for op in ops if not op.strip("0123456789").startswith(("S", "R", "E"))
-    ]
+    return [op for ops in seen.ops.values() for op in ops if op.strip("0123456789") in COMPUTE_KINDS]
 
 
 def gpipe(before, after) -> bool:

@@ -129,7 +129,7 @@ class Pipeline:
         backwards_left = {stage: count_backwards(ops, stage) for stage in self.stages}
 
         for index, op in enumerate(ops):
-            if op in state.sends:
+            if op.kind in END_OF_SEND.values():
                 state.sends.pop(op).wait()
                 continue
             if op.kind not in COMPUTE_KINDS:

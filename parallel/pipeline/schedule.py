@@ -400,12 +400,12 @@ def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
     Two stages in a row on one rank, at the turn of a V, need no transfer. Raises ValueError for an order that
     cannot finish.
 
-    The end of a send stands where it waits for nothing: before the first op that reads what the other rank
-    has made after it had read what was sent. The last sends of a list have no such op.
+    A send has its end where it can be awaited for nothing: before the first op whose input comes from the
+    receiver and was computed after the receiver had used what was sent. The last sends of a list have none.
     """
     lowered: Order = [[] for _ in order]
-    was_read: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)  # {(sender, receiver): sends}
-    ended_before: dict[Op, list[Op]] = {}  # {a send: those that its receiver knows by it to have ended}
+    used: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)  # {(sender, receiver): sends}
+    ended_before: dict[Op, list[Op]] = {}  # {send: sends of its receiver that had ended by then}
     for rank, (op,) in simulate_order(single_op_steps(order), len(rank_of_stage)):
         if op.kind == "W":
             lowered[rank].append(op)
@@ -413,23 +413,23 @@ def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
         letter = "F" if op.kind == "F" else "B"
         step = 1 if op.kind == "F" else -1
 
-        # what it reads
+        # its input
         source = op.stage - step
         if 0 <= source < len(rank_of_stage) and rank_of_stage[source] != rank:
             arrived = Op("S" + letter, source, op.microbatch)
             for send in ended_before.pop(arrived):
                 lowered[rank].append(send._replace(kind=END_OF_SEND[send.kind]))
-            was_read[rank_of_stage[source], rank].append(arrived)
+            used[rank_of_stage[source], rank].append(arrived)
         lowered[rank].append(op)
 
-        # what it makes
+        # its output
         target = op.stage + step
         if 0 <= target < len(rank_of_stage) and rank_of_stage[target] != rank:
             other_rank = rank_of_stage[target]
             send = Op("S" + letter, op.stage, op.microbatch)
             lowered[rank].append(send)
             lowered[other_rank].append(Op("R" + letter, target, op.microbatch))
-            ended_before[send] = was_read.pop((other_rank, rank), [])
+            ended_before[send] = used.pop((other_rank, rank), [])
     return lowered
 
 

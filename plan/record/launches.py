@@ -691,11 +691,6 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: otherwise the first operation imports torch's compiler, for nothing."""
-        return False
-
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -714,17 +709,6 @@ def without_recording() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
-        yield
-
-
-@contextlib.contextmanager
-def outside_of_recordings() -> Iterator[None]:
-    """Inside, nothing is seen by a recording that is under way: what it runs may ask for one of its own."""
-    from torch.overrides import _pop_mode_temporarily
-
-    with without_recording(), contextlib.ExitStack() as stack:
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
         yield
 
 

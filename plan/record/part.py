@@ -40,7 +40,6 @@ from plan.record.launches import (
     Recorder,
     claimed_cpu,
     claimed_gpu,
-    outside_of_recordings,
     without_initial_weights,
 )
 from plan.record.role import microbatch
@@ -196,7 +195,6 @@ def on_the_line(one: Any, two: Any, steps: float) -> Any:
     return type(one)(*(on_the_line(getattr(one, name), getattr(two, name), steps) for name in names))
 
 
-@outside_of_recordings()
 def record_part(form: PartForm) -> PartRecord:
     """Runs the part twice, as two microbatches of a step, and keeps the second; then with its backward in two
     parts."""

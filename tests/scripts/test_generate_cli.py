@@ -114,7 +114,6 @@ def test_a_text_beyond_the_context_says_so(home, capsys):
     assert f"were made for {context:,} (model.context)" in capsys.readouterr().err
 
 
-@pytest.mark.slow(every=2)
 def test_words_that_the_tokenizer_does_not_know_are_counted(tmp_path, capsys):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "<eos>": 2}, "<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -139,6 +138,7 @@ def test_words_that_the_tokenizer_does_not_know_are_counted(tmp_path, capsys):
         assert note in err and ("unknown" in err) == bool(note), err
 
 
+@pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "words",
     ["--max-new-tokens 0", "--temperature -1", "--samples 0", "--top-k 0", "--top-p 0", "--top-p 1.5"],

@@ -78,7 +78,7 @@ def test_transfers_meet(kind):
 
 
 def most_sends_under_way(ops):
-    """Of a rank, whose sends last until the end of its list where nothing ends them before."""
+    """The most sends of a rank that have not ended. Without an end in its list, a send lasts to the last op."""
     under_way, most = set(), 0
     for op in ops:
         if op.kind in END_OF_SEND:
@@ -91,7 +91,7 @@ def most_sends_under_way(ops):
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_send_ends_long_before_the_step_does(kind):
-    """Each send keeps a tensor alive."""
+    """A send keeps its tensor alive."""
     for ranks, microbatches in [(2, 16), (4, 32)]:
         s = make_schedule(kind, ranks, microbatches, 2 if kind == "interleaved" else None)
         for rank, ops in enumerate(add_transfers(s.order, s.rank_of_stage)):
