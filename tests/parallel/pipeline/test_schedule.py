@@ -78,7 +78,7 @@ def test_transfers_meet(kind):
 
 
 def most_sends_under_way(ops):
-    """The most sends of a rank that have not ended. Without an end in its list, a send lasts to the last op."""
+    """The most sends of a rank that have not ended; those without an end in its list last to its end."""
     under_way, most = set(), 0
     for op in ops:
         if op.kind in END_OF_SEND:
