@@ -33,6 +33,10 @@ def packages():
 setup(
     packages=packages(),
     package_dir={"bevatron": "bevatron", **{f"bevatron.{name}": name for name in FOLDERS}},
-    package_data={"bevatron.configs": ["*.yaml", "*/*.yaml", "*/*.jsonl"], "bevatron.plan": ["*.csv"]},
+    package_data={
+        "bevatron.configs": ["*.yaml", "*/*.yaml", "*/*.jsonl"],
+        "bevatron.plan": ["*.csv"],
+        "bevatron.scaling": ["*.js"],
+    },
     cmdclass={"build_py": BuildPackage},
 )

@@ -13,7 +13,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -50,11 +50,13 @@ from scaling.points import Array
 # Keys that say where a run is, not what it is.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
 COLOURS = ("#2a5caa", "#d9822b", "#4f8f63", "#b3362b", "#7a5aa6", "#8c6d46", "#3a9fb0", "#c25b93")
-STYLES = ("-", "--", ":", "-.")  # of lines, when the colours are used up
+STYLES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}  # of lines, when the colours are used up: dashes
 FIRST_TO_GO = (  # in a narrow terminal
     "MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens", "bits/byte",
 )
 MOST_DRAWN = 1500  # points of a curve
+HIDDEN_SHARE = 0.1  # of a run's steps, its first, which the scale of losses leaves out
+CHART = Path(__file__).with_name("chart.js")
 SILENT_MINUTES = 10.0  # without a line from a run, before it may no longer be running
 # Keys that decide which tokens a loss is a mean over, and which tokens an evaluation reads.
 TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
@@ -80,6 +82,16 @@ th { vertical-align: bottom }
 th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere;
   min-width: 11em }
 .wide img { width: 100%; min-width: 680px }
+#chart svg { display: block; touch-action: pan-y }
+#chart text { fill: var(--ink); font-size: 12px }
+#chart label, #chart button { margin-right: 1em }
+#chart button { font: inherit; color: inherit; background: none; border: 0; padding: 0.1em 0; cursor: pointer;
+  text-align: left; overflow-wrap: anywhere }
+#chart button[aria-pressed=false] { opacity: 0.4 }
+#chart .reading { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+.grid { stroke: var(--rule) }
+.cursor { stroke: var(--ink); stroke-dasharray: 2 2 }
+.dot { stroke: var(--paper) }
 summary { cursor: pointer; font-size: 1.2em; margin: 1.2em 0 }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #ddd; --paper: #191919; --rule: #3a3a3a }
@@ -470,6 +482,24 @@ def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str
 # ---- as a picture ------------------------------------------------------------------------------------------
 
 
+def axes_of(runs: list[Run]) -> dict[str, Callable[[Run], Array]]:
+    """{what losses are drawn over: its values of a run [steps]}."""
+    axes: dict[str, Callable[[Run], Array]] = {"tokens": lambda run: run.tokens}
+    if is_flops_another_axis(runs):
+        axes["FLOPs"] = lambda run: run.flops
+    return axes
+
+
+def looks() -> Iterator[tuple[str, str]]:
+    """Yields (style, colour), of one curve after the other."""
+    return cycle(product(STYLES, COLOURS))
+
+
+def drawn_steps(run: Run) -> Array:
+    """The indices of at most MOST_DRAWN steps."""
+    return np.unique(np.linspace(0, len(run.loss) - 1, MOST_DRAWN).astype(int))
+
+
 def draw_runs(runs: list[Run]) -> bytes:
     """Losses over tokens, and beside them over FLOPs where that is another picture: a PNG."""
     # not pyplot: it has global state and looks for a display
@@ -478,21 +508,18 @@ def draw_runs(runs: list[Run]) -> bytes:
 
     drawing = Figure(figsize=(11, 4.6), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(drawing)
-    panels: dict[str, Callable[[Run], Array]] = {"tokens": lambda run: run.tokens}
-    if is_flops_another_axis(runs):
-        panels["FLOPs"] = lambda run: run.flops
+    panels = axes_of(runs)
     all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    looks = cycle(product(STYLES, COLOURS))
-    for run, (style, colour) in zip(runs, looks):
+    for run, (style, colour) in zip(runs, looks()):
         losses = run.smooth_loss
-        shown = np.unique(np.linspace(0, len(losses) - 1, MOST_DRAWN).astype(int))
+        shown = drawn_steps(run)
         for axes, of_run in zip(all_axes, panels.values()):
             x = of_run(run)
             axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=run.name)
             validated = np.interp(run.validation_tokens, run.tokens, x)
             axes.plot(validated, run.validation_loss, "o", color=colour, ms=4.5, mec="white", mew=0.7)
 
-    late = np.concatenate([run.smooth_loss[len(run.loss) // 10:] for run in runs])
+    late = np.concatenate([run.smooth_loss[int(HIDDEN_SHARE * len(run.loss)):] for run in runs])
     late = late[np.isfinite(late)]
     if len(late):
         margin = 0.05 * (late.max() - late.min()) + 1e-6
@@ -513,10 +540,49 @@ def draw_runs(runs: list[Run]) -> bytes:
 # ---- as a page ---------------------------------------------------------------------------------------------
 
 
+def curves(runs: list[Run]) -> dict[str, Any]:
+    """What chart.js draws; null for a loss that is not finite."""
+    axes = axes_of(runs)
+    drawn: list[dict[str, Any]] = []
+    for run, (style, colour) in zip(runs, looks()):
+        shown = drawn_steps(run)
+        validated = {unit: np.interp(run.validation_tokens, run.tokens, of_run(run))
+                     for unit, of_run in axes.items()}
+        drawn.append({
+            "name": run.name,
+            "colour": colour,
+            "dash": STYLES[style],
+            "x": {unit: of_run(run)[shown].tolist() for unit, of_run in axes.items()},
+            "loss": finite_numbers(run.smooth_loss[shown]),
+            "validation": {
+                "x": {unit: values.tolist() for unit, values in validated.items()},
+                "loss": finite_numbers(run.validation_loss),
+            },
+        })
+    return {"runs": drawn, "hidden_share": HIDDEN_SHARE}
+
+
+def finite_numbers(values: Array) -> list[float | None]:
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+
+
+def chart(runs: list[Run]) -> list[str]:
+    """The parts of a page that draw the losses; a picture where a browser runs no scripts."""
+    picture = base64.b64encode(draw_runs(runs)).decode()
+    data = json.dumps(curves(runs), separators=(",", ":")).replace("<", "\\u003c")
+    return [
+        f"<p>Lines: training loss, {SMOOTHING_TEXT}; dots: validation.</p>",
+        "<div id=chart></div>",
+        '<noscript><div class=wide>',
+        f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}"></div></noscript>',
+        f'<script type="application/json" id=curves>{data}</script>',
+        f"<script>{CHART.read_text(encoding='utf-8')}</script>",
+    ]
+
+
 def page(runs: list[Run], refresh_s: int | None = None) -> str:
     """One HTML file with everything in it. refresh_s: a browser reads it again after so many seconds."""
     differing = differences(runs)
-    picture = base64.b64encode(draw_runs(runs)).decode()
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     parts = [
         "<!doctype html><html lang=en><head><meta charset=utf-8>",
@@ -525,8 +591,7 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         f"<title>{html.escape(', '.join(run.name for run in runs))}</title>",
         f"<style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(runs[0].name) if len(runs) == 1 else f'{len(runs)} runs'}</h1>",
-        '<div class=wide>',
-        f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}"></div>',
+        *chart(runs),
         f"<h2>Results</h2><p>Training losses: {SMOOTHING_TEXT}.</p>",
         html_table(table_rows(runs)),
         *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),

@@ -1,6 +1,8 @@
 """Runs side by side: what differs, losses where both have been, a page that stands alone."""
 import json
 import os
+import shutil
+import subprocess
 import time
 import warnings
 
@@ -13,7 +15,7 @@ import scripts.compare
 from config import ConfigError, phases_of
 from plan.count import flops_per_token
 from runtime.goodput import STARTS_FILE, StartRecord
-from scaling.compare import different_settings, doubts, draw_runs, page, read_run, table_rows
+from scaling.compare import CHART, different_settings, doubts, draw_runs, page, read_run, table_rows
 from scripts.compare import main
 
 
@@ -127,7 +129,8 @@ def test_the_page_needs_no_other_file(tmp_path, capsys):
     out = tmp_path / "reports" / "report.html"  # in a folder that is not there yet
     assert main([str(first), str(second), "--out", str(out)]) == 0
     text = out.read_text()
-    assert "data:image/png;base64," in text and "http" not in text.replace("http-equiv", "")
+    namespace = "http://www.w3.org/2000/svg"  # a name, which nothing is fetched from
+    assert "data:image/png;base64," in text and "http" not in text.replace(namespace, "")
     assert "a&lt;b" in text and "a<b" not in text
     assert "running" in text and "mean over the last 2% of the tokens before a point" in text
     assert "http-equiv" not in text
@@ -148,6 +151,101 @@ def test_the_page_fits_a_window_and_a_dark_one(tmp_path):
     assert "@media (prefers-color-scheme: dark)" in text
     assert text.count("<table>") == text.count("<div class=wide><table>") == 3
     assert "<h1>2 runs</h1>" in text and "<h1>llama3-tiny+optim.lr=0.001</h1>" in page(runs[:1])
+
+
+def page_parts(text):
+    """(the data of a page's curves, its script)."""
+    data = text.split("id=curves>")[1].split("</script>")[0]
+    return json.loads(data), text.split("<script>")[1].split("</script>")[0]
+
+
+def test_the_page_holds_the_curves_of_its_runs(tmp_path):
+    """Every point of a short run, its validation where it was, and null for a step that has no loss."""
+    first = read_run(make_run(tmp_path / "a<script>", [5.0, 4.0, None]))
+    second = read_run(make_run(tmp_path / "b", [5.0, 3.0], model__layers=6))
+    data, script = page_parts(page([first, second]))
+    one, other = data["runs"]
+    assert (one["name"], other["name"]) == ("a<script>", "b") and one["colour"] != other["colour"]
+    assert one["x"]["tokens"] == [100, 200, 300] and one["x"]["FLOPs"] == first.flops.tolist()
+    assert one["loss"] == [5.0, 4.0, None] and one["validation"]["loss"] == [None]
+    assert other["validation"] == {"x": {"tokens": [200], "FLOPs": [second.flops[-1]]}, "loss": [3.5]}
+    assert script == CHART.read_text(encoding="utf-8")
+
+
+# A page without a window: what chart.js asks of one. Prints what is drawn, and what stands beside it.
+BROWSER = """
+const made = name => ({name, attributes: {}, children: [], style: {}, textContent: "", clientWidth: 800,
+  setAttribute(key, value) { this.attributes[key] = value },
+  appendChild(child) { this.children.push(child); return child },
+  append(...all) { this.children.push(...all) },
+  add(child) { this.children.push(child) },
+  replaceChildren(...all) { this.children = all },
+  getBoundingClientRect: () => ({left: 0})});
+const places = {chart: made("div"), curves: {textContent: process.argv[1]}};
+global.Option = function (text) { Object.assign(this, made("option"), {text}) };
+global.document = {createElement: made, createElementNS: (_, name) => made(name),
+  getElementById: id => places[id]};
+global.location = {hash: process.argv[2] || ""};
+global.history = {replaceState: (_, __, hash) => { location.hash = hash }};
+global.window = {addEventListener: () => {}};
+const all = (node, name) => (node.children || []).flatMap(one =>
+  [...(one.name === name ? [one] : []), ...all(one, name)]);
+"""
+LOOK = """
+const chart = places.chart;
+const look = () => ({curves: all(chart, "path").map(one => one.attributes.d),
+  dots: all(chart, "circle").length, texts: all(chart, "text").map(one => one.textContent),
+  reading: chart.children[3].textContent, hash: location.hash});
+const seen = [look()];
+const svg = all(chart, "svg")[0];
+svg.onpointermove({clientX: 420});
+seen.push(look());
+const [logX, logY, fromStart] = all(chart, "input");
+logY.checked = true; logY.onchange();
+seen.push(look());
+fromStart.checked = true; fromStart.onchange();
+seen.push(look());
+all(chart, "button")[0].onclick();
+seen.push(look());
+console.log(JSON.stringify(seen));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js, which runs the page's script")
+def test_the_page_draws_what_is_asked(tmp_path):
+    """Values under the pointer, axes that are chosen, a run that is hidden, and all of it kept in the address."""
+    runs = [read_run(make_run(tmp_path / name, losses, model__layers=layers))
+            for name, losses, layers in (("a", [8.0, 4.0, 2.0], 4), ("b", [9.0, 5.0, 3.0], 6))]
+    data, script = page_parts(page(runs))
+
+    def browse(actions, address=""):
+        program = BROWSER + script + actions
+        command = ["node", "-e", program, json.dumps(data), address]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        return json.loads(ran.stdout)
+
+    first, pointed, logarithmic, whole, alone = browse(LOOK)
+    assert len(first["curves"]) == 2 and first["dots"] == 2 and "tokens" in first["texts"]
+    assert first["reading"] == "at the end: a 2.0000 · b 3.0000"
+    # 420 of 800 columns: (420 - 52) / (800 - 52 - 12) = half of the axis from 0 to 300 tokens
+    assert pointed["reading"] == "at 150 tokens: a 6.0000 · b 7.0000"
+    assert logarithmic["curves"] != first["curves"] and whole["curves"] != logarithmic["curves"]
+    assert len(alone["curves"]) == 1 and alone["reading"] == "at the end: b 3.0000"
+
+    # the address holds the choices, and wrong ones are as none
+    (again,) = browse("console.log(JSON.stringify([all(places.chart, 'path').map(one => one.attributes.d)]));",
+                      alone["hash"])
+    assert again == alone["curves"]
+    (plain,) = browse("console.log(JSON.stringify([all(places.chart, 'path').map(one => one.attributes.d)]));",
+                      "#{broken")
+    assert plain == first["curves"]
+
+    places = browse("console.log(JSON.stringify([ticks(0, 300, false, 6), ticks(1, 1e4, true, 6), "
+                    "ticks(2, 2, false, 6), ticks(2.1, 7.3, true, 6), shortNumber(1500000), "
+                    "shortNumber(2e18), valueAt([0, 1], [1, null], 0.5), valueAt([1, 2], [3, 4], 5)]));")
+    assert places[:3] == [[0, 50, 100, 150, 200, 250, 300], [1, 3, 10, 30, 100, 300, 1000, 3000, 10000], [2]]
+    assert places[3:] == [[3, 4, 5, 6, 7], "1.5M", "2e+18", None, None]
 
 
 def test_equal_sizes_have_one_axis(tmp_path, monkeypatch):
