@@ -82,9 +82,9 @@ th { vertical-align: bottom }
 th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere;
   min-width: 11em }
 .wide img { width: 100%; min-width: 680px }
-#chart svg { display: block; touch-action: pan-y }
+#chart .frame svg { display: block; touch-action: pan-y }
 #chart text { fill: var(--ink); font-size: 12px }
-#chart label, #chart button { margin-right: 1em }
+#chart select, #chart label, #chart button { margin-right: 1em }
 #chart button { font: inherit; color: inherit; background: none; border: 0; padding: 0.1em 0; cursor: pointer;
   text-align: left; overflow-wrap: anywhere }
 #chart button[aria-pressed=false] { opacity: 0.4 }
@@ -592,7 +592,7 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         f"<style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(runs[0].name) if len(runs) == 1 else f'{len(runs)} runs'}</h1>",
         *chart(runs),
-        f"<h2>Results</h2><p>Training losses: {SMOOTHING_TEXT}.</p>",
+        "<h2>Results</h2>",
         html_table(table_rows(runs)),
         *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
     ]
