@@ -830,6 +830,8 @@ def close_run(session: Session, end: LoopEnd) -> None:
             if log.experts:
                 log.send_picture("experts", log.experts.draw(session.cfg.log.name or folder.name))
             summarize_run(session, reason)
+            for step, path in store.committed_checkpoints(folder / "checkpoints")[:1]:
+                log.send_checkpoint(step, path)
         except Exception as error:  # a picture is not worth a finished run
             log.log_line(f"warning: a picture or the summary is missing: {error}")
     finish_uploads(session.uploads, session.cfg, session.world)

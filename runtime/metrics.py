@@ -50,7 +50,7 @@ from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.sinks import Sink
 from runtime.slow import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
-from runtime.summary import best_validation
+from runtime.summary import SUMMARY_FILE, best_validation
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
 
@@ -675,6 +675,12 @@ class MetricsLogger:
             return
         for sink in self.sinks:
             sink.picture(self.last_step, name, path)
+
+    def send_checkpoint(self, step: int, folder: Path) -> None:
+        """Tells the sinks where a checkpoint lies."""
+        told = [self.run_dir / name for name in ("config.yaml", SUMMARY_FILE)]
+        for sink in self.sinks:
+            sink.checkpoint(step, folder, [file for file in told if file.exists()])
 
     def close_sinks(self, code: int, reason: str | None) -> None:
         if self.picture:

@@ -29,6 +29,9 @@ class Sink(Protocol):
     def picture(self, step: int, name: str, path: Path) -> None:
         """A PNG file."""
 
+    def checkpoint(self, step: int, folder: Path, files: list[Path]) -> None:
+        """Where the newest checkpoint lies, and files of the run that say what it is."""
+
     def rewind(self, step: int) -> None:
         """The run goes back: the steps after this one are trained, and reported, again."""
 

@@ -67,6 +67,9 @@ class TensorboardSink:
             self.writer.add_image(name, pixels, step, dataformats="HWC")
         self.attempt(write)
 
+    def checkpoint(self, step: int, folder: Path, files: list[Path]) -> None:
+        """TensorBoard keeps none."""
+
     def rewind(self, step: int) -> None:
         """Hides what was written of later steps, as a resumed run does."""
         def write() -> None:

@@ -10,6 +10,7 @@ The lines after it:
     {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
     {"step": n, "name": ..., "text": ...}           a text that the model wrote: alone, and in a table "NAMEs"
     {"step": n, "name": ..., "picture": PATH}       a PNG file
+    {"step": n, "checkpoint": PATH, "files": [..]}  a checkpoint's folder, which is named, and files to copy
     {"rewind": n}                                   the run goes back: later steps come again
     {"finish": exit code, "title": ..., "text": ..., "level": ...}    the last one: an alert, and the end
 
@@ -22,6 +23,7 @@ in the run folder: a start offline cannot ask W&B.
 import html
 import json
 import os
+import platform
 import signal
 import sys
 import threading
@@ -86,6 +88,8 @@ def run_wandb(trainer_pid: int) -> None:
         elif "rewind" in message:
             title = f"{run.name}: went back to step {message['rewind']}"
             run.alert(title=title, text="later steps are trained again", level="WARN")
+        elif "checkpoint" in message:
+            run.log_artifact(artifact_of(wandb, run.id, message))
         else:
             step = message["step"]
             if "text" in message:
@@ -137,6 +141,16 @@ def logged_values(wandb: Any, message: dict[str, Any], texts: list[list[Any]]) -
     if "picture" in message:
         return {message["name"]: wandb.Image(message["picture"])}
     return message["values"]
+
+
+def artifact_of(wandb: Any, run_id: str, message: dict[str, Any]) -> Any:
+    """A checkpoint as W&B keeps it: a reference to its folder, and copies of the files."""
+    metadata = {"step": message["step"], "host": platform.node()}
+    artifact = wandb.Artifact(f"checkpoint-{run_id}", type="model", metadata=metadata)
+    artifact.add_reference(f"file://{message['checkpoint']}", checksum=False)
+    for file in message["files"]:
+        artifact.add_file(file)
+    return artifact
 
 
 def write_error(out: TextIO, error: BaseException) -> None:

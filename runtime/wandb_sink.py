@@ -113,6 +113,11 @@ class WandbSink:
         """Sends where the picture lies: the child reads it."""
         self.offer({"step": step, "name": name, "picture": str(path.resolve())})
 
+    def checkpoint(self, step: int, folder: Path, files: list[Path]) -> None:
+        """Sends where a checkpoint lies: W&B keeps that, and copies the files alone."""
+        paths = [str(file.resolve()) for file in files]
+        self.offer({"step": step, "checkpoint": str(folder.resolve()), "files": paths})
+
     def rewind(self, step: int) -> None:
         """Sends an alert: W&B keeps what it has of later steps, and shows beside it what comes."""
         self.offer({"rewind": step})

@@ -18,7 +18,7 @@ class Config:
     def update(self, values, allow_val_change):
         tell("config", values)
 class Run:
-    name, config, step = "name", Config(), {step}
+    name, id, config, step = "name", "abc", Config(), {step}
     def define_metric(self, names, step_metric):
         tell("axis", names, step_metric)
     def alert(self, title, text, level):
@@ -30,6 +30,8 @@ class Run:
             return
         self.step = step
         tell("log", step, values)
+    def log_artifact(self, artifact):
+        tell("artifact", *artifact.parts)
     def finish(self, exit_code):
         {finish}
         tell("finish", exit_code)
@@ -39,6 +41,13 @@ def Table(columns, data):
     return ["table", columns, data]
 def Image(path):
     return ["image", path]
+class Artifact:
+    def __init__(self, name, type, metadata):
+        self.parts = [name, type, metadata]
+    def add_reference(self, uri, checksum):
+        self.parts.append([uri, checksum])
+    def add_file(self, path):
+        self.parts.append(path)
 def init(**k):
     print("noise"); print("noise", file=sys.stderr)
     {init}

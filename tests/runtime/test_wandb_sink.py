@@ -147,6 +147,15 @@ def test_a_run_sends_its_texts_and_its_best_validation(fake, tmp_path):
     assert (last["run/best_step"], last["run/best_val_loss"]) == (best, losses[best])
     assert [row[0] for row in [values for values in logs if "samples" in values][-1]["samples"][2]] == [3, 4]
 
+    # what each start has left, named and not copied
+    kept = [line[1:] for line in told() if line[0] == "artifact"]
+    assert [(name, kind, metadata["step"]) for name, kind, metadata, *_ in kept] == [
+        ("checkpoint-abc", "model", 2), ("checkpoint-abc", "model", 4)]
+    reference, *files = kept[-1][3:]
+    assert reference == [f"file://{tmp_path}/r/checkpoints/step_00000004", False]
+    assert Path(reference[0].removeprefix("file://")).is_dir()
+    assert files == [f"{tmp_path}/r/config.yaml", f"{tmp_path}/r/summary.json"]
+
 
 def test_a_resumed_run_keeps_its_id(tmp_path):
     first = stable_id(tmp_path / "run")
@@ -311,8 +320,13 @@ def test_real_wandb_offline(sink, tmp_path):
     picture = tmp_path / "dot.png"
     picture.write_bytes(DOT)
     s.picture(3, "dot", picture)
+    (tmp_path / "step_00000003").mkdir()
+    (tmp_path / "step_00000003/shard").write_bytes(b"weights")
+    s.checkpoint(3, tmp_path / "step_00000003", [picture])
     s.close(wait=60)
     assert s.warning() is None
     (file,) = (tmp_path / "run").glob(f"wandb/offline-run-*/run-{stable_id(tmp_path / 'run')}.wandb")
     written = file.read_bytes()
     assert b"train/loss" in written and b"1234.25" in written and b"went back to step 1" in written
+    assert f"checkpoint-{stable_id(tmp_path / 'run')}".encode() in written
+    assert f"file://{tmp_path}/step_00000003/shard".encode() in written
