@@ -213,7 +213,7 @@ console.log(JSON.stringify(seen));
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js, which runs the page's script")
 def test_the_page_draws_what_is_asked(tmp_path):
-    """Values under the pointer, axes that are chosen, a run that is hidden, and all of it kept in the address."""
+    """Values under the pointer, axes by choice, a run that is hidden; the address keeps what is chosen."""
     runs = [read_run(make_run(tmp_path / name, losses, model__layers=layers))
             for name, losses, layers in (("a", [8.0, 4.0, 2.0], 4), ("b", [9.0, 5.0, 3.0], 6))]
     data, script = page_parts(page(runs))
