@@ -212,8 +212,8 @@ def layout_of_run(
     best = best_layout(cfg, world, device, stated, after)
     raise ConfigError(
         f"{KEY}: this run has the best layout for {ranks_text(ranks)}, and there "
-        f"{'is' if world == 1 else 'are'} {world}: start {ranks}, or go on in that of {ranks_text(world)} with "
-        f"--{KEY} none {arguments(with_values(cfg, best.values))}"
+        f"{'is' if world == 1 else 'are'} {world}: start {ranks}, or go on in that for {ranks_text(world)}, "
+        f"with --{KEY} none {arguments(with_values(cfg, best.values))}"
     )
 
 

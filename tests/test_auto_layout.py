@@ -120,10 +120,11 @@ def test_a_card_decides_the_memory_and_must_be_of_the_cluster(words):
     cfg = config.resolve(words[0], None, [*words[1:], *AUTO])
     card = elastic.RankDevice("NVIDIA H100 NVL", 93.1 * 2**30)
     assert auto.machine_of(cfg, card) == dataclasses.replace(cluster("h100-ib"), memory=card.memory)
-    with pytest.raises(config.ConfigError, match="^parallel.auto: h100-ib has GPUs named h100, and this mach"):
+    with pytest.raises(config.ConfigError, match="h100-ib has GPUs named h100, and this machine a"):
         auto.machine_of(cfg, elastic.RankDevice("NVIDIA A100-SXM4-80GB", 79.1 * 2**30))
 
 
+@pytest.mark.slow
 def test_the_dry_run_takes_it_too(tmp_path):
     words = ["llama3-tiny", "--dry-run", "--world", "2", "--cluster", "cpu", "--model.vocab", "512", *AUTO]
     args = [sys.executable, "train.py", *words, "--json", str(tmp_path / "dry.json")]
@@ -159,11 +160,11 @@ def test_of_several_phases_the_longest_decides(words, tmp_path, capsys):
         ),
         (
             [*AUTO, "--parallel.elastic", "true"],
-            "parallel.auto: takes a layout for one number of ranks, and parallel.elastic one for each start; ",
+            "parallel.auto: takes a layout for one number of ranks, and parallel.elastic one for each",
         ),
         (
             [*AUTO, "--train.phases", STATES_TP],
-            "parallel.auto: takes one layout for the whole run, and phase 2 states parallel.tp (train.phases)",
+            "parallel.auto: takes one layout for the whole run, and phase 2 states parallel.tp",
         ),
         (
             [*AUTO, "--parallel.tp", "2", "--parallel.pp", "2"],
