@@ -160,19 +160,22 @@ def best_layout(
     if not result.found:
         raise ConfigError(f"{KEY}: {no_layout_text(heaviest, target, fixed, result, 'this run')}")
     keys = searched_keys(cfg, world, hardware)
-    for found in simplest_of_equals_first(result.found):
-        values = {key: value_of(found.cfg, key) for key in keys}
+    ranked = simplest_of_equals_first(result.found)
+    values_of = [{key: value_of(found.cfg, key) for key in keys} for found in ranked]
+    for found, values in zip(ranked, values_of):
         if elastic.fits(with_values(cfg, values), world, after):
             best = f"the planner's best for {ranks_text(world)} of {hardware.name}"
             return AutoLayout(values, described(found.cfg, world, best, found.forecast.step))
     try:
-        plan_pipeline(with_values(cfg, values), world, advise=False, after=after)
+        plan_pipeline(with_values(cfg, values_of[0]), world, advise=False, after=after)
     except ConfigError as error:
-        raise ConfigError(
-            f"{KEY}: none of the {len(result.found)} best layouts suits the whole run ({error}); "
-            "set keys of the layout, or leave it out"
-        ) from None
-    raise AssertionError("a layout was refused, and is not")
+        why = str(error)
+    else:
+        raise AssertionError("a layout was refused, and is not")
+    raise ConfigError(
+        f"{KEY}: none of the {len(ranked)} best layouts suits the whole run ({why}); "
+        f"set keys of the layout, or --{KEY} none"
+    )
 
 
 def layout_as_saved(

@@ -134,6 +134,7 @@ def test_the_dry_run_takes_it_too(tmp_path):
 
 
 TWO_PHASES = json.dumps([{"after_steps": 2, "train.seq_len": 32}])
+ONE_SEQUENCE = json.dumps([{"after_steps": 2, "train.global_batch": 1}])
 STATES_TP = json.dumps([{"after_steps": 2, "parallel.tp": 2}])
 
 
@@ -165,6 +166,10 @@ def test_of_several_phases_the_longest_decides(words, tmp_path, capsys):
         (
             [*AUTO, "--train.phases", STATES_TP],
             "parallel.auto: takes one layout for the whole run, and phase 2 states parallel.tp",
+        ),
+        (  # a later phase has fewer sequences than any of these layouts needs
+            [*AUTO, "--parallel.pp", "1", "--parallel.tp", "1", "--train.phases", ONE_SEQUENCE],
+            "parallel.auto: none of the ",
         ),
         (
             [*AUTO, "--parallel.tp", "2", "--parallel.pp", "2"],
