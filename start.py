@@ -7,11 +7,11 @@ import contextlib
 import math
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from checkpoint import locks, mirror, state, store
 from checkpoint.memory import MemoryCheckpoints, has_record
 from config import Config, ConfigError, Phase, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
-from config.phases import named, with_next_layout
+from config.phases import named, with_next_layout, with_values
 from config.terminal import output_width, wrapped
 from data import tokenizer_files
 from data.blend import named_paths, source_names, validation_key
@@ -48,6 +48,7 @@ from plan.count import flops_per_token
 from remote.files import RemoteError
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
+from runtime.goodput import read_starts
 
 
 WARMUP = "optim.warmup"
@@ -74,6 +75,43 @@ def refusal_in(folder: Path, rank: int) -> Iterator[None]:
                     setup.remove_exit_reasons(folder)
                     setup.write_exit_reason(folder, rank, failure.USER_MISTAKE, failure.explain(error))
         raise
+
+
+def auto_layout(
+    cfg: Config,
+    env: setup.LaunchEnv,
+    folder: Path,
+    done: int,
+    stated: Collection[str],
+    told_by_first: Callable[[str, Callable[[], list[Any]]], list[Any]],
+) -> tuple[Config, list[str]]:
+    """The config, under parallel.auto with the planner's layout, and a line of the header about it.
+
+    done: steps of the run. stated: keys (section.key) that stay. told_by_first(key, work): what work() is on
+    rank 0, which alone searches. Raises ConfigError.
+    """
+    if cfg.parallel.auto is None:
+        return cfg, []
+    from plan import auto  # a run that does not ask has nothing to load
+
+    def choose() -> list[Any]:
+        device = rank_device(env.device)
+        saved = trained_layout(folder)
+        layout = auto.layout_of_run(cfg, env.world, device, stated, after=done, saved=saved)
+        return [layout.values, layout.text]
+
+    values, text = told_by_first("auto_layout", choose)
+    return with_values(cfg, values), [f"{'auto':<9}{text}"]
+
+
+def trained_layout(folder: Path) -> tuple[Config, int] | None:
+    """The config with which the last start of a run has trained, and its number of ranks; None: none has."""
+    try:
+        ranks = [start.world for start in read_starts(folder) if start.first_step is not None]
+        cfg = config.from_tree(config.read_yaml(folder / "config.yaml"))
+    except (OSError, ConfigError):  # of another version, or damaged
+        return None
+    return (cfg, ranks[-1]) if ranks else None
 
 
 def elastic_layout(cfg: Config, env: setup.LaunchEnv, done: int) -> Config:

@@ -82,6 +82,7 @@ from runtime.summary import summarize_metrics, write_summary
 from start import (
     SamplePrompt,
     advised_on_memory,
+    auto_layout,
     build_phase,
     check_data,
     check_same_everywhere,
@@ -298,6 +299,7 @@ def train(
     seconds_before: float = 0.0,
     done: int = 0,
     stated: Collection[str] = (),
+    about_layout: Sequence[str] = (),
 ) -> int:
     """Trains to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
 
@@ -306,7 +308,7 @@ def train(
     step, **seen): called at each of FAULT_POINTS instead of the injector of faults, and may answer as it
     does; so proof/verify proves this loop. report_exit: called at the end. seconds_before: since this start
     began. done: steps of the run, as checkpoint/progress.py finds them; nothing is asked of phases before.
-    stated: the keys of the command line and its file.
+    stated: the keys of the command line and its file. about_layout: lines for the header.
     """
     observe = observe or setup.fault_injector(env, (*FAULT_POINTS, *memory.FAULT_POINTS))
     goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
@@ -323,6 +325,7 @@ def train(
             report_exit=report_exit,
             done=done,
             stated=stated,
+            about_layout=about_layout,
         )
 
 
@@ -355,6 +358,7 @@ def run_training(
     report_exit: ReportExit,
     done: int,
     stated: Collection[str],
+    about_layout: Sequence[str],
 ) -> int:
     """train(), with the clock of this start."""
     tasks = open_tasks(cfg)
@@ -413,6 +417,7 @@ def run_training(
         notes = [f"{'template':<9}{template}", *notes]
     if cfg.data.valid is not None:
         notes = [f"{'valid':<9}{describe_valid(session.run.data, session.valid_data)}", *notes]
+    notes = [*about_layout, *notes]
     with (
         session.log,
         summarized_failure(lambda: session),
@@ -1093,6 +1098,7 @@ def main(argv: list[str]) -> int:
             done = 0
             if cfg.train.phases is not None:
                 done = peers.told_by_first("steps_done", lambda: steps_done(cfg, folder))
+            cfg, about_layout = auto_layout(cfg, env, folder, done, stated, peers.told_by_first)
             cfg = elastic_layout(cfg, env, done)
             plan_pipeline(cfg, env.world, after=done)
             open_tasks(cfg)
@@ -1136,6 +1142,7 @@ def main(argv: list[str]) -> int:
                 seconds_before=setup.seconds_since_start(),
                 done=done,
                 stated=stated,
+                about_layout=about_layout,
             )
 
 

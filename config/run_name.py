@@ -45,14 +45,15 @@ IDLE = (
     "train.threads",
     "parallel.timeout_s",
     "parallel.elastic",
+    "parallel.auto",
     "data.path",
     "data.tokenizer",
     "data.cache",
     "data.prefetch",
 )
 OWN_CHECKPOINTS = ("auto", "none")  # values of checkpoint.resume; others name one of another run
-# Under parallel.elastic the number of ranks decides about these (plan/elastic.py). They change no result but
-# in its rounding.
+# Under parallel.elastic the number of ranks decides about these (plan/elastic.py), under parallel.auto the
+# planner (plan/auto.py). They change no result but in its rounding.
 ELASTIC_KEYS = (
     "parallel.tp",
     "parallel.sp",
@@ -132,8 +133,8 @@ def is_idle(key: str, cfg: Config) -> bool:
     """Whether a finished run that is started again with this config may have another value of the key."""
     if key == "checkpoint.resume":
         return cfg.checkpoint.resume in OWN_CHECKPOINTS
-    is_elastic = cfg.parallel.elastic and key in ELASTIC_KEYS
-    return is_elastic or key.startswith(IDLE)
+    is_chosen = cfg.parallel.elastic or cfg.parallel.auto is not None
+    return (is_chosen and key in ELASTIC_KEYS) or key.startswith(IDLE)
 
 
 def plain(value: object) -> str:

@@ -240,6 +240,8 @@ class ParallelConfig:
     timeout_s: float = 300.0  # seconds that a rank waits for another rank, or for its data, before it stops
     elastic: bool = False  # the layout follows the number of ranks that a start has: dp, then dp_rep and
     #   train.micro_batch are lowered, then the planner's layout; the global batch and the samples stay
+    auto: str | None = None  # a cluster of configs/clusters.yaml: what is not stated of the layout, and
+    #   train.micro_batch, are those of the planner's best one for this number of ranks of it
     recompute: Literal["none", "selective", "full"] = "none"  # activations that the backward computes again:
     #   parts of a block, or whole blocks
     offload: Literal["none", "optimizer", "activations", "both"] = "none"  # what is kept in host memory:

@@ -79,11 +79,11 @@ class Efficiency:
 
 
 @lru_cache
-def cluster(name: str) -> Cluster:
-    """One of configs/clusters.yaml. Raises ConfigError."""
+def cluster(name: str, asker: str = "--cluster") -> Cluster:
+    """One of configs/clusters.yaml. asker: for messages. Raises ConfigError."""
     table = read_yaml(CONFIG_FOLDER / "clusters.yaml")
     if name not in table["clusters"]:
-        raise ConfigError(f"--cluster: no such cluster {name!r}; "
+        raise ConfigError(f"{asker}: no such cluster {name!r}; "
                           f"configs/clusters.yaml has {', '.join(table['clusters'])}")
     row = table["clusters"][name]
     teraflops = table["gpus"][row["gpu"]]

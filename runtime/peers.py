@@ -28,6 +28,7 @@ Keys of the store
     verdict          {line, silent}: the cause in one line, and the ranks that did not write a state
     num_reasons      how many ranks have written their exit reason
     steps_done       {found}: told_by_first, of a run with phases
+    auto_layout      {found}: told_by_first, under parallel.auto
     all_reported     set when they all have, or when the time for it is over
 """
 import contextlib
@@ -316,14 +317,14 @@ class PeerWatch:
                 folder, self.rank, code, text, requeue=requeue, of_job=True, of_device=found
             )
 
-    def told_by_first(self, key: str, work: Callable[[], int]) -> int:
-        """work() of rank 0, on every rank, before they are connected."""
+    def told_by_first(self, key: str, work: Callable[[], Result]) -> Result:
+        """work() of rank 0, on every rank, before they are connected. It is plain JSON."""
         if self.store is None or self.rank == 0:
             found = work()
             if self.store is not None:
                 self.words.write(self.store, key, {"found": found})
             return found
-        return int(self.words.read(self.store, key)["found"])
+        return self.words.read(self.store, key)["found"]
 
     # ---- the main thread -----------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from matplotlib.figure import Figure
 import config
 from build import build_run, with_vocab
 from config import Config, ConfigError, phases_of, unused
+from config.phases import with_values
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
@@ -51,6 +52,7 @@ from model.describe import workload
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
+from plan import auto, elastic
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token
@@ -130,6 +132,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--trace: needs times, and rates are known of GPUs; leave it out, or --cluster cpu")
     name, file, rest = config.split_argv([*([args.name] if args.name else []), *rest])
     cfg = config.resolve(name, file, rest)
+    if cfg.parallel.auto is not None:
+        layers = [config.dotted_overrides(rest), config.read_yaml(file) if file else {}]
+        stated = {key for layer in layers for key in config.flatten_tree(layer)}
+        layout = auto.best_layout(cfg, args.world, elastic.RankDevice(), stated)
+        print("\n".join(wrapped(f"auto: {layout.text}", output_width())))
+        cfg = with_values(cfg, layout.values)
     phases = phases_of(cfg).all
     if not 1 <= args.phase <= len(phases):
         raise ConfigError(f"--phase: {args.phase} must be 1 to {len(phases)}, a phase of train.phases")

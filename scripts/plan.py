@@ -31,16 +31,15 @@ import config
 from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
 from plan import elastic, published, run_report
+from plan.auto import TOP, check_dtype, fixed_values, layout_text, longest_phase, no_layout_text
+from plan.auto import arguments as arguments_of_layout
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
 from plan.search import (
     TRANSIENT_BYTES,
     Found,
     Target,
-    compute_axes,
-    layout_axes,
     search,
-    set_keys,
     simplest_of_equals_first,
 )
 from runtime.failure import fail_cleanly
@@ -53,16 +52,6 @@ TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, wh
 SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # what a layout or a run still gives
 ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
 LABEL_WIDTH = 9  # columns
-
-# where nothing fits: settings that hold less, the cheapest first, and how many GPUs more
-SMALLER = (
-    {"optim.states": "bf16"},
-    {"parallel.offload": "optimizer"},
-    {"parallel.offload": "both", "optim.states": "bf16"},
-)
-HOLDS_LEAST = {"train.micro_batch": 1, "parallel.recompute": "full"}
-MOST_SAVED = 4.0  # times: such settings save less
-MORE_GPUS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 BOOTSTRAPS = 200  # fits of the law to runs drawn again, for the interval of a loss
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
@@ -78,7 +67,7 @@ def arguments() -> argparse.ArgumentParser:
     add("name", nargs="?", help="recipe")
     add("--gpus", type=parse_span, metavar="N|MIN:MAX", help="of the job; MIN:MAX: of an elastic one")
     add("--cluster", help="a cluster of configs/clusters.yaml")
-    add("--top", type=int, default=10, help="layouts in the table")
+    add("--top", type=int, default=TOP, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
@@ -106,7 +95,7 @@ def main(argv: list[str]) -> int:
 
     whole = config.resolve(args.name, None, rest)
     unused.check_unused(whole, args.gpus, but=SEARCHED)  # as train.py does
-    cfg, phase_note = longest_phase(whole)
+    cfg, phase_note = phase_to_plan(whole)
     hardware = cluster(args.cluster)
     check_plannable(cfg, hardware)
 
@@ -115,17 +104,15 @@ def main(argv: list[str]) -> int:
         law = fitted_law(Path(args.law)) if args.law else None
         question = run_report.question_of(args, cfg, args.gpus, hardware, law)
 
-    fixed = fixed_values(cfg, args.gpus, hardware, rest)
+    stated = config.flatten_tree(config.dotted_overrides(rest))
+    fixed = fixed_values(cfg, args.gpus, hardware, stated)
     started = time.perf_counter()
     target = Target(args.gpus, hardware, Efficiency())
     result = search(cfg, target, fixed, args.top)
     found, counts = result.found, result.counts
     seconds = time.perf_counter() - started
     if not found:
-        raise ConfigError(f"--gpus: no layout of {args.name} on {args.gpus} GPUs of "
-                          f"{hardware.memory / GIB:.0f} GiB fits ({counts['too large']} are too large, "
-                          f"{counts['refused']} against the rules); "
-                          f"{what_would_fit(cfg, target, fixed, result.smallest)}")
+        raise ConfigError(f"--gpus: {no_layout_text(cfg, target, fixed, result, args.name)}")
 
     peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
     layouts = simplest_of_equals_first(found)
@@ -153,32 +140,6 @@ def main(argv: list[str]) -> int:
         print("".join(f"{'':<{LABEL_WIDTH}}{line}\n" for line in others), end="")
     print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
     return 0
-
-
-def what_would_fit(cfg: Config, target: Target, fixed: dict[str, object], smallest: float) -> str:
-    """How much is missing, and the nearest changes with which a layout fits: of the settings, of the GPUs.
-
-    smallest: bytes that the smallest layout needs at least, infinite if none is too large.
-    """
-
-    def fits(cfg: Config, target: Target) -> bool:
-        return bool(search(cfg, target, HOLDS_LEAST | fixed, top=1, is_any_enough=True).found)
-
-    if math.isinf(smallest):
-        return "set fewer keys of the layout"
-    times = smallest / target.cluster.memory
-    ways: list[str] = []
-    for keys in SMALLER if times < MOST_SAVED else ():
-        if fits(set_keys(cfg, keys), target):
-            ways.append(" ".join(f"--{key} {value}" for key, value in keys.items()))
-    state = run_report.checkpoint_bytes(cfg) / (target.cluster.memory * target.world)
-    for factor in [factor for factor in MORE_GPUS if factor >= state][:3]:
-        more = replace(target, world=factor * target.world)
-        if fits(cfg, more):
-            ways.append(f"{more.world} GPUs")
-            break
-    needs = f"the smallest needs at least {smallest / GIB:.0f} GiB"
-    return f"{needs}; it fits with {', or '.join(ways)}" if ways else f"{needs}; take many more"
 
 
 def fitted_law(table: Path) -> run_report.LossLaw:
@@ -267,75 +228,19 @@ def check_plannable(cfg: Config, hardware: Cluster) -> None:
     """Raises ConfigError if the vocabulary is not known, or the cluster has no figures for the dtype."""
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: is the tokenizer's, which a plan does not read; set it")
-    dtype = cfg.train.dtype
-    if dtype not in hardware.flops:
-        raise ConfigError(f"train.dtype: configs/clusters.yaml has no {dtype} for {hardware.name}; "
-                          f"it has {', '.join(hardware.flops)}")
+    check_dtype(cfg, hardware)
 
 
-def longest_phase(cfg: Config) -> tuple[Config, str]:
-    """Of a run with train.phases: the config of the phase with the longest sequences, and a line about it.
-
-    A layout that fits it fits the others, if they have at most its tokens in a microbatch.
-    """
-    phases = phases_of(cfg)
-    longest = max(phases.all, key=lambda phase: phase.cfg.train.seq_len)
-    if len(phases.all) == 1:
+def phase_to_plan(cfg: Config) -> tuple[Config, str]:
+    """Of a run with train.phases: the config of the phase with the longest sequences, and a line about it."""
+    longest, phases = longest_phase(cfg), phases_of(cfg).all
+    if len(phases) == 1:
         return longest.cfg, ""
-    return longest.cfg, (f"phase {longest.number} of {len(phases.all)}, which has the longest sequences "
+    return longest.cfg, (f"phase {longest.number} of {len(phases)}, which has the longest sequences "
                          f"({longest.cfg.train.seq_len:,} tokens); after step {longest.steps_before:,}")
 
 
-def fixed_values(cfg: Config, world: int, hardware: Cluster, overrides: list[str]) -> dict[str, object]:
-    """{section.key: value} of the searched keys that the command line sets."""
-    searched = {*compute_axes(cfg, world, hardware), *layout_axes(cfg, world)}
-    searched |= {"parallel.sp", "parallel.ep_chunks"}
-    fixed: dict[str, object] = {}
-    for section, values in config.dotted_overrides(overrides).items():
-        for key in values:
-            if f"{section}.{key}" in searched:
-                fixed[f"{section}.{key}"] = getattr(getattr(cfg, section), key)
-    return fixed
-
-
 # ---- the report ------------------------------------------------------------------------------------------
-
-def layout_text(cfg: Config, world: int) -> str:
-    """For example "tp8 pp16 dp8 zero1 interleaved vpp4 mb1 selective"."""
-    parallel = cfg.parallel
-    degrees = {
-        "tp": parallel.tp,
-        "cp": parallel.cp,
-        "pp": parallel.pp,
-        "ep": parallel.ep,
-        "rep": parallel.dp_rep,
-        "dp": world // (parallel.tp * parallel.pp * parallel.cp * parallel.dp_rep),
-    }
-    words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
-    if parallel.ep_chunks > 1:
-        words.append(f"ep-chunks{parallel.ep_chunks}")
-    words.append(f"zero{parallel.zero}")
-    if parallel.pp > 1:
-        words.append(parallel.schedule)
-    if parallel.vpp:
-        words.append(f"vpp{parallel.vpp}")
-    words.append(f"mb{cfg.train.micro_batch}")
-    if parallel.recompute != "none":
-        words.append(parallel.recompute)
-    return " ".join(words)
-
-
-def layout_arguments(cfg: Config) -> str:
-    """The arguments of train.py that select this layout."""
-    defaults = config.ParallelConfig()
-    words: list[str] = []
-    searched = ("tp", "sp", "cp", "pp", "ep", "ep_chunks", "dp_rep", "zero", "schedule", "vpp", "recompute")
-    for key in searched:
-        value = getattr(cfg.parallel, key)
-        if value is not None and value != getattr(defaults, key):
-            words.append(f"--parallel.{key} {str(value).lower()}")
-    return " ".join([*words, f"--train.micro_batch {cfg.train.micro_batch}"])
-
 
 def report(layout: Found, world: int, peak_flops: float) -> dict:
     """One layout as plain numbers: seconds, bytes, shares of the step.
@@ -363,7 +268,7 @@ def report(layout: Found, world: int, peak_flops: float) -> dict:
         "bubble": forecast.bubble / step,
         "optimizer": forecast.optimizer / step,
         "exposed": {group: seconds / step for group, seconds in forecast.exposed.items()},
-        "arguments": layout_arguments(layout.cfg),
+        "arguments": arguments_of_layout(layout.cfg),
     }
 
 

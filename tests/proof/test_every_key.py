@@ -23,6 +23,7 @@ WITHOUT_CELLS = {
     "train.cuda_graphs": "of a GPU",
     "train.compile": "needs a C++ compiler, and minutes a layout: tests/kernels/test_jit.py",
     "parallel.elastic": "chooses the layout before a run: tests/plan/test_elastic.py",
+    "parallel.auto": "chooses the layout before a run: tests/test_auto_layout.py",
     "data.cache": "a folder, of data that the proof does not make",
     "log.wandb": "a copy of what is logged",
     "log.project": "of W&B",

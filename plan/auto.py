@@ -1,0 +1,289 @@
+"""The planner's best layout of a job: for `parallel.auto`, and what scripts.plan recommends.
+
+What is stated stays. A run of several phases (train.phases) has one layout, that of the phase with the
+longest sequences. Where no layout fits, the refusal names the nearest settings and numbers of GPUs with which
+one does.
+"""
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+from config import Config, ConfigError, ParallelConfig, Phase, phases_of
+from config.phases import with_values
+from config.values import Values
+from model.schedules import plan_pipeline
+from plan import elastic, run_report
+from plan.cost import Cluster, Efficiency, cluster
+from plan.elastic import RankDevice, value_of
+from plan.search import (
+    SearchResult,
+    Target,
+    compute_axes,
+    layout_axes,
+    price,
+    search,
+    set_keys,
+    simplest_of_equals_first,
+)
+
+KEY = "parallel.auto"
+TOP = 10  # layouts among which the simplest of equally fast ones is looked for
+GIB = 2**30
+
+# where nothing fits: settings that hold less, the cheapest first, and how many GPUs more
+SMALLER = (
+    {"optim.states": "bf16"},
+    {"parallel.offload": "optimizer"},
+    {"parallel.offload": "both", "optim.states": "bf16"},
+)
+HOLDS_LEAST = {"train.micro_batch": 1, "parallel.recompute": "full"}
+MOST_SAVED = 4.0  # times: such settings save less
+MORE_GPUS = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class AutoLayout(NamedTuple):
+    """values: {section.key: value} of every key that is searched. text: one line, which layout it is and how
+    long its step takes by the planner."""
+
+    values: Values
+    text: str
+
+
+# ---- what is searched --------------------------------------------------------------------------------------
+
+
+def searched_keys(cfg: Config, world: int, hardware: Cluster) -> list[str]:
+    """Every section.key that a search decides."""
+    axes = compute_axes(cfg, world, hardware) | layout_axes(cfg, world)
+    return [*axes, "parallel.sp", "parallel.ep_chunks"]
+
+
+def fixed_values(cfg: Config, world: int, hardware: Cluster, stated: Collection[str]) -> Values:
+    """{section.key: value} of the searched keys that are stated."""
+    fixed = {key: value_of(cfg, key) for key in searched_keys(cfg, world, hardware) if key in stated}
+    if cfg.parallel.recompute_stages is not None:  # which replaces it
+        fixed["parallel.recompute"] = cfg.parallel.recompute
+    return fixed
+
+
+def check_dtype(cfg: Config, hardware: Cluster) -> None:
+    """Raises ConfigError if the cluster has no figures for the dtype."""
+    dtype = cfg.train.dtype
+    if dtype not in hardware.flops:
+        raise ConfigError(
+            f"train.dtype: configs/clusters.yaml has no {dtype} for {hardware.name}; "
+            f"it has {', '.join(hardware.flops)}"
+        )
+
+
+def longest_phase(cfg: Config, after: int = 0) -> Phase:
+    """The phase with the longest sequences, of those that are not over after so many steps.
+
+    A layout that fits it fits the others, if they have at most its tokens in a microbatch.
+    """
+    return max(phases_of(cfg).from_step(after), key=lambda phase: phase.cfg.train.seq_len)
+
+
+# ---- where none fits ---------------------------------------------------------------------------------------
+
+
+def no_layout_text(cfg: Config, target: Target, fixed: Values, result: SearchResult, name: str) -> str:
+    """That no layout of the job fits, why, and what would. name: of the job."""
+    counts, memory = result.counts, target.cluster.memory
+    return (
+        f"no layout of {name} on {target.world} GPUs of {memory / GIB:.0f} GiB fits "
+        f"({counts['too large']} are too large, {counts['refused']} against the rules); "
+        f"{what_would_fit(cfg, target, fixed, result.smallest)}"
+    )
+
+
+def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) -> str:
+    """How much is missing, and the nearest changes with which a layout fits: of the settings, of the GPUs.
+
+    smallest: bytes that the smallest layout needs at least, infinite if none is too large.
+    """
+
+    def fits(cfg: Config, target: Target) -> bool:
+        return bool(search(cfg, target, HOLDS_LEAST | fixed, top=1, is_any_enough=True).found)
+
+    if math.isinf(smallest):
+        return "set fewer keys of the layout"
+    times = smallest / target.cluster.memory
+    ways: list[str] = []
+    for keys in SMALLER if times < MOST_SAVED else ():
+        if fits(set_keys(cfg, keys), target):
+            ways.append(" ".join(f"--{key} {value}" for key, value in keys.items()))
+    state = run_report.checkpoint_bytes(cfg) / (target.cluster.memory * target.world)
+    for factor in [factor for factor in MORE_GPUS if factor >= state][:3]:
+        more = replace(target, world=factor * target.world)
+        if fits(cfg, more):
+            ways.append(f"{more.world} GPUs")
+            break
+    needs = f"the smallest needs at least {smallest / GIB:.0f} GiB"
+    return f"{needs}; it fits with {', or '.join(ways)}" if ways else f"{needs}; take many more"
+
+
+# ---- the layout of a run -----------------------------------------------------------------------------------
+
+
+def machine_of(cfg: Config, device: RankDevice) -> Cluster:
+    """The cluster that parallel.auto names, with the memory of this machine's GPU.
+
+    Raises ConfigError if there is none of this name, or its GPU is another one.
+    """
+    assert cfg.parallel.auto is not None
+    hardware = cluster(cfg.parallel.auto, asker=KEY)
+    check_dtype(cfg, hardware)
+    if not device.gpu:
+        return hardware
+    if hardware.gpu not in device.gpu.lower():
+        raise ConfigError(
+            f"{KEY}: {hardware.name} has GPUs named {hardware.gpu}, and this machine a {device.gpu}; "
+            "name another cluster, or describe this one in configs/clusters.yaml"
+        )
+    return replace(hardware, memory=device.memory)
+
+
+def best_layout(
+    cfg: Config, world: int, device: RankDevice, stated: Collection[str], after: int = 0
+) -> AutoLayout:
+    """The best layout of a run on so many ranks, in the phases that are not over after so many steps.
+
+    stated: keys (section.key), which stay. Raises ConfigError where there is none.
+    """
+    hardware = check_asked(cfg, world, device, after)
+    heaviest = elastic.with_any_vocab(longest_phase(cfg, after).cfg)
+    target = Target(world, hardware, Efficiency())
+    fixed = fixed_values(cfg, world, hardware, stated)
+    result = search(heaviest, target, fixed, TOP)
+    if not result.found:
+        raise ConfigError(f"{KEY}: {no_layout_text(heaviest, target, fixed, result, 'this run')}")
+    keys = searched_keys(cfg, world, hardware)
+    ranked = simplest_of_equals_first(result.found)
+    values_of = [{key: value_of(found.cfg, key) for key in keys} for found in ranked]
+    for found, values in zip(ranked, values_of):
+        if elastic.fits(with_values(cfg, values), world, after):
+            best = f"the planner's best for {ranks_text(world)} of {hardware.name}"
+            return AutoLayout(values, described(found.cfg, world, best, found.forecast.step))
+    try:
+        plan_pipeline(with_values(cfg, values_of[0]), world, advise=False, after=after)
+    except ConfigError as error:
+        why = str(error)
+    else:
+        raise AssertionError("a layout was refused, and is not")
+    raise ConfigError(
+        f"{KEY}: none of the {len(ranked)} best layouts suits the whole run ({why}); "
+        f"set keys of the layout, or --{KEY} none"
+    )
+
+
+def layout_as_saved(
+    cfg: Config, world: int, device: RankDevice, saved: Config, after: int
+) -> AutoLayout:
+    """The layout with which a run has begun, without a search. saved: its config."""
+    hardware = machine_of(cfg, device)
+    values = {key: value_of(saved, key) for key in searched_keys(cfg, world, hardware)}
+    heaviest = elastic.with_any_vocab(set_keys(longest_phase(cfg, after).cfg, values))
+    found = price(heaviest, Target(world, hardware, Efficiency()), SearchResult())
+    begun = f"as this run has begun on {ranks_text(world)} of {hardware.name}"
+    return AutoLayout(values, described(heaviest, world, begun, found.forecast.step if found else None))
+
+
+def layout_of_run(
+    cfg: Config,
+    world: int,
+    device: RankDevice,
+    stated: Collection[str],
+    *,
+    after: int = 0,
+    saved: tuple[Config, int] | None = None,
+) -> AutoLayout:
+    """The layout of a run: the one that it has begun with, unless other keys are stated now; else the best.
+
+    stated: keys (section.key), which stay. after: steps that are done. saved: the config with which the run
+    was trained, and on how many ranks. Raises ConfigError where none fits, or the run had other ranks.
+    """
+    if saved is None or saved[0].parallel.auto != cfg.parallel.auto:
+        return best_layout(cfg, world, device, stated, after)
+    old, ranks = saved
+    if ranks == world:
+        fixed = fixed_values(cfg, world, check_asked(cfg, world, device, after), stated)
+        if all(value_of(old, key) == value for key, value in fixed.items()):
+            return layout_as_saved(cfg, world, device, old, after)
+        return best_layout(cfg, world, device, stated, after)
+    best = best_layout(cfg, world, device, stated, after)
+    raise ConfigError(
+        f"{KEY}: this run has the best layout for {ranks_text(ranks)}, and there "
+        f"{'is' if world == 1 else 'are'} {world}: start {ranks}, or go on in that for {ranks_text(world)}, "
+        f"with --{KEY} none {arguments(with_values(cfg, best.values))}"
+    )
+
+
+def check_asked(cfg: Config, world: int, device: RankDevice, after: int) -> Cluster:
+    """The cluster to search for. Raises ConfigError if other keys choose the layout, too."""
+    if cfg.parallel.elastic:
+        raise ConfigError(
+            f"{KEY}: takes a layout for one number of ranks, and parallel.elastic one for each start; "
+            "leave one of them out"
+        )
+    hardware = machine_of(cfg, device)
+    keys = searched_keys(cfg, world, hardware)
+    for phase in phases_of(cfg).from_step(after):
+        for key in phase.changes:
+            if key in keys:
+                raise ConfigError(
+                    f"{KEY}: takes one layout for the whole run, and phase {phase.number} states {key} "
+                    f"(train.phases); leave it out there, or set --{KEY} none"
+                )
+    return hardware
+
+
+# ---- in words ----------------------------------------------------------------------------------------------
+
+
+def ranks_text(world: int) -> str:
+    return f"{world} rank{'s' if world > 1 else ''}"
+
+
+def described(cfg: Config, world: int, why: str, step: float | None) -> str:
+    """step: seconds by the planner; None: it has no forecast."""
+    forecast = "no forecast" if step is None else f"forecast {step:.3g} s a step"
+    return f"{layout_text(cfg, world)}, {why}, {forecast} ({arguments(cfg)})"
+
+
+def layout_text(cfg: Config, world: int) -> str:
+    """For example "tp8 pp16 dp8 zero1 interleaved vpp4 mb1 selective"."""
+    parallel = cfg.parallel
+    degrees = {
+        "tp": parallel.tp,
+        "cp": parallel.cp,
+        "pp": parallel.pp,
+        "ep": parallel.ep,
+        "rep": parallel.dp_rep,
+        "dp": world // (parallel.tp * parallel.pp * parallel.cp * parallel.dp_rep),
+    }
+    words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    if parallel.ep_chunks > 1:
+        words.append(f"ep-chunks{parallel.ep_chunks}")
+    words.append(f"zero{parallel.zero}")
+    if parallel.pp > 1:
+        words.append(parallel.schedule)
+    if parallel.vpp:
+        words.append(f"vpp{parallel.vpp}")
+    words.append(f"mb{cfg.train.micro_batch}")
+    if parallel.recompute != "none":
+        words.append(parallel.recompute)
+    return " ".join(words)
+
+
+def arguments(cfg: Config) -> str:
+    """The arguments of train.py that select this layout."""
+    defaults = ParallelConfig()
+    words: list[str] = []
+    searched = ("tp", "sp", "cp", "pp", "ep", "ep_chunks", "dp_rep", "zero", "schedule", "vpp", "recompute")
+    for key in searched:
+        value = getattr(cfg.parallel, key)
+        if value is not None and value != getattr(defaults, key):
+            words.append(f"--parallel.{key} {str(value).lower()}")
+    return " ".join([*words, f"--train.micro_batch {cfg.train.micro_batch}"])
