@@ -5,7 +5,7 @@
 
 Searches tp, cp, pp, ep, ZeRO, replicas, schedules, stages on a rank, micro-batch and recompute for the
 layouts with the shortest step among those that fit into memory. What the command line sets (--parallel.tp 8)
-is not searched.
+is not searched. Layouts within 2 % of each other stand together above a rule, the simplest of them first.
 
 With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures, what they cost and how often
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
@@ -19,20 +19,22 @@ percent). Times come from a model of the chip and its links (plan/cost.py), whic
 measurements: --published shows forecasts beside measurements, both those of the fit and others.
 """
 import argparse
+import itertools
 import json
 import math
 import shlex
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import config
 from config import Config, ConfigError, phases_of, unused
-from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
+from config.terminal import ParagraphHelp, hanging_lines, output_width, table_lines, wrapped
 from plan import elastic, published, run_report
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
+from plan.near_ties import LAYOUT_KEYS, NEAR, difference, near_groups
 from plan.search import (
     TRANSIENT_BYTES,
     Found,
@@ -41,7 +43,6 @@ from plan.search import (
     layout_axes,
     search,
     set_keys,
-    simplest_of_equals_first,
 )
 from runtime.failure import fail_cleanly
 from scaling.laws import CHINCHILLA, fit_law
@@ -118,7 +119,7 @@ def main(argv: list[str]) -> int:
     fixed = fixed_values(cfg, args.gpus, hardware, rest)
     started = time.perf_counter()
     target = Target(args.gpus, hardware, Efficiency())
-    result = search(cfg, target, fixed, args.top)
+    result = search(cfg, target, fixed, args.top, near=NEAR)
     found, counts = result.found, result.counts
     seconds = time.perf_counter() - started
     if not found:
@@ -128,8 +129,13 @@ def main(argv: list[str]) -> int:
                           f"{what_would_fit(cfg, target, fixed, result.smallest)}")
 
     peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
-    layouts = simplest_of_equals_first(found)
-    reports = [report(layout, args.gpus, peak_flops) for layout in layouts]
+    reports: list[dict] = []
+    numbered = [(number, each) for number, group in enumerate(near_groups(found), start=1) for each in group]
+    layouts = [layout for _, layout in numbered[:args.top]]
+    for number, layout in numbered[:args.top]:
+        reports.append({"group": number} | report(layout, args.gpus, peak_flops))
+    for layout, its_report in zip(layouts[1:], reports[1:]):
+        its_report["against_first"] = asdict(difference(layout, layouts[0]))
     lines_of_run: dict[str, str] = {}
     if question is not None:
         best = layouts[0]
@@ -144,15 +150,21 @@ def main(argv: list[str]) -> int:
         if text:
             print("\n".join(wrapped(text, width)))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
-    print("\n".join([*table(reports, width), "", *memory_lines(reports[0])]))
+    print("\n".join(table(reports, width)))
+    if layouts[1:]:
+        print("\n".join(labelled("second", str(difference(layouts[1], layouts[0])), width)))
+    print("\n".join(["", *memory_lines(reports[0])]))
     if lines_of_run:
         print()
     for what, text in lines_of_run.items():
-        first, *others = wrapped(text, width, indent=LABEL_WIDTH)
-        print(f"{what:<{LABEL_WIDTH}}{first}")
-        print("".join(f"{'':<{LABEL_WIDTH}}{line}\n" for line in others), end="")
+        print("\n".join(labelled(what, text, width)))
     print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
     return 0
+
+
+def labelled(what: str, text: str, width: int | None) -> list[str]:
+    """The text beside its label, in lines of at most `width` columns."""
+    return hanging_lines(f"{what:<{LABEL_WIDTH}}", text, width)
 
 
 def what_would_fit(cfg: Config, target: Target, fixed: dict[str, object], smallest: float) -> str:
@@ -329,12 +341,13 @@ def layout_arguments(cfg: Config) -> str:
     """The arguments of train.py that select this layout."""
     defaults = config.ParallelConfig()
     words: list[str] = []
-    searched = ("tp", "sp", "cp", "pp", "ep", "ep_chunks", "dp_rep", "zero", "schedule", "vpp", "recompute")
-    for key in searched:
-        value = getattr(cfg.parallel, key)
-        if value is not None and value != getattr(defaults, key):
-            words.append(f"--parallel.{key} {str(value).lower()}")
-    return " ".join([*words, f"--train.micro_batch {cfg.train.micro_batch}"])
+    for path in LAYOUT_KEYS:
+        section, key = path.split(".")
+        value = getattr(getattr(cfg, section), key)
+        is_default = section == "parallel" and value == getattr(defaults, key)
+        if value is not None and not is_default:
+            words.append(f"--{path} {str(value).lower()}")
+    return " ".join(words)
 
 
 def report(layout: Found, world: int, peak_flops: float) -> dict:
@@ -379,11 +392,27 @@ def headline(cfg: Config, args: argparse.Namespace) -> str:
 
 
 def table(reports: list[dict], width: int | None) -> list[str]:
-    """The reports as lines of aligned columns; where they are too wide, a line says which are left out."""
+    """The reports as lines of aligned columns, with a rule after each group of near ties; where the columns
+    are too wide, a line says which are left out."""
     rows = [table_row(each) for each in reports]
-    return table_lines(
+    lines = table_lines(
         rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width, whole_in="--json"
     )
+    head, *lines = lines
+    across = max(map(len, [head, *lines[:len(rows)]]))
+    sizes = [len(list(group)) for _, group in itertools.groupby(reports, key=lambda each: each["group"])]
+    ruled = [head]
+    for size, following in zip(sizes, [*sizes[1:], 1]):
+        ruled += lines[:size]
+        del lines[:size]
+        if max(size, following) > 1:
+            ruled.append(near_rule(size).ljust(across, "-"))
+    return ruled + lines
+
+
+def near_rule(size: int) -> str:
+    """The words of the rule below a group of so many layouts."""
+    return f"-- within {NEAR * 100:g} % of each other, the simplest first " if size > 1 else ""
 
 
 def memory_lines(numbers: dict) -> list[str]:

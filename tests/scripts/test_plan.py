@@ -56,20 +56,61 @@ def test_each_setting_is_said_once(capsys):
     assert words[words.index("--data.path") + 1] == "0.5 a 0.5 b"
 
 
+ONE_NODE = ["qwen3-0.6b", "--gpus", "8", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
+ONE_NODE += ["--parallel.pp", "1", "--parallel.dp_rep", "1"]
+
+
+def found_by(argv, capsys) -> list[dict]:
+    """What --json prints."""
+    assert plan.main([*argv, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
 def test_of_layouts_that_are_equally_fast_the_simplest_comes_first(capsys):
     """With every exchange hidden, ZeRO 1, 2 and 3 take the same time: 1 is recommended, though 3 holds less.
     And what is faster still stands before what is simpler.
     """
-    argv = ["qwen3-0.6b", "--gpus", "8", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
-    argv += ["--parallel.pp", "1", "--parallel.dp_rep", "1", "--train.micro_batch", "4"]
-    argv += ["--top", "9", "--json"]
-    assert plan.main(argv) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = found_by([*ONE_NODE, "--train.micro_batch", "4", "--top", "9"], capsys)
     equal = [each for each in found if each["step_s"] == pytest.approx(found[0]["step_s"], rel=1e-4)]
     layouts = [each["layout"] for each in equal]
     assert layouts[:3] == ["dp8 zero1 mb4", "dp8 zero2 mb4", "dp8 zero3 mb4"]
     assert equal[0]["memory"] > equal[2]["memory"]
-    assert all(one["step_s"] <= then["step_s"] * 1.0002 for one, then in zip(found, found[1:]))
+    groups = [[each["step_s"] for each in found if each["group"] == number] for number in (1, 2)]
+    assert max(groups[0]) <= 1.02 * min(groups[0]) < min(groups[1])
+
+
+def test_the_best_does_not_depend_on_how_many_are_shown(capsys):
+    """It is not the fastest here, which only the longer table shows."""
+    argv = ["llama3-8b", "--gpus", "64", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
+    argv += ["--parallel.pp", "1", "--parallel.dp_rep", "1"]
+    first, *others = found_by([*argv, "--top", "3"], capsys)
+    (alone,) = found_by([*argv, "--top", "1"], capsys)
+    assert alone == first
+    assert min(each["step_s"] for each in others) < 0.999 * first["step_s"]
+
+
+def test_near_ties_stand_above_a_rule_and_the_second_is_explained(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    argv = [*ONE_NODE, "--train.micro_batch", "4", "--top", "5"]
+    numbers = found_by(argv, capsys)
+    assert plan.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    head = next(index for index, line in enumerate(lines) if line.startswith("layout"))
+    size = sum(each["group"] == 1 for each in numbers)
+    assert 1 < size < 5
+    assert lines[head + 1 + size].startswith("-- within 2 % of each other, the simplest first --")
+    assert all(line.startswith("dp8 ") for line in lines[head + 1:head + 1 + size])
+    (second,) = [line for line in lines if line.startswith("second ")]
+    assert second.split(None, 1)[1].startswith("parallel.zero 2 (first: 1) · as fast · ")
+
+    # what the line is made of
+    told = numbers[1]["against_first"]
+    assert told["keys"] == {"parallel.zero": [2, 1]}
+    assert told["memory"] == numbers[1]["memory"] - numbers[0]["memory"]
+    slower = numbers[-1]["against_first"]
+    assert sum(slower["parts"].values()) == pytest.approx(slower["seconds"], abs=1e-9)
+    assert slower["seconds"] == pytest.approx(numbers[-1]["step_s"] - numbers[0]["step_s"])
 
 
 @pytest.mark.slow
@@ -125,7 +166,7 @@ def test_chunks_of_experts_are_offered_where_they_are_faster(capsys):
 def test_json_has_the_parts_of_a_step(capsys):
     assert plan.main([*SMALL, "--top", "2", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == 2 and found[0]["step_s"] <= found[1]["step_s"] * 1.0002
+    assert len(found) == 2 and found[0]["step_s"] <= found[1]["step_s"] * 1.02
     for x in found:
         assert 0 < x["mfu"] < 1 and x["memory"] < 79.1 * 2**30 and x["sent_inside"] + x["sent_between"] > 0
         whole = x["compute"] + x["bubble"] + x["optimizer"] + sum(x["exposed"].values())
