@@ -11,6 +11,8 @@ With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures,
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
 assumed stands beside what follows from it.
 
+With --sbatch FILE: a batch file of SLURM that runs the best layout (scripts/slurm/train.sbatch).
+
 With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
 GPUs, or that it has none there, as where the fullest rank of fewer GPUs would hold more than one has.
 
@@ -31,7 +33,7 @@ from pathlib import Path
 import config
 from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, hanging_lines, output_width, table_lines, wrapped
-from plan import elastic, published, run_report
+from plan import batch_file, elastic, published, run_report
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
 from plan.near_ties import LAYOUT_KEYS, NEAR, difference, near_groups
@@ -81,6 +83,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--cluster", help="a cluster of configs/clusters.yaml")
     add("--top", type=int, default=10, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
+    add("--sbatch", type=Path, metavar="FILE", help="write a batch file of SLURM that runs the best layout")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
     run_report.add_arguments(parser)
@@ -101,14 +104,20 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
     if least > most:
         raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
+    if least < most and args.sbatch:
+        raise ConfigError("--sbatch: is of a job on one number of GPUs, as --gpus 64")
     if least < most:
         return print_elastic(args, rest)
     args.gpus = most
+    hardware = cluster(args.cluster)
+    shape = batch_file.NodeShape(0, 0)
+    if args.sbatch:
+        shape = batch_file.node_shape(args.gpus, hardware.node)
+        batch_file.check_writable(args.sbatch)
 
     whole = config.resolve(args.name, None, rest)
     unused.check_unused(whole, args.gpus, but=SEARCHED)  # as train.py does
     cfg, phase_note = longest_phase(whole)
-    hardware = cluster(args.cluster)
     check_plannable(cfg, hardware)
 
     question = None
@@ -142,6 +151,9 @@ def main(argv: list[str]) -> int:
         run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus)
         reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
         lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
+    words = f"{args.name} {settings(rest, reports[0]['arguments'].split())}"
+    if args.sbatch:
+        reports[0]["sbatch"] = write_batch(args, shape, reports[0], words)
     if args.json:
         print("\n".join(map(json.dumps, reports)))
         return 0
@@ -158,13 +170,27 @@ def main(argv: list[str]) -> int:
         print()
     for what, text in lines_of_run.items():
         print("\n".join(labelled(what, text, width)))
-    print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
+    print()
+    if args.sbatch:
+        nodes = "1 node" if shape.nodes == 1 else f"{shape.nodes} nodes"
+        text = f"sbatch {args.sbatch} · {nodes} of {shape.gpus} GPUs"
+        print("\n".join(labelled("batch", text, width)))
+    print(f"best     train.py {words}")
     return 0
 
 
 def labelled(what: str, text: str, width: int | None) -> list[str]:
     """The text beside its label, in lines of at most `width` columns."""
     return hanging_lines(f"{what:<{LABEL_WIDTH}}", text, width)
+
+
+def write_batch(args: argparse.Namespace, shape: batch_file.NodeShape, best: dict, words: str) -> dict:
+    """Writes the file of --sbatch; returns what --json has of it. best: the report of the layout."""
+    title = (f"{args.name} on {args.gpus:,} GPUs of {args.cluster}: {best['layout']}, "
+             f"forecast to take {best['step_s']:.3f} s a step (scripts.plan).")
+    text = batch_file.batch_text(shape, title=title, file=args.sbatch, name=args.name, words=words)
+    batch_file.write_batch_file(args.sbatch, text)
+    return {"file": str(args.sbatch), **shape._asdict()}
 
 
 def what_would_fit(cfg: Config, target: Target, fixed: dict[str, object], smallest: float) -> str:

@@ -3,15 +3,18 @@
 import json
 import re
 import shlex
+import subprocess
 
 import pytest
 
 import config
-from config import ConfigError
+from config import ConfigError, unused
 from config.suggestions import check_rules
+from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
 from plan.count import parameters
+from runtime.failure import fail_cleanly
 from scripts import plan
 
 SMALL = [
@@ -326,3 +329,67 @@ def test_workstation_cards_have_rows(capsys):
     argv += ["--train.seq_len", "2048", "--train.global_batch", "16"]
     assert plan.main(argv) == 0
     assert json.loads(capsys.readouterr().out)["memory"] < 23.6 * 2**30
+
+
+# ---- the batch file ----------------------------------------------------------------------------------------
+
+TWO_NODES = ["llama3-8b", "--gpus", "16", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
+TWO_NODES += ["--parallel.dp_rep", "1", "--train.micro_batch", "1", "--train.global_batch", "64"]
+TWO_NODES += ["--train.seq_len", "4096", "--data.path", "0.5 a 0.5 b", "--top", "2"]
+
+
+def words_of_batch(text: str) -> list[str]:
+    """train.py's in a batch file."""
+    (line,) = [line for line in text.splitlines() if line.startswith("exec ")]
+    words = shlex.split(line, comments=True)
+    assert words[:3] == ["exec", "bash", "scripts/slurm/train.sbatch"] and words[-1] == "$@"
+    return words[3:-1]
+
+
+def test_the_batch_file_runs_the_printed_command(capsys, tmp_path):
+    file = tmp_path / "job.sbatch"
+    assert plan.main([*TWO_NODES, "--sbatch", str(file)]) == 0
+    *_, batch, command = capsys.readouterr().out.splitlines()
+    assert batch.split(None, 1) == ["batch", f"sbatch {file} · 2 nodes of 8 GPUs"]
+    text = file.read_text()
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue"} <= set(text.splitlines())
+    words = words_of_batch(text)
+    assert words == shlex.split(command.removeprefix("best     train.py "))
+
+    # as train.py checks them on 16 ranks
+    cfg = config.resolve(words[0], None, words[1:])
+    plan_pipeline(cfg, 16)
+    unused.check_unused(cfg, 16)
+    assert cfg.data.path == "0.5 a 0.5 b"
+
+
+def test_a_batch_file_is_not_written_over(capsys, tmp_path):
+    file = tmp_path / "job.sbatch"
+    file.write_text("mine")
+    assert fail_cleanly(plan.main, [*TWO_NODES, "--sbatch", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: --sbatch: {file} exists; give another name, or remove it\n"
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--gpus", "12"], "--sbatch: 12 GPUs do not fill their nodes of 8; take --gpus 8 or 16"),
+        (["--gpus", "8:16"], "--sbatch: is of a job on one number of GPUs"),
+        (["--sbatch", "nowhere/job.sbatch"], "--sbatch: nowhere: no such folder"),
+    ],
+)
+def test_what_cannot_be_a_batch_file(words, says, tmp_path):
+    file = tmp_path / "job.sbatch"
+    with pytest.raises(ConfigError, match="^" + re.escape(says)):
+        plan.main([*TWO_NODES, "--sbatch", str(file), *words])
+    assert not file.exists()
+
+
+def test_fewer_gpus_than_a_node_has_and_json(capsys, tmp_path):
+    file = tmp_path / "job.sbatch"
+    (found,) = found_by([*ONE_LAYOUT, "--gpus", "4", "--sbatch", str(file)], capsys)
+    assert found["sbatch"] == {"file": str(file), "nodes": 1, "gpus": 4}
+    assert "#SBATCH --gpus-per-node=4" in file.read_text()
