@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
     found, counts = result.found, result.counts
     seconds = time.perf_counter() - started
     if not found:
-        raise ConfigError(f"--gpus: no layout of {args.name} on {args.gpus} GPUs of "
+        raise ConfigError(f"--gpus: no layout of {args.name} on {gpu_count(args.gpus)} of "
                           f"{hardware.memory / GIB:.0f} GiB fits ({counts['too large']} are too large, "
                           f"{counts['refused']} against the rules); "
                           f"{what_would_fit(cfg, target, fixed, result.smallest)}")
@@ -173,7 +173,7 @@ def main(argv: list[str]) -> int:
     print()
     if args.sbatch:
         nodes = "1 node" if shape.nodes == 1 else f"{shape.nodes} nodes"
-        text = f"sbatch {args.sbatch} · {nodes} of {shape.gpus} GPUs"
+        text = f"sbatch {args.sbatch} · {nodes} of {gpu_count(shape.gpus)}"
         print("\n".join(labelled("batch", text, width)))
     print(f"best     train.py {words}")
     return 0
@@ -186,7 +186,7 @@ def labelled(what: str, text: str, width: int | None) -> list[str]:
 
 def write_batch(args: argparse.Namespace, shape: batch_file.NodeShape, best: dict, words: str) -> dict:
     """Writes the file of --sbatch; returns what --json has of it. best: the report of the layout."""
-    title = (f"{args.name} on {args.gpus:,} GPUs of {args.cluster}: {best['layout']}, "
+    title = (f"{args.name} on {gpu_count(args.gpus)} of {args.cluster}: {best['layout']}, "
              f"forecast to take {best['step_s']:.3f} s a step (scripts.plan).")
     text = batch_file.batch_text(shape, title=title, file=args.sbatch, name=args.name, words=words)
     batch_file.write_batch_file(args.sbatch, text)
@@ -213,7 +213,7 @@ def what_would_fit(cfg: Config, target: Target, fixed: dict[str, object], smalle
     for factor in [factor for factor in MORE_GPUS if factor >= state][:3]:
         more = replace(target, world=factor * target.world)
         if fits(cfg, more):
-            ways.append(f"{more.world} GPUs")
+            ways.append(gpu_count(more.world))
             break
     needs = f"the smallest needs at least {smallest / GIB:.0f} GiB"
     return f"{needs}; it fits with {', or '.join(ways)}" if ways else f"{needs}; take many more"
@@ -406,6 +406,11 @@ def report(layout: Found, world: int, peak_flops: float) -> dict:
     }
 
 
+def gpu_count(number: int) -> str:
+    """In words: 1 GPU, 1,024 GPUs."""
+    return "1 GPU" if number == 1 else f"{number:,} GPUs"
+
+
 def headline(cfg: Config, args: argparse.Namespace) -> str:
     """The job in one line."""
     counted, train = parameters(cfg.model), cfg.train
@@ -414,7 +419,7 @@ def headline(cfg: Config, args: argparse.Namespace) -> str:
     tokens = train.global_batch * train.seq_len
     return (f"{args.name}: {total:.1f}B parameters ({active:.1f}B per token)"
             f" · {train.global_batch:,} x {train.seq_len:,} = {tokens / 1e6:.1f}M tokens per step"
-            f" · {train.dtype} · {args.gpus:,} GPUs of {args.cluster}")
+            f" · {train.dtype} · {gpu_count(args.gpus)} of {args.cluster}")
 
 
 def table(reports: list[dict], width: int | None) -> list[str]:

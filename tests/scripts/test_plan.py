@@ -324,6 +324,19 @@ def test_what_cannot_be_of_a_run(words, says):
         plan.main([*ONE_LAYOUT, *words])
 
 
+def test_one_gpu_is_one_everywhere(capsys, tmp_path):
+    """In the headline, the batch file and the refusal."""
+    file = tmp_path / "job.sbatch"
+    argv = ["qwen3-0.6b", "--cluster", "rtx4090-pcie", "--top", "1", "--train.seq_len", "2048", "--gpus", "1"]
+    argv += ["--train.global_batch", "16", "--train.micro_batch", "1", "--sbatch", str(file)]
+    assert plan.main(argv) == 0
+    said = capsys.readouterr().out + file.read_text()
+    assert "1 GPU of rtx4090-pcie" in said and "1 node of 1 GPU\n" in said and "1 GPUs" not in said
+    with pytest.raises(ConfigError, match="^--gpus: no layout of llama3-8b on 1 GPU of ") as error:
+        plan.main(["llama3-8b", *argv[1:-2]])
+    assert "1 GPUs" not in str(error.value)
+
+
 def test_workstation_cards_have_rows(capsys):
     argv = ["qwen3-0.6b", "--gpus", "1", "--cluster", "rtx4090-pcie", "--top", "1", "--json"]
     argv += ["--train.seq_len", "2048", "--train.global_batch", "16"]
