@@ -16,6 +16,7 @@ from model.schedules import plan_pipeline
 from plan import elastic, run_report
 from plan.cost import Cluster, Efficiency, cluster
 from plan.elastic import RankDevice, value_of
+from plan.near_ties import LAYOUT_KEYS, NEAR, near_groups
 from plan.search import (
     SearchResult,
     Target,
@@ -24,7 +25,6 @@ from plan.search import (
     price,
     search,
     set_keys,
-    simplest_of_equals_first,
 )
 
 KEY = "parallel.auto"
@@ -92,7 +92,7 @@ def no_layout_text(cfg: Config, target: Target, fixed: Values, result: SearchRes
     """That no layout of the job fits, why, and what would. name: of the job."""
     counts, memory = result.counts, target.cluster.memory
     return (
-        f"no layout of {name} on {target.world} GPUs of {memory / GIB:.0f} GiB fits "
+        f"no layout of {name} on {gpu_count(target.world)} of {memory / GIB:.0f} GiB fits "
         f"({counts['too large']} are too large, {counts['refused']} against the rules); "
         f"{what_would_fit(cfg, target, fixed, result.smallest)}"
     )
@@ -118,7 +118,7 @@ def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) 
     for factor in [factor for factor in MORE_GPUS if factor >= state][:3]:
         more = replace(target, world=factor * target.world)
         if fits(cfg, more):
-            ways.append(f"{more.world} GPUs")
+            ways.append(gpu_count(more.world))
             break
     needs = f"the smallest needs at least {smallest / GIB:.0f} GiB"
     return f"{needs}; it fits with {', or '.join(ways)}" if ways else f"{needs}; take many more"
@@ -156,11 +156,11 @@ def best_layout(
     heaviest = elastic.with_any_vocab(longest_phase(cfg, after).cfg)
     target = Target(world, hardware, Efficiency())
     fixed = fixed_values(cfg, world, hardware, stated)
-    result = search(heaviest, target, fixed, TOP)
+    result = search(heaviest, target, fixed, TOP, near=NEAR)
     if not result.found:
         raise ConfigError(f"{KEY}: {no_layout_text(heaviest, target, fixed, result, 'this run')}")
     keys = searched_keys(cfg, world, hardware)
-    ranked = simplest_of_equals_first(result.found)
+    ranked = [found for group in near_groups(result.found) for found in group]
     values_of = [{key: value_of(found.cfg, key) for key in keys} for found in ranked]
     for found, values in zip(ranked, values_of):
         if elastic.fits(with_values(cfg, values), world, after):
@@ -242,6 +242,11 @@ def check_asked(cfg: Config, world: int, device: RankDevice, after: int) -> Clus
 # ---- in words ----------------------------------------------------------------------------------------------
 
 
+def gpu_count(number: int) -> str:
+    """In words: 1 GPU, 1,024 GPUs."""
+    return "1 GPU" if number == 1 else f"{number:,} GPUs"
+
+
 def ranks_text(world: int) -> str:
     return f"{world} rank{'s' if world > 1 else ''}"
 
@@ -281,9 +286,10 @@ def arguments(cfg: Config) -> str:
     """The arguments of train.py that select this layout."""
     defaults = ParallelConfig()
     words: list[str] = []
-    searched = ("tp", "sp", "cp", "pp", "ep", "ep_chunks", "dp_rep", "zero", "schedule", "vpp", "recompute")
-    for key in searched:
-        value = getattr(cfg.parallel, key)
-        if value is not None and value != getattr(defaults, key):
-            words.append(f"--parallel.{key} {str(value).lower()}")
-    return " ".join([*words, f"--train.micro_batch {cfg.train.micro_batch}"])
+    for path in LAYOUT_KEYS:
+        section, key = path.split(".")
+        value = value_of(cfg, path)
+        is_default = section == "parallel" and value == getattr(defaults, key)
+        if value is not None and not is_default:
+            words.append(f"--{path} {str(value).lower()}")
+    return " ".join(words)

@@ -270,18 +270,19 @@ def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
 
 
 def search(
-    cfg: Config, target: Target, fixed: Values, top: int, *, is_any_enough: bool = False
+    cfg: Config, target: Target, fixed: Values, top: int, *, near: float = 0.0, is_any_enough: bool = False
 ) -> SearchResult:
     """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
 
-    is_any_enough: it is only asked whether one fits.
+    near: also all others whose step is at most this share longer than the fastest. is_any_enough: it is only
+    asked whether one fits.
     """
     result = SearchResult()
     for bound in bounds_of(cfg, target, fixed):
-        if bound.step >= slowest_found(result, top):
+        if bound.step >= longest_step(result, top, near):
             break
         for least, layout in layouts_of(bound, cfg, target, fixed):
-            if least >= slowest_found(result, top):
+            if least >= longest_step(result, top, near):
                 break
             values = bound.values | layout
             if "parallel.sp" not in fixed:
@@ -302,7 +303,9 @@ def search(
             if priced is not None:
                 result.found.append(priced)
                 result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one)))
-                del result.found[top:]
+                longest = longest_step(result, top, near)
+                others = [one for one in result.found[top:] if one.forecast.step < longest]
+                result.found[top:] = others
                 if is_any_enough:
                     return result
     return result
@@ -320,15 +323,11 @@ def simplicity(found: Found) -> tuple[int, ...]:
     )
 
 
-def simplest_of_equals_first(found: list[Found]) -> list[Found]:
-    """The fastest first; of steps that agree in their first four digits the simplest layout, since the model
-    of the times is no finer."""
-    return sorted(found, key=lambda one: (float(f"{one.forecast.step:.4g}"), *simplicity(one)))
-
-
-def slowest_found(result: SearchResult, top: int) -> float:
-    """Seconds of the step of layout number `top`; infinite if fewer are found."""
-    return result.found[top - 1].forecast.step if len(result.found) >= top else math.inf
+def longest_step(result: SearchResult, top: int, near: float) -> float:
+    """Seconds that a step has to be shorter than to count; infinite if fewer than `top` are found."""
+    if len(result.found) < top:
+        return math.inf
+    return max(result.found[top - 1].forecast.step, result.found[0].forecast.step * (1 + near))
 
 
 def bounds_of(cfg: Config, target: Target, fixed: Values) -> Iterator[Bound]:

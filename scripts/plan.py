@@ -5,11 +5,13 @@
 
 Searches tp, cp, pp, ep, ZeRO, replicas, schedules, stages on a rank, micro-batch and recompute for the
 layouts with the shortest step among those that fit into memory. What the command line sets (--parallel.tp 8)
-is not searched.
+is not searched. Layouts within 2 % of each other stand together above a rule, the simplest of them first.
 
 With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures, what they cost and how often
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
 assumed stands beside what follows from it.
+
+With --sbatch FILE: a batch file of SLURM that runs the best layout (scripts/slurm/train.sbatch).
 
 With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
 GPUs, or that it has none there, as where the fullest rank of fewer GPUs would hold more than one has.
@@ -19,28 +21,29 @@ percent). Times come from a model of the chip and its links (plan/cost.py), whic
 measurements: --published shows forecasts beside measurements, both those of the fit and others.
 """
 import argparse
+import itertools
 import json
 import math
 import shlex
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import config
 from config import Config, ConfigError, phases_of, unused
-from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
-from plan import elastic, published, run_report
-from plan.auto import TOP, check_dtype, fixed_values, layout_text, longest_phase, no_layout_text
+from config.terminal import ParagraphHelp, hanging_lines, output_width, table_lines, wrapped
+from plan import batch_file, elastic, published, run_report
+from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, longest_phase, no_layout_text
 from plan.auto import arguments as arguments_of_layout
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
+from plan.near_ties import LAYOUT_KEYS, NEAR, difference, near_groups
 from plan.search import (
     TRANSIENT_BYTES,
     Found,
     Target,
     search,
-    simplest_of_equals_first,
 )
 from runtime.failure import fail_cleanly
 from scaling.laws import CHINCHILLA, fit_law
@@ -69,6 +72,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--cluster", help="a cluster of configs/clusters.yaml")
     add("--top", type=int, default=TOP, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
+    add("--sbatch", type=Path, metavar="FILE", help="write a batch file of SLURM that runs the best layout")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
     run_report.add_arguments(parser)
@@ -89,14 +93,20 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
     if least > most:
         raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
+    if least < most and args.sbatch:
+        raise ConfigError("--sbatch: is of a job on one number of GPUs, as --gpus 64")
     if least < most:
         return print_elastic(args, rest)
     args.gpus = most
+    hardware = cluster(args.cluster)
+    shape = batch_file.NodeShape(0, 0)
+    if args.sbatch:
+        shape = batch_file.node_shape(args.gpus, hardware.node)
+        batch_file.check_writable(args.sbatch)
 
     whole = config.resolve(args.name, None, rest)
     unused.check_unused(whole, args.gpus, but=SEARCHED)  # as train.py does
     cfg, phase_note = phase_to_plan(whole)
-    hardware = cluster(args.cluster)
     check_plannable(cfg, hardware)
 
     question = None
@@ -108,21 +118,29 @@ def main(argv: list[str]) -> int:
     fixed = fixed_values(cfg, args.gpus, hardware, stated)
     started = time.perf_counter()
     target = Target(args.gpus, hardware, Efficiency())
-    result = search(cfg, target, fixed, args.top)
+    result = search(cfg, target, fixed, args.top, near=NEAR)
     found, counts = result.found, result.counts
     seconds = time.perf_counter() - started
     if not found:
         raise ConfigError(f"--gpus: {no_layout_text(cfg, target, fixed, result, args.name)}")
 
     peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
-    layouts = simplest_of_equals_first(found)
-    reports = [report(layout, args.gpus, peak_flops) for layout in layouts]
+    reports: list[dict] = []
+    numbered = [(number, each) for number, group in enumerate(near_groups(found), start=1) for each in group]
+    layouts = [layout for _, layout in numbered[:args.top]]
+    for number, layout in numbered[:args.top]:
+        reports.append({"group": number} | report(layout, args.gpus, peak_flops))
+    for layout, its_report in zip(layouts[1:], reports[1:]):
+        its_report["against_first"] = asdict(difference(layout, layouts[0]))
     lines_of_run: dict[str, str] = {}
     if question is not None:
         best = layouts[0]
         run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus)
         reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
         lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
+    words = f"{args.name} {settings(rest, reports[0]['arguments'].split())}"
+    if args.sbatch:
+        reports[0]["sbatch"] = write_batch(args, shape, reports[0], words)
     if args.json:
         print("\n".join(map(json.dumps, reports)))
         return 0
@@ -131,15 +149,35 @@ def main(argv: list[str]) -> int:
         if text:
             print("\n".join(wrapped(text, width)))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
-    print("\n".join([*table(reports, width), "", *memory_lines(reports[0])]))
+    print("\n".join(table(reports, width)))
+    if layouts[1:]:
+        print("\n".join(labelled("second", str(difference(layouts[1], layouts[0])), width)))
+    print("\n".join(["", *memory_lines(reports[0])]))
     if lines_of_run:
         print()
     for what, text in lines_of_run.items():
-        first, *others = wrapped(text, width, indent=LABEL_WIDTH)
-        print(f"{what:<{LABEL_WIDTH}}{first}")
-        print("".join(f"{'':<{LABEL_WIDTH}}{line}\n" for line in others), end="")
-    print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
+        print("\n".join(labelled(what, text, width)))
+    print()
+    if args.sbatch:
+        nodes = "1 node" if shape.nodes == 1 else f"{shape.nodes} nodes"
+        text = f"sbatch {args.sbatch} · {nodes} of {gpu_count(shape.gpus)}"
+        print("\n".join(labelled("batch", text, width)))
+    print(f"best     train.py {words}")
     return 0
+
+
+def labelled(what: str, text: str, width: int | None) -> list[str]:
+    """The text beside its label, in lines of at most `width` columns."""
+    return hanging_lines(f"{what:<{LABEL_WIDTH}}", text, width)
+
+
+def write_batch(args: argparse.Namespace, shape: batch_file.NodeShape, best: dict, words: str) -> dict:
+    """Writes the file of --sbatch; returns what --json has of it. best: the report of the layout."""
+    title = (f"{args.name} on {gpu_count(args.gpus)} of {args.cluster}: {best['layout']}, "
+             f"forecast to take {best['step_s']:.3f} s a step (scripts.plan).")
+    text = batch_file.batch_text(shape, title=title, file=args.sbatch, name=args.name, words=words)
+    batch_file.write_batch_file(args.sbatch, text)
+    return {"file": str(args.sbatch), **shape._asdict()}
 
 
 def fitted_law(table: Path) -> run_report.LossLaw:
@@ -280,15 +318,31 @@ def headline(cfg: Config, args: argparse.Namespace) -> str:
     tokens = train.global_batch * train.seq_len
     return (f"{args.name}: {total:.1f}B parameters ({active:.1f}B per token)"
             f" · {train.global_batch:,} x {train.seq_len:,} = {tokens / 1e6:.1f}M tokens per step"
-            f" · {train.dtype} · {args.gpus:,} GPUs of {args.cluster}")
+            f" · {train.dtype} · {gpu_count(args.gpus)} of {args.cluster}")
 
 
 def table(reports: list[dict], width: int | None) -> list[str]:
-    """The reports as lines of aligned columns; where they are too wide, a line says which are left out."""
+    """The reports as lines of aligned columns, with a rule after each group of near ties; where the columns
+    are too wide, a line says which are left out."""
     rows = [table_row(each) for each in reports]
-    return table_lines(
+    lines = table_lines(
         rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width, whole_in="--json"
     )
+    head, *lines = lines
+    across = max(map(len, [head, *lines[:len(rows)]]))
+    sizes = [len(list(group)) for _, group in itertools.groupby(reports, key=lambda each: each["group"])]
+    ruled = [head]
+    for size, following in zip(sizes, [*sizes[1:], 1]):
+        ruled += lines[:size]
+        del lines[:size]
+        if max(size, following) > 1:
+            ruled.append(near_rule(size).ljust(across, "-"))
+    return ruled + lines
+
+
+def near_rule(size: int) -> str:
+    """The words of the rule below a group of so many layouts."""
+    return f"-- within {NEAR * 100:g} % of each other, the simplest first " if size > 1 else ""
 
 
 def memory_lines(numbers: dict) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 import config
 from model.schedules import plan_pipeline
+from plan.batch_file import batch_text, node_shape, write_batch_file
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
@@ -261,6 +262,17 @@ def test_what_the_cluster_needs_comes_from_one_file(tmp_path):
 def test_the_file_of_the_cluster_changes_nothing_as_it_comes():
     lines = (SCRIPT.parent / "environment.sh").read_text().splitlines()
     assert all(line.startswith("#") or not line for line in lines)
+
+
+def test_a_batch_file_of_the_planner_is_a_job_like_others(tmp_path):
+    """It starts the ranks with the words of the plan, and those that follow on the line of sbatch."""
+    file = tmp_path / "job.sbatch"
+    shape, words = node_shape(8, node=4), "llama3-tiny --train.steps 7"
+    text = batch_text(shape, title="a plan", file=file, name="llama3-tiny", words=words)
+    write_batch_file(file, text)
+    rc, calls, out = submit(tmp_path, code="75", step="00000005", args=("--log.name", "r"), script=file)
+    assert rc == 0 and "scontrol requeue 40123" in calls, out
+    assert "-- llama3-tiny --train.steps 7 --log.name r --log.dir" in calls
 
 
 @pytest.mark.slow

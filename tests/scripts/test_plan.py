@@ -3,15 +3,18 @@
 import json
 import re
 import shlex
+import subprocess
 
 import pytest
 
 import config
-from config import ConfigError
+from config import ConfigError, unused
 from config.suggestions import check_rules
+from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
 from plan.count import parameters
+from runtime.failure import fail_cleanly
 from scripts import plan
 
 SMALL = [
@@ -56,20 +59,61 @@ def test_each_setting_is_said_once(capsys):
     assert words[words.index("--data.path") + 1] == "0.5 a 0.5 b"
 
 
+ONE_NODE = ["qwen3-0.6b", "--gpus", "8", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
+ONE_NODE += ["--parallel.pp", "1", "--parallel.dp_rep", "1"]
+
+
+def found_by(argv, capsys) -> list[dict]:
+    """What --json prints."""
+    assert plan.main([*argv, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
 def test_of_layouts_that_are_equally_fast_the_simplest_comes_first(capsys):
     """With every exchange hidden, ZeRO 1, 2 and 3 take the same time: 1 is recommended, though 3 holds less.
     And what is faster still stands before what is simpler.
     """
-    argv = ["qwen3-0.6b", "--gpus", "8", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
-    argv += ["--parallel.pp", "1", "--parallel.dp_rep", "1", "--train.micro_batch", "4"]
-    argv += ["--top", "9", "--json"]
-    assert plan.main(argv) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = found_by([*ONE_NODE, "--train.micro_batch", "4", "--top", "9"], capsys)
     equal = [each for each in found if each["step_s"] == pytest.approx(found[0]["step_s"], rel=1e-4)]
     layouts = [each["layout"] for each in equal]
     assert layouts[:3] == ["dp8 zero1 mb4", "dp8 zero2 mb4", "dp8 zero3 mb4"]
     assert equal[0]["memory"] > equal[2]["memory"]
-    assert all(one["step_s"] <= then["step_s"] * 1.0002 for one, then in zip(found, found[1:]))
+    groups = [[each["step_s"] for each in found if each["group"] == number] for number in (1, 2)]
+    assert max(groups[0]) <= 1.02 * min(groups[0]) < min(groups[1])
+
+
+def test_the_best_does_not_depend_on_how_many_are_shown(capsys):
+    """It is not the fastest here, which only the longer table shows."""
+    argv = ["llama3-8b", "--gpus", "64", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
+    argv += ["--parallel.pp", "1", "--parallel.dp_rep", "1"]
+    first, *others = found_by([*argv, "--top", "3"], capsys)
+    (alone,) = found_by([*argv, "--top", "1"], capsys)
+    assert alone == first
+    assert min(each["step_s"] for each in others) < 0.999 * first["step_s"]
+
+
+def test_near_ties_stand_above_a_rule_and_the_second_is_explained(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    argv = [*ONE_NODE, "--train.micro_batch", "4", "--top", "5"]
+    numbers = found_by(argv, capsys)
+    assert plan.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    head = next(index for index, line in enumerate(lines) if line.startswith("layout"))
+    size = sum(each["group"] == 1 for each in numbers)
+    assert 1 < size < 5
+    assert lines[head + 1 + size].startswith("-- within 2 % of each other, the simplest first --")
+    assert all(line.startswith("dp8 ") for line in lines[head + 1:head + 1 + size])
+    (second,) = [line for line in lines if line.startswith("second ")]
+    assert second.split(None, 1)[1].startswith("parallel.zero 2 (first: 1) · as fast · ")
+
+    # what the line is made of
+    told = numbers[1]["against_first"]
+    assert told["keys"] == {"parallel.zero": [2, 1]}
+    assert told["memory"] == numbers[1]["memory"] - numbers[0]["memory"]
+    slower = numbers[-1]["against_first"]
+    assert sum(slower["parts"].values()) == pytest.approx(slower["seconds"], abs=1e-9)
+    assert slower["seconds"] == pytest.approx(numbers[-1]["step_s"] - numbers[0]["step_s"])
 
 
 @pytest.mark.slow
@@ -125,7 +169,7 @@ def test_chunks_of_experts_are_offered_where_they_are_faster(capsys):
 def test_json_has_the_parts_of_a_step(capsys):
     assert plan.main([*SMALL, "--top", "2", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == 2 and found[0]["step_s"] <= found[1]["step_s"] * 1.0002
+    assert len(found) == 2 and found[0]["step_s"] <= found[1]["step_s"] * 1.02
     for x in found:
         assert 0 < x["mfu"] < 1 and x["memory"] < 79.1 * 2**30 and x["sent_inside"] + x["sent_between"] > 0
         whole = x["compute"] + x["bubble"] + x["optimizer"] + sum(x["exposed"].values())
@@ -280,8 +324,85 @@ def test_what_cannot_be_of_a_run(words, says):
         plan.main([*ONE_LAYOUT, *words])
 
 
+def test_one_gpu_is_one_everywhere(capsys, tmp_path):
+    """In the headline, the batch file and the refusal."""
+    file = tmp_path / "job.sbatch"
+    argv = ["qwen3-0.6b", "--cluster", "rtx4090-pcie", "--top", "1", "--train.seq_len", "2048", "--gpus", "1"]
+    argv += ["--train.global_batch", "16", "--train.micro_batch", "1", "--sbatch", str(file)]
+    assert plan.main(argv) == 0
+    said = capsys.readouterr().out + file.read_text()
+    assert "1 GPU of rtx4090-pcie" in said and "1 node of 1 GPU\n" in said and "1 GPUs" not in said
+    with pytest.raises(ConfigError, match="^--gpus: no layout of llama3-8b on 1 GPU of ") as error:
+        plan.main(["llama3-8b", *argv[1:-2]])
+    assert "1 GPUs" not in str(error.value)
+
+
 def test_workstation_cards_have_rows(capsys):
     argv = ["qwen3-0.6b", "--gpus", "1", "--cluster", "rtx4090-pcie", "--top", "1", "--json"]
     argv += ["--train.seq_len", "2048", "--train.global_batch", "16"]
     assert plan.main(argv) == 0
     assert json.loads(capsys.readouterr().out)["memory"] < 23.6 * 2**30
+
+
+# ---- the batch file ----------------------------------------------------------------------------------------
+
+TWO_NODES = ["llama3-8b", "--gpus", "16", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
+TWO_NODES += ["--parallel.dp_rep", "1", "--train.micro_batch", "1", "--train.global_batch", "64"]
+TWO_NODES += ["--train.seq_len", "4096", "--data.path", "0.5 a 0.5 b", "--top", "2"]
+
+
+def words_of_batch(text: str) -> list[str]:
+    """train.py's in a batch file."""
+    (line,) = [line for line in text.splitlines() if line.startswith("exec ")]
+    words = shlex.split(line, comments=True)
+    assert words[:3] == ["exec", "bash", "scripts/slurm/train.sbatch"] and words[-1] == "$@"
+    return words[3:-1]
+
+
+def test_the_batch_file_runs_the_printed_command(capsys, tmp_path):
+    file = tmp_path / "job.sbatch"
+    assert plan.main([*TWO_NODES, "--sbatch", str(file)]) == 0
+    *_, batch, command = capsys.readouterr().out.splitlines()
+    assert batch.split(None, 1) == ["batch", f"sbatch {file} · 2 nodes of 8 GPUs"]
+    text = file.read_text()
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue"} <= set(text.splitlines())
+    words = words_of_batch(text)
+    assert words == shlex.split(command.removeprefix("best     train.py "))
+
+    # as train.py checks them on 16 ranks
+    cfg = config.resolve(words[0], None, words[1:])
+    plan_pipeline(cfg, 16)
+    unused.check_unused(cfg, 16)
+    assert cfg.data.path == "0.5 a 0.5 b"
+
+
+def test_a_batch_file_is_not_written_over(capsys, tmp_path):
+    file = tmp_path / "job.sbatch"
+    file.write_text("mine")
+    assert fail_cleanly(plan.main, [*TWO_NODES, "--sbatch", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said == f"error: --sbatch: {file} exists; give another name, or remove it\n"
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--gpus", "12"], "--sbatch: 12 GPUs do not fill their nodes of 8; take --gpus 8 or 16"),
+        (["--gpus", "8:16"], "--sbatch: is of a job on one number of GPUs"),
+        (["--sbatch", "nowhere/job.sbatch"], "--sbatch: nowhere: no such folder"),
+    ],
+)
+def test_what_cannot_be_a_batch_file(words, says, tmp_path):
+    file = tmp_path / "job.sbatch"
+    with pytest.raises(ConfigError, match="^" + re.escape(says)):
+        plan.main([*TWO_NODES, "--sbatch", str(file), *words])
+    assert not file.exists()
+
+
+def test_fewer_gpus_than_a_node_has_and_json(capsys, tmp_path):
+    file = tmp_path / "job.sbatch"
+    (found,) = found_by([*ONE_LAYOUT, "--gpus", "4", "--sbatch", str(file)], capsys)
+    assert found["sbatch"] == {"file": str(file), "nodes": 1, "gpus": 4}
+    assert "#SBATCH --gpus-per-node=4" in file.read_text()

@@ -1,0 +1,71 @@
+"""The batch file of SLURM that `scripts.plan --sbatch` writes: one job of scripts/slurm/train.sbatch, with
+its nodes, the GPUs of a node, and train.py's words."""
+from pathlib import Path
+from typing import NamedTuple
+
+from config import ConfigError
+
+SCRIPT = Path("scripts") / "slurm" / "train.sbatch"  # which starts the ranks, saves in time and requeues
+SCRIPT_FILE = Path(__file__).resolve().parent.parent / SCRIPT
+DIRECTIVES = ("#SBATCH", "##SBATCH")
+
+
+class NodeShape(NamedTuple):
+    """nodes of a job; gpus: of each."""
+    nodes: int
+    gpus: int
+
+
+def node_shape(gpus: int, node: int) -> NodeShape:
+    """Of a job on so many GPUs. node: GPUs of a whole node. Raises ConfigError if the last node would have
+    fewer than the others."""
+    if gpus <= node:
+        return NodeShape(1, gpus)
+    nodes, rest = divmod(gpus, node)
+    if rest:
+        raise ConfigError(f"--sbatch: {gpus} GPUs do not fill their nodes of {node}; "
+                          f"take --gpus {nodes * node} or {(nodes + 1) * node}")
+    return NodeShape(nodes, node)
+
+
+def check_writable(file: Path) -> None:
+    """Raises ConfigError if the file is there already, or cannot be written, or what it starts is missing."""
+    if not SCRIPT_FILE.exists():
+        raise ConfigError(f"--sbatch: {SCRIPT} is not there; plan in a checkout")
+    if file.exists():
+        raise ConfigError(f"--sbatch: {file} exists; give another name, or remove it")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--sbatch: {file.parent}: no such folder")
+
+
+def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: str) -> str:
+    """The file. title: what it runs. name: of the job. words: train.py's, quoted for a shell."""
+    lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
+    directives = [line for line in lines if line.startswith(DIRECTIVES) and "--job-name" not in line]
+    return "\n".join([
+        "#!/usr/bin/env bash",
+        f"# {title}",
+        "# In the folder of the checkout; more arguments of train.py may follow:",
+        "#",
+        f"#     sbatch {file} --data.path PREFIX",
+        "#",
+        f"# {SCRIPT} says what it does. A line that begins with ##SBATCH counts once it has one # less.",
+        f"#SBATCH --job-name={name}",
+        f"#SBATCH --nodes={shape.nodes}",
+        f"#SBATCH --gpus-per-node={shape.gpus}",
+        *directives,
+        "set -uo pipefail",
+        "",
+        'cd "${SLURM_SUBMIT_DIR:?start this with sbatch}" || exit 1',
+        f'exec bash {SCRIPT} {words} "$@" # the same process: SLURM\'s signal reaches it',
+        "",
+    ])
+
+
+def write_batch_file(file: Path, text: str) -> None:
+    """Raises ConfigError if it has come into being meanwhile, or cannot be written."""
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(text)
+    except OSError as error:
+        raise ConfigError(f"--sbatch: {file}: {error.strerror}") from None

@@ -1,0 +1,89 @@
+"""Layouts whose forecasts are too near to each other to tell which is faster, and how two layouts differ."""
+from dataclasses import dataclass
+
+from plan.cost import Forecast
+from plan.search import Found, simplicity
+
+# Share of a step within which two forecasts of one job are taken as equal. Most of the model's error is that
+# of rates, which all layouts of a job share; how much of it they do not share is not measured.
+NEAR = 0.02
+LAYOUT_KEYS = (
+    "parallel.tp", "parallel.sp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.ep_chunks",
+    "parallel.dp_rep", "parallel.zero", "parallel.schedule", "parallel.vpp", "parallel.recompute",
+    "train.micro_batch",
+)
+MOST_PARTS = 3  # of a step that one line names
+LEAST_SHOWN = 0.5e-3  # seconds
+GIB = 2**30
+
+
+def near_groups(found: list[Found]) -> list[list[Found]]:
+    """The fastest group first: all within NEAR of its fastest layout. In a group the simplest comes first."""
+    groups: list[list[Found]] = []
+    fastest = 0.0  # seconds of the group's fastest
+    for one in sorted(found, key=lambda one: one.forecast.step):
+        if groups and one.forecast.step <= fastest * (1 + NEAR):
+            groups[-1].append(one)
+        else:
+            fastest = one.forecast.step
+            groups.append([one])
+    return [sorted(group, key=simplest_first) for group in groups]
+
+
+def simplest_first(found: Found) -> tuple[float, ...]:
+    """The key of a sort. Of layouts of the same kinds the faster comes first, then the smaller."""
+    *kinds, held = simplicity(found)
+    return *kinds, float(f"{found.forecast.step:.4g}"), held
+
+
+@dataclass(frozen=True)
+class LayoutDifference:
+    """What a layout has, and what the first one has. keys: {section.key: (its value, the first's)}. seconds:
+    of a step, that it takes more; parts: {part of the step: those of it}, the largest first. memory: bytes
+    that its fullest rank holds more."""
+    keys: dict[str, tuple]
+    seconds: float
+    parts: dict[str, float]
+    memory: int
+
+    def __str__(self) -> str:
+        keys = [f"{key} {word(own)} (first: {word(other)})" for key, (own, other) in self.keys.items()]
+        shown = [(part, seconds) for part, seconds in self.parts.items() if abs(seconds) >= LEAST_SHOWN]
+        time = "as fast"
+        if abs(self.seconds) >= LEAST_SHOWN:
+            time = f"{abs(self.seconds) * 1e3:,.0f} ms {'slower' if self.seconds > 0 else 'faster'}"
+        if shown:
+            why = ", ".join(f"{part} {1e3 * seconds:+,.0f}" for part, seconds in shown[:MOST_PARTS])
+            time = f"{time}: {why}"
+        held = f"{abs(self.memory) / GIB:.1f} GiB {'more' if self.memory > 0 else 'less'}"
+        return " · ".join([", ".join(keys), time, held])
+
+
+def difference(one: Found, first: Found) -> LayoutDifference:
+    """Between two layouts of a job."""
+    keys: dict[str, tuple] = {}
+    for path in LAYOUT_KEYS:
+        section, key = path.split(".")
+        own, other = (getattr(getattr(layout.cfg, section), key) for layout in (one, first))
+        if own != other:
+            keys[path] = (own, other)
+    own_parts, parts = step_parts(one.forecast), step_parts(first.forecast)
+    more = {part: own_parts.get(part, 0.0) - parts.get(part, 0.0) for part in own_parts | parts}
+    return LayoutDifference(
+        keys,
+        seconds=one.forecast.step - first.forecast.step,
+        parts=dict(sorted(more.items(), key=lambda item: -abs(item[1]))),
+        memory=one.held.total - first.held.total,
+    )
+
+
+def step_parts(forecast: Forecast) -> dict[str, float]:
+    """{part: seconds}: together the step."""
+    exposed = {f"exposed {group}": seconds for group, seconds in forecast.exposed.items()}
+    own = {"compute": forecast.compute, "bubble": forecast.bubble, "optimizer": forecast.optimizer}
+    return own | exposed
+
+
+def word(value: object) -> str:
+    """A value as the command line has it."""
+    return "unset" if value is None else str(value).lower()
