@@ -23,11 +23,10 @@ measurements: --published shows forecasts beside measurements, both those of the
 import argparse
 import itertools
 import json
-import math
 import shlex
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import config
@@ -38,7 +37,7 @@ from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, lo
 from plan.auto import arguments as arguments_of_layout
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
-from plan.near_ties import LAYOUT_KEYS, NEAR, difference, near_groups
+from plan.near_ties import NEAR, difference, near_groups
 from plan.search import (
     TRANSIENT_BYTES,
     Found,

@@ -125,7 +125,6 @@ def test_a_card_decides_the_memory_and_must_be_of_the_cluster(words):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_dry_run_takes_it_too(tmp_path):
     words = ["llama3-tiny", "--dry-run", "--world", "2", "--cluster", "cpu", "--model.vocab", "512", *AUTO]
     args = [sys.executable, "train.py", *words, "--json", str(tmp_path / "dry.json")]
