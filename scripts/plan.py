@@ -31,8 +31,9 @@ import config
 from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
 from plan import elastic, published, run_report
-from plan.cost import Cluster, Efficiency, cluster
+from plan.cost import Cluster, cluster
 from plan.count import flops_per_token, parameters
+from plan.efficiency import CLASSES, Fitted, class_of, efficiency_of
 from plan.search import (
     TRANSIENT_BYTES,
     Found,
@@ -117,7 +118,7 @@ def main(argv: list[str]) -> int:
 
     fixed = fixed_values(cfg, args.gpus, hardware, rest)
     started = time.perf_counter()
-    target = Target(args.gpus, hardware, Efficiency())
+    target = Target(args.gpus, hardware, efficiency_of(hardware))
     result = search(cfg, target, fixed, args.top)
     found, counts = result.found, result.counts
     seconds = time.perf_counter() - started
@@ -145,6 +146,9 @@ def main(argv: list[str]) -> int:
             print("\n".join(wrapped(text, width)))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
     print("\n".join([*table(reports, width), "", *memory_lines(reports[0])]))
+    fitted = CLASSES.get(class_of(hardware.gpu))
+    if fitted is not None:
+        print("\n".join(["", *wrapped(range_text(layouts[0].forecast.step, fitted), width)]))
     if lines_of_run:
         print()
     for what, text in lines_of_run.items():
@@ -257,8 +261,21 @@ def elastic_row(numbers: dict) -> dict[str, str]:
 def print_published(fit: bool) -> None:
     """Prints forecasts beside published measurements. fit: with constants that are fitted to them now."""
     rows = published.rows()
-    efficiency = published.fit(rows, Efficiency()) if fit else Efficiency()
-    print("\n".join([str(efficiency), *published.table(rows, efficiency)]))
+    constants = {one: fitted.efficiency for one, fitted in CLASSES.items()}
+    if fit:
+        constants = published.fit_classes(rows)
+        for one, efficiency in constants.items():
+            print(f"{one}: {efficiency}")
+    print("\n".join(published.table(rows, constants)))
+
+    print("\nclass: measured / forecast of 80 % of its judged rows")
+    for one, efficiency in constants.items():
+        low, high = published.judged_range([row for row in rows if (row.of, row.use) == (one, "judge")],
+                                           efficiency)
+        print(f"{one}: {low:.2f} to {high:.2f}")
+    layouts = [row for row in rows if (row.group, row.use) == (published.LAYOUTS, "judge")]
+    before, after = (published.rank_correlation(layouts, each) for each in ({}, constants))
+    print(f"\nrank correlation within {published.LAYOUTS}, judged: {before:.2f} shared, {after:.2f} classes")
 
 
 # ---- the search ------------------------------------------------------------------------------------------
@@ -384,6 +401,13 @@ def table(reports: list[dict], width: int | None) -> list[str]:
     return table_lines(
         rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width, whole_in="--json"
     )
+
+
+def range_text(step: float, fitted: Fitted) -> str:
+    """What the judged runs of the chip's class say of a forecast of so many seconds."""
+    low, high = fitted.range
+    return (f"step     of {fitted.rows} published runs on such chips 80 % took {low:.2f} to {high:.2f} times "
+            f"the forecast: {low * step:.3f} to {high * step:.3f} s")
 
 
 def memory_lines(numbers: dict) -> list[str]:
