@@ -14,7 +14,8 @@ from config.phases import with_values
 from config.values import Values
 from model.schedules import plan_pipeline
 from plan import elastic, run_report
-from plan.cost import Cluster, Efficiency, cluster
+from plan.cost import Cluster, cluster
+from plan.efficiency import efficiency_of
 from plan.elastic import RankDevice, value_of
 from plan.near_ties import LAYOUT_KEYS, NEAR, near_groups
 from plan.search import (
@@ -154,7 +155,7 @@ def best_layout(
     """
     hardware = check_asked(cfg, world, device, after)
     heaviest = elastic.with_any_vocab(longest_phase(cfg, after).cfg)
-    target = Target(world, hardware, Efficiency())
+    target = Target(world, hardware, efficiency_of(hardware))
     fixed = fixed_values(cfg, world, hardware, stated)
     result = search(heaviest, target, fixed, TOP, near=NEAR)
     if not result.found:
@@ -185,7 +186,7 @@ def layout_as_saved(
     hardware = machine_of(cfg, device)
     values = {key: value_of(saved, key) for key in searched_keys(cfg, world, hardware)}
     heaviest = elastic.with_any_vocab(set_keys(longest_phase(cfg, after).cfg, values))
-    found = price(heaviest, Target(world, hardware, Efficiency()), SearchResult())
+    found = price(heaviest, Target(world, hardware, efficiency_of(hardware)), SearchResult())
     begun = f"as this run has begun on {ranks_text(world)} of {hardware.name}"
     return AutoLayout(values, described(heaviest, world, begun, found.forecast.step if found else None))
 

@@ -15,8 +15,8 @@ keys and values of the ring behind attention, dispatch and combine behind shared
 the first dispatch and the last combine behind the experts, the last exchange of their backward behind their
 weight gradients, ZeRO's gathers and sums behind the whole stage's
 compute, or behind that of one microbatch where a step has one such exchange.
-`Efficiency` is fitted to what others have published (plan/published.py). Not in it: experts of unequal load,
-other jobs on the links, stragglers.
+`Efficiency` is fitted to what others have published (plan/published.py), for each class of chip and framework
+(plan/efficiency.py). Not in it: experts of unequal load, other jobs on the links, stragglers.
 """
 import math
 from collections import Counter
@@ -76,6 +76,9 @@ class Efficiency:
     hop: float = 20e-6  # of a message to another rank
     op: float = 93e-6  # of a block's forward or backward: the GPU waits for the host and between kernels
     route: float = 1.5e-3  # the same of a mixture's, more
+    micro: float = 0.0  # of a microbatch in a stage, forward or backward
+    hidden: float = 1.0  # of what can hide behind compute
+    relayed: bool = False  # an all-to-all of tokens sends each to a node once
 
 
 @lru_cache
@@ -279,10 +282,17 @@ def hops_of(verb: str, size: int) -> float:
 
 
 class Links(NamedTuple):
-    """The links of a job."""
+    """The links of a job. copies: of a token that an all-to-all sends, of which one goes to each node; 1: all
+    go."""
     layout: ParallelDims
     cluster: Cluster
     efficiency: Efficiency
+    copies: int = 1
+
+
+def links_of(job: Job, cluster: Cluster, efficiency: Efficiency) -> Links:
+    is_relayed = efficiency.relayed and job.cfg.model.experts
+    return Links(job.layout, cluster, efficiency, copies=job.cfg.model.top_k if is_relayed else 1)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -292,7 +302,18 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
     if size == 1 or not calls:
         return 0.0
     sent = crossing(links.layout, links.cluster, group=group, verb=verb, nbytes=nbytes)
+    if verb == "all_to_all" and links.copies > 1:
+        sent = relayed_bytes(sent, nbytes=nbytes, copies=links.copies)
     return seconds_on_links(links.cluster, links.efficiency, sent, hops=calls * hops_of(verb, size))
+
+
+def relayed_bytes(sent: tuple[float, float], *, nbytes: float, copies: int) -> tuple[float, float]:
+    """What an all-to-all of nbytes sends (within its node, to others) where a token crosses to each node of
+    its experts once, which passes it on. Experts are drawn evenly."""
+    inside, between = sent
+    nodes = nbytes / (nbytes - between)
+    of_token = nodes * (1 - (1 - 1 / nodes) ** copies)  # nodes of its experts
+    return inside + between, between * of_token / copies
 
 
 def module_exchanges(cost: Cost, links: Links, microbatches: int) -> SecondsOfPools:
@@ -337,8 +358,9 @@ def stage_times(job: Job, stage: int, microbatches: int, cluster: Cluster,
         computes = computes.plus(part_times(part, work, roofline), repeats)
 
     waits: dict[str, float] = {}
-    forward, backward = computes.f, computes.i
-    links = Links(job.layout, cluster, efficiency)
+    forward = computes.f + efficiency.micro
+    backward = computes.i + efficiency.micro
+    links = links_of(job, cluster, efficiency)
     cost = described.cost(work)
     exchanged = module_exchanges(cost, links, microbatches)
     hides = computes.hides
@@ -350,13 +372,18 @@ def stage_times(job: Job, stage: int, microbatches: int, cluster: Cluster,
             hidden_late = 0.0  # an I computes none
 
         # late weight gradients run last; until then the link may be busy with what came before
-        left = max(0.0, during.backward - hidden.backward)
-        forward_wait = alone.forward + max(0.0, during.forward - hidden.forward)
-        backward_wait = alone.backward + max(0.0, left + late.backward - hidden_late)
+        left = exposed_seconds(during.backward, hidden.backward, efficiency.hidden)
+        forward_wait = alone.forward + exposed_seconds(during.forward, hidden.forward, efficiency.hidden)
+        backward_wait = alone.backward + exposed_seconds(left + late.backward, hidden_late, efficiency.hidden)
         waits[group] = forward_wait + backward_wait
         forward += forward_wait
         backward += backward_wait
     return replace(computes, f=forward, i=backward), waits
+
+
+def exposed_seconds(seconds: float, behind: float, hidden: float) -> float:
+    """Of an exchange beside so much compute. hidden: the share that hides at best."""
+    return max(seconds - behind, (1 - hidden) * seconds)
 
 
 class StageSeconds(NamedTuple):
@@ -394,7 +421,7 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
     """A step of so many microbatches; job.schedule has STEADY times the ranks of them, or all, where these
     are fewer."""
     schedule = job.schedule
-    links = Links(job.layout, cluster, efficiency)
+    links = links_of(job, cluster, efficiency)
 
     # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
     seconds, waits = times_of_stages(job, microbatches, cluster, efficiency)
@@ -425,6 +452,7 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
         microbatches=microbatches,
         num_buckets=len(own_buckets),
         compute=seconds.of_stages(own),
+        hidden=efficiency.hidden,
     )
     module_waits = waits_by_group([waits[stage] for stage in own], microbatches)
 
@@ -502,8 +530,9 @@ def step_traffic(job: Job, links: Links, repeats: float) -> StepTraffic:
 
 
 def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, num_buckets: int,
-                         compute: Seconds) -> float:
-    """Seconds of sums and gathers that no compute hides. compute: of a microbatch.
+                         compute: Seconds, hidden: float) -> float:
+    """Seconds of sums and gathers that no compute hides. compute: of a microbatch. hidden: the share that
+    hides at best.
 
     The last bucket's sum has nothing to hide behind, nor has the first one's gathering.
     """
@@ -514,9 +543,9 @@ def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, 
         behind_gathers = (compute.forward + compute.backward) * microbatches
     last_sum = traffic.sums / num_buckets / sums_in_step
     first_gather = traffic.gathers / num_buckets / gathers_in_step
-    exposed_sums = max(traffic.sums - compute.backward * sums_in_step, last_sum)
-    exposed_gathers = max(traffic.gathers - behind_gathers, first_gather)
-    return exposed_sums + exposed_gathers
+    exposed_sums = exposed_seconds(traffic.sums, compute.backward * sums_in_step, hidden)
+    exposed_gathers = exposed_seconds(traffic.gathers, behind_gathers, hidden)
+    return max(exposed_sums, last_sum) + max(exposed_gathers, first_gather)
 
 
 def update_seconds(cfg: Config, every: list[PlannedBucket], stream: float) -> float:

@@ -26,7 +26,8 @@ from config.values import Values
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from plan.advice import size_text
-from plan.cost import Cluster, Efficiency, cluster
+from plan.cost import Cluster, cluster
+from plan.efficiency import efficiency_of
 from plan.machine import UNBOUNDED_MEMORY, Machine
 from plan.search import Target, held_bytes, job_of, search, set_keys
 
@@ -158,7 +159,7 @@ def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
     """The target of the planner: a cluster of these GPUs where configs/clusters.yaml has one."""
     known = known_cluster(device)
     if known is not None and cfg.train.dtype in known.flops:
-        return Target(world, replace(known, memory=device.memory), Efficiency())
+        return Target(world, replace(known, memory=device.memory), efficiency_of(known))
     machine = Machine(ranks=world, dtype=cfg.train.dtype, **UNKNOWN_RATES)
     return Target(world, replace(machine.as_cluster(), memory=device.memory), machine.as_efficiency())
 

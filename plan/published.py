@@ -4,7 +4,6 @@ Each row has a source, our keys for the job, and what was measured. use:
 
     fit      seconds of a step; these rows chose the constants of Efficiency
     judge    seconds of a step; these rows chose none
-    sanity   seconds of a step; hardware or batch are known roughly
     memory   no seconds: the run did not fit its GPUs, or only its memory is known
 
 outcome: "ran", "out of memory", or "computed" (a figure of the paper's own formula). recompute_stated: "yes"
@@ -13,45 +12,54 @@ kernels; plan/frameworks.py says what they hold.
 """
 import csv
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import least_squares
+from scipy.stats import spearmanr
 
 import config
 from config import Config
 from plan.cost import Cluster, Efficiency, cluster, forecast
+from plan.efficiency import RELAYED, SHARED, Class, class_of
 from plan.frameworks import held_bytes
 from plan.job import Job
 from plan.search import job_of
 
 Row = dict[str, str]  # of published.csv
 
-TIMED = ("fit", "judge", "sanity")  # values of `use` of rows with seconds
-LARGEST_ERROR = 1.0  # of a row, as the fit counts it: outliers do not decide
-SMALLEST_FACTOR = 1.03  # by which the fit changes a constant
-LEAST_GAIN = 1e-5  # of the mean error
+TIMED = ("fit", "judge")  # values of `use` of rows with seconds
+LARGE_ERROR = 0.08  # of a row; larger ones count less than by their square
+PULL = 0.3  # of a constant towards what all classes share: e times as much counts as this error of a row
+PULL_ADDED = 0.09  # the same of ADDED
+LAYOUTS = "BLOOM-TUNE"  # the group of rows with many layouts of one job
+EVALUATIONS = 12  # of the rows' derivatives
 
 # What a chip can do: bounds of the constants of Efficiency.
 BOUNDS = {
-    "gemm": (0.5, 0.85),
-    "gemm8": (0.5, 0.8),
-    "core": (0.35, 0.7),
-    "stream": (0.5, 0.9),
-    "inside": (0.4, 0.9),
-    "between": (0.4, 0.9),
-    "hop": (3e-6, 2e-5),
-    "op": (3e-5, 3e-4),
-    "route": (2e-4, 1.5e-3),
+    "gemm": (0.45, 0.95),
+    "gemm8": (0.35, 0.9),
+    "core": (0.15, 0.9),
+    "stream": (0.3, 0.95),
+    "inside": (0.15, 0.95),
+    "between": (0.1, 0.95),
+    "hop": (3e-6, 2e-4),
+    "op": (1e-5, 2e-3),
+    "route": (5e-5, 3e-3),
 }
+MICRO_UNIT = 10e-3  # s
+ADDED = {"micro": 20.0, "hidden": 1.0}  # bounds of micro / MICRO_UNIT, and of 1 - hidden
 
 
 class Measured(NamedTuple):
     """A row with seconds. microbatches: of a step, for each pipeline. step: measured seconds."""
     use: str
     group: str
+    of: Class
     job: Job
     microbatches: int
     cluster: Cluster
@@ -102,6 +110,7 @@ def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
             measured.append(Measured(
                 use=row["use"],
                 group=row["group"],
+                of=class_of(cluster(row["cluster"]).gpu, row["framework"]),
                 job=job,
                 microbatches=microbatches,
                 cluster=cluster(row["cluster"]),
@@ -122,64 +131,87 @@ def memory_of_runs() -> Iterator[MemoryOfRun]:
 # ---- forecasts of time -------------------------------------------------------------------------------------
 
 
-def table(every: list[Measured], efficiency: Efficiency) -> list[str]:
-    """Markdown: the ratio forecast / measured and the error, of each group of rows, and of all that were
-    fitted to and all that were not."""
-    lines = [
-        "| rows | use | number | median ratio | smallest | largest | median error |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    ratios: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in every:
-        ratio = math.exp(row.error(efficiency))
-        ratios[row.group, row.use].append(ratio)
-        ratios["all", row.use].append(ratio)
-
-    of_groups = sorted(key for key in ratios if key[0] != "all")
-    for name, use in [*of_groups, ("all", "fit"), ("all", "judge")]:
-        found = ratios[name, use]
-        error = statistics.median(abs(ratio - 1) for ratio in found)
-        lines.append(f"| {name} | {use} | {len(found)} | {statistics.median(found):.2f} | {min(found):.2f} | "
-                     f"{max(found):.2f} | {error:.0%} |")
+def table(every: list[Measured], constants: dict[Class, Efficiency]) -> list[str]:
+    """Markdown: the error of forecasts with the constants that all classes share, then with their own."""
+    columns = "number | shared: median error | 90th percentile | classes: median error | 90th percentile"
+    lines = [f"| rows | {columns} | smallest ratio | largest |", "|---|---|---|---|---|---|---|---|"]
+    errors = {id(row): row.error(constants.get(row.of, SHARED)) for row in every}
+    shared = {id(row): row.error(SHARED) for row in every}
+    for name, members in groups_of(every).items():
+        ratios = [math.exp(errors[id(row)]) for row in members]
+        words = [name, str(len(ratios))]
+        for of_rows in (shared, errors):
+            off = [abs(math.expm1(of_rows[id(row)])) for row in members]
+            words += [f"{np.quantile(off, share):.1%}" for share in (0.5, 0.9)]
+        words += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+        lines.append(f"| {' | '.join(words)} |")
     return lines
 
 
-def fit(every: list[Measured], efficiency: Efficiency) -> Efficiency:
-    """Constants with the least mean |error| of the rows to fit: coordinate descent within BOUNDS.
-
-    The weight of a group is the root of its size.
-    """
+def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
+    """{what: rows}: of each class, and of all by kind of model."""
     groups: defaultdict[str, list[Measured]] = defaultdict(list)
-    for row in every:
-        if row.use == "fit":
-            groups[row.group].append(row)
-
-    best = weighted_error(groups, efficiency)
-    factors = {field.name: 1.25 for field in fields(efficiency)}
-    while max(factors.values()) > SMALLEST_FACTOR:
-        for name, factor in factors.items():
-            tried = [changed(efficiency, name, by) for by in (1 / factor, factor)]
-            errors = [weighted_error(groups, one) for one in tried]
-            least = min(errors)
-            if least < best - LEAST_GAIN:
-                best, efficiency = least, tried[errors.index(least)]
-            else:
-                factors[name] = math.sqrt(factor)
-    return efficiency
+    for row in sorted(every, key=lambda one: (one.of, one.use)):
+        groups[f"{row.of}, {row.use}"].append(row)
+    judged = [row for row in every if row.use == "judge"]
+    groups["all, fit"] = [row for row in every if row.use == "fit"]
+    groups["dense, judge"] = [row for row in judged if not row.job.cfg.model.experts]
+    groups["mixtures, judge"] = [row for row in judged if row.job.cfg.model.experts]
+    groups["all, judge"] = judged
+    return {what: members for what, members in groups.items() if members}
 
 
-def changed(efficiency: Efficiency, name: str, factor: float) -> Efficiency:
-    """With one constant times a factor, within its bounds."""
-    low, high = BOUNDS[name]
-    value = min(high, max(low, getattr(efficiency, name) * factor))
-    return replace(efficiency, **{name: value})
+def rank_correlation(rows: list[Measured], constants: dict[Class, Efficiency]) -> float:
+    """Spearman's, of forecast and measured seconds."""
+    forecasts = [row.error(constants.get(row.of, SHARED)) + math.log(row.step) for row in rows]
+    return float(spearmanr(forecasts, [row.step for row in rows]).statistic)
 
 
-def weighted_error(groups: dict[str, list[Measured]], efficiency: Efficiency) -> float:
-    total = weights = 0.0
-    for members in groups.values():
-        weight = math.sqrt(len(members))
-        errors = [min(abs(row.error(efficiency)), LARGEST_ERROR) for row in members]
-        total += weight * statistics.fmean(errors)
-        weights += weight
-    return total / weights
+def judged_range(rows: list[Measured], efficiency: Efficiency) -> tuple[float, float]:
+    """The 10th and 90th percentile of measured / forecast."""
+    low, high = np.exp(np.quantile([-row.error(efficiency) for row in rows], [0.1, 0.9]))
+    return float(low), float(high)
+
+
+def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:
+    """The constants of each class, fitted to its own rows to fit."""
+    classes = sorted({row.of for row in every if row.use == "fit"})
+    return {one: fit([row for row in every if (row.of, row.use) == (one, "fit")]) for one in classes}
+
+
+def fit(rows: list[Measured]) -> Efficiency:
+    """The constants of a class with the least errors of its rows, and near those that all classes share.
+
+    Least squares of the logarithms of forecast / measured.
+    """
+    start = replace(SHARED, relayed=rows[0].of in RELAYED)
+    has_experts = any(row.job.cfg.model.experts for row in rows)
+    has_fp8 = any(row.job.cfg.train.dtype == "fp8" for row in rows)
+    names = [name for name in BOUNDS if (name, False) not in (("route", has_experts), ("gemm8", has_fp8))]
+    names += ADDED
+    pulls = np.array([PULL_ADDED if name in ADDED else PULL for name in names])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        errors = np.array([row.error(with_constants(start, names, x)) for row in rows]) / LARGE_ERROR
+        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)) * LARGE_ERROR
+        return np.concatenate([soft, pulls * x])
+
+    low = [0.0 if name in ADDED else math.log(BOUNDS[name][0] / getattr(start, name)) for name in names]
+    high = [ADDED.get(name) or math.log(BOUNDS[name][1] / getattr(start, name)) for name in names]
+    begin = [0.02 if name in ADDED else 0.0 for name in names]
+    found = least_squares(residuals, begin, bounds=(low, high), diff_step=0.01, x_scale=0.3,
+                          max_nfev=EVALUATIONS)
+    return with_constants(start, names, found.x)
+
+
+def with_constants(start: Efficiency, names: list[str], x: np.ndarray) -> Efficiency:
+    """x: the logarithm of a constant by that of `start`; micro / MICRO_UNIT; 1 - hidden."""
+    values: dict[str, float] = {}
+    for name, value in zip(names, map(float, x)):
+        if name == "micro":
+            values[name] = MICRO_UNIT * value
+        elif name == "hidden":
+            values[name] = 1 - value
+        else:
+            values[name] = getattr(start, name) * math.exp(value)
+    return replace(start, **values)

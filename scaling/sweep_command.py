@@ -8,7 +8,8 @@ from functools import partial
 
 from config import ConfigError
 from config.terminal import output_width
-from plan.cost import Efficiency, cluster
+from plan.cost import cluster
+from plan.efficiency import efficiency_of
 from plan.machine import read_machine
 from runtime.guard import NonFiniteLoss
 from runtime.setup import pick_device
@@ -182,7 +183,8 @@ def named_hardware(systems: Systems, args: argparse.Namespace) -> Hardware | Non
     cfg = config_of_recipe(systems)
     if not args.cluster:
         return None
-    hardware = Hardware(cluster(args.cluster), Efficiency())
+    known = cluster(args.cluster)
+    hardware = Hardware(known, efficiency_of(known))
     if cfg.train.dtype not in hardware.cluster.flops:
         raise ConfigError(f"train.dtype: configs/clusters.yaml has no {cfg.train.dtype} for "
                           f"{args.cluster}; it has {', '.join(hardware.cluster.flops)}")

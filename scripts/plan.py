@@ -35,8 +35,9 @@ from config.terminal import ParagraphHelp, hanging_lines, output_width, table_li
 from plan import batch_file, elastic, published, run_report
 from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, longest_phase, no_layout_text
 from plan.auto import arguments as arguments_of_layout
-from plan.cost import Cluster, Efficiency, cluster
+from plan.cost import Cluster, cluster
 from plan.count import flops_per_token, parameters
+from plan.efficiency import CLASSES, Fitted, class_of, efficiency_of
 from plan.near_ties import NEAR, difference, near_groups
 from plan.search import (
     TRANSIENT_BYTES,
@@ -116,7 +117,7 @@ def main(argv: list[str]) -> int:
     stated = config.flatten_tree(config.dotted_overrides(rest))
     fixed = fixed_values(cfg, args.gpus, hardware, stated)
     started = time.perf_counter()
-    target = Target(args.gpus, hardware, Efficiency())
+    target = Target(args.gpus, hardware, efficiency_of(hardware))
     result = search(cfg, target, fixed, args.top, near=NEAR)
     found, counts = result.found, result.counts
     seconds = time.perf_counter() - started
@@ -152,6 +153,9 @@ def main(argv: list[str]) -> int:
     if layouts[1:]:
         print("\n".join(labelled("second", str(difference(layouts[1], layouts[0])), width)))
     print("\n".join(["", *memory_lines(reports[0])]))
+    fitted = CLASSES.get(class_of(hardware.gpu))
+    if fitted is not None:
+        print("\n".join(["", *wrapped(range_text(layouts[0].forecast.step, fitted), width)]))
     if lines_of_run:
         print()
     for what, text in lines_of_run.items():
@@ -255,8 +259,21 @@ def elastic_row(numbers: dict) -> dict[str, str]:
 def print_published(fit: bool) -> None:
     """Prints forecasts beside published measurements. fit: with constants that are fitted to them now."""
     rows = published.rows()
-    efficiency = published.fit(rows, Efficiency()) if fit else Efficiency()
-    print("\n".join([str(efficiency), *published.table(rows, efficiency)]))
+    constants = {one: fitted.efficiency for one, fitted in CLASSES.items()}
+    if fit:
+        constants = published.fit_classes(rows)
+        for one, efficiency in constants.items():
+            print(f"{one}: {efficiency}")
+    print("\n".join(published.table(rows, constants)))
+
+    print("\nclass: measured / forecast of 80 % of its judged rows")
+    for one, efficiency in constants.items():
+        low, high = published.judged_range([row for row in rows if (row.of, row.use) == (one, "judge")],
+                                           efficiency)
+        print(f"{one}: {low:.2f} to {high:.2f}")
+    layouts = [row for row in rows if (row.group, row.use) == (published.LAYOUTS, "judge")]
+    before, after = (published.rank_correlation(layouts, each) for each in ({}, constants))
+    print(f"\nrank correlation within {published.LAYOUTS}, judged: {before:.2f} shared, {after:.2f} classes")
 
 
 # ---- the search ------------------------------------------------------------------------------------------
@@ -342,6 +359,13 @@ def table(reports: list[dict], width: int | None) -> list[str]:
 def near_rule(size: int) -> str:
     """The words of the rule below a group of so many layouts."""
     return f"-- within {NEAR * 100:g} % of each other, the simplest first " if size > 1 else ""
+
+
+def range_text(step: float, fitted: Fitted) -> str:
+    """What the judged runs of the chip's class say of a forecast of so many seconds."""
+    low, high = fitted.range
+    return (f"step     of {fitted.rows} published runs on such chips 80 % took {low:.2f} to {high:.2f} times "
+            f"the forecast: {low * step:.3f} to {high * step:.3f} s")
 
 
 def memory_lines(numbers: dict) -> list[str]:

@@ -15,6 +15,9 @@ from plan import elastic
 from plan.cost import cluster
 from plan.count import parameters
 from runtime.failure import fail_cleanly
+
+
+from plan.efficiency import CLASSES, OURS, Class
 from scripts import plan
 
 SMALL = [
@@ -67,6 +70,34 @@ def found_by(argv, capsys) -> list[dict]:
     """What --json prints."""
     assert plan.main([*argv, "--json"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_what_published_runs_say_of_the_step_stands_beside_it(capsys):
+    """Of chips that have a class; nothing of others."""
+    argv = ["qwen3-0.6b", "--gpus", "8", "--top", "1", "--parallel.tp=8", "--cluster"]
+    assert plan.main([*argv, "h100-ib"]) == 0
+    said = capsys.readouterr().out
+    fitted = CLASSES[Class("hopper", OURS)]
+    step = float(re.search(r"^tp8 \S+ mb\d+\S*(?: \S+)*? {2,}([\d.]+)", said, re.M)[1])
+    line = next(line for line in said.splitlines() if "published runs" in line)
+    rows, _, *numbers = map(float, re.findall(r"\d+\.?\d*", line))
+    assert rows == fitted.rows and numbers[:2] == list(fitted.range)
+    assert numbers[2:] == pytest.approx([share * step for share in fitted.range], abs=2e-3)
+    assert plan.main([*argv, "l4-pcie"]) == 0
+    assert "published" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_forecasts_beside_published_measurements(capsys):
+    assert plan.main(["--published"]) == 0
+    said = capsys.readouterr().out
+    judged = next(line for line in said.splitlines() if line.startswith("| all, judge"))
+    rows, *shares = map(float, re.findall(r"\d+\.?\d*", judged))
+    assert rows == 98 and shares[2] < shares[0] / 2 and shares[3] < 0.7 * shares[1]
+    for one, fitted in CLASSES.items():
+        assert f"{one}: {fitted.range[0]:.2f} to {fitted.range[1]:.2f}\n" in said
+    before, after = map(float, re.search(r"judged: ([\d.]+) shared, ([\d.]+) classes", said).groups())
+    assert after > before + 0.2
 
 
 def test_of_layouts_that_are_equally_fast_the_simplest_comes_first(capsys):
