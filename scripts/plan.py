@@ -11,6 +11,9 @@ With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures,
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
 assumed stands beside what follows from it.
 
+With --what-if links=0.5, slow-rank=1.2 or jitter=0.05: the step of the best layout then, and whether another
+would be the best.
+
 With --sbatch FILE: a batch file of SLURM that runs the best layout (scripts/slurm/train.sbatch).
 
 With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
@@ -40,12 +43,15 @@ from plan.near_ties import LAYOUT_KEYS, NEAR, difference, near_groups
 from plan.search import (
     TRANSIENT_BYTES,
     Found,
+    SearchResult,
     Target,
     compute_axes,
     layout_axes,
+    price,
     search,
     set_keys,
 )
+from plan.what_if import WhatIf, cluster_under, parse_what_if
 from runtime.failure import fail_cleanly
 from scaling.laws import CHINCHILLA, fit_law
 from scaling.points import check_enough, read_points
@@ -84,6 +90,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--top", type=int, default=10, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--sbatch", type=Path, metavar="FILE", help="write a batch file of SLURM that runs the best layout")
+    add("--what-if", action="append", default=[], metavar="K=V", dest="what_if",
+        help="the best layout with links=0.5, slow-rank=1.2 or jitter=0.05, and whether it stays the best "
+        "(can be given more than once)")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
     run_report.add_arguments(parser)
@@ -104,8 +113,11 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
     if least > most:
         raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
-    if least < most and args.sbatch:
-        raise ConfigError("--sbatch: is of a job on one number of GPUs, as --gpus 64")
+    for option in ("sbatch", "what_if"):
+        if least < most and getattr(args, option):
+            named = option.replace("_", "-")
+            raise ConfigError(f"--{named}: is of a job on one number of GPUs, as --gpus 64")
+    questions = {text: parse_what_if(text) for text in args.what_if}
     if least < most:
         return print_elastic(args, rest)
     args.gpus = most
@@ -151,6 +163,11 @@ def main(argv: list[str]) -> int:
         run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus)
         reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
         lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
+    if questions:
+        reports[0]["what_if"] = [
+            answer(question, cfg, target, fixed, layouts[0]) | {"what": text, "assumed": assumed}
+            for text, (question, assumed) in questions.items()
+        ]
     words = f"{args.name} {settings(rest, reports[0]['arguments'].split())}"
     if args.sbatch:
         reports[0]["sbatch"] = write_batch(args, shape, reports[0], words)
@@ -166,6 +183,8 @@ def main(argv: list[str]) -> int:
     if layouts[1:]:
         print("\n".join(labelled("second", str(difference(layouts[1], layouts[0])), width)))
     print("\n".join(["", *memory_lines(reports[0])]))
+    if questions:
+        print("\n".join(["", *what_if_lines(reports[0], width)]))
     if lines_of_run:
         print()
     for what, text in lines_of_run.items():
@@ -191,6 +210,41 @@ def write_batch(args: argparse.Namespace, shape: batch_file.NodeShape, best: dic
     text = batch_file.batch_text(shape, title=title, file=args.sbatch, name=args.name, words=words)
     batch_file.write_batch_file(args.sbatch, text)
     return {"file": str(args.sbatch), **shape._asdict()}
+
+
+def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, object], best: Found) -> dict:
+    """Of the best layout under the question, and of the layout that is the best then."""
+    changed = replace(target, cluster=cluster_under(target.cluster, question), what_if=question)
+    stays = price(best.cfg, changed, SearchResult())
+    assert stays is not None  # its bytes are the same
+    group, *_ = near_groups(search(cfg, changed, fixed, 1, near=NEAR).found)
+    is_best = best.cfg in [one.cfg for one in group]
+    then = stays if is_best else group[0]
+    return {
+        "step_s": stays.forecast.step,
+        "is_best": is_best,
+        "best_layout": layout_text(then.cfg, target.world),
+        "best_step_s": then.forecast.step,
+        "best_arguments": layout_arguments(then.cfg),
+    }
+
+
+def what_if_lines(best: dict, width: int | None) -> list[str]:
+    """A table of the answers, and what each assumes."""
+    now = best["step_s"]
+    rows = [{"what if": "now", "step s": f"{now:.3f}", "longer": "", "best then": best["layout"]}]
+    for each in best["what_if"]:
+        then = f"{each['best_layout']}: {each['best_step_s']:.3f} s"
+        rows.append({
+            "what if": each["what"],
+            "step s": f"{each['step_s']:.3f}",
+            "longer": f"{each['step_s'] / now - 1:+.1%}",
+            "best then": "the same" if each["is_best"] else then,
+        })
+    lines = table_lines(rows, to_left=("what if", "best then"), width=width)
+    for each in best["what_if"]:
+        lines += labelled("assumed", f"{each['what']}: {each['assumed']}", width)
+    return lines
 
 
 def what_would_fit(cfg: Config, target: Target, fixed: dict[str, object], smallest: float) -> str:
