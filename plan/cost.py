@@ -417,14 +417,31 @@ def timeline(
     return PipelineTime(line.makespan, busy)
 
 
-def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency) -> Forecast:
+def slower(cluster: Cluster, efficiency: Efficiency, times: float) -> tuple[Cluster, Efficiency]:
+    """GPUs that compute so many times as long, on the same links."""
+    if times == 1:
+        return cluster, efficiency
+    flops = {dtype: rate / times for dtype, rate in cluster.flops.items()}
+    host = replace(
+        efficiency,
+        op=efficiency.op * times,
+        route=efficiency.route * times,
+        micro=efficiency.micro * times,
+    )
+    return replace(cluster, flops=flops, hbm=cluster.hbm / times), host
+
+
+def forecast(
+    job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...] = ()
+) -> Forecast:
     """A step of so many microbatches; job.schedule has STEADY times the ranks of them, or all, where these
-    are fewer."""
+    are fewer. slowdown: how many times as long each place of the pipeline computes; () for once."""
     schedule = job.schedule
+    slowdown = slowdown or (1.0,) * job.layout.pp
     links = links_of(job, cluster, efficiency)
 
     # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
-    seconds, waits = times_of_stages(job, microbatches, cluster, efficiency)
+    seconds, waits = times_of_stages(job, microbatches, cluster, efficiency, slowdown)
     hop = exchange_seconds(links, "pp", "send", calls=1, nbytes=boundary_bytes(job.cfg))
     line = timeline(
         schedule.kind,
@@ -456,7 +473,7 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
     )
     module_waits = waits_by_group([waits[stage] for stage in own], microbatches)
 
-    update = update_seconds(job.cfg, own_buckets, cluster.hbm * efficiency.stream)
+    update = update_seconds(job.cfg, own_buckets, cluster.hbm * efficiency.stream / slowdown[worst])
     return Forecast(
         step=span + data_wait + update,
         compute=computes - sum(module_waits.values()),
@@ -468,16 +485,17 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
 
 
 def times_of_stages(
-    job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency
+    job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...]
 ) -> tuple[StageSeconds, list[dict[str, float]]]:
     """(seconds of a microbatch's ops; of each stage, {group: seconds that it only waits}).
 
-    The waits are in the seconds, too.
+    The waits are in the seconds, too. slowdown: see forecast.
     """
     stages: list[Times] = []
     waits: list[dict[str, float]] = []
-    for stage in range(job.schedule.n_stages):
-        times, waits_of_stage = stage_times(job, stage, microbatches, cluster, efficiency)
+    for stage, rank in enumerate(job.schedule.rank_of_stage):
+        machine = slower(cluster, efficiency, slowdown[rank])
+        times, waits_of_stage = stage_times(job, stage, microbatches, *machine)
         stages.append(times)
         waits.append(waits_of_stage)
     seconds = StageSeconds(

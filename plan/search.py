@@ -16,17 +16,19 @@ from model.describe import StageDescription, describe_stage, workload
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import SCHEDULES
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
-from plan.cost import STEADY, Cluster, Efficiency, Forecast, forecast, stage_times
+from plan.cost import STEADY, Cluster, Efficiency, Forecast, slower, stage_times
 from plan.count import parameters
 from plan.job import Job, job_of_rank
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
 from plan.simulate import closed_form
+from plan.what_if import WhatIf, forecast_under, slowdown_of, waiting_ranks
 
 Axes = dict[str, tuple]  # {section.key: values}
 
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
 EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
+WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")  # schedules that do not divide it
 TOKENS_OF_CP_RANK = 2048  # at least; fewer are not worth a context-parallel rank
 
 
@@ -61,10 +63,11 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that layouts are searched for. world: number of GPUs."""
+    """The machine that layouts are searched for. world: number of GPUs. what_if: its slow rank and jitter."""
     world: int
     cluster: Cluster
     efficiency: Efficiency
+    what_if: WhatIf = WhatIf()
 
     @property
     def gpu(self) -> Gpu:
@@ -166,7 +169,8 @@ def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
         result.smallest = min(result.smallest, held.total)
         return None
     counts["priced"] += 1
-    return Found(cfg, microbatches, forecast(job, microbatches, target.cluster, target.efficiency), held)
+    step = forecast_under(job, microbatches, target.cluster, target.efficiency, target.what_if)
+    return Found(cfg, microbatches, step, held)
 
 
 # ---- bounds ------------------------------------------------------------------------------------------------
@@ -178,7 +182,8 @@ class Bound(NamedTuple):
     f, i, w: seconds of a microbatch's forward, and of its gradients of inputs and of weights. waits: those of
     them in which it only waits for an exchange. microbatches: of a step, on a rank. kept: bytes that the
     blocks keep of one microbatch. Whatever pp is, the first rank keeps about as much: of 1 / pp of the
-    blocks, pp times.
+    blocks, pp times. Under Target.what_if: slowdown: how many times as long what it computes takes;
+    coupled: ranks that wait for each other at each op.
     """
     f: float
     i: float
@@ -187,6 +192,8 @@ class Bound(NamedTuple):
     microbatches: float
     kept: int
     values: Values
+    slowdown: float
+    coupled: int
 
     @property
     def step(self) -> float:
@@ -219,12 +226,21 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
         return None
 
     # the most microbatches that can share what a step exchanges once
-    times, waits = stage_times(job, 0, cfg.train.global_batch, target.cluster, target.efficiency)
+    coupled = waiting_ranks(job.layout, zero=1).ranks
+    slowdown = slowdown_of(target.what_if, coupled)
+    machine = slower(target.cluster, target.efficiency, slowdown)
+    times, waits = stage_times(job, 0, cfg.train.global_batch, *machine)
     blocks = describe_stage(whole, 1, whole.model.layers - 1)
     kept = blocks.cost(workload(whole, flash=True)).saved_bytes()
     microbatches = cfg.train.global_batch / sequences
+    seconds = times.f, times.i, times.w, sum(waits.values())
     return Bound(
-        times.f, times.i, times.w, sum(waits.values()), microbatches=microbatches, kept=kept, values=values
+        *seconds,
+        microbatches=microbatches,
+        kept=kept,
+        values=values,
+        slowdown=slowdown,
+        coupled=coupled,
     )
 
 
@@ -247,9 +263,11 @@ def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
         return math.inf
     if ranks == 1:
         return bound.step
-    seconds = bound.f / ranks, bound.i / ranks, bound.w / ranks
+    # the other places may be as fast as ever; in what a slow one leaves, gradients of weights fit better
+    seconds = [part / ranks / bound.slowdown for part in (bound.f, bound.i, bound.w)]
     known = closed_form(kind, ranks, microbatches, chunks, *seconds)
-    return bound.step + (known[1] if known else 0.0)
+    is_filled = bound.slowdown > 1 and kind not in WHOLE_BACKWARD
+    return bound.step + (known[1] if known and not is_filled else 0.0)
 
 
 def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
@@ -364,11 +382,25 @@ def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, 
     return EP_CHUNKS if is_exchanged else (1,)
 
 
+def ranks_that_wait(bound: Bound, layout: Values, target: Target) -> int:
+    """For each other at each op (plan/what_if.py), at least. layout: values of the layout axes."""
+    ranks = layout["parallel.pp"]
+    if layout["parallel.zero"] < 2:
+        return bound.coupled * ranks
+    replicas = layout["parallel.dp_rep"]
+    if replicas == "node":
+        return target.cluster.node * ranks
+    return target.world // replicas
+
+
 def layouts_of(bound: Bound, cfg: Config, target: Target, fixed: Values) -> list[tuple[float, Values]]:
     """[(the least seconds of its step, values of the layout axes)], the least first."""
     layouts: list[tuple[float, Values]] = []
     for layout in combinations(with_fixed(layout_axes(cfg, target.world), fixed)):
         least = step_with_bubble(bound, layout, cfg.model.layers)
+        if least < math.inf and target.what_if.jitter:
+            slowdown = slowdown_of(target.what_if, ranks_that_wait(bound, layout, target))
+            least = max(least, bound.step_without_waits * slowdown / bound.slowdown)
         if least < math.inf:
             layouts.append((least, layout))
     return sorted(layouts, key=lambda entry: entry[0])

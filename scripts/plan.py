@@ -11,6 +11,9 @@ With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures,
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
 assumed stands beside what follows from it.
 
+With --what-if links=0.5, slow-rank=1.2 or jitter=0.05: the step of the best layout then, and whether another
+would be the best.
+
 With --sbatch FILE: a batch file of SLURM that runs the best layout (scripts/slurm/train.sbatch).
 
 With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
@@ -26,7 +29,7 @@ import json
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import config
@@ -42,9 +45,12 @@ from plan.near_ties import NEAR, difference, near_groups
 from plan.search import (
     TRANSIENT_BYTES,
     Found,
+    SearchResult,
     Target,
+    price,
     search,
 )
+from plan.what_if import WhatIf, cluster_under, parse_what_if
 from runtime.failure import fail_cleanly
 from scaling.laws import CHINCHILLA, fit_law
 from scaling.points import check_enough, read_points
@@ -73,6 +79,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--top", type=int, default=TOP, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--sbatch", type=Path, metavar="FILE", help="write a batch file of SLURM that runs the best layout")
+    add("--what-if", action="append", default=[], metavar="K=V", dest="what_if",
+        help="the best layout with links=0.5, slow-rank=1.2 or jitter=0.05, and whether it stays the best "
+        "(can be given more than once)")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
     run_report.add_arguments(parser)
@@ -93,8 +102,11 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
     if least > most:
         raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
-    if least < most and args.sbatch:
-        raise ConfigError("--sbatch: is of a job on one number of GPUs, as --gpus 64")
+    for option in ("sbatch", "what_if"):
+        if least < most and getattr(args, option):
+            named = option.replace("_", "-")
+            raise ConfigError(f"--{named}: is of a job on one number of GPUs, as --gpus 64")
+    questions = {text: parse_what_if(text) for text in args.what_if}
     if least < most:
         return print_elastic(args, rest)
     args.gpus = most
@@ -138,6 +150,11 @@ def main(argv: list[str]) -> int:
         run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus)
         reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
         lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
+    if questions:
+        reports[0]["what_if"] = [
+            answer(question, cfg, target, fixed, layouts[0]) | {"what": text, "assumed": assumed}
+            for text, (question, assumed) in questions.items()
+        ]
     words = f"{args.name} {settings(rest, reports[0]['arguments'].split())}"
     if args.sbatch:
         reports[0]["sbatch"] = write_batch(args, shape, reports[0], words)
@@ -156,6 +173,8 @@ def main(argv: list[str]) -> int:
     fitted = CLASSES.get(class_of(hardware.gpu))
     if fitted is not None:
         print("\n".join(["", *wrapped(range_text(layouts[0].forecast.step, fitted), width)]))
+    if questions:
+        print("\n".join(["", *what_if_lines(reports[0], width)]))
     if lines_of_run:
         print()
     for what, text in lines_of_run.items():
@@ -181,6 +200,41 @@ def write_batch(args: argparse.Namespace, shape: batch_file.NodeShape, best: dic
     text = batch_file.batch_text(shape, title=title, file=args.sbatch, name=args.name, words=words)
     batch_file.write_batch_file(args.sbatch, text)
     return {"file": str(args.sbatch), **shape._asdict()}
+
+
+def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, object], best: Found) -> dict:
+    """Of the best layout under the question, and of the layout that is the best then."""
+    changed = replace(target, cluster=cluster_under(target.cluster, question), what_if=question)
+    stays = price(best.cfg, changed, SearchResult())
+    assert stays is not None  # its bytes are the same
+    group, *_ = near_groups(search(cfg, changed, fixed, 1, near=NEAR).found)
+    is_best = best.cfg in [one.cfg for one in group]
+    then = stays if is_best else group[0]
+    return {
+        "step_s": stays.forecast.step,
+        "is_best": is_best,
+        "best_layout": layout_text(then.cfg, target.world),
+        "best_step_s": then.forecast.step,
+        "best_arguments": arguments_of_layout(then.cfg),
+    }
+
+
+def what_if_lines(best: dict, width: int | None) -> list[str]:
+    """A table of the answers, and what each assumes."""
+    now = best["step_s"]
+    rows = [{"what if": "now", "step s": f"{now:.3f}", "longer": "", "best then": best["layout"]}]
+    for each in best["what_if"]:
+        then = f"{each['best_layout']}: {each['best_step_s']:.3f} s"
+        rows.append({
+            "what if": each["what"],
+            "step s": f"{each['step_s']:.3f}",
+            "longer": f"{each['step_s'] / now - 1:+.1%}",
+            "best then": "the same" if each["is_best"] else then,
+        })
+    lines = table_lines(rows, to_left=("what if", "best then"), width=width)
+    for each in best["what_if"]:
+        lines += labelled("assumed", f"{each['what']}: {each['assumed']}", width)
+    return lines
 
 
 def fitted_law(table: Path) -> run_report.LossLaw:

@@ -79,7 +79,7 @@ def test_what_is_set_stays_and_what_is_found_fits():
 
 
 def test_no_schedule_is_priced_twice():
-    bound = type("B", (), dict(f=1.0, i=1.0, w=1.0, microbatches=4.0, step=12.0))
+    bound = type("B", (), dict(f=1.0, i=1.0, w=1.0, microbatches=4.0, step=12.0, slowdown=1.0))
     one = {"parallel.pp": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
     assert step_with_bubble(bound, one, 8) == 12.0
     assert (
@@ -91,6 +91,11 @@ def test_no_schedule_is_priced_twice():
         step_with_bubble(bound, two | {"parallel.vpp": 2}, 8) == math.inf
         and step_with_bubble(bound, two | {"parallel.pp": 16}, 8) == math.inf
     )
+
+    # a place that is twice as slow leaves the others as they are
+    bound.slowdown = 2.0
+    assert step_with_bubble(bound, two, 8) == 12.0 + (0.5 + 1.0) / 2
+    assert step_with_bubble(bound, two | {"parallel.schedule": "zb-h1"}, 8) == 12.0
 
 
 @pytest.mark.slow(every=7)

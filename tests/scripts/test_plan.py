@@ -14,10 +14,8 @@ from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
 from plan.count import parameters
-from runtime.failure import fail_cleanly
-
-
 from plan.efficiency import CLASSES, OURS, Class
+from runtime.failure import fail_cleanly
 from scripts import plan
 
 SMALL = [
@@ -437,3 +435,40 @@ def test_fewer_gpus_than_a_node_has_and_json(capsys, tmp_path):
     (found,) = found_by([*ONE_LAYOUT, "--gpus", "4", "--sbatch", str(file)], capsys)
     assert found["sbatch"] == {"file": str(file), "nodes": 1, "gpus": 4}
     assert "#SBATCH --gpus-per-node=4" in file.read_text()
+
+
+# ---- what if -----------------------------------------------------------------------------------------------
+
+
+def test_what_if_says_the_step_then_and_what_is_best(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ["links=0.5", "slow-rank=1.2", "jitter=0.05"]
+    argv = [*ONE_NODE, "--train.micro_batch", "4", "--top", "1"]
+    argv += [word for what in asked for word in ("--what-if", what)]
+    (found,) = found_by(argv, capsys)
+    answers = {each["what"]: each for each in found["what_if"]}
+    assert list(answers) == asked
+    assert all(each["step_s"] > found["step_s"] for each in answers.values())
+    assert answers["slow-rank=1.2"]["step_s"] == pytest.approx(1.2 * found["step_s"], rel=0.01)
+    assert all(each["best_step_s"] <= 1.02 * each["step_s"] for each in answers.values())
+
+    assert plan.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    said = {line.split()[0]: line.split() for line in lines if line}
+    for what, each in answers.items():
+        assert said[what][1] == f"{each['step_s']:.3f}"
+    assert "sigma sqrt(2 ln n)" in " ".join(" ".join(lines).split())
+
+
+def test_under_jitter_a_layout_whose_ranks_wait_less_often_is_best(capsys):
+    """ZeRO 3 waits at each op; ZeRO 1, which is chosen where it is free, once a step."""
+    argv = [*ONE_NODE, "--train.micro_batch", "4", "--top", "1", "--what-if", "jitter=0.2"]
+    (fixed,) = found_by([*argv, "--parallel.zero", "3"], capsys)
+    (free,) = found_by(argv, capsys)
+    assert free["what_if"][0]["step_s"] < 0.95 * fixed["what_if"][0]["step_s"]
+
+
+def test_what_if_is_of_one_number_of_gpus():
+    with pytest.raises(ConfigError, match="^--what-if: is of a job on one number of GPUs"):
+        plan.main([*ONE_NODE, "--gpus", "4:8", "--what-if", "links=0.5"])

@@ -1,0 +1,131 @@
+"""A forecast under other links, with one slow rank, or with times that vary: `scripts.plan --what-if`.
+
+    links=0.5        all links have this share of their bandwidth; a hop takes as long as before
+    slow-rank=1.2    one rank computes this many times as long. A step is synchronous, so all wait for it. It
+                     is at the place of the pipeline where that costs most.
+    jitter=0.05      the time of each op (a forward or a backward of a microbatch in a stage) is normal and
+                     independent, with this standard deviation as a share of it; sigma below
+
+Of n such times the expected largest is about sigma sqrt(2 ln n) above the mean, and never more. n ranks wait
+for each other at each op: those of tp, cp, pp and ep, from ZeRO 2 on also those that share a copy of the
+state. So each op takes 1 + sigma sqrt(2 ln n) times as long. The others, m groups of them, meet once a step,
+when the k ops of a step have averaged: sigma sqrt(2 ln m / k) of the compute more.
+"""
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from config import ConfigError
+from parallel.topology.dims import ParallelDims
+from plan.cost import Cluster, Efficiency, Forecast, forecast
+from plan.job import Job
+
+OPS_OF_MICROBATCH = 2  # of a stage: its forward and its backward
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """links: share of their bandwidth; slow_rank: times that one rank computes; jitter: share of an op."""
+    links: float = 1.0
+    slow_rank: float = 1.0
+    jitter: float = 0.0
+
+
+class Question(NamedTuple):
+    """key: of WhatIf. least: the least value; at_least: whether it is possible. assumed: what is taken for
+    given, with the value for {}."""
+    key: str
+    least: float
+    at_least: bool
+    assumed: str
+
+
+QUESTIONS = {
+    "links": Question(
+        "links", 0.0, False, "all links have {} of their bandwidth; a hop takes as long as before"
+    ),
+    "slow-rank": Question(
+        "slow_rank",
+        1.0,
+        True,
+        "one rank computes {} times as long, at the pipeline place where it costs most; all ranks wait for "
+        "it in each step",
+    ),
+    "jitter": Question(
+        "jitter",
+        0.0,
+        True,
+        "times of ops are normal and independent, sigma {} of each; E[max of n] ~ sigma sqrt(2 ln n) over "
+        "the n ranks that wait for each other at each op (tp, cp, pp, ep; from ZeRO 2 on also those that "
+        "share a copy of the state); m groups of them meet once a step of k ops: sigma sqrt(2 ln m / k)",
+    ),
+}
+
+
+def parse_what_if(text: str) -> tuple[WhatIf, str]:
+    """("links=0.5") -> it, and what it assumes. Raises ConfigError."""
+    name, _, value = text.partition("=")
+    if name not in QUESTIONS:
+        raise ConfigError(f"--what-if: no {name!r}; there are links=0.5, slow-rank=1.2 and jitter=0.05")
+    question = QUESTIONS[name]
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"--what-if: {text}: needs a number, as {name}=1.2") from None
+    is_large_enough = number > question.least or (question.at_least and number == question.least)
+    if not is_large_enough or math.isinf(number):
+        bound = "not be below" if question.at_least else "be above"
+        raise ConfigError(f"--what-if: {text}: must be finite and {bound} {question.least:g}")
+    return WhatIf(**{question.key: number}), question.assumed.format(f"{number:g}")
+
+
+def cluster_under(cluster: Cluster, what_if: WhatIf) -> Cluster:
+    """With its links."""
+    return replace(
+        cluster, inside=cluster.inside * what_if.links, between=cluster.between * what_if.links
+    )
+
+
+def expected_largest(sigma: float, n: int) -> float:
+    """How far the largest of n normal values is expected above their mean; never less than it is."""
+    return sigma * math.sqrt(2 * math.log(n))
+
+
+class Waiting(NamedTuple):
+    """Ranks that wait for each other at each op; and groups of such ranks, which meet once a step."""
+    ranks: int
+    groups: int
+
+
+def waiting_ranks(layout: ParallelDims, zero: int) -> Waiting:
+    """Of a layout. The ranks of tp and cp, and those of ep and etp, are blocks of neighbours."""
+    of_stage = math.lcm(layout.tp * layout.cp, layout.ep * layout.etp)
+    if zero >= 2:
+        of_stage = layout.dp_shard * layout.cp * layout.tp
+    ranks = of_stage * layout.pp
+    return Waiting(ranks, layout.world // ranks)
+
+
+def slowdown_of(what_if: WhatIf, ranks: int) -> float:
+    """How many times as long the slow rank computes, and those that wait for it. ranks: that wait for each
+    other at each op."""
+    return what_if.slow_rank * (1 + expected_largest(what_if.jitter, ranks))
+
+
+def forecast_under(
+    job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, what_if: WhatIf
+) -> Forecast:
+    """plan.cost.forecast with its slow rank and its jitter; the links are those of the cluster
+    (cluster_under). What groups of ranks wait for once a step is part of the bubble."""
+    waiting = waiting_ranks(job.layout, job.cfg.parallel.zero)
+    at_each_op = 1 + expected_largest(what_if.jitter, waiting.ranks)
+    places = job.layout.pp
+    slowest: list[Forecast] = []
+    for slow in range(places if what_if.slow_rank > 1 else 1):
+        slowdown = [at_each_op * (what_if.slow_rank if place == slow else 1.0) for place in range(places)]
+        slowest.append(forecast(job, microbatches, cluster, efficiency, tuple(slowdown)))
+    step = max(slowest, key=lambda one: one.step)
+
+    ops = OPS_OF_MICROBATCH * microbatches * job.schedule.chunks
+    once = step.compute * expected_largest(what_if.jitter, waiting.groups) / math.sqrt(ops)
+    return replace(step, step=step.step + once, bubble=step.bubble + once)
