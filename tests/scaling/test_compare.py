@@ -209,6 +209,7 @@ all(chart, "button")[0].onclick();
 seen.push(look());
 console.log(JSON.stringify(seen));
 """
+PATHS = "console.log(JSON.stringify([all(places.chart, 'path').map(one => one.attributes.d)]));"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js, which runs the page's script")
@@ -234,11 +235,9 @@ def test_the_page_draws_what_is_asked(tmp_path):
     assert len(alone["curves"]) == 1 and alone["reading"] == "at the end: b 3.0000"
 
     # the address holds the choices, and wrong ones are as none
-    (again,) = browse("console.log(JSON.stringify([all(places.chart, 'path').map(one => one.attributes.d)]));",
-                      alone["hash"])
+    (again,) = browse(PATHS, alone["hash"])
     assert again == alone["curves"]
-    (plain,) = browse("console.log(JSON.stringify([all(places.chart, 'path').map(one => one.attributes.d)]));",
-                      "#{broken")
+    (plain,) = browse(PATHS, "#{broken")
     assert plain == first["curves"]
 
     places = browse("console.log(JSON.stringify([ticks(0, 300, false, 6), ticks(1, 1e4, true, 6), "
