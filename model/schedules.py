@@ -3,6 +3,7 @@
 What train.py makes, the planner and the proofs ask for here, so all refuse the same jobs in the same words.
 """
 from collections.abc import Iterator
+from functools import lru_cache
 
 from config import (
     Config,
@@ -72,8 +73,23 @@ def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
         if not rule.holds:
             return rule
     for schedule in schedules:
-        check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
+        check_once(schedule.kind, len(schedule.order), schedule.microbatches, schedule.chunks)
     return schedules
+
+
+@lru_cache(maxsize=32)
+def schedule_of(kind: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+    """make_schedule's, made once: layouts of a search differ in much that no schedule knows. The ops of many
+    ranks and microbatches take megabytes, so few are kept. Raises ValueError.
+    """
+    return make_schedule(kind, ranks, microbatches, chunks)
+
+
+@lru_cache(maxsize=1024)
+def check_once(kind: str, ranks: int, microbatches: int, chunks: int) -> None:
+    """check_schedule, of schedule_of's. Raises ValueError."""
+    schedule = schedule_of(kind, ranks, microbatches, chunks)
+    check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
 
 
 def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
@@ -89,7 +105,7 @@ def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
     # the full batch first: if no batch fits, the error names it and not the ramp
     for size in reversed(global_batch_sizes(train)):
         try:
-            schedule = make_schedule(parallel.schedule, parallel.pp, size // sequences, parallel.vpp)
+            schedule = schedule_of(parallel.schedule, parallel.pp, size // sequences, parallel.vpp)
         except ValueError as error:
             if schedules:
                 message = (

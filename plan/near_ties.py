@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 
 from plan.cost import Forecast
-from plan.search import Found, simplicity
+from plan.search import Found, rounded, simplicity
 
 # Share of a step within which two forecasts of one job are taken as equal. Most of the model's error is that
 # of rates, which all layouts of a job share; how much of it they do not share is not measured.
@@ -32,8 +32,7 @@ def near_groups(found: list[Found]) -> list[list[Found]]:
 
 def simplest_first(found: Found) -> tuple[float, ...]:
     """The key of a sort. Of layouts of the same kinds the faster comes first, then the smaller."""
-    *kinds, held = simplicity(found)
-    return *kinds, float(f"{found.forecast.step:.4g}"), held
+    return *simplicity(found.cfg), rounded(found.forecast.step), found.held.total
 
 
 @dataclass(frozen=True)

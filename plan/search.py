@@ -88,8 +88,14 @@ def compute_axes(cfg: Config, world: int, cluster: Cluster) -> Axes:
         "parallel.cp": tuple(degree for degree in degrees if degree <= most_cp),
         "parallel.ep": tuple(ep),
         "train.micro_batch": (1, 2, 4, 8, 16),
-        "parallel.recompute": RECOMPUTE_MODES,
+        "parallel.recompute": recompute_modes(cfg),
     }
+
+
+def recompute_modes(cfg: Config) -> tuple[str, ...]:
+    """Without the selective one where it is as none: a fused kernel keeps nothing of attention's core."""
+    has_other_parts = cfg.parallel.recompute_parts != "core"
+    return tuple(mode for mode in RECOMPUTE_MODES if mode != "selective" or has_other_parts)
 
 
 def layout_axes(cfg: Config, world: int) -> Axes:
@@ -110,11 +116,12 @@ def with_fixed(axes: Axes, fixed: Values) -> Axes:
 
 def set_keys(cfg: Config, values: Values) -> Config:
     """values: {"parallel.tp": 8, ...}"""
+    sections: dict[str, Values] = {}
     for path, value in values.items():
         section, key = path.split(".")
-        changed = replace(getattr(cfg, section), **{key: value})
-        cfg = replace(cfg, **{section: changed})
-    return cfg
+        sections.setdefault(section, {})[key] = value
+    changed = {section: replace(getattr(cfg, section), **keys) for section, keys in sections.items()}
+    return replace(cfg, **changed)
 
 
 # ---- one layout --------------------------------------------------------------------------------------------
@@ -312,6 +319,8 @@ def search(
                 values["parallel.dp_rep"] = replicas
 
             candidate = set_keys(cfg, values)
+            if least >= longest_step(result, top, 0.0) and not could_lead(candidate, least, result, near):
+                continue
             at_least = least_bytes(candidate, target, bound)
             if at_least > target.cluster.memory:
                 result.counts["too large"] += 1
@@ -320,7 +329,7 @@ def search(
             priced = price(candidate, target, result)
             if priced is not None:
                 result.found.append(priced)
-                result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one)))
+                result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one.cfg), one.held.total))
                 longest = longest_step(result, top, near)
                 others = [one for one in result.found[top:] if one.forecast.step < longest]
                 result.found[top:] = others
@@ -329,15 +338,27 @@ def search(
     return result
 
 
-def simplicity(found: Found) -> tuple[int, ...]:
-    """The smaller, the simpler: fewer kinds of parallelism, less recompute, lower ZeRO, fewer bytes."""
-    parallel = found.cfg.parallel
+def could_lead(cfg: Config, least: float, result: SearchResult, near: float) -> bool:
+    """Whether a layout may be the simplest of the near ties of the fastest. least: seconds of its step."""
+    longest = result.found[0].forecast.step * (1 + near)
+    steps = [(simplicity(one.cfg), one.forecast.step) for one in result.found]
+    leader = min(entry for entry in steps if entry[1] <= longest)
+    return (simplicity(cfg), rounded(least)) <= (leader[0], rounded(leader[1]))
+
+
+def rounded(seconds: float) -> float:
+    """To four digits: the model of the times is no finer."""
+    return float(f"{seconds:.4g}")
+
+
+def simplicity(cfg: Config) -> tuple[int, ...]:
+    """The smaller, the simpler: fewer kinds of parallelism, less recompute, lower ZeRO."""
+    parallel = cfg.parallel
     degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.dp_rep, parallel.ep_chunks)
     return (
         sum(degree > 1 for degree in degrees),
         RECOMPUTE_MODES.index(parallel.recompute),
         parallel.zero,
-        found.held.total,
     )
 
 
