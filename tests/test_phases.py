@@ -27,7 +27,7 @@ from parallel.wire.world import World
 from plan.advice import holdings
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
-from scripts.plan import longest_phase
+from scripts.plan import phase_to_plan
 from start import advised_on_memory
 
 ENDS = (3, 6)  # the last steps of the first two phases
@@ -473,9 +473,9 @@ def test_the_planner_plans_the_phase_that_needs_most():
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=json.dumps(rows)))
     plain = [phase.cfg for phase in phases_of(cfg).all]
     assert holdings(cfg, 1, None) == holdings(plain[1], 1, None) != holdings(plain[0], 1, None)
-    longest, line = longest_phase(cfg)
+    longest, line = phase_to_plan(cfg)
     assert longest == plain[1] and line.startswith("phase 2 of 3") and "64 tokens" in line
-    assert longest_phase(plain[0]) == (plain[0], "")
+    assert phase_to_plan(plain[0]) == (plain[0], "")
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------
