@@ -106,7 +106,12 @@ def other_value(name, value):
     return f"{value}-other" if isinstance(value, str) else value * 2 or type(value)(1)
 
 
-@pytest.mark.parametrize("line", lzma.open(WRITTEN, "rt").read().splitlines(), ids=lambda line: line.split()[0])
+def written_lines():
+    with lzma.open(WRITTEN, "rt") as lines:
+        return lines.read().splitlines()
+
+
+@pytest.mark.parametrize("line", written_lines(), ids=lambda line: line.split()[0])
 def test_a_preset_is_written_as_ever(line):
     """Byte for byte, the order of the keys included: a folder of today equals one of yesterday."""
     name, _, text = line.partition(" ")
