@@ -105,7 +105,10 @@ def auto_layout(
 
 
 def trained_layout(folder: Path) -> tuple[Config, int] | None:
-    """The config with which the last start of a run has trained, and its number of ranks; None: none has."""
+    """The config with which the last start of a run has trained, and its number of ranks.
+
+    None if no start has trained, or the config cannot be read.
+    """
     try:
         ranks = [start.world for start in read_starts(folder) if start.first_step is not None]
         cfg = config.from_tree(config.read_yaml(folder / "config.yaml"))

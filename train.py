@@ -1086,8 +1086,7 @@ def main(argv: list[str]) -> int:
     rank, size = setup.rank_and_world()[:2]
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
         cfg = branch.resolve(name, file, argv)
-        trees = [config.dotted_overrides(argv), config.read_yaml(file) if file else {}]
-        stated = {key for tree in trees for key in config.flatten_tree(tree)}
+        stated = config.stated_keys(file, argv)
         usual_name = cfg.log.name
         cfg = with_own_folder(cfg, file, argv)
         folder = run_folder(cfg)

@@ -35,6 +35,7 @@ from config.loading import (
     resolve,
     sections,
     split_argv,
+    stated_keys,
 )
 from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec

@@ -238,6 +238,12 @@ def recipe(name: str) -> Tree:
 
 # ---- command line ----------------------------------------------------------------------------------------
 
+def stated_keys(file: str | None, argv: list[str]) -> set[str]:
+    """The keys (section.key) that a config file and a command line state. Raises ConfigError."""
+    trees = [dotted_overrides(argv), read_yaml(file) if file else {}]
+    return {key for tree in trees for key in flatten_tree(tree)}
+
+
 def dotted_overrides(argv: list[str]) -> Tree:
     """['--parallel.tp', '2', '--train.steps=9'] -> {'parallel': {'tp': '2'}, 'train': {'steps': '9'}}.
 

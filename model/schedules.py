@@ -79,15 +79,15 @@ def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
 
 @lru_cache(maxsize=32)
 def schedule_of(kind: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """make_schedule's, made once: layouts of a search differ in much that no schedule knows. The ops of many
-    ranks and microbatches take megabytes, so few are kept. Raises ValueError.
+    """As make_schedule, and kept: many layouts of a search share a schedule. Only a few are kept, since that of
+    many ranks and microbatches takes megabytes. Raises ValueError.
     """
     return make_schedule(kind, ranks, microbatches, chunks)
 
 
 @lru_cache(maxsize=1024)
 def check_once(kind: str, ranks: int, microbatches: int, chunks: int) -> None:
-    """check_schedule, of schedule_of's. Raises ValueError."""
+    """Checks a schedule the first time that it is asked for. Raises ValueError if it cannot run."""
     schedule = schedule_of(kind, ranks, microbatches, chunks)
     check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
 

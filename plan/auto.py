@@ -17,12 +17,11 @@ from plan import elastic, run_report
 from plan.cost import Cluster, cluster
 from plan.efficiency import efficiency_of
 from plan.elastic import RankDevice, value_of
-from plan.near_ties import LAYOUT_KEYS, NEAR, near_groups
+from plan.near_ties import NEAR, near_groups
 from plan.search import (
+    LAYOUT_KEYS,
     SearchResult,
     Target,
-    compute_axes,
-    layout_axes,
     price,
     search,
     set_keys,
@@ -54,15 +53,9 @@ class AutoLayout(NamedTuple):
 # ---- what is searched --------------------------------------------------------------------------------------
 
 
-def searched_keys(cfg: Config, world: int, hardware: Cluster) -> list[str]:
-    """Every section.key that a search decides."""
-    axes = compute_axes(cfg, world, hardware) | layout_axes(cfg, world)
-    return [*axes, "parallel.sp", "parallel.ep_chunks"]
-
-
-def fixed_values(cfg: Config, world: int, hardware: Cluster, stated: Collection[str]) -> Values:
+def fixed_values(cfg: Config, stated: Collection[str]) -> Values:
     """{section.key: value} of the searched keys that are stated."""
-    fixed = {key: value_of(cfg, key) for key in searched_keys(cfg, world, hardware) if key in stated}
+    fixed = {key: value_of(cfg, key) for key in LAYOUT_KEYS if key in stated}
     if cfg.parallel.recompute_stages is not None:  # which replaces it
         fixed["parallel.recompute"] = cfg.parallel.recompute
     return fixed
@@ -153,16 +146,15 @@ def best_layout(
 
     stated: keys (section.key), which stay. Raises ConfigError where there is none.
     """
-    hardware = check_asked(cfg, world, device, after)
+    hardware = check_asked(cfg, device, after)
     heaviest = elastic.with_any_vocab(longest_phase(cfg, after).cfg)
     target = Target(world, hardware, efficiency_of(hardware))
-    fixed = fixed_values(cfg, world, hardware, stated)
+    fixed = fixed_values(cfg, stated)
     result = search(heaviest, target, fixed, TOP, near=NEAR)
     if not result.found:
         raise ConfigError(f"{KEY}: {no_layout_text(heaviest, target, fixed, result, 'this run')}")
-    keys = searched_keys(cfg, world, hardware)
     ranked = [found for group in near_groups(result.found) for found in group]
-    values_of = [{key: value_of(found.cfg, key) for key in keys} for found in ranked]
+    values_of = [{key: value_of(found.cfg, key) for key in LAYOUT_KEYS} for found in ranked]
     for found, values in zip(ranked, values_of):
         if elastic.fits(with_values(cfg, values), world, after):
             best = f"the planner's best for {ranks_text(world)} of {hardware.name}"
@@ -184,7 +176,7 @@ def layout_as_saved(
 ) -> AutoLayout:
     """The layout with which a run has begun, without a search. saved: its config."""
     hardware = machine_of(cfg, device)
-    values = {key: value_of(saved, key) for key in searched_keys(cfg, world, hardware)}
+    values = {key: value_of(saved, key) for key in LAYOUT_KEYS}
     heaviest = elastic.with_any_vocab(set_keys(longest_phase(cfg, after).cfg, values))
     found = price(heaviest, Target(world, hardware, efficiency_of(hardware)), SearchResult())
     begun = f"as this run has begun on {ranks_text(world)} of {hardware.name}"
@@ -209,7 +201,8 @@ def layout_of_run(
         return best_layout(cfg, world, device, stated, after)
     old, ranks = saved
     if ranks == world:
-        fixed = fixed_values(cfg, world, check_asked(cfg, world, device, after), stated)
+        check_asked(cfg, device, after)
+        fixed = fixed_values(cfg, stated)
         if all(value_of(old, key) == value for key, value in fixed.items()):
             return layout_as_saved(cfg, world, device, old, after)
         return best_layout(cfg, world, device, stated, after)
@@ -221,7 +214,7 @@ def layout_of_run(
     )
 
 
-def check_asked(cfg: Config, world: int, device: RankDevice, after: int) -> Cluster:
+def check_asked(cfg: Config, device: RankDevice, after: int) -> Cluster:
     """The cluster to search for. Raises ConfigError if other keys choose the layout, too."""
     if cfg.parallel.elastic:
         raise ConfigError(
@@ -229,10 +222,9 @@ def check_asked(cfg: Config, world: int, device: RankDevice, after: int) -> Clus
             "leave one of them out"
         )
     hardware = machine_of(cfg, device)
-    keys = searched_keys(cfg, world, hardware)
     for phase in phases_of(cfg).from_step(after):
         for key in phase.changes:
-            if key in keys:
+            if key in LAYOUT_KEYS:
                 raise ConfigError(
                     f"{KEY}: takes one layout for the whole run, and phase {phase.number} states {key} "
                     f"(train.phases); leave it out there, or set --{KEY} none"
@@ -253,7 +245,7 @@ def ranks_text(world: int) -> str:
 
 
 def described(cfg: Config, world: int, why: str, step: float | None) -> str:
-    """step: seconds by the planner; None: it has no forecast."""
+    """The layout in words. step: seconds by the planner, or None without a forecast."""
     forecast = "no forecast" if step is None else f"forecast {step:.3g} s a step"
     return f"{layout_text(cfg, world)}, {why}, {forecast} ({arguments(cfg)})"
 

@@ -17,8 +17,10 @@ class NodeShape(NamedTuple):
 
 
 def node_shape(gpus: int, node: int) -> NodeShape:
-    """Of a job on so many GPUs. node: GPUs of a whole node. Raises ConfigError if the last node would have
-    fewer than the others."""
+    """The nodes of a job. gpus: of the job. node: GPUs of a whole node.
+
+    Raises ConfigError if the last node would have fewer than the others.
+    """
     if gpus <= node:
         return NodeShape(1, gpus)
     nodes, rest = divmod(gpus, node)

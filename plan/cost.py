@@ -282,8 +282,10 @@ def hops_of(verb: str, size: int) -> float:
 
 
 class Links(NamedTuple):
-    """The links of a job. copies: of a token that an all-to-all sends, of which one goes to each node; 1: all
-    go."""
+    """The links of a job.
+
+    copies: of each token in an all-to-all, if a node receives a token once and passes it on; else 1.
+    """
     layout: ParallelDims
     cluster: Cluster
     efficiency: Efficiency
@@ -418,7 +420,7 @@ def timeline(
 
 
 def slower(cluster: Cluster, efficiency: Efficiency, times: float) -> tuple[Cluster, Efficiency]:
-    """GPUs that compute so many times as long, on the same links."""
+    """GPUs that take `times` as long to compute, on the same links."""
     if times == 1:
         return cluster, efficiency
     flops = {dtype: rate / times for dtype, rate in cluster.flops.items()}
@@ -435,7 +437,7 @@ def forecast(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...] = ()
 ) -> Forecast:
     """A step of so many microbatches; job.schedule has STEADY times the ranks of them, or all, where these
-    are fewer. slowdown: how many times as long each place of the pipeline computes; () for once."""
+    are fewer. slowdown: how many times as long each place of the pipeline computes, 1 by default."""
     schedule = job.schedule
     slowdown = slowdown or (1.0,) * job.layout.pp
     links = links_of(job, cluster, efficiency)

@@ -80,7 +80,7 @@ CLASSES: dict[Class, Fitted] = {
 
 
 def class_of(gpu: str, framework: str = "") -> Class:
-    """gpu: see Cluster.gpu. framework: of plan/published.csv; none: ours."""
+    """gpu: see Cluster.gpu. framework: of plan/published.csv, or "" for our own code."""
     return Class(GENERATIONS.get(gpu, gpu), KINDS.get(framework, OURS))
 
 

@@ -2,16 +2,11 @@
 from dataclasses import dataclass
 
 from plan.cost import Forecast
-from plan.search import Found, rounded, simplicity
+from plan.search import LAYOUT_KEYS, Found, rounded, simplicity
 
 # Share of a step within which two forecasts of one job are taken as equal. Most of the model's error is that
 # of rates, which all layouts of a job share; how much of it they do not share is not measured.
 NEAR = 0.02
-LAYOUT_KEYS = (
-    "parallel.tp", "parallel.sp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.ep_chunks",
-    "parallel.dp_rep", "parallel.zero", "parallel.schedule", "parallel.vpp", "parallel.recompute",
-    "train.micro_batch",
-)
 MOST_PARTS = 3  # of a step that one line names
 LEAST_SHOWN = 0.5e-3  # seconds
 GIB = 2**30

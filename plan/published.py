@@ -163,20 +163,28 @@ def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
 
 def rank_correlation(rows: list[Measured], constants: dict[Class, Efficiency]) -> float:
     """Spearman's, of forecast and measured seconds."""
-    forecasts = [row.error(constants.get(row.of, SHARED)) + math.log(row.step) for row in rows]
-    return float(spearmanr(forecasts, [row.step for row in rows]).statistic)
+    forecasts: list[float] = []
+    for row in rows:
+        error = row.error(constants.get(row.of, SHARED))
+        forecasts.append(math.exp(error) * row.step)
+    measured = [row.step for row in rows]
+    return float(spearmanr(forecasts, measured).statistic)
 
 
 def judged_range(rows: list[Measured], efficiency: Efficiency) -> tuple[float, float]:
     """The 10th and 90th percentile of measured / forecast."""
-    low, high = np.exp(np.quantile([-row.error(efficiency) for row in rows], [0.1, 0.9]))
-    return float(low), float(high)
+    logarithms = [-row.error(efficiency) for row in rows]
+    low, high = np.quantile(logarithms, [0.1, 0.9])
+    return math.exp(low), math.exp(high)
 
 
 def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:
     """The constants of each class, fitted to its own rows to fit."""
-    classes = sorted({row.of for row in every if row.use == "fit"})
-    return {one: fit([row for row in every if (row.of, row.use) == (one, "fit")]) for one in classes}
+    rows_of: defaultdict[Class, list[Measured]] = defaultdict(list)
+    for row in every:
+        if row.use == "fit":
+            rows_of[row.of].append(row)
+    return {one: fit(rows_of[one]) for one in sorted(rows_of)}
 
 
 def fit(rows: list[Measured]) -> Efficiency:
@@ -192,8 +200,11 @@ def fit(rows: list[Measured]) -> Efficiency:
     pulls = np.array([PULL_ADDED if name in ADDED else PULL for name in names])
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        errors = np.array([row.error(with_constants(start, names, x)) for row in rows]) / LARGE_ERROR
-        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)) * LARGE_ERROR
+        efficiency = with_constants(start, names, x)
+        errors = np.array([row.error(efficiency) for row in rows])
+        # quadratic below LARGE_ERROR, linear above
+        squares = 2 * (np.sqrt(1 + (errors / LARGE_ERROR)**2) - 1)
+        soft = np.sign(errors) * LARGE_ERROR * np.sqrt(squares)
         return np.concatenate([soft, pulls * x])
 
     low = [0.0 if name in ADDED else math.log(BOUNDS[name][0] / getattr(start, name)) for name in names]

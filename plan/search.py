@@ -25,6 +25,20 @@ from plan.what_if import WhatIf, forecast_under, slowdown_of, waiting_ranks
 
 Axes = dict[str, tuple]  # {section.key: values}
 
+LAYOUT_KEYS = (  # that a search decides
+    "parallel.tp",
+    "parallel.sp",
+    "parallel.cp",
+    "parallel.pp",
+    "parallel.ep",
+    "parallel.ep_chunks",
+    "parallel.dp_rep",
+    "parallel.zero",
+    "parallel.schedule",
+    "parallel.vpp",
+    "parallel.recompute",
+    "train.micro_batch",
+)
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
 EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
@@ -299,8 +313,8 @@ def search(
 ) -> SearchResult:
     """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
 
-    near: also all others whose step is at most this share longer than the fastest. is_any_enough: it is only
-    asked whether one fits.
+    near: share of a step within which layouts are taken as equally fast. Finds, beyond the `top` fastest, the
+    simplest of those that are as fast as the first. is_any_enough: it is only asked whether one fits.
     """
     result = SearchResult()
     for bound in bounds_of(cfg, target, fixed):

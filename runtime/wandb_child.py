@@ -34,6 +34,7 @@ from typing import Any, TextIO
 GRACE_SECONDS = 3.0  # to finish in, after the trainer has died
 POLL_SECONDS = 0.5
 MAX_ERROR_LENGTH = 200
+MOST_FILES = 10**7  # of a checkpoint: every rank writes some
 MOST_TEXTS = 100  # rows of a table of texts, which is sent whole each time: the newest
 OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # what W&B shows over "tokens"
 
@@ -147,7 +148,7 @@ def artifact_of(wandb: Any, run_id: str, message: dict[str, Any]) -> Any:
     """A checkpoint as W&B keeps it: a reference to its folder, and copies of the files."""
     metadata = {"step": message["step"], "host": platform.node()}
     artifact = wandb.Artifact(f"checkpoint-{run_id}", type="model", metadata=metadata)
-    artifact.add_reference(f"file://{message['checkpoint']}", checksum=False)
+    artifact.add_reference(f"file://{message['checkpoint']}", checksum=False, max_objects=MOST_FILES)
     for file in message["files"]:
         artifact.add_file(file)
     return artifact

@@ -133,8 +133,7 @@ def main(argv: list[str]) -> int:
     name, file, rest = config.split_argv([*([args.name] if args.name else []), *rest])
     cfg = config.resolve(name, file, rest)
     if cfg.parallel.auto is not None:
-        layers = [config.dotted_overrides(rest), config.read_yaml(file) if file else {}]
-        stated = {key for layer in layers for key in config.flatten_tree(layer)}
+        stated = config.stated_keys(file, rest)
         layout = auto.best_layout(cfg, args.world, elastic.RankDevice(), stated)
         print("\n".join(wrapped(f"auto: {layout.text}", output_width())))
         cfg = with_values(cfg, layout.values)

@@ -35,7 +35,7 @@ from pathlib import Path
 import config
 from config import Config, ConfigError, phases_of, unused
 from config.terminal import ParagraphHelp, hanging_lines, output_width, table_lines, wrapped
-from plan import batch_file, elastic, published, run_report
+from plan import batch_file, elastic, run_report
 from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, longest_phase, no_layout_text
 from plan.auto import arguments as arguments_of_layout
 from plan.cost import Cluster, cluster
@@ -96,17 +96,9 @@ def main(argv: list[str]) -> int:
     if not args.name or args.gpus is None or not args.cluster:
         raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
                           "as llama3-8b --gpus 64 --cluster h100-ib")
-    least, most = args.gpus
-    run_report.check_asked(args)
-    if least < 1 or args.top < 1:
-        raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
-    if least > most:
-        raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
-    for option in ("sbatch", "what_if"):
-        if least < most and getattr(args, option):
-            named = option.replace("_", "-")
-            raise ConfigError(f"--{named}: is of a job on one number of GPUs, as --gpus 64")
+    check_arguments(args)
     questions = {text: parse_what_if(text) for text in args.what_if}
+    least, most = args.gpus
     if least < most:
         return print_elastic(args, rest)
     args.gpus = most
@@ -126,8 +118,7 @@ def main(argv: list[str]) -> int:
         law = fitted_law(Path(args.law)) if args.law else None
         question = run_report.question_of(args, cfg, args.gpus, hardware, law)
 
-    stated = config.flatten_tree(config.dotted_overrides(rest))
-    fixed = fixed_values(cfg, args.gpus, hardware, stated)
+    fixed = fixed_values(cfg, config.stated_keys(None, rest))
     started = time.perf_counter()
     target = Target(args.gpus, hardware, efficiency_of(hardware))
     result = search(cfg, target, fixed, args.top, near=NEAR)
@@ -136,23 +127,17 @@ def main(argv: list[str]) -> int:
     if not found:
         raise ConfigError(f"--gpus: {no_layout_text(cfg, target, fixed, result, args.name)}")
 
-    peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
-    reports: list[dict] = []
-    numbered = [(number, each) for number, group in enumerate(near_groups(found), start=1) for each in group]
-    layouts = [layout for _, layout in numbered[:args.top]]
-    for number, layout in numbered[:args.top]:
-        reports.append({"group": number} | report(layout, args.gpus, peak_flops))
-    for layout, its_report in zip(layouts[1:], reports[1:]):
-        its_report["against_first"] = asdict(difference(layout, layouts[0]))
+    # as numbers
+    reports = reports_of(found, args, hardware)
+    best = near_groups(found)[0][0]
     lines_of_run: dict[str, str] = {}
     if question is not None:
-        best = layouts[0]
         run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus)
         reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
         lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
     if questions:
         reports[0]["what_if"] = [
-            answer(question, cfg, target, fixed, layouts[0]) | {"what": text, "assumed": assumed}
+            answer(question, cfg, target, fixed, best) | {"what": text, "assumed": assumed}
             for text, (question, assumed) in questions.items()
         ]
     words = f"{args.name} {settings(rest, reports[0]['arguments'].split())}"
@@ -161,18 +146,20 @@ def main(argv: list[str]) -> int:
     if args.json:
         print("\n".join(map(json.dumps, reports)))
         return 0
+
+    # as text
     width = output_width()
     for text in (headline(cfg, args), phase_note):
         if text:
             print("\n".join(wrapped(text, width)))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
     print("\n".join(table(reports, width)))
-    if layouts[1:]:
-        print("\n".join(labelled("second", str(difference(layouts[1], layouts[0])), width)))
+    if reports[1:]:
+        print("\n".join(labelled("second", reports[1]["against_first"]["text"], width)))
     print("\n".join(["", *memory_lines(reports[0])]))
     fitted = CLASSES.get(class_of(hardware.gpu))
     if fitted is not None:
-        print("\n".join(["", *wrapped(range_text(layouts[0].forecast.step, fitted), width)]))
+        print("\n".join(["", *wrapped(range_text(best.forecast.step, fitted), width)]))
     if questions:
         print("\n".join(["", *what_if_lines(reports[0], width)]))
     if lines_of_run:
@@ -186,6 +173,36 @@ def main(argv: list[str]) -> int:
         print("\n".join(labelled("batch", text, width)))
     print(f"best     train.py {words}")
     return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises ConfigError if they contradict each other, or are out of range."""
+    run_report.check_asked(args)
+    least, most = args.gpus
+    if least < 1 or args.top < 1:
+        raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
+    if least > most:
+        raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
+    for option in ("sbatch", "what_if"):
+        if least < most and getattr(args, option):
+            named = option.replace("_", "-")
+            raise ConfigError(f"--{named}: is of a job on one number of GPUs, as --gpus 64")
+
+
+def reports_of(found: list[Found], args: argparse.Namespace, hardware: Cluster) -> list[dict]:
+    """The report of each layout that is shown, by groups of near ties; beside it, how it differs from the
+    first."""
+    groups = near_groups(found)
+    first = groups[0][0]
+    reports: list[dict] = []
+    for number, group in enumerate(groups, start=1):
+        for layout in group:
+            numbers = {"group": number} | report(layout, args.gpus, hardware)
+            if reports:
+                against_first = difference(layout, first)
+                numbers["against_first"] = asdict(against_first) | {"text": str(against_first)}
+            reports.append(numbers)
+    return reports[:args.top]
 
 
 def labelled(what: str, text: str, width: int | None) -> list[str]:
@@ -203,13 +220,14 @@ def write_batch(args: argparse.Namespace, shape: batch_file.NodeShape, best: dic
 
 
 def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, object], best: Found) -> dict:
-    """Of the best layout under the question, and of the layout that is the best then."""
+    """The step of the best layout under the question, and the layout that is the best then: another one only
+    where it is faster by more than forecasts can tell."""
     changed = replace(target, cluster=cluster_under(target.cluster, question), what_if=question)
     stays = price(best.cfg, changed, SearchResult())
     assert stays is not None  # its bytes are the same
-    group, *_ = near_groups(search(cfg, changed, fixed, 1, near=NEAR).found)
-    is_best = best.cfg in [one.cfg for one in group]
-    then = stays if is_best else group[0]
+    found = search(cfg, changed, fixed, 1, near=NEAR).found
+    is_best = stays.forecast.step <= (1 + NEAR) * found[0].forecast.step
+    then = stays if is_best else near_groups(found)[0][0]
     return {
         "step_s": stays.forecast.step,
         "is_best": is_best,
@@ -312,6 +330,8 @@ def elastic_row(numbers: dict) -> dict[str, str]:
 
 def print_published(fit: bool) -> None:
     """Prints forecasts beside published measurements. fit: with constants that are fitted to them now."""
+    from plan import published  # the search needs no scipy.stats
+
     rows = published.rows()
     constants = {one: fitted.efficiency for one, fitted in CLASSES.items()}
     if fit:
@@ -350,15 +370,13 @@ def phase_to_plan(cfg: Config) -> tuple[Config, str]:
 
 # ---- the report ------------------------------------------------------------------------------------------
 
-def report(layout: Found, world: int, peak_flops: float) -> dict:
-    """One layout as plain numbers: seconds, bytes, shares of the step.
-
-    peak_flops: FLOP/s of one GPU in the dtype of the run.
-    """
+def report(layout: Found, world: int, hardware: Cluster) -> dict:
+    """One layout as plain numbers: seconds, bytes, shares of the step. MFU: of the peak in bf16, for fp8 too."""
     forecast, train = layout.forecast, layout.cfg.train
     step = forecast.step
     tokens = train.global_batch * train.seq_len
     flops = tokens * flops_per_token(layout.cfg.model, train.seq_len)
+    peak_flops = hardware.flops["bf16" if train.dtype == "fp8" else train.dtype]
     return {
         "layout": layout_text(layout.cfg, world),
         "step_s": step,

@@ -44,7 +44,7 @@ def Image(path):
 class Artifact:
     def __init__(self, name, type, metadata):
         self.parts = [name, type, metadata]
-    def add_reference(self, uri, checksum):
+    def add_reference(self, uri, checksum, max_objects):
         self.parts.append([uri, checksum])
     def add_file(self, path):
         self.parts.append(path)

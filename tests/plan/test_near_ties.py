@@ -2,9 +2,10 @@
 import pytest
 
 import config
-from plan.cost import Forecast
+from plan.cost import Forecast, cluster
+from plan.efficiency import efficiency_of
 from plan.near_ties import NEAR, difference, near_groups
-from plan.search import Found, Held, set_keys
+from plan.search import LAYOUT_KEYS, Found, Held, Target, compute_axes, layout_axes, search, set_keys
 
 CFG = config.resolve("llama3-8b", None, [])
 GIB = 2**30
@@ -54,3 +55,22 @@ def test_a_difference_names_keys_milliseconds_and_bytes():
 def test_equal_times_are_said_to_be_equal():
     told = difference(found(2.0001, zero=2), found(2.0, zero=1))
     assert str(told) == "parallel.zero 2 (first: 1) · as fast · 0.0 GiB less"
+
+
+SMALL = config.resolve("qwen3-0.6b", None, ["--train.global_batch", "64"])
+NODE = cluster("h100-ib")
+
+
+def test_the_keys_of_a_layout_are_those_that_are_searched():
+    axes = compute_axes(SMALL, 8, NODE) | layout_axes(SMALL, 8)
+    assert {*axes, "parallel.sp", "parallel.ep_chunks"} == set(LAYOUT_KEYS)
+
+
+@pytest.mark.parametrize("fixed", [{"parallel.pp": 1, "parallel.cp": 1}, {"parallel.tp": 1, "parallel.cp": 1}])
+def test_the_first_does_not_depend_on_how_many_are_asked_for(fixed):
+    """Of the near ties only those that could come first are looked at."""
+    fixed = fixed | {"train.micro_batch": 4}
+    cfg, target = set_keys(SMALL, fixed), Target(8, NODE, efficiency_of(NODE))
+    few, all_of_them = (search(cfg, target, fixed, top, near=NEAR) for top in (1, 10_000))
+    assert few.counts["priced"] < all_of_them.counts["priced"]
+    assert near_groups(few.found)[0][0].cfg == near_groups(all_of_them.found)[0][0].cfg

@@ -14,7 +14,10 @@ from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
 from plan.count import parameters
-from plan.efficiency import CLASSES, OURS, Class
+from plan.efficiency import CLASSES, OURS, Class, efficiency_of
+from plan.near_ties import NEAR, near_groups
+from plan.search import Target, search, set_keys
+from plan.what_if import WhatIf
 from runtime.failure import fail_cleanly
 from scripts import plan
 
@@ -467,6 +470,18 @@ def test_under_jitter_a_layout_whose_ranks_wait_less_often_is_best(capsys):
     (fixed,) = found_by([*argv, "--parallel.zero", "3"], capsys)
     (free,) = found_by(argv, capsys)
     assert free["what_if"][0]["step_s"] < 0.95 * fixed["what_if"][0]["step_s"]
+
+
+def test_a_layout_that_is_as_fast_as_the_best_stays_the_best():
+    """Every near tie, not only the simplest one, which a search finds first."""
+    hardware = cluster("h100-ib")
+    fixed = {"parallel.tp": 1, "parallel.cp": 1, "parallel.pp": 1, "train.micro_batch": 4}
+    cfg = set_keys(config.resolve("qwen3-0.6b", None, []), fixed)
+    target = Target(8, hardware, efficiency_of(hardware))
+    first, *others = near_groups(search(cfg, target, fixed, 10_000, near=NEAR).found)[0]
+    assert others
+    for layout in (first, *others):
+        assert plan.answer(WhatIf(), cfg, target, fixed, layout)["is_best"], layout.cfg
 
 
 def test_what_if_is_of_one_number_of_gpus():
