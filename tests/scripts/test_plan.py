@@ -475,8 +475,9 @@ def test_under_jitter_a_layout_whose_ranks_wait_less_often_is_best(capsys):
 def test_a_layout_that_is_as_fast_as_the_best_stays_the_best():
     """Every near tie, not only the simplest one, which a search finds first."""
     hardware = cluster("h100-ib")
-    fixed = {"parallel.tp": 1, "parallel.cp": 1, "parallel.pp": 1, "train.micro_batch": 4}
-    cfg = set_keys(config.resolve("qwen3-0.6b", None, []), fixed)
+    fixed = {"parallel.cp": 1, "parallel.pp": 1}
+    sizes = ["--train.global_batch", "64", "--train.seq_len", "4096"]
+    cfg = set_keys(config.resolve("qwen3-0.6b", None, sizes), fixed)
     target = Target(8, hardware, efficiency_of(hardware))
     first, *others = near_groups(search(cfg, target, fixed, 10_000, near=NEAR).found)[0]
     assert others
