@@ -79,8 +79,9 @@ def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
 
 @lru_cache(maxsize=32)
 def schedule_of(kind: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """As make_schedule, and kept: many layouts of a search share a schedule. Only a few are kept, since that of
-    many ranks and microbatches takes megabytes. Raises ValueError.
+    """As make_schedule, and kept: many layouts of a search share a schedule.
+
+    Only a few are kept: that of many ranks and microbatches takes megabytes. Raises ValueError.
     """
     return make_schedule(kind, ranks, microbatches, chunks)
 
