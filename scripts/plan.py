@@ -371,7 +371,7 @@ def phase_to_plan(cfg: Config) -> tuple[Config, str]:
 # ---- the report ------------------------------------------------------------------------------------------
 
 def report(layout: Found, world: int, hardware: Cluster) -> dict:
-    """One layout as plain numbers: seconds, bytes, shares of the step. MFU is of the bf16 peak, for fp8 too."""
+    """One layout as plain numbers: seconds, bytes, shares of the step; MFU of the bf16 peak, for fp8 too."""
     forecast, train = layout.forecast, layout.cfg.train
     step = forecast.step
     tokens = train.global_batch * train.seq_len
