@@ -1,6 +1,7 @@
 """What is recorded of a rank without a job, beside the same rank of a job: FLOPs, exchanges and bytes."""
 
 import functools
+import math
 
 import pytest
 
@@ -25,6 +26,7 @@ SIZE = (
     "--train.seq_len 32 --train.micro_batch 2 --train.global_batch 8 --model.vocab_multiple 32"
 ).split()
 EXCHANGE = dispatch.exchange_departures
+TRIES = 3  # of a real job
 MIXTURE = [*SIZE, "--model.experts", "4", "--model.moe_ffn", "32"]
 
 
@@ -78,6 +80,26 @@ def facts_of(record: RoleRecord) -> dict:
         "state": record.state,
         "peak": record.peak,
     }
+
+
+def check_against_job(ranks, world: int, cfg: Config, record_of) -> None:
+    """Each rank of a real job does what its record says: record_of(rank, what its routers decided).
+
+    A thread of gloo may hold a tensor for a moment after its exchange was awaited. So a real peak can be too
+    high, never too low: where it is, the job is run again, and the least peak of a rank counts.
+    """
+    peaks = [math.inf] * world
+    recorded_peaks: list[int] = []
+    for _ in range(TRIES):
+        found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
+        facts = [facts_of(record_of(rank, decided)) for rank, (_, decided) in enumerate(found)]
+        recorded_peaks = [each["peak"] for each in facts]
+        for rank, (run, _) in enumerate(found):
+            peaks[rank] = min(peaks[rank], run["peak"])
+            assert run | {"peak": recorded_peaks[rank]} == facts[rank]
+        if peaks == recorded_peaks:
+            break
+    assert peaks == recorded_peaks
 
 
 def flops_of(launches: list[Launch]) -> float:
@@ -142,11 +164,12 @@ def ids(layouts):
 @pytest.mark.parametrize("world, words", DENSE, ids=ids(DENSE))
 def test_a_dense_record_is_the_run(ranks, world, words):
     cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])
-    found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
-    for rank, (run, decided) in enumerate(found):
-        record = recorded(cfg, world, rank)
-        assert facts_of(record) == run
+
+    def record_of(rank, decided):
         assert not decided
+        return recorded(cfg, world, rank)
+
+    check_against_job(ranks, world, cfg, record_of)
 
 
 ONE_LAYER_EACH = "--model.layers 2 --train.micro_batch 1".split()
@@ -185,8 +208,9 @@ def test_the_first_rank_of_a_place_is_the_fullest(name, words):
 @pytest.mark.parametrize("world, words", MIXTURES, ids=ids(MIXTURES))
 def test_the_record_of_a_mixture_is_the_run_with_its_routing(ranks, monkeypatch, world, words):
     cfg = config.resolve("mixtral-tiny", None, [*MIXTURE, *words.split()])
-    found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
-    for rank, (run, decided) in enumerate(found):
+
+    def record_of(rank, decided):
         repeat_decisions(monkeypatch, decided)
-        record = recorded(cfg, world, rank)
-        assert facts_of(record) == run
+        return recorded(cfg, world, rank)
+
+    check_against_job(ranks, world, cfg, record_of)
