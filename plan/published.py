@@ -65,10 +65,13 @@ class Measured(NamedTuple):
     cluster: Cluster
     step: float
 
+    def seconds(self, efficiency: Efficiency) -> float:
+        """The forecast of its step."""
+        return forecast(self.job, self.microbatches, self.cluster, efficiency).step
+
     def error(self, efficiency: Efficiency) -> float:
         """The natural logarithm of forecast / measured."""
-        foreseen = forecast(self.job, self.microbatches, self.cluster, efficiency)
-        return math.log(foreseen.step / self.step)
+        return math.log(self.seconds(efficiency) / self.step)
 
 
 class MemoryOfRun(NamedTuple):
@@ -163,10 +166,7 @@ def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
 
 def rank_correlation(rows: list[Measured], constants: dict[Class, Efficiency]) -> float:
     """Spearman's, of forecast and measured seconds."""
-    forecasts: list[float] = []
-    for row in rows:
-        error = row.error(constants.get(row.of, SHARED))
-        forecasts.append(math.exp(error) * row.step)
+    forecasts = [row.seconds(constants.get(row.of, SHARED)) for row in rows]
     measured = [row.step for row in rows]
     return float(spearmanr(forecasts, measured).statistic)
 
