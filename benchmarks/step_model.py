@@ -16,8 +16,6 @@ launches, and the GPU's clock under load. benchmarks/measured.py gives it rates 
 """
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
-import triton  # noqa: F401  before the kernels: it is what makes them import it
-
 import json
 import math
 import sys

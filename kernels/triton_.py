@@ -1,14 +1,15 @@
 """Triton, if it is available, and whether a call may run as a Triton kernel.
 
 Triton is imported if torch was built for CUDA, or if the caller has imported it already (the tests, which run
-kernels through its interpreter on a CPU). Otherwise a stand-in allows kernels to be defined, but not to run:
-so a CPU run needs no Triton package and does not pay for the import. Under ROCm there is a Triton, but no
-kernel here has run on it: shared memory, warps and fp8 are others there, and capabilities of its chips look
-like those of NVIDIA's.
+kernels through its interpreter on a CPU). Otherwise a stand-in allows kernels to be defined and recorded
+(plan/record), but not to run: so a CPU run needs no Triton package and does not pay for the import. Under
+ROCm there is a Triton, but no kernel here has run on it: shared memory, warps and fp8 are others there, and
+capabilities of its chips look like those of NVIDIA's.
 """
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -40,24 +41,50 @@ if TYPE_CHECKING:  # for type checkers and editors: Triton's own language, and i
         def constexpr_function(function: Callable[..., Result]) -> Callable[..., Result]: ...
 
 
-def load() -> tuple[object, object, object]:
-    """(triton, triton.language, TensorDescriptor), or stand-ins for the first two and None."""
+@dataclass(frozen=True)
+class StandInKernel:
+    """A kernel without Triton: kernel[grid](...) raises RuntimeError."""
+    fn: Callable[..., object]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        raise RuntimeError(f"{self.fn.__name__}: Triton is not installed")
+
+
+@dataclass(frozen=True)
+class StandInDescriptor:
+    """Names the tensor that a kernel would load blocks of."""
+    base: Tensor
+    block_shape: list[int]
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, block_shape: list[int]) -> "StandInDescriptor":
+        return cls(tensor, block_shape)
+
+
+def load() -> tuple[object, object, type, type]:
+    """(triton, triton.language, TensorDescriptor, the class of what kernel[grid] launches), or stand-ins."""
     if not torch.version.hip and (torch.version.cuda or "triton" in sys.modules):
         try:
             import triton
             import triton.language
+            from triton.runtime.jit import KernelInterface
             from triton.tools.tensor_descriptor import TensorDescriptor
-            return triton, triton.language, TensorDescriptor
+            return triton, triton.language, TensorDescriptor, KernelInterface
         except ImportError:  # a platform without a wheel
             pass
-    decorators = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function)
-    language = SimpleNamespace(constexpr=lambda value: value)
-    return decorators, language, None
+    decorators = SimpleNamespace(jit=StandInKernel, constexpr_function=lambda function: function)
+    language = SimpleNamespace(constexpr=constexpr)
+    return decorators, language, StandInDescriptor, StandInKernel
+
+
+def constexpr(value: object) -> object:
+    """Stands for tl.constexpr."""
+    return value
 
 
 if not TYPE_CHECKING:
-    triton, tl, TensorDescriptor = load()
-TRITON_AVAILABLE: bool = TensorDescriptor is not None
+    triton, tl, TensorDescriptor, Launchable = load()
+TRITON_AVAILABLE: bool = Launchable is not StandInKernel
 
 DEVICES = ("cuda",)  # where kernels run; the tests add the interpreter's "cpu"
 OLDEST_CHIP = (8, 0)  # Ampere: bf16 in the matrix units, and the shared memory that the tiles need

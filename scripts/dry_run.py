@@ -18,8 +18,6 @@ and that each send meets its receive, under the rules of NCCL, or of gloo on CPU
 Exits with 1 if the exchanges do not meet, or if a rank holds more than its GPU has.
 """
 
-import triton  # noqa: F401  before the kernels: it is what makes them import it
-
 import argparse
 import contextlib
 import gzip

@@ -389,7 +389,8 @@ def parse(words: list[str]) -> None:
         if "recipes/" in rest[0]:
             parse_recipe_or_words(rest, 512)
     elif rest[0] == "train.py" and "--dry-run" in rest:
-        dry_run = pytest.importorskip("scripts.dry_run", reason="no Triton for this platform")
+        from scripts import dry_run
+
         options, settings = dry_run.arguments().parse_known_args(rest[1:])
         config.resolve(options.name, None, settings)
     elif rest[0] == "train.py":

@@ -29,8 +29,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from kernels import attention, attention_cudnn, attention_libraries, grouped_library, linear
-from kernels.triton_ import TRITON_AVAILABLE
+from kernels import attention, attention_cudnn, attention_libraries, grouped_library, linear, triton_
 from parallel.sharding import spec
 from plan.record.events import Event, HostRead, OpBegins, OpEnds
 from plan.record.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
@@ -117,7 +116,7 @@ class RecordedTensor:
 
 def as_meta(value: Any) -> Any:
     """A RecordedTensor in the place of a tensor, or of the tensor of a descriptor."""
-    base = getattr(value, "base", None) if type(value).__name__ == "TensorDescriptor" else value
+    base = getattr(value, "base", None) if isinstance(value, triton_.TensorDescriptor) else value
     return RecordedTensor.of(base) if isinstance(base, Tensor) else value
 
 
@@ -250,6 +249,7 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
         stack.enter_context(claimed_recomputation())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(triton_, "TRITON_AVAILABLE", True))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
         stack.enter_context(claimed_libraries())
         if cudnn:
@@ -516,13 +516,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator["Recorder"]:
-        if not TRITON_AVAILABLE:  # no kernel can be launched
-            with Operations(self):
-                yield self
-            return
-        from triton.runtime.jit import KernelInterface
-
-        real_launch = KernelInterface.__getitem__
+        real_launch = triton_.Launchable.__getitem__
 
         def launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
             def launch(*args: Any, **kwargs: Any) -> Any:
@@ -534,7 +528,7 @@ class Recorder:
 
             return launch
 
-        with mock.patch.object(KernelInterface, "__getitem__", launcher), Operations(self):
+        with mock.patch.object(triton_.Launchable, "__getitem__", launcher), Operations(self):
             yield self
 
     def begin_optimizer(self) -> None:

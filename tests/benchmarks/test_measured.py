@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 from benchmarks import card, first_jobs, step_model
 from benchmarks.first_plan import SCENARIOS, SECTIONS
 from benchmarks.first_table import make_table

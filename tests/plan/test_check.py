@@ -3,9 +3,6 @@
 import functools
 
 import pytest
-
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 import torch
 
 import config

@@ -2,22 +2,24 @@
 number of sequences.
 """
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 from torch import nn
 
 import config
+from kernels import triton_
 from model.describe import describe_stage, mesh_of_one_stage, workload
 from parallel.tensor.layers import ColumnLinear, RowLinear
 from plan.record.launches import CHIPS
 from plan.record.part import PartForm, PartRecord, on_the_line, record_of, record_part, with_micro_batch
 from plan.search import set_keys
 
+ROOT = Path(__file__).parents[2]
 DENSE = "--model.vocab 4096 --model.hidden 512 --model.ffn 1024".split()
 SIZE = "--train.seq_len 1024 --train.micro_batch 2 --model.vocab 4096".split()
 SP = {"parallel.tp": 2, "parallel.sp": True}
@@ -125,6 +127,29 @@ def assert_like(line: PartRecord, real: PartRecord):
             assert counts == pytest.approx(real_counts, 1e-12)
             assert work.nbytes == pytest.approx(real_work.nbytes, rel=0.005)
         assert one.peak == pytest.approx(other.peak, rel=0.01)
+
+
+def test_a_record_of_a_gpu_needs_no_triton():
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    program = """
+import sys
+sys.modules["triton"] = None
+sys.path[:0] = ["tests/plan"]
+from test_part import form_of_all_kernels
+from plan.record.part import record_part
+print(record_part(form_of_all_kernels()))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert triton_.TRITON_AVAILABLE
+    assert run.stdout.strip() == str(record_part(form_of_all_kernels()))
+
+
+def form_of_all_kernels() -> PartForm:
+    """Products in 8 bits, grouped ones and latent attention, all with descriptors."""
+    cfg = config_of("deepseek-v3-tiny", {"train.dtype": "fp8"})
+    return PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"])
 
 
 def test_records_of_unlike_forms_make_no_line():

@@ -1,9 +1,6 @@
 """Times of launches and exchanges: other GPUs by their data sheets, exchanges by the ranks that take part."""
 
 import pytest
-
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 import torch
 
 from parallel.topology.dims import GROUP_AXES, ParallelDims

@@ -4,9 +4,6 @@ import functools
 import math
 
 import pytest
-
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 import torch
 
 import config

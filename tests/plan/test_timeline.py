@@ -4,9 +4,6 @@ import random
 from array import array
 
 import pytest
-
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 import torch
 
 from parallel.pipeline.schedule import END_OF_SEND, Schedule, make_schedule

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="no Triton for this platform")
-
 from torch.cuda import _memory_viz
 
 ROOT = Path(__file__).resolve().parents[2]
