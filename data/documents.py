@@ -5,6 +5,7 @@
     .gz, .zst, .bz2, .xz of these   read as a whole
     .parquet                     divided by row group
     hf:NAME[:CONFIG][:SPLIT]     a dataset of the Hugging Face hub, streamed, divided by shard
+    text:FILES                   each file is one document, whatever its name ends in
     stdlib                       the source of Python's standard library
 
 A unit depends on the inputs alone, never on the number of workers. Memory: the longest document.
@@ -49,13 +50,21 @@ KINDS = {
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text",
 }
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+AS_TEXT = "text:"  # before files of any kind
 TABLE = "is a table, and its rows would be one text: write it as parquet or jsonl, as with " \
         "pandas.read_csv(FILE).to_parquet(FILE)"
 ARCHIVE = "is an archive; unpack it, and give the files"
+PAGES = "holds pages; take their text out of it first"
+MARKUP = f"has marks that would be read as text: convert it, or give {AS_TEXT}FILE to read it as it is"
+BINARY = "is binary; write its text as jsonl"
 OTHER_FILES = {  # {end of a name: why it is not read}
-    ".csv": TABLE, ".tsv": TABLE, ".zip": ARCHIVE, ".tar": ARCHIVE, ".tgz": ARCHIVE, ".7z": ARCHIVE,
-    ".pdf": "holds pages; take their text out of it first", ".docx": "holds pages; save it as plain text",
-    ".arrow": "is Arrow's format; write it as parquet", ".pt": "is torch's format; write it as jsonl",
+    **dict.fromkeys((".csv", ".tsv"), TABLE),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar", ".warc"), ARCHIVE),
+    **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".pptx", ".epub"), PAGES),
+    **dict.fromkeys((".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb"), MARKUP),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".pt", ".pkl", ".npy", ".bin", ".idx"), BINARY),
+    **dict.fromkeys((".safetensors", ".sqlite", ".png", ".jpg", ".jpeg", ".gif"), BINARY),
+    ".arrow": "is Arrow's format; write it as parquet",
 }
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 MOST_ENDS = 5  # kinds of files that are not read, which are named
@@ -122,9 +131,10 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
             yield DocumentPiece(kind="hf", path=name, start=shard, stop=num_shards, size=unit_bytes)
         return
 
-    for path in matching_files(name, passed_over):
-        kind = kind_of(path) or "text"
-        if name_end(path) in OTHER_FILES:
+    is_text = name.startswith(AS_TEXT)
+    for path in matching_files(name.removeprefix(AS_TEXT), passed_over, is_text):
+        kind = "text" if is_text else kind_of(path) or "text"
+        if not is_text and name_end(path) in OTHER_FILES:
             raise ConfigError(f"{path}: {OTHER_FILES[name_end(path)]}")
         file_bytes = os.path.getsize(path)
         if kind == "parquet":
@@ -140,12 +150,12 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
             yield DocumentPiece(kind=kind, path=path, start=0, stop=file_bytes, size=file_bytes)
 
 
-def matching_files(name: str, passed_over: Sequence[str] = ()) -> list[str]:
+def matching_files(name: str, passed_over: Sequence[str] = (), is_text: bool = False) -> list[str]:
     """The files of an input: one file, the readable files of a folder but for those passed over, or what a
-    glob matches, sorted. Raises ConfigError if there are none."""
+    glob matches, sorted. is_text: all files of a folder. Raises ConfigError if there are none."""
     path = pathlib.Path(name)
     if path.is_dir():
-        files = [file for file in files_in(name, passed_over) if kind_of(file)]
+        files = [file for file in files_in(name, passed_over) if is_text or kind_of(file)]
         if not files:
             packed = ", ".join(COMPRESSED)
             raise ConfigError(f"--input {name}: holds no {' '.join(KINDS)} file (or {packed} of one)")

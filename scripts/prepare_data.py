@@ -54,8 +54,8 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", nargs="+", metavar="FILE",
         help=f"files, folders or globs of {' '.join(KINDS)} (also {', '.join(COMPRESSED)}; text: one "
-             "document a file), hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own "
-             "source)")
+             "document a file), text:FILES (text, whatever their names end in), hf:NAME[:CONFIG][:SPLIT] "
+             "(Hugging Face, streamed), or stdlib (Python's own source)")
     add("--tokenizer", metavar="T",
         help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
     add("--out", required=True, metavar="PREFIX",

@@ -15,6 +15,7 @@ from test_prepare import ROOT, jsonl, read_back, texts
 from config import ConfigError
 from data import documents, prepare, tokenizer
 from data.conversation import parse_json
+from scripts.prepare_data import main
 
 
 @pytest.mark.parametrize("end, pack", [(".bz2", bz2.compress), (".xz", lzma.compress)])
@@ -32,7 +33,8 @@ def test_bz2_and_xz(tmp_path, end, pack):
             prepare.prepare_corpus([str(tmp_path / f"c.jsonl{end}")], "bytes", tmp_path / "p")
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.csv.gz", "x.zip", "x.tar", "x.pdf", "x.arrow"])
+@pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.csv.gz", "x.zip", "x.tar", "x.pdf", "x.arrow",
+                                  "x.xlsx", "x.odt", "x.warc.gz"])
 def test_files_that_hold_no_text_or_many(tmp_path, name):
     """A table was one document, of all its rows."""
     (tmp_path / name).write_text("text,n\none,1\n")
@@ -50,6 +52,23 @@ def test_the_end_of_a_name_in_capitals(tmp_path, name, pack):
     for given in (folder, folder / name):
         prepare.prepare_corpus([str(given)], "bytes", tmp_path / "o")
         assert read_back(tmp_path / "o") == (["a document"] if name == "B.TXT" else texts(9))
+
+
+@pytest.mark.parametrize("name", ["x.html", "X.HTM", "x.xml.gz", "x.ipynb"])
+def test_markup_is_text_only_where_that_is_said(tmp_path, name, capsys):
+    """All of its tags were one document."""
+    path = tmp_path / "in" / name
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(b"<p>a") if name.endswith(".gz") else b"<p>a")
+    words = ["--tokenizer", "bytes", "--out", str(tmp_path / "o"), "--input"]
+    for given in (path, f"{path.parent}/*"):
+        assert main([*words, str(given)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {path}: ") and "text:FILE" in line
+        assert [*tmp_path.iterdir()] == [path.parent]
+    for given in (path, f"{path.parent}/*", path.parent):
+        assert main([*words, f"text:{given}"]) == 0
+        assert read_back(tmp_path / "o") == ["<p>a"]
 
 
 def test_the_files_of_a_folder_that_are_not_read_are_named(tmp_path):
