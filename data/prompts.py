@@ -143,6 +143,18 @@ class Prompts:
         unknown = self.tok.contract.unknown
         return 0 if unknown is None else ids.count(unknown)
 
+    def unknown_texts(self, text: str) -> list[str]:
+        """The parts of a text, in order, that the tokenizer does not know."""
+        if isinstance(self.tok, JsonTokenizer):
+            encoding = self.tok.processor.encode(text, add_special_tokens=False)
+            parts = zip(encoding.ids, (text[begin:end] for begin, end in encoding.offsets))
+        elif isinstance(self.tok, SentencePieceTokenizer):
+            encode = self.tok.processor.encode  # a piece of text that is not known is that text
+            parts = zip(encode(text, out_type=int), encode(text, out_type=str))
+        else:
+            return []
+        return [part for token_id, part in parts if token_id == self.tok.contract.unknown]
+
     # ---- where a text ends ---------------------------------------------------------------------------------
 
     @cached_property

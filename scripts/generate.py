@@ -30,6 +30,8 @@ from runtime.setup import set_threads
 
 FROM_TERMINAL = "-"
 NEW_TOKENS, NEW_TOKENS_OF_ANSWER = 100, 500
+OF_THE_FORMAT = ""  # an unknown part of a prompt that is in none of its texts
+MOST_NAMED = 5  # unknown parts
 
 
 class Sample(NamedTuple):
@@ -118,7 +120,7 @@ def continue_text(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     """Prints samples of a text that begins with --prompt."""
     text = args.prompt or ""
     prompt = run.prompts.prompt(text, args.special)
-    note_unknown(run, prompt, "--prompt")
+    note_unknown(run, prompt, "--prompt", texts=[text])
     spelled = [] if args.special else run.prompts.spelled(text)
     if spelled:
         note(f"{spelled[0]} in --prompt is read as text; --special reads control tokens, --chat writes them")
@@ -142,10 +144,12 @@ def chat(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> N
     """Prints the answers to the messages of --chat."""
     prompts = run.prompts
     messages: list[Message] = [] if args.system is None else [{"role": SYSTEM, "content": args.system}]
+    noted: set[str] = set()
     for number, question in enumerate(questions(args.chat)):
         messages.append({"role": USER, "content": question})
         prompt = prompts.chat(messages)
-        note_unknown(run, prompt, "--chat")
+        texts = [message["content"] for message in messages if message["role"] != ASSISTANT]
+        noted = note_unknown(run, prompt, "--chat", texts=texts, noted=noted)
         if len(prompt) >= run.cfg.model.context:
             raise ConfigError(f"--chat: the conversation has {len(prompt)} tokens, and the model's context "
                               f"is {run.cfg.model.context}; begin another")
@@ -239,12 +243,21 @@ def print_json(text: str, prompt: list[int], sample: Sample) -> None:
     }), flush=True)
 
 
-def note_unknown(run: TrainedModel, prompt: list[int], option: str) -> None:
-    """Says how much of a prompt the model cannot read."""
-    unknown = run.prompts.count_unknown(prompt)
-    if unknown:
-        note(f"{unknown:,} of the {len(prompt):,} tokens of {option} are unknown to the tokenizer "
-             f"{run.tokenizer.name}: the model does not see what they say")
+def note_unknown(
+    run: TrainedModel, prompt: list[int], option: str, *, texts: list[str], noted: Collection[str] = ()
+) -> set[str]:
+    """Says how much of a prompt the model cannot read, if that has not been said.
+
+    texts: of which the prompt was made. noted: the parts that were unknown before. Returns all of them.
+    """
+    count = run.prompts.count_unknown(prompt)
+    unknown = {part: None for text in texts for part in run.prompts.unknown_texts(text)}  # in their order
+    new = [part for part in unknown or [OF_THE_FORMAT] if count and part not in noted]
+    if new:
+        named = ", ".join(map(repr, filter(None, new[:MOST_NAMED])))
+        note(f"{count:,} of the {len(prompt):,} tokens of {option} are unknown to the tokenizer "
+             f"{run.tokenizer.name}: the model does not see what they say{named and f' ({named})'}")
+    return {*noted, *new}
 
 
 def note(text: str) -> None:

@@ -15,6 +15,7 @@ from config import ConfigError
 from data import prepare, tokenizer
 from data.indexed import IndexedDataset
 from data.lengths import is_exact
+from data.prompts import open_prompts
 from scripts import evaluate, prepare_data
 
 TEXTS = ["def f(x):\n    return  x\n", "漢字 かな", "Привет 🙂"]
@@ -69,6 +70,14 @@ def prepared(tmp_path, texts, home, *more):
 
 def report_of(capsys):
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind, unknown", [
+    ("unigram", "漢字 б"), ("word", "漢字 б"), ("json-bpe", "漢 字 б"), ("ours", ""), ("lower", ""),
+])
+def test_what_a_tokenizer_does_not_know_is_named(tmp_path, kind, unknown):
+    prompts = open_prompts(tokenizer.load_tokenizer(made(kind, tmp_path / "t")), None)
+    assert prompts.unknown_texts("aaa 漢字  б aaa") == unknown.split()
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe", "word", "json-bpe", "lower"])
