@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from config import ConfigError
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of (context, continuation)
+TextRequest = tuple[str, Sequence[str], int]  # (prompt, stops, new tokens at most)
 MAX_NEW_TOKENS = 256  # where a task sets no limit
 
 
@@ -49,10 +50,7 @@ class EvaluationModel:
             raise ConfigError(f"--tasks: an answer of {longest} tokens is longer than the model's context of "
                               f"{self.context}; choose another task")
         rows = [self.join(pair) for pair in pairs]
-        cut = sum(len(before) + len(after) > self.context + 1 for before, after in pairs)
-        if cut:
-            print(f"--tasks: of {len(pairs):,} texts, {cut:,} cut at their beginning to model.context",
-                  file=sys.stderr)
+        say_cut(len(pairs), sum(len(before) + len(after) > self.context + 1 for before, after in pairs))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
 
         # the longest first: a batch has rows of similar length, and the first batch needs the most memory
@@ -73,12 +71,18 @@ class EvaluationModel:
         ids = [*(before or [self.before_text]), *after]
         return torch.tensor(ids[-(self.context + 1):])
 
-    def generate_until(self, prompt: str, stops: Sequence[str], max_new_tokens: int) -> str:
-        """The likeliest text after `prompt`, up to the first of `stops`, of at most `max_new_tokens`."""
-        prompt_ids = self.encode(prompt) or [self.before_text]
+    def texts_until(self, requests: Sequence[TextRequest]) -> list[str]:
+        """The likeliest text after each prompt, whose first tokens make room for the new ones."""
+        rows = [(self.encode(prompt) or [self.before_text], max(1, self.context - most))
+                for prompt, _, most in requests]
+        say_cut(len(rows), sum(len(ids) > room for ids, room in rows))
+        return [self.text_until(ids[-room:], stops, most)
+                for (ids, room), (_, stops, most) in zip(rows, requests)]
+
+    def text_until(self, prompt_ids: list[int], stops: Sequence[str], max_new_tokens: int) -> str:
+        """The likeliest text after a prompt, up to the first of `stops`, of at most `max_new_tokens`."""
         ids: list[int] = []
         text = ""
-        prompt_ids = prompt_ids[-max(1, self.context - max_new_tokens):]
         for token in self.write(prompt_ids, max_new_tokens):
             ids.append(token)
             text = self.decode(ids)
@@ -86,6 +90,12 @@ class EvaluationModel:
                 break
         ends = [text.find(stop) for stop in stops if stop in text]
         return text[:min(ends, default=len(text))]
+
+
+def say_cut(num_texts: int, num_cut: int) -> None:
+    if num_cut:
+        print(f"--tasks: of {num_texts:,} texts, {num_cut:,} cut at their beginning to model.context",
+              file=sys.stderr)
 
 
 def score_end(logits: Tensor, row: Tensor, num_scored: int) -> tuple[float, bool]:
@@ -171,15 +181,15 @@ def harness_model(speaker: EvaluationModel) -> Any:
             return sum(log_likelihood for log_likelihood, _ in scores)
 
         def generate_until(self, requests: list[Any], **_: object) -> list[str]:
-            return [self.greedy_text(*request.args) for request in requests]
+            return speaker.texts_until([self.text_request(*request.args) for request in requests])
 
-        def greedy_text(self, prompt: str, settings: dict[str, Any]) -> str:
+        def text_request(self, prompt: str, settings: dict[str, Any]) -> TextRequest:
             is_sampled = settings.get("do_sample") and settings.get("temperature", 1.0) > 0
             if is_sampled:
                 raise ConfigError("--tasks: a task wants sampled text; only the likeliest is made here")
             stops = settings.get("until") or []
             if isinstance(stops, str):
                 stops = [stops]
-            return speaker.generate_until(prompt, stops, settings.get("max_gen_toks", MAX_NEW_TOKENS))
+            return prompt, stops, settings.get("max_gen_toks", MAX_NEW_TOKENS)
 
     return HarnessModel()

@@ -75,6 +75,11 @@ def test_texts_that_are_cut_are_counted(capsys):
     assert capsys.readouterr().err == ""
     speaker().scores([fitting, ([1] * CONTEXT, [2] * 2), ([1], [2])])
     assert capsys.readouterr().err == "--tasks: of 3 texts, 1 cut at their beginning to model.context\n"
+    prompts = [("b" * count, "", CONTEXT - 12) for count in (12, 12, 13)]
+    texts = speaker().texts_until(prompts[:2])
+    assert capsys.readouterr().err == ""
+    assert speaker().texts_until(prompts) == [*texts, texts[0]]
+    assert capsys.readouterr().err == "--tasks: of 3 texts, 1 cut at their beginning to model.context\n"
 
 
 def test_an_answer_beyond_the_context_is_refused():
@@ -84,11 +89,9 @@ def test_an_answer_beyond_the_context_is_refused():
 
 def test_text_ends_at_the_first_stop():
     s = speaker()
-    whole = s.generate_until("ab", [], 8)
-    assert (
-        s.generate_until("ab", [whole[3], whole[2]], 8)
-        == whole[: min(whole.find(whole[3]), whole.find(whole[2]))]
-    )
+    (whole,) = s.texts_until([("ab", [], 8)])
+    (stopped,) = s.texts_until([("ab", [whole[3], whole[2]], 8)])
+    assert stopped == whole[: min(whole.find(whole[3]), whole.find(whole[2]))]
     assert s.decode(list(write(list(b"ab"), 8))) == whole
 
 
