@@ -9,6 +9,7 @@ provenance.py  which code, command, packages and machine made something
 phases.py    from which step on which keys have other values
 strict.py    YAML without its surprises; ConfigError
 rules.py     which values go together: validate, and suggestions near what was asked for
+sizes.py     which sizes of a model follow its width
 unused.py    keys that are set but have no effect
 run_name.py  the run folder of a command that names none
 usage.py     the text of --help

@@ -43,8 +43,7 @@ from config.schema import (
     ModelConfig,
     UnusedModelKeys,
 )
-
-SIZES = ("heads", "kv_heads", "head_dim", "ffn")  # of model.*, which a preset has beside its width
+from config.sizes import sizes_at_width
 
 
 @dataclass(frozen=True)
@@ -459,23 +458,36 @@ def check_unused(cfg: Config, world: int = 1, but: tuple[str, ...] = ()) -> str:
 
 
 def kept_sizes(cfg: Config, argv: list[str]) -> str:
-    """One line that names what does not follow a width that the command line sets alone; "" if nothing does.
+    """One line that names what does not follow a width that the command line sets alone, and the words that
+    let it; "" if nothing does.
 
     argv: as split_argv returns it.
     """
     given = dotted_overrides(argv)
-    of_model = given.get("model", {})
-    preset = presets().get(cfg.model.preset or "", {})
-    if "hidden" not in of_model or preset.get("hidden") in (None, cfg.model.hidden):
+    typed = given.get("model", {})
+    preset = preset_model(cfg)
+    if "hidden" not in typed or cfg.model.preset is None or cfg.model.hidden == preset.hidden:
         return ""
-    kept = [key for key in SIZES if key not in of_model and getattr(cfg.model, key) is not None]
-    if not kept:
+    heads = cfg.model.heads if "heads" in typed else None
+    follow = {key: size for key, size in sizes_at_width(preset, cfg.model.hidden, heads).items()
+              if key not in typed and getattr(cfg.model, key) != size}
+    kept = {key: getattr(cfg.model, key) for key in follow}
+    words = [f"model.{key} {size}" for key, size in kept.items() if size is not None]
+    if not words:
         return ""
-    words = [f"model.{key} {getattr(cfg.model, key)}" for key in kept]
     if cfg.model.mup_base is None and "lr" not in given.get("optim", {}):
-        words.append(f"optim.lr {cfg.optim.lr:g} (--model.mup_base {preset['hidden']} lets it follow)")
+        words.append(f"optim.lr {cfg.optim.lr:g}")
+        if not OPTIMIZERS[cfg.optim.name].why_no_mup:
+            follow["mup_base"] = preset.hidden
+    added = " ".join(f"--model.{key} {size}" for key, size in follow.items())
     return (f"note: model.hidden {cfg.model.hidden} is another width than that of {cfg.model.preset}, whose "
-            f"sizes stay: {', '.join(words)}")
+            f"sizes stay: {', '.join(words)}; to keep its proportions, add  {added}")
+
+
+def preset_model(cfg: Config) -> ModelConfig:
+    """The model of the config's preset; without one, that of the defaults."""
+    preset = presets().get(cfg.model.preset or "", {})
+    return build_tree(ModelConfig, {key: value for key, value in preset.items() if key != "recipe"})
 
 
 def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]]:
@@ -484,15 +496,14 @@ def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]
     Of a run with phases: of keys that have no effect in any of them.
     """
     cfgs = [phase.cfg for phase in phases_of(cfg).all]
-    preset = presets().get(cfg.model.preset or "", {})
-    preset_model = build_tree(ModelConfig, {key: value for key, value in preset.items() if key != "recipe"})
+    preset = preset_model(cfg)
     seen: set[str] = set()
     for row in TABLE:
         if not all(row.when(each, world) for each in cfgs):
             continue
         for key in row.keys.split():
             path = f"{row.section}.{key}"
-            if path in seen or not (row.even_default or is_set(cfg, row.section, key, preset_model)):
+            if path in seen or not (row.even_default or is_set(cfg, row.section, key, preset)):
                 continue
             seen.add(path)
             value = getattr(getattr(cfg, row.section), key)

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import config
-from config import Config, ConfigError
+from config import Config, ConfigError, ModelConfig
+from config.sizes import sizes_at_width
 from config.suggestions import check_rules
 from plan.count import flops_per_token, parameters
 from scaling.manifest import first_difference, refuse_other, write_manifest
 from scaling.settings import refuse_own_keys, words_of
 
 LADDER_FILE = "ladder.json"  # in the folder of a ladder
-FFN_RATIO = 8 / 3  # inner width of the MLP over the width: three matrices hold what two of 4 would
-FFN_MULTIPLE = 16
 DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % enough)
 STEP_UNIT = round(1 / DECAY_FRACTION)  # steps of a run are a multiple: its decay begins at a whole step
 LEAST_STEPS = 50  # of the shortest run
@@ -246,16 +245,18 @@ def config_of_depth(ladder: Ladder, depth: int) -> Config:
 def model_keys(ladder: Ladder, depth: int) -> dict[str, int]:
     """Keys of model.* that follow from the depth."""
     hidden = ladder.aspect * depth
-    heads = hidden // ladder.head_dim
     return {
         "layers": depth,
         "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": ladder.head_dim,
-        "ffn": math.ceil(FFN_RATIO * hidden / FFN_MULTIPLE) * FFN_MULTIPLE,
+        **sizes_at_width(family_model(ladder.head_dim), hidden),
         "mup_base": ladder.aspect * min(ladder.depths),
     }
+
+
+def family_model(head_dim: int) -> ModelConfig:
+    """A model with the proportions of all sizes. The MLP is 8/3 as wide as the hidden state: its three
+    matrices hold what two of 4 would."""
+    return ModelConfig(hidden=3 * head_dim, heads=3, kv_heads=3, head_dim=head_dim, ffn=8 * head_dim)
 
 
 def runs_of(ladder: Ladder, depth: int | None = None) -> list[LadderRun]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import config
 import train
-from config import Config, ConfigError, unused
+from config import Config, ConfigError, rules, unused
 from config.schema import OptimConfig
 from data.blend import parse_blend
 
@@ -231,19 +231,38 @@ def test_train_refuses_before_it_makes_anything_and_notes_in_one_line(tmp_path, 
     assert "parallel.sp true" in note and "parallel.zero 1" in note
 
 
-@pytest.mark.parametrize("words, says", [
-    ("--model.hidden 256", "model.heads 8, model.kv_heads 4, model.ffn 384, optim.lr 0.002 "
-                           "(--model.mup_base 128 lets it follow)"),
-    ("--model.hidden 256 --model.ffn 768 --optim.lr 1e-3", "model.heads 8, model.kv_heads 4"),
-    ("--model.hidden 256 --model.ffn 768 --model.heads 16 --model.kv_heads 8", None),
-    ("--model.hidden 128", None),
-    ("--model.layers 8", None),
+@pytest.mark.parametrize("words, stays, follow", [
+    ("--model.hidden 256", "model.heads 8, model.kv_heads 4, model.ffn 384, optim.lr 0.002",
+     "--model.heads 16 --model.kv_heads 8 --model.ffn 768 --model.mup_base 128"),
+    ("--model.hidden 256 --model.ffn 512 --optim.lr 1e-3", "model.heads 8, model.kv_heads 4",
+     "--model.heads 16 --model.kv_heads 8"),
+    ("--model.hidden 256 --model.heads 12 --model.mup_base 128", "model.kv_heads 4, model.ffn 384",
+     "--model.kv_heads 6 --model.head_dim 16 --model.ffn 768"),
+    ("--model.hidden 100 --optim.name lamb", "model.heads 8, model.kv_heads 4, model.ffn 384, optim.lr 0.002",
+     "--model.heads 6 --model.kv_heads 3 --model.head_dim 16 --model.ffn 304"),
+    ("--model.hidden 256 --model.ffn 768 --model.heads 16 --model.kv_heads 8", None, None),
+    ("--model.hidden 128", None, None),
+    ("--model.layers 8", None, None),
 ])
-def test_what_does_not_follow_another_width_is_named(words, says):
+def test_what_does_not_follow_another_width_is_named(words, stays, follow):
     """Nothing is changed but what is typed."""
     name, file, argv = config.split_argv(["llama3-tiny", *words.split()])
     note = unused.kept_sizes(config.resolve(name, file, argv), argv)
-    assert note.endswith(f"of llama3-tiny, whose sizes stay: {says}") if says else note == ""
+    told = f"of llama3-tiny, whose sizes stay: {stays}; to keep its proportions, add  {follow}"
+    assert note.endswith(told) if stays else note == ""
+
+
+@pytest.mark.parametrize("name", config.recipes())
+def test_what_is_to_be_added_keeps_the_proportions(name):
+    base = config.resolve(name, None, []).model
+    for share in (2, 1 / 2, 17 / 16):
+        argv = ["--model.hidden", str(int(share * base.hidden))]
+        argv += unused.kept_sizes(config.resolve(name, None, argv), argv).partition(", add  ")[2].split()
+        cfg = config.resolve(name, None, argv)
+        assert unused.kept_sizes(cfg, argv) == "" and rules.validate(cfg) is None
+        assert config.head_dim(cfg.model) == config.head_dim(base)
+        for key in ("heads", "ffn", "kv_heads", "moe_ffn", "kv_rank") if share == 2 else ():
+            assert (getattr(cfg.model, key) or 0) == 2 * (getattr(base, key) or 0)
 
 
 def kept(folder) -> tuple[list, list[tuple[str, bytes]]]:
