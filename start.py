@@ -5,7 +5,10 @@ can be refused is refused here. The last two are called after the first step, an
 """
 import contextlib
 import math
+import pickle
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
@@ -42,7 +45,6 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World
 from plan import elastic
-from plan.advice import memory_advice
 from plan.communicators import Gpu
 from plan.count import flops_per_token
 from remote.files import RemoteError
@@ -52,6 +54,7 @@ from runtime.goodput import read_starts
 
 
 WARMUP = "optim.warmup"
+ADVICE_TIMEOUT_S = 120  # of a process that plans
 
 
 def run_folder(cfg: Config) -> Path:
@@ -567,14 +570,28 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not failure.is_out_of_memory(error):
             raise
-        device = rank_device(world.device)
-        capacity = device.memory if device.gpu else None
-        try:
-            advice = memory_advice(cfg, world.size, capacity, Gpu(device.gpu.lower()))
-        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
-            advice = f"the planner has no advice ({refusal})"
+        advice = memory_advice(cfg, world)
         cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
         raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
+
+
+def memory_advice(cfg: Config, world: World) -> str:
+    """What the planner says of a rank without memory: in a process of its own, which has some."""
+    device = rank_device(world.device)
+    capacity = device.memory if device.gpu else None
+    question = pickle.dumps((cfg, world.size, capacity, Gpu(device.gpu.lower())))
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "plan.advice"],
+            cwd=Path(__file__).parent,
+            input=question,
+            capture_output=True,
+            check=True,
+            timeout=ADVICE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the planner has no advice ({failure.one_line(error)})"
+    return answer.stdout.decode().strip()
 
 
 def probe_run_folder(run: TrainingRun, folder: Path, in_memory: MemoryCheckpoints | None = None) -> None:

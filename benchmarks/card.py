@@ -258,7 +258,7 @@ def planned_bytes(shape: Shape, dtype: str = "bf16") -> int:
         train["fp8_block"] = 32
     cfg = config.build_tree(config.Config, {"model": shape.model_keys(), "train": train})
     job = job_of_rank(cfg, world=1, rank=0)
-    return sum(state_bytes(job).values()) + peak_activation_bytes(job, flash=True)
+    return sum(state_bytes(job).values()) + peak_activation_bytes(job)
 
 
 # ---- one contestant ----------------------------------------------------------------------------------------

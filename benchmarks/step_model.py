@@ -34,7 +34,7 @@ from benchmarks.shape import Shape
 from build import build_run
 from config import Config, ConfigError
 from config.provenance import commit_id
-from parallel.cost import Workload
+from model.flops import keys_seen
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from plan.count import flops_per_token, parameters
@@ -298,8 +298,7 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
     scenario = SCENARIOS[name]
     cfg = config_of(scenario, shape)
     documents = document_lengths(scenario, shape)
-    workload = Workload(shape.batch, shape.seq, documents=documents)
-    facts = Facts(workload.keys_seen(cfg.model.window))
+    facts = Facts(keys_seen(documents or (shape.seq,), cfg.model.window))
     step = record(cfg, chip, documents, scenario.cudnn)
     works = [judge(launch, facts) for launch in step.launches]
     return RecordedStep(cfg, documents, works, host_counts(step.launches), step.host_reads)

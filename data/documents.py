@@ -62,7 +62,7 @@ OTHER_FILES = {  # {end of a name: why it is not read}
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar", ".warc"), ARCHIVE),
     **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".pptx", ".epub"), PAGES),
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb"), MARKUP),
-    **dict.fromkeys((".xlsx", ".xls", ".ods", ".pt", ".pkl", ".npy", ".bin", ".idx"), BINARY),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".pt", ".pkl", ".npy"), BINARY),
     **dict.fromkeys((".safetensors", ".sqlite", ".png", ".jpg", ".jpeg", ".gif"), BINARY),
     ".arrow": "is Arrow's format; write it as parquet",
 }

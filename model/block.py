@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config import Config, has_experts, layer_in_fp8, recomputes
+from config import Config, has_experts, layer_in_fp8
 from kernels.norm import Fp8Readers
 from model.attention import Attention
 from model.context import ForwardContext
@@ -18,10 +18,8 @@ from model.moe import MoE
 from model.norm import Norm, add_residual
 from model.precision import fp8_reader_of_layer
 from model.recompute import checkpoint_activations
-from parallel.cost import RECOMPUTABLE_PARTS, Cost, MemoryTraffic, Part, SavedTensor, Workload, total
 from parallel.rng import dropout
 from parallel.tensor.layers import exchange_weight_maxima_together
-from parallel.tensor.regions import outside_region
 from parallel.topology.mesh import Mesh
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, statistics), see TransformerBlock
@@ -70,15 +68,12 @@ class TransformerBlock(nn.Module):
         self.attention_site = 1 + 2 * layer  # of dropout; the embedding's is 0
         self.mlp_site = 2 + 2 * layer
 
-        # what the backward recomputes: the whole block, or parts of it
-        self.recompute = cfg.parallel.recompute == "full"
-        parts: list[Part] = [part for part in RECOMPUTABLE_PARTS if recomputes(cfg, part)]
-        self.recomputed_parts = frozenset(parts)
+        self.recompute = cfg.parallel.recompute == "full"  # of the whole block, in the backward
 
-        self.attn_norm = Norm(cfg, mesh, f"{key}.attn_norm", attention_readers(cfg, mesh, layer))
+        self.attn_norm = Norm(cfg, f"{key}.attn_norm", attention_readers(cfg, mesh, layer))
         attention = MultiLatentAttention if cfg.model.kv_rank else Attention
         self.attn = attention(cfg, mesh, layer)
-        self.mlp_norm = Norm(cfg, mesh, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer))
+        self.mlp_norm = Norm(cfg, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer))
         self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
         exchange_weight_maxima_together(self, mesh.tp)
 
@@ -115,41 +110,3 @@ class TransformerBlock(nn.Module):
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:
         return BlockKind(has_experts(cfg.model, layer), layer_in_fp8(cfg, layer))
-
-    # ---- what it costs -------------------------------------------------------------------------------------
-
-    def cost(self, work: Workload) -> Cost:
-        """Of one microbatch. The only place where recompute changes what is kept and exchanged."""
-        cost = self.cost_without_recompute(work)
-        if self.recompute:
-            input_bytes = self.hidden_elements(work) * work.compute_bytes
-            return cost.recompute_all(kept=SavedTensor(input_bytes))
-        return cost.recompute_parts(self.recomputed_parts)
-
-    def cost_without_recompute(self, work: Workload) -> Cost:
-        mlp = self.mlp.cost(work)
-        parts = total((
-            self.attn_norm.cost(work),
-            self.attn.cost(work).as_inner(),  # the residual is kept by the second norm
-            self.mlp_norm.cost(work),
-            mlp.as_inner() if self.dropout else mlp,  # dropout keeps a mask
-            self.residuals_cost(work),
-        ))
-        return parts.join_step_exchanges()
-
-    def residuals_cost(self, work: Workload) -> Cost:
-        """Of the two additions, in the norms: each reads one tensor more and writes one. Dropout keeps a mask
-        of bools."""
-        elements = self.hidden_elements(work)
-        masks = 2 * elements if self.dropout else 0
-        return Cost(
-            traffic=(MemoryTraffic(4 * elements * work.compute_bytes),),
-            saved=(SavedTensor(masks),),
-            launches=1,
-        )
-
-    def hidden_elements(self, work: Workload) -> int:
-        """Elements of x on this rank."""
-        norm = self.attn_norm
-        tokens = outside_region(work.tokens, norm.tp, norm.sp)
-        return tokens * norm.weight.spec.numel

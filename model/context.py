@@ -8,7 +8,6 @@ from config import Config, ModelConfig, head_dim
 from kernels import rope
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.router import RouterInputs
-from parallel.cost import Cost, SavedTensor, Workload
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
 
@@ -109,20 +108,6 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         documents=documents,
         router_inputs=router_inputs,
     )
-
-
-def context_cost(cfg: Config, work: Workload) -> Cost:
-    """Of forward_context: the blocks of a stage keep its rotary tables and its mask, once."""
-    model = cfg.model
-    nbytes = 0
-    if model.positions == "rope":
-        nbytes += work.tokens * rope_channels(model) * work.accumulation_bytes  # cos and sin
-    is_ring = cfg.parallel.cp > 1 and cfg.parallel.cp_kind == "ring"
-    has_window = model.window is not None and model.window < work.seq_len
-    if (cfg.data.doc_mask or has_window) and not is_ring:
-        masks = work.micro_batch if cfg.data.doc_mask else 1
-        nbytes += masks * work.seq_len**2  # bools
-    return Cost(saved=(SavedTensor(nbytes),))
 
 
 def rope_channels(model: ModelConfig) -> int:

@@ -1,40 +1,21 @@
-"""What a model is made of and costs, without storage and without processes.
+"""What a model is made of, without storage and without processes.
 
 The real modules are built on a mesh of made-up groups: a parameter has no storage until build.py gives it
 some. Blocks of the same kind (TransformerBlock.kind) are built once. What is described is any rank's: ranks
 of a stage differ in which rows they hold, not in how many.
 """
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
 
 from config import Config, ModelConfig
 from model.block import BlockKind, TransformerBlock
-from model.context import context_cost
-from model.embedding import Embedding
-from model.head import OutputHead
-from model.precision import accumulation_bytes, compute_bytes
 from model.sharding import scale_for_mup
 from model.transformer import PipelineStage
-from parallel.cost import Cost, Workload, total
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
-
-
-def workload(cfg: Config, *, flash: bool = False) -> Workload:
-    """One microbatch of a run. flash: see Workload."""
-    train = cfg.train
-    return Workload(
-        train.micro_batch,
-        train.seq_len,
-        cp=cfg.parallel.cp,
-        compute_bytes=compute_bytes(train.dtype),
-        accumulation_bytes=accumulation_bytes(train.dtype),
-        flash=flash,
-    )
 
 
 # ---- a part of a stage -------------------------------------------------------------------------------------
@@ -44,21 +25,14 @@ def workload(cfg: Config, *, flash: bool = False) -> Workload:
 class PartDescription:
     """What a stage runs, gathers and reduces as a whole: the embedding, a block, the output head.
 
-    params: without storage, and without the shared table: that of the embedding, where the output head or
-    multi-token prediction needs it too.
+    cfg: with the keys that modules read. layer: of a block, or "embedding" or "head". params: without
+    storage, and without the shared table: that of the embedding, where the output head or multi-token
+    prediction needs it too.
     """
-    module: Embedding | TransformerBlock | OutputHead
+    cfg: Config
+    layer: int | str
     params: tuple[ShardedParameter, ...]
     shared_table: ShardedParameter | None = None
-
-    def cost(self, work: Workload) -> Cost:
-        """Of one microbatch."""
-        return cost_of_part(self, work)
-
-
-@lru_cache(maxsize=1 << 14)
-def cost_of_part(part: PartDescription, work: Workload) -> Cost:
-    return part.module.cost(work)
 
 
 @dataclass(frozen=True)
@@ -74,24 +48,20 @@ def describe_ends(cfg: Config, ends_are_apart: bool) -> EndParts:
     num_layers = cfg.model.layers
     first = PipelineStage(cfg, mesh, 0, 0, ends_are_apart=ends_are_apart)
     last = PipelineStage(cfg, mesh, num_layers, num_layers, ends_are_apart=ends_are_apart)
-    return EndParts(describe_part_of(first, first.embedding), describe_part_of(last, last.head))
-
-
-def describe_part_of(stage: PipelineStage, module: Embedding | OutputHead | None) -> PartDescription:
-    """Raises ValueError if the stage does not have the module."""
-    if module is None:
-        raise ValueError("the stage is not at an end of the model")
-    scale_for_mup(stage.cfg, module)
-    table = stage.shared_table()
-    params = tuple(param for param in sharded_parameters(module) if param is not table)
-    return PartDescription(module, params, table)
+    ends: list[PartDescription] = []
+    for layer, stage, module in (("embedding", first, first.embedding), ("head", last, last.head)):
+        scale_for_mup(cfg, module)
+        table = stage.shared_table()
+        params = tuple(param for param in sharded_parameters(module) if param is not table)
+        ends.append(PartDescription(cfg, layer, params, table))
+    return EndParts(*ends)
 
 
 @lru_cache(maxsize=1 << 12)
 def describe_block(cfg: Config, layer: int) -> PartDescription:
     block = TransformerBlock(cfg, mesh_of_one_stage(cfg), layer)
     scale_for_mup(cfg, block)
-    return PartDescription(block, tuple(sharded_parameters(block)))
+    return PartDescription(cfg, layer, tuple(sharded_parameters(block)))
 
 
 def mesh_of_one_stage(cfg: Config, activity: Activity | None = None) -> Mesh:
@@ -118,18 +88,6 @@ class StageDescription:
     cfg: Config
     parts: tuple[PartDescription, ...]
 
-    def cost(self, work: Workload) -> Cost:
-        """As PipelineStage.cost."""
-        return cost_of_stage(self, work)
-
-
-@lru_cache(maxsize=1 << 12)
-def cost_of_stage(stage: StageDescription, work: Workload) -> Cost:
-    costs = [context_cost(stage.cfg, work)]
-    for part, repeats in Counter(stage.parts).items():
-        costs.append(part.cost(work).times(repeats))
-    return total(costs)
-
 
 @lru_cache(maxsize=1 << 14)
 def describe_stage(cfg: Config, first: int, last: int, ends_are_apart: bool = False) -> StageDescription:
@@ -150,7 +108,7 @@ def describe_modules(cfg: Config, first: int, last: int, ends_are_apart: bool) -
     for layer in range(first, last):
         kind = TransformerBlock.kind(cfg, layer)
         if kind not in block_of:
-            block_of[kind] = describe_block(cfg, first_layer_of_kind(cfg, kind))
+            block_of[kind] = describe_block(cfg, first_layer_like(cfg, layer))
         parts.append(block_of[kind])
 
     if last == cfg.model.layers:
@@ -158,9 +116,10 @@ def describe_modules(cfg: Config, first: int, last: int, ends_are_apart: bool) -
     return StageDescription(cfg, tuple(parts))
 
 
-def first_layer_of_kind(cfg: Config, kind: BlockKind) -> int:
-    layers = range(cfg.model.layers)
-    return next(layer for layer in layers if TransformerBlock.kind(cfg, layer) == kind)
+def first_layer_like(cfg: Config, layer: int) -> int:
+    """The first layer with a block of the same kind."""
+    kind = TransformerBlock.kind(cfg, layer)
+    return next(other for other in range(layer + 1) if TransformerBlock.kind(cfg, other) == kind)
 
 
 def keys_of_modules(cfg: Config) -> Config:

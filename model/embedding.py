@@ -3,18 +3,11 @@ from torch import Tensor, nn
 
 from config import Config, padded_vocab
 from kernels.embedding import embedding
-from parallel.cost import Cost, SavedTensor, Workload
 from parallel.rng import DropoutRng, dropout
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
-from parallel.tensor.layers import (
-    ID_BYTES,
-    partial_over_tp,
-    row_shard,
-    vocab_embedding,
-    vocab_embedding_cost,
-)
-from parallel.tensor.regions import local_chunk, outside_region
+from parallel.tensor.layers import partial_over_tp, row_shard, vocab_embedding
+from parallel.tensor.regions import local_chunk
 from parallel.topology.mesh import Mesh
 
 EMBEDDING_SITE = 0  # of dropout; 1 + 2 layer and 2 + 2 layer: branches of a block; -1 - layer: its router
@@ -64,15 +57,3 @@ class Embedding(nn.Module):
             local_positions = local_chunk(positions, self.tp) if self.sp else positions
             x = x + embedding(local_positions, self.positions)
         return dropout(x, self.dropout, dropout_rng, EMBEDDING_SITE)
-
-    def cost(self, work: Workload) -> Cost:
-        """Beside the lookup it keeps a dropout mask, and learned positions."""
-        hidden = self.weight.spec.shape[1]
-        saved: list[SavedTensor] = []
-        if self.dropout:
-            tokens = outside_region(work.tokens, self.tp, self.sp)
-            saved.append(SavedTensor(tokens * hidden))
-        if self.positions is not None:
-            saved.append(SavedTensor(work.tokens * ID_BYTES))
-        lookup = vocab_embedding_cost(work, self.weight.spec, self.tp, self.sp)
-        return lookup + Cost(saved=tuple(saved))

@@ -3,16 +3,15 @@ import torch
 from torch import Tensor, nn
 
 from config import Config, mup_width_ratio, vocab_size
-from kernels.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, SOFTMAX_ELEMENTS, linear_cross_entropy
+from kernels.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, linear_cross_entropy
 from kernels.linear import linear
 from model.context import LossInputs
 from model.embedding import embedding_table, vocab_table
 from model.mtp import MultiTokenPrediction
 from model.norm import Norm
-from parallel.cost import Cost, MatrixProduct, MemoryTraffic, SavedTensor, Workload
 from parallel.sharding.spec import ShardedParameter
-from parallel.tensor.layers import merge_exchanges, merge_vocab_statistics
-from parallel.tensor.regions import enter_exchanges, enter_region
+from parallel.tensor.layers import merge_vocab_statistics
+from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
@@ -27,7 +26,7 @@ class OutputHead(nn.Module):
         self.sp = cfg.parallel.sp
         self.vocab = vocab_size(cfg.model)
         self.logit_scale = 1 / mup_width_ratio(cfg.model)  # muP
-        self.norm = Norm(cfg, mesh, "norm")
+        self.norm = Norm(cfg, "norm")
         if not cfg.model.tied:
             self.weight = vocab_table(cfg, mesh, "head.weight", role="head")
         elif table is not None:
@@ -147,42 +146,3 @@ class OutputHead(nn.Module):
         if self.logit_scale != 1:
             h = h * self.logit_scale
         return enter_region(h, self.tp, self.sp)
-
-    # ---- what it costs -------------------------------------------------------------------------------------
-
-    def cost(self, work: Workload) -> Cost:
-        loss = self.norm.cost(work) + self.cross_entropy_cost(work)
-        if self.mtp is None:
-            return loss
-        return loss + self.mtp.cost(work, self.cross_entropy_cost(work))
-
-    def cross_entropy_cost(self, work: Workload) -> Cost:
-        """The forward computes both gradients, and keeps that of its input. Logits pass through memory four
-        times: written, read and replaced by their gradient, read."""
-        columns, hidden = self.weight.spec.shape
-        input_bytes = work.tokens * hidden * work.compute_bytes
-        logit_bytes = work.tokens * columns * work.compute_bytes
-        merged = merge_exchanges(merged_rows(work, columns), self.tp, work)
-        return Cost(
-            products=(MatrixProduct(work.tokens, hidden, columns, grads_in_forward=True),),
-            traffic=(MemoryTraffic(4 * logit_bytes, has_backward=False),),
-            saved=(SavedTensor(input_bytes),),
-            exchanges=enter_exchanges(input_bytes, self.sp) + merged,
-            launches=1,
-        )
-
-
-def merged_rows(work: Workload, columns: int) -> list[int]:
-    """Rows of each exchange in which ranks that share the vocabulary merge their statistics, on a CPU
-    (kernels/cross_entropy.py). columns: of this rank."""
-    most_rows = max(1, CHUNK_BYTES // (columns * work.compute_bytes))
-    num_chunks = -(-work.tokens // most_rows)
-    chunk = -(-work.tokens // num_chunks)
-    block = max(1, SOFTMAX_ELEMENTS // columns)
-
-    rows: list[int] = []
-    for start in range(0, work.tokens, chunk):
-        end = min(start + chunk, work.tokens)
-        for first in range(start, end, block):
-            rows.append(min(block, end - first))
-    return rows

@@ -24,15 +24,14 @@ from kernels.attention import attention
 from kernels.latent_heads import keys_and_values, rotate_heads
 from kernels.linear import linear
 from kernels.norm import rms_norm
-from model.attention import AttentionCore, rope_cost
+from model.attention import AttentionCore
 from model.context import ForwardContext
 from model.init import residual_std
 from model.precision import fp8_of_layer
-from parallel.cost import Cost, MatrixProduct, SavedTensor, Workload, total
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import ColumnLinear, RowLinear, partial_over_tp, replicated_vector, row_shard
-from parallel.tensor.regions import enter_exchanges, enter_region, outside_region
+from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
 
@@ -168,69 +167,6 @@ class MultiLatentAttention(nn.Module):
         out = attention(q, k, v, context.mask, self.core.kernel)  # [b, 1, h, kv_rank]
         return torch.einsum("bshr,hvr->bshv", out, v_up)
 
-    # ---- what it costs -------------------------------------------------------------------------------------
-
-    def cost(self, work: Workload) -> Cost:
-        key_dim = self.nope_dim + self.rope_dim
-        core = self.core.cost(
-            work,
-            heads=self.heads,
-            kv_heads=self.heads,
-            head_dim=key_dim,
-            value_dim=self.value_dim,
-        )
-        return total((
-            self.latents_cost(work),
-            self.up_projections_cost(work),
-            rope_cost(work, 2 * self.heads, key_dim),
-            core,
-            self.out.cost(work),  # its input is the core's output
-        ))
-
-    def latents_cost(self, work: Workload) -> Cost:
-        """Of the down-projections and the latents' norms, which see this rank's tokens alone, and of the
-        latents that enter the region."""
-        tokens = outside_region(work.tokens, self.tp, self.sp)
-        latent_dim, hidden = self.down.spec.shape
-        latent_bytes = latent_dim * work.compute_bytes
-        num_norms = 2 if self.q_rank else 1
-        saved = [
-            SavedTensor(tokens * latent_bytes),  # before the norms
-            SavedTensor(tokens * num_norms * work.accumulation_bytes),  # their scales
-            SavedTensor(work.tokens * latent_bytes),  # after them, of the full sequence
-        ]
-        if not self.shares_input():
-            saved.append(SavedTensor(tokens * hidden * work.compute_bytes, part="norm"))
-        return Cost(
-            products=(MatrixProduct(tokens, hidden, latent_dim),),
-            saved=tuple(saved),
-            exchanges=enter_exchanges(work.tokens * latent_bytes, self.sp),
-        )
-
-    def shares_input(self) -> bool:
-        """Whether the projection of the queries keeps the very input that the down-projections keep: it is
-        neither gathered nor quantized."""
-        if self.q_rank:
-            return False
-        is_gathered = self.sp and self.tp.size > 1
-        return not is_gathered and self.q.scaling is None
-
-    def up_projections_cost(self, work: Workload) -> Cost:
-        """Of those of queries, keys and values. Their inputs are latents, or the hidden state."""
-        saved: list[SavedTensor] = []
-        values_are_a_view = (work.micro_batch == 1 or work.flash) and not self.core.is_ulysses
-        if values_are_a_view:  # of the projection's output
-            nope_features = self.heads * self.nope_dim
-            saved.append(SavedTensor(work.tokens * nope_features * work.compute_bytes))
-        if self.score_scale != 1 and not work.flash:  # rotary tables of the queries
-            saved.append(SavedTensor(work.tokens * self.rope_dim * work.accumulation_bytes))
-        keys_values = up_product(self.kv_up, work)
-        if self.q_rank:
-            products = (up_product(self.q_up, work), keys_values)
-            return Cost(products=products, saved=tuple(saved))
-        queries = self.q.cost(work, input_part="norm")
-        return queries + Cost(products=(keys_values,), saved=tuple(saved))
-
 
 def latent_width(model: ModelConfig) -> int:
     """model.kv_rank. Raises ConfigError for a model without latent attention."""
@@ -270,9 +206,3 @@ def up_projection(key: str, shape: tuple[int, int], std: float, group: Group) ->
     """A hidden matrix whose rows are divided over the group."""
     box = row_shard(key, shape, group)
     return parameter(ParameterSpec((box,), "hidden", std))
-
-
-def up_product(weight: ShardedParameter, work: Workload) -> MatrixProduct:
-    """The product of a latent with an up-projection."""
-    features, rank = weight.spec.shape
-    return MatrixProduct(work.tokens, rank, features)

@@ -8,7 +8,6 @@ from kernels.linear import recompute_output
 from kernels.swiglu import ACTIVATIONS
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
-from parallel.cost import Cost, MemoryTraffic, Part, SavedTensor, Workload
 from parallel.tensor.layers import ColumnLinear, RowLinear
 from parallel.topology.mesh import Mesh
 
@@ -66,17 +65,3 @@ class MLP(nn.Module):
         if self.recompute_activation:
             return recompute_output(activated, self.activation, gate_up)
         return activated
-
-    def cost(self, work: Workload, input_part: Part = "norm") -> Cost:
-        """The activation keeps its input. input_part: x is not kept where that part is recomputed."""
-        features_in = self.gate_up.weight.spec.shape[0]
-        features_out = self.down.weight.spec.shape[1]
-        read = work.tokens * features_in * work.compute_bytes
-        written = work.tokens * features_out * work.compute_bytes
-        activation = Cost(
-            traffic=(MemoryTraffic(read + written, part="act"),),
-            saved=(SavedTensor(read),),
-        )
-        down = self.down.cost(work, input_part="act")
-        gate_up = self.gate_up.cost(work, input_part="norm", kept_part=input_part)
-        return gate_up + activation + down

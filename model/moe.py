@@ -1,7 +1,5 @@
 """A mixture of experts in the place of a block's MLP (arXiv 2101.03961, 2401.06066): router, routed and
 shared experts."""
-import math
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -17,19 +15,11 @@ from model.init import residual_std
 from model.mlp import MLP
 from model.precision import fp8_of_layer
 from model.router import Router, RouterInputs, expert_count
-from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, Part, SavedTensor, Workload, total
-from parallel.expert.dispatch import (
-    Combine,
-    Dispatch,
-    DispatchPlan,
-    ExpertRows,
-    dispatch_cost,
-    plan_dispatch,
-)
+from parallel.expert.dispatch import Combine, Dispatch, DispatchPlan, ExpertRows, plan_dispatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
-from parallel.tensor.layers import kept_weight_bytes, partial_over_tp
-from parallel.tensor.regions import gather_from_tp, outside_region, scatter_to_tp
+from parallel.tensor.layers import partial_over_tp
+from parallel.tensor.regions import gather_from_tp, scatter_to_tp
 from parallel.topology.mesh import Mesh
 
 
@@ -48,13 +38,12 @@ class MoE(nn.Module):
         self.etp = cfg.parallel.etp
         self.num_chunks = cfg.parallel.ep_chunks if mesh.ep_etp.size > 1 else 1
         self.num_experts = expert_count(model)
-        self.top_k = model.top_k
         self.has_capacity = model.capacity is not None
         self.pad_to_capacity = model.pad
         self.token_shards = mesh.tp_cp.size  # of a sequence
 
         # in this order, in which their parameters lie in a bucket
-        self.shared_gate = SharedExpertGate(cfg, mesh, layer) if model.shared_gate else None
+        self.shared_gate = SharedExpertGate(cfg, layer) if model.shared_gate else None
         self.router = Router(cfg, mesh, layer)
         self.experts = Experts(cfg, mesh, layer)
         self.shared_experts = SharedExperts(cfg, mesh, layer) if model.shared_experts else None
@@ -108,95 +97,6 @@ class MoE(nn.Module):
             num_chunks=self.num_chunks,
         )
 
-    # ---- what it costs -------------------------------------------------------------------------------------
-
-    def cost(self, work: Workload) -> Cost:
-        """Where every expert gets its fair share of the rows."""
-        tokens = work.tokens // self.tp.size  # that this rank routes
-        return total((
-            self.router.cost(work, tokens, experts_keep_input=self.experts_read_tokens),
-            self.dispatch_cost(work, tokens),
-            self.experts_cost(work, tokens),
-            self.shared_experts_cost(work),
-            self.shared_gate.cost(work) if self.shared_gate is not None else Cost(),
-            Cost(exchanges=() if self.sp else self.scatter_exchanges(work)),
-        ))
-
-    def dispatch_cost(self, work: Workload, tokens: int) -> Cost:
-        """tokens: that this rank routes."""
-        return dispatch_cost(
-            work,
-            self.ep_etp,
-            tokens=tokens,
-            hidden=self.router.weight.spec.shape[1],
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            etp=self.etp,
-            num_chunks=self.num_chunks,
-            beside_shared=self.shared_experts is not None,
-            reads_in_order=self.experts.reads_in_order,
-        )
-
-    def experts_cost(self, work: Workload, tokens: int) -> Cost:
-        """With chunks, their products run during the exchanges of others; the weight gradients of the last
-        chunk of a backward, during its last exchange. tokens: that this rank routes."""
-        cost = self.experts.cost(
-            work,
-            rows=tokens * self.top_k * self.etp,
-            num_chunks=self.num_chunks,
-            num_tokens=tokens if self.experts_read_tokens else None,
-        )
-        if self.shared_experts is None:
-            return cost.beside(self.ep_etp.name, late_share=1 / self.num_chunks)
-        return cost.beside(self.ep_etp.name) if self.num_chunks > 1 else cost
-
-    @property
-    def experts_read_tokens(self) -> bool:
-        """Whether the routed experts keep the input itself, instead of copies of its rows."""
-        return self.ep_etp.size == 1 and not self.experts.reads_in_order
-
-    def shared_experts_cost(self, work: Workload) -> Cost:
-        """Their products run during the exchanges of rows. Without them, the input is kept for the router
-        and the routed experts: all of it, of which a rank may route a part."""
-        input_part: Part = "rest" if self.experts_read_tokens else "norm"
-        if self.shared_experts is None:
-            if self.router.model.jitter and not self.experts_read_tokens:  # the router keeps the product
-                return Cost()
-            if self.tp.size > 1 and not self.sp:  # a part, from which the norm is not recomputed
-                input_part = "rest"
-            input_bytes = outside_region(self.hidden_bytes(work), self.tp, self.sp)
-            return Cost(saved=(SavedTensor(input_bytes, part=input_part),))
-        cost = self.share_operands(self.shared_experts.cost(work, input_part), work)
-        return cost.as_inner().beside(self.ep_etp.name)
-
-    def share_operands(self, cost: Cost, work: Workload) -> Cost:
-        """The cost of the shared experts, whose input a split backward keeps for the router too, and the
-        gradient of their output for the routed experts.
-        """
-        first, *others = cost.products
-        *between, last = others
-        if self.tp.size > 1 or first.fp8:  # tensors of their own
-            return cost
-        elements = work.tokens * self.router.weight.spec.shape[1]
-        if not self.router.model.jitter:
-            first = replace(first, shared_operands=elements)
-        if self.experts_read_tokens and self.shared_gate is None:
-            last = replace(last, shared_operands=elements)
-        return replace(cost, products=(first, *between, last))
-
-    def hidden_bytes(self, work: Workload) -> int:
-        """Of the hidden states of this rank's tokens."""
-        hidden = self.router.weight.spec.shape[1]
-        return work.tokens * hidden * work.compute_bytes
-
-    def scatter_exchanges(self, work: Workload) -> tuple[Exchange, ...]:
-        """Of scatter_to_tp's backward, and of gather_from_tp."""
-        nbytes = self.hidden_bytes(work)
-        return (
-            Exchange("tp", "all_gather", nbytes, phase="output"),
-            Exchange("tp", "all_gather", nbytes, phase="backward"),
-        )
-
 
 class SharedExperts(MLP):
     """The experts that every token has (DeepSeekMoE, arXiv 2401.06066, section 3.2): one MLP, as wide as all
@@ -218,10 +118,8 @@ class SharedExpertGate(nn.Module):
     Both [b, s/cp, d] (sp: [b, s/cp/tp, d]).
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+    def __init__(self, cfg: Config, layer: int) -> None:
         super().__init__()
-        self.tp = mesh.tp
-        self.sp = cfg.parallel.sp
         box = Box.whole(f"layers.{layer}.mlp.shared_gate.weight", (1, cfg.model.hidden))
         partial_over = partial_over_tp(cfg.parallel.sp)
         self.weight = parameter(ParameterSpec((box,), "gate", cfg.model.init_std, partial_over=partial_over))
@@ -230,20 +128,6 @@ class SharedExpertGate(nn.Module):
         x = x.to(accumulation_dtype(x.dtype))
         gate = linear(x, self.weight).sigmoid()  # [b, s/cp, 1]
         return y * gate.to(y.dtype)
-
-    def cost(self, work: Workload) -> Cost:
-        """It keeps its input in the dtype of sums, and the output of the shared experts."""
-        tokens = outside_region(work.tokens, self.tp, self.sp)
-        outputs, hidden = self.weight.spec.shape
-        output_bytes = hidden * work.compute_bytes
-        input_bytes = 0  # it is the shared experts' input
-        if work.compute_bytes != work.accumulation_bytes:
-            input_bytes = hidden * work.accumulation_bytes
-        token_bytes = output_bytes + input_bytes + work.accumulation_bytes
-        return Cost(
-            products=(MatrixProduct(tokens, hidden, outputs),),
-            saved=(SavedTensor(tokens * token_bytes),),
-        )
 
 
 class Experts(nn.Module):
@@ -255,7 +139,6 @@ class Experts(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         gate_up, down = expert_boxes(cfg, mesh, layer)
-        self.num_local = len(down)
         self.gate_up = expert_matrices(gate_up, cfg.model.init_std)
         self.down = expert_matrices(down, residual_std(cfg.model))
 
@@ -263,7 +146,6 @@ class Experts(nn.Module):
         self.late_grads = self.gate_up.late_grads = self.down.late_grads = LateWeightGrads()
 
         self.fp8 = fp8_of_layer(cfg, layer)
-        self.reads_in_order = self.fp8 is not None  # the products read copies of rows in the experts' order
 
     def forward(self, rows: ExpertRows, rows_per_expert: list[int] | Tensor) -> Tensor:
         """Returns rows like rows.x: of each, the sum of what its experts give, times their probabilities."""
@@ -285,44 +167,6 @@ class Experts(nn.Module):
         gate_up = product(x, self.gate_up)
         y = product(weighted_swiglu(gate_up, probs), self.down)
         return y if order is None else unpermute(y, *order)
-
-    def cost(self, work: Workload, rows: int, num_chunks: int, num_tokens: int | None) -> Cost:
-        """rows: that the experts of this rank get. It keeps them, gate and up, the activation's output, and
-        the probabilities. num_tokens: it gets them as so many tokens, which are kept anyway, and copies none;
-        and the gradients of its outputs as those of the tokens. None: it gets rows.
-        """
-        # an expert that lies in several chunks is multiplied in each
-        num_products = self.num_local + num_chunks - math.gcd(self.num_local, num_chunks)
-        gate_up_width, hidden = self.gate_up.spec.shape
-        gate_up_width //= self.num_local
-        width = self.down.spec.shape[1]
-        activation_bytes = rows * (gate_up_width + width) * work.compute_bytes
-        row_bytes = 0
-        shared_rows = 0
-        if num_tokens is None:
-            row_bytes = rows * hidden * work.compute_bytes
-        else:
-            shared_rows = rows - num_tokens
-        probability_bytes = rows * work.accumulation_bytes
-        first = self.product(rows, hidden, gate_up_width, work, num_products=num_products)
-        last = self.product(rows, width, hidden, work, num_products=num_products)
-        return Cost(
-            products=(
-                replace(first, shared_operands=shared_rows * hidden),
-                replace(last, shared_operands=shared_rows * hidden),
-            ),
-            traffic=(MemoryTraffic(activation_bytes),),
-            saved=(SavedTensor(row_bytes + activation_bytes + probability_bytes),),
-        )
-
-    def product(
-        self, rows: int, inputs: int, outputs: int, work: Workload, *, num_products: int
-    ) -> MatrixProduct:
-        """Of `rows` rows of all experts by a matrix [outputs, inputs] each, in so many products."""
-        if self.fp8 is None:
-            return MatrixProduct(rows, inputs, outputs, count=num_products)
-        kept = self.num_local * kept_weight_bytes(*self.fp8, (outputs, inputs), work)
-        return MatrixProduct(rows, inputs, outputs, count=num_products, fp8=True, kept_weight_bytes=kept)
 
 
 def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[Box]]:

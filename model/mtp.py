@@ -29,11 +29,9 @@ from model.context import ForwardContext, LossInputs
 from model.modules import ModuleList
 from model.norm import Norm
 from model.router import make_router_inputs
-from parallel.cost import Cost, MatrixProduct, SavedTensor, Workload, total
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
-from parallel.tensor.layers import partial_over_tp, vocab_embedding, vocab_embedding_cost
-from parallel.tensor.regions import outside_region
+from parallel.tensor.layers import partial_over_tp, vocab_embedding
 from parallel.topology.mesh import Mesh
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor | float], Tensor]  # (states, targets, scale) -> a scalar
@@ -49,14 +47,14 @@ class MTPModule(nn.Module):
         super().__init__()
         hidden = cfg.model.hidden
         key = f"layers.{layer}"
-        self.embed_norm = Norm(cfg, mesh, f"{key}.embed_norm")
-        self.hidden_norm = Norm(cfg, mesh, f"{key}.hidden_norm")
+        self.embed_norm = Norm(cfg, f"{key}.embed_norm")
+        self.hidden_norm = Norm(cfg, f"{key}.hidden_norm")
         box = Box.whole(f"{key}.join.weight", (hidden, 2 * hidden))
         partial_over = partial_over_tp(cfg.parallel.sp)
         spec = ParameterSpec((box,), "hidden", cfg.model.init_std, partial_over=partial_over)
         self.join = parameter(spec)
         self.block = TransformerBlock(cfg, mesh, layer)
-        self.norm = Norm(cfg, mesh, f"{key}.head_norm")
+        self.norm = Norm(cfg, f"{key}.head_norm")
 
     def forward(self, h: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
         """h: the states of the module before; embedded: the embeddings of the tokens ahead.
@@ -68,18 +66,6 @@ class MTPModule(nn.Module):
         x, residual, router_stats = self.block(linear(joined, self.join), None, context)
         self.block.add_router_stats(router_stats)
         return self.norm.add_and_norm(x, residual)[0]
-
-    def cost(self, work: Workload) -> Cost:
-        """The join keeps both normalized states, side by side."""
-        hidden, joined = self.join.spec.shape
-        tokens = outside_region(work.tokens, self.norm.tp, self.norm.sp)
-        join = Cost(
-            products=(MatrixProduct(tokens, joined, hidden),),
-            saved=(SavedTensor(tokens * joined * work.compute_bytes),),
-        )
-        norms = (self.embed_norm, self.hidden_norm, self.norm)
-        norms_cost = total(norm.cost(work) for norm in norms)
-        return norms_cost + join + self.block.cost(work)
 
 
 class MultiTokenPrediction(nn.Module):
@@ -115,10 +101,3 @@ class MultiTokenPrediction(nn.Module):
             h = module(h, embedded, context)
             losses.append(cross_entropy(h, targets, scale * self.loss_weight))
         return reduce(add, losses)
-
-    def cost(self, work: Workload, cross_entropy: Cost) -> Cost:
-        """cross_entropy: the cost of one module's."""
-        sp = self.cfg.parallel.sp
-        embedding = vocab_embedding_cost(work, self.table.spec, self.mesh.tp, sp)
-        modules = total(module.cost(work) for module in self.modules_ahead)
-        return modules + (embedding + cross_entropy).times(len(self.modules_ahead))

@@ -4,23 +4,16 @@ from torch import Tensor, nn
 from config import Config, recomputes
 from kernels import norm
 from kernels.linear import recompute_output
-from parallel.cost import Cost, MemoryTraffic, SavedTensor, Workload
 from parallel.tensor.layers import replicated_vector
-from parallel.tensor.regions import outside_region
-from parallel.topology.mesh import Mesh
 
 
 class Norm(nn.Module):
     """A norm over the last dim [d]. readers: fp8 linears beside it, to which it hands what they need."""
 
-    def __init__(
-        self, cfg: Config, mesh: Mesh, key: str, readers: norm.Fp8Readers = norm.NO_READERS
-    ) -> None:
+    def __init__(self, cfg: Config, key: str, readers: norm.Fp8Readers = norm.NO_READERS) -> None:
         super().__init__()
         hidden = cfg.model.hidden
         sp = cfg.parallel.sp
-        self.tp = mesh.tp
-        self.sp = sp
         self.eps = cfg.model.norm_eps
         self.compiled = cfg.train.compile
         self.readers = readers
@@ -50,17 +43,6 @@ class Norm(nn.Module):
         if self.recompute:
             y = recompute_output(y, self.normalize, total)
         return y, total
-
-    def cost(self, work: Workload) -> Cost:
-        """Without an addition. It keeps its input and, of each token, the statistics: a scale, of LayerNorm a
-        mean as well."""
-        tokens = outside_region(work.tokens, self.tp, self.sp)
-        input_bytes = tokens * self.weight.spec.numel * work.compute_bytes
-        statistics = 1 if self.bias is None else 2
-        return Cost(
-            traffic=(MemoryTraffic(2 * input_bytes, part="norm"),),
-            saved=(SavedTensor(input_bytes + tokens * statistics * work.accumulation_bytes),),
-        )
 
 
 def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:

@@ -44,7 +44,6 @@ from kernels.router import (
     router_statistics,
 )
 from parallel.context import zigzag
-from parallel.cost import Cost, Exchange, MatrixProduct, SavedTensor, Workload
 from parallel.rng import DropoutRng
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, parameter
@@ -159,29 +158,6 @@ class Router(nn.Module):
             index = index.masked_fill(~is_kept, -1)
             probs = probs * is_kept
         return index, probs, stats
-
-    def cost(self, work: Workload, tokens: int, experts_keep_input: bool) -> Cost:
-        """tokens: that this rank routes. experts_keep_input: a split backward keeps the input for them, too.
-
-        It keeps the logits of its tokens. Their choice is among what the dispatch keeps, and its input is the
-        mixture's.
-        """
-        num_experts, hidden = self.weight.spec.shape
-        saved_bytes = num_experts * work.accumulation_bytes  # of a token
-        if self.model.jitter:
-            saved_bytes += 2 * hidden * work.accumulation_bytes  # the factors, and their product
-        exchanges: tuple[Exchange, ...] = ()
-        if self.model.aux_loss and self.load is None:
-            sequences = work.micro_batch if self.model.aux_kind == "sequence" else 1
-            counts_bytes = sequences * num_experts * work.accumulation_bytes
-            exchanges = (Exchange("tp_cp", "all_reduce", counts_bytes),)
-        shares_input = experts_keep_input and not self.model.jitter
-        shared = tokens * hidden if shares_input else 0
-        return Cost(
-            products=(MatrixProduct(tokens, hidden, num_experts, shared_operands=shared),),
-            saved=(SavedTensor(tokens * saved_bytes),),
-            exchanges=exchanges,
-        )
 
     # ---- losses --------------------------------------------------------------------------------------------
 

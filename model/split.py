@@ -1,12 +1,11 @@
-"""Which layers a pipeline stage holds: as parallel.stages says, or divided by cost, so that no stage waits
+"""Which layers a pipeline stage holds: as parallel.stages says, or divided by FLOPs, so that no stage waits
 for a heavier one."""
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from config import Config, ModelConfig, positive_integers
-from model.describe import describe_stage
-from parallel.cost import Workload
+from model.flops import flops_of_parts, mean_keys
 
 
 class Split(NamedTuple):
@@ -30,8 +29,8 @@ def layers_of_stages(cfg: Config, stages: int) -> list[tuple[int, int]]:
 
 @cache
 def split_by_cost(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
-    """Layers of each stage. The cost is that of the modules' FLOPs: a lookup has none, a mixture those of the
-    experts that a token uses, the head those of multi-token prediction as well.
+    """Layers of each stage. The cost is a token's FLOPs: a lookup has none, a mixture those of the experts
+    that a token uses, the head those of multi-token prediction as well.
 
     Chooses, among all divisions into consecutive layers, one whose heaviest stage is lightest (dynamic
     programming, exact).
@@ -62,9 +61,6 @@ def with_one_more_stage(best: BestSplits, costs: list[float], extra: float) -> B
 
 def relative_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float]:
     """FLOPs of a token in each block, and in the head; those of the last block are 1."""
-    stage = describe_stage(Config(model=model), 0, model.layers)
-    token = Workload(1, 1, documents=(seq_len,))
-    flops = [part.cost(token).flops for part in stage.parts]
-    _, *blocks, head = flops
+    _, *blocks, head = flops_of_parts(model, mean_keys(seq_len, model.window))
     unit = blocks[-1]
     return [block / unit for block in blocks], head / unit

@@ -5,20 +5,13 @@ from torch import Tensor, nn
 
 from config import Config
 from model.block import TransformerBlock
-from model.context import (
-    ForwardContext,
-    KeyValueCache,
-    LossInputs,
-    context_cost,
-    forward_context,
-)
+from model.context import ForwardContext, KeyValueCache, LossInputs, forward_context
 from model.embedding import Embedding
 from model.head import OutputHead
 from model.modules import ModuleList
 from model.moe import MoE
 from model.norm import add_residual
 from model.router import Router, make_router_inputs
-from parallel.cost import Cost, Workload, total
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
 from parallel.sharding.spec import ShardedParameter
@@ -76,16 +69,6 @@ class PipelineStage(nn.Module):
         if self.head is not None and model.tied:
             return self.head.weight
         return None
-
-    def cost(self, work: Workload) -> Cost:
-        """Of one microbatch: of its parts, and of what its blocks share."""
-        costs = [context_cost(self.cfg, work)]
-        if self.embedding is not None:
-            costs.append(self.embedding.cost(work))
-        costs += [block.cost(work) for block in self.blocks]
-        if self.head is not None:
-            costs.append(self.head.cost(work))
-        return total(costs)
 
     # ---- what it computes ----------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Parallelism: which rank does what, and what ranks send each other. Later lines build on earlier ones.
 
-    cost.py         what a module costs, as data: declared beside its forward
     wire/           groups of ranks, collectives and transfers
     topology/       degrees of parallelism -> groups of ranks
     microbatch.py   what a rank's model sees at once

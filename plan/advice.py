@@ -1,8 +1,11 @@
 """After an out-of-memory: what a rank holds, and settings under which it would hold less.
 
-All by the planner's own count (plan/memory.py), of the rank that holds most.
+All by the planner's own count (plan/memory.py), of the rank that holds most. `python -m plan.advice` answers
+a rank that has no memory left: it reads the arguments of memory_advice from its standard input, pickled.
 """
 import math
+import pickle
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -61,7 +64,7 @@ def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
     for here in job.of_pipeline_ranks():
         parts = state_bytes(here)
         parts["full weights and gradients of the moment"] = passing_bytes(here)
-        parts["activations"] = peak_activation_bytes(here, flash=True)
+        parts["activations"] = peak_activation_bytes(here)
         parts[COMMUNICATORS] = communicators
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         ranks.append(Holdings(dict(ordered)))
@@ -159,3 +162,10 @@ def memory_advice(cfg: Config, world: int, capacity: float | None, gpu: Gpu = Gp
         if settings:
             text += f"; {lead} {', or '.join(settings)}"
     return text
+
+
+if __name__ == "__main__":
+    try:
+        print(memory_advice(*pickle.load(sys.stdin.buffer)))
+    except ConfigError as refusal:  # the planner takes fewer jobs than train.py
+        print(f"the planner has no advice ({refusal})")

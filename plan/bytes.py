@@ -2,8 +2,8 @@
 
 They equal what parallel/wire/comm.py's ledger counts, exactly, for every layout
 (tests/parallel/wire/test_ledger.py): the payload of the exchange's larger side. On a ring an all-reduce sends
-that twice, a reduce-scatter or an all-gather once (`ring_bytes`). What a microbatch exchanges, the modules
-say themselves (parallel/cost.py); this file adds what sharding, the pipeline and the loop exchange.
+that twice, a reduce-scatter or an all-gather once (`ring_bytes`). What the modules exchange in a microbatch
+is recorded (plan/parts.py); this file adds what sharding, the pipeline and the loop exchange.
 
     n gradient bytes, w weight bytes of a bucket; A = b s d activation bytes; m microbatches
     data parallel     all-reduce n                                     weight 2 n
@@ -30,17 +30,18 @@ say themselves (parallel/cost.py); this file adds what sharding, the pipeline an
 
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
+from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
 
 from config import Config, has_experts
-from model.describe import workload
 from model.precision import accumulation_bytes, compute_bytes
 from model.router import ROUTER_STATS
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire.compress import CODECS, SCALE_BYTES
 from plan.buckets import BucketsOfParts, PlannedBucket, buckets, unique_buckets
 from plan.job import Job
+from plan.parts import records_of_stage
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)
 
@@ -139,10 +140,16 @@ def add_scalars(ledger: StepLedger) -> None:
 def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
     """Adds what the modules of a stage exchange."""
     job = ledger.job
-    cost = job.stage(stage).cost(workload(job.cfg))
-    for one in cost.exchanges:
-        times = min(1, microbatches) if one.phase == "step" else microbatches
-        ledger.add(one.group, one.verb, one.nbytes, times * one.calls)
+    for record, repeats in Counter(records_of_stage(job, stage)).items():
+        first = min(1, microbatches)
+        times_of_phases = (
+            (record.first, first),
+            (record.forward, microbatches - first),
+            (record.backward, microbatches),
+        )
+        for phase, times in times_of_phases:
+            for one in phase.exchanges:
+                ledger.add(one.group, one.verb, round(one.nbytes), times * repeats)
 
 
 # ---- pipeline ----------------------------------------------------------------------------------------------
@@ -150,8 +157,8 @@ def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
 
 def boundary_bytes(cfg: Config) -> int:
     """Of the hidden states between two stages, on one rank."""
-    work = workload(cfg)
-    nbytes = work.tokens * cfg.model.hidden * work.compute_bytes
+    tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.parallel.cp
+    nbytes = tokens * cfg.model.hidden * compute_bytes(cfg.train.dtype)
     return nbytes // cfg.parallel.tp if cfg.parallel.sp else nbytes
 
 

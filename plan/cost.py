@@ -1,20 +1,15 @@
-"""How long a step takes on a cluster: what the modules compute (parallel/cost.py) by a roofline, what a rank
-exchanges (plan/bytes.py) by its links, and the very schedule that would run, simulated.
+"""How long a step takes on a cluster: what its parts do in a microbatch (plan/parts.py) by a roofline, what a
+rank exchanges (plan/bytes.py) by its links, and the very schedule that would run, simulated.
 
-    a product of [r, i] by [i, o]    2 r i o / (peak x gemm) + (r i + i o + r o) bytes / (hbm x stream): small
-                                     ones are bound by memory
-    attention's two products         the keys that a causal, windowed query sees, at peak x core; their
-                                     backward is 2.5 times as much
-    norms, activations, residuals    bytes / (hbm x stream), twice as many backward
+    products, attention              FLOPs / (peak x gemm, gemm8 or core)
+    all that a kernel reads, writes  bytes / (hbm x stream), beside its FLOPs
+    a kernel, a value of the device  op, route: the host's and the gap between kernels
     an exchange of n bytes           at a share of the link's bandwidth x N / (N - 1), + a hop's time x log2 N
                                      a call
 
-What hides behind what is what our code starts early: gradients of tp's inputs behind the weights' gradients
-(async tensor parallelism: all that its layers exchange, behind their products),
-keys and values of the ring behind attention, dispatch and combine behind shared experts, in chunks all but
-the first dispatch and the last combine behind the experts, the last exchange of their backward behind their
-weight gradients, ZeRO's gathers and sums behind the whole stage's
-compute, or behind that of one microbatch where a step has one such exchange.
+What hides behind what follows from the record: an exchange runs from where the code starts it to where it
+waits for it. ZeRO's gathers and sums hide behind the whole stage's compute, or behind that of one microbatch
+where a step has one such exchange.
 `Efficiency` is fitted to what others have published (plan/published.py), for each class of chip and framework
 (plan/efficiency.py). Not in it: experts of unequal load, other jobs on the links, stragglers.
 """
@@ -25,27 +20,22 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from config import CONFIG_FOLDER, OPTIMIZERS, Config, ConfigError, read_yaml
-from model.describe import PartDescription, workload
 from model.precision import accumulation_bytes, compute_bytes
-from parallel.cost import Beside, Cost, MatrixProduct, Workload
 from parallel.pipeline.schedule import make_schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan.buckets import PlannedBucket, buckets, unique_buckets
 from plan.bytes import boundary_bytes, group_size, step_bytes
 from plan.job import Job
+from plan.parts import records_of_stage
+from plan.record.part import Amount, PartRecord, PhaseRecord, Post
 from plan.simulate import simulate
 
 # Groups over which gradients are summed and weights gathered.
 DATA_GROUPS = ("fsdp", "dp_cp", "dp_replicate", "expert_fsdp", "expert_dp")
 TRANSFERS = ("send", "receive")  # between two ranks; all other exchanges are collectives
-BESIDE: tuple[Beside, ...] = ("nothing", "products", "late weight gradients")
 # Times the pipeline's ranks: microbatches that are simulated. Each further one takes what the busiest rank
 # computes.
 STEADY = 2
-ATTENTION_BACKWARD = 2.5  # times the forward: the scores are computed again
-# Times the traffic of a part in fp8. An element of x, dy and W is read for its scale, read again and written
-# twice: 6 bytes beside the norms', activations' and residuals' of a Llama block.
-QUANTIZED_TRAFFIC = 1.8
 
 
 @dataclass(frozen=True)
@@ -68,14 +58,14 @@ class Cluster:
 class Efficiency:
     """Shares of what a data sheet says, and seconds."""
     gemm: float = 0.69
-    gemm8: float = 0.80
-    core: float = 0.35
-    stream: float = 0.60
-    inside: float = 0.50  # of the links within a node
-    between: float = 0.50  # and to others
-    hop: float = 20e-6  # of a message to another rank
-    op: float = 93e-6  # of a block's forward or backward: the GPU waits for the host and between kernels
-    route: float = 1.5e-3  # the same of a mixture's, more
+    gemm8: float = 0.90
+    core: float = 0.28
+    stream: float = 0.63
+    inside: float = 0.37  # of the links within a node
+    between: float = 0.39  # and to others
+    hop: float = 4.3e-6  # of a message to another rank
+    op: float = 1.2e-6  # of a kernel: the GPU waits for the host and between kernels
+    route: float = 0.26e-3  # of a value that the host waits for
     micro: float = 0.0  # of a microbatch in a stage, forward or backward
     hidden: float = 1.0  # of what can hide behind compute
     relayed: bool = False  # an all-to-all of tokens sends each to a node once
@@ -111,45 +101,6 @@ class Seconds(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
 
-    def plus(self, other: "Seconds", repeats: int = 1) -> "Seconds":
-        forward = self.forward + repeats * other.forward
-        backward = self.backward + repeats * other.backward
-        return Seconds(forward, backward)
-
-
-Pool = tuple[str, Beside]  # exchanges of a group that the same products run beside
-
-
-class SecondsOfPools(dict[Pool, Seconds]):
-    """No seconds for others."""
-
-    def __missing__(self, pool: Pool) -> Seconds:
-        return Seconds()
-
-    def add(self, pool: Pool, seconds: Seconds, repeats: int = 1) -> None:
-        self[pool] = self[pool].plus(seconds, repeats)
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one microbatch. f: forward; i: gradients of inputs, with what is computed again; w:
-    gradients of weights. hides: compute during which the exchanges of a group are under way, by what runs
-    beside them."""
-    f: float = 0.0
-    i: float = 0.0
-    w: float = 0.0
-    hides: SecondsOfPools = field(default_factory=SecondsOfPools)
-
-    def plus(self, part: "Times", repeats: int) -> "Times":
-        """With a part that is there `repeats` times."""
-        hides = SecondsOfPools(self.hides)
-        for pool, seconds in part.hides.items():
-            hides.add(pool, seconds, repeats)
-        f = self.f + repeats * part.f
-        i = self.i + repeats * part.i
-        w = self.w + repeats * part.w
-        return Times(f, i, w, hides)
-
 
 @dataclass(frozen=True)
 class Roofline:
@@ -163,76 +114,19 @@ class Roofline:
         """Bytes/s through memory."""
         return self.cluster.hbm * self.efficiency.stream
 
-    def flops(self, fp8: bool) -> float:
-        """Peak FLOP/s."""
-        if fp8:
-            return self.cluster.flops["fp8"]
+    @property
+    def flops(self) -> float:
+        """Peak FLOP/s of products whose operands do not have 8 bits."""
         return self.cluster.flops["bf16" if self.dtype == "fp8" else self.dtype]
 
-    def product_seconds(self, product: MatrixProduct) -> float:
-        share = self.efficiency.gemm8 if product.fp8 else self.efficiency.gemm
-        element_bytes = 1 if product.fp8 else compute_bytes(self.dtype)
-        computes = product.flops / (self.flops(product.fp8) * share)
-        return computes + product.elements * element_bytes / self.stream
-
-    def attention_seconds(self, flops: float) -> float:
-        return flops / (self.flops(fp8=False) * self.efficiency.core)
-
-    def traffic_seconds(self, cost: Cost, backward_only: bool = False) -> float:
-        nbytes = sum(one.nbytes for one in cost.traffic if one.has_backward or not backward_only)
-        is_quantized = any(product.fp8 for product in cost.products)
-        return nbytes / self.stream * (QUANTIZED_TRAFFIC if is_quantized else 1.0)
-
-    def host_seconds(self, cost: Cost, cp: int) -> float:
-        """In which the GPU waits for the host and between kernels."""
-        launches = cost.launches * self.efficiency.op * cp
-        return launches + cost.host_reads * self.efficiency.route
-
-    def forward_seconds(self, cost: Cost, cp: int) -> float:
-        products = sum(self.product_seconds(one) for one in cost.products)
-        attention = self.attention_seconds(cost.attention_flops)
-        return products + attention + self.traffic_seconds(cost) + self.host_seconds(cost, cp)
-
-
-@lru_cache(maxsize=1 << 14)
-def part_times(part: PartDescription, work: Workload, roofline: Roofline) -> Times:
-    """Of one part of a stage."""
-    cost = part.cost(work)
-    at_once = later = 0.0  # gradients of products, each of the two
-    for product in cost.products:
-        seconds = roofline.product_seconds(product)
-        if product.grads_in_forward:
-            at_once += seconds
-        else:
-            later += seconds
-    attention = roofline.attention_seconds(cost.attention_flops)
-
-    forward = roofline.forward_seconds(cost, work.cp) + 2 * at_once
-    backward = later + ATTENTION_BACKWARD * attention
-    backward += 2 * roofline.traffic_seconds(cost, backward_only=True)
-    backward += roofline.host_seconds(cost, work.cp)
-    if cost.recomputed is not None:
-        backward += roofline.forward_seconds(cost.recomputed, work.cp)
-    return Times(forward, backward, later, hidden_seconds(cost, roofline))
-
-
-def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfPools:
-    """The seconds that each group's exchanges can hide behind."""
-    hides = SecondsOfPools()
-    for product in cost.products:
-        seconds = roofline.product_seconds(product)
-        if product.hides is not None:
-            late = seconds * product.late_share
-            hides.add((product.hides, "products"), Seconds(seconds, 2 * seconds - late))
-            hides.add((product.hides, "late weight gradients"), Seconds(backward=late))
-        # gradients of tp's inputs are under way during those of weights
-        if not product.grads_in_forward and product.hides != "tp":
-            hides.add(("tp", "products"), Seconds(backward=seconds))
-    for attention in cost.attention:
-        seconds = roofline.attention_seconds(attention.flops)
-        if attention.hides is not None:
-            hides.add((attention.hides, "products"), Seconds(seconds, ATTENTION_BACKWARD * seconds))
-    return hides
+    def seconds(self, work: Amount) -> float:
+        """Of what runs without a wait for another rank."""
+        products = work.products / (self.flops * self.efficiency.gemm)
+        if work.products8:
+            products += work.products8 / (self.cluster.flops["fp8"] * self.efficiency.gemm8)
+        attention = work.attention / (self.flops * self.efficiency.core)
+        host = work.launches * self.efficiency.op + work.host_reads * self.efficiency.route
+        return products + attention + work.nbytes / self.stream + host
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------
@@ -298,7 +192,7 @@ def links_of(job: Job, cluster: Cluster, efficiency: Efficiency) -> Links:
 
 
 @lru_cache(maxsize=1 << 14)
-def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes: int) -> float:
+def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes: float) -> float:
     """Of `calls` exchanges with nbytes in all; nothing in a group of one rank."""
     size = group_size(links.layout, group)
     if size == 1 or not calls:
@@ -318,18 +212,78 @@ def relayed_bytes(sent: tuple[float, float], *, nbytes: float, copies: int) -> t
     return inside + between, between * of_token / copies
 
 
-def module_exchanges(cost: Cost, links: Links, microbatches: int) -> SecondsOfPools:
-    """Of the exchanges of one microbatch's modules. microbatches: that share those of a step."""
-    found = SecondsOfPools()
-    for one in cost.exchanges:
-        nbytes = one.calls * one.nbytes
-        seconds = exchange_seconds(links, one.group, one.verb, calls=one.calls, nbytes=nbytes)
-        if one.phase == "step":
-            seconds /= microbatches
-        is_backward = one.phase == "backward"
-        of_phase = Seconds(backward=seconds) if is_backward else Seconds(forward=seconds)
-        found.add((one.group, one.beside), of_phase)
-    return found
+# ---- a part in a microbatch --------------------------------------------------------------------------------
+
+
+class PhaseSeconds(NamedTuple):
+    """computes: without waits. waits: {group: seconds in which the rank only waits for its exchanges}."""
+    computes: float
+    waits: dict[str, float]
+
+
+@lru_cache(maxsize=1 << 15)
+def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> PhaseSeconds:
+    """Walks through what a rank does. A group's exchanges follow each other, and run beside its work."""
+    hidden = roofline.efficiency.hidden
+    clock = computes = 0.0
+    waits: dict[str, float] = {}
+    is_free: dict[str, float] = {}  # {group: when its last exchange ends}
+    posted: dict[str, tuple[str, float, float]] = {}  # {number: (group, seconds, when it ends)}
+    for event in phase.events:
+        if isinstance(event, Amount):
+            seconds = roofline.seconds(event)
+            computes += seconds
+            clock += seconds
+        elif isinstance(event, Post):
+            seconds = exchange_seconds(links, event.group, event.verb, calls=1, nbytes=event.nbytes)
+            end = max(clock, is_free.get(event.group, 0.0)) + seconds
+            is_free[event.group] = end
+            posted[event.number] = event.group, seconds, end
+        else:
+            group, seconds, end = posted.pop(event.number)
+            wait = exposed_seconds(seconds, clock + seconds - end, hidden)
+            waits[group] = waits.get(group, 0.0) + wait
+            clock += wait
+    return PhaseSeconds(computes, {group: seconds for group, seconds in waits.items() if seconds})
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one microbatch. f: forward; i: gradients of inputs, with what is computed again; w:
+    gradients of weights. waits: those of f and i in which the rank only waits, by group."""
+    f: float = 0.0
+    i: float = 0.0
+    w: float = 0.0
+    waits: Counter[str] = field(default_factory=Counter)
+
+    def plus(self, part: "Times", repeats: int) -> "Times":
+        """With a part that is there `repeats` times."""
+        waits = Counter(self.waits)
+        for group, seconds in part.waits.items():
+            waits[group] += repeats * seconds
+        f = self.f + repeats * part.f
+        i = self.i + repeats * part.i
+        w = self.w + repeats * part.w
+        return Times(f, i, w, waits)
+
+
+def part_times(
+    record: PartRecord, roofline: Roofline, links: Links, *, microbatches: int, is_split: bool
+) -> Times:
+    """microbatches: of a step. is_split: the backward runs in two parts."""
+    forward = phase_seconds(record.forward, roofline, links)
+    first = phase_seconds(record.first, roofline, links)
+    backward = phase_seconds(record.inputs if is_split else record.backward, roofline, links)
+    weights = roofline.seconds(record.backward.weights)
+
+    waits: Counter[str] = Counter()
+    shares = (first, 1 / microbatches), (forward, 1 - 1 / microbatches), (backward, 1.0)
+    for phase, share in shares:
+        for group, seconds in phase.waits.items():
+            waits[group] += share * seconds
+    f = sum(share * (phase.computes + sum(phase.waits.values())) for phase, share in shares[:2])
+    i = backward.computes + sum(backward.waits.values()) - (0.0 if is_split else weights)
+    return Times(f, i, weights, waits)
 
 
 # ---- a step ------------------------------------------------------------------------------------------------
@@ -348,43 +302,23 @@ class Forecast:
     sent: tuple[float, float] = (0.0, 0.0)
 
 
-def stage_times(job: Job, stage: int, microbatches: int, cluster: Cluster,
-                efficiency: Efficiency) -> tuple[Times, dict[str, float]]:
-    """(seconds of one microbatch in one stage; {group: those of them in which it only waits for an
-    exchange}). microbatches: of a step."""
-    described = job.stage(stage)
-    work = workload(job.cfg)
+def stage_times(
+    job: Job, stage: int, microbatches: int, cluster: Cluster, efficiency: Efficiency
+) -> Times:
+    """Of one microbatch in one stage. microbatches: of a step."""
     roofline = Roofline(cluster, efficiency, job.cfg.train.dtype)
-    computes = Times()
-    for part, repeats in Counter(described.parts).items():
-        computes = computes.plus(part_times(part, work, roofline), repeats)
-
-    waits: dict[str, float] = {}
-    forward = computes.f + efficiency.micro
-    backward = computes.i + efficiency.micro
     links = links_of(job, cluster, efficiency)
-    cost = described.cost(work)
-    exchanged = module_exchanges(cost, links, microbatches)
-    hides = computes.hides
-    for group in dict.fromkeys(group for group, _ in exchanged):
-        alone, during, late = (exchanged[group, beside] for beside in BESIDE)
-        hidden = hides[group, "products"]
-        hidden_late = hides[group, "late weight gradients"].backward
-        if job.schedule.splits_backward:
-            hidden_late = 0.0  # an I computes none
-
-        # late weight gradients run last; until then the link may be busy with what came before
-        left = exposed_seconds(during.backward, hidden.backward, efficiency.hidden)
-        forward_wait = alone.forward + exposed_seconds(during.forward, hidden.forward, efficiency.hidden)
-        backward_wait = alone.backward + exposed_seconds(left + late.backward, hidden_late, efficiency.hidden)
-        waits[group] = forward_wait + backward_wait
-        forward += forward_wait
-        backward += backward_wait
-    return replace(computes, f=forward, i=backward), waits
+    is_split = job.schedule.splits_backward
+    total = Times()
+    for record, repeats in Counter(records_of_stage(job, stage)).items():
+        part = part_times(record, roofline, links, microbatches=microbatches, is_split=is_split)
+        total = total.plus(part, repeats)
+    micro = efficiency.micro
+    return replace(total, f=total.f + micro, i=total.i + micro)
 
 
 def exposed_seconds(seconds: float, behind: float, hidden: float) -> float:
-    """Of an exchange beside so much compute. hidden: the share that hides at best."""
+    """Of an exchange beside so much work. hidden: the share that hides at best."""
     return max(seconds - behind, (1 - hidden) * seconds)
 
 
@@ -488,31 +422,28 @@ def forecast(
 
 def times_of_stages(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...]
-) -> tuple[StageSeconds, list[dict[str, float]]]:
+) -> tuple[StageSeconds, list[Counter[str]]]:
     """(seconds of a microbatch's ops; of each stage, {group: seconds that it only waits}).
 
     The waits are in the seconds, too. slowdown: see forecast.
     """
     stages: list[Times] = []
-    waits: list[dict[str, float]] = []
     for stage, rank in enumerate(job.schedule.rank_of_stage):
         machine = slower(cluster, efficiency, slowdown[rank])
-        times, waits_of_stage = stage_times(job, stage, microbatches, *machine)
-        stages.append(times)
-        waits.append(waits_of_stage)
+        stages.append(stage_times(job, stage, microbatches, *machine))
     seconds = StageSeconds(
         f=tuple(times.f for times in stages),
         i=tuple(times.i for times in stages),
         w=tuple(times.w for times in stages),
     )
-    return seconds, waits
+    return seconds, [times.waits for times in stages]
 
 
-def waits_by_group(waits: list[dict[str, float]], microbatches: int) -> dict[str, float]:
+def waits_by_group(waits: list[Counter[str]], microbatches: int) -> dict[str, float]:
     """{group: seconds of a step}, where a rank waits at all. waits: of a microbatch, for each stage."""
     total: dict[str, float] = {}
     for group in GROUP_AXES:
-        waited = sum(of_stage.get(group, 0.0) for of_stage in waits)
+        waited = sum(of_stage[group] for of_stage in waits)
         if waited:
             total[group] = microbatches * waited
     return total

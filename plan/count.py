@@ -1,4 +1,4 @@
-"""How large a model is and what a token costs: sums over its modules (model/describe.py)."""
+"""How large a model is and what a token costs: sums over its parameters (model/describe.py)."""
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from functools import lru_cache
 from config import Config, ModelConfig, kv_heads
 from config.terminal import table_lines
 from model.describe import describe_model
-from parallel.cost import Workload
+from model.flops import flops_of_parts, keys_seen
 from parallel.sharding.spec import ParameterSpec, ShardedParameter
 
 LOOKUP_ROLES = ("embedding", "positions", "head")  # of the parameters of embedding and output head
@@ -64,8 +64,8 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
     prediction counts, recompute and padding of the vocabulary do not. documents: lengths of the runs of
     tokens that attend to each other (data.doc_mask), by default full sequences.
     """
-    token = Workload(1, 1, documents=documents or (seq_len,))
-    return 3.0 * describe_model(model).cost(token).flops
+    counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
+    return 3.0 * sum(flops_of_parts(counted, keys_seen(documents or (seq_len,), model.window)))
 
 
 # ---- train.py --list ---------------------------------------------------------------------------------------

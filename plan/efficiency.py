@@ -46,35 +46,33 @@ KINDS = {  # of a framework in plan/published.csv; all others are Megatron's
 RELAYED = {Class("hopper", "megatron"), Class("blackwell", "megatron")}  # DeepEP's all-to-all
 
 CLASSES: dict[Class, Fitted] = {
-    Class("ampere", "composer"): Fitted(range=(0.95, 1.01), rows=14, efficiency=Efficiency(
-        gemm=0.9, core=0.33, stream=0.54, inside=0.51, between=0.48, micro=0.001, hidden=0.53,
+    Class("ampere", "composer"): Fitted(range=(0.95, 1.02), rows=14, efficiency=Efficiency(
+        gemm=0.89, core=0.32, stream=0.55, inside=0.38, between=0.38, micro=0.0013, hidden=0.62,
     )),
-    Class("ampere", "deepspeed"): Fitted(range=(0.95, 1.11), rows=22, efficiency=Efficiency(
-        gemm=0.74, stream=0.45, inside=0.45, between=0.43, op=9.4e-05, micro=0.0032, hidden=0.33,
+    Class("ampere", "deepspeed"): Fitted(range=(0.96, 1.10), rows=22, efficiency=Efficiency(
+        gemm=0.77, stream=0.42, inside=0.35, between=0.36, micro=0.0026, hidden=0.63,
     )),
-    Class("ampere", "megatron"): Fitted(range=(0.83, 1.02), rows=13, efficiency=Efficiency(
-        gemm=0.77, core=0.3, stream=0.55, inside=0.53, between=0.53, op=9.4e-05, micro=0.0001,
+    Class("ampere", "megatron"): Fitted(range=(0.79, 1.00), rows=13, efficiency=Efficiency(
+        gemm=0.79, core=0.19, stream=0.61, inside=0.44, between=0.43, hidden=0.75,
     )),
-    Class("ampere", "zero3"): Fitted(range=(1.27, 2.12), rows=2, efficiency=Efficiency(
-        gemm=0.7, stream=0.61, between=0.47, hidden=0.11,
+    Class("ampere", "zero3"): Fitted(range=(1.28, 2.03), rows=2, efficiency=Efficiency(
+        gemm=0.74, stream=0.64, between=0.37, micro=2.3e-06, hidden=0.14,
     )),
-    Class("blackwell", "megatron"): Fitted(range=(0.68, 1.16), rows=4, efficiency=Efficiency(
-        gemm=0.71, gemm8=0.79, core=0.36, stream=0.75, inside=0.6, hop=1.9e-05, op=9.2e-05,
-        route=0.0012, hidden=0.94, relayed=True,
+    Class("blackwell", "megatron"): Fitted(range=(0.85, 1.19), rows=4, efficiency=Efficiency(
+        gemm=0.64, core=0.3, stream=0.74, inside=0.43, route=0.00025, relayed=True,
     )),
-    Class("hopper", "composer"): Fitted(range=(0.95, 1.06), rows=12, efficiency=Efficiency(
-        gemm=0.72, core=0.21, stream=0.53, op=9.4e-05, micro=0.0031, hidden=0.69,
+    Class("hopper", "composer"): Fitted(range=(0.96, 1.08), rows=12, efficiency=Efficiency(
+        gemm=0.71, core=0.2, stream=0.53, micro=0.004, hidden=0.77,
     )),
-    Class("hopper", "megatron"): Fitted(range=(0.66, 1.14), rows=16, efficiency=Efficiency(
-        gemm=0.63, gemm8=0.9, core=0.42, stream=0.64, between=0.69, hop=1.8e-05, op=8.9e-05,
-        relayed=True,
+    Class("hopper", "megatron"): Fitted(range=(0.63, 1.55), rows=16, efficiency=Efficiency(
+        gemm=0.66, core=0.37, stream=0.91, inside=0.49, between=0.45, hop=4.2e-06, route=0.00027,
+        hidden=0.99, relayed=True,
     )),
-    Class("hopper", "nanotron"): Fitted(range=(0.83, 1.53), rows=8, efficiency=Efficiency(
-        gemm=0.63, stream=0.57, inside=0.46, between=0.41, hop=2.1e-05, op=9.2e-05, hidden=0.61,
+    Class("hopper", "nanotron"): Fitted(range=(0.79, 1.49), rows=8, efficiency=Efficiency(
+        gemm=0.65, stream=0.59, between=0.38, hidden=0.63,
     )),
     Class("hopper", "torchtitan"): Fitted(range=(0.82, 0.98), rows=7, efficiency=Efficiency(
-        gemm=0.61, gemm8=0.79, core=0.28, stream=0.52, inside=0.46, between=0.49, hop=2.1e-05,
-        micro=0.0013, hidden=0.11,
+        gemm=0.6, core=0.21, stream=0.58, inside=0.4, between=0.4, micro=0.0012, hidden=0.59,
     )),
 }
 

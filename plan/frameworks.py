@@ -105,7 +105,7 @@ def live_bytes(job: Job, every: list[PlannedBucket], how: Framework) -> int:
         grads = min(total, max(how.live_grads, largest))
         return element_bytes * (weights + grads)
     sizes = [sum(bucket.size for bucket in part) for stage in buckets(job).values() for part in stage]
-    return element_bytes * (most_together(sizes, 2) + most_together(sizes, 1))
+    return round(element_bytes * (most_together(sizes, 2) + most_together(sizes, 1)))
 
 
 # ---- activations -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def framework_activation_bytes(job: Job, how: Framework) -> int:
     """With flash attention as ours; without, as Megatron-LM's."""
     cfg = job.cfg
     if cfg.model.attention != "reference":
-        return peak_activation_bytes(job, flash=True)
+        return peak_activation_bytes(job)
     stages = {number: megatron_stage(job, number, how) for number in job.stages()}
     return peak_of_ops(job.schedule.order[job.pp], stages)
 
@@ -131,7 +131,7 @@ def megatron_stage(job: Job, number: int, how: Framework) -> StageActivations:
         kept += HALF * hidden_elements(cfg)
     if last == cfg.model.layers and job.layout.pp > 1:
         kept += megatron_head_bytes(cfg)
-    return StageActivations(kept, recomputed)
+    return StageActivations(kept, forward=kept, backward=recomputed)
 
 
 def hidden_elements(cfg: Config) -> int:

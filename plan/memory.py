@@ -14,25 +14,23 @@ bf16, an element of masters and moments has 2 bytes in place of g, and weights i
 PowerSGD keeps its errors, P g, beside the gradients; train.ema an average, of g bytes an element, beside each
 master. config/optimizers.py says how many moments an optimizer has.
 
-The modules say what a forward keeps and what a backward computes again (parallel/cost.py).
-tests/plan/test_memory.py holds all of it against what a rank really holds.
+What a microbatch holds in each part of a stage is recorded (plan/parts.py).
+tests/plan/test_memory.py holds the state against what a rank really holds, the activations against the record
+of a whole step.
 """
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from config import OPTIMIZERS
-from model.block import TransformerBlock
-from model.describe import PartDescription, StageDescription, workload
-from model.head import OutputHead
 from model.precision import accumulation_bytes, compute_bytes
-from parallel.cost import RECOMPUTABLE_PARTS, Cost, Part, Workload, total
 from parallel.pipeline.schedule import Op
+from plan.bytes import boundary_bytes
 from plan.buckets import PlannedBucket, buckets, unique_buckets
 from plan.job import Job
+from plan.parts import records_of_stage
+from plan.record.part import PartRecord
 
-PARTS: tuple[Part, ...] = (*RECOMPUTABLE_PARTS, "rest")
 FULL_PARTS = 3  # parts whose full gradients (ZeRO-2, 3) or weights (ZeRO-3) exist at the same time
 
 
@@ -132,7 +130,7 @@ def passing_bytes(job: Job) -> int:
     most = 0
     for parts in buckets(job).values():
         sizes = [sum(bucket.size for bucket in part) for part in parts]
-        most = max(most, most_together(sizes, FULL_PARTS))
+        most = max(most, round(most_together(sizes, FULL_PARTS)))
     return of_element * most + quantized_weight_bytes(job) + rerun_bytes(job)
 
 
@@ -146,23 +144,19 @@ def rerun_bytes(job: Job) -> int:
 
 def quantized_weight_bytes(job: Job) -> int:
     """Weights in 8 bits (kernels/fp8_weight.py): of all parts; under ZeRO-3 of those with full weights."""
-    work = workload(job.cfg)
-    of_stages: list[list[int]] = []
+    if job.cfg.train.dtype != "fp8":
+        return 0
+    of_stages: list[list[float]] = []
     for number in job.stages():
-        parts = job.stage(number).parts
-        of_stages.append([kept_of_weights(part.cost(work)) for part in parts])
+        of_stages.append([record.kept_in_step for record in records_of_stage(job, number)])
     if job.cfg.parallel.zero == 3:
-        return max(most_together(sizes, FULL_PARTS) for sizes in of_stages)
-    return sum(sum(sizes) for sizes in of_stages)
+        return round(max(most_together(sizes, FULL_PARTS) for sizes in of_stages))
+    return round(sum(sum(sizes) for sizes in of_stages))
 
 
-def kept_of_weights(cost: Cost) -> int:
-    return sum(product.kept_weight_bytes for product in cost.products)
-
-
-def most_together(sizes: list[int], num_parts: int) -> int:
+def most_together(sizes: Sequence[float], num_parts: int) -> float:
     """The sum of the largest `num_parts` parts that follow one another in a stage."""
-    most = 0
+    most = 0.0
     for first in range(len(sizes)):
         together = sizes[first:first + num_parts]
         most = max(most, sum(together))
@@ -175,111 +169,63 @@ def most_together(sizes: list[int], num_parts: int) -> int:
 class StageActivations(NamedTuple):
     """Bytes of one microbatch in one stage.
 
-    kept: from its forward to its backward. recomputed: what the backward adds to it for a moment, at most.
-    kept_for_weights: of a backward in two parts, from the gradients of the inputs (I) to those of the weights
-    (W): the operands of the weight gradients. recomputed_in_split: as `recomputed`, of an I.
+    kept: from its forward to its backward. kept_for_weights: of a backward in two parts, from the gradients
+    of the inputs (I) to those of the weights (W). forward, backward, inputs: what a forward, a backward or an
+    I holds at most beyond what is held when it begins.
     """
-    kept: int
-    recomputed: int = 0
-    kept_for_weights: int = 0
-    recomputed_in_split: int = 0
+    kept: float
+    forward: float = 0
+    backward: float = 0
+    kept_for_weights: float = 0
+    inputs: float = 0
 
 
 def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> int:
     """The most that a rank holds at once while it runs its ops. stages: those of the rank."""
-    held = peak = 0
+    held = peak = 0.0
     for op in ops:
         stage = stages[op.stage]
+        before = held
         if op.kind == "F":
             held += stage.kept
-            peak = max(peak, held)
-        elif op.kind == "W":
-            held -= stage.kept_for_weights
-        else:
-            is_split = op.kind == "I"
-            peak = max(peak, held + (stage.recomputed_in_split if is_split else stage.recomputed))
+            passing = stage.forward
+        elif op.kind == "B":
             held -= stage.kept
-            held += stage.kept_for_weights if is_split else 0
-            peak = max(peak, held)
-    return peak
+            passing = stage.backward
+        elif op.kind == "I":
+            held += stage.kept_for_weights - stage.kept
+            passing = stage.inputs
+        else:
+            held -= stage.kept_for_weights
+            passing = 0.0
+        peak = max(peak, before + passing, held)
+    return round(peak)
 
 
-def peak_activation_bytes(job: Job, flash: bool = False) -> int:
-    """The most that a rank holds for its backwards. flash: see Workload."""
-    work = workload(job.cfg, flash=flash)
-    stages: dict[int, StageActivations] = {}
-    for number in job.stages():
-        stages[number] = stage_activations(job.stage(number), work)
-    ops = job.schedule.order[job.pp]
-    return peak_of_ops(ops, stages)
+def peak_activation_bytes(job: Job) -> int:
+    """The most that a rank holds for its microbatches, with the two hidden states that are on their way."""
+    stages = {number: activations_of(tuple(records_of_stage(job, number))) for number in job.stages()}
+    on_the_way = 2 * boundary_bytes(job.cfg) if job.layout.pp > 1 else 0
+    return peak_of_ops(job.schedule.order[job.pp], stages) + on_the_way
 
 
 @lru_cache(maxsize=1 << 12)
-def stage_activations(stage: StageDescription, work: Workload) -> StageActivations:
-    cost = stage.cost(work)
-    kept = cost.saved_bytes()
-    repeats = Counter(stage.parts)
-    operands = sum(n * weight_grad_operands(part.cost(work), work) for part, n in repeats.items())
-    recomputed = recomputed_at_first(stage.parts, work)
+def activations_of(records: tuple[PartRecord, ...]) -> StageActivations:
+    """records: of the parts of a stage."""
+    shared = max(record.context for record in records)
 
-    # in the block that an I reaches last, all others have their operands, and have freed what they kept
-    last = last_block(stage.parts)
-    in_split = recomputed
-    if last is not None and last.recompute and cost.recomputed is not None:
-        of_block = last.cost(work)
-        others = operands - weight_grad_operands(of_block, work)
-        in_split = max(in_split, others + recomputed_of(of_block) - kept)
-    return StageActivations(kept, recomputed, operands, in_split)
+    held = forward = shared
+    for record in records:
+        forward = max(forward, held + record.forward.peak)
+        held += record.kept
 
-
-def weight_grad_operands(cost: Cost, work: Workload) -> int:
-    """The input and the output's gradient of each matrix product, each tensor once."""
-    nbytes = 0
-    for product in cost.products:
-        if product.grads_in_forward:
-            continue
-        features = product.inner + product.columns
-        if product.fp8 and product.count == 1:  # experts quantize theirs in the W
-            nbytes += features * (product.rows + product.scales * work.accumulation_bytes)
-        else:
-            nbytes += (features * product.rows - product.shared_operands) * work.compute_bytes
-    return nbytes
-
-
-def recomputed_at_first(parts: tuple[PartDescription, ...], work: Workload) -> int:
-    """The bytes that a stage's backward computes again in its last block, with which it begins, less those
-    that it has freed by then."""
-    last = last_block(parts)
-    if last is None or last.cost(work).recomputed is None:
-        return 0
-    cost = last.cost(work)
-    head = parts[-1].module
-    freed = loss_bytes(head, work) if isinstance(head, OutputHead) else 0
-    if last.recompute:  # the block's input is kept already
-        added = recomputed_of(cost) - cost.saved_bytes()
-    else:
-        added = recomputed_of(cost, "core") - kept_of_mlp_half(last, work)
-    return max(0, added - freed)
-
-
-def last_block(parts: tuple[PartDescription, ...]) -> TransformerBlock | None:
-    blocks = [part.module for part in parts if isinstance(part.module, TransformerBlock)]
-    return blocks[-1] if blocks else None
-
-
-def recomputed_of(cost: Cost, *parts: Part) -> int:
-    """Bytes that a backward computes again: of these parts; of all without one."""
-    return 0 if cost.recomputed is None else cost.recomputed.saved_bytes(*parts)
-
-
-def kept_of_mlp_half(block: TransformerBlock, work: Workload) -> int:
-    """Bytes that a block's second half keeps under selective recompute: the first that its backward frees."""
-    kept: list[Part] = [part for part in PARTS if part not in block.recomputed_parts]
-    half = total((block.mlp_norm.cost(work), block.mlp.cost(work)))
-    mask = block.hidden_elements(work) if block.dropout else 0
-    return half.saved_bytes(*kept) + mask
-
-
-def loss_bytes(head: OutputHead, work: Workload) -> int:
-    """Bytes that the output head keeps without multi-token prediction."""
-    return (head.norm.cost(work) + head.cross_entropy_cost(work)).saved_bytes()
+    # the backward begins with the last part, and frees what each has kept
+    freed = backward = 0.0
+    turned = inputs = 0.0
+    for record in reversed(records):
+        backward = max(backward, record.backward.peak - freed)
+        freed += record.kept
+        inputs = max(inputs, record.inputs.peak - turned)
+        turned += record.kept - record.kept_for_weights
+    kept_for_weights = sum(record.kept_for_weights for record in records)
+    return StageActivations(held, forward, backward, kept_for_weights, inputs)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from config import Config, ConfigError, divisors
 from config.values import Values, combinations
-from model.describe import StageDescription, describe_stage, workload
+from model.describe import StageDescription
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import SCHEDULES
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
@@ -20,6 +20,7 @@ from plan.cost import STEADY, Cluster, Efficiency, Forecast, slower, stage_times
 from plan.count import parameters
 from plan.job import Job, job_of_rank
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
+from plan.parts import records_of_part
 from plan.simulate import closed_form
 from plan.what_if import WhatIf, forecast_under, slowdown_of, waiting_ranks
 
@@ -172,7 +173,7 @@ def held_bytes(job: Job, gpu: Gpu) -> Held:
         stages = tuple(here.stage(number) for number in here.stages())
         if stages not in state_of_stages:
             state_of_stages[stages] = sum(state_bytes(here).values()) + passing_bytes(here)
-        ranks.append(Held(state_of_stages[stages], peak_activation_bytes(here, flash=True), *beside))
+        ranks.append(Held(state_of_stages[stages], peak_activation_bytes(here), *beside))
     return max(ranks, key=sum)
 
 
@@ -211,7 +212,7 @@ class Bound(NamedTuple):
     w: float
     waits: float
     microbatches: float
-    kept: int
+    kept: float
     values: Values
     slowdown: float
     coupled: int
@@ -250,11 +251,11 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
     coupled = waiting_ranks(job.layout, zero=1).ranks
     slowdown = slowdown_of(target.what_if, coupled)
     machine = slower(target.cluster, target.efficiency, slowdown)
-    times, waits = stage_times(job, 0, cfg.train.global_batch, *machine)
-    blocks = describe_stage(whole, 1, whole.model.layers - 1)
-    kept = blocks.cost(workload(whole, flash=True)).saved_bytes()
+    times = stage_times(job, 0, cfg.train.global_batch, *machine)
+    blocks = job.stage(0).parts[2:-2]  # without the ends of the model and their blocks
+    kept = sum(records_of_part(part, whole.train.micro_batch)[0].kept for part in blocks)
     microbatches = cfg.train.global_batch / sequences
-    seconds = times.f, times.i, times.w, sum(waits.values())
+    seconds = times.f, times.i, times.w, sum(times.waits.values())
     return Bound(
         *seconds,
         microbatches=microbatches,

@@ -46,7 +46,7 @@ from config.phases import with_values
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
-from model.describe import workload
+from model.flops import mean_keys
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
@@ -250,7 +250,7 @@ def record_one(
     cfg: Config, dims: ParallelDims, chip: Chip | None, answers: Mapping[int, object], rank: int
 ) -> RoleSummary:
     torch.set_num_threads(1)
-    facts = Facts(workload(cfg).keys_seen(cfg.model.window))
+    facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.window))
     return summarize(record_role(cfg, dims, rank, chip, program_of(cfg), answers=answers), facts)
 
 

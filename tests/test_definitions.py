@@ -22,11 +22,11 @@ import config
 from build import build_run
 from config import OptimConfig
 from kernels.attention_mask import make_attention_mask
+from model.flops import mean_keys
 from model.norm import add_residual
 from model.sharding import parallel_dims
 from optim.clip import clip_factor
 from optim.lr import learning_rate
-from parallel.cost import mean_keys
 from parallel.rng import DropoutRng, dropout
 from parallel.sharding import spec
 from parallel.sharding.boxes import Box

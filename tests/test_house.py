@@ -52,7 +52,6 @@ MAY = {  # room or file: what it may import of ours
 }
 # what plan may import of model and parallel: arithmetic and descriptions, nothing that computes or exchanges
 PLANNABLE = {
-    "parallel.cost",
     "parallel.topology.dims",
     "parallel.pipeline.schedule",
     "parallel.sharding",
@@ -62,9 +61,8 @@ PLANNABLE = {
     "parallel.sharding.slots",
     "parallel.sharding.spec",
     "parallel.wire.compress",
-    "model.block",
     "model.describe",
-    "model.head",
+    "model.flops",
     "model.precision",
     "model.router",
     "model.schedules",
@@ -72,7 +70,6 @@ PLANNABLE = {
     "model.split",
 }
 PURE = {
-    "parallel/cost.py",
     "parallel/wire/connection.py",
     "parallel/topology/dims.py",
     "parallel/pipeline/schedule.py",
@@ -133,7 +130,8 @@ def test_imports_go_downwards():
                 assert first in MAY[room(where)], f"{where} imports {name}"
             if room(where) == "plan":
                 assert first not in ("model", "parallel") or name in PLANNABLE, f"{where} imports {name}"
-                assert not name.startswith("plan.record"), f"{where} imports {name}, and torch with it"
+                is_read = name in ("plan.record.launches", "plan.record.part")
+                assert is_read or not name.startswith("plan.record"), f"{where} imports {name}"
             if room(where) == "scripts" and name.startswith("scripts."):
                 mine = where.parts[1].removesuffix(".py")
                 assert name.split(".")[1] == mine, f"{where} imports {name}: scripts never import each other"

@@ -43,11 +43,8 @@ from torch.nn.functional import pad
 from kernels.expert_order import count_choices, order_by_expert, with_values
 from kernels.grad import LateWeightGrads
 from kernels.permute import RowOrder, permute, unpermute
-from parallel.cost import Beside, Cost, Exchange, MemoryTraffic, Phase, SavedTensor, Workload
 from parallel.wire import comm
 from parallel.wire.comm import Group, PendingExchange
-
-INDEX_BYTES = 8  # of a row's number, of a count
 
 
 @dataclass(frozen=True)
@@ -488,78 +485,6 @@ class Combine:
             rows = _ComeHome.apply(self.exchange, *self.sent)
             out = unpermute(rows, *plan.sent_rows)
         return out[:-1] if plan.padded else out
-
-
-def dispatch_cost(
-    work: Workload,
-    group: Group,
-    *,
-    tokens: int,
-    hidden: int,
-    num_experts: int,
-    top_k: int,
-    etp: int,
-    num_chunks: int = 1,
-    beside_shared: bool = False,
-    reads_in_order: bool = False,
-) -> Cost:
-    """Of plan_dispatch, Dispatch and Combine, without a capacity: every choice is sent.
-
-    tokens: that this rank routes. beside_shared: shared experts run during the first exchange of rows and the
-    last. reads_in_order: the experts' products read copies of rows in their order. Where nothing is
-    exchanged, the orders of arrival are not needed.
-    """
-    rows = tokens * top_k * etp
-    row_bytes = rows * hidden * work.compute_bytes
-    prob_bytes = rows * work.accumulation_bytes
-    num_local = num_experts * etp // group.size
-
-    # copies of rows: their sum, the order in which they leave, that of experts and back
-    is_reordered = group.size > 1 and num_chunks % num_local > 0
-    copies = 1
-    if group.size > 1 or reads_in_order:
-        copies += 1
-    if is_reordered and reads_in_order:
-        copies += 2
-
-    # kept: the rows of each token and the token of each row, of rows and of probabilities where they differ;
-    # orders of arrival of rows (and their inverse, for copies), and of probabilities
-    numbers_of_row = 3
-    if num_chunks > 1:
-        numbers_of_row += 1
-    if is_reordered:
-        numbers_of_row += 2 if reads_in_order or num_chunks == 1 else 1
-    if group.size > 1 and num_chunks > 1:
-        numbers_of_row += 1
-
-    def all_to_all(nbytes: int, phase: Phase, beside: Beside) -> Exchange:
-        return Exchange("ep_etp", "all_to_all", nbytes, phase=phase, beside=beside)
-
-    # the exchanges before the first product and after the last have nothing beside them, but for the last of
-    # the backward: weight gradients
-    at_ends: Beside = "products" if beside_shared else "nothing"
-    last: Beside = "products" if beside_shared else "late weight gradients"
-    exchanges = [
-        all_to_all(etp * num_experts * INDEX_BYTES, "forward", at_ends),  # counts
-        all_to_all(prob_bytes, "forward", at_ends),
-        all_to_all(prob_bytes, "backward", at_ends),
-    ]
-    # rows: to the experts and back; unpermute keeps something after it, so full recompute repeats both
-    ends: tuple[tuple[Phase, Beside], ...] = (
-        ("forward", at_ends), ("forward", at_ends), ("backward", at_ends), ("backward", last)
-    )
-    for phase, of_end in ends:
-        for chunk in range(num_chunks):
-            nbytes = row_bytes * (chunk + 1) // num_chunks - row_bytes * chunk // num_chunks
-            exchanges.append(all_to_all(nbytes, phase, of_end if chunk == 0 else "products"))
-
-    return Cost(
-        traffic=(MemoryTraffic(copies * 2 * row_bytes),),
-        saved=(SavedTensor(INDEX_BYTES * (rows * numbers_of_row + tokens * top_k)),),
-        exchanges=tuple(exchanges),
-        launches=num_chunks - 1,
-        host_reads=1 if group.size > 1 else 0,
-    )
 
 
 # ---- all-to-alls in two halves, forward and backward -------------------------------------------------------

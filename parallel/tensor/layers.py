@@ -6,10 +6,8 @@ activations between a row layer and the next column layer are divided along the 
 what they pass through there (norms, dropout, residuals) is neither repeated nor stored twice, and as many
 bytes are sent as without.
 """
-from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +18,13 @@ from kernels.fp8_linear import RECIPES, Fp8Scaling, own_maxima, scaled_linear
 from kernels.fp8_weight import WeightsTogether
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.linear import linear, linear_of_several, linear_out_of_region
-from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, Part, SavedTensor, Workload
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
-from parallel.tensor.regions import (
-    TensorParallelRegion,
-    enter_exchanges,
-    leave_exchanges,
-    leave_region,
-    outside_region,
-)
+from parallel.tensor.regions import TensorParallelRegion, leave_region
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
-ID_BYTES = 8  # of a token id, a position, the number of a row
 Fp8Recipe = tuple[str, int]  # the recipe, and the side of a block (model/precision.py)
 
 
@@ -86,7 +76,7 @@ def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> 
 def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
     """The layers within a module exchange the largest elements of all their weights over tp in one message.
 
-    group: tp. Their cost says one each: Cost.join_step_exchanges adds them up.
+    group: tp.
     """
     if group.size == 1:
         return
@@ -102,100 +92,9 @@ def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
         layer.scaling = replace(layer.scaling, together=together)
 
 
-def scale_exchanges(
-    scaling: Fp8Scaling | None, shape: tuple[int, ...], work: Workload, divides_outputs: bool
-) -> tuple[Exchange, ...]:
-    """What the scales of a layer exchange over tp and cp. shape: of the weight on this rank [m, n].
-
-    A tensorwise scale is one number; a rowwise one is a number for each token, or for each feature. A block
-    never spans ranks. Those of weights are exchanged once a step, with all of their block
-    (kernels/fp8_weight.py).
-    """
-    if scaling is None or scaling.recipe == "blockwise":
-        return ()
-    tensorwise = scaling.recipe == "tensorwise"
-    outputs, inputs = (1, 1) if tensorwise else shape
-    tokens = 1 if tensorwise else work.tokens
-
-    def exchange(group: str, numbers: int, phase: Literal["forward", "backward", "step"]) -> Exchange:
-        nbytes = numbers * work.accumulation_bytes
-        return Exchange(group, "all_reduce", nbytes, phase=phase)
-
-    # of the weight, or its transpose, whose rows tp divides; and of what tp divides of x and dy
-    weight = exchange("tp", inputs if divides_outputs else outputs, "step")
-    of_input = exchange("cp", inputs, "forward")
-    of_output_grad = exchange("cp", outputs, "backward")
-    if tensorwise and scaling.all_parts is not None:  # one number of all ranks
-        if divides_outputs:
-            return weight, of_input, exchange("tp_cp", 1, "backward")
-        return weight, exchange("tp_cp", 1, "forward"), of_output_grad
-    divided = exchange("tp", tokens, "backward" if divides_outputs else "forward")
-    return weight, of_input, of_output_grad, divided
-
-
-def saved_input(
-    scaling: Fp8Scaling | None, features: int, work: Workload, part: Part | None
-) -> tuple[SavedTensor, ...]:
-    """What a layer keeps of its input.
-
-    part: what selective recompute has to include so that the input is computed again. None: another module
-    keeps it, and only an fp8 layer keeps its own copy, in 8 bits along the tokens.
-    """
-    if scaling is None:
-        if part is None:
-            return ()
-        nbytes = features * work.tokens * work.compute_bytes
-        return (SavedTensor(nbytes, part),)
-
-    nbytes = features * (work.tokens + scales_of_feature(scaling, work) * work.accumulation_bytes)
-    return (SavedTensor(nbytes, part or "rest"),)
-
-
-def scales_of_feature(scaling: Fp8Scaling, work: Workload) -> int:
-    """How many scales a feature of an operand has that is kept in 8 bits along the tokens."""
-    blocks = -(-work.tokens // scaling.side)
-    return {"tensorwise": 0, "rowwise": 1, "blockwise": blocks}[scaling.recipe]
-
-
-def kept_weight_bytes(recipe: str, side: int, shape: tuple[int, ...], work: Workload) -> int:
-    """What is kept of a weight [m, n] in 8 bits: itself and its transpose, with their scales.
-
-    What the scales are computed from is as small as these, and left out.
-    """
-    outputs, inputs = shape
-    blocks = -(-outputs // side) * -(-inputs // side)
-    scales = {"tensorwise": 2, "rowwise": outputs + inputs, "blockwise": 2 * blocks}[recipe]
-    return 2 * outputs * inputs + scales * work.accumulation_bytes
-
-
-def layer_product(scaling: Fp8Scaling | None, shape: tuple[int, ...], work: Workload) -> MatrixProduct:
-    """What a linear layer computes. shape: of the weight on this rank [m, n]."""
-    outputs, inputs = shape
-    if scaling is None:
-        return MatrixProduct(work.tokens, inputs, outputs)
-    return MatrixProduct(
-        work.tokens,
-        inputs,
-        outputs,
-        fp8=True,
-        scales=scales_of_feature(scaling, work),
-        kept_weight_bytes=kept_weight_bytes(scaling.recipe, scaling.side, shape, work),
-    )
-
-
 def tensor_parallel_region(group: Group, *, sp: bool, async_tp: bool) -> TensorParallelRegion | None:
     """The region of a layer whose weight is divided over tp; None in a group of one rank."""
     return TensorParallelRegion(group, sp, is_async=async_tp) if group.size > 1 else None
-
-
-def sends_parts_to(region: TensorParallelRegion | None) -> int:
-    """The number of ranks to which a layer sends its part of an activation; 0: it uses collectives."""
-    return region.group.size - 1 if region is not None and region.is_async else 0
-
-
-def hiding_exchanges(product: MatrixProduct, region: TensorParallelRegion | None) -> MatrixProduct:
-    """The product of a layer, which is computed while its parts travel where the region is async."""
-    return replace(product, hides="tp") if sends_parts_to(region) else product
 
 
 class ColumnLinear(nn.Module):
@@ -219,7 +118,6 @@ class ColumnLinear(nn.Module):
         fp8: Fp8Recipe | None = None,
     ) -> None:
         super().__init__()
-        self.sp = sp
         self.region = tensor_parallel_region(mesh.tp, sp=sp, async_tp=async_tp)
         self.scaling = fp8_scaling(fp8, mesh, divides_outputs=True)
 
@@ -234,27 +132,6 @@ class ColumnLinear(nn.Module):
         if self.scaling is not None:
             return scaled_linear(x, self.weight, self.bias, self.region, self.scaling)
         return linear(x, self.weight, self.bias, self.region)
-
-    def cost(self, work: Workload, input_part: Part = "rest", kept_part: Part | None = None) -> Cost:
-        """input_part: the part whose recomputation makes the input again; rest: none does.
-
-        kept_part: the same of what is kept, where another module keeps the input whatever is recomputed here.
-        """
-        outputs, inputs = self.weight.spec.shape
-        input_bytes = work.tokens * inputs * work.compute_bytes
-        entered = enter_exchanges(
-            input_bytes,
-            self.sp,
-            regathers=input_part,
-            sends_parts_to=sends_parts_to(self.region),
-        )
-        scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=True)
-        product = layer_product(self.scaling, (outputs, inputs), work)
-        return Cost(
-            products=(hiding_exchanges(product, self.region),),
-            saved=saved_input(self.scaling, inputs, work, kept_part or input_part),
-            exchanges=entered + scales,
-        )
 
 
 class SharedHeadsLinear(nn.Module):
@@ -299,17 +176,6 @@ class SharedHeadsLinear(nn.Module):
         weights: list[Tensor] = [self.q.weight, self.k, self.v]
         biases: list[Tensor | None] = [self.q.bias, self.k_bias, self.v_bias]
         return linear_of_several(x, weights, biases, self.rows, self.q.region)
-
-    def cost(self, work: Workload, input_part: Part = "rest") -> Cost:
-        """As of one ColumnLinear with the rows that this rank computes."""
-        inputs = self.k.spec.shape[1]
-        outputs = sum(rows.stop - rows.start for rows in self.rows)
-        input_bytes = work.tokens * inputs * work.compute_bytes
-        return Cost(
-            products=(MatrixProduct(work.tokens, inputs, outputs),),
-            saved=saved_input(None, inputs, work, input_part),
-            exchanges=enter_exchanges(input_bytes, self.q.sp, input_part),
-        )
 
 
 def shared_weight(key: str, shape: tuple[int, int], std: float) -> ShardedParameter:
@@ -361,19 +227,6 @@ class RowLinear(nn.Module):
             return linear(x, self.weight, bias)
         return scaled_linear(x, self.weight, bias, None, self.scaling)
 
-    def cost(self, work: Workload, input_part: Part | None = None) -> Cost:
-        """input_part: see ColumnLinear.cost; None: another module keeps the input."""
-        outputs, inputs = self.weight.spec.shape
-        output_bytes = work.tokens * outputs * work.compute_bytes
-        scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=False)
-        left = leave_exchanges(output_bytes, self.sp, sends_parts_to(self.region))
-        product = layer_product(self.scaling, (outputs, inputs), work)
-        return Cost(
-            products=(hiding_exchanges(product, self.region),),
-            saved=saved_input(self.scaling, inputs, work, input_part),
-            exchanges=scales + left,
-        )
-
 
 class _AddBias(torch.autograd.Function):
     @staticmethod
@@ -396,15 +249,6 @@ def tensor_parallel_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Group
     One number per row is summed over the group, in the forward and in the backward.
     """
     return _TensorParallelRMSNorm.apply(x, weight, eps, group)
-
-
-def tensor_parallel_norm_cost(work: Workload) -> Cost:
-    """Of tensor_parallel_rms_norm: what it exchanges."""
-    nbytes = work.tokens * work.accumulation_bytes
-    return Cost(exchanges=(
-        Exchange("tp", "all_reduce", nbytes),
-        Exchange("tp", "all_reduce", nbytes, phase="backward"),
-    ))
 
 
 class _TensorParallelRMSNorm(torch.autograd.Function):
@@ -454,17 +298,6 @@ def vocab_embedding(ids: Tensor, table: Tensor, group: Group, sequence: bool) ->
     return leave_region(local_x, group, sequence)
 
 
-def vocab_embedding_cost(work: Workload, table: ParameterSpec, group: Group, sequence: bool) -> Cost:
-    """Of vocab_embedding: keeps the ids, and in a group of several ranks which of them are local."""
-    nbytes = work.tokens * table.shape[1] * work.compute_bytes
-    is_local = work.tokens if group.size > 1 else 0
-    return Cost(
-        traffic=(MemoryTraffic(2 * outside_region(nbytes, group, sequence)),),
-        saved=(SavedTensor(work.tokens * ID_BYTES + is_local),),
-        exchanges=leave_exchanges(nbytes, sequence),
-    )
-
-
 def merge_vocab_statistics(group: Group) -> Merge | None:
     """For linear_cross_entropy: combines the statistics of a vocabulary that is divided over the group.
 
@@ -479,12 +312,3 @@ def merge_vocab_statistics(group: Group) -> Merge | None:
         return full_lse, full_picked
 
     return merge if group.size > 1 else None
-
-
-def merge_exchanges(rows: list[int], group: Group, work: Workload) -> tuple[Exchange, ...]:
-    """What merge_vocab_statistics exchanges. rows: of each call: two numbers per row, from every rank."""
-    exchanges: list[Exchange] = []
-    for count, calls in Counter(rows).items():
-        nbytes = group.size * 2 * count * work.accumulation_bytes
-        exchanges.append(Exchange("tp", "all_gather", nbytes, calls))
-    return tuple(exchanges)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kernels.linear import product
-from parallel.cost import Exchange, Part, Phase
 from parallel.tensor.overlap import gather_and_multiply, multiply_and_scatter
 from parallel.wire import comm
 from parallel.wire.comm import Group
@@ -30,51 +29,6 @@ def leave_region(x: Tensor, group: Group, sequence: bool) -> Tensor:
     if group.size == 1:
         return x
     return _ScatterGather.apply(x, group) if sequence else _ReduceCopy.apply(x, group)
-
-
-def enter_exchanges(
-    nbytes: int, sequence: bool, regathers: Part | None = None, sends_parts_to: int = 0
-) -> tuple[Exchange, ...]:
-    """What enter_region exchanges. nbytes: of [b, s, d].
-
-    regathers: where that part is recomputed, the input is gathered again. sends_parts_to: under async tensor
-    parallelism, the number of other ranks, to each of which a rank sends its part of the input.
-    """
-    if not sequence:
-        return (Exchange("tp", "all_reduce", nbytes, phase="backward"),)
-    exchanges = (
-        part_exchange("all_gather", nbytes, "forward", sends_parts_to),
-        Exchange("tp", "reduce_scatter", nbytes, phase="backward"),
-    )
-    if regathers is None:
-        return exchanges
-    return (*exchanges, Exchange("tp", "all_gather", nbytes, phase="regather", part=regathers))
-
-
-def leave_exchanges(nbytes: int, sequence: bool, sends_parts_to: int = 0) -> tuple[Exchange, ...]:
-    """What leave_region exchanges. nbytes: of [b, s, d].
-
-    sends_parts_to: see enter_exchanges. The sends belong to the product: recompute repeats both.
-    """
-    if not sequence:
-        return (Exchange("tp", "all_reduce", nbytes, phase="output"),)
-    phase: Phase = "forward" if sends_parts_to else "output"
-    return (
-        part_exchange("reduce_scatter", nbytes, phase, sends_parts_to),
-        part_exchange("all_gather", nbytes, "backward", sends_parts_to),
-    )
-
-
-def part_exchange(verb: str, nbytes: int, phase: Phase, sends_parts_to: int) -> Exchange:
-    """A collective of nbytes, or as many sends of parts of it as there are other ranks."""
-    if not sends_parts_to:
-        return Exchange("tp", verb, nbytes, phase=phase)
-    return Exchange("tp", "send", nbytes // (sends_parts_to + 1), calls=sends_parts_to, phase=phase)
-
-
-def outside_region(size: int, group: Group, sequence: bool) -> int:
-    """This rank's share, outside of a region, of a size inside of it (in tokens, or bytes)."""
-    return size // group.size if sequence else size
 
 
 def scatter_to_tp(x: Tensor, group: Group) -> Tensor:

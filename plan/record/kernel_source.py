@@ -240,11 +240,16 @@ def plain_value(value: Any) -> Any:
     return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
 
 
+@functools.cache
+def signature_of(function: FunctionType) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a launch by the names of the kernel's parameters, without launch options."""
-    parameters = inspect.signature(plain_function(kernel)).parameters
-    known = {name: value for name, value in kwargs.items() if name in parameters}
-    bound = inspect.signature(plain_function(kernel)).bind_partial(*args, **known)
+    signature = signature_of(plain_function(kernel))
+    known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    bound = signature.bind_partial(*args, **known)
     bound.apply_defaults()
     return {name: plain_value(value) for name, value in bound.arguments.items()}
 
@@ -252,7 +257,7 @@ def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 def fixed_numbers(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that are compiled into the kernel: its tl.constexpr, and None for a tensor."""
     fixed = {}
-    for name, parameter in inspect.signature(plain_function(kernel)).parameters.items():
+    for name, parameter in signature_of(plain_function(kernel)).parameters.items():
         is_constexpr = "constexpr" in str(parameter.annotation)
         if name in arguments and (is_constexpr or arguments[name] is None):
             fixed[name] = arguments[name]

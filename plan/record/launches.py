@@ -472,14 +472,16 @@ SCATTERS = {"aten.index_add_", "aten.scatter_add_", "aten.index_put_", "aten.sca
 class Recorder:
     """Collects launches in a `with recorder.recording():`.
 
-    executes: the kernels run too (through Triton's interpreter, or on a GPU). launches: in their order.
+    with_views: operations that start no kernel are launches, too: they cost the host alone. executes: the
+    kernels run too (through Triton's interpreter, or on a GPU). launches: in their order.
     events: what happens between them; host_reads: (file, function) of ours that asked for a value of the
     device. stream: that launches now go to. memory: the bytes of all tensors of the device, host_memory: of
     those that offloading keeps on the host; both outlive clear().
     """
 
-    def __init__(self, executes: bool = False) -> None:
+    def __init__(self, executes: bool = False, with_views: bool = True) -> None:
         self.executes = executes
+        self.with_views = with_views
         self.memory = LiveBytes(clock=self.now)
         self.host_memory = LiveBytes(clock=self.now)
         self.events: list[Event] = []  # always this list: the wire adds to it
@@ -596,7 +598,9 @@ class Recorder:
             self.memory.see(tensors, holder)
 
     def add_operation(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        name = str(function.overloadpacket)
+        if function.is_view and not self.with_views:
+            return
+        name = name_of(function)
         inputs = tensors_in((args, kwargs))
         outputs = tensors_in(result)
         if not inputs and not outputs:
@@ -607,7 +611,7 @@ class Recorder:
         is_on_host = not self.executes and not any(x.is_meta for x in (*inputs, *outputs))
         if self.counts_host or not is_on_host:
             self.count_bytes(outputs, Holder(self.phase, f"{file}:{caller}"))
-        if is_on_host:
+        if is_on_host or (is_view and not self.with_views):
             return
         moved = (0, 0, 0) if is_view else operation_bytes(function, name, args, kwargs, outputs)
         read, written, updated = moved
@@ -655,6 +659,12 @@ def use_of(
     return tensors_used(function, dict(fixed), pointers)
 
 
+@functools.cache
+def name_of(function: Any) -> str:
+    """aten.mm, of any overload."""
+    return str(function.overloadpacket)
+
+
 def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """The arguments of an operation that are no tensors, by the names of its schema: torch hands most of them
     on without one."""
@@ -684,6 +694,11 @@ class Operations(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch then does not wrap each operation in what keeps its compiler away."""
+        return False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None

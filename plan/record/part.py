@@ -8,19 +8,22 @@ expert equal shares, every target counts, and under data.doc_mask a sequence is 
 
 import contextlib
 import functools
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import kernels.grad
-from config import Config
-from model.context import LossInputs
+from config import Config, has_experts
+from model.block import BlockOutput
+from model.context import ForwardContext, LossInputs
 from model.describe import mesh_of_one_stage
+from model.flops import mean_keys
 from model.precision import DTYPES
 from model.sharding import scale_for_mup, sharding_config
 from model.transformer import PipelineStage
@@ -44,10 +47,11 @@ from plan.record.launches import (
 )
 from plan.record.role import microbatch
 from plan.record.wire import RecordingWire
-from plan.record.work import BACKWARD, FORWARD, Facts, judge, mean_keys
+from plan.record.work import BACKWARD, FORWARD, Facts, judge
 
 ATTENTION_FILES = ("kernels/attention.py", "kernels/partial_attention.py")  # its products on a CPU
-ON_THE_LINE = (2, 4)  # sequences
+SEQUENCES_ON_THE_LINE = (2, 4)
+RANKS_ON_THE_LINE = (4, 8)  # expert-parallel; fewer may have too many experts for a kernel
 
 
 # ---- what a record is made of ------------------------------------------------------------------------------
@@ -102,12 +106,13 @@ class Await(NamedTuple):
 Event = Amount | Post | Await
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PhaseRecord:
     """A forward or a backward of one microbatch.
 
     events: in their order. weights: the share of the work that computes gradients of weights.
-    peak: bytes that it adds for a moment, at most, to those that are alive when it begins.
+    peak: bytes that it adds for a moment, at most, to those that are alive when it begins. What the part
+    beside it hands over counts among them.
     """
 
     events: tuple[Event, ...]
@@ -123,23 +128,23 @@ class PhaseRecord:
         return tuple(one for one in self.events if isinstance(one, Post))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PartRecord:
     """One microbatch of a part on one rank.
 
-    first: the forward of a step's first microbatch, which makes the weights in 8 bits for all.
+    first: the forward of a step's first microbatch, which makes the weights in 8 bits for all. inputs: the
+    first of a backward in two parts, which leaves the gradients of weights to the second.
     kept: bytes between forward and backward, beside parameters and context. What the part before made counts
     here, if it is kept. context: bytes that the blocks of a stage share: rotary tables, the mask.
-    kept_for_weights: in a backward in two parts, bytes between those of inputs and of weights. split_peak: as
-    backward.peak, of the first of these two. kept_in_step: bytes of weights in 8 bits.
+    kept_for_weights: bytes between the two parts of a backward. kept_in_step: bytes of weights in 8 bits.
     """
 
     forward: PhaseRecord
     backward: PhaseRecord
     first: PhaseRecord
+    inputs: PhaseRecord
     kept: float
     kept_for_weights: float
-    split_peak: float
     kept_in_step: float
     context: float
 
@@ -148,34 +153,50 @@ class PartRecord:
 
 
 class PartForm(NamedTuple):
-    """What decides a record. layer: of a block; "embedding" or "head": that part.
-
-    chip: whose paths the code takes, without one a CPU's. ends_are_apart: see PipelineStage. is_split:
-    whether the backward in two parts is recorded, too.
-    """
+    """What decides a record. layer: of a block; "embedding" or "head": that part, without the blocks of
+    multi-token prediction. chip: whose paths the code takes, without one a CPU's."""
 
     cfg: Config
     layer: int | str
     chip: Chip | None = None
-    ends_are_apart: bool = False
-    is_split: bool = False
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def record_of(form: PartForm) -> PartRecord:
-    """A microbatch of train.micro_batch sequences. From two on, a block's is on the line through those of two
-    sequences and of four (tests/plan/test_part.py); parts of a single sequence need no copies. An output head
-    divides its tokens into chunks, and an embedding's gradient has no more rows than its table."""
-    b = form.cfg.train.micro_batch
-    if b in (1, *ON_THE_LINE) or isinstance(form.layer, str):
-        return record_part(form)
-    first, second = ON_THE_LINE
-    one, two = (record_of(form._replace(cfg=with_micro_batch(form.cfg, number))) for number in ON_THE_LINE)
-    return on_the_line(one, two, (b - first) / (second - first))
+    """The record of a part, where it can be from those of few sequences and few expert-parallel ranks.
+
+    From two sequences on, a block's is on the line through those of two and of four; parts of a single
+    sequence need no copies. An output head divides its tokens into chunks, and an embedding's gradient has no
+    more rows than its table. From two expert-parallel ranks on, it is on the line through those of four and
+    of eight, by the experts of a rank, while ranks have several (tests/plan/test_part.py).
+    """
+    cfg = form.cfg
+    if isinstance(form.layer, str) or not has_experts(cfg.model, form.layer):
+        form = form._replace(cfg=with_keys(cfg, "parallel", ep=1, etp=1, ep_chunks=1))
+        if form.cfg != cfg:
+            return record_of(form)
+
+    b, (one, two) = cfg.train.micro_batch, SEQUENCES_ON_THE_LINE
+    if b > 1 and b not in (one, two) and isinstance(form.layer, int):
+        forms = [form._replace(cfg=with_keys(cfg, "train", micro_batch=number)) for number in (one, two)]
+        return on_the_line(*map(record_of, forms), steps=(b - one) / (two - one))
+
+    ep, (one, two) = cfg.parallel.ep, RANKS_ON_THE_LINE
+    if ep > 1 and ep not in (one, two) and has_several_experts(cfg, max(ep, two)):
+        forms = [form._replace(cfg=with_keys(cfg, "parallel", ep=ranks)) for ranks in (one, two)]
+        return on_the_line(*map(record_of, forms), steps=(1 / ep - 1 / one) / (1 / two - 1 / one))
+    return record_part(form)
 
 
-def with_micro_batch(cfg: Config, micro_batch: int) -> Config:
-    return replace(cfg, train=replace(cfg.train, micro_batch=micro_batch))
+def has_several_experts(cfg: Config, ep: int) -> bool:
+    """Whether each of `ep` ranks has several experts in each chunk: one alone needs no order of its rows."""
+    experts, rest = divmod(cfg.model.experts or 0, ep)
+    return rest == 0 and experts >= 2 * cfg.parallel.ep_chunks
+
+
+def with_keys(cfg: Config, section: str, **values: Any) -> Config:
+    """The config with other values in one section."""
+    return replace(cfg, **{section: replace(getattr(cfg, section), **values)})
 
 
 def on_the_line(one: Any, two: Any, steps: float) -> Any:
@@ -196,27 +217,29 @@ def on_the_line(one: Any, two: Any, steps: float) -> Any:
 
 
 def record_part(form: PartForm) -> PartRecord:
-    """Runs the part twice, as two microbatches of a step, and keeps the second; then with its backward in two
-    parts."""
-    recorder = Recorder()
+    """Runs a microbatch of the part, then one with its backward in two parts.
+
+    Where the first makes weights in 8 bits for a step, another comes before the last.
+    """
+    recorder = Recorder(with_views=False)
     wire = RecordingWire(recorder.now, recorder.events)
     mesh = mesh_of_one_stage(form.cfg, Activity(wire=wire))
     claimed = claimed_cpu(recorder) if form.chip is None else claimed_gpu(form.chip, recorder)
-    with claimed as device, without_initial_weights(), recorder.recording(), noted_reads(recorder):
+    notes = contextlib.redirect_stderr(io.StringIO())  # of kernels that do not run on a chip
+    with notes, claimed as device, without_initial_weights(), recorder.recording(), noted_reads(recorder):
         with META:
             runner = PartRunner(form, mesh, device, recorder)
         first = second = runner.run()
         if first.left:  # weights in 8 bits, which are made once
             second = runner.run()
-        runner.store.deferring = True
-        split = runner.run() if form.is_split else second
+        split = runner.run(is_split=True)
     return PartRecord(
         forward=second.forward,
         backward=second.backward,
-        first=first.forward,
+        first=first.forward if first.left else second.forward,
+        inputs=split.backward,
         kept=second.kept,
         kept_for_weights=split.kept_for_weights,
-        split_peak=split.backward.peak,
         kept_in_step=first.left,
         context=runner.context_bytes,
     )
@@ -234,6 +257,16 @@ def noted_reads(recorder: Recorder) -> Iterator[None]:
 
     with mock.patch.object(dispatch, "with_values", with_values):
         yield
+
+
+class NoBlock(nn.Module):
+    """In the place of a block that has a record of its own."""
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
+        return x, residual, None
+
+    def add_router_stats(self, stats: Tensor | None) -> None:
+        pass
 
 
 class MicrobatchRun(NamedTuple):
@@ -254,10 +287,13 @@ class PartRunner:
         self.facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.window))
         self.recorder = recorder
         first, last = layers_of_part(cfg, form.layer)
-        self.stage = PipelineStage(cfg, mesh, first, last, ends_are_apart=form.ends_are_apart)
+        self.stage = PipelineStage(cfg, mesh, first, last)
         part = self.stage.blocks[0] if self.stage.blocks else (self.stage.embedding or self.stage.head)
         scale_for_mup(cfg, part)
         self.layer = form.layer
+        if self.stage.head is not None and self.stage.head.mtp is not None:
+            for module in self.stage.head.mtp.modules_ahead:
+                module.block = NoBlock()
 
         # storage
         self.dtype = DTYPES[cfg.train.dtype]
@@ -287,25 +323,28 @@ class PartRunner:
         self.context = self.stage.training_context(self.microbatch, self.scale)
         self.context_bytes = recorder.memory.now - before
 
-    def run(self) -> MicrobatchRun:
-        """Forward and backward of a microbatch."""
+    def run(self, is_split: bool = False) -> MicrobatchRun:
+        """Forward and backward of a microbatch. is_split: gradients of weights wait until it has ended."""
         memory = self.recorder.memory
         before = memory.now
         inputs = self.inputs()
-        begin = self.begin_phase()
+        self.begin_phase()
         outputs = self.forward(*inputs)
         edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
-        grads = [self.scale if x.ndim == 0 else self.grad for x in outputs if x.requires_grad]
-        forward = self.end_phase(begin, [])
+        forward = self.end_phase(before, [])
         del inputs, outputs
         kept = memory.now - before
 
-        begin = self.begin_phase()
+        begin = memory.now
+        grads = [self.scale if self.layer == "head" else self.grad.clone()] * len(edges)
+        self.begin_phase()
         spans: list[tuple[int, int]] = []
+        self.store.deferring = is_split
         with noted_weight_grads(self.recorder, spans):
             torch.autograd.backward(edges, grads)
+        self.store.deferring = False
         backward = self.end_phase(begin, spans)
-        del edges
+        del edges, grads
         self.leaf.grad = None
         kept_for_weights = memory.now - before
         self.store.compute(0)
@@ -330,14 +369,13 @@ class PartRunner:
         stage.blocks[0].add_router_stats(stats)
         return (y,) if residual is None else (y, residual)
 
-    def begin_phase(self) -> int:
-        """Returns the bytes that are alive."""
+    def begin_phase(self) -> None:
         self.recorder.clear()
         self.recorder.memory.begin()
-        return self.recorder.memory.now
 
     def end_phase(self, begin: int, weight_spans: list[tuple[int, int]]) -> PhaseRecord:
-        """weight_spans: (first, last) launches that compute gradients of weights."""
+        """begin: bytes that its peak is more than. weight_spans: (first, last) launches that compute
+        gradients of weights."""
         recorder = self.recorder
         works = [work_of(launch, self.facts) for launch in recorder.launches]
         weights = sum((one for first, last in weight_spans for one in works[first:last]), Amount())

@@ -47,13 +47,6 @@ class Facts:
     keys_seen: float
 
 
-def mean_keys(length: int, window: int | None) -> float:
-    """The mean number of keys that a causal query sees in a sequence of `length` tokens."""
-    width = min(window or length, length)
-    growing = width * (width + 1) / 2
-    return (growing + (length - width) * width) / length
-
-
 Flops = Callable[[Launch, Facts], float]
 
 

@@ -19,8 +19,6 @@ result is NaN until it is awaited, and nothing may be written meanwhile (paralle
 `--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
 stage, within bounds that follow from the dtype (proof/precision/__init__.py).
 `--coord` proves no layout, but muP: how far training moves activations, by width (proof/mup.py).
-`--cost` proves what modules say that they cost: FLOPs, bytes sent and kept of a real step
-(proof/module_costs.py).
 
 Overrides, as train.py takes them, prove an edit of the model without a new recipe: `--model.activation gelu`
 is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells vary
@@ -42,7 +40,7 @@ from config import ConfigError
 from config.parts import part_of
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from model.schedules import plan_pipeline
-from proof import lattice, module_costs, mup, precision
+from proof import lattice, mup, precision
 from proof.lattice import Lattice, Values
 from proof.verify.cells import chosen, words
 from proof.verify.overrides import (
@@ -74,9 +72,6 @@ def main(argv: list[str]) -> int:
     if options.coord:
         check_only_model(overrides, "--coord")
         return mup.check(options.name, options.json, options.out, overrides=overrides)
-    if options.cost:
-        check_only_model(overrides, "--cost")
-        return module_costs.check(options.name, options.json, overrides)
     if options.precision:
         check_only_model(overrides, "--precision")
         draw = int(options.layouts) if options.layouts.isdigit() else None
@@ -135,11 +130,6 @@ def parse_options(argv: list[str]) -> Namespace:
         "--coord",
         action="store_true",
         help="instead of layouts: the coordinate check of muP, at widths that double",
-    )
-    add(
-        "--cost",
-        action="store_true",
-        help="instead of layouts: a step's FLOPs, exchanges and saved bytes against what the modules say",
     )
     add("--out", type=Path, help="of --coord: draw it into this .png")
     options, unknown = parser.parse_known_args(argv)

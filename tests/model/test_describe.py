@@ -1,26 +1,17 @@
-"""The model described without storage: published parameter counts, layers of one kind that are alike, costs
-that are the sum of the real modules', and a new module that is counted because it says what it has.
+"""The model described without storage: published parameter counts, layers of one kind that are alike, a new
+module that is counted because it says what it has, and the FLOPs of a token.
 """
 
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
 import config
-from model.block import TransformerBlock
-from model.describe import (
-    describe_block,
-    describe_model,
-    describe_stage,
-    keys_of_modules,
-    mesh_of_one_stage,
-    workload,
-)
+from model.describe import describe_stage, keys_of_modules, mesh_of_one_stage
+from model.flops import flops_of_parts, keys_seen, mean_keys
 from model.mlp import MLP
 from model.split import split_by_cost
 from model.transformer import PipelineStage
-from parallel.cost import Cost, Exchange, MatrixProduct, SavedTensor, Workload, mean_keys, total
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, parameter, sharded_parameters
 from plan.count import flops_per_token, parameters
@@ -126,21 +117,21 @@ def test_every_recipe_builds_without_storage_what_is_counted(name):
     count = parameters(model)
     assert sum(param.spec.numel for param in sharded_parameters(stage)) == count["total"] + count["ahead"]
     assert all(param.numel() == 0 for param in stage.parameters())
-    token = Workload(1, 1, documents=(2048,))
-    assert 3 * stage.cost(token).flops == pytest.approx(flops_per_token(model, 2048), rel=1e-12)
 
 
-def shapes(module):
-    return [
-        (
-            param.spec.shape,
-            param.spec.role,
-            param.spec.partial_over,
-            param.spec.is_expert,
-            param.spec.is_replicated_over_tp,
+def shapes(params):
+    return sorted(
+        str(
+            (
+                param.spec.shape,
+                param.spec.role,
+                param.spec.partial_over,
+                param.spec.is_expert,
+                param.spec.is_replicated_over_tp,
+            )
         )
-        for param in sharded_parameters(module)
-    ]
+        for param in params
+    )
 
 
 @pytest.mark.slow(every=2)
@@ -159,30 +150,12 @@ def shapes(module):
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_layers_of_one_kind_are_alike(name, parallel):
     cfg = shrunk(name, parallel)
-    cfg = replace(
-        cfg, train=replace(cfg.train, dtype="fp8", fp8="rowwise", fp8_keep=1, seq_len=64, micro_batch=2)
-    )
-    work = workload(cfg)
+    cfg = replace(cfg, train=replace(cfg.train, dtype="fp8", fp8="rowwise", fp8_keep=1))
     described = describe_stage(cfg, 0, cfg.model.layers)
     real = PipelineStage(cfg, mesh_of_one_stage(cfg), 0, cfg.model.layers)
     for module, part in zip(real.parts(), described.parts):
         table = [] if part.shared_table is None else [part.shared_table]
-        assert sorted(map(str, shapes(module))) == sorted(str(row) for row in [*shapes(part.module)]), type(
-            module
-        )
-        assert len(part.params) + len(table) == len(shapes(module))
-        assert module.cost(work) == part.cost(work)
-    want, found = real.cost(work), described.cost(work)
-    assert found.flops == want.flops and found.saved_bytes() == want.saved_bytes()
-    assert wire_of(found) == wire_of(want)
-
-
-def wire_of(cost):
-    sums = {}
-    for one in cost.exchanges:
-        key = one.group, one.verb, one.phase
-        sums[key] = sums.get(key, 0) + one.calls * one.nbytes
-    return sums
+        assert shapes(sharded_parameters(module)) == shapes([*part.params, *table]), type(module)
 
 
 def test_what_a_search_varies_and_no_module_reads_shares_the_modules():
@@ -209,10 +182,6 @@ class GatedMLP(MLP):
         box = Box.whole(f"layers.{layer}.mlp.more.weight", (cfg.model.ffn, cfg.model.hidden))
         self.more = parameter(ParameterSpec((box,), "hidden", cfg.model.init_std))
 
-    def cost(self, work):
-        columns, inner = self.more.spec.shape
-        return super().cost(work) + Cost(products=(MatrixProduct(work.tokens, inner, columns),))
-
 
 def test_a_new_projection_is_counted_everywhere(monkeypatch):
     model = replace(
@@ -226,9 +195,6 @@ def test_a_new_projection_is_counted_everywhere(monkeypatch):
     more = model.ffn * model.hidden
     assert parameters(model)["total"] == plain["total"] + model.layers * more
     assert flops_per_token(model, 256) == plain_flops + 6 * model.layers * more
-    assert [part.module for part in describe_model(model).parts if isinstance(part.module, TransformerBlock)][
-        0
-    ].mlp.more is not None
 
 
 def test_a_gated_activation_counts_three_matrices():
@@ -239,62 +205,7 @@ def test_a_gated_activation_counts_three_matrices():
     assert split_by_cost(model, 2, 256) and split_by_cost(gated, 2, 256)
 
 
-# ---- the arithmetic of a Cost ------------------------------------------------------------------------------
-
-
-def test_full_recompute_keeps_the_input_and_exchanges_again_all_but_the_last():
-    cost = Cost(
-        products=(MatrixProduct(2, 3, 4),),
-        saved=(SavedTensor(7, "norm"), SavedTensor(9)),
-        exchanges=(
-            Exchange("tp", "all_gather", 5),
-            Exchange("tp", "all_gather", 5, phase="regather", part="norm"),
-            Exchange("tp", "reduce_scatter", 6, phase="output"),
-            Exchange("tp", "all_reduce", 8, phase="backward"),
-        ),
-    )
-    full = cost.recompute_all(SavedTensor(1))
-    assert (
-        full.saved_bytes() == 1
-        and full.recomputed.saved_bytes() == 16
-        and full.recomputed.flops == cost.flops == 48
-    )
-    assert [(one.nbytes, one.phase) for one in full.exchanges] == [
-        (5, "forward"),
-        (5, "backward"),
-        (6, "output"),
-        (8, "backward"),
-    ]
-    inner = cost.as_inner().recompute_all(SavedTensor(1))
-    assert [one.nbytes for one in inner.exchanges if one.phase == "backward"] == [5, 6, 8]
-    norm = cost.recompute_parts(frozenset({"norm"}))
-    assert norm.saved_bytes() == 9 and norm.recomputed.saved_bytes() == 7
-    assert [(one.nbytes, one.phase) for one in norm.exchanges] == [
-        (5, "forward"),
-        (5, "backward"),
-        (6, "output"),
-        (8, "backward"),
-    ]
-    none = cost.recompute_parts(frozenset())
-    assert none.recomputed is None and len(none.exchanges) == 3 and none.saved == cost.saved
-
-
-def test_times_is_a_repeated_sum():
-    work = Workload(2, 64)
-    cost = describe_block(keys_of_modules(shrunk("mixtral-tiny", dict(recompute="full"))), 0).cost(work)
-    for one, many in (
-        (cost.times(3), total([cost] * 3)),
-        (cost.times(3).recomputed, total([cost] * 3).recomputed),
-    ):
-        assert (
-            one.flops == many.flops
-            and one.saved_bytes() == many.saved_bytes()
-            and wire_of(one) == wire_of(many)
-        )
-        assert sum(product.elements for product in one.products) == sum(
-            product.elements for product in many.products
-        )
-        assert (one.launches, one.host_reads) == (many.launches, many.host_reads)
+# ---- FLOPs -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 99])
@@ -302,13 +213,45 @@ def test_keys_that_a_query_sees(window):
     lengths = (3, 16, 1)
     seen = [sum(min(place + 1, window or 99) for place in range(length)) for length in lengths]
     assert mean_keys(16, window) == pytest.approx(seen[1] / 16)
-    assert Workload(1, 20, documents=lengths).keys_seen(window) == pytest.approx(sum(seen) / 20)
+    assert keys_seen(lengths, window) == pytest.approx(sum(seen) / 20)
 
 
-def test_modules_of_the_model_say_what_they_cost():
-    """All that have parameters, and every composite."""
-    for name in ("deepseek-v3-tiny", "gpt2-tiny", "qwen2-moe-tiny", "olmoe-tiny"):
-        cfg = shrunk(name)
-        stage = PipelineStage(cfg, mesh_of_one_stage(cfg), 0, cfg.model.layers)
-        for module in stage.modules():
-            assert isinstance(module, nn.ModuleList) or callable(getattr(module, "cost", None)), type(module)
+def test_flops_of_a_dense_model_whose_head_is_the_table():
+    m = shrunk("llama3-tiny", vocab_multiple=1, tied=True).model
+    width = m.hidden // m.heads  # of a head
+    attention = m.hidden * (m.heads + 2 * m.kv_heads) * width + m.heads * width * m.hidden
+    scores = 2 * m.heads * width * 7.5  # with keys, and with values
+    block = 2 * (attention + scores + 3 * m.hidden * m.ffn)
+    head = 2 * m.hidden * m.vocab
+    assert flops_of_parts(m, 7.5) == pytest.approx([0, *[block] * 4, head], rel=1e-12)
+
+
+def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_has():
+    m = shrunk("qwen2-moe-tiny", vocab_multiple=1).model
+    width = m.hidden // m.heads
+    attention = m.hidden * (m.heads + 2 * m.kv_heads) * width + m.heads * width * m.hidden
+    attention += 2 * m.heads * width * 7.5
+    dense = 3 * m.hidden * m.ffn
+    expert = 3 * m.hidden * m.moe_ffn
+    mixture = (m.top_k + m.shared_experts) * expert + m.hidden * m.experts + m.hidden  # and router, and gate
+    blocks = [2 * (attention + mlp) for mlp in (dense, mixture, dense, mixture)]
+    head = 2 * m.hidden * m.vocab
+    assert flops_of_parts(m, 7.5) == pytest.approx([0, *blocks, head], rel=1e-12)
+
+
+def test_flops_of_latent_attention_with_a_module_ahead_and_a_window():
+    m = shrunk("deepseek-v3-tiny", vocab_multiple=1, window=3).model
+    keys = (1 + 2 + 3 * 8) / 10  # the mean of ten tokens
+    query = m.nope_dim + m.rope_dim
+    attention = m.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
+    attention += m.q_rank * m.heads * query + m.kv_rank * m.heads * (m.nope_dim + m.v_dim)
+    attention += m.heads * m.v_dim * m.hidden
+    attention += m.heads * (query + m.v_dim) * keys
+    dense = 3 * m.hidden * m.ffn
+    mixture = (m.top_k + m.shared_experts) * 3 * m.hidden * m.moe_ffn + m.hidden * m.experts
+    head = m.hidden * m.vocab
+    ahead = 2 * m.hidden * m.hidden + attention + mixture + head  # a join, a block, the head once more
+    parts = [0, attention + dense, *[attention + mixture] * 3, head + ahead]
+    want = [2 * one for one in parts]
+    assert m.mtp == 1 and flops_of_parts(m, keys_seen((10,), m.window)) == pytest.approx(want, rel=1e-12)
+    assert flops_per_token(m, 10) == pytest.approx(3 * sum(want), rel=1e-12)

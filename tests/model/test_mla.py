@@ -12,7 +12,6 @@ from kernels import rope
 from model.context import KeyValueCache, forward_context
 from model.generate import generate
 from model.mla import LATENT_EPS
-from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
 from proof.verify.tiny_config import tiny_config
 
@@ -78,18 +77,16 @@ def test_it_is_the_definition(name):
 def test_the_input_is_kept_once(name):
     """All projections of the input read one tensor, which a mixture's other bytes would hide."""
     run, x = made(name), torch.randn(1, 11, 32, dtype=torch.float64, requires_grad=True)
-    mla, kept = attention_of(run), {}  # {storage: its bytes}
+    mla, kept = attention_of(run), {}  # {storage: a tensor there with the values of the input}
 
     def note(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        if tensor.numel() == x.numel() and torch.equal(tensor.reshape(x.shape), x):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         mla(x, forward_context(run.cfg, torch.arange(11)[None], None))
-    work = Workload(1, 11, compute_bytes=8, accumulation_bytes=8)
-    planned = [saved.nbytes for saved in mla.cost(work).saved if saved.part == "norm"]
-    assert kept[x.untyped_storage().data_ptr()] == sum(planned) == x.nbytes
+    assert list(kept) == [x.untyped_storage().data_ptr()]
 
 
 @pytest.mark.parametrize("name", TWINS)

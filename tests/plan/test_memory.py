@@ -1,24 +1,31 @@
-"""The planner's bytes against what a rank really holds: state, and what a microbatch keeps for its backward,
-to 5 %.
+"""The planner's bytes: state against what a rank really holds, activations against the record of a step
+(test_record.py holds that against real ones).
 """
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+import config
 from build import build_run
 from config import OPTIMIZERS
-from model.describe import describe_stage, workload
+from model.describe import describe_stage
 from model.sharding import parallel_dims
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from plan import memory
 from plan.job import job_of_rank
-from proof.module_costs import KeptTensor, SavedBytes, saved_by_autograd
+from plan.parts import records_of_part
+from plan.record.events import OpBegins
+from plan.record.launches import CHIPS
+from plan.record.memory import curve_of
+from plan.record.role import record_role
+from plan.search import set_keys
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
+from scripts.dry_run import program_of, what_others_say
 from train import train_step
 
 STATES = [dict(offload="optimizer", zero=z) for z in (0, 3)] + [
@@ -38,13 +45,12 @@ def stores(tensors):
 
 
 def held(world, cfg):
-    """Bytes of a rank's state after a step, and the most that autograd kept during one."""
+    """Bytes of a rank's state after a step."""
     mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
     microbatches = data.microbatches(0)
-    with saved_by_autograd() as saved:
-        train_step(run, 1, microbatches, NonFiniteGuard())
+    train_step(run, 1, microbatches, NonFiniteGuard())
     every = run.buckets
     averages = [] if run.ema is None else run.ema.averages
     state, offloaded = (
@@ -72,7 +78,7 @@ def held(world, cfg):
     assert stores(host) == memory.host_bytes(job_of_rank(cfg, world.size, world.rank))
     for b in every:
         b.weights.wait_unshard()
-    return whole, saved.peak
+    return whole
 
 
 def laid(name, parallel, **train):
@@ -103,7 +109,7 @@ def laid(name, parallel, **train):
 )
 def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
-    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+    for rank, state in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
@@ -148,7 +154,7 @@ def test_the_average_of_the_weights(ranks, parallel, states):
     cfg = laid("mixtral-tiny", parallel, ema=0.9)
     cfg = replace(cfg, optim=replace(cfg.optim, states=states))
     plain = replace(cfg, train=replace(cfg.train, ema=None))
-    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+    for rank, state in enumerate(ranks(4).run(held, cfg)):
         job, without = job_of_rank(cfg, 4, rank), job_of_rank(plain, 4, rank)
         assert state == memory.state_bytes(job)
         of_moments = 2 * (2 if states == "bf16" else 4)  # of AdamW, an element
@@ -162,7 +168,7 @@ def test_the_average_of_the_weights(ranks, parallel, states):
 def test_moments_of_each_optimizer(ranks, name):
     cfg = laid("mixtral-tiny", dict(zero=1, ep=2))
     cfg = replace(cfg, optim=replace(cfg.optim, name=name))
-    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+    for rank, state in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
@@ -183,7 +189,7 @@ def test_moments_of_each_optimizer(ranks, name):
 def test_states_in_bf16(ranks, parallel, dtype):
     cfg = laid("llama3-tiny", parallel, dtype=dtype)
     cfg = replace(cfg, optim=replace(cfg.optim, states="bf16"))
-    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+    for rank, state in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
@@ -209,68 +215,89 @@ def test_sharding_saves_what_the_paper_says():
     assert sorted(sharded, reverse=True) == sharded
 
 
-@pytest.mark.slow(every=24)
-@pytest.mark.parametrize("name", ["llama3-tiny", "gpt2-tiny", "qwen3-tiny", "mistral-tiny"])
-@pytest.mark.parametrize(
-    "parallel",
-    [{}, dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True), dict(pp=2, schedule="gpipe"), dict(pp=2)],
-    ids=str,
-)
-def test_activations(ranks, name, parallel):
-    for train in (dict(), dict(micro_batch=2, dtype="fp32")) if name != "mistral-tiny" else (dict(),):
-        cfg = laid(name, parallel, **train)
-        for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-            assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), (
-                rank,
-                train,
-            )
+# ---- activations -------------------------------------------------------------------------------------------
 
-
-@pytest.mark.slow(every=8)
-@pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v", "interleaved"])
-@pytest.mark.parametrize(
-    "more",
-    [{}, dict(recompute="full"), dict(dtype="fp8", fp8="blockwise", fp8_block=16, fp8_keep=0)],
-    ids=str,
-)
-def test_every_schedule(ranks, name, schedule, more):
-    """What each stage keeps, along the real order of its ops; split backwards keep operands for their W."""
-    train = {key: value for key, value in more.items() if key in ("dtype", "fp8", "fp8_block", "fp8_keep")}
-    cfg = laid(name, dict(pp=2, zero=1, schedule=schedule, recompute=more.get("recompute", "none")), **train)
-    tolerance = 0.05 if name == "llama3-tiny" else 0.15
-    for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-        planned = memory.peak_activation_bytes(job_of_rank(cfg, 4, rank))
-        assert peak == pytest.approx(planned, rel=tolerance), rank
-
-
-@pytest.mark.slow(
-    every=12,
-    core=[
-        "{'recompute': 'selective', 'recompute_parts': 'norm,act'}-llama3-tiny-rowwise",
+SIZE = (
+    "--model.vocab 4096 --model.hidden 256 --model.ffn 512 --model.layers 8 --model.context 1024 "
+    "--train.seq_len 1024 --train.micro_batch 4 --train.global_batch 16 --train.dtype bf16"
+).split()
+EVERY = {"parallel.recompute": "selective", "parallel.recompute_parts": "core,norm,act"}
+SP = {"parallel.tp": 2, "parallel.sp": True}
+PP = {"parallel.pp": 2}
+BLOCKWISE = {"train.dtype": "fp8", "train.fp8": "blockwise", "train.fp8_keep": 0}
+DENSE = [
+    {},
+    {"train.micro_batch": 1, "train.dtype": "fp32"},
+    {"parallel.tp": 2},
+    SP,
+    SP | {"parallel.async_tp": True},
+    {"parallel.cp": 2},
+    {"parallel.cp": 2, "parallel.cp_kind": "ulysses"},
+    *(PP | {"parallel.schedule": kind} for kind in ("gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v")),
+    PP | {"parallel.schedule": "interleaved", "parallel.vpp": 2},
+    *({"parallel.zero": zero} for zero in (1, 2, 3)),
+    {"parallel.recompute": "full"},
+    PP | {"parallel.recompute": "full"},
+    PP | {"parallel.recompute": "full", "parallel.schedule": "zb-h1"},
+    EVERY,
+    SP | EVERY,
+    PP | EVERY | {"parallel.recompute_stages": "full,selective"},
+    {"train.dtype": "fp8"},
+    PP | BLOCKWISE,
+]
+OTHERS = {
+    "gpt2-tiny": [{}, SP, PP, {"parallel.recompute": "full"}],
+    "qwen3-tiny": [SP, PP],
+    "mixtral-tiny": [
+        {},
+        BLOCKWISE,
+        {"parallel.ep": 2},
+        {"parallel.ep": 2, "parallel.ep_chunks": 2},
+        SP | {"parallel.ep": 2},
+        PP | {"parallel.schedule": "zb-v"},
+        {"parallel.ep": 2, "parallel.recompute": "full"},
     ],
-)
-@pytest.mark.parametrize(
-    "name, recipe",
-    [
-        ("llama3-tiny", "tensorwise"),
-        ("llama3-tiny", "rowwise"),
-        ("llama3-tiny", "blockwise"),
-        ("gpt2-tiny", "rowwise"),
-        ("deepseek-v2-lite-tiny", "rowwise"),
-        ("deepseek-v3-tiny", "blockwise"),
-    ],
-)
-@pytest.mark.parametrize(
-    "parallel",
-    [{}, dict(tp=2, sp=True), dict(pp=2), dict(recompute="selective", recompute_parts="norm,act")],
-    ids=str,
-)
-def test_activations_in_eight_bits(ranks, name, recipe, parallel):
-    cfg = laid(name, parallel, dtype="fp8", fp8=recipe, fp8_block=16, fp8_keep=0)
-    cfg = replace(cfg, model=replace(cfg.model, experts=None, mtp=0, v_dim=8, nope_dim=12))
-    for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-        assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), rank
+    "deepseek-v3-tiny": [{}, SP, PP],
+}
+LAYOUTS = {"llama3-tiny": DENSE, **OTHERS}
+CASES = [(name, keys) for name, layouts in LAYOUTS.items() for keys in layouts]
+
+
+def title(name, keys):
+    """llama3-tiny tp 2 sp True"""
+    return " ".join([name, *(f"{key.split('.')[1]} {value}" for key, value in keys.items())])
+
+
+IDS = [title(*case) for case in CASES]
+CORE = [
+    "llama3-tiny tp 2 sp True",
+    "llama3-tiny pp 2 schedule zb-h1",
+    "llama3-tiny pp 2 recompute full",
+    "mixtral-tiny ep 2 ep_chunks 2",
+]
+
+
+def recorded_activations(cfg, world, rank):
+    """The most that a recorded step of a rank holds beside its state, before its optimizer begins."""
+    dims, chip = parallel_dims(cfg, world), CHIPS["h100"]
+    answers = what_others_say(cfg, dims, [rank], chip)
+    record = record_role(cfg, dims, rank, chip, program_of(cfg), answers=answers)
+    end = next(one.time for one in record.events if isinstance(one, OpBegins) and one.name == "optimizer")
+    curve = curve_of(record.begun_with, record.changes)
+    return max(point.nbytes for point in curve if point.time <= end) - record.state
+
+
+@pytest.mark.slow(every=8, core=CORE)
+@pytest.mark.parametrize("name, keys", CASES, ids=IDS)
+def test_activations_are_those_of_a_recorded_step(name, keys):
+    """To 1.5 % below, and to 6 % above: what passes is added, though it may not be there at the peak."""
+    cfg = set_keys(config.resolve(name, None, SIZE), keys)
+    world = 2 if cfg.parallel.zero else math.prod((cfg.parallel.tp, cfg.parallel.cp, cfg.parallel.pp))
+    world = max(world, cfg.parallel.ep)
+    for rank in sorted({0, world - 1}):
+        job = job_of_rank(cfg, world, rank)
+        planned = memory.peak_activation_bytes(job) + memory.passing_bytes(job)
+        assert 0.985 < planned / recorded_activations(cfg, world, rank) < 1.06, rank
 
 
 @pytest.mark.slow(every=2)
@@ -278,127 +305,35 @@ def test_activations_in_eight_bits(ranks, name, recipe, parallel):
 def test_shared_key_heads(ranks, parallel):
     cfg = laid("llama3-tiny", parallel)
     cfg = replace(cfg, model=replace(cfg.model, kv_heads=2))
-    for rank, (state, peak) in enumerate(ranks(4).run(held, cfg)):
-        assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05)
+    for rank, state in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
-EVERY = "core,norm,act"
-AGAIN = [
-    dict(recompute="full"),
-    dict(recompute="full", tp=2, sp=True),
-    dict(recompute="full", pp=2),
-    dict(recompute="selective"),
-    dict(recompute="selective", recompute_parts="norm", tp=2, sp=True),
-    dict(recompute="selective", recompute_parts="act"),
-    dict(recompute="selective", recompute_parts=EVERY, pp=2),
-    dict(recompute_stages="full,selective", recompute_parts=EVERY, pp=2),
-]
-
-
-@pytest.mark.slow(every=16)
-@pytest.mark.parametrize("name", ["llama3-tiny", "gpt2-tiny"])
-@pytest.mark.parametrize("parallel", AGAIN, ids=str)
-def test_what_is_made_again_is_not_kept(ranks, name, parallel):
-    cfg = laid(name, parallel)
-    plain = laid(name, {**parallel, "recompute": "none", "recompute_stages": None})
-    for rank, ((_, peak), (_, most)) in enumerate(zip(ranks(4).run(held, cfg), ranks(4).run(held, plain))):
-        assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), rank
-        assert peak < most
+@pytest.mark.slow(every=3)
+@pytest.mark.parametrize("keys", [{}, SP, PP | {"parallel.recompute": "full"}], ids=str)
+def test_what_is_offloaded_is_not_on_the_device(keys):
+    """Eight blocks are in flight: eight of one microbatch, or four of two. One computes, one is fetched."""
+    cfg = set_keys(config.resolve("llama3-tiny", None, SIZE), keys)
+    world = cfg.parallel.tp * cfg.parallel.pp
+    (block,) = records_of_part(describe_stage(cfg, 1, 2).parts[0], cfg.train.micro_batch)
+    away = set_keys(cfg, {"parallel.offload": "activations"})
+    least, most = (recorded_activations(one, world, 0) for one in (away, cfg))
+    assert 5.9 * block.kept < most - least < 7 * block.kept
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name,mtp", [("deepseek-v2-lite-tiny", 0), ("deepseek-v3-tiny", 0), ("deepseek-v3-tiny", 2)]
-)
-@pytest.mark.parametrize(
-    "parallel", [{}, dict(tp=2), dict(tp=4, sp=True), dict(pp=2), dict(pp=2, recompute="full")], ids=str
-)
-def test_activations_of_latents_and_further_tokens(ranks, name, mtp, parallel):
-    for train in (dict(), dict(micro_batch=2, dtype="fp32")):
-        cfg = laid(name, parallel, **train)
-        cfg = replace(
-            cfg, model=replace(cfg.model, experts=None, mtp=mtp, kv_rank=24, q_rank=cfg.model.q_rank and 40)
-        )
-        for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-            assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), (
-                rank,
-                train,
-            )
-
-
-def away(world, cfg):
-    """The most that autograd keeps on the device when activations are offloaded: what stayed, and what was
-    fetched.
-    """
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    there, kept, order = run.pipeline.offload, SavedBytes(), []
-    pack, unpack, fetch = there.pack, there.unpack, there.start_fetch
-
-    def packed(x):
-        ticket = pack(x)
-        return kept.pack(ticket) if ticket is x else ticket
-
-    def fetched(ticket):
-        if ticket.device_copy is None:
-            order.append(ticket.previous is not None)
-        fetch(ticket)
-        kept.add_recomputed(ticket.device_copy)
-
-    there.pack, there.start_fetch = packed, fetched
-    there.unpack = lambda x: x.x if isinstance(x, KeptTensor) else unpack(x)
-    train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
-    return kept.peak, len(order)
-
-
-@pytest.mark.slow(every=4)
-@pytest.mark.parametrize(
-    "parallel", [{}, dict(pp=4), dict(tp=2, sp=True), dict(pp=2, recompute="full")], ids=str
-)
-def test_what_is_offloaded_is_not_on_the_device(ranks, parallel):
-    cfg = laid("llama3-tiny", dict(offload="activations", **parallel), seq_len=128, dtype="fp64")
-    plain = replace(cfg, parallel=replace(cfg.parallel, offload="none"))
-    for (peak, fetched), (_, most) in zip(ranks(4).run(away, cfg), ranks(4).run(held, plain)):
-        block = describe_stage(cfg, 1, 2).parts[0].module.cost_without_recompute(workload(cfg)).saved_bytes()
-        assert fetched and peak < block + 0.05 * most, (
-            peak,
-            block,
-            most,
-        )  # of all blocks in flight, what one has
-
-
-@pytest.mark.slow(every=24, core=["fp8-{}-mixtral-tiny"])
-@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny", "dots1-tiny"])
-@pytest.mark.parametrize("parallel", [{}, dict(tp=2), dict(tp=2, sp=True, ep=2), dict(pp=2, ep=2)], ids=str)
-@pytest.mark.parametrize(
-    "eight", [{}, dict(dtype="fp8", fp8="blockwise", fp8_block=16, fp8_keep=0)], ids=["bf16", "fp8"]
-)
-def test_activations_of_mixtures(ranks, name, parallel, eight):
-    """Where every expert gets its fair share; here, with 64 tokens for 8 experts, ranks are somewhat off
-    it.
-    """
-    cfg = laid(name, parallel, micro_batch=2, **eight)
-    peaks = [held_ for _, held_, *_ in ranks(4).run(held, cfg)]
-    planned = [memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)) for rank in range(4)]
-    assert sum(peaks) == pytest.approx(sum(planned), rel=0.06)
-    assert peaks == pytest.approx(planned, rel=0.15)
-
-
-@pytest.mark.slow
-def test_what_lowers_the_peak(ranks):
+def test_what_lowers_the_peak():
     """Sequence parallelism below tensor parallelism alone; 1F1B below GPipe, most on the last rank."""
 
-    def peaks(**parallel):
-        return [peak for _, peak in ranks(4).run(held, laid("llama3-tiny", parallel))]
+    def peaks(ranks, **parallel):
+        cfg = config.resolve("llama3-tiny", None, [*SIZE, "--train.global_batch", "32"])
+        cfg = set_keys(cfg, {f"parallel.{key}": value for key, value in parallel.items()})
+        return [recorded_activations(cfg, 4, rank) for rank in ranks]
 
-    assert max(peaks(tp=4, sp=True)) < 0.75 * max(peaks(tp=4))
-    gpipe, one = peaks(pp=4, schedule="gpipe"), peaks(pp=4)
-    assert all(b < a for a, b in zip(gpipe, one)) and one[3] < gpipe[3] / 6, (
-        gpipe,
-        one,
-    )  # 8 microbatches; 4, 3, 2, 1 in flight
+    assert peaks([0], tp=4, sp=True) < [0.8 * peak for peak in peaks([0], tp=4)]
+    gpipe, one = peaks(range(4), pp=4, schedule="gpipe"), peaks(range(4), pp=4)
+    assert all(b < a for a, b in zip(gpipe, one))
+    assert one[3] < gpipe[3] / 2, (gpipe, one)  # 8 microbatches; 4, 3, 2, 1 in flight
 
 
 class Whole:
@@ -476,9 +411,11 @@ def kept_in_eight_bits(world, cfg):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("parallel", [dict(zero=1, tp=2), dict(zero=0, pp=2), dict(zero=3)], ids=str)
 def test_weights_in_eight_bits(ranks, name, recipe, parallel):
-    """Kept to the end of the step; under ZeRO-3 no longer than the full weights."""
+    """Kept to the end of the step; under ZeRO-3 no longer than the full weights. The planner counts what
+    their scales are made of, too."""
     cfg = laid(name, parallel, dtype="fp8", fp8=recipe, fp8_block=16, fp8_keep=1)
     cfg = replace(cfg, model=replace(cfg.model, layers=8))
     for rank, (most, after) in enumerate(ranks(4).run(kept_in_eight_bits, cfg)):
         planned = memory.quantized_weight_bytes(job_of_rank(cfg, 4, rank))
-        assert after == 0 and (0 < most <= planned if parallel["zero"] == 3 else most == planned), rank
+        assert after == 0 and 0 < most <= planned, rank
+        assert parallel["zero"] == 3 or planned <= 1.07 * most, rank

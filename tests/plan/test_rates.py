@@ -30,9 +30,9 @@ def test_a_transfer_takes_the_links_of_its_two_ranks():
     where = cluster("h100-ib")
     near, far = (seconds_of_exchange(ClusterLinks(where), 6, exchange("send", range(16), 10**9, peer))
                  for peer in (7, 8))  # fmt: skip
-    share, hop = Efficiency().inside, Efficiency().hop
-    assert near == pytest.approx(hop + 1e9 / (450e9 * share))
-    assert far == pytest.approx(hop + 1e9 / (50e9 * share))
+    of = Efficiency()
+    assert near == pytest.approx(of.hop + 1e9 / (450e9 * of.inside))
+    assert far == pytest.approx(of.hop + 1e9 / (50e9 * of.between))
 
 
 def test_rates_of_another_gpu_are_those_of_the_assumed_one_by_the_data_sheets():

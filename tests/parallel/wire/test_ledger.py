@@ -9,15 +9,12 @@ import torch
 
 import config
 from build import build_run
-from kernels import cross_entropy
-from model import block, head
+from model import block
 from model.sharding import parallel_dims
-from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
 from plan import bytes as wire
 from plan.buckets import buckets, unique_buckets
 from plan.job import job_of_rank
-from proof.module_costs import counted_exchanges
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
@@ -108,6 +105,15 @@ def start(world, cfg):
     mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+
+
+def counted_exchanges(mesh):
+    """{(group, verb): (calls, bytes)} since the mesh's ledger was cleared."""
+    ledger = {}
+    for (group, verb, what), calls in mesh.ledger.items():
+        if what == "calls":
+            ledger[group, verb] = (calls, mesh.ledger[group, verb, "bytes"])
+    return ledger
 
 
 def counted(world, cfg):
@@ -466,26 +472,3 @@ def test_a_ring_sends_what_the_collective_counts():
 def test_rates_of_mup(ranks, parallel):
     """Matrices of different rates lie apart."""
     compare(ranks(4), "deepseek-v3-tiny", parallel, model=dict(mup_base=8))
-
-
-def test_blocks_of_the_softmax_are_the_kernels(monkeypatch):
-    """The vocabulary-parallel cross entropy merges the statistics of as many rows at once as the planner
-    says.
-    """
-    rows, columns, hidden = 300, 1 << 10, 8
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1 << 19)
-    monkeypatch.setattr(cross_entropy, "SOFTMAX_ELEMENTS", 60 << 10)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 1 << 19)
-    monkeypatch.setattr(head, "SOFTMAX_ELEMENTS", 60 << 10)
-    merged = []
-
-    def merge(lse, picked):
-        merged.append(len(lse))
-        return lse, picked
-
-    x, weight = torch.randn(rows, hidden), torch.randn(columns, hidden)
-    cross_entropy.linear_cross_entropy(
-        x, weight, torch.zeros(rows, dtype=torch.int64), 1.0, columns, merge=merge
-    )
-    planned = head.merged_rows(Workload(1, rows, compute_bytes=4), columns)
-    assert merged == planned and len(set(merged)) == 2
