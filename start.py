@@ -570,13 +570,13 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not failure.is_out_of_memory(error):
             raise
-        advice = memory_advice(cfg, world)
+        advice = ask_for_advice(cfg, world)
         cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
         raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
 
 
-def memory_advice(cfg: Config, world: World) -> str:
-    """What the planner says of a rank without memory: in a process of its own, which has some."""
+def ask_for_advice(cfg: Config, world: World) -> str:
+    """Asks another process what the planner says of a rank without memory: this one has none left."""
     device = rank_device(world.device)
     capacity = device.memory if device.gpu else None
     question = pickle.dumps((cfg, world.size, capacity, Gpu(device.gpu.lower())))

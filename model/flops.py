@@ -21,7 +21,7 @@ def mean_keys(length: int, window: int | None) -> float:
 
 
 def keys_seen(documents: Sequence[int], window: int | None) -> float:
-    """The same where tokens attend within documents of these lengths."""
+    """The mean number of keys that a query sees where tokens attend within documents of these lengths."""
     seen = sum(length * mean_keys(length, window) for length in documents)
     return seen / sum(documents)
 
@@ -34,6 +34,7 @@ def flops_of_parts(model: ModelConfig, keys: float) -> list[float]:
 
 
 def flops_of_part(part: PartDescription, model: ModelConfig, keys: float) -> float:
+    """FLOPs of a token in the forward of one part."""
     flops = sum(flops_of_matrix(param.spec, model) for param in part.params)
     if part.layer == "embedding":
         return flops
@@ -46,6 +47,7 @@ def flops_of_part(part: PartDescription, model: ModelConfig, keys: float) -> flo
 
 
 def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
+    """FLOPs of a token in the product with one parameter, which may be no matrix."""
     if len(spec.shape) < 2 or spec.role in LOOKUPS:
         return 0.0
     used = model.top_k / model.experts if spec.is_expert else 1.0
@@ -53,5 +55,5 @@ def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
 
 
 def attention_flops(model: ModelConfig, keys: float) -> float:
-    """Of a token in one layer."""
+    """FLOPs of a token in the attention of one layer, beside its matrices."""
     return 2.0 * model.heads * (head_dim(model) + value_dim(model)) * keys

@@ -7,9 +7,9 @@ rank exchanges (plan/bytes.py) by its links, and the very schedule that would ru
     an exchange of n bytes           at a share of the link's bandwidth x N / (N - 1), + a hop's time x log2 N
                                      a call
 
-What hides behind what follows from the record: an exchange runs from where the code starts it to where it
-waits for it. ZeRO's gathers and sums hide behind the whole stage's compute, or behind that of one microbatch
-where a step has one such exchange.
+The record says what hides an exchange: the work between its start and the wait for it. ZeRO's gathers and
+sums hide behind the whole stage's compute, or behind that of one microbatch where a step has one such
+exchange.
 `Efficiency` is fitted to what others have published (plan/published.py), for each class of chip and framework
 (plan/efficiency.py). Not in it: experts of unequal load, other jobs on the links, stragglers.
 """
@@ -120,7 +120,7 @@ class Roofline:
         return self.cluster.flops["bf16" if self.dtype == "fp8" else self.dtype]
 
     def seconds(self, work: Amount) -> float:
-        """Of what runs without a wait for another rank."""
+        """Seconds of work between two exchanges."""
         products = work.products / (self.flops * self.efficiency.gemm)
         if work.products8:
             products += work.products8 / (self.cluster.flops["fp8"] * self.efficiency.gemm8)
@@ -227,7 +227,7 @@ def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> Phase
     hidden = roofline.efficiency.hidden
     clock = computes = 0.0
     waits: dict[str, float] = {}
-    is_free: dict[str, float] = {}  # {group: when its last exchange ends}
+    idle_from: dict[str, float] = {}  # {group: when its last exchange ends}
     posted: dict[str, tuple[str, float, float]] = {}  # {number: (group, seconds, when it ends)}
     for event in phase.events:
         if isinstance(event, Amount):
@@ -236,8 +236,8 @@ def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> Phase
             clock += seconds
         elif isinstance(event, Post):
             seconds = exchange_seconds(links, event.group, event.verb, calls=1, nbytes=event.nbytes)
-            end = max(clock, is_free.get(event.group, 0.0)) + seconds
-            is_free[event.group] = end
+            end = max(clock, idle_from.get(event.group, 0.0)) + seconds
+            idle_from[event.group] = end
             posted[event.number] = event.group, seconds, end
         else:
             group, seconds, end = posted.pop(event.number)

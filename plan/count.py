@@ -65,7 +65,9 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
     tokens that attend to each other (data.doc_mask), by default full sequences.
     """
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
-    return 3.0 * sum(flops_of_parts(counted, keys_seen(documents or (seq_len,), model.window)))
+    keys = keys_seen(documents or (seq_len,), model.window)
+    forward = sum(flops_of_parts(counted, keys))
+    return 3.0 * forward
 
 
 # ---- train.py --list ---------------------------------------------------------------------------------------

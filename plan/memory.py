@@ -221,11 +221,11 @@ def activations_of(records: tuple[PartRecord, ...]) -> StageActivations:
 
     # the backward begins with the last part, and frees what each has kept
     freed = backward = 0.0
-    turned = inputs = 0.0
+    freed_by_inputs = inputs = 0.0
     for record in reversed(records):
         backward = max(backward, record.backward.peak - freed)
         freed += record.kept
-        inputs = max(inputs, record.inputs.peak - turned)
-        turned += record.kept - record.kept_for_weights
+        inputs = max(inputs, record.inputs.peak - freed_by_inputs)
+        freed_by_inputs += record.kept - record.kept_for_weights
     kept_for_weights = sum(record.kept_for_weights for record in records)
     return StageActivations(held, forward, backward, kept_for_weights, inputs)

@@ -76,16 +76,9 @@ class Amount:
     def __add__(self, other: "Amount") -> "Amount":
         return Amount(*(one + more for one, more in zip(self.numbers, other.numbers)))
 
-    def times(self, n: float) -> "Amount":
-        return Amount(*(n * one for one in self.numbers))
-
     @property
     def numbers(self) -> tuple[float, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def flops(self) -> float:
-        return self.products + self.products8 + self.attention
 
 
 class Post(NamedTuple):
@@ -298,16 +291,9 @@ class PartRunner:
         # storage
         self.dtype = DTYPES[cfg.train.dtype]
         self.store = WeightGradStore()
-        sharding = sharding_config(cfg)
-        self.buckets: list[Bucket] = []
-        for members in split_into_buckets(list(sharded_parameters(part)), sharding):
-            self.buckets.append(
-                Bucket(members, mesh, sharding, dtype=self.dtype, device=device, seed=cfg.train.seed)
-            )
+        self.buckets = make_buckets(part, cfg, mesh, device)
         for weight in sharded_parameters(part):
             weight.weight_grad_store = self.store
-        for bucket in self.buckets:
-            bucket.grads.start_step()
 
         # a microbatch, and the hidden states before and after
         lengths = (cfg.train.seq_len,) if cfg.data.doc_mask else ()
@@ -383,6 +369,17 @@ class PartRunner:
         if recorder.host_reads:
             events.append(Amount(host_reads=len(recorder.host_reads)))
         return PhaseRecord(tuple(events), weights, recorder.memory.peak - begin)
+
+
+def make_buckets(part: nn.Module, cfg: Config, mesh: Mesh, device: torch.device) -> list[Bucket]:
+    """Gives storage to a part's weights, and to their gradients in a step."""
+    sharding, dtype = sharding_config(cfg), DTYPES[cfg.train.dtype]
+    buckets: list[Bucket] = []
+    for members in split_into_buckets(list(sharded_parameters(part)), sharding):
+        bucket = Bucket(members, mesh, sharding, dtype=dtype, device=device, seed=cfg.train.seed)
+        bucket.grads.start_step()
+        buckets.append(bucket)
+    return buckets
 
 
 def layers_of_part(cfg: Config, layer: int | str) -> tuple[int, int]:
