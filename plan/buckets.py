@@ -88,7 +88,7 @@ def buckets(job: Job) -> dict[int, BucketsOfParts]:
     shared table is one object in all parts that use it."""
     sharding = sharding_config(job.cfg)
     dense, experts = sharers(job, expert=False), sharers(job, expert=True)
-    parts_of_stage = {number: job.stage(number).parts for number in job.stages()}
+    parts_of_stage = {number: job.parts[number] for number in job.stages()}
     table = shared_table_bucket(parts_of_stage.values(), sharding, dense)
 
     planned: dict[int, BucketsOfParts] = {}

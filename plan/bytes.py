@@ -31,12 +31,14 @@ is recorded (plan/parts.py); this file adds what sharding, the pipeline and the 
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
 from config import Config, has_experts
 from model.precision import accumulation_bytes, compute_bytes
 from model.router import ROUTER_STATS
+from parallel.pipeline.schedule import Op, StagePlacement
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire.compress import CODECS, SCALE_BYTES
 from plan.buckets import BucketsOfParts, PlannedBucket, buckets, unique_buckets
@@ -163,9 +165,20 @@ def boundary_bytes(cfg: Config) -> int:
 
 
 def add_pipeline(ledger: StepLedger) -> None:
-    ops = ledger.job.schedule.with_transfers[ledger.job.pp]
-    sends = sum(op.kind in ("SF", "SB") for op in ops)
-    ledger.add("pp", "send", boundary_bytes(ledger.job.cfg), sends)
+    job = ledger.job
+    sends = num_sends(job.schedule.order[job.pp], job.schedule.rank_of_stage)
+    ledger.add("pp", "send", boundary_bytes(job.cfg), sends)
+
+
+def num_sends(ops: Iterable[Op], rank_of_stage: StagePlacement) -> int:
+    """Of one rank: as many as add_transfers adds, which needs the order of all ranks."""
+    ops_of_stage = Counter((op.kind, op.stage) for op in ops)
+    count = 0
+    for (kind, stage), repeats in ops_of_stage.items():
+        target = stage + {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
+        is_sent = 0 <= target < len(rank_of_stage) and rank_of_stage[target] != rank_of_stage[stage]
+        count += repeats * is_sent
+    return count
 
 
 # ---- sharding, during the step -----------------------------------------------------------------------------

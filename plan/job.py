@@ -2,7 +2,7 @@
 from dataclasses import dataclass, replace
 
 from config import Config, config_of_stage
-from model.describe import StageDescription, describe_stage
+from model.describe import PartDescription, describe_stage
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from model.split import layers_of_stages
@@ -12,12 +12,14 @@ from parallel.topology.dims import EXPERT_AXES, ParallelDims
 
 @dataclass(frozen=True)
 class Job:
-    """schedule: of a step. cuts: [(first, last)] blocks of each stage (model/split.py)."""
+    """schedule: of a step. cuts: [(first, last)] blocks of each stage (model/split.py). parts: of each stage,
+    without storage, in the order of the forward."""
     cfg: Config
     layout: ParallelDims
     rank: int
     schedule: Schedule
     cuts: list[tuple[int, int]]
+    parts: list[tuple[PartDescription, ...]]
 
     @property
     def pp(self) -> int:
@@ -33,14 +35,6 @@ class Job:
         """Those of this rank."""
         own = self.pp
         return [stage for stage, rank in enumerate(self.schedule.rank_of_stage) if rank == own]
-
-    def stage(self, number: int) -> StageDescription:
-        """A stage without storage."""
-        cfg = config_of_stage(self.cfg, number)
-        first, last = self.cuts[number]
-        rank_of_stage = self.schedule.rank_of_stage
-        ends_are_apart = rank_of_stage[0] != rank_of_stage[-1]
-        return describe_stage(cfg, first, last, ends_are_apart)
 
     def shards(self, expert: bool = False) -> int:
         """Ranks that share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""
@@ -61,4 +55,9 @@ def job_of_rank(cfg: Config, world: int, rank: int, advise: bool = True) -> Job:
     """
     schedule = plan_pipeline(cfg, world, advise)
     cuts = layers_of_stages(cfg, schedule.n_stages)
-    return Job(cfg, parallel_dims(cfg, world), rank, schedule, cuts)
+    ends_are_apart = schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
+    parts: list[tuple[PartDescription, ...]] = []
+    for number, (first, last) in enumerate(cuts):
+        stage = describe_stage(config_of_stage(cfg, number), first, last, ends_are_apart)
+        parts.append(stage.parts)
+    return Job(cfg, parallel_dims(cfg, world), rank, schedule, cuts, parts)

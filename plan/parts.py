@@ -32,6 +32,6 @@ def records_of_part(part: PartDescription, micro_batch: int) -> tuple[PartRecord
 def records_of_stage(job: Job, number: int) -> list[PartRecord]:
     """In the order of the forward; those of blocks of one kind are the same object."""
     records: list[PartRecord] = []
-    for part in job.stage(number).parts:
+    for part in job.parts[number]:
         records += records_of_part(part, job.cfg.train.micro_batch)
     return records

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from config import Config, ConfigError, divisors
 from config.values import Values, combinations
-from model.describe import StageDescription
+from model.describe import PartDescription
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import SCHEDULES
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
@@ -164,17 +164,21 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
 
 
 def held_bytes(job: Job, gpu: Gpu) -> Held:
-    """Of the fullest pipeline rank. The stages of a rank decide its state; its communicators are taken to be
-    those of the first rank, which is in every group that any rank is in."""
-    beside = communicator_bytes(job, gpu), reserved_bytes(gpu)
-    state_of_stages: dict[tuple[StageDescription, ...], int] = {}
-    ranks: list[Held] = []
+    """Of the fullest pipeline rank. Its communicators are taken to be those of the first rank, which is in
+    every group that any rank is in."""
+    return bytes_of_tensors(job, gpu)._replace(communicators=communicator_bytes(job, gpu))
+
+
+def bytes_of_tensors(job: Job, gpu: Gpu) -> Held:
+    """held_bytes without the communicators. The stages of a rank decide its state."""
+    state_of_stages: dict[tuple[tuple[PartDescription, ...], ...], int] = {}
+    ranks: list[tuple[int, int]] = []
     for here in job.of_pipeline_ranks():
-        stages = tuple(here.stage(number) for number in here.stages())
+        stages = tuple(job.parts[number] for number in here.stages())
         if stages not in state_of_stages:
             state_of_stages[stages] = sum(state_bytes(here).values()) + passing_bytes(here)
-        ranks.append(Held(state_of_stages[stages], peak_activation_bytes(here), *beside))
-    return max(ranks, key=sum)
+        ranks.append((state_of_stages[stages], peak_activation_bytes(here)))
+    return Held(*max(ranks, key=sum), communicators=0, reserved=reserved_bytes(gpu))
 
 
 def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
@@ -185,7 +189,9 @@ def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
     except ConfigError:
         counts["refused"] += 1
         return None
-    held = held_bytes(job, target.gpu)
+    held = bytes_of_tensors(job, target.gpu)
+    if held.total <= target.cluster.memory:
+        held = held._replace(communicators=communicator_bytes(job, target.gpu))
     if held.total > target.cluster.memory:
         counts["too large"] += 1
         result.smallest = min(result.smallest, held.total)
@@ -252,7 +258,7 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
     slowdown = slowdown_of(target.what_if, coupled)
     machine = slower(target.cluster, target.efficiency, slowdown)
     times = stage_times(job, 0, cfg.train.global_batch, *machine)
-    blocks = job.stage(0).parts[2:-2]  # without the ends of the model and their blocks
+    blocks = job.parts[0][2:-2]  # without the ends of the model and their blocks
     kept = sum(records_of_part(part, whole.train.micro_batch)[0].kept for part in blocks)
     microbatches = cfg.train.global_batch / sequences
     seconds = times.f, times.i, times.w, sum(times.waits.values())
