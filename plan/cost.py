@@ -32,6 +32,7 @@ from plan.simulate import simulate
 
 # Groups over which gradients are summed and weights gathered.
 DATA_GROUPS = ("fsdp", "dp_cp", "dp_replicate", "expert_fsdp", "expert_dp")
+EXPERT_GROUP = "ep_etp"  # over which tokens are exchanged with experts
 TRANSFERS = ("send", "receive")  # between two ranks; all other exchanges are collectives
 # Times the pipeline's ranks: microbatches that are simulated. Each further one takes what the busiest rank
 # computes.
@@ -216,9 +217,21 @@ def relayed_bytes(sent: tuple[float, float], *, nbytes: float, copies: int) -> t
 
 
 class PhaseSeconds(NamedTuple):
-    """computes: without waits. waits: {group: seconds in which the rank only waits for its exchanges}."""
+    """computes: without waits. waits: {group: seconds in which the rank only waits for its exchanges}.
+    among_experts: what it computes between the first and the last exchange of tokens with experts.
+    """
     computes: float
     waits: dict[str, float]
+    among_experts: float
+
+    @property
+    def seconds(self) -> float:
+        return self.computes + sum(self.waits.values())
+
+    @property
+    def least(self) -> float:
+        """Seconds, if exchanges of tokens with experts hid behind all that is computed among them."""
+        return self.seconds - min(self.waits.get(EXPERT_GROUP, 0.0), self.among_experts)
 
 
 @lru_cache(maxsize=1 << 15)
@@ -229,6 +242,8 @@ def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> Phase
     waits: dict[str, float] = {}
     idle_from: dict[str, float] = {}  # {group: when its last exchange ends}
     posted: dict[str, tuple[str, float, float]] = {}  # {number: (group, seconds, when it ends)}
+    before_experts: float | None = None  # seconds that it has computed
+    among_experts = 0.0
     for event in phase.events:
         if isinstance(event, Amount):
             seconds = roofline.seconds(event)
@@ -239,22 +254,29 @@ def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> Phase
             end = max(clock, idle_from.get(event.group, 0.0)) + seconds
             idle_from[event.group] = end
             posted[event.number] = event.group, seconds, end
+            if event.group == EXPERT_GROUP and before_experts is None:
+                before_experts = computes
         else:
             group, seconds, end = posted.pop(event.number)
             wait = exposed_seconds(seconds, clock + seconds - end, hidden)
             waits[group] = waits.get(group, 0.0) + wait
             clock += wait
-    return PhaseSeconds(computes, {group: seconds for group, seconds in waits.items() if seconds})
+            if group == EXPERT_GROUP and before_experts is not None:
+                among_experts = computes - before_experts
+    waits = {group: seconds for group, seconds in waits.items() if seconds}
+    return PhaseSeconds(computes, waits, among_experts)
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds of one microbatch. f: forward; i: gradients of inputs, with what is computed again; w:
-    gradients of weights. waits: those of f and i in which the rank only waits, by group."""
+    gradients of weights. waits: those of f and i in which the rank only waits, by group. least: of all three
+    with exchanges of experts in chunks, however many."""
     f: float = 0.0
     i: float = 0.0
     w: float = 0.0
     waits: Counter[str] = field(default_factory=Counter)
+    least: float = 0.0
 
     def plus(self, part: "Times", repeats: int) -> "Times":
         """With a part that is there `repeats` times."""
@@ -264,7 +286,7 @@ class Times:
         f = self.f + repeats * part.f
         i = self.i + repeats * part.i
         w = self.w + repeats * part.w
-        return Times(f, i, w, waits)
+        return Times(f, i, w, waits, self.least + repeats * part.least)
 
 
 def part_times(
@@ -281,9 +303,10 @@ def part_times(
     for phase, share in shares:
         for group, seconds in phase.waits.items():
             waits[group] += share * seconds
-    f = sum(share * (phase.computes + sum(phase.waits.values())) for phase, share in shares[:2])
-    i = backward.computes + sum(backward.waits.values()) - (0.0 if is_split else weights)
-    return Times(f, i, weights, waits)
+    f = sum(share * phase.seconds for phase, share in shares[:2])
+    i = backward.seconds - (0.0 if is_split else weights)
+    least = sum(share * phase.least for phase, share in shares) + (weights if is_split else 0.0)
+    return Times(f, i, weights, waits, least)
 
 
 # ---- a step ------------------------------------------------------------------------------------------------
@@ -314,7 +337,7 @@ def stage_times(
         part = part_times(record, roofline, links, microbatches=microbatches, is_split=is_split)
         total = total.plus(part, repeats)
     micro = efficiency.micro
-    return replace(total, f=total.f + micro, i=total.i + micro)
+    return replace(total, f=total.f + micro, i=total.i + micro, least=total.least + 2 * micro)
 
 
 def exposed_seconds(seconds: float, behind: float, hidden: float) -> float:

@@ -14,11 +14,13 @@ CHIP = CHIPS["h100"]
 
 
 @lru_cache(maxsize=1 << 14)
-def records_of_part(part: PartDescription, micro_batch: int) -> tuple[PartRecord, ...]:
+def records_of_part(
+    part: PartDescription, micro_batch: int, is_split: bool = False
+) -> tuple[PartRecord, ...]:
     """In the order of the forward: of an output head first the blocks of multi-token prediction, which keep
     what they keep while the losses are computed.
 
-    micro_batch: sequences of a microbatch.
+    micro_batch: sequences of a microbatch. is_split: some backwards run in two parts.
     """
     cfg = with_keys(part.cfg, "train", micro_batch=micro_batch)
     chip = None if cfg.train.dtype == "fp64" else CHIP  # of proofs, on CPUs
@@ -26,12 +28,13 @@ def records_of_part(part: PartDescription, micro_batch: int) -> tuple[PartRecord
     if part.layer == "head":
         first = cfg.model.layers
         layers += [first_layer_like(cfg, layer) for layer in range(first, first + cfg.model.mtp)]
-    return tuple(record_of(PartForm(cfg, layer, chip)) for layer in (*layers, part.layer))
+    return tuple(record_of(PartForm(cfg, layer, chip, is_split)) for layer in (*layers, part.layer))
 
 
 def records_of_stage(job: Job, number: int) -> list[PartRecord]:
     """In the order of the forward; those of blocks of one kind are the same object."""
+    is_split = job.schedule.splits_backward
     records: list[PartRecord] = []
     for part in job.parts[number]:
-        records += records_of_part(part, job.cfg.train.micro_batch)
+        records += records_of_part(part, job.cfg.train.micro_batch, is_split)
     return records

@@ -208,15 +208,17 @@ class Bound(NamedTuple):
     """Of a choice of compute axes, for the whole model on one stage.
 
     f, i, w: seconds of a microbatch's forward, and of its gradients of inputs and of weights. waits: those of
-    them in which it only waits for an exchange. microbatches: of a step, on a rank. kept: bytes that the
-    blocks keep of one microbatch. Whatever pp is, the first rank keeps about as much: of 1 / pp of the
-    blocks, pp times. Under Target.what_if: slowdown: how many times as long what it computes takes;
-    coupled: ranks that wait for each other at each op.
+    them in which it only waits for an exchange. least: of all three with exchanges of experts in chunks,
+    however many. microbatches: of a step, on a rank. kept: bytes that the blocks keep of one microbatch.
+    Whatever pp is, the first rank keeps about as much: of 1 / pp of the blocks, pp times. Under
+    Target.what_if: slowdown: how many times as long what it computes takes; coupled: ranks that wait for each
+    other at each op.
     """
     f: float
     i: float
     w: float
     waits: float
+    least: float
     microbatches: float
     kept: float
     values: Values
@@ -227,6 +229,10 @@ class Bound(NamedTuple):
     def step(self) -> float:
         """Seconds of a step in which every stage is busy all the time."""
         return self.microbatches * (self.f + self.i + self.w)
+
+    @property
+    def least_step(self) -> float:
+        return self.microbatches * self.least
 
     @property
     def step_without_waits(self) -> float:
@@ -261,9 +267,12 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
     blocks = job.parts[0][2:-2]  # without the ends of the model and their blocks
     kept = sum(records_of_part(part, whole.train.micro_batch)[0].kept for part in blocks)
     microbatches = cfg.train.global_batch / sequences
-    seconds = times.f, times.i, times.w, sum(times.waits.values())
     return Bound(
-        *seconds,
+        f=times.f,
+        i=times.i,
+        w=times.w,
+        waits=sum(times.waits.values()),
+        least=times.least,
         microbatches=microbatches,
         kept=kept,
         values=values,
@@ -292,10 +301,14 @@ def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
     if ranks == 1:
         return bound.step
     # the other places may be as fast as ever; in what a slow one leaves, gradients of weights fit better
-    seconds = [part / ranks / bound.slowdown for part in (bound.f, bound.i, bound.w)]
-    known = closed_form(kind, ranks, microbatches, chunks, *seconds)
+    f, i, w = (part / ranks / bound.slowdown for part in (bound.f, bound.i, bound.w))
+    known = closed_form(kind, ranks, microbatches, chunks, f, i, w)
     is_filled = bound.slowdown > 1 and kind not in WHOLE_BACKWARD
-    return bound.step + (known[1] if known and not is_filled else 0.0)
+    with_bubble = bound.step + (known[1] if known and not is_filled else 0.0)
+
+    # the last microbatch begins after all others, and goes through all stages and back
+    last_begins = (microbatches - 1) * f / chunks
+    return max(with_bubble, last_begins + ranks * (f + i) + w / chunks)
 
 
 def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
@@ -393,8 +406,9 @@ def longest_step(result: SearchResult, top: int, near: float) -> float:
 def bounds_of(cfg: Config, target: Target, fixed: Values) -> Iterator[Bound]:
     """Yields the bound of every possible choice of the compute axes, the least first.
 
-    It is that of the fastest number of chunks of experts: nothing else depends on them. They change only what
-    is waited for. So other numbers than the first are tried once the choice without any wait comes first.
+    It is that of the fastest number of chunks of experts: nothing else depends on them. Exchanges in chunks
+    hide at best behind all that is computed among them. So other numbers than the first are tried once the
+    choice with so few seconds comes first.
     """
     queue: list[tuple[float, int, Bound, list[Values]]] = []  # [(seconds, index, bound, chunks to try)]
     axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
@@ -403,7 +417,7 @@ def bounds_of(cfg: Config, target: Target, fixed: Values) -> Iterator[Bound]:
         bound = bound_of(cfg, first, target)
         if bound is None:  # what one chunk cannot do, several cannot
             continue
-        seconds = bound.step_without_waits if others else bound.step
+        seconds = bound.least_step if others else bound.step
         heappush(queue, (seconds, index, bound, others))
 
     while queue:

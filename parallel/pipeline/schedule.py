@@ -63,7 +63,7 @@ class Schedule:
         """Stages of a rank."""
         return len(self.rank_of_stage) // len(self.order)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether some backward is in two: an I, and a W for the weight gradients."""
         return any(op.kind == "W" for op in self.order[0])

@@ -126,7 +126,8 @@ class PartRecord:
     """One microbatch of a part on one rank.
 
     first: the forward of a step's first microbatch, which makes the weights in 8 bits for all. inputs: the
-    first of a backward in two parts, which leaves the gradients of weights to the second.
+    first of a backward in two parts, which leaves the gradients of weights to the second; the whole backward
+    where none is in two.
     kept: bytes between forward and backward, beside parameters and context. What the part before made counts
     here, if it is kept. context: bytes that the blocks of a stage share: rotary tables, the mask.
     kept_for_weights: bytes between the two parts of a backward. kept_in_step: bytes of weights in 8 bits.
@@ -147,11 +148,13 @@ class PartRecord:
 
 class PartForm(NamedTuple):
     """What decides a record. layer: of a block; "embedding" or "head": that part, without the blocks of
-    multi-token prediction. chip: whose paths the code takes, without one a CPU's."""
+    multi-token prediction. chip: whose paths the code takes, without one a CPU's. is_split: some backwards
+    run in two parts."""
 
     cfg: Config
     layer: int | str
     chip: Chip | None = None
+    is_split: bool = False
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -210,7 +213,7 @@ def on_the_line(one: Any, two: Any, steps: float) -> Any:
 
 
 def record_part(form: PartForm) -> PartRecord:
-    """Runs a microbatch of the part, then one with its backward in two parts.
+    """Runs a microbatch of the part; then, where backwards are split, one with its backward in two parts.
 
     Where the first makes weights in 8 bits for a step, another comes before the last.
     """
@@ -225,7 +228,7 @@ def record_part(form: PartForm) -> PartRecord:
         first = second = runner.run()
         if first.left:  # weights in 8 bits, which are made once
             second = runner.run()
-        split = runner.run(is_split=True)
+        split = runner.run(is_split=True) if form.is_split else second
     return PartRecord(
         forward=second.forward,
         backward=second.backward,
