@@ -109,8 +109,8 @@ def step_bytes(job: Job) -> Ledger:
             add_sharding(ledger, parts, stage, kinds)
 
     every = unique_buckets(planned)
-    for bucket in every:
-        add_end_of_step(ledger, bucket)
+    for bucket, repeats in Counter(every).items():
+        add_end_of_step(ledger, bucket, repeats)
     add_partial_grads(ledger, every)
     add_pipeline(ledger)
     return ledger.counts
@@ -248,52 +248,53 @@ def count_gathers(kinds: list[str], *, is_lookup: bool, is_head: bool, is_last_b
 # ---- sharding, at the end of the step ----------------------------------------------------------------------
 
 
-def add_end_of_step(ledger: StepLedger, bucket: PlannedBucket) -> None:
-    """Sums over replicas, or over all data-parallel ranks without ZeRO; updated weights are gathered."""
+def add_end_of_step(ledger: StepLedger, bucket: PlannedBucket, repeats: int) -> None:
+    """Sums over replicas, or over all data-parallel ranks without ZeRO; updated weights are gathered.
+    repeats: how many such buckets there are."""
     parallel = ledger.job.cfg.parallel
     if parallel.zero in (1, 2):
-        ledger.add(shard_group(bucket), "all_gather", ledger.weight_bytes(bucket))
+        ledger.add(shard_group(bucket), "all_gather", ledger.weight_bytes(bucket), repeats)
     if parallel.zero:
-        add_all_reduce(ledger, "dp_replicate", bucket.shard_size)
+        add_all_reduce(ledger, "dp_replicate", bucket.shard_size, repeats)
         return
 
     group = "expert_dp" if bucket.is_expert else "dp_cp"
     if parallel.compress == "powersgd":
         first, second = bucket.powersgd_elements(parallel.powersgd_rank)
         if second:
-            ledger.add(group, "all_reduce", first * ledger.grad_bytes)
-            ledger.add(group, "all_reduce", second * ledger.grad_bytes)
+            ledger.add(group, "all_reduce", first * ledger.grad_bytes, repeats)
+            ledger.add(group, "all_reduce", second * ledger.grad_bytes, repeats)
             return
-    add_all_reduce(ledger, group, bucket.size)
+    add_all_reduce(ledger, group, bucket.size, repeats)
 
 
-def add_all_reduce(ledger: StepLedger, group: str, elements: int) -> None:
+def add_all_reduce(ledger: StepLedger, group: str, elements: int, repeats: int) -> None:
     """The sum of gradients over a data-parallel group, as parallel/wire/algorithms.py computes it."""
     job = ledger.job
     parallel = job.cfg.parallel
     if parallel.compress in CODECS:
-        ledger.add(group, "all_to_all", ledger.coded_bytes(elements))
-        ledger.add(group, "all_gather", ledger.coded_bytes(elements))
+        ledger.add(group, "all_to_all", ledger.coded_bytes(elements), repeats)
+        ledger.add(group, "all_gather", ledger.coded_bytes(elements), repeats)
         return
 
     nbytes = elements * ledger.grad_bytes
     ranks = job.layout.group(job.rank, *GROUP_AXES[group])
     size = len(ranks)
     if parallel.reduce == "collective":
-        ledger.add(group, "all_reduce", nbytes)
+        ledger.add(group, "all_reduce", nbytes, repeats)
     elif parallel.reduce == "ring":
-        ledger.add(group, "send", nbytes // size, 2 * (size - 1))
+        ledger.add(group, "send", nbytes // size, repeats * 2 * (size - 1))
     elif parallel.reduce == "server":
         is_server = job.rank == ranks[0]
-        ledger.add(group, "send", nbytes, size - 1 if is_server else 1)
+        ledger.add(group, "send", nbytes, repeats * (size - 1) if is_server else repeats)
     else:  # hierarchy: a ring in the node, then one over the nodes
         in_node = size
         if parallel.node:
             node = job.rank // parallel.node
             in_node = sum(rank // parallel.node == node for rank in ranks)
         nodes = size // in_node
-        ledger.add(group, "send", nbytes // in_node, 2 * (in_node - 1))
-        ledger.add(group, "send", nbytes // size, 2 * (nodes - 1))
+        ledger.add(group, "send", nbytes // in_node, repeats * 2 * (in_node - 1))
+        ledger.add(group, "send", nbytes // size, repeats * 2 * (nodes - 1))
 
 
 def add_partial_grads(ledger: StepLedger, every: list[PlannedBucket]) -> None:

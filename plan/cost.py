@@ -358,22 +358,14 @@ class StageSeconds(NamedTuple):
         return Seconds(forward, backward)
 
 
-class PipelineTime(NamedTuple):
-    """Seconds from the first op to the last, and those in which each rank computes."""
-    makespan: float
-    busy: list[float]
-
-
 @lru_cache(maxsize=256)
-def timeline(
+def makespan(
     kind: str, *, ranks: int, microbatches: int, chunks: int, seconds: StageSeconds, hop: float
-) -> PipelineTime:
-    """Of a schedule; layouts that differ in ZeRO alone share it."""
+) -> float:
+    """Seconds of a schedule from its first op to its last; layouts that differ in ZeRO alone share it."""
     schedule = make_schedule(kind, ranks, microbatches, chunks)
     op_seconds = {"F": seconds.f, "I": seconds.i, "W": seconds.w}
-    line = simulate(schedule.order, schedule.n_stages, op_seconds, hop)
-    busy = [line.busy(rank) for rank in range(ranks)]
-    return PipelineTime(line.makespan, busy)
+    return simulate(schedule.order, schedule.n_stages, op_seconds, hop).makespan
 
 
 def slower(cluster: Cluster, efficiency: Efficiency, times: float) -> tuple[Cluster, Efficiency]:
@@ -398,11 +390,12 @@ def forecast(
     schedule = job.schedule
     slowdown = slowdown or (1.0,) * job.layout.pp
     links = links_of(job, cluster, efficiency)
+    seconds, waits = times_of_stages(job, microbatches, cluster, efficiency, slowdown)
+    rank = busiest_rank(job, links, seconds, microbatches=microbatches, slowdown=slowdown)
 
     # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
-    seconds, waits = times_of_stages(job, microbatches, cluster, efficiency, slowdown)
     hop = exchange_seconds(links, "pp", "send", calls=1, nbytes=boundary_bytes(job.cfg))
-    line = timeline(
+    span = makespan(
         schedule.kind,
         ranks=job.layout.pp,
         microbatches=schedule.microbatches,
@@ -410,36 +403,57 @@ def forecast(
         seconds=seconds,
         hop=hop,
     )
-    repeats = microbatches / schedule.microbatches
-    busiest = max(line.busy)
-    computes = busiest * repeats
-    span = line.makespan + busiest * (repeats - 1)
+    span += rank.seconds / microbatches * (microbatches - schedule.microbatches)
 
-    # the rank that computes longest: what it sends, and what it only waits for
-    worst = line.busy.index(busiest)
-    ranks_of_stage = job.layout.world // job.layout.pp
-    here = replace(job, rank=worst * ranks_of_stage)
-    own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == worst]
+    module_waits = waits_by_group([waits[stage] for stage in rank.stages], microbatches)
+    return Forecast(
+        step=span + rank.data_wait + rank.update,
+        compute=rank.seconds - sum(module_waits.values()),
+        bubble=max(0.0, span - rank.seconds),
+        optimizer=rank.update,
+        exposed=module_waits | ({"data": rank.data_wait} if rank.data_wait else {}),
+        sent=(rank.traffic.inside, rank.traffic.between),
+    )
+
+
+class BusiestRank(NamedTuple):
+    """Of a step, the rank that computes longest. seconds: of its ops. data_wait: those in which it only waits
+    for gradients and weights. update: those of the optimizer. traffic: what it exchanges."""
+    stages: list[int]
+    seconds: float
+    data_wait: float
+    update: float
+    traffic: "StepTraffic"
+
+
+def busiest_rank(
+    job: Job, links: Links, seconds: StageSeconds, *, microbatches: int, slowdown: tuple[float, ...]
+) -> BusiestRank:
+    """seconds, slowdown: see times_of_stages."""
+    schedule, efficiency = job.schedule, links.efficiency
+    stages_of_places = job.stages_of_places()
+    computes = [sum(seconds.of_stages(stages)) for stages in stages_of_places]
+    place = computes.index(max(computes))
+
+    here = job.at_place(place)
     own_buckets = unique_buckets(buckets(here))
-    traffic = step_traffic(here, links, repeats)
+    traffic = step_traffic(here, links, microbatches / schedule.microbatches)
     data_wait = exposed_data_seconds(
         traffic,
         zero=job.cfg.parallel.zero,
         microbatches=microbatches,
         num_buckets=len(own_buckets),
-        compute=seconds.of_stages(own),
+        compute=seconds.of_stages(stages_of_places[place]),
         hidden=efficiency.hidden,
     )
-    module_waits = waits_by_group([waits[stage] for stage in own], microbatches)
-
-    update = update_seconds(job.cfg, own_buckets, cluster.hbm * efficiency.stream / slowdown[worst])
-    return Forecast(
-        step=span + data_wait + update,
-        compute=computes - sum(module_waits.values()),
-        bubble=max(0.0, span - computes),
-        optimizer=update,
-        exposed=module_waits | ({"data": data_wait} if data_wait else {}),
-        sent=(traffic.inside, traffic.between),
+    stream = links.cluster.hbm * efficiency.stream / slowdown[place]
+    update = update_seconds(job.cfg, own_buckets, stream)
+    return BusiestRank(
+        stages=stages_of_places[place],
+        seconds=microbatches * computes[place],
+        data_wait=data_wait,
+        update=update,
+        traffic=traffic,
     )
 
 

@@ -28,13 +28,23 @@ class Job:
 
     def of_pipeline_ranks(self) -> list["Job"]:
         """The job as one rank of each place in the pipeline sees it."""
+        return [self.at_place(place) for place in range(self.layout.pp)]
+
+    def at_place(self, place: int) -> "Job":
+        """The job as the first rank of a place in the pipeline sees it."""
         ranks_of_place = self.layout.world // self.layout.pp
-        return [replace(self, rank=place * ranks_of_place) for place in range(self.layout.pp)]
+        return replace(self, rank=place * ranks_of_place)
 
     def stages(self) -> list[int]:
         """Those of this rank."""
-        own = self.pp
-        return [stage for stage, rank in enumerate(self.schedule.rank_of_stage) if rank == own]
+        return self.stages_of_places()[self.pp]
+
+    def stages_of_places(self) -> list[list[int]]:
+        """Of each place in the pipeline."""
+        found: list[list[int]] = [[] for _ in range(self.layout.pp)]
+        for stage, place in enumerate(self.schedule.rank_of_stage):
+            found[place].append(stage)
+        return found
 
     def shards(self, expert: bool = False) -> int:
         """Ranks that share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""

@@ -22,7 +22,7 @@ from plan.job import Job, job_of_rank
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
 from plan.parts import records_of_part
 from plan.simulate import closed_form
-from plan.what_if import WhatIf, forecast_under, slowdown_of, waiting_ranks
+from plan.what_if import WhatIf, forecast_under, least_step, slowdown_of, waiting_ranks
 
 Axes = dict[str, tuple]  # {section.key: values}
 
@@ -183,12 +183,23 @@ def bytes_of_tensors(job: Job, gpu: Gpu) -> Held:
 
 def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
     """A layout with its forecast and its bytes. None if it is refused or too large, which `result` notes."""
-    counts = result.counts
+    planned = possible_job(cfg, target, result)
+    return None if planned is None else price_job(cfg, planned, target, result)
+
+
+def possible_job(cfg: Config, target: Target, result: SearchResult) -> tuple[Job, int] | None:
+    """job_of. None if it is refused, which `result` notes."""
     try:
-        job, microbatches = job_of(cfg, target.world)
+        return job_of(cfg, target.world)
     except ConfigError:
-        counts["refused"] += 1
+        result.counts["refused"] += 1
         return None
+
+
+def price_job(cfg: Config, planned: tuple[Job, int], target: Target, result: SearchResult) -> Found | None:
+    """planned: job_of the layout. None if it is too large, which `result` notes."""
+    job, microbatches = planned
+    counts = result.counts
     held = bytes_of_tensors(job, target.gpu)
     if held.total <= target.cluster.memory:
         held = held._replace(communicators=communicator_bytes(job, target.gpu))
@@ -353,14 +364,20 @@ def search(
                 values["parallel.dp_rep"] = replicas
 
             candidate = set_keys(cfg, values)
-            if least >= longest_step(result, top, 0.0) and not could_lead(candidate, least, result, near):
+            if not could_count(candidate, least, result, top=top, near=near):
                 continue
             at_least = least_bytes(candidate, target, bound)
             if at_least > target.cluster.memory:
                 result.counts["too large"] += 1
                 result.smallest = min(result.smallest, at_least)
                 continue
-            priced = price(candidate, target, result)
+            planned = possible_job(candidate, target, result)
+            if planned is None:
+                continue
+            least = least_step(*planned, target.cluster, target.efficiency, target.what_if, span=least)
+            if not could_count(candidate, least, result, top=top, near=near):
+                continue
+            priced = price_job(candidate, planned, target, result)
             if priced is not None:
                 result.found.append(priced)
                 result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one.cfg), one.held.total))
@@ -372,8 +389,16 @@ def search(
     return result
 
 
+def could_count(cfg: Config, least: float, result: SearchResult, *, top: int, near: float) -> bool:
+    """Whether a layout may be among the fastest, or the simplest of the near ties of the first. least:
+    seconds of its step."""
+    return least < longest_step(result, top, 0.0) or (
+        least < longest_step(result, top, near) and could_lead(cfg, least, result, near)
+    )
+
+
 def could_lead(cfg: Config, least: float, result: SearchResult, near: float) -> bool:
-    """Whether a layout may be the simplest of the near ties of the fastest. least: seconds of its step."""
+    """Whether a layout may be the simplest of the near ties of the fastest."""
     longest = result.found[0].forecast.step * (1 + near)
     steps = [(simplicity(one.cfg), one.forecast.step) for one in result.found]
     leader = min(entry for entry in steps if entry[1] <= longest)

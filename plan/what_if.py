@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 from config import ConfigError
 from parallel.topology.dims import ParallelDims
-from plan.cost import Cluster, Efficiency, Forecast, forecast
+from plan.cost import (
+    Cluster,
+    Efficiency,
+    Forecast,
+    busiest_rank,
+    forecast,
+    links_of,
+    times_of_stages,
+)
 from plan.job import Job
 
 OPS_OF_MICROBATCH = 2  # of a stage: its forward and its backward
@@ -110,6 +118,21 @@ def slowdown_of(what_if: WhatIf, ranks: int) -> float:
     """How many times as long the slow rank computes, and those that wait for it. ranks: that wait for each
     other at each op."""
     return what_if.slow_rank * (1 + expected_largest(what_if.jitter, ranks))
+
+
+def least_step(
+    job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, what_if: WhatIf, span: float
+) -> float:
+    """Seconds that forecast_under's step takes at least; nothing is simulated. span: of its pipeline, at
+    least."""
+    if what_if.slow_rank > 1:
+        return span
+    at_each_op = 1 + expected_largest(what_if.jitter, waiting_ranks(job.layout, job.cfg.parallel.zero).ranks)
+    slowdown = (at_each_op,) * job.layout.pp
+    seconds, _ = times_of_stages(job, microbatches, cluster, efficiency, slowdown)
+    links = links_of(job, cluster, efficiency)
+    rank = busiest_rank(job, links, seconds, microbatches=microbatches, slowdown=slowdown)
+    return max(span, rank.seconds) + rank.data_wait + rank.update
 
 
 def forecast_under(
