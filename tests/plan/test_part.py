@@ -205,7 +205,8 @@ def test_the_products_of_a_mixer_that_nobody_described_are_counted(monkeypatch):
     model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0131)  # none of it is cached
     monkeypatch.setattr("model.block.Attention", LinearAttention)
     d = model.hidden // model.heads
-    matrices = model.layers * (4 * model.hidden**2 + 3 * model.hidden * model.ffn) + model.hidden * model.vocab
+    block = 4 * model.hidden**2 + 3 * model.hidden * model.ffn
+    matrices = model.layers * block + model.hidden * model.vocab
     states = model.layers * 2 * model.hidden * d
     for seq_len in (64, 4096):
         assert flops_per_token(model, seq_len) == pytest.approx(3 * 2 * (matrices + states), rel=1e-12)
