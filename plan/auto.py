@@ -16,7 +16,8 @@ from model.schedules import plan_pipeline
 from plan import elastic, run_report
 from plan.cost import Cluster, cluster
 from plan.efficiency import efficiency_of
-from plan.elastic import RankDevice, value_of
+from plan.elastic import value_of
+from plan.job import RankDevice
 from plan.near_ties import NEAR, near_groups
 from plan.search import (
     LAYOUT_KEYS,

@@ -1,5 +1,6 @@
-"""One rank of a run, as the planner sees it."""
+"""One rank of a run, and its device, as the planner sees them."""
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from config import Config, config_of_stage
 from model.describe import StageDescription, describe_stage
@@ -8,6 +9,15 @@ from model.sharding import parallel_dims
 from model.split import layers_of_stages
 from parallel.pipeline.schedule import Schedule
 from parallel.topology.dims import EXPERT_AXES, ParallelDims
+
+UNBOUNDED_MEMORY = 2.0**60  # bytes: a forecast of time asks for no room
+
+
+class RankDevice(NamedTuple):
+    """The device to plan for. gpu: its name as torch has it, or "" for CPUs. memory: bytes of a GPU."""
+
+    gpu: str = ""
+    memory: float = UNBOUNDED_MEMORY
 
 
 @dataclass(frozen=True)

@@ -577,7 +577,7 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, pa
         )
     if hardware.memory is not None:
         axes.axhline(hardware.memory / GIB, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="launches of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
     if len(roles) > 1:
         axes.legend(fontsize="small", ncols=2, frameon=False)
     with writing("--picture", path):

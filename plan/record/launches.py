@@ -708,7 +708,8 @@ class Operations(TorchDispatchMode):
             result = product_into(args, kwargs["out"])
         else:
             result = function(*args, **kwargs)
-        self.recorder.add_operation(function, args, kwargs, result)
+        with torch._C.DisableTorchFunction():  # what a recorder asks of tensors, the code has not asked
+            self.recorder.add_operation(function, args, kwargs, result)
         return result
 
 
