@@ -54,7 +54,7 @@ from plan import auto, elastic
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token
-from plan.job import job_of_rank
+from plan.job import check_routing, job_of_rank
 from plan.record.check import check
 from plan.record.events import PostedExchange, Wait
 from plan.record.launches import CHIPS, Chip
@@ -143,6 +143,7 @@ def main(argv: list[str]) -> int:
     plan_pipeline(cfg, args.world)
     hardware = hardware_of(args.cluster)
     check_chip(cfg, hardware.chip)
+    check_routing(cfg)
 
     # one rank of each place in the pipeline, or those that are asked for
     began = time.perf_counter()
