@@ -69,8 +69,9 @@ def check_routing(cfg: Config) -> None:
     model = cfg.model
     if model.experts and model.capacity is not None and model.capacity < 1 and not model.pad:
         raise ConfigError(
-            f"model.capacity: {model.capacity} is below 1, and experts drop tokens even of equal shares, which "
-            "a plan assumes; set model.pad true, under which the number of rows is known, or take 1 or more"
+            f"model.capacity: {model.capacity} is below 1, and experts drop tokens even of equal shares, "
+            "which a plan assumes; set model.pad true, under which the number of rows is known, or "
+            "take 1 or more"
         )
 
 

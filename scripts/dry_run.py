@@ -144,6 +144,8 @@ def main(argv: list[str]) -> int:
     hardware = hardware_of(args.cluster)
     check_chip(cfg, hardware.chip)
     check_routing(cfg)
+    for option in ("json", "picture", "trace", "memory"):
+        check_writable(f"--{option}", getattr(args, option))
 
     # one rank of each place in the pipeline, or those that are asked for
     began = time.perf_counter()
@@ -538,6 +540,13 @@ def writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror})") from None
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Before all work. Raises ConfigError if the file cannot be written."""
+    if path is not None:
+        with writing(option, path):
+            path.open("ab").close()
 
 
 def write_trace(path: Path, events: Iterable[dict]) -> None:
