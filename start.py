@@ -44,9 +44,8 @@ from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World
-from plan import elastic
-from plan.communicators import Gpu
 from plan.count import flops_per_token
+from plan.job import RankDevice
 from remote.files import RemoteError
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
@@ -127,6 +126,8 @@ def elastic_layout(cfg: Config, env: setup.LaunchEnv, done: int) -> Config:
     """
     if not cfg.parallel.elastic:
         return cfg
+    from plan import elastic  # a run that does not ask has nothing to load
+
     layout = elastic.layout_for(cfg, env.world, rank_device(env.device), done)
     note = elastic.describe(layout, env.world)
     if note and env.rank == 0:
@@ -134,12 +135,12 @@ def elastic_layout(cfg: Config, env: setup.LaunchEnv, done: int) -> Config:
     return layout.cfg
 
 
-def rank_device(device: torch.device) -> elastic.RankDevice:
+def rank_device(device: torch.device) -> RankDevice:
     """A rank's device as the planner knows it: of a GPU its name and memory."""
     if device.type != "cuda":
-        return elastic.RankDevice()
+        return RankDevice()
     properties = torch.cuda.get_device_properties(device)
-    return elastic.RankDevice(properties.name, properties.total_memory)
+    return RankDevice(properties.name, properties.total_memory)
 
 
 def open_tasks(cfg: Config) -> list[ScoredTask]:
@@ -579,7 +580,7 @@ def ask_for_advice(cfg: Config, world: World) -> str:
     """Asks another process what the planner says of a rank without memory: this one has none left."""
     device = rank_device(world.device)
     capacity = device.memory if device.gpu else None
-    question = pickle.dumps((cfg, world.size, capacity, Gpu(device.gpu.lower())))
+    question = pickle.dumps((cfg, world.size, capacity, device.gpu.lower()))
     try:
         answer = subprocess.run(
             [sys.executable, "-m", "plan.advice"],

@@ -26,7 +26,8 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, stati
 
 
 class BlockKind(NamedTuple):
-    """Blocks of the same kind differ in nothing but the names of their parameters."""
+    """Blocks of the same kind differ in nothing but the names of their parameters. mixer: of tokens."""
+    mixer: type[nn.Module]
     has_experts: bool
     in_fp8: bool
 
@@ -71,8 +72,7 @@ class TransformerBlock(nn.Module):
         self.recompute = cfg.parallel.recompute == "full"  # of the whole block, in the backward
 
         self.attn_norm = Norm(cfg, f"{key}.attn_norm", attention_readers(cfg, mesh, layer))
-        attention = MultiLatentAttention if cfg.model.kv_rank else Attention
-        self.attn = attention(cfg, mesh, layer)
+        self.attn = self.mixer(cfg, layer)(cfg, mesh, layer)
         self.mlp_norm = Norm(cfg, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer))
         self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
         exchange_weight_maxima_together(self, mesh.tp)
@@ -108,5 +108,10 @@ class TransformerBlock(nn.Module):
             self.mlp.router.stats += stats
 
     @staticmethod
+    def mixer(cfg: Config, layer: int) -> type[nn.Module]:
+        return MultiLatentAttention if cfg.model.kv_rank else Attention
+
+    @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:
-        return BlockKind(has_experts(cfg.model, layer), layer_in_fp8(cfg, layer))
+        mixer = TransformerBlock.mixer(cfg, layer)
+        return BlockKind(mixer, has_experts(cfg.model, layer), layer_in_fp8(cfg, layer))

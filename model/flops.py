@@ -1,14 +1,23 @@
 """Model FLOPs: what a token needs, however it is computed.
 
 Each matrix multiplies every token once, but for the tables that are looked up; a routed expert those tokens
-that choose it. Attention multiplies each query head with the keys that it sees, and their values with the
-result. Norms, activations and what is computed again do not count.
+that choose it. Softmax attention multiplies each query head with the keys that it sees, and their values with
+the result. The products of another mixer of tokens are counted while it runs on a sequence without storage.
+Norms, activations and what is computed again do not count.
 """
+import warnings
 from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import nn
 
 from config import Config, ModelConfig, head_dim, value_dim
-from model.describe import PartDescription, describe_stage
-from parallel.sharding.spec import ParameterSpec
+from model.attention import AttentionCore
+from model.block import TransformerBlock
+from model.context import forward_context
+from model.describe import PartDescription, describe_stage, mesh_of_one_stage
+from parallel.sharding.spec import ParameterSpec, sharded_parameters
 
 LOOKUPS = ("embedding", "positions")  # roles of parameters
 
@@ -26,24 +35,27 @@ def keys_seen(documents: Sequence[int], window: int | None) -> float:
     return seen / sum(documents)
 
 
-def flops_of_parts(model: ModelConfig, keys: float) -> list[float]:
+def flops_of_parts(model: ModelConfig, keys: float, seq_len: int) -> list[float]:
     """FLOPs of a token in the forward of the embedding, of each block, and of the head with multi-token
-    prediction. keys: that a query sees, on average. Padding of the vocabulary counts if the model has it."""
+    prediction. keys: that a query sees, on average. seq_len: tokens of a sequence. Padding of the vocabulary
+    counts if the model has it."""
     parts = describe_stage(Config(model=model), 0, model.layers).parts
-    return [flops_of_part(part, model, keys) for part in parts]
+    return [flops_of_part(part, model, keys, seq_len) for part in parts]
 
 
-def flops_of_part(part: PartDescription, model: ModelConfig, keys: float) -> float:
+def flops_of_part(part: PartDescription, model: ModelConfig, keys: float, seq_len: int) -> float:
     """FLOPs of a token in the forward of one part."""
     flops = sum(flops_of_matrix(param.spec, model) for param in part.params)
     if part.layer == "embedding":
         return flops
-    if part.layer != "head":
-        return flops + attention_flops(model, keys)
+    if isinstance(part.layer, int):
+        return flops + mixer_flops(model, part.layer, keys, seq_len)
     # each module that predicts further tokens has a block, and uses the head's matrix again
     table = part.shared_table if model.tied else next(one for one in part.params if one.spec.role == "head")
     used_again = model.mtp + model.tied
-    return flops + used_again * 2.0 * table.spec.numel + model.mtp * attention_flops(model, keys)
+    ahead = range(model.layers, model.layers + model.mtp)
+    mixers = sum(mixer_flops(model, layer, keys, seq_len) for layer in ahead)
+    return flops + used_again * 2.0 * table.spec.numel + mixers
 
 
 def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
@@ -54,6 +66,47 @@ def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
     return 2.0 * used * spec.numel
 
 
+def mixer_flops(model: ModelConfig, layer: int, keys: float, seq_len: int) -> float:
+    """FLOPs of a token in the mixer of one layer, beside its matrices."""
+    mixer = TransformerBlock.mixer(Config(model=model), layer)
+    if has_softmax(mixer, model, layer):
+        return attention_flops(model, keys)
+    return counted_flops(mixer, model, layer, seq_len)
+
+
 def attention_flops(model: ModelConfig, keys: float) -> float:
-    """FLOPs of a token in the attention of one layer, beside its matrices."""
+    """FLOPs of a token in the softmax attention of one layer, beside its matrices."""
     return 2.0 * model.heads * (head_dim(model) + value_dim(model)) * keys
+
+
+@lru_cache(maxsize=1 << 12)
+def has_softmax(mixer: type[nn.Module], model: ModelConfig, layer: int) -> bool:
+    cfg = Config(model=model)
+    modules = mixer(cfg, mesh_of_one_stage(cfg), layer).modules()
+    return any(isinstance(value, AttentionCore) for module in modules for value in vars(module).values())
+
+
+@lru_cache(maxsize=1 << 12)
+def counted_flops(mixer: type[nn.Module], model: ModelConfig, layer: int, seq_len: int) -> float:
+    """FLOPs of a token in the products of a mixer beside those with its matrices: as it computes them, on a
+    sequence of seq_len tokens. Warns, and is 0, where it does not run without values."""
+    # it imports Triton, for which runs with softmax attention need not wait
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cfg = Config(model=model)
+    with torch.device("meta"), torch.no_grad():
+        module = mixer(cfg, mesh_of_one_stage(cfg), layer)
+        matrices = 0.0
+        for param in sharded_parameters(module):
+            param.data = torch.empty(param.spec.shape)
+            matrices += flops_of_matrix(param.spec, model)
+        positions = torch.zeros(1, seq_len, dtype=torch.int64)
+        context = forward_context(cfg, positions, None)
+        with FlopCounterMode(display=False) as counter:
+            try:
+                module(torch.empty(1, seq_len, model.hidden), context)
+            except RuntimeError as error:
+                warnings.warn(f"FLOPs of {mixer.__name__} beside its matrices are not counted: it does not "
+                              f"run without values ({error})")
+                return 0.0
+    return counter.get_total_flops() / seq_len - matrices

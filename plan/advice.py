@@ -166,6 +166,7 @@ def memory_advice(cfg: Config, world: int, capacity: float | None, gpu: Gpu = Gp
 
 if __name__ == "__main__":
     try:
-        print(memory_advice(*pickle.load(sys.stdin.buffer)))
+        cfg, world, capacity, gpu = pickle.load(sys.stdin.buffer)
+        print(memory_advice(cfg, world, capacity, Gpu(gpu)))
     except ConfigError as refusal:  # the planner takes fewer jobs than train.py
         print(f"the planner has no advice ({refusal})")

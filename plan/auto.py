@@ -16,7 +16,8 @@ from model.schedules import plan_pipeline
 from plan import elastic, run_report
 from plan.cost import Cluster, cluster
 from plan.efficiency import efficiency_of
-from plan.elastic import RankDevice, value_of
+from plan.elastic import value_of
+from plan.job import RankDevice, check_routing, job_of_rank
 from plan.near_ties import NEAR, near_groups
 from plan.search import (
     LAYOUT_KEYS,
@@ -102,6 +103,10 @@ def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) 
         return bool(search(cfg, target, HOLDS_LEAST | fixed, top=1, is_any_enough=True).found)
 
     if math.isinf(smallest):
+        try:
+            job_of_rank(set_keys(cfg, HOLDS_LEAST | fixed), target.world, 0, advise=False)
+        except ConfigError as refusal:
+            return f"{refusal}; set fewer keys of the layout"
         return "set fewer keys of the layout"
     times = smallest / target.cluster.memory
     ways: list[str] = []
@@ -129,6 +134,7 @@ def machine_of(cfg: Config, device: RankDevice) -> Cluster:
     assert cfg.parallel.auto is not None
     hardware = cluster(cfg.parallel.auto, asker=KEY)
     check_dtype(cfg, hardware)
+    check_routing(cfg)
     if not device.gpu:
         return hardware
     if hardware.gpu not in device.gpu.lower():

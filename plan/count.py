@@ -60,13 +60,13 @@ def size_of(params: Iterable[ShardedParameter], is_counted: Condition) -> int:
 def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...] = ()) -> float:
     """Model FLOPs of the forward and backward of one token: three times those of the forward.
 
-    Attention counts the keys that a causal query sees, a mixture the experts that a token uses. Multi-token
-    prediction counts, recompute and padding of the vocabulary do not. documents: lengths of the runs of
-    tokens that attend to each other (data.doc_mask), by default full sequences.
+    Softmax attention counts the keys that a causal query sees, a mixture the experts that a token uses.
+    Multi-token prediction counts, recompute and padding of the vocabulary do not. documents: lengths of the
+    runs of tokens that attend to each other (data.doc_mask), by default full sequences.
     """
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
     keys = keys_seen(documents or (seq_len,), model.window)
-    forward = sum(flops_of_parts(counted, keys))
+    forward = sum(flops_of_parts(counted, keys, seq_len))
     return 3.0 * forward
 
 

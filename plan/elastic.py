@@ -28,7 +28,8 @@ from model.sharding import parallel_dims
 from plan.advice import size_text
 from plan.cost import Cluster, cluster
 from plan.efficiency import efficiency_of
-from plan.machine import UNBOUNDED_MEMORY, Machine
+from plan.job import UNBOUNDED_MEMORY, RankDevice
+from plan.machine import Machine
 from plan.search import Target, held_bytes, job_of, search, set_keys
 
 NOMINAL_VOCAB = 32768  # tokens, for the count of bytes where the vocabulary is still to be read from the data
@@ -45,13 +46,6 @@ UNKNOWN_RATES = {
 }
 # keys whose entries belong to stages of the given pp, and have no meaning under another one
 OF_STAGES: Values = {"parallel.stages": None, "parallel.recompute_stages": None}
-
-
-class RankDevice(NamedTuple):
-    """The device to plan for. gpu: its name as torch has it, or "" for CPUs. memory: bytes of a GPU."""
-
-    gpu: str = ""
-    memory: float = UNBOUNDED_MEMORY
 
 
 class ElasticLayout(NamedTuple):

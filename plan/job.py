@@ -1,13 +1,23 @@
-"""One rank of a run, as the planner sees it."""
+"""One rank of a run, and its device, as the planner sees them."""
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from config import Config, config_of_stage
+from config import Config, ConfigError, config_of_stage
 from model.describe import PartDescription, describe_stage
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from model.split import layers_of_stages
 from parallel.pipeline.schedule import Schedule
 from parallel.topology.dims import EXPERT_AXES, ParallelDims
+
+UNBOUNDED_MEMORY = 2.0**60  # bytes: a forecast of time asks for no room
+
+
+class RankDevice(NamedTuple):
+    """The device to plan for. gpu: its name as torch has it, or "" for CPUs. memory: bytes of a GPU."""
+
+    gpu: str = ""
+    memory: float = UNBOUNDED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,17 @@ class Job:
             return self.layout.coordinates(self.rank, EXPERT_AXES)["expert_dp_shard"]
         index = self.layout.coordinates(self.rank)
         return index["dp_shard"] * self.layout.cp + index["cp"]
+
+
+def check_routing(cfg: Config) -> None:
+    """Raises ConfigError where no plan can assume what routers decide."""
+    model = cfg.model
+    if model.experts and model.capacity is not None and model.capacity < 1 and not model.pad:
+        raise ConfigError(
+            f"model.capacity: {model.capacity} is below 1, and experts drop tokens even of equal shares, "
+            "which a plan assumes; set model.pad true, under which the number of rows is known, or "
+            "take 1 or more"
+        )
 
 
 def job_of_rank(cfg: Config, world: int, rank: int, advise: bool = True) -> Job:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plan.cost import Cluster, Efficiency
+from plan.job import UNBOUNDED_MEMORY
 
 OPERATIONS_OF_BLOCK = 40  # of torch, in the forward of a block
-UNBOUNDED_MEMORY = 2.0**60  # bytes: a forecast of time asks for no room
 
 
 @dataclass(frozen=True)

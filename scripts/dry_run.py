@@ -54,7 +54,7 @@ from plan import auto, elastic
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token
-from plan.job import job_of_rank
+from plan.job import check_routing, job_of_rank
 from plan.record.check import check
 from plan.record.events import PostedExchange, Wait
 from plan.record.launches import CHIPS, Chip
@@ -143,6 +143,9 @@ def main(argv: list[str]) -> int:
     plan_pipeline(cfg, args.world)
     hardware = hardware_of(args.cluster)
     check_chip(cfg, hardware.chip)
+    check_routing(cfg)
+    for option in ("json", "picture", "trace", "memory"):
+        check_writable(f"--{option}", getattr(args, option))
 
     # one rank of each place in the pipeline, or those that are asked for
     began = time.perf_counter()
@@ -539,6 +542,13 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror})") from None
 
 
+def check_writable(option: str, path: Path | None) -> None:
+    """Before all work. Raises ConfigError if the file cannot be written."""
+    if path is not None:
+        with writing(option, path):
+            path.open("ab").close()
+
+
 def write_trace(path: Path, events: Iterable[dict]) -> None:
     """Event by event: a large job has hundreds of thousands. Raises ConfigError."""
     with writing("--trace", path):
@@ -577,7 +587,7 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, pa
         )
     if hardware.memory is not None:
         axes.axhline(hardware.memory / GIB, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="launches of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
     if len(roles) > 1:
         axes.legend(fontsize="small", ncols=2, frameon=False)
     with writing("--picture", path):

@@ -41,6 +41,7 @@ from plan.auto import arguments as arguments_of_layout
 from plan.cost import Cluster, cluster
 from plan.count import flops_per_token, parameters
 from plan.efficiency import CLASSES, Fitted, class_of, efficiency_of
+from plan.job import check_routing
 from plan.near_ties import NEAR, difference, near_groups
 from plan.search import (
     TRANSIENT_BYTES,
@@ -353,10 +354,12 @@ def print_published(fit: bool) -> None:
 # ---- the search ------------------------------------------------------------------------------------------
 
 def check_plannable(cfg: Config, hardware: Cluster) -> None:
-    """Raises ConfigError if the vocabulary is not known, or the cluster has no figures for the dtype."""
+    """Raises ConfigError if the vocabulary or the routing is not known, or the cluster has no figures for the
+    dtype."""
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: is the tokenizer's, which a plan does not read; set it")
     check_dtype(cfg, hardware)
+    check_routing(cfg)
 
 
 def phase_to_plan(cfg: Config) -> tuple[Config, str]:

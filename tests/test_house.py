@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import pathlib
 import re
+import subprocess
+import sys
 
 import config
 from proof.mutate.checkout import checkout_files
@@ -270,3 +272,9 @@ def test_a_reference_stands_beside_each_kernel():
     for path in (ROOT / "kernels").glob("*.py"):
         if "@triton.jit" in path.read_text():
             assert (ROOT / "tests" / "kernels" / f"test_{path.name}").exists(), path
+
+
+def test_a_start_that_asks_for_no_plan_loads_no_planner(real_starts):
+    code = "import sys, train; print(*sorted(name for name in sys.modules if name.startswith('plan.')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["plan.count", "plan.job"]

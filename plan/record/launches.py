@@ -14,7 +14,7 @@ import contextlib
 import functools
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, FunctionType, SimpleNamespace
@@ -108,10 +108,15 @@ class RecordedTensor:
 
     @staticmethod
     def of(x: Tensor) -> "RecordedTensor":
-        elements = 1
-        for size, stride in zip(x.shape, x.stride()):
-            elements *= size if stride else min(size, 1)
-        return RecordedTensor(tuple(x.shape), x.dtype, elements * x.itemsize)
+        return recorded_tensor(tuple(x.shape), x.stride(), x.dtype)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def recorded_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> RecordedTensor:
+    elements = 1
+    for size, stride in zip(shape, strides):
+        elements *= size if stride else min(size, 1)
+    return RecordedTensor(shape, dtype, elements * dtype.itemsize)
 
 
 def as_meta(value: Any) -> Any:
@@ -668,9 +673,16 @@ def name_of(function: Any) -> str:
 def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """The arguments of an operation that are no tensors, by the names of its schema: torch hands most of them
     on without one."""
-    names = [argument.name for argument in function._schema.arguments]
+    names = [argument.name for argument, _ in arguments_of(function)]
     given = {**dict(zip(names, args)), **kwargs}
     return {name: value for name, value in given.items() if not tensors_in(value)}
+
+
+@functools.cache
+def arguments_of(function: Any) -> list[tuple[Any, bool]]:
+    """The arguments of an operation's schema, and whether each is written."""
+    arguments = function._schema.arguments
+    return [(one, one.alias_info is not None and one.alias_info.is_write) for one in arguments]
 
 
 # Products of 16 bits into fp32. On meta tensors they raise TypeError in torch 2.11 (pytorch issue 163880).
@@ -708,7 +720,8 @@ class Operations(TorchDispatchMode):
             result = product_into(args, kwargs["out"])
         else:
             result = function(*args, **kwargs)
-        self.recorder.add_operation(function, args, kwargs, result)
+        with torch._C.DisableTorchFunction():  # what a recorder asks of tensors, the code has not asked
+            self.recorder.add_operation(function, args, kwargs, result)
         return result
 
 
@@ -755,12 +768,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
-    parts: Sequence[Any] = ()
-    if isinstance(value, (list, tuple)):
-        parts = value
-    elif isinstance(value, dict):
-        parts = tuple(value.values())
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    found: list[Tensor] = []
+    for part in value:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple, dict)):
+            found += tensors_in(part)
+    return found
 
 
 # ---- bytes of an operation ---------------------------------------------------------------------------------
@@ -774,11 +792,10 @@ def operation_bytes(
     A result that is also an input, as in an operation in place, is read too, unless it is only overwritten.
     """
     reads, writes = [], []
-    schema = function._schema.arguments
-    values = {argument.name: value for argument, value in zip(schema, args)} | kwargs
-    for argument in schema:
+    schema = arguments_of(function)
+    values = {argument.name: value for (argument, _), value in zip(schema, args)} | kwargs
+    for argument, is_written in schema:
         tensors = tensors_in(values.get(argument.name))
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written:
             writes += tensors
         if name.startswith(FACTORIES):

@@ -16,11 +16,12 @@ from unittest import mock
 
 import torch
 
-from config import Config
+from config import Config, ParallelConfig
 from kernels.attention_mask import DocumentCounts
+from model.schedules import schedule_of
 from parallel.microbatch import Microbatch
 from parallel.pipeline.executor import Pipeline
-from parallel.pipeline.schedule import Op
+from parallel.pipeline.schedule import Op, Schedule
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity, Ledger
@@ -42,8 +43,9 @@ HORIZON = 1000  # steps of the run: no schedule of a learning rate changes what 
 
 
 class Program(NamedTuple):
-    """What is recorded. build(mesh, device) -> a run; step(run, number, microbatches, grads_ready): a step of
-    it, which calls grads_ready() when the gradients are summed."""
+    """What is recorded. build(mesh, device) -> a run, which has a schedule of few microbatches, too;
+    step(run, number, microbatches, grads_ready): a step of it, which calls grads_ready() when the gradients
+    are summed."""
 
     build: Callable[[Mesh, torch.device], Any]
     step: Callable[[Any, int, list[Microbatch], Callable[[], None]], object]
@@ -56,12 +58,26 @@ def training_program(
     import; guard: a runtime.guard.NonFiniteGuard."""
 
     def build(mesh: Mesh, device: torch.device) -> Any:
-        return build_run(cfg, mesh, device, None, HORIZON)
+        run = build_run(cfg, mesh, device, None, HORIZON)
+        if not cfg.train.cuda_graphs:  # graphs are of one number of microbatches
+            short = shortest_schedule(cfg.parallel, max(run.schedules))
+            run.schedules.setdefault(short.microbatches, short.with_transfers[mesh.pp.index])
+        return run
 
     def step(run: Any, number: int, microbatches: list[Microbatch], grads_ready: Callable[[], None]) -> None:
         train_step(run, number, microbatches, guard, grads_ready=grads_ready)
 
     return Program(build, step)
+
+
+def shortest_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    """The schedule of as few microbatches as one of `microbatches` may have."""
+    for number in range(1, microbatches):
+        try:
+            return schedule_of(parallel.schedule, parallel.pp, number, parallel.vpp)
+        except ValueError:  # interleaved: a multiple of the ranks
+            continue
+    return schedule_of(parallel.schedule, parallel.pp, microbatches, parallel.vpp)
 
 
 @dataclass(frozen=True)
@@ -150,6 +166,8 @@ def record_steps(
         for step in range(1, STEP + 1):
             recorder.clear()
             microbatches = batches(step)
+            if step < STEP and is_recorded_alone:  # what later steps reuse is made by few as by many
+                microbatches = microbatches[: min(run.schedules)]
             recorder.clear()
             mesh.ledger.clear()
             state = memory.now

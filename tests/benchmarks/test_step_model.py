@@ -340,8 +340,8 @@ def test_the_flops_are_those_of_the_modules(name, size):
     model = replace(cfg.model, vocab_multiple=1)
     keys = keys_seen(document_lengths(scenario, shape) or (shape.seq,), None)
     facts = Facts(keys)
-    products = shape.tokens * sum(flops_of_parts(model, keys=0.0))
-    attention = shape.tokens * sum(flops_of_parts(model, keys)) - products
+    products = shape.tokens * sum(flops_of_parts(model, 0.0, shape.seq))
+    attention = shape.tokens * sum(flops_of_parts(model, keys, shape.seq)) - products
 
     found: Counter[str] = Counter()
     for launch in record(cfg, H200, document_lengths(scenario, shape), scenario.cudnn).launches:

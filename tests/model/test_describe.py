@@ -223,7 +223,7 @@ def test_flops_of_a_dense_model_whose_head_is_the_table():
     scores = 2 * m.heads * width * 7.5  # with keys, and with values
     block = 2 * (attention + scores + 3 * m.hidden * m.ffn)
     head = 2 * m.hidden * m.vocab
-    assert flops_of_parts(m, 7.5) == pytest.approx([0, *[block] * 4, head], rel=1e-12)
+    assert flops_of_parts(m, 7.5, 14) == pytest.approx([0, *[block] * 4, head], rel=1e-12)
 
 
 def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_has():
@@ -236,7 +236,7 @@ def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_has():
     mixture = (m.top_k + m.shared_experts) * expert + m.hidden * m.experts + m.hidden  # and router, and gate
     blocks = [2 * (attention + mlp) for mlp in (dense, mixture, dense, mixture)]
     head = 2 * m.hidden * m.vocab
-    assert flops_of_parts(m, 7.5) == pytest.approx([0, *blocks, head], rel=1e-12)
+    assert flops_of_parts(m, 7.5, 14) == pytest.approx([0, *blocks, head], rel=1e-12)
 
 
 def test_flops_of_latent_attention_with_a_module_ahead_and_a_window():
@@ -253,5 +253,5 @@ def test_flops_of_latent_attention_with_a_module_ahead_and_a_window():
     ahead = 2 * m.hidden * m.hidden + attention + mixture + head  # a join, a block, the head once more
     parts = [0, attention + dense, *[attention + mixture] * 3, head + ahead]
     want = [2 * one for one in parts]
-    assert m.mtp == 1 and flops_of_parts(m, keys_seen((10,), m.window)) == pytest.approx(want, rel=1e-12)
+    assert m.mtp == 1 and flops_of_parts(m, keys_seen((10,), m.window), 10) == pytest.approx(want, rel=1e-12)
     assert flops_per_token(m, 10) == pytest.approx(3 * sum(want), rel=1e-12)

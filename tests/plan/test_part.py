@@ -13,7 +13,12 @@ from torch import nn
 
 import config
 from kernels import triton_
+from model.attention import Attention
+from model.block import TransformerBlock
+from model.flops import flops_of_parts
+from model.split import split_by_cost
 from parallel.tensor.layers import ColumnLinear, RowLinear
+from plan.count import flops_per_token
 from plan.record.launches import CHIPS
 from plan.record.part import PartForm, PartRecord, on_the_line, record_of, record_part
 from plan.search import set_keys
@@ -193,3 +198,37 @@ def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute
         assert record.kept == pytest.approx(hidden_bytes // 2, rel=0.01)
     else:
         assert record.kept > 4 * hidden_bytes
+
+
+def test_the_products_of_a_mixer_that_nobody_described_are_counted(monkeypatch):
+    """By hand: linear attention has no products with keys, and two with a state of d x d a head."""
+    model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0131)  # none of it is cached
+    monkeypatch.setattr("model.block.Attention", LinearAttention)
+    d = model.hidden // model.heads
+    block = 4 * model.hidden**2 + 3 * model.hidden * model.ffn
+    matrices = model.layers * block + model.hidden * model.vocab
+    states = model.layers * 2 * model.hidden * d
+    for seq_len in (64, 4096):
+        assert flops_per_token(model, seq_len) == pytest.approx(3 * 2 * (matrices + states), rel=1e-12)
+
+
+def test_layers_with_other_mixers_are_counted_and_divided_as_they_are(monkeypatch):
+    """Softmax attention in the last layer alone: a long sequence makes it heavier than the three others."""
+    model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0132)
+    mixers = [LinearAttention] * (model.layers - 1) + [Attention]
+    monkeypatch.setattr(TransformerBlock, "mixer", staticmethod(lambda cfg, layer: mixers[layer]))
+    first, *_, last = flops_of_parts(model, 8192.5, 16384)[1:-1]
+    scores = 2 * 2 * model.hidden * 8192.5
+    assert last - first > 0.9 * scores
+    assert split_by_cost(model, 2, 16384) == (3, 1)
+
+
+def test_a_mixer_that_does_not_run_without_values_is_named(monkeypatch):
+    class Reading(LinearAttention):
+        def forward(self, x, context):
+            return super().forward(x, context) * x.sum().item()
+
+    model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0133)
+    monkeypatch.setattr("model.block.Attention", Reading)
+    with pytest.warns(UserWarning, match="FLOPs of Reading beside its matrices are not counted"):
+        assert flops_per_token(model, 64) > 0

@@ -38,14 +38,17 @@ def random_batch(cfg: Config, dims, rank: int, step: int):
 
 
 def real_role(world: World, cfg: Config) -> tuple[dict, list]:
-    """On a rank of a job: what its step does, and what its routers have decided."""
+    """On a rank of a job: what its step does, and what its routers have decided in it."""
     job_of_rank(cfg, world.size, world.rank)  # what it describes once is not of the step
     dims = parallel_dims(cfg, world.size)
     mesh = Mesh.bind(dims, world)
     recorder = Recorder(executes=True)
     recorder.counts_host = True
-    batches = functools.partial(random_batch, cfg, dims, mesh.dp.index)
     decided = []
+
+    def batches(step):
+        decided.clear()
+        return random_batch(cfg, dims, mesh.dp.index, step)
 
     def noting(function):
         def run(*args, **options):
@@ -104,8 +107,13 @@ def flops_of(launches: list[Launch]) -> float:
 
 
 def repeat_decisions(monkeypatch, decided: list) -> None:
-    """Routers without values decide what those of the job have decided."""
-    left = list(decided)
+    """Routers without values decide what those of the job have decided, in each step what it was in the kept
+    one."""
+    left = []
+
+    def batch(*args):
+        left[:] = decided
+        return assumed_batch(*args)
 
     def with_values(counts, num_choices, num_experts):
         return torch.tensor(left.pop(0))
@@ -114,6 +122,7 @@ def repeat_decisions(monkeypatch, decided: list) -> None:
         EXCHANGE(departures, group, etp, is_assumed)
         return torch.tensor(left.pop(0))
 
+    monkeypatch.setattr("plan.record.role.assumed_batch", batch)
     monkeypatch.setattr(dispatch, "with_values", with_values)
     monkeypatch.setattr(dispatch, "exchange_departures", exchange_departures)
 

@@ -178,6 +178,8 @@ def check_memory(snapshot: dict, tree: dict) -> None:
     ("--world 512 --train.global_batch 512 --optim.name muon", "optim.name"),
     ("--world 2 --trace x.txt", "--trace"),
     ("--world 2 --cluster cpu --trace x.json", "--trace"),
+    ("--world 2 --json /dev/null/x.json", "--json: /dev/null/x.json cannot be written"),
+    ("--world 2 --model.experts 4 --model.moe_ffn 16 --model.capacity 0.5", "model.capacity"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(words, named):
     done = dry_run(*words.split())

@@ -242,7 +242,17 @@ def test_json_has_the_parts_of_a_step(capsys):
         ),
         (
             ["llama3-8b", "--gpus", "8", "--cluster", "h100-ib", "--parallel.stages", "40"],
-            "--gpus: no layout of llama3-8b on 8 GPUs",
+            "--gpus: no layout of llama3-8b on 8 GPUs of 79 GiB fits (0 are too large, 0 against the rules); "
+            "parallel.stages: 40 makes 40 layers, model.layers is 32",
+        ),
+        (
+            ["llama3-8b", "--gpus", "7", "--cluster", "h100-ib", "--parallel.tp", "2"],
+            "--gpus: no layout of llama3-8b on 7 GPUs of 79 GiB fits (0 are too large, 0 against the rules); "
+            "parallel.tp*pp*cp*dp_rep = 2*1*1*1 = 2 does not divide the world size 7",
+        ),
+        (
+            ["mixtral-8x7b", "--gpus", "8", "--cluster", "h100-ib", "--model.capacity", "0.5"],
+            "model.capacity: 0.5 is below 1, and experts drop tokens even of equal shares",
         ),
         (
             ["llama3-8b", "--gpus", "16", "--cluster", "h100-ib", "--parallel.tpp", "2"],
