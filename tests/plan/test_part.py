@@ -69,7 +69,7 @@ def config_of(name, layout):
 @pytest.mark.parametrize("name, layout", CASES, ids=IDS)
 def test_the_record_of_a_block_grows_by_the_same_with_each_sequence(name, layout):
     cfg = set_keys(config_of(name, layout), {"train.micro_batch": 5})
-    form = PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"])
+    form = PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"], is_split=True)
     assert_like(record_of(form), record_part(form))
     assert record_of(form).kept_for_weights == record_part(form).kept_for_weights
 
@@ -80,7 +80,7 @@ def test_the_record_of_a_mixture_is_on_a_line_by_the_experts_of_a_rank(layout):
     cfg = config_of("deepseek-v3-tiny", layout | {"train.dtype": "bf16", "model.experts": 64})
     for ranks in (2, 16, 32):
         keys = {"parallel.ep": ranks}
-        form = PartForm(set_keys(cfg, keys), cfg.model.layers - 1, CHIPS["h100"])
+        form = PartForm(set_keys(cfg, keys), cfg.model.layers - 1, CHIPS["h100"], is_split=True)
         assert_like(record_of(form), record_part(form))
 
 
