@@ -41,6 +41,9 @@ OTHER_TOKENIZERS = {  # {the beginning of a file: what it is}
     re.compile(rb"\d+ b?['\"].*['\"] \d+\r?\n"): "RWKV's list of tokens",
     re.compile(rb"\{\s*\"config\":\s*\{\s*\"pattern\":"): "Mistral's tekken.json",
     re.compile(rb"\x1f\x8b"): "a compressed file",
+    re.compile(rb"#version: \d"): "a list of merges",
+    re.compile(rb"\{\s*\"(\\.|[^\"\\])*\"\s*:\s*\d"): "a vocabulary without its merges",
+    re.compile(rb"\[PAD\]\r?\n"): "a list of words, as of WordPiece",
 }
 HUB_NAME = re.compile(r"([\w-]+/)?[\w-]+(\.\d[\w-]*)*")  # not a path, and without the end of a file's name
 CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
@@ -264,8 +267,9 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
         if not vocab:
             raise ValueError("it is empty")
     except Exception as error:  # RuntimeError, ValueError or a class of the library: the version decides
-        message = f"{path}: not a sentencepiece model ({first_line(error)}); restore it, or use bpe-N"
-        raise ConfigError(message) from None
+        reason = "" if "INTERNAL" in str(error) else f" ({first_line(error)})"  # a line of the library's code
+        raise ConfigError(f"{path}: not a sentencepiece model{reason}; give one, a tokenizer.json or a folder "
+                          "that holds one of them, or use bpe-N") from None
     if processor.eos_id() < 0:
         raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; "
                           "train it with eos_id set")

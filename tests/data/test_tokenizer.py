@@ -166,6 +166,10 @@ def test_json_without_an_end(folder):
     [
         ("x.model", b"", "not a sentencepiece model"),
         ("x.model", b"garbage" * 99, "not a sentencepiece model"),
+        ("x.pt", b"[CounterSpec]\nmethod=sentencepiece\n\xff", r"model; give one, a tokenizer.json or a folder"),
+        ("vocab.txt", b"[PAD]\n[unused0]\n[CLS]\n", "is a list of words, as of WordPiece, which is not read"),
+        ("vocab.bpe", "#version: 0.2\nĠ t\n".encode(), "is a list of merges, which is not read"),
+        ("encoder.json", b'{"!": 0, "\\"": 1}', "is a vocabulary without its merges, which is not read"),
         ("tokenizer.json", b"{}", "not a tokenizer.json"),
         ("tokenizer.json", b"\xff", "not a tokenizer.json"),
         ("none.model", None, "No such file"),
