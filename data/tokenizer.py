@@ -268,8 +268,8 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
             raise ValueError("it is empty")
     except Exception as error:  # RuntimeError, ValueError or a class of the library: the version decides
         reason = "" if "INTERNAL" in str(error) else f" ({first_line(error)})"  # a line of the library's code
-        raise ConfigError(f"{path}: not a sentencepiece model{reason}; give one, a tokenizer.json or a folder "
-                          "that holds one of them, or use bpe-N") from None
+        raise ConfigError(f"{path}: not a sentencepiece model{reason}; give one, a tokenizer.json or a "
+                          "folder that holds one of them, or use bpe-N") from None
     if processor.eos_id() < 0:
         raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; "
                           "train it with eos_id set")
@@ -334,6 +334,10 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
         processor = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:
         raise ConfigError(f"{path}: not a tokenizer.json ({first_line(error)})") from None
+    dropout = getattr(processor.model, "dropout", None)
+    if dropout:
+        raise ConfigError(f"{path}: its model has dropout {dropout}, with which the same text has other tokens "
+                          "each time, drawn at random; set it to null")
     processor.no_padding()
     processor.no_truncation()  # some files of the hub truncate to 512 tokens silently
 

@@ -75,7 +75,8 @@ def test_a_mark_that_is_a_word_of_the_vocabulary(tmp_path):
 
 
 SHIPPED = re.compile(
-    r".*tokenizer(_[\d.]+K)?\.json|.*tokenizer.*\.model(\.\w+)?|.*\.tiktoken|rwkv_vocab.*\.txt|bpe_simple_vocab.*"
+    r".*tokenizer(_[\d.]+K)?\.json|.*tokenizer.*\.model(\.\w+)?"
+    r"|.*\.tiktoken|rwkv_vocab.*\.txt|bpe_simple_vocab.*"
 )
 
 
