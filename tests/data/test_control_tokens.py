@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 import re
+import time
 
 import numpy as np
 import pytest
@@ -59,6 +60,29 @@ def test_documents(tmp_path, kind):
     assert tok.decode(ids) == TEXT
     if kind != "json-special":
         assert tokenizer.token_id(tok, "<table>") in ids
+
+
+def test_a_model_of_many_marks(tmp_path):
+    """AI21's has 26,089 in 262,144 pieces: each was looked for in the whole file, 74 seconds at each load."""
+    home = model_folder(tmp_path / "t")
+    content = (home / "tokenizer.model").read_bytes()
+    marks = [f"<{number:05d}{'x' * (number % 200)}>" for number in range(9000)]
+    for mark in marks:
+        text = mark.encode()
+        piece = b"\x0a" + varint(len(text)) + text + b"\x15\0\0\0\0\x18\x04"
+        content += b"\x0a" + varint(len(piece)) + piece
+    (home / "tokenizer.model").write_bytes(content)
+    begin = time.process_time()
+    tok = tokenizer.load_tokenizer(home)
+    assert time.process_time() - begin < 2
+    assert len(control_tokens(tok)) == 8 + len(marks)
+    some = [TEXT, *marks[:300:50]]
+    assert not set(np.concatenate(tok.encode_batch(some))) & set(control_tokens(tok))
+    assert tok.decode(tok.encode(TEXT + marks[150])) == TEXT + marks[150]
+
+
+def varint(number):
+    return bytes([number] if number < 128 else [number & 127 | 128, number >> 7])
 
 
 def test_a_mark_that_is_a_word_of_the_vocabulary(tmp_path):
