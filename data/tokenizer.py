@@ -355,8 +355,8 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
         raise ConfigError(f"{path}: not a tokenizer.json ({first_line(error)})") from None
     dropout = getattr(processor.model, "dropout", None)
     if dropout:
-        raise ConfigError(f"{path}: its model has dropout {dropout}, with which the same text has other tokens "
-                          "each time, drawn at random; set it to null")
+        raise ConfigError(f"{path}: its model has dropout {dropout}, with which the same text has other "
+                          "tokens each time, drawn at random; set it to null")
     processor.no_padding()
     processor.no_truncation()  # some files of the hub truncate to 512 tokens silently
 
