@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 import config
-from build import check_counts, check_size, weights_only
+from build import check_counts, check_size, tokenizer_of_run, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
@@ -277,10 +277,7 @@ def to_hf(
     family = hf_config.family_of(model)
 
     source = Path(spec) if spec else path.parent.parent / "tokenizer"
-    tok = tokenizer.load_tokenizer(spec or source, eod) if spec or source.is_dir() else None
-    if tok and not spec and meta["tokenizer"] not in (tok.fingerprint, "none"):
-        raise ConfigError(f"{source}: is not the tokenizer that {path} was trained with; put that one there, "
-                          "or give --tokenizer")
+    tok = tokenizer_of_run(path, meta["tokenizer"], spec, eod) if spec or source.is_dir() else None
     if not tok:
         notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
     notes += vocab_notes(tok, model)

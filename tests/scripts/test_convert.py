@@ -850,6 +850,10 @@ def test_an_import_without_tokenizer_is_evaluated_on_tokens(alone, tmp_path, cap
     assert generate.main([str(tmp_path / "bare"), "--tokenizer", "bytes", "--max-new-tokens", "3"]) == 0
     with pytest.raises(config.ConfigError, match="is not the tokenizer that .* leave --tokenizer out"):
         evaluate.main([str(tmp_path / "run"), "--tokenizer", str(make_bpe(tmp_path)), *words[1:]])
+    with pytest.raises(config.ConfigError, match="is not the tokenizer that .* leave --tokenizer out"):
+        export = ["to-hf", tmp_path / "run", tmp_path / "other", "--tokenizer", tmp_path / "bpe"]
+        convert.main([str(word) for word in export])
+    assert not (tmp_path / "other").exists()
 
 
 def make_bpe(folder):
