@@ -153,9 +153,9 @@ def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
     found = another_text(own, tok)
     if found is not None:
         token_id, theirs, ours = found
-        raise ConfigError(f"--tokenizer: {spec} is not the tokenizer of {folder}: id {token_id} is {theirs!r} "
-                          f"there and {ours!r} here; leave --tokenizer out, and change tokenizers in the "
-                          "training: --checkpoint.init_changes data.tokenizer")
+        raise ConfigError(f"--tokenizer: {spec} is not the tokenizer of {folder}: id {token_id} is "
+                          f"{theirs!r} there and {ours!r} here; leave --tokenizer out, and change tokenizers "
+                          "in the training: --checkpoint.init_changes data.tokenizer")
 
 
 def dropout_notes(folder: Path) -> list[str]:
