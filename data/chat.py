@@ -50,7 +50,7 @@ PlacedIds = tuple[list[np.ndarray], np.ndarray]  # ids in pieces, and the charac
 FIXED_DATE = "2025-01-01"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 THOUGHTS = re.compile(r"</?think>")  # in a content: templates take reasoning from between them
-NOT_WRITTEN = {"tool_call_id", "name"}  # of a message: many templates leave them out
+NOT_NOTED = ("its tool_calls", "its tool_call_id", "(tool): its name")  # many templates leave them out
 PROBE = "Zqx"  # a content that no template writes by itself
 ROLE = re.compile(r"[\w.-]+")
 
@@ -110,7 +110,8 @@ class PlainChat:
         spans: list[Span] = []
         turns: list[int] = []
         notes = [f"{key!r} of messages is not read" for message in conversation.messages for key in message
-                 if key not in NOT_WRITTEN | {"role", "content"}]
+                 if key not in ("role", "content")
+                 and not f"({message['role']}): its {key}".endswith(NOT_NOTED)]
         notes += unread_settings(conversation.settings, (), "the plain format")
         asks = set(turn_messages(conversation.messages))
         for number, message in enumerate(conversation.messages):
@@ -595,7 +596,7 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
         for missing, is_thought in missing_parts(leaf, text, made.text):
             key = leaf.place.rpartition("its ")[2]
             if not leaf.is_required:
-                if leaf.message is not None and key not in NOT_WRITTEN | {"tool_calls"}:
+                if leaf.message is not None and not leaf.place.endswith(NOT_NOTED):
                     notes.append(f"{key!r} of messages is not read")
             elif is_thought:
                 what = "" if key in REASONING else "reasoning "

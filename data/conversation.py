@@ -22,14 +22,16 @@ SHAREGPT_ROLES = {
     "observation": "tool", "function_response": "tool", "function_call": ASSISTANT,
 }
 MESSAGE_KEYS = ("messages", "conversations", "conversation")  # the first that a record has is read
-WEIGHTS = ("weight", "loss", "train", "training")  # 0 or false: the message does not count
+WEIGHTS = ("weight", "loss", "train", "training", "train_on_turn")  # 0 or false: the message does not count
+MASKED = "masked"  # torchtune's: 1 or true: it does not count
+CONTENTS = ("content", "value")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; a template reads one of the names
 TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_call")
 ARGUMENTS = ("arguments", "parameters")  # of a call; parameters: Llama's word
 AROUND_CALL = ("id", "type", "index")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-MESSAGE_READ = {"role", "from", "content", "value", "tool_call_id", *CALLS, *WEIGHTS, *REASONING}
+MESSAGE_READ = {"role", "from", *CONTENTS, "tool_call_id", *CALLS, *WEIGHTS, MASKED, *REASONING}
 RESERVED = ("messages", "tools", "add_generation_prompt")  # what a template is told of every conversation
 EMPTY = (None, "", [], {})
 
@@ -209,6 +211,9 @@ def parse_message(number: int, message: object) -> Message:
     place = f"message {number} ({role})"
     if all(message.get(name) not in EMPTY for name in CALLS):
         raise BadConversation(f"{place} has {' and '.join(CALLS)}; keep one")
+    contents = [message[name] for name in CONTENTS if message.get(name) not in EMPTY]
+    if contents[1:] not in ([], contents[:1]):
+        raise BadConversation(f"{place} has {' and '.join(CONTENTS)} that differ; keep one")
     calls = message.get("tool_calls") or message.get("function_call")
     if isinstance(content, list):
         content = "".join(text_of_part(part, place) for part in content)
@@ -223,7 +228,8 @@ def parse_message(number: int, message: object) -> Message:
             raise BadConversation(f"{place} has {' and '.join(REASONING)} that differ; keep one")
         parsed["reasoning_content"] = checked_text(thoughts[0], f"{place}: its reasoning_content")
     others = {name: value for name, value in message.items()
-              if value not in EMPTY and (name not in MESSAGE_READ or name in ("tool_call_id", *WEIGHTS))}
+              if value not in EMPTY
+              and (name not in MESSAGE_READ or name in ("tool_call_id", *WEIGHTS, MASKED))}
     return {**others, **parsed}
 
 
@@ -247,6 +253,11 @@ def text_of_part(part: object, place: str) -> str:
 def message_counts(number: int, message: Message) -> bool:
     """Does the loss count the message? Raises BadConversation for a weight other than 0 and 1."""
     is_assistant = message["role"] == ASSISTANT
+    masked = message.pop(MASKED, 0)
+    if masked not in (0, 1):
+        raise BadConversation(f"message {number} ({message['role']}): its {MASKED} is {masked}; a message "
+                              "counts (0, false) or not (1, true)")
+    is_assistant = is_assistant and not masked
     for name in WEIGHTS:
         weight = message.pop(name, None)
         if weight is None:

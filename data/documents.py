@@ -49,17 +49,21 @@ KINDS = {
     ".parquet": "parquet",
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text",
 }
+PROSE = (".md", ".rst", ".py")  # which hold no records
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 AS_TEXT = "text:"  # before files of any kind
 TABLE = "is a table, and its rows would be one text: write it as parquet or jsonl, as with " \
         "pandas.read_csv(FILE).to_parquet(FILE)"
 ARCHIVE = "is an archive; unpack it, and give the files"
+OTHER_PACKING = f"is packed in a way that is not read; pack it as one of {', '.join(COMPRESSED)}"
+RECORDS = f"has a JSON object on each line, and all would be one text: call it .jsonl, or give {AS_TEXT}FILE"
 PAGES = "holds pages; take their text out of it first"
 MARKUP = f"has marks that would be read as text: convert it, or give {AS_TEXT}FILE to read it as it is"
 BINARY = "is binary; write its text as jsonl"
 OTHER_FILES = {  # {end of a name: why it is not read}
     **dict.fromkeys((".csv", ".tsv"), TABLE),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar", ".warc"), ARCHIVE),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar", ".warc", ".wet"), ARCHIVE),
+    **dict.fromkeys((".lz4", ".lzma", ".br", ".lzo", ".z", ".sz", ".snappy"), OTHER_PACKING),
     **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".pptx", ".epub"), PAGES),
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb"), MARKUP),
     **dict.fromkeys((".xlsx", ".xls", ".ods", ".pt", ".pkl", ".npy"), BINARY),
@@ -67,6 +71,7 @@ OTHER_FILES = {  # {end of a name: why it is not read}
     ".arrow": "is Arrow's format; write it as parquet",
 }
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
+MOST_OF_A_LINE = 1 << 20  # bytes of a line by which records are known
 MOST_ENDS = 5  # kinds of files that are not read, which are named
 PARQUET_ROWS = 256  # in memory at a time
 
@@ -136,6 +141,8 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
         kind = "text" if is_text else kind_of(path) or "text"
         if not is_text and name_end(path) in OTHER_FILES:
             raise ConfigError(f"{path}: {OTHER_FILES[name_end(path)]}")
+        if not is_text and name_end(path) not in PROSE and kind == "text" and holds_records(path):
+            raise ConfigError(f"{path}: {RECORDS}")
         file_bytes = os.path.getsize(path)
         if kind == "parquet":
             num_groups = open_parquet(path).metadata.num_row_groups
@@ -202,6 +209,18 @@ def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[s
 def kind_of(path: str) -> str | None:
     """The kind that the name of a file says; None if it says none."""
     return KINDS.get(name_end(path))
+
+
+def holds_records(path: str) -> bool:
+    """Whether the first two lines of a file are objects of JSON."""
+    try:
+        disk_file, stream = open_streams(path)
+        with disk_file, stream:
+            lines = [stream.readline(MOST_OF_A_LINE).removeprefix(codecs.BOM_UTF8) for _ in range(2)]
+        return all(isinstance(json.loads(line), dict) for line in lines)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError):
+        # who reads the file says what is wrong
+        return False
 
 
 def name_end(path: str) -> str:

@@ -6,12 +6,13 @@
     nanoGPT's .bin          ids of 16 bits, nothing else
 
 The last has no header. It is taken for ids of 16 bits only where the vocabulary fits into them, and where the
-file does not read as wider ids; else data.dtype states what it is.
+file does not read as wider ids, as text or as another header; else data.dtype states what it is.
 
 Documents are what end-of-document ids separate, found only where they are needed. There are no checksums; the
 ids of some blocks are compared with the vocabulary at the opening, those of every block at its first read.
 Sources: github.com/karpathy/nanoGPT, github.com/karpathy/llm.c, github.com/KellerJordan/modded-nanogpt.
 """
+import codecs
 import hashlib
 import os
 import pathlib
@@ -39,6 +40,8 @@ OTHER_FILES = {  # {first bytes: of what}
 }
 PROBE = 1 << 20  # bytes of each end that the identity covers; also tokens searched for the next document
 WIDTH_SAMPLE = 1 << 16  # ids at each of three places from which the width of a file without a header is seen
+LEADING = 16  # numbers of a header before its zeros, at most
+CONTROL_BYTES = bytes({*range(32)} - set(b"\t\n\v\f\r\x1b"))  # which text does not have
 SMALL = 16  # the upper halves of wide ids are below it, in vocabularies of less than a million
 
 
@@ -184,6 +187,7 @@ def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids:
         if ids is not None and ids > WIDEST_U16:
             raise ConfigError(f"{path}: has no header that tells the width of its ids, and a vocabulary of "
                               f"{ids:,} does not fit into 16 bits; {state}")
+        check_beginning(path)
     layout = RawLayout(np.dtype(stated or "<u2"), 0)
     check_size(path, layout, None)
     width = 16 if stated else width_shown(path)
@@ -191,6 +195,25 @@ def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids:
         raise ConfigError(f"{path}: without a header, reads as ids of {width} bits, not of 16: only every "
                           f"{'second' if width == 32 else 'fourth'} number is not small; {state}")
     return layout
+
+
+def check_beginning(path: pathlib.Path) -> None:
+    """Raises ConfigError if a file begins as text, or with a header of the size of SHARDS', but of none of
+    them."""
+    with open(path, "rb") as file:
+        start = file.read(SHARD_HEADER_BYTES)
+    numbers = np.frombuffer(start[:len(start) // 4 * 4], "<i4")
+    if len(start) == SHARD_HEADER_BYTES and numbers[:LEADING].any() and not numbers[LEADING:].any():
+        said = ", ".join(map(str, numbers[:4]))
+        raise ConfigError(f"{path}: begins with a header that is not known ({said} ... and zeros); cut "
+                          "it off, or if these are ids state it with data.dtype uint16")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return
+    if len(start) == SHARD_HEADER_BYTES and start.translate(None, CONTROL_BYTES) == start:
+        raise ConfigError(f"{path}: reads as text, not as ids; make ids of it with scripts.prepare_data, or "
+                          "if it holds ids state it with data.dtype uint16")
 
 
 def check_size(path: pathlib.Path, layout: RawLayout, count: int | None) -> None:

@@ -10,6 +10,7 @@ from data.lengths import token_texts
 from data.tokenizer import Tokenizer
 
 NONE = -1
+FEW = 0.05  # of the ids that both have
 
 
 def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [vocab of here]
@@ -29,6 +30,20 @@ def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [voca
         if own is not None and other is not None and found[own.id] == NONE:
             found[own.id] = other.id
     return found
+
+
+def another_text(there: Tokenizer, here: Tokenizer) -> tuple[int, str, str] | None:
+    """An id that means one text there and another here, with both; None if the two have the same tokens, but
+    for FEW: a file may spell white space in another way, or say more of its own."""
+    compared = [(token_id, theirs[1], ours[1])
+                for token_id, (theirs, ours) in enumerate(zip(meanings(there), meanings(here)))
+                if theirs and ours and theirs[1] and ours[1]]
+    others = [each for each in compared if each[1] != each[2]]
+    if len(others) <= FEW * len(compared):
+        return None
+    token_id, *texts = others[0]
+    first, second = (text.decode(errors="backslashreplace") for text in texts)
+    return token_id, first, second
 
 
 def meanings(tok: Tokenizer) -> list[tuple[str, bytes] | None]:

@@ -19,7 +19,6 @@ import json
 import pathlib
 import re
 import shlex
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -41,9 +40,14 @@ OTHER_TOKENIZERS = {  # {the beginning of a file: what it is}
     re.compile(rb"\d+ b?['\"].*['\"] \d+\r?\n"): "RWKV's list of tokens",
     re.compile(rb"\{\s*\"config\":\s*\{\s*\"pattern\":"): "Mistral's tekken.json",
     re.compile(rb"\x1f\x8b"): "a compressed file",
+    re.compile(rb"#version: \d"): "a list of merges",
+    re.compile(rb"\{\s*\"(\\.|[^\"\\])*\"\s*:\s*\d"): "a vocabulary without its merges",
+    re.compile(rb"\[PAD\]\r?\n"): "a list of words, as of WordPiece",
 }
 HUB_NAME = re.compile(r"([\w-]+/)?[\w-]+(\.\d[\w-]*)*")  # not a path, and without the end of a file's name
 CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
+BY_LENGTH = 2  # the kind of a field of protobuf that its length precedes
+PIECES, PIECE_TYPE = 1 << 3 | BY_LENGTH, 3 << 3  # fields of a model and of a piece, with their kinds
 BYTE_PIECES = 256
 MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
 BYTES_CONTRACT = TokenizerContract(
@@ -264,8 +268,9 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
         if not vocab:
             raise ValueError("it is empty")
     except Exception as error:  # RuntimeError, ValueError or a class of the library: the version decides
-        message = f"{path}: not a sentencepiece model ({first_line(error)}); restore it, or use bpe-N"
-        raise ConfigError(message) from None
+        reason = "" if "INTERNAL" in str(error) else f" ({first_line(error)})"  # a line of the library's code
+        raise ConfigError(f"{path}: not a sentencepiece model{reason}; give one, a tokenizer.json or a "
+                          "folder that holds one of them, or use bpe-N") from None
     if processor.eos_id() < 0:
         raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; "
                           "train it with eos_id set")
@@ -306,17 +311,35 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
 def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcessor) -> bytes:
     """The content of a .model in which the pieces that direct a model are control pieces, which no text
     makes. Gemma's <start_of_turn> is a symbol of the user's, and as such found in every text."""
-    for number in range(processor.vocab_size()):
-        name = processor.id_to_piece(number)
-        if contract.is_markup(name):
-            # the message of a piece: its text, its score and its type, which ends it
-            text = name.encode()
-            size = len(text)
-            length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
-            score = struct.pack("<f", processor.get_score(number))
-            piece = b"\x0a" + length + text + b"\x15" + score + b"\x18"
-            content = content.replace(piece + bytes([USER_DEFINED]), piece + bytes([CONTROL]))
-    return content
+    changed = bytearray(content)
+    for number, end in enumerate(piece_ends(content)):
+        # the type of a piece ends its message
+        is_symbol = content[end - 2:end] == bytes([PIECE_TYPE, USER_DEFINED])
+        if is_symbol and contract.is_markup(processor.id_to_piece(number)):
+            changed[end - 1] = CONTROL
+    return bytes(changed)
+
+
+def piece_ends(content: bytes) -> Iterator[int]:
+    """Where each piece of a .model ends: the messages of its field 1, in the order of their ids."""
+    place = 0
+    while place < len(content):
+        field_and_kind = content[place]
+        number, place = read_varint(content, place + 1)
+        if field_and_kind & 7 == BY_LENGTH:  # else the number itself is the value
+            place += number
+        if field_and_kind == PIECES:
+            yield place
+
+
+def read_varint(content: bytes, place: int) -> tuple[int, int]:
+    """A number of protobuf, and where it ends."""
+    number = shift = 0
+    while True:
+        number |= (content[place] & 127) << shift
+        place, shift = place + 1, shift + 7
+        if content[place - 1] < 128:
+            return number, place
 
 
 def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
@@ -330,6 +353,10 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
         processor = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:
         raise ConfigError(f"{path}: not a tokenizer.json ({first_line(error)})") from None
+    dropout = getattr(processor.model, "dropout", None)
+    if dropout:
+        raise ConfigError(f"{path}: its model has dropout {dropout}, with which the same text has other "
+                          "tokens each time, drawn at random; set it to null")
     processor.no_padding()
     processor.no_truncation()  # some files of the hub truncate to 512 tokens silently
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 import config
-from build import check_counts, check_size, weights_only
+from build import check_counts, check_size, tokenizer_of_run, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
@@ -47,6 +47,7 @@ from config.terminal import ParagraphHelp, output_width, wrapped
 from data import tokenizer, tokenizer_files
 from data.contract import SpecialToken
 from data.prompts import added_start, start_token
+from data.same_tokens import another_text
 from data.tokenizer import Tokenizer
 from model.precision import DTYPES
 from model.transformer import PipelineStage
@@ -85,6 +86,8 @@ def from_hf(
     has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
     tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
     is_own = tok is not None and has_ids_of(folder, tok, eod)
+    if tok is not None and spec and not is_own:
+        check_texts_of(folder, tok, spec)
     try:
         cfg = config_of_run(model, run, tok is not None)
         check_rules(cfg)
@@ -138,6 +141,21 @@ def has_ids_of(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
         return tokenizer.load_tokenizer(folder, eod).fingerprint == tok.fingerprint
     except ConfigError:
         return False
+
+
+def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
+    """Raises ConfigError if the folder has a tokenizer whose ids have other texts than those of `tok`, which
+    --tokenizer names as `spec`: the weights were trained with the folder's."""
+    try:
+        own = tokenizer.load_tokenizer(folder)
+    except ConfigError:  # none, or one that cannot be read, which --tokenizer replaces
+        return
+    found = another_text(own, tok)
+    if found is not None:
+        token_id, theirs, ours = found
+        raise ConfigError(f"--tokenizer: {spec} is not the tokenizer of {folder}: id {token_id} is "
+                          f"{theirs!r} there and {ours!r} here; leave --tokenizer out, and change tokenizers "
+                          "in the training: --checkpoint.init_changes data.tokenizer")
 
 
 def dropout_notes(folder: Path) -> list[str]:
@@ -277,10 +295,7 @@ def to_hf(
     family = hf_config.family_of(model)
 
     source = Path(spec) if spec else path.parent.parent / "tokenizer"
-    tok = tokenizer.load_tokenizer(spec or source, eod) if spec or source.is_dir() else None
-    if tok and not spec and meta["tokenizer"] not in (tok.fingerprint, "none"):
-        raise ConfigError(f"{source}: is not the tokenizer that {path} was trained with; put that one there, "
-                          "or give --tokenizer")
+    tok = tokenizer_of_run(path, meta["tokenizer"], spec, eod) if spec or source.is_dir() else None
     if not tok:
         notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
     notes += vocab_notes(tok, model)

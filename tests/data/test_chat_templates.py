@@ -179,6 +179,7 @@ def test_a_key_of_a_message_that_is_not_read_is_named(tmp_path, capsys, name):
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "'time' of messages is not read (2 records)" in out
     assert "'mood' of messages is not read (2 records)" in out
+    assert "'name' of messages is not read (2 records)" in out  # of who speaks; that of a tool is at its call
 
 
 def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
@@ -345,6 +346,9 @@ def test_nulls_that_a_table_adds_are_no_arguments(tmp_path, kind):
     ({"messages": [*said("a"), {"role": "assistant", "content": "b", "loss": False}, *said("c"),
                    {"role": "assistant", "content": "d", "loss": True}]},
      "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n"),
+    *(({"messages": [*said("a"), {"role": "assistant", "content": "b", **mark}, *said("c", "d")]},
+       "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n")
+      for mark in ({"masked": True}, {"train_on_turn": False})),
 ])
 def test_forms_of_records(tmp_path, record, text, counted):
     """What is counted by hand, without the token that ends the document."""

@@ -34,11 +34,11 @@ def test_bz2_and_xz(tmp_path, end, pack):
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.csv.gz", "x.zip", "x.tar", "x.pdf", "x.arrow",
-                                  "x.xlsx", "x.odt", "x.warc.gz"])
+                                  "x.xlsx", "x.odt", "x.warc.gz", "x.wet.gz", "x.jsonl.lz4", "x.lzma"])
 def test_files_that_hold_no_text_or_many(tmp_path, name):
     """A table was one document, of all its rows."""
     (tmp_path / name).write_text("text,n\none,1\n")
-    with pytest.raises(ConfigError, match=rf"{name}: .*(jsonl|parquet|unpack|text)"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*(jsonl|parquet|unpack|text|pack it as)"):
         prepare.prepare_corpus([str(tmp_path / name)], "bytes", tmp_path / "o")
 
 
@@ -69,6 +69,22 @@ def test_markup_is_text_only_where_that_is_said(tmp_path, name, capsys):
     for given in (path, f"{path.parent}/*", path.parent):
         assert main([*words, f"text:{given}"]) == 0
         assert read_back(tmp_path / "o") == ["<p>a"]
+
+
+@pytest.mark.parametrize("name, pack", [("part-00000", bytes), ("x.jsonlines.gz", gzip.compress),
+                                        ("x.txt", bytes)])
+def test_records_in_a_file_that_is_called_otherwise(tmp_path, name, pack):
+    """Its records were one document, with their braces."""
+    path = tmp_path / name
+    path.write_bytes(pack(jsonl(texts(9))))
+    with pytest.raises(ConfigError, match=rf"{name}: has a JSON object on each line.*\.jsonl.*text:FILE"):
+        prepare.prepare_corpus([str(path)], "bytes", tmp_path / "o")
+    prepare.prepare_corpus([f"text:{path}"], "bytes", tmp_path / "o")
+    assert read_back(tmp_path / "o") == [jsonl(texts(9)).decode()]
+    for content in (b'{"a": 1}\nis an object of JSON.\n', b"1\n2\n3\n", b"{}\n"):
+        path.write_bytes(pack(content))
+        prepare.prepare_corpus([str(path)], "bytes", tmp_path / "p")
+        assert read_back(tmp_path / "p") == [content.decode()]
 
 
 def test_the_files_of_a_folder_that_are_not_read_are_named(tmp_path):

@@ -35,13 +35,13 @@ def losses(tmp_path, path, spec, *more, name):
     return [row[key] for row in rows for key in ("loss", "val_loss") if key in row]
 
 
-def large_folder(home):
-    """A tokenizer whose last added id is LARGE - 1: token k is <|k|>."""
+def large_folder(home, vocab=LARGE):
+    """A tokenizer whose last added id is vocab - 1: token k is <|k|>."""
     make_folder(home, END)
     spec = json.loads((home / "tokenizer.json").read_text())
-    last = {**spec["added_tokens"][-1], "id": LARGE - 1, "content": "<|last|>"}
+    last = {**spec["added_tokens"][-1], "id": vocab - 1, "content": "<|last|>"}
     spec["added_tokens"].append(last)
-    spec["model"]["vocab"]["<|last|>"] = LARGE - 1
+    spec["model"]["vocab"]["<|last|>"] = vocab - 1
     (home / "tokenizer.json").write_text(json.dumps(spec))
     return home
 
@@ -140,6 +140,26 @@ def test_files_that_are_refused_by_what_they_are(tmp_path, content, more, told):
         path.write_bytes(starts[content] + ids.astype("<u2").tobytes())
     with pytest.raises(ConfigError, match=told):
         train.main(words(tmp_path, path, "bytes", *more))
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ("A page of text, named .bin, reads as ids below 65,536.\n" * 99, "x.bin: reads as text.*prepare"),
+        ("日本語の文章。" * 999, "x.bin: reads as text.*prepare"),
+        (header(20260101, 3, 3000), r"x.bin: begins with a header .*20260101, 3, 3000, 0.*data.dtype uint16"),
+        (header(7, 0, 0), r"x.bin: begins with a header .*7, 0, 0, 0"),
+    ],
+)
+def test_what_a_large_vocabulary_would_read_as_ids(tmp_path, content, told):
+    """Without a header that is known, and with ids that every text has: both were trained in silence."""
+    ids = letters().astype("<u2").tobytes()
+    path = tmp_path / "x.bin"
+    path.write_bytes(content.encode() * 2 if isinstance(content, str) else content + ids)
+    given = words(tmp_path, path, large_folder(tmp_path / "t", 1 << 16), "--train.steps", "1")
+    with pytest.raises(ConfigError, match=told):
+        train.main(given)
+    assert train.main([*given, "--data.dtype", "uint16"]) == 0
 
 
 def test_another_byte_order_is_not_a_larger_vocabulary(tmp_path):

@@ -161,11 +161,27 @@ def test_json_without_an_end(folder):
         tokenizer.load_tokenizer(folder)
 
 
+def test_json_that_draws_its_tokens_at_random(folder):
+    """BPE-dropout: the same text had other tokens at each preparation, in silence."""
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["model"]["dropout"] = 0.3
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match="tokenizer.json: .*dropout 0.3.*at random.*null"):
+        tokenizer.load_tokenizer(folder)
+    spec["model"]["dropout"] = 0.0
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert tokenizer.load_tokenizer(folder).eod == 1
+
+
 @pytest.mark.parametrize(
     "name,content,told",
     [
         ("x.model", b"", "not a sentencepiece model"),
         ("x.model", b"garbage" * 99, "not a sentencepiece model"),
+        ("x.pt", b"[CounterSpec]\nmethod=sentencepiece\n\xff", "model; give one, a tokenizer.json or a"),
+        ("vocab.txt", b"[PAD]\n[unused0]\n[CLS]\n", "is a list of words, as of WordPiece, which is not read"),
+        ("vocab.bpe", "#version: 0.2\nĠ t\n".encode(), "is a list of merges, which is not read"),
+        ("encoder.json", b'{"!": 0, "\\"": 1}', "is a vocabulary without its merges, which is not read"),
         ("tokenizer.json", b"{}", "not a tokenizer.json"),
         ("tokenizer.json", b"\xff", "not a tokenizer.json"),
         ("none.model", None, "No such file"),

@@ -581,16 +581,30 @@ def test_every_template_of_a_folder_is_imported_or_named(exported, tmp_path, cap
                                  for name in ("tokenizer.json", "tokenizer_config.json")})
     shutil.copytree(exported, tmp_path / "hf")
     write_files(tmp_path / "hf", {"chat_template.jinja": TEMPLATE.encode(), more: b""})
-    given = tmp_path / "t" if is_same else "bytes"
+    given = tmp_path / "t"
+    if not is_same:  # with a token more
+        spec = json.loads((given / "tokenizer.json").read_text())
+        spec["added_tokens"].append({**spec["added_tokens"][0], "id": BPE.vocab, "content": "<|more|>"})
+        (given / "tokenizer.json").write_text(json.dumps(spec))
     code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--tokenizer", given)
     assert code == 0
     kept = [(tmp_path / "run" / "tokenizer" / name).exists() for name in ("chat_template.jinja", more)]
     assert kept == [is_same, is_same]
-    told = f"the chat template of {tmp_path}/hf is not taken: bytes is another tokenizer than its own"
+    told = f"the chat template of {tmp_path}/hf is not taken: {given} is another tokenizer than its own"
     assert (told in " ".join(out.split())) == (not is_same)
     if is_same:
         assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "out")[0] == 0
         assert (tmp_path / "out" / more).exists()
+
+
+def test_an_import_under_another_tokenizer_is_refused(exported, tmp_path, capsys):
+    """Its ids had other texts than those of the weights, in silence, and for all that came after it."""
+    code, _, err = run(capsys, "from-hf", exported, tmp_path / "run", "--tokenizer", "bytes")
+    assert code == 2 and not (tmp_path / "run").exists()
+    assert f"--tokenizer: bytes is not the tokenizer of {exported}: id " in err
+    assert "leave --tokenizer out" in err and "init_changes data.tokenizer" in err
+    same = make_bpe(tmp_path)  # the .model of the folder's tokenizer.json
+    assert run(capsys, "from-hf", exported, tmp_path / "run", "--tokenizer", same)[0] == 0
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -850,6 +864,10 @@ def test_an_import_without_tokenizer_is_evaluated_on_tokens(alone, tmp_path, cap
     assert generate.main([str(tmp_path / "bare"), "--tokenizer", "bytes", "--max-new-tokens", "3"]) == 0
     with pytest.raises(config.ConfigError, match="is not the tokenizer that .* leave --tokenizer out"):
         evaluate.main([str(tmp_path / "run"), "--tokenizer", str(make_bpe(tmp_path)), *words[1:]])
+    with pytest.raises(config.ConfigError, match="is not the tokenizer that .* leave --tokenizer out"):
+        export = ["to-hf", tmp_path / "run", tmp_path / "other", "--tokenizer", tmp_path / "bpe"]
+        convert.main([str(word) for word in export])
+    assert not (tmp_path / "other").exists()
 
 
 def make_bpe(folder):
