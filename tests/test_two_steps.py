@@ -17,6 +17,7 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
+from plan.search import set_keys
 from proof import lattice
 from proof.random_tokens import RandomTokens
 from proof.verify.cells import chosen
@@ -55,6 +56,8 @@ CELLS = (
     ("deepseek-v3-tiny", 2, "cp2 zero1 mb1 docs"),
     ("deepseek-v3-tiny", 4, "pp2 tp2 sp zero2 zb-h1 mb1"),
     ("deepseek-v2-lite-tiny", 2, "cp2 zero1 mb1 cp-ring docs"),
+    ("deepseek-v2-lite-tiny", 2, "tp2 no-sp zero0 mb1"),
+    ("olmoe-tiny", 2, "tp2 no-sp zero0 mb1"),
     ("qwen2-moe-tiny", 4, "cp2 tp2 ep2 etp2 sp zero3 mb1 padded"),
     ("mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
     ("mixtral-tiny", 2, "dp2 no-ep2 zero1 mb1 rowwise"),
@@ -118,10 +121,19 @@ def deviations(parts: list[Part], alone: dict[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize("name, world, words", CELLS, ids=[f"{name} {words}" for name, _, words in CELLS])
 def test_two_steps_are_those_of_one_process(ranks, name, world, words):
     layouts = found(name, world)
-    cfg = layouts.config(chosen(layouts, "1", set(words.split()), 0)[0])
+    check_two_steps(ranks(world), layouts.config(chosen(layouts, "1", set(words.split()), 0)[0]))
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_two_steps_of_ranks_that_share_key_heads(ranks, sp):
+    cfg = set_keys(tiny_config("llama3-tiny", 4), {"model.kv_heads": 2, "parallel.tp": 4, "parallel.sp": sp})
+    check_two_steps(ranks(4), cfg)
+
+
+def check_two_steps(workers, cfg: Config) -> None:
     alone = {what: values for what, _, values in trained(World(), single_process(cfg))}
     assert all(values.isfinite().all() for values in alone.values())
-    found_by_rank = ranks(world).run(trained, cfg)
+    found_by_rank = workers.run(trained, cfg)
     for parts in found_by_rank:
         assert not deviations(parts, alone)
     assert {what for parts in found_by_rank for what, _, _ in parts} == alone.keys()
