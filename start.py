@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 

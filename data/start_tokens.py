@@ -12,7 +12,7 @@ import numpy as np
 
 from config import ConfigError
 from data.chat import TemplateChat, chat_format
-from data.contract import FileContract, SpecialToken
+from data.contract import FileContract
 from data.indexed import IndexedDataset
 from data.loss_mask import LossMask
 from data.prompts import start_token

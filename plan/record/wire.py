@@ -13,7 +13,6 @@ from torch import Tensor
 
 from parallel.wire.clock import Handle
 from parallel.wire.comm import Group
-from parallel.wire.connection import Connection
 from plan.record.events import Event, PostedExchange, Wait
 
 Data = TypeVar("Data")

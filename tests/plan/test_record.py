@@ -1,6 +1,5 @@
 """What is recorded of a rank without a job, beside the same rank of a job: FLOPs, exchanges and bytes."""
 
-import functools
 import math
 
 import pytest
