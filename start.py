@@ -683,10 +683,16 @@ def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
     return f"{valid_data.describe_datasets()}{note}"
 
 
-def describe_targets(run: TrainingRun) -> str | None:
-    """How much counts of what the run reads in its phase; None where everything does."""
+def describe_targets(run: TrainingRun, valid_data: BatchLoader) -> str | None:
+    """How much counts of what the run reads in its phase, and whether anything of a validation does. None
+    where everything does."""
     counts = run.data.count_targets(run.last_step)
-    return counts.describe() if counts else None
+    parts = [counts.describe()] if counts else []
+    validated = valid_data.sample_targets(run.cfg.eval.batches)
+    if validated and not validated.targets:
+        parts.append(f"none of a validation ({validated.looked_at:,} sequences looked at), which has no loss "
+                     "then; raise eval.batches or train.seq_len")
+    return "; ".join(parts) or None
 
 
 def describe_passes(run: TrainingRun) -> str | None:

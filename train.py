@@ -406,7 +406,7 @@ def run_training(
     del run  # the session has it, for the length of a phase
     if session.tasks:
         notes = [*notes, f"{'tasks':<9}{session.tasks[session.cfg.model.context].describe()}"]
-    targets = describe_targets(session.run) if session.is_first_rank else None
+    targets = describe_targets(session.run, session.valid_data) if session.is_first_rank else None
     if targets:
         notes = [f"{'targets':<9}{targets}", *notes]
     passes = describe_passes(session.run) if session.is_first_rank else None
@@ -939,7 +939,7 @@ def begin_phase(
     kept["observe"]("run.built", step, run=run, data=run.data, valid=valid_data)
     kept["slow"].begin_phase(run.mesh.dims)
     log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
-    targets = describe_targets(run) if env.rank == 0 else None
+    targets = describe_targets(run, valid_data) if env.rank == 0 else None
     if targets:
         log.log_line(f"targets: {targets}")
     passes = describe_passes(run) if env.rank == 0 else None

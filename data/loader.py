@@ -413,18 +413,22 @@ class BatchLoader:
         ]
 
     def count_targets(self, last_step: int) -> TargetCounts | None:
-        """Counts the targets in the first SAMPLED_SEQUENCES sequences of the phase. None where every target
-        counts, or nothing is read.
+        """See sample_targets. last_step: of the phase. Raises ConfigError, with a way out, if none counts."""
+        counts = self.sample_targets(last_step - self._reading.phase.steps_before)
+        if counts is not None and counts.targets == 0:
+            raise ConfigError(f"data.path: none of the {counts.looked_at:,} sequences of "
+                              f"{self._cfg.data.path} that were looked at has a target that counts; "
+                              f"{self._way_to_targets()}")
+        return counts
 
-        last_step: of the phase. Raises ConfigError, with a way out, if none of these sequences has a target
-        that counts.
-        """
+    def sample_targets(self, steps: int) -> TargetCounts | None:
+        """Counts the targets in the first SAMPLED_SEQUENCES sequences of so many steps. None where every
+        target counts, or nothing is read."""
         is_stream = self._cfg.data.pack == "stream"
         masks = [dataset.index.loss_mask for dataset in self.datasets]
         has_starts = any(isinstance(dataset.index, StartedDocuments) for dataset in self.datasets)
         if is_stream and not self._cfg.data.doc_mask and not has_starts and not any(masks):
             return None
-        steps = last_step - self._reading.phase.steps_before
         sequences = min(self.samples, sequences_seen(self._train, max(steps, 0)))
         looked_at = min(sequences, SAMPLED_SEQUENCES)
         if looked_at == 0:
@@ -445,9 +449,6 @@ class BatchLoader:
                 pieces = sampler.pieces(location.sample_id)
             cut += sum(cut_targets(index, first, stop) for first, stop in pieces)
 
-        if sum(counts) == 0:
-            raise ConfigError(f"data.path: none of the {looked_at:,} sequences of {self._cfg.data.path} that "
-                              f"were looked at has a target that counts; {self._way_to_targets()}")
         return TargetCounts(
             looked_at=looked_at,
             sequences=sequences,

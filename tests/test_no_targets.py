@@ -284,6 +284,8 @@ def test_a_validation_without_a_target_has_no_loss(tmp_path):
         assert [row[name] for name in ("val_loss", "val_ppl", "val_bpb", "val/ema/loss")] == [None] * 4
         assert "nonfinite" not in row
     assert "nan" not in end.logs[0] and "no target" in end.logs[0]
+    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    assert re.search(r"; none of a validation \(\d+ sequences looked at\), which has no loss", line), line
     assert summary_of(tmp_path / "r")["validation"] is None
 
 
