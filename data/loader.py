@@ -422,8 +422,8 @@ class BatchLoader:
         return counts
 
     def sample_targets(self, steps: int) -> TargetCounts | None:
-        """Counts the targets in the first SAMPLED_SEQUENCES sequences of so many steps. None where every
-        target counts, or nothing is read."""
+        """Counts the targets of what a number of steps reads, in its first SAMPLED_SEQUENCES sequences. None
+        where every target counts, or nothing is read."""
         is_stream = self._cfg.data.pack == "stream"
         masks = [dataset.index.loss_mask for dataset in self.datasets]
         has_starts = any(isinstance(dataset.index, StartedDocuments) for dataset in self.datasets)

@@ -33,8 +33,8 @@ def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [voca
 
 
 def another_text(there: Tokenizer, here: Tokenizer) -> tuple[int, str, str] | None:
-    """An id that means one text there and another here, with both; None if the two have the same tokens, but
-    for FEW: a file may spell white space in another way, or say more of its own."""
+    """(an id, its text there, its text here) where the two differ. None if at most FEW of the ids differ:
+    files spell white space in several ways."""
     compared = [(token_id, theirs[1], ours[1])
                 for token_id, (theirs, ours) in enumerate(zip(meanings(there), meanings(here)))
                 if theirs and ours and theirs[1] and ours[1]]

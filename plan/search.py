@@ -313,7 +313,7 @@ def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
         return bound.step
     # the other places may be as fast as ever; in what a slow one leaves, gradients of weights fit better
     f, i, w = (part / ranks / bound.slowdown for part in (bound.f, bound.i, bound.w))
-    known = closed_form(kind, ranks, microbatches, chunks, f, i, w)
+    known = closed_form(kind, ranks, microbatches, chunks, f=f, i=i, w=w)
     is_filled = bound.slowdown > 1 and kind not in WHOLE_BACKWARD
     with_bubble = bound.step + (known[1] if known and not is_filled else 0.0)
 
