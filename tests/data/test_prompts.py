@@ -313,6 +313,16 @@ doc_to_choice: "{{{{a}}}}"
 doc_to_target: "{{{{gold}}}}"
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}, {{metric: brier_score}}]
 """
+LIKELY_TASK = """
+task: likely
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/docs.jsonl}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{q}}}} "
+doc_to_target: "{{{{a[0]}}}}"
+metric_list: [{{metric: perplexity}}, {{metric: acc}}]
+"""
 NEEDS = ("lm_eval", "accelerate")  # the latter for its models of transformers
 
 
@@ -325,28 +335,40 @@ def test_scores_are_those_of_lm_eval_on_the_exported_folder(transformers, tmp_pa
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys)
+    context = 16  # tokens: the last questions are cut
+    run = trained(tmp_path, make_tokenizer(name, tmp_path / "tok"), capsys, "--model.context", context)
     assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
-    words = TEXT.replace(",", "").split()
+    words = 2 * TEXT.replace(",", "").split()
     docs = [
         {"q": " ".join(words[:n]), "a": [words[n], "rat rat", words[n - 1]], "gold": n % 3}
-        for n in range(1, 9)
+        for n in range(1, 18)
     ]
     folder = tmp_path / "tasks"
     folder.mkdir()
     (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     (folder / "own.yaml").write_text(OWN_TASK.format(folder=folder))
+    (folder / "likely.yaml").write_text(LIKELY_TASK.format(folder=folder))
 
-    theirs = simple_evaluate(
+    theirs = simple_evaluate(  # reads the context from the exported config.json
         model="hf",
-        model_args={"pretrained": str(tmp_path / "hf"), "dtype": "float32", "max_length": 16},
-        tasks=["own"],
+        model_args={"pretrained": str(tmp_path / "hf"), "dtype": "float32"},
+        tasks=["own", "likely"],
         task_manager=TaskManager(include_path=str(folder)),
         device="cpu",
         batch_size=1,
         bootstrap_iters=0,
-    )["results"]["own"]
-    report = told(capsys, evaluate.main, run, "--tasks", "own", "--task-folder", folder)["tasks"]["own"]
-    assert report["acc"] == theirs["acc,none"] and report["acc_norm"] == theirs["acc_norm,none"]
+    )["results"]
+    capsys.readouterr()
+    command = ["--tasks", "own", "likely", "--task-folder", folder, "--json"]
+    assert evaluate.main([str(run), *map(str, command)]) == 0
+    output = capsys.readouterr()
+    ours = json.loads(output.out)["tasks"]  # stdout holds nothing else
+    assert re.search(r"of \d+ texts, [1-9]\d* cut at their beginning to model.context", output.err)
+
+    for task, metrics in {"own": ["acc", "acc_norm"], "likely": ["acc"]}.items():
+        for metric in metrics:
+            assert ours[task][metric] == theirs[task][f"{metric},none"], (task, metric)
     # of the probabilities of all choices
-    assert report["brier_score"] == pytest.approx(theirs["brier_score,none"], abs=1e-5)
+    assert ours["own"]["brier_score"] == pytest.approx(theirs["own"]["brier_score,none"], abs=1e-5)
+    # exp of the mean log-likelihood, which does not saturate as those probabilities do
+    assert ours["likely"]["perplexity"] == pytest.approx(theirs["likely"]["perplexity,none"], rel=1e-4)
