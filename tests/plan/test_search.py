@@ -23,6 +23,7 @@ from plan.search import (
     least_bytes,
     price,
     search,
+    search_with_margin,
     set_keys,
     step_with_bubble,
     with_fixed,
@@ -76,6 +77,28 @@ def test_what_is_set_stays_and_what_is_found_fits():
         assert x.cfg.parallel.ep == 8 and x.cfg.parallel.schedule == "1f1b" and x.cfg.train.micro_batch == 1
         assert x.held.total <= 80e9
         plan_pipeline(x.cfg, 32)  # train.py's rules let it pass
+
+
+def test_the_margin_is_left_where_a_layout_leaves_it():
+    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
+    fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.pp": 1, "parallel.cp": 1}
+    cfg, hardware = set_keys(cfg, fixed), cluster("h100-ib")
+    every = search(cfg, target(8, hardware), fixed, 10_000).found
+    fastest = every[0]
+
+    # the fastest fits, but by less than the margin
+    tight = target(8, replace(hardware, memory=fastest.held.total + 0.5 * fastest.held.margin))
+    assert search(cfg, tight, fixed, 1).found == [fastest]
+    result, found_for = search_with_margin(cfg, tight, fixed, 1)
+    (other,) = result.found
+    assert found_for.leaves_margin and other.held.total + other.held.margin <= tight.cluster.memory
+    assert other == next(one for one in every if one.held.total + one.held.margin <= tight.cluster.memory)
+
+    # one layout fits, and by less than the margin
+    smallest = min(every, key=lambda one: one.held.total)
+    tightest = target(8, replace(hardware, memory=smallest.held.total))
+    result, found_for = search_with_margin(cfg, tightest, fixed, 1)
+    assert result.found[0].held == smallest.held and not found_for.leaves_margin
 
 
 def test_no_schedule_is_priced_twice():
