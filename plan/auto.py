@@ -25,9 +25,9 @@ from plan.search import (
     Target,
     price,
     search,
-    search_with_margin,
     set_keys,
 )
+from plan.search_processes import best_layouts
 
 KEY = "parallel.auto"
 TOP = 10  # layouts among which the simplest of equally fast ones is looked for
@@ -157,7 +157,7 @@ def best_layout(
     heaviest = elastic.with_any_vocab(longest_phase(cfg, after).cfg)
     target = Target(world, hardware, efficiency_of(hardware))
     fixed = fixed_values(cfg, stated)
-    result, _ = search_with_margin(heaviest, target, fixed, TOP, near=NEAR)
+    result, _ = best_layouts(heaviest, target, fixed, TOP, near=NEAR)
     if not result.found:
         raise ConfigError(f"{KEY}: {no_layout_text(heaviest, target, fixed, result, 'this run')}")
     ranked = [found for group in near_groups(result.found) for found in group]

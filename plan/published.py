@@ -11,9 +11,10 @@ if the source says which activations it recomputes. The frameworks are others, w
 kernels; plan/frameworks.py says what they hold.
 """
 import csv
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from scipy.stats import spearmanr
 import config
 from config import Config
 from plan.cost import Cluster, Efficiency, cluster, forecast
+from plan.count import parameters
 from plan.efficiency import RELAYED, SHARED, Class, class_of
 from plan.frameworks import held_bytes
 from plan.job import Job
@@ -182,6 +184,19 @@ def judged_range(rows: list[Measured], efficiency: Efficiency) -> tuple[float, f
     logarithms = [-row.error(efficiency) for row in rows]
     low, high = np.quantile(logarithms, [0.1, 0.9])
     return math.exp(low), math.exp(high)
+
+
+def paired_range(rows: list[Measured], constants: Mapping[Class, Efficiency]) -> tuple[float, float, int]:
+    """The 10th and 90th percentile of measured / forecast where another run of the same model and source, on
+    such chips, has set the proportion of the forecast (plan/measured.py); how many pairs these are of."""
+    alike: defaultdict[tuple, list[float]] = defaultdict(list)
+    for row in rows:
+        model = parameters(row.job.cfg.model)["total"]
+        error = row.error(constants.get(row.of, SHARED))
+        alike[row.of, row.group, row.cluster.name, model].append(error)
+    differences = [one - two for errors in alike.values() for one, two in itertools.permutations(errors, 2)]
+    low, high = np.quantile(differences, [0.1, 0.9])
+    return math.exp(low), math.exp(high), len(differences)
 
 
 def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:

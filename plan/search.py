@@ -5,7 +5,7 @@ What a layout computes bounds its step from below. Layouts come best bound first
 the steps of the best that were found.
 """
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -45,6 +45,7 @@ MARGIN = 0.02  # of the bytes of tensors: activations were counted up to 1.5 % s
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
 EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
 WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")  # schedules that do not divide it
+RECORDED_APART = ("parallel.tp", "parallel.cp", "parallel.recompute")  # no record serves two of their choices
 TOKENS_OF_CP_RANK = 2048  # at least; fewer are not worth a context-parallel rank
 
 
@@ -76,10 +77,31 @@ class Found(NamedTuple):
 @dataclass
 class SearchResult:
     """found: the fastest first. counts: layouts that were "priced", "too large", "refused" by the rules.
-    smallest: bytes that the smallest of those that are too large needs at least."""
+    smallest: bytes that the smallest of those that are too large needs at least. passed_over: layouts that
+    could not lead the near ties of what was the fastest then."""
     found: list[Found] = field(default_factory=list[Found])
     counts: dict[str, int] = field(default_factory=lambda: {"priced": 0, "too large": 0, "refused": 0})
     smallest: float = math.inf
+    passed_over: list["Candidate"] = field(default_factory=list["Candidate"])
+
+
+class Share(NamedTuple):
+    """Of a search that several processes make (plan/search_processes.py): that of process `index` of `count`.
+    seconds: of the fastest step that each process has found, and of its top-th; shared by all, each writes
+    its two."""
+    index: int
+    count: int
+    seconds: MutableSequence[float]
+
+    def has(self, number: int) -> bool:
+        """Whether a choice of the compute axes is looked at here."""
+        return number % self.count == self.index
+
+    def tell(self, fastest: float, last: float) -> None:
+        self.seconds[2 * self.index : 2 * self.index + 2] = fastest, last
+
+
+NO_SHARE = Share(0, 1, (math.inf, math.inf))
 
 
 @dataclass(frozen=True)
@@ -351,82 +373,152 @@ def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
 # ---- the search --------------------------------------------------------------------------------------------
 
 
-def search_with_margin(
-    cfg: Config, target: Target, fixed: Values, top: int, *, near: float = 0.0
-) -> tuple[SearchResult, Target]:
-    """The search for layouts that leave the margin; where none does, for all that fit. (The result, and the
-    target that it is for.)"""
-    with_margin = replace(target, leaves_margin=True)
-    result = search(cfg, with_margin, fixed, top, near=near)
-    if result.found:
-        return result, with_margin
-    return search(cfg, target, fixed, top, near=near), target
+class Candidate(NamedTuple):
+    """A layout that is yet to be priced. least: seconds of its step at least."""
+    cfg: Config
+    bound: Bound
+    least: float
 
 
 def search(
-    cfg: Config, target: Target, fixed: Values, top: int, *, near: float = 0.0, is_any_enough: bool = False
+    cfg: Config,
+    target: Target,
+    fixed: Values,
+    top: int,
+    *,
+    near: float = 0.0,
+    is_any_enough: bool = False,
+    share: Share = NO_SHARE,
 ) -> SearchResult:
     """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
 
     near: share of a step within which layouts are taken as equally fast. Finds, beyond the `top` fastest, the
-    simplest of those that are as fast as the first. is_any_enough: it is only asked whether one fits.
+    simplest of those that are as fast as the first. is_any_enough: it is only asked whether one fits. share:
+    of the choices, where other processes search the others.
     """
-    result = SearchResult()
-    for bound in bounds_of(cfg, target, fixed):
-        if bound.step >= longest_step(result, top, near):
+    best = Best(top, near, share)
+    for bound in bounds_of(cfg, target, fixed, share):
+        if bound.step >= best.longest():
             break
         for least, layout in layouts_of(bound, cfg, target, fixed):
-            if least >= longest_step(result, top, near):
+            if least >= best.longest():
                 break
-            values = bound.values | layout
-            if "parallel.sp" not in fixed:
-                values["parallel.sp"] = values["parallel.tp"] > 1
-            if values["parallel.dp_rep"] == "node":
-                replicas, rest = divmod(target.world // values["parallel.pp"], target.cluster.node)
-                if replicas < 2 or rest:
-                    continue
-                values["parallel.dp_rep"] = replicas
-
-            candidate = set_keys(cfg, values)
-            if not could_count(candidate, least, result, top=top, near=near):
-                continue
-            at_least = least_bytes(candidate, target, bound)
-            if at_least > target.cluster.memory:
-                result.counts["too large"] += 1
-                result.smallest = min(result.smallest, at_least)
-                continue
-            planned = possible_job(candidate, target, result)
-            if planned is None:
-                continue
-            least = least_step(*planned, target.cluster, target.efficiency, target.what_if, span=least)
-            if not could_count(candidate, least, result, top=top, near=near):
-                continue
-            priced = price_job(candidate, planned, target, result)
-            if priced is not None:
-                result.found.append(priced)
-                result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one.cfg), one.held.total))
-                longest = longest_step(result, top, near)
-                others = [one for one in result.found[top:] if one.forecast.step < longest]
-                result.found[top:] = others
-                if is_any_enough:
-                    return result
-    return result
+            candidate = candidate_of(cfg, bound, layout, least, target, fixed)
+            if candidate is not None:
+                consider(candidate, target, best)
+            if is_any_enough and best.result.found:
+                return best.result
+    return best.result if share.count > 1 else settled(best, target)
 
 
-def could_count(cfg: Config, least: float, result: SearchResult, *, top: int, near: float) -> bool:
-    """Whether a layout may be among the fastest, or the simplest of the near ties of the first. least:
-    seconds of its step."""
-    return least < longest_step(result, top, 0.0) or (
-        least < longest_step(result, top, near) and could_lead(cfg, least, result, near)
-    )
+def settled(best: "Best", target: Target) -> SearchResult:
+    """The result, with those that were passed over for a layout that is no near tie of the fastest."""
+    for candidate in best.take_passed_over():
+        consider(candidate, target, best)
+    return best.result
 
 
-def could_lead(cfg: Config, least: float, result: SearchResult, near: float) -> bool:
-    """Whether a layout may be the simplest of the near ties of the fastest."""
-    longest = result.found[0].forecast.step * (1 + near)
-    steps = [(simplicity(one.cfg), one.forecast.step) for one in result.found]
-    leader = min(entry for entry in steps if entry[1] <= longest)
-    return (simplicity(cfg), rounded(least)) <= (leader[0], rounded(leader[1]))
+def candidate_of(
+    cfg: Config, bound: Bound, layout: Values, least: float, target: Target, fixed: Values
+) -> Candidate | None:
+    """layout: values of the layout axes. None if a node's ranks cannot be those of ZeRO."""
+    values = bound.values | layout
+    if "parallel.sp" not in fixed:
+        values["parallel.sp"] = values["parallel.tp"] > 1
+    if values["parallel.dp_rep"] == "node":
+        replicas, rest = divmod(target.world // values["parallel.pp"], target.cluster.node)
+        if replicas < 2 or rest:
+            return None
+        values["parallel.dp_rep"] = replicas
+    return Candidate(set_keys(cfg, values), bound, least)
+
+
+def consider(candidate: Candidate, target: Target, best: "Best") -> None:
+    """Prices a layout if it may count, and fits."""
+    cfg, bound, least = candidate
+    result = best.result
+    if not best.could_take(candidate):
+        return
+    at_least = least_bytes(cfg, target, bound)
+    if at_least > target.cluster.memory:
+        result.counts["too large"] += 1
+        result.smallest = min(result.smallest, at_least)
+        return
+    planned = possible_job(cfg, target, result)
+    if planned is None:
+        return
+    least = least_step(*planned, target.cluster, target.efficiency, target.what_if, span=least)
+    if not best.could_take(candidate._replace(least=least)):
+        return
+    priced = price_job(cfg, planned, target, result)
+    if priced is not None:
+        best.add(priced)
+
+
+class Best:
+    """The best layouts so far. top, near, share: see search."""
+
+    def __init__(self, top: int, near: float, share: Share = NO_SHARE) -> None:
+        self.top = top
+        self.near = near
+        self.share = share
+        self.result = SearchResult()
+
+    def add(self, found: Found) -> None:
+        """Keeps the `top` fastest, and those within `near` of the fastest."""
+        result = self.result
+        result.found.append(found)
+        result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one.cfg), one.held.total))
+        longest = self.longest()
+        result.found[self.top :] = [one for one in result.found[self.top :] if one.forecast.step < longest]
+        if self.share.count > 1:
+            is_full = len(result.found) >= self.top
+            last = result.found[self.top - 1].forecast.step if is_full else math.inf
+            self.share.tell(result.found[0].forecast.step, last)
+
+    def fastest(self) -> float:
+        """Seconds of the fastest step that any process has found; infinite without one."""
+        found = self.result.found
+        return min([*self.share.seconds[::2], *(one.forecast.step for one in found[:1])])
+
+    def last(self) -> float:
+        """Seconds that the `top` fastest take at most; infinite until as many are found."""
+        found = self.result.found
+        own = found[self.top - 1].forecast.step if len(found) >= self.top else math.inf
+        return min([*self.share.seconds[1::2], own])
+
+    def longest(self) -> float:
+        """Seconds that a step has to be shorter than to count."""
+        last = self.last()
+        return last if math.isinf(last) else max(last, self.fastest() * (1 + self.near))
+
+    def could_take(self, candidate: Candidate) -> bool:
+        """Whether a layout may be among the fastest, or the simplest of the near ties of the first. Keeps
+        those in mind that a simpler near tie stands before."""
+        if candidate.least < self.last():
+            return True
+        if candidate.least >= self.longest():
+            return False
+        if not self.could_lead(candidate):
+            self.result.passed_over.append(candidate)
+            return False
+        return True
+
+    def could_lead(self, candidate: Candidate) -> bool:
+        """Whether a layout may be the simplest of the near ties of the fastest."""
+        longest = self.fastest() * (1 + self.near)
+        near_ties = [
+            (simplicity(one.cfg), rounded(one.forecast.step))
+            for one in self.result.found
+            if one.forecast.step <= longest
+        ]
+        own = simplicity(candidate.cfg), rounded(candidate.least)
+        return not near_ties or own <= min(near_ties)
+
+    def take_passed_over(self) -> list[Candidate]:
+        """Those that were passed over, the fastest first; forgets them."""
+        passed_over, self.result.passed_over = self.result.passed_over, []
+        return sorted(passed_over, key=lambda one: one.least)
 
 
 def rounded(seconds: float) -> float:
@@ -445,14 +537,9 @@ def simplicity(cfg: Config) -> tuple[int, ...]:
     )
 
 
-def longest_step(result: SearchResult, top: int, near: float) -> float:
-    """Seconds that a step has to be shorter than to count; infinite if fewer than `top` are found."""
-    if len(result.found) < top:
-        return math.inf
-    return max(result.found[top - 1].forecast.step, result.found[0].forecast.step * (1 + near))
-
-
-def bounds_of(cfg: Config, target: Target, fixed: Values) -> Iterator[Bound]:
+def bounds_of(
+    cfg: Config, target: Target, fixed: Values, share: Share = NO_SHARE
+) -> Iterator[Bound]:
     """Yields the bound of every possible choice of the compute axes, the least first.
 
     It is that of the fastest number of chunks of experts: nothing else depends on them. Exchanges in chunks
@@ -462,6 +549,8 @@ def bounds_of(cfg: Config, target: Target, fixed: Values) -> Iterator[Bound]:
     queue: list[tuple[float, int, Bound, list[Values]]] = []  # [(seconds, index, bound, chunks to try)]
     axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
     for index, values in enumerate(combinations(axes)):
+        if not share.has(sum(axes[key].index(values[key]) for key in RECORDED_APART)):
+            continue
         first, *others = [values | {"parallel.ep_chunks": n} for n in chunks_of_experts(cfg, values, fixed)]
         bound = bound_of(cfg, first, target)
         if bound is None:  # what one chunk cannot do, several cannot

@@ -21,6 +21,8 @@ from plan import cost, published
 from plan.count import flops_per_token
 from plan.efficiency import (
     CLASSES,
+    MEASURED_PAIRS,
+    MEASURED_RANGE,
     GENERATIONS,
     KINDS,
     RELAYED,
@@ -239,6 +241,12 @@ def test_ranges_are_those_of_the_judged_rows(judged):
         logs = [-error for row, error in judged if row.of == one]
         assert len(logs) == fitted.rows
         assert fitted.range == pytest.approx(np.exp(np.quantile(logs, [0.1, 0.9])), abs=0.006), str(one)
+
+
+def test_the_range_in_proportion_to_a_measured_step_is_that_of_judged_pairs(judged):
+    constants = {one: fitted.efficiency for one, fitted in CLASSES.items()}
+    *found, pairs = published.paired_range([row for row, _ in judged], constants)
+    assert found == pytest.approx(MEASURED_RANGE, abs=0.006) and pairs == MEASURED_PAIRS
 
 
 @pytest.mark.slow

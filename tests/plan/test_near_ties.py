@@ -7,7 +7,18 @@ import config
 from plan.cost import Forecast, cluster
 from plan.efficiency import efficiency_of
 from plan.near_ties import NEAR, difference, near_groups
-from plan.search import LAYOUT_KEYS, Found, Held, Target, compute_axes, layout_axes, search, set_keys
+from plan.search import (
+    LAYOUT_KEYS,
+    Best,
+    Candidate,
+    Found,
+    Held,
+    Target,
+    compute_axes,
+    layout_axes,
+    search,
+    set_keys,
+)
 
 CFG = config.resolve("llama3-8b", None, [])
 GIB = 2**30
@@ -57,6 +68,18 @@ def test_a_difference_names_keys_milliseconds_and_bytes():
 def test_equal_times_are_said_to_be_equal():
     told = difference(found(2.0001, zero=2), found(2.0, zero=1))
     assert str(told) == "parallel.zero 2 (first: 1) · as fast · 0.0 GiB less"
+
+
+def test_a_layout_is_looked_at_again_once_what_stood_before_it_is_no_near_tie():
+    best = Best(1, near=0.02)
+    best.add(found(1.0, tp=2, cp=2, pp=2))
+    best.add(found(1.015))  # as fast, and the simplest
+    candidate = Candidate(found(1.0, tp=2).cfg, None, least=1.005)
+    assert not best.could_take(candidate)
+
+    best.add(found(0.99, tp=2, cp=2, pp=2))
+    assert best.take_passed_over() == [candidate] and best.could_take(candidate)
+    assert best.take_passed_over() == []
 
 
 SMALL = config.resolve("qwen3-0.6b", None, ["--train.global_batch", "64", "--train.seq_len", "4096"])

@@ -3,6 +3,7 @@ that is too large.
 """
 
 import math
+import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -23,11 +24,11 @@ from plan.search import (
     least_bytes,
     price,
     search,
-    search_with_margin,
     set_keys,
     step_with_bubble,
     with_fixed,
 )
+from plan.search_processes import best_layouts, result_of, search_in_processes
 
 
 def target(world, c):
@@ -89,7 +90,7 @@ def test_the_margin_is_left_where_a_layout_leaves_it():
     # the fastest fits, but by less than the margin
     tight = target(8, replace(hardware, memory=fastest.held.total + 0.5 * fastest.held.margin))
     assert search(cfg, tight, fixed, 1).found == [fastest]
-    result, found_for = search_with_margin(cfg, tight, fixed, 1)
+    result, found_for = best_layouts(cfg, tight, fixed, 1)
     (other,) = result.found
     assert found_for.leaves_margin and other.held.total + other.held.margin <= tight.cluster.memory
     assert other == next(one for one in every if one.held.total + one.held.margin <= tight.cluster.memory)
@@ -97,8 +98,26 @@ def test_the_margin_is_left_where_a_layout_leaves_it():
     # one layout fits, and by less than the margin
     smallest = min(every, key=lambda one: one.held.total)
     tightest = target(8, replace(hardware, memory=smallest.held.total))
-    result, found_for = search_with_margin(cfg, tightest, fixed, 1)
+    result, found_for = best_layouts(cfg, tightest, fixed, 1)
     assert result.found[0].held == smallest.held and not found_for.leaves_margin
+
+
+@pytest.mark.parametrize("memory", [80e9, 9e9])
+def test_two_processes_find_what_one_finds(memory):
+    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "4096"])
+    here = target(8, replace(cluster("h100-ib"), memory=memory, node=4))
+    fixed = {"parallel.cp": 1}
+    one = search(cfg, here, fixed, 5, near=0.02)
+    two = search_in_processes(cfg, here, fixed, 5, near=0.02)
+    assert [(each.cfg, each.forecast) for each in two.found] == [(each.cfg, each.forecast) for each in one.found]
+    assert two.counts["priced"] > 0
+
+
+def test_a_process_that_ends_without_a_result_is_an_error():
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    sending.close()
+    with pytest.raises(RuntimeError, match="has ended without a result"):
+        result_of(receiving)
 
 
 def test_no_schedule_is_priced_twice():

@@ -1,0 +1,70 @@
+"""A step that a run has measured on a cluster: forecasts for that cluster, in its proportion.
+
+What a forecast leaves out (kernels of this version, the host, the links as they are) is in the measured step.
+All times are multiplied by the one number measured / forecast; so which layout is the fastest stays.
+"""
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import config
+from config import Config, ConfigError
+from plan.cost import Efficiency, forecast
+from plan.job import check_routing
+from plan.search import Target, job_of
+
+KEY = "--measured"
+MOST = 5.0  # times the forecast, or a part of it: more is another machine
+SECONDS = ("hop", "op", "route", "micro")  # fields of Efficiency
+AS_IT_IS = ("hidden", "relayed")  # all others are shares of what a data sheet says
+
+
+class MeasuredStep(NamedTuple):
+    """run: its folder. world: number of GPUs. seconds: of a step, the median."""
+    run: Path
+    cfg: Config
+    world: int
+    seconds: float
+
+
+def read_measured(run: Path) -> MeasuredStep:
+    """From config.yaml and summary.json of a run folder. Raises ConfigError."""
+    try:
+        cfg = config.from_tree(config.read_yaml(run / "config.yaml"))
+        summary = json.loads((run / "summary.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{KEY}: {run}: cannot be read ({error}); give the folder of a run that has ended, "
+                          "with config.yaml and summary.json") from error
+    speed, world = summary.get("tokens_per_s"), summary.get("world")
+    if not speed or not world:
+        raise ConfigError(f"{KEY}: {run}: summary.json has no tokens_per_s or world; give a run with steps")
+    if cfg.train.phases or cfg.train.ramp:
+        raise ConfigError(f"{KEY}: {run}: its steps differ (train.phases, train.ramp); give another run")
+    return MeasuredStep(run, cfg, world, cfg.train.global_batch * cfg.train.seq_len / speed)
+
+
+def times_the_forecast(measured: MeasuredStep, target: Target) -> float:
+    """Measured / forecast. Raises ConfigError if the run was not on such GPUs."""
+    check_routing(measured.cfg)
+    hardware = target.cluster
+    if measured.cfg.train.dtype not in hardware.flops:
+        raise ConfigError(f"{KEY}: {measured.run}: trained in {measured.cfg.train.dtype}, for which "
+                          f"{hardware.name} has no figure in configs/clusters.yaml; give another run")
+    job, microbatches = job_of(measured.cfg, measured.world)
+    expected = forecast(job, microbatches, hardware, target.efficiency).step
+    ratio = measured.seconds / expected
+    if not 1 / MOST < ratio < MOST:
+        raise ConfigError(f"{KEY}: {measured.run}: a step took {measured.seconds:.3g} s, and the forecast for "
+                          f"{hardware.name} is {expected:.3g} s; give a run on such GPUs")
+    return ratio
+
+
+def scaled(efficiency: Efficiency, ratio: float) -> Efficiency:
+    """With which every forecast takes `ratio` times as long."""
+    values: dict[str, float] = {}
+    for name in (field.name for field in fields(efficiency)):
+        if name not in AS_IT_IS:
+            value = getattr(efficiency, name)
+            values[name] = value * ratio if name in SECONDS else value / ratio
+    return replace(efficiency, **values)
