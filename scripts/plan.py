@@ -346,6 +346,9 @@ def print_published(fit: bool) -> None:
         low, high = published.judged_range([row for row in rows if (row.of, row.use) == (one, "judge")],
                                            efficiency)
         print(f"{one}: {low:.2f} to {high:.2f}")
+    judged = [row for row in rows if row.use == "judge"]
+    low, high, pairs = published.paired_range(judged, constants)
+    print(f"in proportion to another run of the model and source: {low:.2f} to {high:.2f} ({pairs} pairs)")
     layouts = [row for row in rows if (row.group, row.use) == (published.LAYOUTS, "judge")]
     before, after = (published.rank_correlation(layouts, each) for each in ({}, constants))
     print(f"\nrank correlation within {published.LAYOUTS}, judged: {before:.2f} shared, {after:.2f} classes")
