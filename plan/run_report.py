@@ -1,15 +1,18 @@
 """What `scripts.plan --tokens` says of a whole run: its numbers, and the lines that show them.
 
-Each number that is assumed stands in the line that follows from it.
+Each number that is assumed stands in the line that follows from it. Beside a number that follows from the
+step's time stands its range, where published runs say one of the step's (plan/efficiency.py).
 """
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from config import Config, ConfigError, ParallelConfig
 from plan.cost import Cluster
 from plan.count import parameters
+from plan.efficiency import CLASSES, class_of
 from plan.job import job_of_rank
 from plan.memory import kept_bytes
 from plan.whole_run import (
@@ -101,26 +104,54 @@ def checkpoint_bytes(cfg: Config) -> int:
     return kept_bytes(job_of_rank(one_process, 1, rank=0, advise=False))
 
 
-def run_of(question: RunQuestion, cfg: Config, step: float, gpus: int) -> WholeRun:
-    """step: seconds."""
-    tokens_of_step = cfg.train.global_batch * cfg.train.seq_len
-    return whole_run(question.tokens, tokens_of_step, step, gpus, question.reliability)
+class RunForecast(NamedTuple):
+    """likely: the run with the step as forecast. ends: those with the shortest and the longest step that 80 %
+    of published runs on such chips let expect; None where none are judged."""
+
+    likely: WholeRun
+    ends: tuple[WholeRun, WholeRun] | None
 
 
-def numbers_of(run: WholeRun, question: RunQuestion, cfg: Config, hardware: Cluster) -> dict:
-    """For --json."""
-    numbers = {
-        "tokens": question.tokens,
-        "steps": run.steps,
+def run_of(question: RunQuestion, cfg: Config, step: float, gpus: int, hardware: Cluster) -> RunForecast:
+    """step: seconds. Each of its runs saves where it loses least."""
+
+    def run(step: float) -> WholeRun:
+        tokens_of_step = cfg.train.global_batch * cfg.train.seq_len
+        return whole_run(question.tokens, tokens_of_step, step, gpus, question.reliability)
+
+    fitted = CLASSES.get(class_of(hardware.gpu))
+    if fitted is None:
+        return RunForecast(run(step), None)
+    low, high = fitted.range
+    return RunForecast(run(step), (run(low * step), run(high * step)))
+
+
+def costs_of(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[str, float | None]:
+    """What follows from the step's time; None: what it is counted by is not known."""
+    return {
         "days": run.days,
         "gpu_hours": run.gpu_hours,
         "failures": run.failures,
-        "ettr": run.ettr,
-        "checkpoint_every": run.every,
-        "checkpoint_bytes": checkpoint_bytes(cfg),
         "mwh": run.megawatt_hours(hardware.watts, question.pue) if hardware.watts else None,
         "dollars": run.gpu_hours * question.price if question.price else None,
     }
+
+
+def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster) -> dict:
+    """For --json. X_interval: (least, most) of X by the range of the step."""
+    run = forecast.likely
+    numbers: dict = {
+        "tokens": question.tokens,
+        "steps": run.steps,
+        "ettr": run.ettr,
+        "checkpoint_every": run.every,
+        "checkpoint_bytes": checkpoint_bytes(cfg),
+    }
+    numbers |= costs_of(run, question, hardware)
+    if forecast.ends is not None:
+        least, most = (costs_of(end, question, hardware) for end in forecast.ends)
+        intervals = {f"{name}_interval": (least[name], most[name]) for name in least}
+        numbers |= {name: ends for name, ends in intervals.items() if None not in ends}
     if question.law:
         loss, low, high = question.law.loss(parameters(cfg.model)["total"], question.tokens)
         numbers |= {"loss": loss, "loss_interval": (low, high)}
@@ -130,16 +161,19 @@ def numbers_of(run: WholeRun, question: RunQuestion, cfg: Config, hardware: Clus
     return numbers
 
 
-def lines_of(run: WholeRun, question: RunQuestion, cfg: Config, hardware: Cluster) -> dict[str, str]:
+def lines_of(
+    forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster
+) -> dict[str, str]:
     """The run in words: {what: a line of it}."""
-    told = numbers_of(run, question, cfg, hardware)
+    run = forecast.likely
+    told = numbers_of(forecast, question, cfg, hardware)
     reliability = question.reliability
     mean = reliability.between_failures(run.gpus) / HOUR
     how = "in the background" if cfg.checkpoint.async_save else "while training waits"
     lines = {
-        "run": f"{question.tokens / 1e9:,.4g}B tokens · {run.steps:,} steps · {run.days:,.1f} days"
-        f" · {run.gpu_hours:,.0f} GPU-hours",
-        "failures": f"{run.failures:,.1f} expected, one in {mean:,.1f} hours (a GPU: one in"
+        "run": f"{question.tokens / 1e9:,.4g}B tokens · {run.steps:,} steps"
+        f" · {ranged(told, 'days', ',.1f', ' days')} · {ranged(told, 'gpu_hours', ',.0f', ' GPU-hours')}",
+        "failures": f"{ranged(told, 'failures', ',.1f', ' expected')}, one in {mean:,.1f} hours (a GPU: one in"
         f" {reliability.gpu_hours:,.0f}) · {reliability.restart:,.0f} s to be back · ETTR {run.ettr:.1%}",
         "saves": f"--checkpoint.every {run.every} loses least: {told['checkpoint_bytes'] / 1e9:,.0f} GB,"
         f" written in {reliability.writing:,.0f} s {how}",
@@ -148,9 +182,9 @@ def lines_of(run: WholeRun, question: RunQuestion, cfg: Config, hardware: Cluste
     # what is known only if it is given
     costs: list[str] = []
     if question.price:
-        costs.append(f"${told['dollars']:,.0f} at ${question.price:g} a GPU-hour")
+        costs.append(f"${ranged(told, 'dollars', ',.0f')} at ${question.price:g} a GPU-hour")
     if hardware.watts:
-        costs.append(f"{told['mwh']:,.0f} MWh of GPUs at {hardware.watts:g} W, PUE {question.pue:g}")
+        costs.append(f"{ranged(told, 'mwh', ',.0f', ' MWh')} of GPUs at {hardware.watts:g} W, PUE {question.pue:g}")
     if costs:
         lines["costs"] = " · ".join(costs)
     if question.law:
@@ -163,6 +197,15 @@ def lines_of(run: WholeRun, question: RunQuestion, cfg: Config, hardware: Cluste
             f" {told['times_fewest_steps']:.3g} times the fewest steps; {advice(batch, question.noise_scale)}"
         )
     return lines
+
+
+def ranged(told: dict, name: str, spec: str, unit: str = "") -> str:
+    """A number of the report and its range: 12.3 days (11.4 to 14.9). spec: of format."""
+    text = f"{told[name]:{spec}}{unit}"
+    if f"{name}_interval" not in told:
+        return text
+    least, most = told[f"{name}_interval"]
+    return f"{text} ({least:{spec}} to {most:{spec}})"
 
 
 def loss_line(told: dict, question: RunQuestion, cfg: Config) -> str:

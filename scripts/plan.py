@@ -9,7 +9,7 @@ is not searched. Layouts within 2 % of each other stand together above a rule, t
 
 With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures, what they cost and how often
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
-assumed stands beside what follows from it.
+assumed stands beside what follows from it, and in brackets what the range of the step makes of a number.
 
 With --what-if links=0.5, slow-rank=1.2 or jitter=0.05: the step of the best layout then, and whether another
 would be the best.
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> int:
     best = near_groups(found)[0][0]
     lines_of_run: dict[str, str] = {}
     if question is not None:
-        run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus)
+        run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus, hardware)
         reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
         lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
     if questions:

@@ -17,8 +17,10 @@ from plan.cost import cluster
 from plan.count import parameters
 from plan.efficiency import CLASSES, OURS, Class, efficiency_of
 from plan.near_ties import NEAR, near_groups
+from plan.run_report import checkpoint_bytes
 from plan.search import Target, search, set_keys
 from plan.what_if import WhatIf
+from plan.whole_run import Reliability, whole_run
 from runtime.failure import fail_cleanly
 from scripts import plan
 
@@ -360,6 +362,39 @@ def test_a_whole_run_by_hand(capsys, tmp_path, monkeypatch):
     assert f"{run['steps']:,} steps" in said["run"] and f"${run['dollars']:,.0f}" in said["costs"]
     assert f"--checkpoint.every {run['checkpoint_every']} " in said["saves"]
     assert "times the parameters" in said["loss"] and "ETTR" in said["failures"]
+
+
+def test_numbers_of_a_run_have_the_range_of_the_step(capsys):
+    """As runs with the step at its ends have them: a run that saves once does not take less in proportion. On
+    chips without judged rows none has one."""
+    argv = [*ONE_LAYOUT, "--tokens", "1e8", "--price", "2", "--mtbf", "20", "--restart", "300"]
+    (found,) = found_by(argv, capsys)
+    step, run = found["step_s"], found["run"]
+    cfg = config.resolve("qwen3-0.6b", None, [])
+    writing = checkpoint_bytes(cfg) / 2e9
+    reliability = Reliability(20.0, restart=300.0, blocking=writing, writing=writing)
+    for end, share in enumerate(CLASSES[Class("hopper", OURS)].range):
+        by_hand = whole_run(1e8, 256 * 4096, share * step, 8, reliability)
+        assert run["days_interval"][end] == pytest.approx(by_hand.days)
+        assert run["gpu_hours_interval"][end] == pytest.approx(by_hand.gpu_hours)
+        assert run["failures_interval"][end] == pytest.approx(by_hand.failures)
+        assert run["dollars_interval"][end] == pytest.approx(2 * by_hand.gpu_hours)
+        assert run["mwh_interval"][end] == pytest.approx(1.1 * 700e-6 * by_hand.gpu_hours)
+        assert by_hand.days != pytest.approx(share * run["days"], rel=1e-3)
+
+    argv = [*ONE_LAYOUT, "--tokens", "1e12", "--price", "2"]
+    (run,) = (each["run"] for each in found_by(argv, capsys))
+    assert plan.main(argv) == 0
+    said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    days = "{:,.1f} to {:,.1f}".format(*run["days_interval"])
+    dollars = "{:,.0f} to {:,.0f}".format(*run["dollars_interval"])
+    assert f"{run['days']:,.1f} days ({days})" in said["run"]
+    assert f"${run['dollars']:,.0f} ({dollars}) at" in said["costs"] and " MWh (" in said["costs"]
+    assert " expected (" in said["failures"]
+
+    unjudged = [word.replace("h100-ib", "rtx4090-pcie") for word in argv]
+    (found,) = found_by([*unjudged, "--train.micro_batch", "1"], capsys)
+    assert "days" in found["run"] and not [name for name in found["run"] if name.endswith("_interval")]
 
 
 @pytest.mark.parametrize(
