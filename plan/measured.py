@@ -55,8 +55,9 @@ def times_the_forecast(measured: MeasuredStep, target: Target) -> float:
     expected = forecast(job, microbatches, hardware, target.efficiency).step
     ratio = measured.seconds / expected
     if not 1 / MOST < ratio < MOST:
-        raise ConfigError(f"{KEY}: {measured.run}: a step took {measured.seconds:.3g} s, and the forecast for "
-                          f"{hardware.name} is {expected:.3g} s; give a run on such GPUs")
+        took = f"a step took {measured.seconds:.3g} s"
+        raise ConfigError(f"{KEY}: {measured.run}: {took}, and the forecast for {hardware.name} is "
+                          f"{expected:.3g} s; give a run on such GPUs")
     return ratio
 
 

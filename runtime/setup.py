@@ -151,6 +151,12 @@ def set_determinism(deterministic: bool, compiles: bool) -> None:
         torch.set_deterministic_debug_mode("error" if deterministic else "default")
 
 
+def keep_harness_in_one_process() -> None:
+    """lm-eval makes standard errors in forked processes, unless told not to. The fork of a process with torch's
+    threads can wait forever."""
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+
+
 # ---- the launcher ------------------------------------------------------------------------------------------
 
 def rank_and_world() -> tuple[int, int, int, int]:

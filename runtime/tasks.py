@@ -4,7 +4,6 @@ The harness brings prompts, answers and metrics. From a model it needs three thi
 is after a context, how likely a whole text is, and greedy text. All three are functions of the logits.
 """
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from config import ConfigError
+from runtime.setup import keep_harness_in_one_process
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of (context, continuation)
 TextRequest = tuple[str, Sequence[str], int]  # (prompt, stops, new tokens at most)
@@ -136,11 +136,9 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
         if not manager.match_tasks([name]):
             raise ConfigError(f"--tasks: lm-eval has no task {name!r}; lm-eval ls tasks shows what it has, "
                               f"and --task-folder adds your own")
-    # The harness resamples in forked processes unless told not to: a fork of a process with torch's threads
-    # can wait forever. What it prints on the way is not a result.
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    keep_harness_in_one_process()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints on the way is not a result
             found = simple_evaluate(
                 model,
                 tasks=names,
