@@ -64,7 +64,7 @@ from plan.record.rates import seconds as launch_seconds
 from plan.record.role import Program, answers_of, record_role, training_program
 from plan.record.snapshot import snapshot
 from plan.record.streams import COMPUTE
-from plan.record.summary import LaunchKind, RoleSummary, summarize
+from plan.record.summary import LaunchKind, RoleSummary, memory_by_kind, summarize
 from plan.record.timeline import BUBBLE, BY_HOST, COPIES, Costs, JobTimeline, timeline
 from plan.record.trace import trace_events
 from plan.record.work import Facts
@@ -73,6 +73,8 @@ from runtime.guard import NonFiniteGuard
 from train import train_step
 
 GIB = 2**30
+STATE_KINDS = ("weights", "gradients", "optimizer")  # the lowest in the picture
+NUM_DRAWN = 8  # other kinds of memory in the picture
 NUM_HELD = 12  # places of the code that are listed, of the fullest role
 SEARCHED = ("data.", "eval.", "log.", "checkpoint.")  # keys that a step does not read
 # Optimizers that gather plain data of other ranks: {name: (the group, the coordinates that tell its ranks
@@ -447,7 +449,10 @@ def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: JobHa
     lines = [f"rank {fullest.rank} holds {total / GIB:.2f} GiB{has} at its peak{verdict}"]
     lines += [f"  {nbytes / GIB:10.2f}  {what}" for what, nbytes in beside.items()]
     shown, others = fullest.held[:NUM_HELD], fullest.held[NUM_HELD:]
-    lines += [f"  {held.nbytes / GIB:10.2f}  {held.phase:9}  {held.place}" for held in shown]
+    across = max(len(held.module) for held in shown)
+    lines += [
+        f"  {held.nbytes / GIB:10.2f}  {held.phase:9}  {held.module or '-':{across}}  {held.place}" for held in shown
+    ]
     if others:
         lines.append(f"  {sum(held.nbytes for held in others) / GIB:10.2f}  {len(others)} other places")
     return lines
@@ -571,13 +576,14 @@ def exchange_words(role: RoleSummary) -> list[str]:
 
 
 def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, path: Path) -> None:
-    """Memory over the step, a curve for each place. Raises ConfigError if the file cannot be written."""
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    """Memory over the step: a curve for each place, and what holds that of the fullest rank. Raises
+    ConfigError if the file cannot be written."""
+    figure = Figure(figsize=(9, 8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    of_places, of_fullest = figure.subplots(2, 1)
     shades = colormaps["viridis"]
     for number, role in enumerate(roles):
-        axes.step(
+        of_places.step(
             [point.time for point in role.curve],
             [point.nbytes / GIB for point in role.curve],
             where="post",
@@ -586,10 +592,33 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, pa
             label=f"place {dims.coordinates(role.rank)['pp']}",
         )
     if hardware.memory is not None:
-        axes.axhline(hardware.memory / GIB, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
+        of_places.axhline(hardware.memory / GIB, color="black", linewidth=0.8, linestyle="--")
     if len(roles) > 1:
-        axes.legend(fontsize="small", ncols=2, frameon=False)
+        of_places.legend(fontsize="small", ncols=2, frameon=False)
+
+    fullest = max(roles, key=lambda role: role.peak)
+    held = memory_by_kind(fullest.memory)
+    at_peak = {kind: max(nbytes) for kind, nbytes in held.nbytes.items()}
+    shown = [kind for kind in STATE_KINDS if kind in at_peak]
+    shown += sorted(set(at_peak) - set(shown), key=lambda kind: -at_peak[kind])[:NUM_DRAWN]
+    rest = [kind for kind in at_peak if kind not in shown]
+    heights = {kind: held.nbytes[kind] for kind in shown}
+    if rest:
+        heights["others"] = [sum(column) for column in zip(*(held.nbytes[kind] for kind in rest))]
+    of_fullest.stackplot(
+        held.times,
+        [[nbytes / GIB for nbytes in column] for column in heights.values()],
+        labels=list(heights),
+        colors=colormaps["tab20"].colors,
+        linewidth=0,
+        step="post",
+    )
+    handles, labels = of_fullest.get_legend_handles_labels()
+    of_fullest.legend(handles[::-1], labels[::-1], fontsize="small", frameon=False, loc="upper left",
+                      bbox_to_anchor=(1, 1))
+    of_fullest.set_title(f"what rank {fullest.rank} holds", loc="left", fontsize="medium")
+    for axes in (of_places, of_fullest):
+        axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
     with writing("--picture", path):
         figure.savefig(path, dpi=150)
 

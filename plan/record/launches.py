@@ -22,8 +22,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -493,6 +494,7 @@ class Recorder:
         self.is_making_on_host = False
         self.counts_host = False  # the device is the host
         self.is_build = False
+        self.modules: list[str] = []  # classes of the parts of the model whose forward runs now, outside in
         self.clear()
 
     def clear(self) -> None:
@@ -535,7 +537,11 @@ class Recorder:
 
             return launch
 
-        with mock.patch.object(triton_.Launchable, "__getitem__", launcher), Operations(self):
+        with (
+            mock.patch.object(triton_.Launchable, "__getitem__", launcher),
+            Operations(self),
+            noted_modules(self.modules),
+        ):
             yield self
 
     def begin_optimizer(self) -> None:
@@ -578,7 +584,11 @@ class Recorder:
     def add_tensor(self, x: Tensor) -> None:
         """Counts the bytes of a tensor of the host's numbers."""
         file, caller = caller_of(sys._getframe(2))
-        self.memory.see([x], Holder(self.phase, f"{file}:{caller}"))
+        self.memory.see([x], self.holder(f"{file}:{caller}"))
+
+    def holder(self, place: str) -> Holder:
+        """What memory that is asked for now belongs to."""
+        return Holder(self.phase, place, self.modules[-1] if self.modules else "")
 
     def is_on_host(self, x: Tensor) -> bool:
         """Whether a tensor without storage stands for one in the host's memory."""
@@ -615,7 +625,7 @@ class Recorder:
         # not x.device, which tells here what it tells to the code
         is_on_host = not self.executes and not any(x.is_meta for x in (*inputs, *outputs))
         if self.counts_host or not is_on_host:
-            self.count_bytes(outputs, Holder(self.phase, f"{file}:{caller}"))
+            self.count_bytes(outputs, self.holder(f"{file}:{caller}"))
         if is_on_host or (is_view and not self.with_views):
             return
         moved = (0, 0, 0) if is_view else operation_bytes(function, name, args, kwargs, outputs)
@@ -732,6 +742,33 @@ def without_recording() -> Iterator[None]:
 
     with _disable_current_modes():
         yield
+
+
+@contextlib.contextmanager
+def noted_modules(running: list[str]) -> Iterator[None]:
+    """Inside, `running` has the classes of the parts of the model whose forward runs. The layers of torch and
+    of parallel/ belong to the part that calls them."""
+
+    def is_part(module: nn.Module) -> bool:
+        return not type(module).__module__.startswith(("torch.", "parallel."))
+
+    def begin(module: nn.Module, _: object) -> None:
+        if is_part(module):
+            running.append(type(module).__name__)
+
+    def end(module: nn.Module, *_: object) -> None:
+        if is_part(module):
+            running.pop()
+
+    hooks = (
+        modules.register_module_forward_pre_hook(begin),
+        modules.register_module_forward_hook(end, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def in_backward() -> bool:

@@ -17,11 +17,13 @@ from torch import Tensor
 class Holder(NamedTuple):
     """The code that asked for memory.
 
-    phase: build, forward, backward or optimizer. place: file and function of this repository.
+    phase: build, forward, backward or optimizer. place: file and function of this repository. module: the
+    class of the innermost part of the model whose forward ran, "" outside of them.
     """
 
     phase: str
     place: str
+    module: str = ""
 
 
 class Point(NamedTuple):

@@ -10,12 +10,16 @@ from typing import NamedTuple
 
 from plan.record.events import Event
 from plan.record.launches import Launch
-from plan.record.memory import Change, Point, curve_of
+from plan.record.memory import Change, Holder, Point, curve_of
 from plan.record.rates import Work, host_kind
 from plan.record.role import RoleRecord
 from plan.record.work import Facts, judge
 
 MAX_POINTS = 2000  # of the curve that is kept: the highest of each stretch of the step
+STATE = {  # {folder or file that asked for memory when the run was built: what it is}
+    "optim/": "optimizer",
+    "parallel/sharding/gradients.py": "gradients",
+}
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,11 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class HeldAtPeak:
-    """Bytes of the peak that one place of the code asked for."""
+    """Bytes of the peak that one place of the code asked for, in one part of the model."""
 
     phase: str
     place: str
+    module: str
     nbytes: int
 
 
@@ -117,6 +122,38 @@ def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
         memory=MemoryTrace(record.begun_with, record.changes),
         seconds=record.seconds,
     )
+
+
+def kind_of_memory(holder: Holder) -> str:
+    """In a word: weights, gradients, optimizer; the part of the model; or the phase of the step."""
+    if holder.phase == "build":
+        return next((what for start, what in STATE.items() if holder.place.startswith(start)), "weights")
+    return holder.module or holder.phase
+
+
+class MemoryByKind(NamedTuple):
+    """nbytes: {what holds them: those that are alive at each of `times`}."""
+    times: list[int]
+    nbytes: dict[str, list[int]]
+
+
+def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
+    """What holds the memory over the step, at the highest point of each of `most` stretches of it."""
+    now: Counter[str] = Counter()
+    for change in trace.begun_with:
+        now[kind_of_memory(change.holder)] += change.nbytes
+    size = max(1, -(-len(trace.changes) // most))
+    points = [(0, now.copy())]
+    for start in range(0, len(trace.changes), size):
+        highest = (0, -1, now)
+        for change in trace.changes[start : start + size]:
+            now[kind_of_memory(change.holder)] += change.nbytes
+            total = now.total()
+            if total > highest[1]:
+                highest = (change.time, total, now.copy())
+        points.append((highest[0], highest[2]))
+    kinds = {kind: None for _, held in points for kind in held}
+    return MemoryByKind([time for time, _ in points], {kind: [held[kind] for _, held in points] for kind in kinds})
 
 
 def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], array]:
