@@ -45,8 +45,8 @@ from typing import NamedTuple
 
 import config
 from config import Config, ConfigError, phases_of, unused
-from config.values import Values
 from config.terminal import ParagraphHelp, hanging_lines, output_width, table_lines, wrapped
+from config.values import Values
 from plan import batch_file, elastic, run_limits, run_report
 from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, longest_phase, no_layout_text
 from plan.auto import arguments as arguments_of_layout

@@ -120,7 +120,7 @@ def test_recipes_by_what_a_limit_gives_each(capsys, tmp_path, monkeypatch):
         ("--most-gpus 8 --gpus 8", "--most-gpus: is of a number of GPUs that is looked for"),
         ("--most-gpus 0 --days 3 --tokens 1e12", "--most-gpus: must be at least 1"),
         ("--days 1 --tokens 1e15", "--days: no number of GPUs up to 16,384 keeps this run within 1 day: it "),
-        ("--budget 9 --price 1 --tokens 1e12", "--budget: no number of GPUs up to 16,384 keeps this run with"),
+        ("--budget 9 --price 1 --tokens 1e12", "--budget: no number of GPUs up to 16,384 keeps this run"),
         ("--top 0 --days 3 --tokens 1e12", "--top: must be at least 1"),
     ],
 )
