@@ -45,7 +45,8 @@ from typing import NamedTuple
 
 import config
 from config import Config, ConfigError, phases_of, unused
-from config.terminal import ParagraphHelp, hanging_lines, output_width, table_lines, wrapped
+from config.command_line import CommandParser
+from config.terminal import hanging_lines, output_width, table_lines, wrapped
 from config.values import Values
 from plan import batch_file, elastic, run_limits, run_report
 from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, longest_phase, no_layout_text
@@ -83,10 +84,9 @@ FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.plan",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("name", nargs="?", help="recipe; several, with commas: what a limit gives each")
@@ -374,9 +374,12 @@ def settings(given: list[str], of_layout: list[str]) -> str:
 
 
 def parse_span(text: str) -> tuple[int, int]:
-    """8 is (8, 8), and 4:8 is (4, 8). Raises ValueError."""
+    """8 is (8, 8), and 4:8 is (4, 8). Raises ArgumentTypeError."""
     least, _, most = text.rpartition(":")
-    return int(least or most), int(most)
+    try:
+        return int(least or most), int(most)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected N or MIN:MAX, as 64 or 4:8, got {text!r}") from None
 
 
 def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
