@@ -46,6 +46,7 @@ import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 
 from benchmarks import card, checkpoint, data, kernels, machine, race, shape, watching, words
 from benchmarks.chaos import command as chaos
+from config.command_line import CommandParser
 
 COMMANDS = {
     "step": race.main,
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         "python -m scripts.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)

@@ -13,6 +13,7 @@ sizes.py     which sizes of a model follow its width
 unused.py    keys that are set but have no effect
 run_name.py  the run folder of a command that names none
 usage.py     the text of --help
+command_line.py  the parser of a script's options
 values.py    combinations of values, for searches and proofs
 
 What a reader of a config needs can be imported from here. The rules, the unused keys and the help are modules

@@ -5,6 +5,7 @@ step's time stands its range, where published runs say one of the step's (plan/e
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,7 +16,9 @@ from plan.count import parameters
 from plan.efficiency import CLASSES, class_of
 from plan.job import job_of_rank
 from plan.memory import kept_bytes
+from plan.run_limits import most_steps
 from plan.whole_run import (
+    DAY,
     GPU_HOURS_BETWEEN_FAILURES,
     HOUR,
     Reliability,
@@ -26,6 +29,7 @@ from plan.whole_run import (
 
 HOST_COPY = 20e9  # bytes/s from a GPU into the memory of its host, while all GPUs of a node copy
 STORAGE_OF_NODE = 2e9  # bytes/s into shared storage, where --storage does not say it
+MOST_GPUS = 16_384  # that are tried where --gpus is left open
 BATCH_TOO_LARGE = 2.0  # times the noise scale, from where more tokens buy few steps
 
 
@@ -43,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the whole run of the best layout")
     add = group.add_argument
     add("--tokens", type=float, metavar="N", help="of the run, as 1.5e12")
+    add("--days", type=float, metavar="D",
+        help="that the run may take: without --gpus for the fewest GPUs, without --tokens for most tokens")
+    add("--budget", type=float, metavar="USD",
+        help="that the run may cost at --price: without --gpus for the soonest end, without --tokens for "
+        "most tokens")
+    add("--most-gpus", type=int, metavar="N",
+        help=f"the largest number that is tried without --gpus ({MOST_GPUS})")
     add("--price", type=float, metavar="USD", help="of a GPU-hour")
     add("--pue", type=float, default=1.1, help="watts of the building for each watt of its GPUs")
     add(
@@ -60,42 +71,110 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class RunQuestion:
-    """What is asked of a run. price: dollars of a GPU-hour; law, noise_scale: None where not given."""
+    """What is asked of a run. Of tokens, days and budget (dollars) those are None that are left open or not
+    limited. price: dollars of a GPU-hour; law, noise_scale: None where not given. mtbf: GPU-hours. storage:
+    bytes/s, None for STORAGE_OF_NODE. checkpoint: bytes. node: GPUs of one."""
 
-    tokens: float
+    tokens: float | None
+    days: float | None
+    budget: float | None
     price: float | None
     pue: float
-    reliability: Reliability
+    mtbf: float
+    restart: float
+    storage: float | None
+    checkpoint: int
+    saves_in_background: bool
+    node: int
     law: LossLaw | None
     noise_scale: float | None
 
+    def reliability(self, gpus: int) -> Reliability:
+        rate = self.storage or -(-gpus // self.node) * STORAGE_OF_NODE
+        writing = self.checkpoint / rate
+        blocking = self.checkpoint / gpus / HOST_COPY if self.saves_in_background else writing
+        return Reliability(self.mtbf, restart=self.restart, blocking=blocking, writing=writing)
+
+    @property
+    def limit(self) -> str:
+        """In words; "" without one."""
+        if self.days is not None:
+            return "1 day" if self.days == 1 else f"{self.days:g} days"
+        return f"${self.budget:,.0f}" if self.budget is not None else ""
+
+    def seconds(self, gpus: int) -> float:
+        """That the limit gives a run on so many GPUs."""
+        if self.days is not None:
+            return self.days * DAY
+        assert self.budget is not None and self.price is not None
+        return self.budget / self.price * HOUR / gpus
+
+    def gpu_hours(self, gpus: int) -> float:
+        """That the limit gives so many GPUs: those of a budget are the same for all."""
+        return gpus * self.seconds(gpus) / HOUR
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether a whole run is."""
+    return any(value is not None for value in (args.tokens, args.days, args.budget))
+
 
 def check_asked(args: argparse.Namespace) -> None:
-    """Raises ConfigError if something is given of a run that is not asked for."""
+    """Raises ConfigError if what is given of a run contradicts itself, or leaves more than one thing open."""
+    limits = [name for name in ("days", "budget") if getattr(args, name) is not None]
+    if len(limits) == 2:
+        raise ConfigError("--days and --budget: a run has one limit; leave one of them out")
+    limit = f"--{limits[0]}" if limits else ""
+    has_gpus, has_tokens = args.gpus is not None, args.tokens is not None
+
+    # what there is to find
+    if limit and has_gpus and has_tokens:
+        raise ConfigError(f"{limit}: --gpus and --tokens decide it; leave out --gpus for their number, or "
+                          "--tokens for how many fit")
+    if limit and not has_gpus and not has_tokens:
+        raise ConfigError(f"{limit}: give --tokens, as 1.5e12, for the number of GPUs, or --gpus N for how "
+                          "many tokens fit")
+    if has_tokens and not has_gpus and not limit:
+        raise ConfigError("--tokens: give --gpus N, or without it --days D or --budget USD --price P, for "
+                          "their number")
+    if args.budget is not None and args.price is None:
+        raise ConfigError("--budget: needs --price, the dollars of a GPU-hour")
+
+    # what is of another question
     given = [name for name in ("price", "storage", "law", "noise_scale") if getattr(args, name) is not None]
-    if args.tokens is None and given:
+    if not has_tokens and not limit and given:
         raise ConfigError(f"--{given[0].replace('_', '-')}: is of a whole run; give its --tokens, as 1.5e12")
-    if args.tokens is not None and (args.gpus is None or len(set(args.gpus)) > 1):
-        raise ConfigError("--tokens: is of a run on one number of GPUs, as --gpus 64")
+    if args.most_gpus is not None and (has_gpus or not limit):
+        raise ConfigError("--most-gpus: is of a number of GPUs that is looked for; give --days or --budget "
+                          "with --tokens, and no --gpus")
+    for name in ("tokens", *limits):
+        if getattr(args, name) is not None and has_gpus and len(set(args.gpus)) > 1:
+            raise ConfigError(f"--{name}: is of a run on one number of GPUs, as --gpus 64")
 
 
-def question_of(
-    args: argparse.Namespace, cfg: Config, gpus: int, hardware: Cluster, law: LossLaw | None
-) -> RunQuestion:
+def question_of(args: argparse.Namespace, cfg: Config, hardware: Cluster, law: LossLaw | None) -> RunQuestion:
     """Raises ConfigError for a number that means nothing."""
-    for name in ("tokens", "price", "pue", "mtbf", "storage", "noise_scale"):
+    for name in ("tokens", "days", "budget", "price", "pue", "mtbf", "storage", "noise_scale"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')}: {value:g} must be above 0")
-    if args.restart < 0:
-        raise ConfigError(f"--restart: {args.restart:g} must not be below 0")
-    nbytes = checkpoint_bytes(cfg)
-    nodes = -(-gpus // hardware.node)
-    rate = args.storage * 1e9 if args.storage else nodes * STORAGE_OF_NODE
-    writing = nbytes / rate
-    blocking = nbytes / gpus / HOST_COPY if cfg.checkpoint.async_save else writing
-    reliability = Reliability(args.mtbf, restart=args.restart, blocking=blocking, writing=writing)
-    return RunQuestion(args.tokens, args.price, args.pue, reliability, law, args.noise_scale)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')}: {value:g} must be above 0, and finite")
+    if not 0 <= args.restart < math.inf:
+        raise ConfigError(f"--restart: {args.restart:g} must not be below 0, and be finite")
+    return RunQuestion(
+        tokens=args.tokens,
+        days=args.days,
+        budget=args.budget,
+        price=args.price,
+        pue=args.pue,
+        mtbf=args.mtbf,
+        restart=args.restart,
+        storage=args.storage * 1e9 if args.storage else None,
+        checkpoint=checkpoint_bytes(cfg),
+        saves_in_background=cfg.checkpoint.async_save,
+        node=hardware.node,
+        law=law,
+        noise_scale=args.noise_scale,
+    )
 
 
 def checkpoint_bytes(cfg: Config) -> int:
@@ -106,24 +185,40 @@ def checkpoint_bytes(cfg: Config) -> int:
 
 class RunForecast(NamedTuple):
     """likely: the run with the step as forecast. ends: those with the shortest and the longest step that 80 %
-    of published runs on such chips let expect; None where none are judged."""
+    of published runs on such chips let expect; None where none are judged. tokens: of all of them. bought:
+    where tokens are left open, the fewest and the most that the ends have room for."""
 
     likely: WholeRun
     ends: tuple[WholeRun, WholeRun] | None
+    tokens: float
+    bought: tuple[float, float] | None = None
 
 
 def run_of(question: RunQuestion, cfg: Config, step: float, gpus: int, hardware: Cluster) -> RunForecast:
-    """step: seconds. Each of its runs saves where it loses least."""
+    """step: seconds. Each of its runs saves where it loses least.
 
-    def run(step: float) -> WholeRun:
-        tokens_of_step = cfg.train.global_batch * cfg.train.seq_len
-        return whole_run(question.tokens, tokens_of_step, step, gpus, question.reliability)
+    Raises ConfigError if the limit has no room for a step.
+    """
+    tokens_of_step = cfg.train.global_batch * cfg.train.seq_len
+    reliability = question.reliability(gpus)
 
+    def run(tokens: float, step: float) -> WholeRun:
+        return whole_run(tokens, tokens_of_step, step, gpus, reliability)
+
+    def most_tokens(step: float) -> int:
+        seconds = question.seconds(gpus)
+        return tokens_of_step * most_steps(seconds, lambda steps: run(steps * tokens_of_step, step))
+
+    tokens = most_tokens(step) if question.tokens is None else question.tokens
+    if not tokens:
+        option = "days" if question.days is not None else "budget"
+        raise ConfigError(f"--{option}: one step of {step:.3g} s is not within {question.limit}; raise it")
     fitted = CLASSES.get(class_of(hardware.gpu))
     if fitted is None:
-        return RunForecast(run(step), None)
-    low, high = fitted.range
-    return RunForecast(run(step), (run(low * step), run(high * step)))
+        return RunForecast(run(tokens, step), None, tokens)
+    low, high = (share * step for share in fitted.range)
+    bought = (most_tokens(high), most_tokens(low)) if question.tokens is None else None
+    return RunForecast(run(tokens, step), (run(tokens, low), run(tokens, high)), tokens, bought)
 
 
 def costs_of(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[str, float | None]:
@@ -141,19 +236,21 @@ def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardwa
     """For --json. X_interval: (least, most) of X by the range of the step."""
     run = forecast.likely
     numbers: dict = {
-        "tokens": question.tokens,
+        "tokens": forecast.tokens,
         "steps": run.steps,
         "ettr": run.ettr,
         "checkpoint_every": run.every,
-        "checkpoint_bytes": checkpoint_bytes(cfg),
+        "checkpoint_bytes": question.checkpoint,
     }
     numbers |= costs_of(run, question, hardware)
     if forecast.ends is not None:
         least, most = (costs_of(end, question, hardware) for end in forecast.ends)
         intervals = {f"{name}_interval": (least[name], most[name]) for name in least}
         numbers |= {name: ends for name, ends in intervals.items() if None not in ends}
+    if forecast.bought is not None:
+        numbers["tokens_interval"] = forecast.bought
     if question.law:
-        loss, low, high = question.law.loss(parameters(cfg.model)["total"], question.tokens)
+        loss, low, high = question.law.loss(parameters(cfg.model)["total"], forecast.tokens)
         numbers |= {"loss": loss, "loss_interval": (low, high)}
     if question.noise_scale:
         steps, tokens = batch_costs(cfg.train.global_batch * cfg.train.seq_len, question.noise_scale)
@@ -167,28 +264,36 @@ def lines_of(
     """The run in words: {what: a line of it}."""
     run = forecast.likely
     told = numbers_of(forecast, question, cfg, hardware)
-    reliability = question.reliability
+    reliability = question.reliability(run.gpus)
     mean = reliability.between_failures(run.gpus) / HOUR
     how = "in the background" if cfg.checkpoint.async_save else "while training waits"
     lines = {
-        "run": f"{question.tokens / 1e9:,.4g}B tokens · {run.steps:,} steps"
+        "run": f"{billions(forecast.tokens)} tokens · {run.steps:,} steps"
         f" · {ranged(told, 'days', ',.1f', ' days')} · {ranged(told, 'gpu_hours', ',.0f', ' GPU-hours')}",
-        "failures": f"{ranged(told, 'failures', ',.1f', ' expected')}, one in {mean:,.1f} hours (a GPU: one in"
-        f" {reliability.gpu_hours:,.0f}) · {reliability.restart:,.0f} s to be back · ETTR {run.ettr:.1%}",
+        "failures": f"{ranged(told, 'failures', ',.1f', ' expected')}, one in {mean:,.1f} hours (a GPU: one"
+        f" in {reliability.gpu_hours:,.0f}) · {reliability.restart:,.0f} s to be back"
+        f" · ETTR {run.ettr:.1%}",
         "saves": f"--checkpoint.every {run.every} loses least: {told['checkpoint_bytes'] / 1e9:,.0f} GB,"
         f" written in {reliability.writing:,.0f} s {how}",
     }
+    if question.tokens is None:
+        share = forecast.tokens / parameters(cfg.model)["total"]
+        lines["tokens"] = (
+            f"{tokens_text(told)}, the most within"
+            f" {question.limit} by the forecast · {ratio(share)} a parameter"
+        )
 
     # what is known only if it is given
     costs: list[str] = []
     if question.price:
         costs.append(f"${ranged(told, 'dollars', ',.0f')} at ${question.price:g} a GPU-hour")
     if hardware.watts:
-        costs.append(f"{ranged(told, 'mwh', ',.0f', ' MWh')} of GPUs at {hardware.watts:g} W, PUE {question.pue:g}")
+        costs.append(f"{ranged(told, 'mwh', ',.0f', ' MWh')} of GPUs at {hardware.watts:g} W, PUE"
+                     f" {question.pue:g}")
     if costs:
         lines["costs"] = " · ".join(costs)
     if question.law:
-        lines["loss"] = loss_line(told, question, cfg)
+        lines["loss"] = loss_line(told, question.law, cfg)
     if question.noise_scale:
         batch = cfg.train.global_batch * cfg.train.seq_len
         lines["batch"] = (
@@ -201,23 +306,32 @@ def lines_of(
 
 def ranged(told: dict, name: str, spec: str, unit: str = "") -> str:
     """A number of the report and its range: 12.3 days (11.4 to 14.9). spec: of format."""
-    text = f"{told[name]:{spec}}{unit}"
-    if f"{name}_interval" not in told:
-        return text
-    least, most = told[f"{name}_interval"]
-    return f"{text} ({least:{spec}} to {most:{spec}})"
+    interval = told.get(f"{name}_interval")
+    return f"{told[name]:{spec}}{unit}{in_brackets(interval, lambda end: format(end, spec))}"
 
 
-def loss_line(told: dict, question: RunQuestion, cfg: Config) -> str:
+def in_brackets(interval: tuple[float, float] | None, text_of: Callable[[float], str]) -> str:
+    return "" if interval is None else f" ({text_of(interval[0])} to {text_of(interval[1])})"
+
+
+def loss_line(told: dict, law: LossLaw, cfg: Config) -> str:
     """The loss, and how far the law is stretched."""
-    assert question.law is not None
     low, high = told["loss_interval"]
-    times_size = parameters(cfg.model)["total"] / question.law.largest_size
-    times_tokens = question.tokens / question.law.most_tokens
+    times_size = parameters(cfg.model)["total"] / law.largest_size
+    times_tokens = told["tokens"] / law.most_tokens
     return (
         f"{told['loss']:.3f} ({low:.3f} to {high:.3f}, 95 %) by the law of --law; this run has"
         f" {ratio(times_size)} times the parameters and {ratio(times_tokens)} times the tokens of its largest"
     )
+
+
+def tokens_text(told: dict) -> str:
+    """Of the report: 1,590B (1,026B to 2,524B)."""
+    return billions(told["tokens"]) + in_brackets(told.get("tokens_interval"), billions)
+
+
+def billions(tokens: float) -> str:
+    return f"{tokens / 1e9:,.0f}B" if tokens >= 1e13 else f"{tokens / 1e9:,.4g}B"
 
 
 def ratio(x: float) -> str:

@@ -25,11 +25,10 @@ and with one that grows (weak), and prints efficiency and MFU beside the planner
 (scaling/systems.py).
 """
 import argparse
-from functools import partial
 from pathlib import Path
 
 from config import ConfigError
-from config.terminal import ParagraphHelp
+from config.command_line import CommandParser
 from scaling.ladder_command import fit_command, ladder_command, next_command
 from scaling.sweep_command import sweep_command, systems_command
 from scaling.systems import MODES
@@ -38,15 +37,13 @@ KEPT_HELP = "print what the array jobs of scripts/scaling/ ask before they reque
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.scaling",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    add_command = partial(commands.add_parser, formatter_class=ParagraphHelp)
 
-    ladder = add_command("ladder", help="train the models of a ladder")
+    ladder = commands.add_parser("ladder", help="train the models of a ladder")
     ladder.add_argument("--out", type=Path, default=Path("runs/ladder"), help="folder of the runs")
     ladder.add_argument("--recipe", default="quickstart", help="of train.py, for what the depth leaves open")
     ladder.add_argument("--depths", default="2,3,4,5,6", help="numbers of layers: the dial")
@@ -63,21 +60,21 @@ def arguments() -> argparse.ArgumentParser:
 
     ladder.add_argument("--kept", action="store_true", help=KEPT_HELP)
 
-    fit = add_command("fit", help="fit the laws to finished runs")
+    fit = commands.add_parser("fit", help="fit the laws to finished runs")
     fit.add_argument("folder", type=Path, nargs="?", help="of a ladder")
     fit.add_argument("--points", type=Path, help="a CSV of runs, instead of a ladder")
     fit.add_argument("--out", type=Path, help="folder of the results (default: FOLDER/fit)")
     fit.add_argument("--bootstraps", type=int, default=1000, help="fits to runs drawn again")
     fit.add_argument("--json", action="store_true", help="print one JSON object")
 
-    following = add_command("next", help="foretell the loss of the next size, and run it")
+    following = commands.add_parser("next", help="foretell the loss of the next size, and run it")
     following.add_argument("folder", type=Path, help="of a ladder")
     following.add_argument("--depth", type=int, help="of the next size (default: one more than the largest)")
     following.add_argument("--predict", action="store_true", help="foretell only")
     following.add_argument("--ranks", type=int, default=1, help="processes of a run, on this node")
     following.add_argument("--bootstraps", type=int, default=1000, help="fits to runs drawn again")
 
-    sweep = add_command("sweep", help="learning rates and batch sizes, and the critical batch")
+    sweep = commands.add_parser("sweep", help="learning rates and batch sizes, and the critical batch")
     sweep.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the runs")
     sweep.add_argument("--recipe", default="quickstart", help="of train.py")
     sweep.add_argument("--rates", default="1e-3,2e-3,4e-3,8e-3", help="of optim.lr")
@@ -90,7 +87,7 @@ def arguments() -> argparse.ArgumentParser:
     sweep.add_argument("--only", type=int, help="one run alone, by its place from 0, as an array job does")
     sweep.add_argument("--kept", action="store_true", help=KEPT_HELP)
 
-    systems = add_command("systems", help="strong and weak scaling over ranks and layouts")
+    systems = commands.add_parser("systems", help="strong and weak scaling over ranks and layouts")
     systems.add_argument("--out", type=Path, default=Path("runs/systems"), help="folder of the runs")
     systems.add_argument("--recipe", default="quickstart", help="of train.py")
     systems.add_argument("--ranks", default="1,2", help="numbers of processes")

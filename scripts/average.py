@@ -21,8 +21,8 @@ from checkpoint import state, store
 from checkpoint.branch import find_source
 from checkpoint.files import remove
 from config import Config, ConfigError, Tree, provenance
+from config.command_line import CommandParser
 from config.function import differences
-from config.terminal import ParagraphHelp
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
 
@@ -30,10 +30,9 @@ CPU = torch.device("cpu")
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.average",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     parser.add_argument("sources", nargs="+", metavar="RUN[@STEP]", help="and OUT, a new folder")
     parser.add_argument("--last", type=int, help="of a single RUN: average its newest N checkpoints")

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from config import ConfigError
-from config.terminal import ParagraphHelp, output_width, wrapped
+from config.command_line import CommandParser
+from config.terminal import output_width, wrapped
 from runtime.failure import fail_cleanly
 from scaling.compare import (
     SMOOTHING_TEXT,
@@ -32,10 +33,9 @@ from scaling.compare import (
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.compare",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="a file ending in .html or .png")

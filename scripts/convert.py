@@ -42,8 +42,9 @@ from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
 from config import Config, ConfigError, ModelConfig, Tree, provenance
+from config.command_line import CommandParser
 from config.suggestions import check_rules
-from config.terminal import ParagraphHelp, output_width, wrapped
+from config.terminal import output_width, wrapped
 from data import tokenizer, tokenizer_files
 from data.contract import SpecialToken
 from data.prompts import added_start, start_token
@@ -592,21 +593,18 @@ def write_json(path: Path, data: dict) -> None:
 # ---- command line ----------------------------------------------------------------------------------------
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.convert",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="from-hf | to-hf")
 
-    importer = commands.add_parser("from-hf", help="a Hugging Face folder -> a run folder",
-                                   formatter_class=ParagraphHelp)
+    importer = commands.add_parser("from-hf", help="a Hugging Face folder -> a run folder")
     importer.add_argument("folder", metavar="DIR", type=Path,
                           help="config.json, *.safetensors, tokenizer files")
     importer.add_argument("run", metavar="RUN", type=Path, help="run folder to make")
 
-    exporter = commands.add_parser("to-hf", help="a run -> a Hugging Face folder",
-                                   formatter_class=ParagraphHelp)
+    exporter = commands.add_parser("to-hf", help="a run -> a Hugging Face folder")
     exporter.add_argument("run", metavar="RUN",
                           help="run folder (its newest checkpoint) or checkpoint folder")
     exporter.add_argument("folder", metavar="DIR", type=Path, help="folder to make")

@@ -42,8 +42,9 @@ from matplotlib.figure import Figure
 import config
 from build import build_run, with_vocab
 from config import Config, ConfigError, phases_of, unused
+from config.command_line import CommandParser
 from config.phases import with_values
-from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
+from config.terminal import output_width, table_lines, wrapped
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
 from model.flops import mean_keys
@@ -103,9 +104,7 @@ class JobHardware:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python train.py", description=__doc__, formatter_class=ParagraphHelp
-    )
+    parser = CommandParser(prog="python train.py --dry-run", description=__doc__)
     add = parser.add_argument
     add("name", nargs="?", help="recipe")
     add("--dry-run", action="store_true", help=argparse.SUPPRESS)

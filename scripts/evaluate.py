@@ -25,7 +25,7 @@ import torch
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
-from config.terminal import ParagraphHelp
+from config.command_line import CommandParser
 from data.blend import parse_blend
 from data.loader import BatchLoader, check_path, open_loader
 from data.raw import is_raw_file
@@ -43,10 +43,9 @@ SECONDS_BETWEEN_LINES = 10.0  # of progress
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.evaluate",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("run", help="run folder or checkpoint folder")

@@ -20,7 +20,7 @@ import torch
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import ConfigError
-from config.terminal import ParagraphHelp
+from config.command_line import CommandParser
 from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
 from data.tokenizer import continuation
@@ -41,10 +41,9 @@ class Sample(NamedTuple):
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.generate",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("run", help="run folder or checkpoint folder")

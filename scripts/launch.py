@@ -47,8 +47,8 @@ from typing import Any
 
 import config
 from config import Config, ConfigError
+from config.command_line import CommandParser
 from config.exit_codes import FINISHED, INTERRUPTED, MEANINGS, STOPPED_EARLY
-from config.terminal import ParagraphHelp
 from runtime import restarts
 from runtime.processes import catches, dying_with, print_error
 from runtime.relay import SignalRelay
@@ -608,10 +608,9 @@ def stop_without_ranks(relay: SignalRelay, has_run: bool = False) -> int:
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def parse_span(text: str) -> RankSpan:
@@ -619,22 +618,21 @@ def parse_span(text: str) -> RankSpan:
     least, colon, most = text.rpartition(":")
     span = RankSpan(positive(most), positive(least) if colon else None)
     if span.least is not None and span.least > span.most:
-        raise argparse.ArgumentTypeError(f"MIN:MAX, as {span.most}:{span.least}")
+        raise argparse.ArgumentTypeError(f"expected MIN:MAX, as {span.most}:{span.least}, got {text!r}")
     return span
 
 
 def minutes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("a number of minutes above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number of minutes above 0, got {text!r}")
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.launch",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     parser.add_argument(
         "--nproc",

@@ -11,6 +11,14 @@ With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures,
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
 assumed stands beside what follows from it, and in brackets what the range of the step makes of a number.
 
+Without --gpus: with --tokens and --days the fewest GPUs on which the run takes at most so many days, and with
+--tokens, --budget and --price those on which it ends soonest for so many dollars. Tried are 1, 2, 4 and so on
+below a node, and 1, 2, 3, 4, 6, 8, 12 and so on whole nodes, up to --most-gpus; stderr says which are priced.
+With --gpus and one of these limits, but without --tokens: the most tokens that have room. A limit is kept by
+the forecast itself, and not by the whole of its range.
+
+Several recipes, as llama3-8b,qwen3-4b, are compared by the tokens that a limit gives each on --gpus N.
+
 With --what-if links=0.5, slow-rank=1.2 or jitter=0.05: the step of the best layout then, and whether another
 would be the best.
 
@@ -24,25 +32,32 @@ percent). Times come from a model of the chip and its links (plan/cost.py), whic
 measurements: --published shows forecasts beside measurements, both those of the fit and others.
 """
 import argparse
+import functools
 import itertools
 import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import config
 from config import Config, ConfigError, phases_of, unused
-from config.terminal import ParagraphHelp, hanging_lines, output_width, table_lines, wrapped
-from plan import batch_file, elastic, run_report
+from config.command_line import CommandParser
+from config.terminal import hanging_lines, output_width, table_lines, wrapped
+from config.values import Values
+from plan import batch_file, elastic, run_limits, run_report
 from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, longest_phase, no_layout_text
 from plan.auto import arguments as arguments_of_layout
 from plan.cost import Cluster, cluster
 from plan.count import flops_per_token, parameters
 from plan.efficiency import CLASSES, Fitted, class_of, efficiency_of
+from plan.gpu_choice import choose_gpus
 from plan.job import check_routing
 from plan.near_ties import NEAR, difference, near_groups
+from plan.run_report import RunQuestion
 from plan.search import (
     TRANSIENT_BYTES,
     Found,
@@ -64,17 +79,17 @@ ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
 LABEL_WIDTH = 9  # columns
 
 BOOTSTRAPS = 200  # fits of the law to runs drawn again, for the interval of a loss
+RECIPES_FIRST_TO_GO = ("layout", "MFU", "step s")
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.plan",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
-    add("name", nargs="?", help="recipe")
+    add("name", nargs="?", help="recipe; several, with commas: what a limit gives each")
     add("--gpus", type=parse_span, metavar="N|MIN:MAX", help="of the job; MIN:MAX: of an elastic one")
     add("--cluster", help="a cluster of configs/clusters.yaml")
     add("--top", type=int, default=TOP, help="layouts in the table")
@@ -89,86 +104,86 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+class AskedJob(NamedTuple):
+    """A job to plan. note: about its phase, or "". numbers: of GPUs that come into question; they rise.
+    fixed: what is not searched. question: about the whole run; None without one."""
+
+    name: str
+    cfg: Config
+    note: str
+    numbers: list[int]
+    fixed: Values
+    question: RunQuestion | None
+
+
 def main(argv: list[str]) -> int:
     args, rest = arguments().parse_known_args(argv)
     if args.published:
         print_published(args.fit)
         return 0
-    if not args.name or args.gpus is None or not args.cluster:
-        raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
-                          "as llama3-8b --gpus 64 --cluster h100-ib")
+
+    # what is asked
     check_arguments(args)
-    questions = {text: parse_what_if(text) for text in args.what_if}
-    least, most = args.gpus
-    if least < most:
+    what_ifs = {text: parse_what_if(text) for text in args.what_if}
+    if args.gpus is not None and args.gpus[0] < args.gpus[1]:
         return print_elastic(args, rest)
-    args.gpus = most
     hardware = cluster(args.cluster)
-    shape = batch_file.NodeShape(0, 0)
     if args.sbatch:
-        shape = batch_file.node_shape(args.gpus, hardware.node)
+        batch_file.node_shape(args.gpus[1] if args.gpus else hardware.node, hardware.node)
         batch_file.check_writable(args.sbatch)
+    jobs = asked_jobs(args, rest, hardware)
+    if len(jobs) > 1:
+        return print_recipes(args, jobs, hardware)
+    (job,) = jobs
 
-    whole = config.resolve(args.name, None, rest)
-    unused.check_unused(whole, args.gpus, but=SEARCHED)  # as train.py does
-    cfg, phase_note = phase_to_plan(whole)
-    check_plannable(cfg, hardware)
-
-    question = None
-    if args.tokens is not None:
-        law = fitted_law(Path(args.law)) if args.law else None
-        question = run_report.question_of(args, cfg, args.gpus, hardware, law)
-
-    fixed = fixed_values(cfg, config.stated_keys(None, rest))
+    # the layouts, on the number of GPUs that is given or found
     started = time.perf_counter()
-    target = Target(args.gpus, hardware, efficiency_of(hardware))
-    result = search(cfg, target, fixed, args.top, near=NEAR)
-    found, counts = result.found, result.counts
+    search_on = searcher(job, hardware, args.top)
+    gpus, choice = job.numbers[0], None
+    if args.gpus is None:
+        assert job.question is not None  # check_arguments
+        choice = choose_gpus(
+            job.numbers, search_on, question=job.question, cfg=job.cfg, hardware=hardware, say=to_stderr
+        )
+        gpus = choice.gpus
+    result, target = search_on(gpus), target_of(gpus, hardware)
     seconds = time.perf_counter() - started
-    if not found:
-        raise ConfigError(f"--gpus: {no_layout_text(cfg, target, fixed, result, args.name)}")
+    if not result.found:
+        raise ConfigError(f"--gpus: {no_layout_text(job.cfg, target, job.fixed, result, job.name)}")
 
     # as numbers
-    reports = reports_of(found, args, hardware)
-    best = near_groups(found)[0][0]
-    lines_of_run: dict[str, str] = {}
-    if question is not None:
-        run = run_report.run_of(question, best.cfg, best.forecast.step, args.gpus, hardware)
-        reports[0]["run"] = run_report.numbers_of(run, question, best.cfg, hardware)
-        lines_of_run = run_report.lines_of(run, question, best.cfg, hardware)
-    if questions:
+    reports = reports_of(result.found, args.top, gpus, hardware)
+    best = near_groups(result.found)[0][0]
+    lines_of_run = {"gpus": choice.text} if choice is not None else {}
+    if choice is not None:
+        reports[0]["priced"] = choice.priced
+    if job.question is not None:
+        run = run_report.run_of(job.question, best.cfg, best.forecast.step, gpus, hardware)
+        reports[0]["run"] = run_report.numbers_of(run, job.question, best.cfg, hardware)
+        lines_of_run |= run_report.lines_of(run, job.question, best.cfg, hardware)
+    if what_ifs:
         reports[0]["what_if"] = [
-            answer(question, cfg, target, fixed, best) | {"what": text, "assumed": assumed}
-            for text, (question, assumed) in questions.items()
+            answer(what_if, job.cfg, target, job.fixed, best) | {"what": text, "assumed": assumed}
+            for text, (what_if, assumed) in what_ifs.items()
         ]
     words = f"{args.name} {settings(rest, reports[0]['arguments'].split())}"
     if args.sbatch:
-        reports[0]["sbatch"] = write_batch(args, shape, reports[0], words)
+        reports[0]["sbatch"] = write_batch(args, hardware, reports[0], words)
     if args.json:
         print("\n".join(map(json.dumps, reports)))
         return 0
 
     # as text
     width = output_width()
-    for text in (headline(cfg, args), phase_note):
+    for text in (headline(job.cfg, args, gpus), job.note):
         if text:
             print("\n".join(wrapped(text, width)))
+    counts = result.counts
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
-    print("\n".join(table(reports, width)))
-    if reports[1:]:
-        print("\n".join(labelled("second", reports[1]["against_first"]["text"], width)))
-    print("\n".join(["", *memory_lines(reports[0])]))
-    fitted = CLASSES.get(class_of(hardware.gpu))
-    if fitted is not None:
-        print("\n".join(["", *wrapped(range_text(best.forecast.step, fitted), width)]))
-    if questions:
-        print("\n".join(["", *what_if_lines(reports[0], width)]))
-    if lines_of_run:
-        print()
-    for what, text in lines_of_run.items():
-        print("\n".join(labelled(what, text, width)))
+    print_reports(reports, lines_of_run, hardware, width)
     print()
     if args.sbatch:
+        shape = batch_file.node_shape(gpus, hardware.node)
         nodes = "1 node" if shape.nodes == 1 else f"{shape.nodes} nodes"
         text = f"sbatch {args.sbatch} · {nodes} of {gpu_count(shape.gpus)}"
         print("\n".join(labelled("batch", text, width)))
@@ -176,12 +191,92 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def print_reports(
+    reports: list[dict], lines_of_run: dict[str, str], hardware: Cluster, width: int | None
+) -> None:
+    """The table, and what is said of its best layout, in blocks with a blank line before each."""
+    best = reports[0]
+    print("\n".join(table(reports, width)))
+    if reports[1:]:
+        print("\n".join(labelled("second", reports[1]["against_first"]["text"], width)))
+    print("\n".join(["", *memory_lines(best)]))
+    fitted = CLASSES.get(class_of(hardware.gpu))
+    if fitted is not None:
+        print("\n".join(["", *wrapped(range_text(best["step_s"], fitted), width)]))
+    if "what_if" in best:
+        print("\n".join(["", *what_if_lines(best, width)]))
+    if lines_of_run:
+        print()
+    for what, text in lines_of_run.items():
+        print("\n".join(labelled(what, text, width)))
+
+
+def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Cluster) -> int:
+    """Prints what the limit buys each of several recipes: by the loss where a law is given, else the largest
+    first. Returns 2 if none has a layout."""
+    reports: list[dict] = []
+    for job in jobs:
+        result = searcher(job, hardware, args.top)(job.numbers[0])
+        if not result.found:
+            to_stderr(f"{job.name}: no layout fits on {gpu_count(job.numbers[0])} of {args.cluster}")
+            continue
+        assert job.question is not None  # check_arguments
+        best = near_groups(result.found)[0][0]
+        run = run_report.run_of(job.question, best.cfg, best.forecast.step, job.numbers[0], hardware)
+        numbers = run_report.numbers_of(run, job.question, best.cfg, hardware)
+        size = parameters(best.cfg.model)["total"]
+        reports.append({"name": job.name, "parameters": size} | report(best, job.numbers[0], hardware)
+                       | {"run": numbers})
+    reports.sort(key=lambda each: each["run"].get("loss", -each["parameters"]))
+    if args.json:
+        print("\n".join(map(json.dumps, reports)))
+    elif reports:
+        rows = list(map(recipe_row, reports))
+        print("\n".join(table_lines(rows, to_left=("recipe", "layout"), first_to_go=RECIPES_FIRST_TO_GO,
+                                    width=output_width(), whole_in="--json")))
+    return 0 if reports else 2
+
+
+def recipe_row(numbers: dict) -> dict[str, str]:
+    """{column: its text} of one recipe."""
+    run = numbers["run"]
+    row = {
+        "recipe": numbers["name"],
+        "parameters": f"{numbers['parameters'] / 1e9:,.2f}B",
+        "layout": numbers["layout"],
+        "step s": f"{numbers['step_s']:.3f}",
+        "MFU": f"{numbers['mfu']:.1%}",
+        "tokens": run_report.tokens_text(run),
+        "a parameter": run_report.ratio(run["tokens"] / numbers["parameters"]),
+    }
+    if "loss" in run:
+        low, high = run["loss_interval"]
+        row["loss (95 %)"] = f"{run['loss']:.3f} ({low:.3f} to {high:.3f})"
+    return row
+
+
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ConfigError if they contradict each other, or are out of range."""
+    """Raises ConfigError if they are too few, contradict each other, or are out of range."""
+    is_open = run_report.is_asked(args) or args.most_gpus is not None
+    if not args.name or not args.cluster or (args.gpus is None and not is_open):
+        raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
+                          "as llama3-8b --gpus 64 --cluster h100-ib")
     run_report.check_asked(args)
+    if "," in args.name and (args.gpus is None or args.tokens is not None or not run_report.is_asked(args)):
+        raise ConfigError(f"{args.name}: several recipes are compared by the tokens that --days D, or "
+                          "--budget USD --price P, gives each on --gpus N; give these, and no --tokens")
+    for option in ("sbatch", "what_if"):
+        if "," in args.name and getattr(args, option):
+            raise ConfigError(f"--{option.replace('_', '-')}: is of one recipe, not of {args.name}")
+    if args.most_gpus is not None and args.most_gpus < 1:
+        raise ConfigError("--most-gpus: must be at least 1")
+    if args.top < 1:
+        raise ConfigError("--top: must be at least 1")
+    if args.gpus is None:
+        return
     least, most = args.gpus
-    if least < 1 or args.top < 1:
-        raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
+    if least < 1:
+        raise ConfigError("--gpus: must be at least 1")
     if least > most:
         raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
     for option in ("sbatch", "what_if"):
@@ -190,7 +285,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{named}: is of a job on one number of GPUs, as --gpus 64")
 
 
-def reports_of(found: list[Found], args: argparse.Namespace, hardware: Cluster) -> list[dict]:
+def reports_of(found: list[Found], top: int, gpus: int, hardware: Cluster) -> list[dict]:
     """The report of each layout that is shown, by groups of near ties; beside it, how it differs from the
     first."""
     groups = near_groups(found)
@@ -198,12 +293,12 @@ def reports_of(found: list[Found], args: argparse.Namespace, hardware: Cluster) 
     reports: list[dict] = []
     for number, group in enumerate(groups, start=1):
         for layout in group:
-            numbers = {"group": number} | report(layout, args.gpus, hardware)
+            numbers = {"group": number} | report(layout, gpus, hardware)
             if reports:
                 against_first = difference(layout, first)
                 numbers["against_first"] = asdict(against_first) | {"text": str(against_first)}
             reports.append(numbers)
-    return reports[:args.top]
+    return reports[:top]
 
 
 def labelled(what: str, text: str, width: int | None) -> list[str]:
@@ -211,9 +306,10 @@ def labelled(what: str, text: str, width: int | None) -> list[str]:
     return hanging_lines(f"{what:<{LABEL_WIDTH}}", text, width)
 
 
-def write_batch(args: argparse.Namespace, shape: batch_file.NodeShape, best: dict, words: str) -> dict:
+def write_batch(args: argparse.Namespace, hardware: Cluster, best: dict, words: str) -> dict:
     """Writes the file of --sbatch; returns what --json has of it. best: the report of the layout."""
-    title = (f"{args.name} on {gpu_count(args.gpus)} of {args.cluster}: {best['layout']}, "
+    shape = batch_file.node_shape(best["gpus"], hardware.node)
+    title = (f"{args.name} on {gpu_count(best['gpus'])} of {args.cluster}: {best['layout']}, "
              f"forecast to take {best['step_s']:.3f} s a step (scripts.plan).")
     text = batch_file.batch_text(shape, title=title, file=args.sbatch, name=args.name, words=words)
     batch_file.write_batch_file(args.sbatch, text)
@@ -278,9 +374,12 @@ def settings(given: list[str], of_layout: list[str]) -> str:
 
 
 def parse_span(text: str) -> tuple[int, int]:
-    """8 is (8, 8), and 4:8 is (4, 8). Raises ValueError."""
+    """8 is (8, 8), and 4:8 is (4, 8). Raises ArgumentTypeError."""
     least, _, most = text.rpartition(":")
-    return int(least or most), int(most)
+    try:
+        return int(least or most), int(most)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected N or MIN:MAX, as 64 or 4:8, got {text!r}") from None
 
 
 def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
@@ -365,6 +464,49 @@ def check_plannable(cfg: Config, hardware: Cluster) -> None:
     check_routing(cfg)
 
 
+def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> list[AskedJob]:
+    """The job of each recipe. Raises ConfigError if one cannot be planned."""
+    numbers = numbers_to_try(args, hardware)
+    law = fitted_law(Path(args.law)) if args.law else None
+    jobs: list[AskedJob] = []
+    for name in args.name.split(","):
+        whole = config.resolve(name, None, rest)
+        unused.check_unused(whole, numbers[-1], but=SEARCHED)  # as train.py does
+        cfg, note = phase_to_plan(whole)
+        check_plannable(cfg, hardware)
+        question = None
+        if run_report.is_asked(args):
+            question = run_report.question_of(args, cfg, hardware, law)
+        fixed = fixed_values(cfg, config.stated_keys(None, rest))
+        jobs.append(AskedJob(name, cfg, note, numbers, fixed, question))
+    return jobs
+
+
+def searcher(job: AskedJob, hardware: Cluster, top: int) -> Callable[[int], SearchResult]:
+    """A search for the layouts of a job on so many GPUs, which is made once for each number."""
+
+    @functools.cache
+    def search_on(gpus: int) -> SearchResult:
+        return search(job.cfg, target_of(gpus, hardware), job.fixed, top, near=NEAR)
+
+    return search_on
+
+
+def numbers_to_try(args: argparse.Namespace, hardware: Cluster) -> list[int]:
+    """The numbers of GPUs that come into question: that of --gpus, or those among which one is looked for."""
+    if args.gpus is not None:
+        return [args.gpus[1]]
+    return run_limits.numbers_of_gpus(hardware.node, args.most_gpus or run_report.MOST_GPUS)
+
+
+def to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def target_of(gpus: int, hardware: Cluster) -> Target:
+    return Target(gpus, hardware, efficiency_of(hardware))
+
+
 def phase_to_plan(cfg: Config) -> tuple[Config, str]:
     """Of a run with train.phases: the config of the phase with the longest sequences, and a line about it."""
     longest, phases = longest_phase(cfg), phases_of(cfg).all
@@ -384,6 +526,7 @@ def report(layout: Found, world: int, hardware: Cluster) -> dict:
     flops = tokens * flops_per_token(layout.cfg.model, train.seq_len)
     peak_flops = hardware.flops["bf16" if train.dtype == "fp8" else train.dtype]
     return {
+        "gpus": world,
         "layout": layout_text(layout.cfg, world),
         "step_s": step,
         "tokens_per_s_per_gpu": tokens / step / world,
@@ -404,7 +547,7 @@ def report(layout: Found, world: int, hardware: Cluster) -> dict:
     }
 
 
-def headline(cfg: Config, args: argparse.Namespace) -> str:
+def headline(cfg: Config, args: argparse.Namespace, gpus: int) -> str:
     """The job in one line."""
     counted, train = parameters(cfg.model), cfg.train
     total = counted["total"] / 1e9
@@ -412,7 +555,7 @@ def headline(cfg: Config, args: argparse.Namespace) -> str:
     tokens = train.global_batch * train.seq_len
     return (f"{args.name}: {total:.1f}B parameters ({active:.1f}B per token)"
             f" · {train.global_batch:,} x {train.seq_len:,} = {tokens / 1e6:.1f}M tokens per step"
-            f" · {train.dtype} · {gpu_count(args.gpus)} of {args.cluster}")
+            f" · {train.dtype} · {gpu_count(gpus)} of {args.cluster}")
 
 
 def table(reports: list[dict], width: int | None) -> list[str]:

@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from config import ConfigError, DataConfig, provenance, usable_cores
-from config.terminal import ParagraphHelp, hanging_lines, output_width
+from config.command_line import CommandParser
+from config.terminal import hanging_lines, output_width
 from data import prepare
 from data.chat import FIXED_DATE, parsed_date
 from data.documents import COMPRESSED, KINDS
@@ -44,13 +45,11 @@ LABEL_WIDTH = 10  # of the words on the left of the report
 def arguments() -> argparse.ArgumentParser:
     assert __doc__
     description, epilog = __doc__.split("\n\n", 1)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.prepare_data",
         description=description,
         epilog=epilog,
-        formatter_class=ParagraphHelp,
     )
-    parser.error = lambda message: parser.exit(USER_MISTAKE, f"error: {message}; see --help\n")  # one line
     add = parser.add_argument
     add("--input", nargs="+", metavar="FILE",
         help=f"files, folders or globs of {' '.join(KINDS)} (also {', '.join(COMPRESSED)}; text: one "
@@ -94,15 +93,25 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, bool]:
+    """(the options, whether data that is there is to be shown and none made). Raises ConfigError."""
     parser = arguments()
-    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.out = str(pathlib.Path(args.out))  # without a slash at its end
     missing = [f"--{name}" for name in ("input", "tokenizer") if getattr(args, name) is None]
     is_shown_alone = args.show is not None and len(missing) == 2
     if missing and not is_shown_alone:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
+    return args, is_shown_alone
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        args, is_shown_alone = parse(argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_MISTAKE
     progress = Progress(sys.stderr)
     try:
         if args.date is not None:

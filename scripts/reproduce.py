@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 
 from config import CheckpointConfig, ConfigError, Tree, code_hash, provenance
+from config.command_line import CommandParser
 from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.provenance import GitError, git
 from config.run_name import IDLE
-from config.terminal import ParagraphHelp, output_width, wrapped
+from config.terminal import output_width, wrapped
 from data.indexed import IndexedDataset
 from data.raw import ENDS, RawShards
 from data.tokenizer import load_tokenizer
@@ -35,10 +36,9 @@ DIFFERENT = 1  # exit code: the losses are not the same
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.reproduce",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder (default: RUN-again)")

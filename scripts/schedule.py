@@ -17,7 +17,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from torch import Tensor
 import config
 from build import TrainingRun, build_run
 from config import Config, ConfigError
-from config.terminal import ParagraphHelp, output_width, wrapped
+from config.command_line import CommandParser
+from config.terminal import output_width, wrapped
 from model.schedules import plan_pipeline
 from parallel.microbatch import Microbatch
 from parallel.pipeline import executor as pipeline
@@ -65,13 +66,6 @@ OVERLAPPED = ", overlapped "  # before the second formula of such a schedule
 
 # ---- command line ----------------------------------------------------------------------------------------
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
-
-
 def number(least: float) -> Callable[[str], Fraction]:
     """A parser of exact numbers from `least` to 1e9."""
     def read(word: str) -> Fraction:
@@ -84,11 +78,10 @@ def number(least: float) -> Callable[[str], Fraction]:
     return read
 
 
-def arguments() -> Parser:
-    parser = Parser(
+def arguments() -> argparse.ArgumentParser:
+    parser = CommandParser(
         prog="python -m scripts.schedule",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     positive, not_negative = number(1e-6), number(0)

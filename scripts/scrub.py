@@ -18,7 +18,7 @@ from checkpoint.files import IntegrityError, forget_cached
 from checkpoint.folder import NewerFormat
 from checkpoint.mirror import refuse_url
 from config import ConfigError
-from config.terminal import ParagraphHelp
+from config.command_line import CommandParser
 from runtime.failure import fail_cleanly
 
 GOOD, DAMAGED, NEWER = "good", "damaged", "newer"
@@ -26,10 +26,9 @@ EXIT_CODES = {DAMAGED: IntegrityError.exit_code, NEWER: 2, GOOD: 0}  # the first
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.scrub",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     parser.add_argument("places", nargs="+", metavar="RUN_OR_CHECKPOINT", help="folders of this machine")
     return parser

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from config import ConfigError
+from config.command_line import CommandParser
 from config.parts import part_of
-from config.terminal import ParagraphHelp
 from proof.mutate import cover, table
 from proof.mutate.checkout import ROOT, copy_checkout
 from proof.mutate.control import Controls
@@ -38,10 +38,9 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.mutate",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     parser.add_argument(
         "--only",

@@ -24,7 +24,6 @@ Overrides, as train.py takes them, prove an edit of the model without a new reci
 is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells vary
 (--only chooses those) and keys that the proof needs.
 """
-import argparse
 import difflib
 import json
 import math
@@ -37,8 +36,9 @@ from pathlib import Path
 
 import config
 from config import ConfigError
+from config.command_line import CommandParser
 from config.parts import part_of
-from config.terminal import ParagraphHelp, hanging_lines, output_width
+from config.terminal import hanging_lines, output_width
 from model.schedules import plan_pipeline
 from proof import lattice, mup, precision
 from proof.lattice import Lattice, Values
@@ -89,10 +89,9 @@ def main(argv: list[str]) -> int:
 
 def parse_options(argv: list[str]) -> Namespace:
     """The command line without overrides. Raises ConfigError if a value is out of its range."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m scripts.verify",
         description=__doc__,
-        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("name", help="recipe whose model is proved (a tiny twin)")

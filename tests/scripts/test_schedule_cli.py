@@ -129,7 +129,7 @@ def test_the_measured_step_is_drawn_beside_the_simulated_one(capsys, tmp_path):
         ("--kind interleaved --pp 4 --micro 6", "take 4 or 8"),
         ("--kind 1f1b --pp 0 --micro 4", "--pp: expected at least 1"),
         ("--kind 1f1b --pp 4 --micro -1", "--micro: expected at least 1"),
-        ("--kind 1f1b --pp x --micro 4", "--pp: invalid int value"),
+        ("--kind 1f1b --pp x --micro 4", "--pp: expected a whole number, got 'x'"),
         ("--kind 1f1b --pp 4 --micro 4 --vpp 2", "1f1b has 1 chunk"),
         ("--kind 1f1b --pp 4 --micro 4 --w 0", "--w: expected a number"),
         ("--kind 1f1b --pp 4 --micro 4 --hop nan", "--hop: expected"),

@@ -1,0 +1,36 @@
+"""The options of a command: a mistake in them is one line that names the option and the way out."""
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from config.strict import ConfigError
+from config.terminal import ParagraphHelp
+
+# argparse's messages, and what is said in their place; the first that matches
+REWORDED = (
+    (r"argument (.+?): invalid int value: (.+)", r"\1: expected a whole number, got \2"),
+    (r"argument (.+?): invalid float value: (.+)", r"\1: expected a number, got \2"),
+    (r"the following arguments are required: (.+)", r"\1: missing; {prog} --help has the options"),
+    (r"(unrecognized arguments: .+)", r"\1; {prog} --help has the options"),
+    (r"argument (.+)", r"\1"),
+)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, and whose page shows its description as it is written."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **{"formatter_class": ParagraphHelp, **keywords})
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(reworded(message, self.prog))
+
+
+def reworded(message: str, prog: str) -> str:
+    """What argparse says of a mistake, by the option first. prog: of the command."""
+    for pattern, said in REWORDED:
+        match = re.fullmatch(pattern, message, re.DOTALL)
+        if match is not None:
+            return match.expand(said).replace("{prog}", prog)
+    return message
