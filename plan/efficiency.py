@@ -21,6 +21,13 @@ class Class(NamedTuple):
         return f"{self.generation} {self.kind}"
 
 
+class StepRange(NamedTuple):
+    """Measured / forecast of 80 % of some runs: from `low` to `high`. of: those runs, in words."""
+    low: float
+    high: float
+    of: str
+
+
 class Fitted(NamedTuple):
     """range: of measured / forecast, that of 80 % of the class's judged rows (10th and 90th percentile).
     rows: how many those are."""
@@ -76,15 +83,21 @@ CLASSES: dict[Class, Fitted] = {
     )),
 }
 
-# Of measured / forecast of a judged run, where another of its model and source has set the proportion
-# (plan/measured.py): 80 % of 236 pairs.
-MEASURED_RANGE = (0.82, 1.21)
+# Measured / forecast of a judged run, where another of its model and source has set the proportion
+# (plan/measured.py).
 MEASURED_PAIRS = 236
+MEASURED_RANGE = StepRange(0.82, 1.21, f"{MEASURED_PAIRS} pairs of published runs of one model and source")
 
 
 def class_of(gpu: str, framework: str = "") -> Class:
     """gpu: see Cluster.gpu. framework: of plan/published.csv, or "" for our own code."""
     return Class(GENERATIONS.get(gpu, gpu), KINDS.get(framework, OURS))
+
+
+def range_of(cluster: Cluster) -> StepRange | None:
+    """Of forecasts for a cluster; None where no published run on such chips is judged."""
+    fitted = CLASSES.get(class_of(cluster.gpu))
+    return fitted and StepRange(*fitted.range, f"{fitted.rows} published runs on such chips")
 
 
 def efficiency_of(cluster: Cluster) -> Efficiency:

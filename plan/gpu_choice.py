@@ -74,7 +74,7 @@ def run_on(gpus: int, result: SearchResult, question: RunQuestion, hardware: Clu
         is_too_large = result.counts["too large"] > 0
         return PricedRun(gpus, None, result.smallest / hardware.memory if is_too_large else 1.0)
     best = near_groups(result.found)[0][0]
-    forecast = run_of(question, best.cfg, best.forecast.step, gpus, hardware)
+    forecast = run_of(question, best.cfg, best.forecast.step, gpus, step_range=None)
     return PricedRun(gpus, forecast.likely)
 
 

@@ -10,14 +10,23 @@ from typing import NamedTuple
 
 import config
 from config import Config, ConfigError
-from plan.cost import Efficiency, forecast
+from plan.cost import Cluster, Efficiency, forecast
+from plan.efficiency import MEASURED_RANGE, StepRange, efficiency_of, range_of
 from plan.job import check_routing
-from plan.search import Target, job_of
+from plan.search import job_of
 
 KEY = "--measured"
 MOST = 5.0  # times the forecast, or a part of it: more is another machine
 SECONDS = ("hop", "op", "route", "micro")  # fields of Efficiency
 AS_IT_IS = ("hidden", "relayed")  # all others are shares of what a data sheet says
+
+
+class Rates(NamedTuple):
+    """What forecasts for a cluster rest on. range: of what runs take, None where that is not known. note: of
+    the measured step, "" without one."""
+    efficiency: Efficiency
+    range: StepRange | None
+    note: str = ""
 
 
 class MeasuredStep(NamedTuple):
@@ -26,6 +35,18 @@ class MeasuredStep(NamedTuple):
     cfg: Config
     world: int
     seconds: float
+
+
+def rates_of(hardware: Cluster, run: Path | None = None) -> Rates:
+    """run: the folder of a run on such GPUs, which sets the proportion. Raises ConfigError."""
+    efficiency = efficiency_of(hardware)
+    if run is None:
+        return Rates(efficiency, range_of(hardware))
+    measured = read_measured(run)
+    ratio = times_the_forecast(measured, hardware, efficiency)
+    note = (f"a step of {run.name} took {measured.seconds:.3f} s, {ratio:.2f} times the forecast of its job; "
+            "all times here are in this proportion")
+    return Rates(scaled(efficiency, ratio), MEASURED_RANGE, note)
 
 
 def read_measured(run: Path) -> MeasuredStep:
@@ -44,15 +65,14 @@ def read_measured(run: Path) -> MeasuredStep:
     return MeasuredStep(run, cfg, world, cfg.train.global_batch * cfg.train.seq_len / speed)
 
 
-def times_the_forecast(measured: MeasuredStep, target: Target) -> float:
+def times_the_forecast(measured: MeasuredStep, hardware: Cluster, efficiency: Efficiency) -> float:
     """Measured / forecast. Raises ConfigError if the run was not on such GPUs."""
     check_routing(measured.cfg)
-    hardware = target.cluster
     if measured.cfg.train.dtype not in hardware.flops:
         raise ConfigError(f"{KEY}: {measured.run}: trained in {measured.cfg.train.dtype}, for which "
                           f"{hardware.name} has no figure in configs/clusters.yaml; give another run")
     job, microbatches = job_of(measured.cfg, measured.world)
-    expected = forecast(job, microbatches, hardware, target.efficiency).step
+    expected = forecast(job, microbatches, hardware, efficiency).step
     ratio = measured.seconds / expected
     if not 1 / MOST < ratio < MOST:
         took = f"a step took {measured.seconds:.3g} s"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from config import Config, ConfigError, ParallelConfig
 from plan.cost import Cluster
 from plan.count import parameters
-from plan.efficiency import CLASSES, class_of
+from plan.efficiency import StepRange
 from plan.job import job_of_rank
 from plan.memory import kept_bytes
 from plan.run_limits import most_steps
@@ -194,7 +194,9 @@ class RunForecast(NamedTuple):
     bought: tuple[float, float] | None = None
 
 
-def run_of(question: RunQuestion, cfg: Config, step: float, gpus: int, hardware: Cluster) -> RunForecast:
+def run_of(
+    question: RunQuestion, cfg: Config, step: float, gpus: int, step_range: StepRange | None
+) -> RunForecast:
     """step: seconds. Each of its runs saves where it loses least.
 
     Raises ConfigError if the limit has no room for a step.
@@ -213,10 +215,9 @@ def run_of(question: RunQuestion, cfg: Config, step: float, gpus: int, hardware:
     if not tokens:
         option = "days" if question.days is not None else "budget"
         raise ConfigError(f"--{option}: one step of {step:.3g} s is not within {question.limit}; raise it")
-    fitted = CLASSES.get(class_of(hardware.gpu))
-    if fitted is None:
+    if step_range is None:
         return RunForecast(run(tokens, step), None, tokens)
-    low, high = (share * step for share in fitted.range)
+    low, high = step_range.low * step, step_range.high * step
     bought = (most_tokens(high), most_tokens(low)) if question.tokens is None else None
     return RunForecast(run(tokens, step), (run(tokens, low), run(tokens, high)), tokens, bought)
 

@@ -27,8 +27,10 @@ With --sbatch FILE: a batch file of SLURM that runs the best layout (scripts/slu
 With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
 GPUs, or that it has none there, as where the fullest rank of fewer GPUs would hold more than one has.
 
+With --measured RUN: a run of train.py on such GPUs sets the proportion of all times.
+
 Bytes are those that our code exchanges (plan/bytes.py: exact) and holds (plan/memory.py: within some
-percent). Times come from a model of the chip and its links (plan/cost.py), which is fitted to published
+percent, which layouts leave free where one can). Times come from a model of the chip and its links (plan/cost.py), which is fitted to published
 measurements: --published shows forecasts beside measurements, both those of the fit and others.
 """
 import argparse
@@ -53,19 +55,21 @@ from plan.auto import TOP, check_dtype, fixed_values, gpu_count, layout_text, lo
 from plan.auto import arguments as arguments_of_layout
 from plan.cost import Cluster, cluster
 from plan.count import flops_per_token, parameters
-from plan.efficiency import CLASSES, Fitted, class_of, efficiency_of
+from plan.efficiency import CLASSES, StepRange
 from plan.gpu_choice import choose_gpus
 from plan.job import check_routing
+from plan.measured import Rates, rates_of
 from plan.near_ties import NEAR, difference, near_groups
 from plan.run_report import RunQuestion
 from plan.search import (
+    MARGIN,
     TRANSIENT_BYTES,
     Found,
     SearchResult,
     Target,
     price,
-    search,
 )
+from plan.search_processes import best_layouts, search_on_cores
 from plan.what_if import WhatIf, cluster_under, parse_what_if
 from runtime.failure import fail_cleanly
 from scaling.laws import CHINCHILLA, fit_law
@@ -98,6 +102,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--what-if", action="append", default=[], metavar="K=V", dest="what_if",
         help="the best layout with links=0.5, slow-rank=1.2 or jitter=0.05, and whether it stays the best "
         "(can be given more than once)")
+    add("--measured", type=Path, metavar="RUN", help="a run of train.py on this cluster: forecasts are in "
+        "proportion to its step")
     add("--published", action="store_true", help="instead: show forecasts beside published measurements")
     add("--fit", action="store_true", help="with --published: fit the constants now")
     run_report.add_arguments(parser)
@@ -132,21 +138,22 @@ def main(argv: list[str]) -> int:
         batch_file.node_shape(args.gpus[1] if args.gpus else hardware.node, hardware.node)
         batch_file.check_writable(args.sbatch)
     jobs = asked_jobs(args, rest, hardware)
+    rates = rates_of(hardware, args.measured)
     if len(jobs) > 1:
-        return print_recipes(args, jobs, hardware)
+        return print_recipes(args, jobs, hardware, rates)
     (job,) = jobs
 
     # the layouts, on the number of GPUs that is given or found
     started = time.perf_counter()
-    search_on = searcher(job, hardware, args.top)
+    search_on = searcher(job, hardware, rates, args.top)
     gpus, choice = job.numbers[0], None
     if args.gpus is None:
         assert job.question is not None  # check_arguments
         choice = choose_gpus(
-            job.numbers, search_on, question=job.question, cfg=job.cfg, hardware=hardware, say=to_stderr
+            job.numbers, lambda gpus: search_on(gpus)[0], question=job.question, cfg=job.cfg, hardware=hardware, say=to_stderr
         )
         gpus = choice.gpus
-    result, target = search_on(gpus), target_of(gpus, hardware)
+    result, target = search_on(gpus)
     seconds = time.perf_counter() - started
     if not result.found:
         raise ConfigError(f"--gpus: {no_layout_text(job.cfg, target, job.fixed, result, job.name)}")
@@ -158,7 +165,7 @@ def main(argv: list[str]) -> int:
     if choice is not None:
         reports[0]["priced"] = choice.priced
     if job.question is not None:
-        run = run_report.run_of(job.question, best.cfg, best.forecast.step, gpus, hardware)
+        run = run_report.run_of(job.question, best.cfg, best.forecast.step, gpus, rates.range)
         reports[0]["run"] = run_report.numbers_of(run, job.question, best.cfg, hardware)
         lines_of_run |= run_report.lines_of(run, job.question, best.cfg, hardware)
     if what_ifs:
@@ -175,12 +182,14 @@ def main(argv: list[str]) -> int:
 
     # as text
     width = output_width()
-    for text in (headline(job.cfg, args, gpus), job.note):
+    for text in (headline(job.cfg, args, gpus), job.note, rates.note):
         if text:
             print("\n".join(wrapped(text, width)))
     counts = result.counts
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
-    print_reports(reports, lines_of_run, hardware, width)
+    print_reports(reports, lines_of_run, rates.range, width)
+    if not target.leaves_margin:
+        print("\n".join(labelled("margin", no_margin_text(best), width)))
     print()
     if args.sbatch:
         shape = batch_file.node_shape(gpus, hardware.node)
@@ -192,7 +201,7 @@ def main(argv: list[str]) -> int:
 
 
 def print_reports(
-    reports: list[dict], lines_of_run: dict[str, str], hardware: Cluster, width: int | None
+    reports: list[dict], lines_of_run: dict[str, str], step_range: StepRange | None, width: int | None
 ) -> None:
     """The table, and what is said of its best layout, in blocks with a blank line before each."""
     best = reports[0]
@@ -200,9 +209,8 @@ def print_reports(
     if reports[1:]:
         print("\n".join(labelled("second", reports[1]["against_first"]["text"], width)))
     print("\n".join(["", *memory_lines(best)]))
-    fitted = CLASSES.get(class_of(hardware.gpu))
-    if fitted is not None:
-        print("\n".join(["", *wrapped(range_text(best["step_s"], fitted), width)]))
+    if step_range is not None:
+        print("\n".join(["", *labelled("step", range_text(best["step_s"], step_range), width)]))
     if "what_if" in best:
         print("\n".join(["", *what_if_lines(best, width)]))
     if lines_of_run:
@@ -211,18 +219,18 @@ def print_reports(
         print("\n".join(labelled(what, text, width)))
 
 
-def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Cluster) -> int:
+def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Cluster, rates: Rates) -> int:
     """Prints what the limit buys each of several recipes: by the loss where a law is given, else the largest
     first. Returns 2 if none has a layout."""
     reports: list[dict] = []
     for job in jobs:
-        result = searcher(job, hardware, args.top)(job.numbers[0])
+        result, _ = searcher(job, hardware, rates, args.top)(job.numbers[0])
         if not result.found:
             to_stderr(f"{job.name}: no layout fits on {gpu_count(job.numbers[0])} of {args.cluster}")
             continue
         assert job.question is not None  # check_arguments
         best = near_groups(result.found)[0][0]
-        run = run_report.run_of(job.question, best.cfg, best.forecast.step, job.numbers[0], hardware)
+        run = run_report.run_of(job.question, best.cfg, best.forecast.step, job.numbers[0], rates.range)
         numbers = run_report.numbers_of(run, job.question, best.cfg, hardware)
         size = parameters(best.cfg.model)["total"]
         reports.append({"name": job.name, "parameters": size} | report(best, job.numbers[0], hardware)
@@ -279,7 +287,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--gpus: must be at least 1")
     if least > most:
         raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
-    for option in ("sbatch", "what_if"):
+    for option in ("sbatch", "what_if", "measured"):
         if least < most and getattr(args, option):
             named = option.replace("_", "-")
             raise ConfigError(f"--{named}: is of a job on one number of GPUs, as --gpus 64")
@@ -322,7 +330,7 @@ def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, objec
     changed = replace(target, cluster=cluster_under(target.cluster, question), what_if=question)
     stays = price(best.cfg, changed, SearchResult())
     assert stays is not None  # its bytes are the same
-    found = search(cfg, changed, fixed, 1, near=NEAR).found
+    found = search_on_cores(cfg, changed, fixed, 1, near=NEAR).found
     is_best = stays.forecast.step <= (1 + NEAR) * found[0].forecast.step
     then = stays if is_best else near_groups(found)[0][0]
     return {
@@ -482,12 +490,15 @@ def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> 
     return jobs
 
 
-def searcher(job: AskedJob, hardware: Cluster, top: int) -> Callable[[int], SearchResult]:
+def searcher(
+    job: AskedJob, hardware: Cluster, rates: Rates, top: int
+) -> Callable[[int], tuple[SearchResult, Target]]:
     """A search for the layouts of a job on so many GPUs, which is made once for each number."""
 
     @functools.cache
-    def search_on(gpus: int) -> SearchResult:
-        return search(job.cfg, target_of(gpus, hardware), job.fixed, top, near=NEAR)
+    def search_on(gpus: int) -> tuple[SearchResult, Target]:
+        target = Target(gpus, hardware, rates.efficiency)
+        return best_layouts(job.cfg, target, job.fixed, top, near=NEAR)
 
     return search_on
 
@@ -501,10 +512,6 @@ def numbers_to_try(args: argparse.Namespace, hardware: Cluster) -> list[int]:
 
 def to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def target_of(gpus: int, hardware: Cluster) -> Target:
-    return Target(gpus, hardware, efficiency_of(hardware))
 
 
 def phase_to_plan(cfg: Config) -> tuple[Config, str]:
@@ -582,11 +589,17 @@ def near_rule(size: int) -> str:
     return f"-- within {NEAR * 100:g} % of each other, the simplest first " if size > 1 else ""
 
 
-def range_text(step: float, fitted: Fitted) -> str:
-    """What the judged runs of the chip's class say of a forecast of so many seconds."""
-    low, high = fitted.range
-    return (f"step     of {fitted.rows} published runs on such chips 80 % took {low:.2f} to {high:.2f} times "
-            f"the forecast: {low * step:.3f} to {high * step:.3f} s")
+def range_text(step: float, known: StepRange) -> str:
+    """What published runs say of a forecast of so many seconds."""
+    low, high, runs = known
+    return (f"of {runs} 80 % took {low:.2f} to {high:.2f} times the forecast: {low * step:.3f} to "
+            f"{high * step:.3f} s")
+
+
+def no_margin_text(best: Found) -> str:
+    """That the best layout fits, but by less than the planner's own error."""
+    return (f"no layout leaves {MARGIN:.0%} of its tensors free ({best.held.margin / GIB:.1f} GiB), by which "
+            "the count of activations can be short; set what holds less, or try this one with a dry run")
 
 
 def memory_lines(numbers: dict) -> list[str]:

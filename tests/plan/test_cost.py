@@ -246,7 +246,7 @@ def test_ranges_are_those_of_the_judged_rows(judged):
 def test_the_range_in_proportion_to_a_measured_step_is_that_of_judged_pairs(judged):
     constants = {one: fitted.efficiency for one, fitted in CLASSES.items()}
     *found, pairs = published.paired_range([row for row, _ in judged], constants)
-    assert found == pytest.approx(MEASURED_RANGE, abs=0.006) and pairs == MEASURED_PAIRS
+    assert found == pytest.approx(MEASURED_RANGE[:2], abs=0.006) and pairs == MEASURED_PAIRS
 
 
 @pytest.mark.slow

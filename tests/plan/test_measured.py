@@ -9,11 +9,10 @@ from config import ConfigError
 from plan.cost import cluster, forecast
 from plan.efficiency import efficiency_of
 from plan.measured import read_measured, scaled, times_the_forecast
-from plan.search import Target, job_of
+from plan.search import job_of
 
 HARDWARE = cluster("h100-ib")
 EFFICIENCY = efficiency_of(HARDWARE)
-TARGET = Target(64, HARDWARE, EFFICIENCY)
 SETTINGS = ["--train.global_batch", "128", "--parallel.tp", "4", "--parallel.pp", "4"]
 
 
@@ -47,7 +46,7 @@ def test_the_forecast_of_the_measured_job_is_what_was_measured(tmp_path):
     context = config.resolve("llama3-8b", None, SETTINGS).train.seq_len
     expected = seconds("llama3-8b", 64, SETTINGS, EFFICIENCY)
     measured = read_measured(run_folder(tmp_path / "run", 128 * context / (1.2 * expected)))
-    ratio = times_the_forecast(measured, TARGET)
+    ratio = times_the_forecast(measured, HARDWARE, EFFICIENCY)
     assert ratio == pytest.approx(1.2, rel=1e-9)
     assert seconds("llama3-8b", 64, SETTINGS, scaled(EFFICIENCY, ratio)) == pytest.approx(measured.seconds)
 
@@ -65,14 +64,14 @@ def test_the_forecast_of_the_measured_job_is_what_was_measured(tmp_path):
 def test_a_run_that_says_nothing_of_the_cluster_is_refused(tmp_path, tokens_per_s, words, changed, message):
     folder = run_folder(tmp_path / "run", tokens_per_s, *words, **changed)
     with pytest.raises(ConfigError, match=message):
-        times_the_forecast(read_measured(folder), TARGET)
+        times_the_forecast(read_measured(folder), HARDWARE, EFFICIENCY)
 
 
 def test_a_dtype_of_which_the_cluster_knows_nothing_is_refused(tmp_path):
     hardware = cluster("a100-ib")
     folder = run_folder(tmp_path / "run", 1e5, "--train.dtype", "fp8")
     with pytest.raises(ConfigError, match="trained in fp8, for which a100-ib has no figure"):
-        times_the_forecast(read_measured(folder), Target(64, hardware, efficiency_of(hardware)))
+        times_the_forecast(read_measured(folder), hardware, efficiency_of(hardware))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
 from plan.count import parameters
-from plan.efficiency import CLASSES, OURS, Class, efficiency_of
+from plan.efficiency import CLASSES, MEASURED_RANGE, OURS, Class, efficiency_of
 from plan.near_ties import NEAR, near_groups
 from plan.run_report import checkpoint_bytes
 from plan.search import Target, search, set_keys
@@ -362,6 +362,38 @@ def test_a_whole_run_by_hand(capsys, tmp_path, monkeypatch):
     assert f"{run['steps']:,} steps" in said["run"] and f"${run['dollars']:,.0f}" in said["costs"]
     assert f"--checkpoint.every {run['checkpoint_every']} " in said["saves"]
     assert "times the parameters" in said["loss"] and "ETTR" in said["failures"]
+
+
+def test_a_measured_step_sets_the_proportion(capsys, tmp_path):
+    (found,) = found_by(ONE_LAYOUT, capsys)
+    cfg = config.resolve("qwen3-0.6b", None, [*ONE_LAYOUT[7:], *found["arguments"].split()])
+    speed = cfg.train.global_batch * cfg.train.seq_len / (1.25 * found["step_s"])
+    (tmp_path / "config.yaml").write_text(config.dump(cfg))
+    (tmp_path / "summary.json").write_text(json.dumps({"world": 8, "tokens_per_s": speed}))
+
+    argv = [*ONE_LAYOUT, "--measured", str(tmp_path), "--tokens", "1e9"]
+    (measured,) = found_by(argv, capsys)
+    assert measured["step_s"] == pytest.approx(1.25 * found["step_s"], rel=1e-6)
+    assert measured["layout"] == found["layout"]
+    assert plan.main(argv) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"a step of {tmp_path.name} took {1.25 * found['step_s']:.3f} s, 1.25 times the forecast" in said
+    assert f"80 % took {MEASURED_RANGE.low} to {MEASURED_RANGE.high} times the forecast" in said
+    low, high = (share * measured["run"]["days"] for share in MEASURED_RANGE[:2])
+    assert measured["run"]["days_interval"] == pytest.approx((low, high), rel=0.02)
+
+
+def test_a_layout_that_leaves_no_margin_is_said_to(capsys, monkeypatch):
+    argv = [*ONE_LAYOUT, "--parallel.recompute", "none"]
+    (found,) = found_by(argv, capsys)
+    hardware = replace(cluster("h100-ib"), memory=found["memory"])
+    monkeypatch.setattr(plan, "cluster", lambda name: hardware)
+    assert plan.main(argv) == 0
+    assert "margin   no layout leaves 2% of its tensors free" in capsys.readouterr().out
+    roomy = replace(hardware, memory=1.03 * found["memory"])
+    monkeypatch.setattr(plan, "cluster", lambda name: roomy)
+    assert plan.main(argv) == 0
+    assert "margin " not in capsys.readouterr().out
 
 
 def test_numbers_of_a_run_have_the_range_of_the_step(capsys):

@@ -125,7 +125,7 @@ def test_recipes_by_what_a_limit_gives_each(capsys, tmp_path, monkeypatch):
     ],
 )
 def test_what_leaves_too_much_open_or_nothing_is_refused_before_a_search(words, says, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "search", None)
+    monkeypatch.setattr(plan, "best_layouts", None)
     assert fail_cleanly(plan.main, [*OPEN, *words.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {says}") and said.count("\n") == 1
