@@ -116,5 +116,6 @@ def none_text(question: RunQuestion, runs: Sequence[PricedRun], most: int, at_pe
         nearest = min(with_layout, key=lambda run: run.days if question.days is not None else run.gpu_hours)
         return f"{start} (the nearest is {priced_text(nearest, question)}); {way}"
     if runs:
-        return f"{start}: the {len(runs)} that were searched have no layout; raise --most-gpus"
+        tried = ", ".join(f"{run.gpus:,}" for run in runs)
+        return f"{start}: no layout fits on {tried}; --gpus {runs[-1].gpus} says why"
     return f"{start}: it takes {at_peak:,.0f} GPU-hours at the peak of the chip, and more as it is; {way}"

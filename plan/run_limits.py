@@ -67,8 +67,13 @@ def fewest_gpus(numbers: Sequence[int], price: Callable[[int], PricedRun], days:
 
     # one that is between, and those that were passed over
     found = numbers.index(doubled[index]) if index < len(doubled) else len(numbers)
-    while fewer := [number for number in numbers[max(0, found - 2):found] if price(number).days <= days]:
-        found = numbers.index(fewer[0])
+    while found > 0:
+        fewer = found - 1
+        if price(numbers[fewer]).days > days and numbers[fewer] not in doubled:
+            fewer -= 1
+        if price(numbers[fewer]).days > days:
+            break
+        found = fewer
     return price(numbers[found]) if found < len(numbers) else None
 
 

@@ -161,9 +161,10 @@ def main(argv: list[str]) -> int:
     # as numbers
     reports = reports_of(result.found, args.top, gpus, hardware)
     best = near_groups(result.found)[0][0]
-    lines_of_run = {"gpus": choice.text} if choice is not None else {}
+    lines_of_run: dict[str, str] = {}
     if choice is not None:
         reports[0]["priced"] = choice.priced
+        lines_of_run["gpus"] = choice.text
     if job.question is not None:
         run = run_report.run_of(job.question, best.cfg, best.forecast.step, gpus, rates.range)
         reports[0]["run"] = run_report.numbers_of(run, job.question, best.cfg, hardware)
@@ -230,7 +231,11 @@ def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Clus
             continue
         assert job.question is not None  # check_arguments
         best = near_groups(result.found)[0][0]
-        run = run_report.run_of(job.question, best.cfg, best.forecast.step, job.numbers[0], rates.range)
+        try:
+            run = run_report.run_of(job.question, best.cfg, best.forecast.step, job.numbers[0], rates.range)
+        except ConfigError as error:
+            to_stderr(f"{job.name}: {error}")
+            continue
         numbers = run_report.numbers_of(run, job.question, best.cfg, hardware)
         size = parameters(best.cfg.model)["total"]
         reports.append({"name": job.name, "parameters": size} | report(best, job.numbers[0], hardware)

@@ -139,7 +139,8 @@ def block(address: int, size: int, change: Change | None) -> dict:
 
 @cache
 def frames(holder: Holder) -> list[dict]:
-    """Of the innermost function of this repository, the part of the model and the phase that it is called in."""
+    """Of the innermost function of this repository, the part of the model and the phase that it is called
+    in."""
     file, _, function = holder.place.partition(":")
     parts = [{"filename": "model", "line": 0, "name": holder.module}] if holder.module else []
     return [

@@ -105,6 +105,16 @@ def test_recipes_by_what_a_limit_gives_each(capsys, tmp_path, monkeypatch):
     assert f"{reports[0]['run']['loss']:.3f} (" in capsys.readouterr().out.splitlines()[1]
 
 
+def test_a_recipe_without_a_layout_or_a_step_is_named_and_left_out(capsys):
+    argv = ["qwen3-0.6b,llama3-70b,qwen3-1.7b", *OPEN[1:], "--gpus", "8", "--days", "8e-5"]
+    assert plan.main(argv) == 0
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["recipe", "qwen3-0.6b"]
+    first, second = said.err.splitlines()
+    assert first == "llama3-70b: no layout fits on 8 GPUs of h100-ib"
+    assert re.match(r"qwen3-1.7b: --days: one step of .* s is not within 8e-05 days; raise it", second)
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
