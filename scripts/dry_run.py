@@ -57,7 +57,7 @@ from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token
 from plan.job import check_routing, job_of_rank
 from plan.record.check import check
-from plan.record.events import PostedExchange, Wait
+from plan.record.events import PostedExchange, Wait, without_collection
 from plan.record.launches import CHIPS, Chip
 from plan.record.links import ClusterLinks, seconds_of_exchange
 from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, rates_of, ratios
@@ -247,7 +247,9 @@ def record_roles(
     if workers == 1:
         return [record(rank) for rank in ranks]
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        return list(pool.map(record, ranks))
+        roles = pool.map(record, ranks)
+        with without_collection():  # not in the processes, which have begun
+            return list(roles)
 
 
 def record_one(

@@ -150,8 +150,8 @@ class Pipeline:
                 else:
                     self.backward(op, state)
 
-        for send in state.sends.values():
-            send.wait()
+        for op in list(state.sends):
+            state.sends.pop(op).wait()
         for zero in self.zero_schedulers.values():
             zero.backward_follows = False
 

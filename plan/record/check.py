@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel.wire.connection import Connection
-from plan.record.events import Event, PostedExchange, Wait
+from plan.record.events import Event, PostedExchange, Wait, without_collection
 
 TRANSPORTS = ("nccl", "gloo")
 TRANSFERS = ("send", "receive")
 MAX_NAMED = 8  # ranks that a finding names
 
 
+@without_collection()
 def check(events: Mapping[int, Sequence[Event]], transport: str) -> list[str]:
     """What is wrong with the exchanges of these ranks; [] if all end.
 

@@ -1,5 +1,8 @@
 """What a rank does in a step beside its launches, in order: exchanges, waits, begins and ends of ops."""
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -71,3 +74,16 @@ class OpEnds(NamedTuple):
 
 
 Event = PostedExchange | Wait | HostRead | StreamWait | OpBegins | OpEnds
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside, Python does not look for cycles: there are none among the millions of tuples of a record, which
+    it would go through again and again."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()

@@ -8,6 +8,7 @@ on real tensors and on those without storage, so a record can be held against a 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,6 +69,11 @@ class LiveBytes:
         self.changes = []
         self.is_rising = False
 
+    def copy(self) -> "LiveBytes":
+        """Of the bytes so far; those of the tensors that are alive are not released in it."""
+        own = {name: copy(value) for name, value in vars(self).items() if name != "clock"}
+        return LiveBytes(self.clock, **own)
+
     def has(self, x: Tensor) -> bool:
         """Whether the storage of a tensor is counted here."""
         return x.untyped_storage()._cdata in self.storages
@@ -80,10 +86,13 @@ class LiveBytes:
             nbytes = storage.nbytes()
             if key in self.storages or not nbytes:
                 continue
-            self.storages[key] = nbytes, holder
             weakref.finalize(storage, self.release, key)
-            self.held[holder] += nbytes
-            self.change(key, nbytes, holder)
+            self.add(key, nbytes, holder)
+
+    def add(self, key: int, nbytes: int, holder: Holder) -> None:
+        self.storages[key] = nbytes, holder
+        self.held[holder] += nbytes
+        self.change(key, nbytes, holder)
 
     def release(self, key: int) -> None:
         nbytes, holder = self.storages.pop(key)

@@ -36,6 +36,7 @@ from plan.record.launches import (
     without_initial_weights,
 )
 from plan.record.memory import Change, Holder
+from plan.record.splice import Splicer, Unlike, name_of
 from plan.record.wire import AskingWire, RecordingWire, Said
 
 STEP = 2  # the step that is kept: the first makes what later ones reuse
@@ -112,18 +113,37 @@ def record_role(
     program: Program,
     *,
     answers: Mapping[int, object] | None = None,
+    traces_all: bool = False,
 ) -> RoleRecord:
     """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's.
 
-    answers: see answers_of. None: nobody says anything else than this rank.
+    answers: see answers_of. None: nobody says anything else than this rank. traces_all: microbatches that are
+    like others are traced, too (plan/record/splice.py): the record is the same.
     """
+    try:
+        return recorded_role(cfg, dims, rank, chip, program, answers, traces_all)
+    except Unlike:
+        return recorded_role(cfg, dims, rank, chip, program, answers, traces_all=True)
+
+
+def recorded_role(
+    cfg: Config,
+    dims: ParallelDims,
+    rank: int,
+    chip: Chip | None,
+    program: Program,
+    answers: Mapping[int, object] | None,
+    traces_all: bool,
+) -> RoleRecord:
+    """record_role, tried once. Raises Unlike."""
     recorder = Recorder()
     wire = RecordingWire(recorder.now, recorder.events, answers or {})
     mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))
     claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
     with claimed as device, without_initial_weights():
         batches = functools.partial(assumed_batch, cfg, dims, device)
-        return record_steps(program, recorder, mesh, device, batches)
+        splicer = None if traces_all else Splicer(recorder, wire, mesh.ledger)
+        return record_steps(program, recorder, mesh, device, batches, splicer)
 
 
 def answers_of(
@@ -150,11 +170,14 @@ def record_steps(
     mesh: Mesh,
     device: torch.device,
     batches: Callable[[int], list[Microbatch]],
+    splicer: Splicer | None = None,
 ) -> RoleRecord:
     """Builds a run and keeps its step STEP. batches(step): the microbatches of a step of this rank.
 
-    The recorder may execute what it records: then this is a run of a real job.
+    The recorder may execute what it records: then this is a run of a real job, without a splicer. splicer:
+    traces few microbatches of the step; it may raise Unlike.
     """
+    assert splicer is None or not recorder.executes
     began = time.perf_counter()
     recorder.is_build = True
     is_recorded_alone = not recorder.executes
@@ -172,7 +195,10 @@ def record_steps(
             mesh.ledger.clear()
             state = memory.now
             memory.begin()
-            program.step(run, step, microbatches, recorder.begin_optimizer)
+            few = splicer.tracing_few() if splicer is not None and step == STEP else contextlib.nullcontext()
+            with few:
+                program.step(run, step, microbatches, recorder.begin_optimizer)
+    memory = recorder.memory
     return RoleRecord(
         mesh.rank,
         launches=recorder.launches,
@@ -195,7 +221,7 @@ def named_ops(recorder: Recorder) -> Iterator[None]:
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(pipeline: Pipeline, op: Op, *args: Any) -> Any:
-            with recorder.op(f"{op.kind} of microbatch {op.microbatch}, stage {op.stage}"):
+            with recorder.op(name_of(op)):
                 return real(pipeline, op, *args)
 
         return run

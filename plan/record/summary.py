@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from plan.record.events import Event
+from plan.record.events import Event, without_collection
 from plan.record.launches import Launch
 from plan.record.memory import Change, Holder, Point, curve_of
 from plan.record.rates import Work, host_kind
@@ -94,6 +94,7 @@ class RoleSummary:
     seconds: float
 
 
+@without_collection()
 def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
     kinds, order = kinds_of(record.launches, facts)
     counts = Counter(order)
@@ -159,13 +160,14 @@ def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
 def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], array]:
     """(each kind once, the kind of each launch)."""
     numbers: dict[LaunchKind, int] = {}
-    order = array("l")
+    number_of: dict[int, int] = {}  # by the id of a launch, which may be there more than once (splice.py)
     for launch in launches:
-        place = f"{launch.file}:{launch.function}"
-        work = Work.of(judge(launch, facts))
-        kind = LaunchKind(work, place, launch.phase, host_kind(launch), launch.stream)
-        order.append(numbers.setdefault(kind, len(numbers)))
-    return list(numbers), order
+        if id(launch) not in number_of:
+            place = f"{launch.file}:{launch.function}"
+            work = Work.of(judge(launch, facts))
+            kind = LaunchKind(work, place, launch.phase, host_kind(launch), launch.stream)
+            number_of[id(launch)] = numbers.setdefault(kind, len(numbers))
+    return list(numbers), array("l", [number_of[id(launch)] for launch in launches])
 
 
 def thinned(curve: list[Point], most: int) -> list[Point]:

@@ -20,7 +20,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parallel.wire.connection import Connection
-from plan.record.events import Event, HostRead, OpBegins, OpEnds, PostedExchange, StreamWait, Wait
+from plan.record.events import (
+    Event,
+    HostRead,
+    OpBegins,
+    OpEnds,
+    PostedExchange,
+    StreamWait,
+    Wait,
+    without_collection,
+)
 from plan.record.streams import COMPUTE, HOST
 from plan.record.summary import LaunchKind, RankSteps
 
@@ -78,6 +87,7 @@ class JobTimeline:
     ranks: dict[int, RankTimeline]
 
 
+@without_collection()
 def timeline(ranks: Mapping[int, RankSteps], costs: Costs) -> JobTimeline:
     """The step of these ranks. Raises ValueError if they wait for ever (plan/record/check.py says why)."""
     job = Clock(costs, {rank: RankClock(rank, steps, costs) for rank, steps in ranks.items()})
