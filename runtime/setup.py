@@ -152,8 +152,8 @@ def set_determinism(deterministic: bool, compiles: bool) -> None:
 
 
 def keep_harness_in_one_process() -> None:
-    """lm-eval makes standard errors in forked processes, unless told not to. The fork of a process with torch's
-    threads can wait forever."""
+    """lm-eval makes standard errors in forked processes, unless told not to. The fork of a process with
+    torch's threads can wait forever."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
 

@@ -452,7 +452,8 @@ def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: JobHa
     shown, others = fullest.held[:NUM_HELD], fullest.held[NUM_HELD:]
     across = max(len(held.module) for held in shown)
     lines += [
-        f"  {held.nbytes / GIB:10.2f}  {held.phase:9}  {held.module or '-':{across}}  {held.place}" for held in shown
+        f"  {held.nbytes / GIB:10.2f}  {held.phase:9}  {held.module or '-':{across}}  {held.place}"
+        for held in shown
     ]
     if others:
         lines.append(f"  {sum(held.nbytes for held in others) / GIB:10.2f}  {len(others)} other places")

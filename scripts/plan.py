@@ -30,8 +30,9 @@ GPUs, or that it has none there, as where the fullest rank of fewer GPUs would h
 With --measured RUN: a run of train.py on such GPUs sets the proportion of all times.
 
 Bytes are those that our code exchanges (plan/bytes.py: exact) and holds (plan/memory.py: within some
-percent, which layouts leave free where one can). Times come from a model of the chip and its links (plan/cost.py), which is fitted to published
-measurements: --published shows forecasts beside measurements, both those of the fit and others.
+percent, which layouts leave free where one can). Times come from a model of the chip and its links
+(plan/cost.py), which is fitted to published measurements: --published shows forecasts beside measurements,
+both those of the fit and others.
 """
 import argparse
 import functools
@@ -150,7 +151,12 @@ def main(argv: list[str]) -> int:
     if args.gpus is None:
         assert job.question is not None  # check_arguments
         choice = choose_gpus(
-            job.numbers, lambda gpus: search_on(gpus)[0], question=job.question, cfg=job.cfg, hardware=hardware, say=to_stderr
+            job.numbers,
+            lambda gpus: search_on(gpus)[0],
+            question=job.question,
+            cfg=job.cfg,
+            hardware=hardware,
+            say=to_stderr,
         )
         gpus = choice.gpus
     result, target = search_on(gpus)

@@ -154,7 +154,8 @@ def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
                 highest = (change.time, total, now.copy())
         points.append((highest[0], highest[2]))
     kinds = {kind: None for _, held in points for kind in held}
-    return MemoryByKind([time for time, _ in points], {kind: [held[kind] for _, held in points] for kind in kinds})
+    nbytes = {kind: [held[kind] for _, held in points] for kind in kinds}
+    return MemoryByKind([time for time, _ in points], nbytes)
 
 
 def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], array]:

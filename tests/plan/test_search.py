@@ -109,7 +109,8 @@ def test_two_processes_find_what_one_finds(memory):
     fixed = {"parallel.cp": 1}
     one = search(cfg, here, fixed, 5, near=0.02)
     two = search_in_processes(cfg, here, fixed, 5, near=0.02)
-    assert [(each.cfg, each.forecast) for each in two.found] == [(each.cfg, each.forecast) for each in one.found]
+    assert [each.cfg for each in two.found] == [each.cfg for each in one.found]
+    assert [each.forecast for each in two.found] == [each.forecast for each in one.found]
     assert two.counts["priced"] > 0
 
 
