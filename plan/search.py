@@ -41,7 +41,7 @@ LAYOUT_KEYS = (  # that a search decides
     "train.micro_batch",
 )
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
-MARGIN = 0.02  # of the bytes of tensors: activations are counted up to 1.5 % short (tests/plan/test_memory.py)
+MARGIN = 0.02  # of the bytes of tensors: activations are counted up to 1.5 % short (docs/parallelism.md)
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
 EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
 WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")  # schedules that do not divide it
