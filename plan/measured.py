@@ -21,7 +21,7 @@ SECONDS = ("hop", "op", "route", "micro")  # fields of Efficiency
 AS_IT_IS = ("hidden", "relayed")  # all others are shares of what a data sheet says
 
 
-class Rates(NamedTuple):
+class CostRates(NamedTuple):
     """What forecasts for a cluster rest on. range: of what runs take, None where that is not known. note: of
     the measured step, "" without one."""
     efficiency: Efficiency
@@ -37,16 +37,16 @@ class MeasuredStep(NamedTuple):
     seconds: float
 
 
-def rates_of(hardware: Cluster, run: Path | None = None) -> Rates:
+def rates_of(hardware: Cluster, run: Path | None = None) -> CostRates:
     """run: the folder of a run on such GPUs, which sets the proportion. Raises ConfigError."""
     efficiency = efficiency_of(hardware)
     if run is None:
-        return Rates(efficiency, range_of(hardware))
+        return CostRates(efficiency, range_of(hardware))
     measured = read_measured(run)
     ratio = times_the_forecast(measured, hardware, efficiency)
     note = (f"a step of {run.name} took {measured.seconds:.3f} s, {ratio:.2f} times the forecast of its job; "
             "all times here are in this proportion")
-    return Rates(scaled(efficiency, ratio), MEASURED_RANGE, note)
+    return CostRates(scaled(efficiency, ratio), MEASURED_RANGE, note)
 
 
 def read_measured(run: Path) -> MeasuredStep:

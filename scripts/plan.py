@@ -59,7 +59,7 @@ from plan.count import flops_per_token, parameters
 from plan.efficiency import CLASSES, StepRange
 from plan.gpu_choice import choose_gpus
 from plan.job import check_routing
-from plan.measured import Rates, rates_of
+from plan.measured import CostRates, rates_of
 from plan.near_ties import NEAR, difference, near_groups
 from plan.run_report import RunQuestion
 from plan.search import (
@@ -226,7 +226,7 @@ def print_reports(
         print("\n".join(labelled(what, text, width)))
 
 
-def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Cluster, rates: Rates) -> int:
+def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Cluster, rates: CostRates) -> int:
     """Prints what the limit buys each of several recipes: by the loss where a law is given, else the largest
     first. Returns 2 if none has a layout."""
     reports: list[dict] = []
@@ -502,7 +502,7 @@ def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> 
 
 
 def searcher(
-    job: AskedJob, hardware: Cluster, rates: Rates, top: int
+    job: AskedJob, hardware: Cluster, rates: CostRates, top: int
 ) -> Callable[[int], tuple[SearchResult, Target]]:
     """A search for the layouts of a job on so many GPUs, which is made once for each number."""
 
