@@ -85,7 +85,7 @@ class SearchResult:
     passed_over: list["Candidate"] = field(default_factory=list["Candidate"])
 
 
-class Share(NamedTuple):
+class SearchShare(NamedTuple):
     """Of a search that several processes make (plan/search_processes.py): that of process `index` of `count`.
     seconds: of the fastest step that each process has found, and of its top-th; shared by all, each writes
     its two."""
@@ -101,7 +101,7 @@ class Share(NamedTuple):
         self.seconds[2 * self.index : 2 * self.index + 2] = fastest, last
 
 
-NO_SHARE = Share(0, 1, (math.inf, math.inf))
+NO_SHARE = SearchShare(0, 1, (math.inf, math.inf))
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def search(
     *,
     near: float = 0.0,
     is_any_enough: bool = False,
-    share: Share = NO_SHARE,
+    share: SearchShare = NO_SHARE,
 ) -> SearchResult:
     """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
 
@@ -458,7 +458,7 @@ def consider(candidate: Candidate, target: Target, best: "Best") -> None:
 class Best:
     """The best layouts so far. top, near, share: see search."""
 
-    def __init__(self, top: int, near: float, share: Share = NO_SHARE) -> None:
+    def __init__(self, top: int, near: float, share: SearchShare = NO_SHARE) -> None:
         self.top = top
         self.near = near
         self.share = share
@@ -538,7 +538,7 @@ def simplicity(cfg: Config) -> tuple[int, ...]:
 
 
 def bounds_of(
-    cfg: Config, target: Target, fixed: Values, share: Share = NO_SHARE
+    cfg: Config, target: Target, fixed: Values, share: SearchShare = NO_SHARE
 ) -> Iterator[Bound]:
     """Yields the bound of every possible choice of the compute axes, the least first.
 

@@ -15,7 +15,7 @@ from config.values import Values
 from plan.search import (
     Best,
     SearchResult,
-    Share,
+    SearchShare,
     Target,
     compute_axes,
     search,
@@ -56,7 +56,7 @@ def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *,
     others: list[tuple[BaseProcess, Connection]] = []
     for index in range(1, PROCESSES):
         receiving, sending = context.Pipe(duplex=False)
-        share = Share(index, PROCESSES, seconds)
+        share = SearchShare(index, PROCESSES, seconds)
         other = context.Process(
             target=send_found, args=(sending, cfg, target, fixed, top, near, share), daemon=True
         )
@@ -64,7 +64,7 @@ def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *,
         sending.close()  # here: a process that fails ends the pipe
         others.append((other, receiving))
 
-    results = [search(cfg, target, fixed, top, near=near, share=Share(0, PROCESSES, seconds))]
+    results = [search(cfg, target, fixed, top, near=near, share=SearchShare(0, PROCESSES, seconds))]
     for other, receiving in others:
         results.append(result_of(receiving))
         other.join()
@@ -80,7 +80,7 @@ def result_of(receiving: Connection) -> SearchResult:
 
 
 def send_found(
-    sending: Connection, cfg: Config, target: Target, fixed: Values, top: int, near: float, share: Share
+    sending: Connection, cfg: Config, target: Target, fixed: Values, top: int, near: float, share: SearchShare
 ) -> None:
     """Of another process: searches its share."""
     sending.send(search(cfg, target, fixed, top, near=near, share=share))
