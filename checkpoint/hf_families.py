@@ -36,6 +36,8 @@ from checkpoint.hf_rules import (
     V2_GROUPS,
     Field,
     Fixed,
+    Idle,
+    NotedKeys,
     Only,
     Rule,
     UnlikeFamily,
@@ -46,6 +48,23 @@ from config import TRAINING_ONLY_KEYS, ConfigError, ModelConfig, Tree, no_effect
 
 # Fields that change training or speed, and not the function of the weights.
 NOT_THE_MODEL = (*TRAINING_ONLY_KEYS, "mtp_weight", "preset", "attention", "vocab_multiple", "dropout")
+# Keys of any config.json that change no logits: what it was made by, tokens, what a call returns, dropout,
+# losses of the training, and settings of generation, which older folders have here.
+NO_LOGITS = frozenset(
+    """architectures auto_map dtype torch_dtype torchscript transformers_version transformers.js_config
+    tokenizer_class use_cache use_bfloat16 tf_legacy_loss unsloth_fixed unsloth_version attn_implementation
+    pretraining_tp chunk_size_feed_forward pruned_heads gradient_checkpointing is_decoder is_encoder_decoder
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix
+    model_type finetuning_task id2label label2id num_labels problem_type task_specific_params
+    output_attentions output_hidden_states output_router_logits output_scores return_dict
+    return_dict_in_generate
+    attention_dropout hidden_dropout embd_pdrop attn_pdrop resid_pdrop initializer_range
+    router_aux_loss_coef router_jitter_noise router_z_loss_coef aux_loss_alpha seq_aux ep_size
+    do_sample early_stopping num_beams num_beam_groups num_return_sequences diversity_penalty length_penalty
+    repetition_penalty temperature top_k top_p typical_p max_length min_length no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id
+    forced_eos_token_id exponential_decay_length_penalty remove_invalid_values""".split()
+)
 # Fields that hf.fold_mup multiplies into the weights.
 FOLDED = ("mup_base", "mup_head_dim")
 # The numbers in our names of tensors: layers.3.mlp.experts.7.up.weight
@@ -67,6 +86,12 @@ def head_and_mtp(model: ModelConfig) -> dict[str, str]:
     return copies
 
 
+def changes_nothing(key: str) -> bool:
+    """Whether a key of any config.json changes no logits. Those that begin with _ are of transformers
+    itself."""
+    return key in NO_LOGITS or key.startswith("_")
+
+
 @dataclass(frozen=True)
 class Family:
     """How the models of one model_type are written."""
@@ -83,10 +108,16 @@ class Family:
 
     def read(self, hf_config: Tree) -> Tree:
         """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
-        keys = {**self.defaults, **self.with_first_names(hf_config)}
+        keys = NotedKeys({**self.defaults, **self.with_first_names(hf_config)})
         values: Tree = {}
         for rule in self.rules:
             values |= rule.read(keys)
+        for key, value in hf_config.items():
+            if value is not None and key not in keys.asked | set(self.aliases) and not changes_nothing(key):
+                raise UnlikeFamily(
+                    f"{key} = {value!r}: nothing here reads this key of a {self.model_type}, so the model "
+                    "may be another one; take the key out of config.json if it changes nothing"
+                )
         return values
 
     def with_first_names(self, hf_config: Tree) -> Tree:
@@ -255,7 +286,11 @@ DECODER = (
 NO_BIAS = (Fixed("bias", False), Fixed("qkv_bias", False))
 NO_QK_NORM = Fixed("qk_norm", False)
 NO_ATTENTION_BIAS = Only("attention_bias", (False,))
-NO_QWEN_WINDOW = (NO_WINDOW, Only("use_sliding_window", (False,)))
+NO_QWEN_WINDOW = (
+    NO_WINDOW,
+    Only("use_sliding_window", (False,)),
+    Idle(("sliding_window", "max_window_layers")),
+)
 
 EXPERTS_PER_TOKEN = Field("top_k", "num_experts_per_tok")
 QWEN_EXPERTS = (
@@ -273,6 +308,7 @@ DEEPSEEK_SIZES = (
     Field("nope_dim", "qk_nope_head_dim"),
     Field("rope_dim", "qk_rope_head_dim"),
     Field("v_dim", "v_head_dim"),
+    Idle(("head_dim", "qk_head_dim")),  # transformers writes what follows from the others
 )
 DEEPSEEK_EXPERTS = (
     Field("experts", "n_routed_experts"),
@@ -282,6 +318,12 @@ DEEPSEEK_EXPERTS = (
     Field("first_dense", "first_k_dense_replace"),
     Field("router_scale", "routed_scaling_factor"),
 )
+SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")  # of GPT-2's other heads
+NO_EXPERTS = Idle((  # where a model has none; else other rules read them
+    "n_group", "topk_group", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
+    "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
+    "moe_layer_freq",
+))
 ROUTER_GROUPS = (Field("router_groups", "n_group"), Field("router_group_top_k", "topk_group"))
 
 ROPE_DEFAULTS = {
@@ -338,6 +380,8 @@ FAMILIES = {family.model_type: family for family in (
             Only("add_cross_attention", (False,)),
             Only("quantization_config", (None,), written=False),
             GPT2_DROPOUT,
+            Idle(("reorder_and_upcast_attn", "n_ctx")),
+            Idle(tuple(f"summary_{word}" for word in SUMMARY)),
         ),
         defaults={
             "n_inner": None,
@@ -582,6 +626,7 @@ FAMILIES = {family.model_type: family for family in (
             ROPE,
             NO_ATTENTION_DROPOUT,
             DOTS_NO_WINDOW,
+            Idle(("sliding_window", "max_window_layers")),
         ),
         defaults={
             **ROPE_DEFAULTS,
@@ -617,6 +662,7 @@ FAMILIES = {family.model_type: family for family in (
             MLA_HEADS,
             HEADS_DIVIDE_HIDDEN,
             V2_GROUPS,
+            NO_EXPERTS,
         ),
         defaults={
             **DEEPSEEK_DEFAULTS,
@@ -656,6 +702,7 @@ FAMILIES = {family.model_type: family for family in (
             NO_ATTENTION_DROPOUT,
             MLA_HEADS,
             MTP_WITH_EXPERTS,
+            NO_EXPERTS,
         ),
         defaults={
             **DEEPSEEK_DEFAULTS,

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from config import ModelConfig, Tree, expert_ffn_size, head_dim, kv_heads
 
@@ -102,6 +102,45 @@ class Only:
         return []
 
 
+@dataclass(frozen=True)
+class Idle:
+    """Keys that change nothing in the models of the family that are read."""
+    keys: tuple[str, ...]
+
+    fields: ClassVar[tuple[str, ...]] = ()
+
+    def read(self, keys: Tree) -> Tree:
+        for key in self.keys:
+            keys.get(key)
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {}
+
+    def obstacles(self, model: ModelConfig) -> list[str]:
+        return []
+
+
+class NotedKeys(dict[str, Any]):
+    """The keys of a config.json. asked: those that a rule has asked for."""
+
+    def __init__(self, keys: Tree) -> None:
+        super().__init__(keys)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
 def no_fields(keys: Tree) -> Tree:
     return {}
 
@@ -123,7 +162,7 @@ class FieldGroup:
     obstacles: Callable[[ModelConfig], list[str]] = no_obstacles
 
 
-Rule = Field | Fixed | Only | FieldGroup
+Rule = Field | Fixed | Only | Idle | FieldGroup
 
 
 def number(keys: Tree, key: str, nullable: bool = False) -> int | float | None:

@@ -59,6 +59,8 @@ from runtime.failure import fail_cleanly
 # Largest accepted difference / largest logit. Two correct implementations in fp32 differ by 1e-7 to 1e-5 (80
 # layers of rounding); a swapped head, a wrong base of RoPE or a missing bias differs by 1e-2 and more.
 TOLERANCE = 1e-4
+PROBED = 64  # tokens of a sequence whose logits are compared
+MOST_PROBED = 8192  # tokens of a window beyond which they are compared, too
 CPU = torch.device("cpu")
 DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
@@ -107,8 +109,7 @@ def from_hf(
                 tokenizer_files.copy_files(Path(spec or folder), temp / "tokenizer")
                 if is_own:
                     tokenizer_files.copy_files(folder, temp / "tokenizer")
-        theirs = their_logits(folder, probe(model), model)
-        match = compare(ours, theirs, "from transformers")
+        match = compare(ours, their_logits(folder, model), model, "from transformers")
 
     notes: list[str] = []
     if not tok:
@@ -123,6 +124,8 @@ def from_hf(
     notes += dropout_notes(folder)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
+    else:
+        notes += window_notes(model)
     return {
         "family": family,
         "parameters": parameters(model)["total"],
@@ -193,8 +196,8 @@ def import_weights(
     tok: Tokenizer | None,
     checkpoints: Path,
     made: Tree | None,
-) -> Tensor:
-    """Saves the weights `found` in `source` as step 0; returns our logits [2, s, vocab] of the probe."""
+) -> list[Tensor]:
+    """Saves the weights `found` in `source` as step 0; returns our logits of the probes."""
     model = cfg.model
     num_elements = sum(math.prod(tensor.shape) for tensor in found.values())
     check_counts(model, num_tensors=len(found), num_elements=num_elements, where=str(source))
@@ -216,7 +219,7 @@ def import_weights(
     except NonFiniteTensor as error:
         name = FAMILIES[family].hf_name(str(error).partition(":")[0])
         raise ConfigError(f"{source}: {name} holds NaN or Inf; these weights are damaged") from None
-    return our_logits(stage, probe(model))
+    return our_logits(stage, model)
 
 
 def has_start(tok: Tokenizer | None) -> bool | None:
@@ -311,10 +314,10 @@ def to_hf(
             write_json(temp / "provenance.json", origin_of(path, meta, weights))
             if tok:
                 notes += export_json(tok, family, temp, start_token(tok, cfg.data.bos))
-        tokens = probe(model)
-        match = compare(ours, their_logits(temp, tokens, model), "from transformers")
+        match = compare(ours, their_logits(temp, model), model, "from transformers")
         if match is None:
-            match = compare(ours, read_back(temp, tokens), "read back by ourselves")
+            match = compare(ours, read_back(temp), model, "read back by ourselves")
+        notes += window_notes(model)
     return {
         "family": family,
         "parameters": parameters(model)["total"],
@@ -344,10 +347,10 @@ def origin_of(path: Path, meta: Tree, weights: str) -> Tree:
 
 def export_weights(
     index: store.StoredIndex, cfg: Config, family: str, *, target: Path, dtype: torch.dtype, weights: str
-) -> tuple[Tensor, int]:
+) -> tuple[list[Tensor], int]:
     """Writes the weights of a checkpoint into `target`, in `dtype`. weights: see to_hf.
 
-    Returns our logits [2, s, vocab] of the probe with the weights as written, and the number of tensors.
+    Returns our logits of the probes with the weights as written, and the number of tensors.
     """
     model = cfg.model
     check_size(model, index.pieces, str(index.path))
@@ -362,7 +365,7 @@ def export_weights(
         for part in tensor.parts:
             part.copy_(part.to(tensor.dtype(dtype)))
     hf.fold_mup(model, pieces, undo=True)  # our model applies the muP factors itself
-    return our_logits(stage, probe(model)), len(tensors)
+    return our_logits(stage, model), len(tensors)
 
 
 def write_settings(
@@ -492,23 +495,36 @@ def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
 
 # ---- models and logits -----------------------------------------------------------------------------------
 
-def probe(model: ModelConfig) -> Tensor:
-    """Random token ids [2, s]; s exceeds the attention window if that is cheap."""
-    length = 2 * model.window if model.window and 32 < model.window < 256 else 64
-    shape = 2, min(length, model.context)
+def probes(model: ModelConfig) -> list[Tensor]:
+    """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the attention window."""
+    shapes = [(2, min(PROBED, model.context))]
+    if model.window and model.window < min(model.context, MOST_PROBED):
+        shapes.append((1, min(model.window + PROBED, model.context)))
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(config.vocab_size(model), shape, generator=generator)
+    return [torch.randint(config.vocab_size(model), shape, generator=generator) for shape in shapes]
 
 
-def our_logits(stage: PipelineStage, tokens: Tensor) -> Tensor:
-    """Logits [b, s, vocab] of token ids [b, s]."""
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return stage.logits(tokens, positions)
+def window_notes(model: ModelConfig) -> list[str]:
+    """[that the logits were compared within the window alone]; [] if they were compared beyond it."""
+    if not model.window or model.window < min(model.context, MOST_PROBED):
+        return []
+    return [f"the logits were compared over {PROBED} tokens, within the window of {model.window:,}"]
 
 
 @torch.no_grad()
-def their_logits(folder: Path, tokens: Tensor, ours: ModelConfig) -> tuple[str, Tensor] | None:
-    """(who computed them, logits) of transformers' model of this folder, in fp32; None without transformers.
+def our_logits(stage: PipelineStage, model: ModelConfig) -> list[Tensor]:
+    """Logits [b, n, vocab] of each of the probes: of its last n tokens, at most PROBED."""
+    logits: list[Tensor] = []
+    for tokens in probes(model):
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        logits.append(stage.logits(tokens, positions)[:, -PROBED:].clone())
+    return logits
+
+
+@torch.no_grad()
+def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | None:
+    """(who computed them, logits as our_logits returns them) of transformers' model of this folder, in fp32;
+    None without transformers.
 
     Raises LogitsDiffer if transformers does not load the folder or does not run its model.
     """
@@ -525,31 +541,37 @@ def their_logits(folder: Path, tokens: Tensor, ours: ModelConfig) -> tuple[str, 
         if ours.experts and hasattr(model, "set_experts_implementation"):
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
             model.set_experts_implementation("eager")
-        return who, model.eval()(input_ids=tokens, use_cache=False).logits
+        model.eval()
+        logits: list[Tensor] = []
+        for tokens in probes(ours):
+            logits.append(model(input_ids=tokens, use_cache=False, logits_to_keep=PROBED).logits)
+        return who, logits
     except Exception as error:  # whatever transformers does not accept in the folder
         text = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
         raise LogitsDiffer(f"{folder}: {who} cannot run it: {type(error).__name__}: {text}") from error
 
 
-@torch.no_grad()
-def read_back(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
+def read_back(folder: Path) -> tuple[str, list[Tensor]]:
     """(who computed them, logits) of the folder as from-hf reads it."""
     family, model = hf_config.read_hf_config(folder)
     stage, pieces = weights_only(Config(model=model), CPU, "fp32")
     hf.read_weights(family, model, hf.stored_tensors(folder, family), pieces)
-    return "its own reader", our_logits(stage, tokens)
+    return "its own reader", our_logits(stage, model)
 
 
-def compare(ours: Tensor, theirs: tuple[str, Tensor] | None, where: str) -> dict | None:
+def compare(
+    ours: list[Tensor], theirs: tuple[str, list[Tensor]] | None, model: ModelConfig, where: str
+) -> dict | None:
     """The report on the logits of both sides; None if there is no other side. Raises LogitsDiffer."""
     if theirs is None:
         return None
     who, logits = theirs
-    if ours.shape != logits.shape:
-        raise LogitsDiffer(f"logits {where}: shape {list(logits.shape)}, ours {list(ours.shape)}")
+    shapes, our_shapes = ([list(each.shape) for each in side] for side in (logits, ours))
+    if shapes != our_shapes:
+        raise LogitsDiffer(f"logits {where}: shapes {shapes}, ours {our_shapes}")
 
-    difference = float((ours - logits).abs().max())
-    largest = float(logits.abs().max())
+    difference = max(float((one - other).abs().max()) for one, other in zip(ours, logits))
+    largest = max(float(each.abs().max()) for each in logits)
     if not difference <= TOLERANCE * largest:  # true for NaN, too
         raise LogitsDiffer(
             f"logits {where} differ by {difference:.3g} where the largest is {largest:.3g}; nothing was "
@@ -559,7 +581,7 @@ def compare(ours: Tensor, theirs: tuple[str, Tensor] | None, where: str) -> dict
         "max_abs_difference": difference,
         "largest": largest,
         "against": who,
-        "tokens": list(ours.shape[:2]),
+        "tokens": [list(tokens.shape) for tokens in probes(model)],
     }
 
 
@@ -644,10 +666,10 @@ def report_text(report: dict) -> str:
     lines = wrapped(f"{report['family']}: {size}, {report['from']} -> {report['to']}", width)
     match = report["logits"]
     if match:
-        sequences, length = match["tokens"]
+        tokens = " and ".join(f"{sequences} x {length:,}" for sequences, length in match["tokens"])
         lines += wrapped(f"logits: max |difference| {match['max_abs_difference']:.2e} where the largest is "
                          f"{match['largest']:.3g}, against {match['against']} "
-                         f"on {sequences} x {length} tokens in fp32", width)
+                         f"on {tokens} tokens in fp32", width)
     for note in report["notes"]:
         lines += wrapped(f"note: {note}", width)
     if "first" in report:

@@ -18,7 +18,7 @@ from checkpoint.hf_rules import spell_out
 from config import Config, ConfigError, ModelConfig
 from config.rules import validate
 
-CASES = 60  # of each family and direction
+CASES = 90  # of each family and direction
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 SIZES = {"layers": 3, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 50, "vocab_multiple": 64, "context": 96}
 LATENT = {"kv_rank": 12, "nope_dim": 6, "rope_dim": 8, "v_dim": 10}
@@ -254,3 +254,31 @@ def test_transformers_computes_the_same(tmp_path, model_type, number):
     logits = theirs.eval()(input_ids=tokens, use_cache=False).logits
     difference, largest = (ours - logits).abs().max(), logits.abs().max()
     assert difference <= 2e-4 * largest, model
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_whatever_transformers_writes_into_a_config_is_read_or_changes_nothing(tmp_path, model_type):
+    """Every attribute of its config object, those that equal its defaults included."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = general_model(model_type)
+    (tmp_path / "config.json").write_text(
+        json.dumps(hf_config.to_hf_config(model, "float32", NO_SPECIAL_TOKENS))
+    )
+    keys = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    _, back = read(tmp_path, json.loads(json.dumps(keys)))
+    assert not differences(model, back)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_key_that_nothing_reads_is_refused_by_name(tmp_path, model_type):
+    keys = hf_config.to_hf_config(general_model(model_type), "float32", NO_SPECIAL_TOKENS)
+    assert read(tmp_path, keys | {"attention_sinks": None})[0] == model_type
+    with pytest.raises(ConfigError, match="attention_sinks = 4: nothing here reads this key of a "):
+        read(tmp_path, keys | {"attention_sinks": 4})
+
+
+def test_a_window_in_some_layers_is_refused(tmp_path):
+    keys = hf_config.to_hf_config(general_model("mistral"), "float32", NO_SPECIAL_TOKENS)
+    layers = ["sliding_attention"] + ["full_attention"] * (keys["num_hidden_layers"] - 1)
+    with pytest.raises(ConfigError, match="layer_types = .*nothing here reads this key of a mistral"):
+        read(tmp_path, keys | {"layer_types": layers})

@@ -891,12 +891,27 @@ def test_a_mixture_with_experts_of_an_odd_width(transformers, tmp_path, capsys, 
     assert match["max_abs_difference"] < 1e-4 * match["largest"]
 
 
+def test_logits_are_compared_beyond_the_window(transformers, tmp_path, capsys, monkeypatch):
+    settings = CASES["mistral"][1] | {"sliding_window": 300, "max_position_embeddings": 512}
+    their_model(transformers, "Mistral", settings).save_pretrained(tmp_path / "hf")
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["logits"]["tokens"] == [[2, 64], [1, 364]]
+
+    # one token more in the window
+    read = convert.hf_config.read_hf_config
+    wider = lambda folder: (read(folder)[0], replace(read(folder)[1], window=301))  # noqa: E731
+    monkeypatch.setattr(convert.hf_config, "read_hf_config", wider)
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "other")
+    assert code == 1 and "logits from transformers differ by" in err and not (tmp_path / "other").exists()
+
+
 @pytest.mark.slow
 def test_logits_that_differ_leave_nothing(monkeypatch, tmp_path, capsys):
     make_run(tmp_path / "run")
     right = convert.read_back
     monkeypatch.setattr(convert, "their_logits", lambda *a: None)
-    monkeypatch.setattr(convert, "read_back", lambda *a: ("it", right(*a)[1] * 1.01))
+    monkeypatch.setattr(convert, "read_back", lambda *a: ("it", [each * 1.01 for each in right(*a)[1]]))
     code, out, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
     assert code == 1 and out == "" and err.startswith("error: logits") and err.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
