@@ -17,6 +17,7 @@ from build import build_run, load_run
 from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
 from config import ConfigError
+from config.exit_codes import STOPPED_EARLY
 from model.sharding import parallel_dims
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
@@ -30,15 +31,19 @@ DECAY = 0.7
 
 
 class Watch:
-    """Beside the run: torch's average of the same weights. Step `skipped` has no finite gradient."""
+    """Beside the run: torch's average of the same weights, which goes on through resumes. Step `skipped` has
+    no finite gradient.
+    """
 
     def __init__(self, skipped: int):
         self.skipped = skipped
         self.compared = 0
+        self.theirs = None
 
     def __call__(self, point, step=None, **shown):
         if point == "run.built":
             self.run = shown["run"]
+        if point == "run.built" and self.theirs is None:
             self.copy = torch.nn.ParameterList([master.clone() for master in self.masters()])
             self.theirs = AveragedModel(self.copy, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
             self.theirs.update_parameters(self.copy)  # their first update is a copy
@@ -78,6 +83,24 @@ def test_by_hand_against_torch(tmp_path, name, dtype, optim):
     assert watch.compared > 4 * 1000
     for bucket in watch.run.buckets:  # the run has its own weights again after the last validation
         assert torch.equal(bucket.weights.local, bucket.weights.master.to(bucket.dtype))
+
+
+def test_a_resume_goes_on_with_the_average(tmp_path):
+    """By hand against torch, through a stop in step 3."""
+    cfg = settings(corpus(tmp_path), train={"steps": 5, "ema": DECAY})
+    watch, folder = Watch(skipped=2), tmp_path / "run"
+    begun = []
+
+    def observe(point, step=None, **shown):
+        if point == "step.begin":
+            begun.append(step)
+            if begun == [1, 2, 3]:
+                (folder / "STOP").write_text("requeue\n")
+        return watch(point, step, **shown)
+
+    assert trained(World(), cfg, str(folder), observe) == STOPPED_EARLY
+    assert trained(World(), cfg, str(folder), observe) == 0
+    assert begun == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

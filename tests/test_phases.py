@@ -150,7 +150,7 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
     cpu, tokens = torch.device("cpu"), torch.arange(97, 113)[None]
     positions = torch.arange(16)[None]
     rows = [
-        {"after_steps": 2, "model.rope_theta": 100.0, "train.global_batch": 8, "train.micro_batch": 2},
+        {"after_steps": 2, "model.rope_theta": 100.0, "train.global_batch": 8, "train.micro_batch": 4},
         {"after_steps": 4, "train.seq_len": 32, "optim.lr": 5e-2, "optim.decay": "constant"},
     ]
     train = {"steps": 6, "phases": json.dumps(rows)}
@@ -186,7 +186,7 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
 
     assert trained(World(), cfg, str(tmp_path / "run"), watch) == 0
     assert compared == [False, True]  # RoPE's base changes at the first boundary alone
-    assert shapes == [[(1, 16)] * 4] * 2 + [[(2, 16)] * 4] * 2 + [[(2, 32)] * 4] * 2
+    assert shapes == [[(1, 16)] * 4] * 2 + [[(4, 16)] * 2] * 2 + [[(4, 32)] * 2] * 2
     assert [rate for step, rate in rates if step > 4] == [5e-2] * 2  # two steps have no warmup
     assert all(rate < 1e-2 for step, rate in rates if step <= 4)
 

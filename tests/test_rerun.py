@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import torch
+from program import settings, trained
 from ranks import MODEL, corpus, job
 
 import config
@@ -17,6 +18,7 @@ from config.suggestions import check_rules
 from model.block import TransformerBlock
 from parallel.wire.comm import Group
 from parallel.wire.record import NumbersRecord, different
+from parallel.wire.world import World
 
 STEPS = 4
 BAD = 3  # the step that is disturbed
@@ -108,6 +110,21 @@ def test_a_spike_that_repeats_is_skipped(tmp_path, trains):
     assert end.codes == [0, 0], end.logs
     assert f"step {BAD} is not finite or a spike, and was computed again" in end.logs[0]
     assert [row[0] for row in rows(tmp_path / "r") if row[3]] == [BAD]
+
+
+def test_routers_count_each_token_once(tmp_path, prefix):
+    """In each layer: the tokens of the step times the experts that each chooses, of the last run alone."""
+    cfg = settings(prefix, *MOE.split(), *EVERY)
+    made, counts = [], []
+
+    def watch(point, step=None, **shown):
+        if point == "run.built":
+            made.append(shown["run"])
+        if point == "step.end":
+            counts.append(made[0].routers.stats[:, :cfg.model.experts].sum(1).tolist())
+
+    assert trained(World(), cfg, str(tmp_path / "run"), watch) == 0
+    assert counts == [[4 * 16 * 2] * 2] * 2  # two layers, two steps
 
 
 # ---- a rank that computes wrongly once ---------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Nothing is used before it has arrived: whole runs of layouts that start every exchange, in strict mode.
 
 gloo forgives what NCCL does not (parallel/wire/strict.py). In the core of the tests, tests/test_two_steps.py
-looks for it in the steps alone.
+looks for it in the steps, and in a save after one.
 """
 
 import pytest

@@ -1,16 +1,17 @@
 """Two steps of each kind of layout are those of one process: losses, gradients by name, norms and weights.
 
-The short form of scripts.verify, for the core of the tests: train_step alone, on random tokens. What a run
-reads, validates, saves and resumes beside it is proved in tests/test_invariance.py.
+The short form of scripts.verify, for the core of the tests: train_step alone, on random tokens, and the first
+checkpoint of a run. What a run reads, validates, saves and resumes is proved in tests/test_invariance.py.
 """
 
 import functools
 
+import program
 import pytest
 import torch
 from torch import Tensor
 
-from build import build_run
+from build import build_run, load_run
 from config import Config
 from model.sharding import parallel_dims
 from parallel.sharding.boxes import Box
@@ -137,3 +138,26 @@ def check_two_steps(workers, cfg: Config) -> None:
     for parts in found_by_rank:
         assert not deviations(parts, alone)
     assert {what for parts in found_by_rank for what, _, _ in parts} == alone.keys()
+
+
+def trains_strictly(world: World, cfg: Config, folder: str) -> int:
+    """A whole run, in strict mode: updated weights are NaN until their all-gather is awaited."""
+    with strict_mode(world, True):
+        return program.trained(world, cfg, folder, lambda *_, **__: None)
+
+
+def test_a_checkpoint_has_the_updated_weights(ranks, tmp_path):
+    """That of the first step: the second has not waited for them yet."""
+    prefix = program.corpus(tmp_path)
+    cfg = program.settings(prefix, "--checkpoint.every", "1", parallel={"zero": 1})
+    assert trains_strictly(World(), single_process(cfg), str(tmp_path / "one")) == 0
+    assert ranks(2).run(trains_strictly, cfg, str(tmp_path / "two")) == [0, 0]
+
+    alone, divided = (
+        load_run(str(tmp_path / name / "checkpoints" / "step_00000001"), torch.device("cpu")).stage
+        for name in ("one", "two")
+    )
+    wanted = dict(alone.named_parameters())
+    for name, weight in divided.named_parameters():
+        torch.testing.assert_close(weight, wanted.pop(name), rtol=BOUND, atol=BOUND)
+    assert not wanted

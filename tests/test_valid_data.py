@@ -85,6 +85,27 @@ def test_each_set_is_validated_and_all_of_the_path_is_trained(tmp_path, files, w
     assert "50 % " in line and "web: 8 documents" in line
 
 
+def test_ranks_validate_on_parts_with_other_numbers_of_targets(tmp_path, files):
+    """Documents of three of eight sequences have one letter, and half of the tokens there are no target under
+    data.doc_mask. Two ranks cannot divide three evenly, and have the losses of one process.
+    """
+    tok = tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(tmp_path / "uneven", tok.vocab) as writer:
+        for length in [5 * SEQ_LEN] + 3 * SEQ_LEN // 2 * [1]:
+            writer.add([*np.random.default_rng(length).integers(97, 123, length), tok.eod])
+        writer.finish(tok, 1)
+
+    words = ["--data.path", files["train"], "--data.doc_mask", "true",
+             "--data.valid", f"0.5 {tmp_path / 'uneven'} 0.5 {files['code']}"]
+    losses = {}
+    for world in (1, 2):
+        end = run(tmp_path, *words, name=f"{world}", world=world)
+        assert end.codes == [0] * world, end.logs
+        losses[world] = validations(tmp_path / f"{world}")[-1]
+    for name in ("val_loss", "val/uneven/loss", "val/code/loss"):
+        assert losses[2][name] == pytest.approx(losses[1][name], rel=1e-9)
+
+
 @pytest.mark.slow
 def test_files_without_an_index(tmp_path, files):
     """train.bin and val.bin of nanoGPT, whose tokenizer is named."""
