@@ -32,6 +32,7 @@ CELLS = (
     ("llama3-tiny", 2, "tp2 no-sp zero1 mb1 selective docs"),
     ("llama3-tiny", 2, "dp2 zero2 mb2 docs"),
     ("llama3-tiny", 2, "dp2 zero1 muon"),
+    ("llama3-tiny", 2, "dp2 zero1 mb1 ema"),
     ("llama3-tiny", 2, "tp2 zero0 muon"),
     ("llama3-tiny", 2, "dp2 zero1 lamb"),
     ("llama3-tiny", 2, "tp2 zero0 lars"),
@@ -104,6 +105,10 @@ def trained(world: World, cfg: Config) -> list[Part]:
     for bucket in run.buckets:
         for box, part in boxes_of(bucket, bucket.weights.master):
             parts.append((f"weights of {box.key}", box, part.clone()))
+    if run.ema is not None:
+        for bucket, average in zip(run.ema.buckets, run.ema.averages):
+            for box, part in boxes_of(bucket, average):
+                parts.append((f"average of {box.key}", box, part.clone()))
     return parts
 
 
