@@ -1824,8 +1824,8 @@ TABLE = (
         what="sends of a pipeline are never awaited",
         file="parallel/pipeline/executor.py",
         old=(
-            "        for send in state.sends.values():\n"
-            "            send.wait()\n"
+            "        for op in list(state.sends):\n"
+            "            state.sends.pop(op).wait()\n"
         ),
         new="",
         model="llama3-tiny",
