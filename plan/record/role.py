@@ -120,10 +120,11 @@ def record_role(
     answers: see answers_of. None: nobody says anything else than this rank. traces_all: microbatches that are
     like others are traced, too (plan/record/splice.py): the record is the same.
     """
+    record = functools.partial(recorded_role, cfg, dims, rank, chip, program=program, answers=answers)
     try:
-        return recorded_role(cfg, dims, rank, chip, program, answers, traces_all)
+        return record(traces_all=traces_all)
     except Unlike:
-        return recorded_role(cfg, dims, rank, chip, program, answers, traces_all=True)
+        return record(traces_all=True)
 
 
 def recorded_role(
@@ -131,6 +132,7 @@ def recorded_role(
     dims: ParallelDims,
     rank: int,
     chip: Chip | None,
+    *,
     program: Program,
     answers: Mapping[int, object] | None,
     traces_all: bool,
@@ -143,7 +145,7 @@ def recorded_role(
     with claimed as device, without_initial_weights():
         batches = functools.partial(assumed_batch, cfg, dims, device)
         splicer = None if traces_all else Splicer(recorder, wire, mesh.ledger)
-        return record_steps(program, recorder, mesh, device, batches, splicer)
+        return record_steps(program, recorder, mesh, device, batches, splicer=splicer)
 
 
 def answers_of(

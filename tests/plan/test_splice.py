@@ -62,8 +62,8 @@ def share_copied(record: RoleRecord) -> float:
 
 def check_splice(name: str, world: int, rank: int, words: str, chip: str | None = "h100") -> float:
     """The spliced record is the whole one. Returns the share of it that was copied."""
-    whole = record_of(name, world, rank, words, chip, traces_all=True)
-    spliced = record_of(name, world, rank, words, chip)
+    whole = record_of(name, world, rank, words, chip=chip, traces_all=True)
+    spliced = record_of(name, world, rank, words, chip=chip)
     assert share_copied(whole) == 0
     found, wanted = facts_of(spliced), facts_of(whole)
     for key, value in wanted.items():
@@ -147,7 +147,7 @@ CORE = [
 @pytest.mark.parametrize("name, world, rank, words, least", LAYOUTS, ids=IDS)
 def test_a_spliced_record_is_the_whole_one(name, world, rank, words, least):
     chip = None if "fp8_block 32" in words else "h100"
-    assert check_splice(name, world, rank, words, chip) >= least
+    assert check_splice(name, world, rank, words, chip=chip) >= least
 
 
 def test_most_of_a_step_is_copied():
