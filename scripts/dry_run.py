@@ -270,7 +270,8 @@ def what_others_say(
     if cfg.optim.name not in ASK_OTHERS or dims.world == 1:
         return {}
     group, apart = ASK_OTHERS[cfg.optim.name]
-    heard = sorted({other for rank in ranks for other in dims.group(rank, *GROUP_AXES[group])})
+    groups = [dims.group(rank, *GROUP_AXES[group]) for rank in ranks]
+    heard = sorted({other for own in groups if len(own) > 1 for other in own})  # one alone asks nobody
     kinds = {rank: kind_of_rank(dims, rank, apart) for rank in heard}
     first = {kind: rank for rank, kind in reversed(kinds.items())}
     if len(first) > MAX_ASKED:

@@ -147,6 +147,7 @@ DENSE = [
     (2, "--optim.name muon --parallel.zero 1"),
     (2, "--optim.name lars --parallel.zero 2"),
     (4, "--optim.name muon --parallel.tp 2 --parallel.zero 3"),
+    (2, "--optim.name muon --parallel.pp 2"),
     (4, "--optim.name muon --parallel.pp 2"),
     (4, "--optim.name lamb --parallel.pp 2 --parallel.zero 1"),
 ]
