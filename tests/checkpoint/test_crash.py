@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import store
+from checkpoint import files, store
 from checkpoint.saver import CheckpointSaver
 from parallel.sharding.boxes import Box
 
@@ -386,6 +386,14 @@ def test_at_least_one_good_checkpoint_at_every_instant(tmp_path):
     for step in range(1, 6):
         store.save(tmp_path, step, pieces(step), {"tokens": step * 100}, keep=1, fault_point=look)
     assert seen == sorted(seen) and set(seen) == {1, 2, 3, 4, 5}
+
+
+def test_what_is_flushed_to_disk_is_the_whole_file(tmp_path, monkeypatch):
+    """Bytes that Python still holds would be lost by a power cut after the flush."""
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_size))
+    files.write_file(tmp_path / "small", b"x" * 100)
+    assert flushed == [100]
 
 
 def test_everything_is_flushed_before_it_counts(tmp_path, monkeypatch):

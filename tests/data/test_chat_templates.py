@@ -383,6 +383,35 @@ def test_one_line_for_a_record_that_cannot_be_read(tmp_path, capsys, record, rea
     assert len(lines) == 1 and reason in lines[0] and "a.jsonl:1: " in lines[0]
 
 
+# a definition, and a template that writes all of it that is required
+DEFINITION = {"type": "function", "function": {
+    "name": "weather",
+    "description": "Tells of rain.",
+    "parameters": {"type": "object", "properties": {"unit": {"type": "string", "enum": ["kelvin", "celsius"]}}},
+}}
+WRITES = (
+    "{{ t.function.name }} ",
+    "{{ t.function.description }} ",
+    "{{ t.function.parameters.properties | join(' ') }} ",
+    "{{ t.function.parameters.properties.unit.enum | join(' ') }} ",
+)
+
+
+@pytest.mark.parametrize("left_out, named", [
+    (None, None), (0, "tools: name"), (1, "tools: description"), (2, "tools: parameter"), (3, "tools: enum"),
+])
+def test_each_part_of_a_definition_is_written_or_the_record_is_refused(tmp_path, left_out, named):
+    written = "".join(text for number, text in enumerate(WRITES) if number != left_out)
+    template = "{% for t in tools or [] %}" + written + "{% endfor %}" + templates()["turns"]
+    chat = chat_format(load_tokenizer(tokenizer_folder(tmp_path / "t", template)))
+    record = read_conversation({"messages": said("ask", "so"), "tools": [DEFINITION]})
+    if named is None:
+        assert chat.write(record).text.startswith("weather Tells of rain. unit kelvin celsius <|im_start|>user\nask")
+        return
+    with pytest.raises(BadConversation, match=f"{named}.* is left out"):
+        chat.write(record)
+
+
 # ---- chat_template_kwargs ----------------------------------------------------------------------------------
 
 # reads three settings, in ways that published templates have
