@@ -387,7 +387,10 @@ def test_one_line_for_a_record_that_cannot_be_read(tmp_path, capsys, record, rea
 DEFINITION = {"type": "function", "function": {
     "name": "weather",
     "description": "Tells of rain.",
-    "parameters": {"type": "object", "properties": {"unit": {"type": "string", "enum": ["kelvin", "celsius"]}}},
+    "parameters": {
+        "type": "object",
+        "properties": {"unit": {"type": "string", "enum": ["kelvin", "celsius"]}},
+    },
 }}
 WRITES = (
     "{{ t.function.name }} ",
@@ -406,7 +409,8 @@ def test_each_part_of_a_definition_is_written_or_the_record_is_refused(tmp_path,
     chat = chat_format(load_tokenizer(tokenizer_folder(tmp_path / "t", template)))
     record = read_conversation({"messages": said("ask", "so"), "tools": [DEFINITION]})
     if named is None:
-        assert chat.write(record).text.startswith("weather Tells of rain. unit kelvin celsius <|im_start|>user\nask")
+        text = chat.write(record).text
+        assert text.startswith("weather Tells of rain. unit kelvin celsius <|im_start|>user\nask")
         return
     with pytest.raises(BadConversation, match=f"{named}.* is left out"):
         chat.write(record)
