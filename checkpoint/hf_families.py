@@ -10,7 +10,7 @@ it), and so is a tensor that Family.tensors does not name.
 """
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from checkpoint.hf_rules import (
     DOTS_NO_WINDOW,
@@ -113,6 +113,7 @@ class Family:
     prefix: str = "model."  # of their names; base models without a head leave it out
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
+    code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
     def read(self, hf_config: Tree) -> Tree:
         """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
@@ -414,6 +415,54 @@ DEEPSEEK_DEFAULTS: dict[str, object] = {
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    rules=(
+        *DEEPSEEK_SIZES,
+        deepseek_experts(*DEEPSEEK_EXPERTS),
+        Field("mtp", "num_nextn_predict_layers"),
+        Field("rope_pairs", "rope_interleave"),
+        deepseek_experts(
+            *ROUTER_GROUPS,
+            Field("router_renorm", "norm_topk_prob"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+        ),
+        *NO_BIAS,
+        NO_QK_NORM,
+        NO_WINDOW,
+        *DECODER,
+        NO_ATTENTION_BIAS,
+        Only("scoring_func", ("sigmoid",)),
+        Only("topk_method", ("noaux_tc",)),
+        Only("moe_layer_freq", (1,)),
+        MLA_ROPE,
+        NO_ATTENTION_DROPOUT,
+        MLA_HEADS,
+        MTP_WITH_EXPERTS,
+        NO_EXPERTS,
+    ),
+    defaults={
+        **DEEPSEEK_DEFAULTS,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "rope_interleave": True,
+    },
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    tensors=DEEPSEEK_V2_TENSORS | with_leaf("weight", MTP) | ROUTER_BIAS,
+    copies=head_and_mtp,
+)
 
 # In the order of preference: a model that several families can express is written as the first of them.
 FAMILIES = {family.model_type: family for family in (
@@ -740,53 +789,7 @@ FAMILIES = {family.model_type: family for family in (
         aliases={"num_experts": "n_routed_experts"},
         tensors=DEEPSEEK_V2_TENSORS,
     ),
-    Family(
-        model_type="deepseek_v3",
-        architecture="DeepseekV3ForCausalLM",
-        rules=(
-            *DEEPSEEK_SIZES,
-            deepseek_experts(*DEEPSEEK_EXPERTS),
-            Field("mtp", "num_nextn_predict_layers"),
-            Field("rope_pairs", "rope_interleave"),
-            deepseek_experts(
-                *ROUTER_GROUPS,
-                Field("router_renorm", "norm_topk_prob"),
-                Fixed("router", "sigmoid"),
-                Fixed("router_bias", True),
-            ),
-            *NO_BIAS,
-            NO_QK_NORM,
-            NO_WINDOW,
-            *DECODER,
-            NO_ATTENTION_BIAS,
-            Only("scoring_func", ("sigmoid",)),
-            Only("topk_method", ("noaux_tc",)),
-            Only("moe_layer_freq", (1,)),
-            MLA_ROPE,
-            NO_ATTENTION_DROPOUT,
-            MLA_HEADS,
-            MTP_WITH_EXPERTS,
-            NO_EXPERTS,
-        ),
-        defaults={
-            **DEEPSEEK_DEFAULTS,
-            "max_position_embeddings": 4096,
-            "first_k_dense_replace": 3,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 2048,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
-            "num_nextn_predict_layers": 1,
-            "rope_interleave": True,
-        },
-        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-        tensors=DEEPSEEK_V2_TENSORS | with_leaf("weight", MTP) | ROUTER_BIAS,
-        copies=head_and_mtp,
-    ),
+    DEEPSEEK_V3,
     Family(
         # Goes out as llama or qwen2, but for what llama refuses: heads that do not divide hidden, say.
         model_type="seed_oss",
@@ -1104,4 +1107,6 @@ FAMILIES = {family.model_type: family for family in (
         },
         tensors=with_leaf("weight", OUTER | NORMS | PHI_QKV | OUTPUT | PHI_MLP),
     ),
+    # Kimi K2; the folder has code that is not run. Goes out as deepseek_v3.
+    replace(DEEPSEEK_V3, model_type="kimi_k2", code="deepseek_v3"),
 )}

@@ -285,7 +285,7 @@ def ramp_obstacle(
     The ramp runs over channels that rotate between `low` and `high` times in `original` positions. Where it
     would run backwards, or has no channels at all, the two go apart or fail.
     """
-    if not 0 < low < high:
+    if not 0 < low <= high or (low == high and kind != "yarn"):  # a step in yarn, 0 / 0 in llama3
         return "rope_low_freq"
     if original <= 0:
         return "rope_original"
@@ -647,7 +647,7 @@ def read_mlp_layer_types(keys: Tree) -> Tree:
     kinds = list_of(str, keys, "mlp_layer_types")
     dense = kinds.count("dense") if kinds else 1
     is_prefix = kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense)
-    if kinds and (not is_prefix or len(kinds) != layers) or dense >= layers:
+    if (kinds and not (is_prefix and len(kinds) == layers)) or dense >= layers:
         raise UnlikeFamily(
             f"mlp_layer_types = {kinds or None} of {layers} layers is not supported, only dense layers, "
             "then at least one sparse layer")

@@ -138,7 +138,7 @@ def test_defaults_are_those_of_transformers(kind):
         "transformers", reason="transformers is not installed: its defaults are not compared"
     )
     defaults = {key: value for key, value in FAMILIES[kind].defaults.items() if value is not None}
-    theirs = transformers.AutoConfig.for_model(kind)
+    theirs = transformers.AutoConfig.for_model(FAMILIES[kind].code or kind)
     if "sliding_window" in defaults:  # theirs is null where it is not used
         assert transformers.AutoConfig.for_model(
             kind, use_sliding_window=True
@@ -222,6 +222,7 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
             0.8,
         ),
         ({"rope_scaling": YARN}, "rope_high_freq", 32.0),
+        ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "rope_high_freq", 1.0),  # a step, as of Kimi K2
         ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "rope_mscale", 0.0),
         ({"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.0}}, "rope_mscale", 1.0),
         ({**DEEPSEEK, "num_mtp_layers": 2}, "mtp", 2),
@@ -442,6 +443,7 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 4.0}}, "between 4.0 and 4.0 rotations"),
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 8.0}}, "between 8.0 and 4.0 rotations"),
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 0}}, "between 0 and 4.0 rotations"),
+        ({**LLAMA, "rope_scaling": {**YARN, "beta_fast": 0.5}}, "between 1 and 0.5 rotations"),
         ({**LLAMA, "rope_scaling": {**YARN, "beta_slow": -1.0}}, "between -1.0 and 32 rotations"),
         (
             {**LLAMA, "rope_scaling": {**YARN, "beta_slow": 4.0, "original_max_position_embeddings": 1}},

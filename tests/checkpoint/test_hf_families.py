@@ -45,6 +45,7 @@ FAMILY_PRESETS = {
     "youtu": "deepseek-v3-tiny",
     "internlm3": "llama3-tiny",
     "phi3": "mistral-tiny",
+    "kimi_k2": "deepseek-v3-tiny",
 }
 CHANGED = {  # of the preset
     "seed_oss": {"bias": True, "heads": 3, "kv_heads": 1, "head_dim": 40},

@@ -271,6 +271,20 @@ CASES = {
             "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek-v3-step": (  # YaRN without a ramp, as Kimi K2 has it
+        "DeepseekV3",
+        {
+            **LATENT,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 20,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_scaling": {
+                **YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "seed-oss": (
         "SeedOss",
         {
@@ -547,6 +561,26 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
     if name not in SAME:
         theirs, out = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
         assert theirs.keys() == out.keys() and all(torch.equal(theirs[key], out[key]) for key in theirs)
+
+
+def test_kimi_is_compared_with_the_code_of_deepseek(transformers, tmp_path, capsys):
+    """Its folder names code of its own, which is not run."""
+    their_model(transformers, *CASES["deepseek-v3-step"]).save_pretrained(tmp_path / "v3")
+    shutil.copytree(tmp_path / "v3", tmp_path / "k2")
+    name = "configuration_deepseek.DeepseekV3Config"
+    edit(model_type="kimi_k2", auto_map={"AutoConfig": name})(tmp_path / "k2")
+    reports = []
+    for folder in ("v3", "k2"):
+        code, out, err = run(capsys, "from-hf", tmp_path / folder, tmp_path / f"run-{folder}", "--json")
+        assert code == 0, err
+        reports.append(json.loads(out))
+    assert [report["family"] for report in reports] == ["deepseek_v3", "kimi_k2"]
+    assert reports[0]["logits"] == reports[1]["logits"]
+    assert reports[1]["logits"]["against"].startswith("transformers")
+    assert run(capsys, "to-hf", tmp_path / "run-k2", tmp_path / "out")[0] == 0
+    first, second = (load_file(tmp_path / folder / "model.safetensors") for folder in ("k2", "out"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
 def test_the_hub_gpt2_layout(transformers, tmp_path, capsys):
