@@ -10,7 +10,7 @@ it), and so is a tensor that Family.tensors does not name.
 """
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from checkpoint.hf_rules import (
     DOTS_NO_WINDOW,
@@ -20,10 +20,12 @@ from checkpoint.hf_rules import (
     GPT2_WIDTH,
     HEAD_DIM,
     HEADS_DIVIDE_HIDDEN,
+    INIT_STD_BY_WIDTH,
     INIT_STD_UP_TO_1,
     MLA_HEADS,
     MLA_ROPE,
     MLP_BIAS,
+    MLP_LAYER_TYPES,
     MTP_WITH_EXPERTS,
     NO_ATTENTION_DROPOUT,
     NO_HEAD_DIM,
@@ -31,8 +33,13 @@ from checkpoint.hf_rules import (
     PLAIN_WINDOW,
     QWEN_DENSE_LAYERS,
     QWEN_WINDOW,
+    RESIDUAL_DROPOUT,
     ROPE,
+    SEED_BIASES,
     SHARED_WIDTH,
+    STATED_MTP,
+    UNSCALED_ROPE,
+    UNUSED_WIDTH,
     V2_GROUPS,
     Field,
     Fixed,
@@ -59,6 +66,7 @@ NO_LOGITS = frozenset(
     output_attentions output_hidden_states output_router_logits output_scores return_dict
     return_dict_in_generate
     attention_dropout hidden_dropout embd_pdrop attn_pdrop resid_pdrop initializer_range
+    residual_dropout embedding_dropout output_dropout
     router_aux_loss_coef router_jitter_noise router_z_loss_coef aux_loss_alpha seq_aux ep_size
     do_sample early_stopping num_beams num_beam_groups num_return_sequences diversity_penalty length_penalty
     repetition_penalty temperature top_k top_p typical_p max_length min_length no_repeat_ngram_size
@@ -105,6 +113,7 @@ class Family:
     prefix: str = "model."  # of their names; base models without a head leave it out
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
+    code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
     def read(self, hf_config: Tree) -> Tree:
         """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
@@ -249,14 +258,52 @@ GPT2_BIASED = {
     }),
 }
 
+# Their names of tensors that are stacked: q, k and v, or gate and up.
+PHI_QKV = in_layer("model.layers", dict.fromkeys(("attn.q", "attn.k", "attn.v"), "self_attn.qkv_proj"))
+PHI_MLP = in_layer("model.layers", {
+    "mlp.gate": "mlp.gate_up_proj",
+    "mlp.up": "mlp.gate_up_proj",
+    "mlp.down": "mlp.down_proj",
+})
+SARVAM_QKV = in_layer(
+    "model.layers", dict.fromkeys(("attn.q", "attn.k", "attn.v"), "attention.query_key_value")
+)
+SARVAM = {
+    **OUTER,
+    "embed": "model.word_embeddings",
+    **in_layer("model.layers", {
+        "attn.o": "attention.dense",
+        "attn.q_norm": "attention.query_layernorm",
+        "attn.k_norm": "attention.key_layernorm",
+    }),
+}
+SARVAM_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "mlp.gate.expert_bias"})
+HUNYUAN_EXPERTS = in_layer("model.layers", {
+    "mlp.router": "mlp.router.gate",
+    "mlp.shared.gate": "mlp.shared_mlp.gate_proj",
+    "mlp.shared.up": "mlp.shared_mlp.up_proj",
+    "mlp.shared.down": "mlp.shared_mlp.down_proj",
+})
+HUNYUAN_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "mlp.expert_bias"})
+STARCODER_MLP = in_layer("model.layers", {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
+
 GPT2_TENSORS = with_leaf("weight", GPT2_OUTER | GPT2_BIASED) | with_leaf("bias", GPT2_BIASED)
 LLAMA_TENSORS = with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | MLP)
 QWEN3_TENSORS = LLAMA_TENSORS | with_leaf("weight", QK_NORM)
 DOTS_TENSORS = QWEN3_TENSORS | with_leaf("weight", EXPERTS | SHARED_EXPERTS) | ROUTER_BIAS
+STARCODER_TENSORS = (
+    with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | STARCODER_MLP)
+    | with_leaf("bias", {"norm": OUTER["norm"]} | NORMS | QKV | OUTPUT | STARCODER_MLP)
+)
 DEEPSEEK_V2_TENSORS = with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | EXPERTS | SHARED_EXPERTS)
 
 
 # ---- rules that families share -----------------------------------------------------------------------------
+
+def without(rules: tuple[Rule, ...], name: str) -> tuple[Rule, ...]:
+    """The rules but for that of one field."""
+    return tuple(rule for rule in rules if name not in rule.fields)
+
 
 LAYERS_AND_WIDTH = (
     Field("layers", "num_hidden_layers"),
@@ -275,13 +322,16 @@ KV_HEADS = Field("kv_heads", "num_key_value_heads", nullable=True)
 SIZES = (*LAYERS_AND_WIDTH, KV_HEADS, HEAD_DIM, *REST_OF_SIZES)
 
 # What the decoders with rotary positions have in common.
+ROTARY = (
+    Fixed("positions", "rope"),
+    Only("partial_rotary_factor", (1.0,), written=False),
+    Only("quantization_config", (None,), written=False),
+)
 DECODER = (
     Fixed("norm", "rmsnorm"),
     Fixed("activation", "swiglu"),
-    Fixed("positions", "rope"),
     Only("hidden_act", ("silu", "swish")),
-    Only("partial_rotary_factor", (1.0,), written=False),
-    Only("quantization_config", (None,), written=False),
+    *ROTARY,
 )
 NO_BIAS = (Fixed("bias", False), Fixed("qkv_bias", False))
 NO_QK_NORM = Fixed("qk_norm", False)
@@ -325,8 +375,23 @@ NO_EXPERTS = Idle((  # where a model has none; else other rules read them
     "moe_layer_freq",
 ))
 ROUTER_GROUPS = (Field("router_groups", "n_group"), Field("router_group_top_k", "topk_group"))
+SIGMOID_EXPERTS = (
+    Field("experts", "n_routed_experts"),
+    EXPERTS_PER_TOKEN,
+    Field("moe_ffn", "moe_intermediate_size"),
+    Field("shared_experts", "n_shared_experts"),
+    Field("router_renorm", "norm_topk_prob"),
+    *ROUTER_GROUPS,
+    Field("router_scale", "routed_scaling_factor"),
+    Fixed("router", "sigmoid"),
+    Fixed("router_bias", True),
+)
 
-ROPE_DEFAULTS = {
+def without_key(defaults: dict[str, object], key: str) -> dict[str, object]:
+    return {name: value for name, value in defaults.items() if name != key}
+
+
+ROPE_DEFAULTS: dict[str, object] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "rms_norm_eps": 1e-6,
@@ -335,7 +400,7 @@ ROPE_DEFAULTS = {
     "rope_theta": 10000.0,
 }
 QWEN_WINDOW_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-DEEPSEEK_DEFAULTS = {
+DEEPSEEK_DEFAULTS: dict[str, object] = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
@@ -350,6 +415,54 @@ DEEPSEEK_DEFAULTS = {
 
 
 # ---- the table ---------------------------------------------------------------------------------------------
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    rules=(
+        *DEEPSEEK_SIZES,
+        deepseek_experts(*DEEPSEEK_EXPERTS),
+        Field("mtp", "num_nextn_predict_layers"),
+        Field("rope_pairs", "rope_interleave"),
+        deepseek_experts(
+            *ROUTER_GROUPS,
+            Field("router_renorm", "norm_topk_prob"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+        ),
+        *NO_BIAS,
+        NO_QK_NORM,
+        NO_WINDOW,
+        *DECODER,
+        NO_ATTENTION_BIAS,
+        Only("scoring_func", ("sigmoid",)),
+        Only("topk_method", ("noaux_tc",)),
+        Only("moe_layer_freq", (1,)),
+        MLA_ROPE,
+        NO_ATTENTION_DROPOUT,
+        MLA_HEADS,
+        MTP_WITH_EXPERTS,
+        NO_EXPERTS,
+    ),
+    defaults={
+        **DEEPSEEK_DEFAULTS,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "rope_interleave": True,
+    },
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    tensors=DEEPSEEK_V2_TENSORS | with_leaf("weight", MTP) | ROUTER_BIAS,
+    copies=head_and_mtp,
+)
 
 # In the order of preference: a model that several families can express is written as the first of them.
 FAMILIES = {family.model_type: family for family in (
@@ -676,51 +789,324 @@ FAMILIES = {family.model_type: family for family in (
         aliases={"num_experts": "n_routed_experts"},
         tensors=DEEPSEEK_V2_TENSORS,
     ),
+    DEEPSEEK_V3,
     Family(
-        model_type="deepseek_v3",
-        architecture="DeepseekV3ForCausalLM",
+        # Goes out as llama or qwen2, but for what llama refuses: heads that do not divide hidden, say.
+        model_type="seed_oss",
+        architecture="SeedOssForCausalLM",
+        rules=(*SIZES, SEED_BIASES, NO_QK_NORM, NO_WINDOW, *DECODER, ROPE, RESIDUAL_DROPOUT),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": 524288,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP),
+    ),
+    Family(
+        model_type="starcoder2",
+        architecture="Starcoder2ForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            KV_HEADS,
+            NO_HEAD_DIM,
+            *without(REST_OF_SIZES, "norm_eps"),
+            Field("norm_eps", "norm_epsilon", minimum=0),
+            Fixed("norm", "layernorm"),
+            Fixed("activation", "gelu"),
+            Fixed("bias", True),
+            Fixed("qkv_bias", False),
+            NO_QK_NORM,
+            Only("use_bias", (True,)),  # without, the norms have biases all the same
+            Only("hidden_act", ("gelu_pytorch_tanh", "gelu_new")),
+            *ROTARY,
+            ROPE,
+            RESIDUAL_DROPOUT,
+            PLAIN_WINDOW,
+            # of older folders
+            Only("norm_type", ("layer_norm",), written=False),
+            Only("mlp_type", ("default",), written=False),
+            Only("scale_attn_weights", (True,), written=False),
+            Idle((
+                "activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32",
+                "scale_attention_softmax_in_fp32",
+            )),
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "rms_norm_eps"),
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "initializer_range": 0.018042,
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+            "max_position_embeddings": 4096,
+        },
+        tensors=STARCODER_TENSORS,
+    ),
+    Family(
+        model_type="solar_open",
+        architecture="SolarOpenForCausalLM",
+        rules=(
+            *without(SIZES, "ffn"),
+            UNUSED_WIDTH,
+            *SIGMOID_EXPERTS,
+            Field("qkv_bias", "attention_bias"),
+            Fixed("bias", False),
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            Only("use_qk_norm", (False,), written=False),
+            Only("first_k_dense_replace", (0,), written=False),
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "attention_bias": False,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1280,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 131072,
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        tensors=LLAMA_TENSORS | with_leaf("weight", EXPERTS | SHARED_EXPERTS) | with_leaf("bias", QKV)
+        | ROUTER_BIAS,
+    ),
+    Family(
+        # transformers runs it as glm4_moe. With norms of q and k, and without biases, it goes out as dots1.
+        model_type="sarvam_moe",
+        architecture="SarvamMoEForCausalLM",
+        rules=(
+            *SIZES,
+            *SIGMOID_EXPERTS,
+            Field("first_dense", "first_k_dense_replace"),
+            Field("qkv_bias", "attention_bias"),
+            Field("qk_norm", "use_qk_norm"),
+            Fixed("bias", False),
+            NO_WINDOW,
+            *DECODER,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            Only("num_nextn_predict_layers", (0,)),
+            # of older folders
+            Only("use_bias", (False,), written=False),
+            Only("moe_router_enable_expert_bias", (True,), written=False),
+            Only("score_function", ("sigmoid",), written=False),
+            Idle(("max_window_layers",)),
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "initializer_range": 0.006,
+            "rope_theta": 8e6,
+            "attention_bias": False,
+            "use_qk_norm": True,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1024,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 131072,
+        },
+        aliases={
+            "num_local_experts": "n_routed_experts",
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "num_mtp_layers": "num_nextn_predict_layers",
+            "use_qkv_bias": "attention_bias",
+        },
+        tensors=with_leaf("weight", SARVAM | SARVAM_QKV | NORMS | MLP | EXPERTS | SHARED_EXPERTS)
+        | with_leaf("bias", SARVAM_QKV)
+        | SARVAM_ROUTER_BIAS,
+    ),
+    # The families below are only read: an earlier one can express every model of theirs, and is written.
+    Family(
+        model_type="hy_v3",  # goes out as dots1
+        architecture="HYV3ForCausalLM",
+        rules=(
+            *SIZES,
+            Field("experts", "num_experts"),
+            EXPERTS_PER_TOKEN,
+            Field("moe_ffn", "moe_intermediate_size"),
+            Field("shared_experts", "num_shared_experts"),
+            MLP_LAYER_TYPES,
+            Field("router_scale", "router_scaling_factor"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            Fixed("router_renorm", True),
+            *NO_BIAS,
+            Fixed("qk_norm", True),
+            NO_WINDOW,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            Only("mlp_bias", (False,)),
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            # Its module of multi-token prediction has other names, and transformers does not run it.
+            Only("num_nextn_predict_layers", (0,), written=False),
+            Only("qk_norm", (True,), written=False),
+            Only("route_norm", (True,), written=False),
+            Only("moe_router_use_sigmoid", (True,), written=False),
+            Only("moe_router_enable_expert_bias", (True,), written=False),
+            Idle(("enable_moe_fp32_combine", "enable_lm_head_fp32", "enable_attention_fp32_softmax")),
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "initializer_range": 0.006,
+            "rope_theta": 11158840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "router_scaling_factor": 2.826,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 131072,
+        },
+        aliases={"num_local_experts": "num_experts", "expert_hidden_dim": "moe_intermediate_size"},
+        tensors=QWEN3_TENSORS | with_leaf("weight", EXPERTS | HUNYUAN_EXPERTS) | HUNYUAN_ROUTER_BIAS,
+    ),
+    Family(
+        model_type="glm4_moe_lite",  # goes out as deepseek_v3
+        architecture="Glm4MoeLiteForCausalLM",
         rules=(
             *DEEPSEEK_SIZES,
-            deepseek_experts(*DEEPSEEK_EXPERTS),
-            Field("mtp", "num_nextn_predict_layers"),
+            *SIGMOID_EXPERTS,
+            MLP_LAYER_TYPES,
+            STATED_MTP,
             Field("rope_pairs", "rope_interleave"),
-            deepseek_experts(
-                *ROUTER_GROUPS,
-                Field("router_renorm", "norm_topk_prob"),
-                Fixed("router", "sigmoid"),
-                Fixed("router_bias", True),
-            ),
             *NO_BIAS,
             NO_QK_NORM,
             NO_WINDOW,
             *DECODER,
             NO_ATTENTION_BIAS,
-            Only("scoring_func", ("sigmoid",)),
-            Only("topk_method", ("noaux_tc",)),
-            Only("moe_layer_freq", (1,)),
+            Only("topk_method", ("noaux_tc",), written=False),
+            Only("scoring_func", ("sigmoid",), written=False),
             MLA_ROPE,
             NO_ATTENTION_DROPOUT,
             MLA_HEADS,
-            MTP_WITH_EXPERTS,
-            NO_EXPERTS,
         ),
         defaults={
             **DEEPSEEK_DEFAULTS,
-            "max_position_embeddings": 4096,
-            "first_k_dense_replace": 3,
-            "n_routed_experts": 256,
+            "num_key_value_heads": 20,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
             "n_shared_experts": 1,
-            "moe_intermediate_size": 2048,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "n_group": 1,
+            "topk_group": 1,
             "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
-            "num_nextn_predict_layers": 1,
+            "routed_scaling_factor": 1.8,
             "rope_interleave": True,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 202752,
         },
-        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
         tensors=DEEPSEEK_V2_TENSORS | with_leaf("weight", MTP) | ROUTER_BIAS,
         copies=head_and_mtp,
     ),
+    Family(
+        model_type="youtu",  # goes out as deepseek_v2 or deepseek_v3, whose layers are all dense
+        architecture="YoutuForCausalLM",
+        rules=(
+            *without(DEEPSEEK_SIZES, "init_std"),
+            INIT_STD_BY_WIDTH,
+            Field("rope_pairs", "rope_interleave"),
+            *NO_BIAS,
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            Only("mlp_bias", (False,), written=False),
+            Idle(("embedding_initializer_range",)),
+            MLA_ROPE,
+            NO_ATTENTION_DROPOUT,
+            MLA_HEADS,
+        ),
+        defaults={
+            **without_key(DEEPSEEK_DEFAULTS, "initializer_range"),
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
+            "rope_interleave": True,
+            "max_position_embeddings": 131072,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP),
+    ),
+    Family(
+        model_type="internlm3",  # transformers runs it as llama; goes out as llama
+        architecture="InternLM3ForCausalLM",
+        rules=(
+            *SIZES,
+            HEADS_DIVIDE_HIDDEN,
+            Field("bias", "attention_bias"),
+            Fixed("qkv_bias", False),
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            MLP_BIAS,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": 32768,
+        },
+        aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP),
+    ),
+    Family(
+        model_type="phi3",  # goes out as llama or, with a window, as mistral
+        architecture="Phi3ForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            KV_HEADS,
+            NO_HEAD_DIM,
+            *REST_OF_SIZES,
+            *NO_BIAS,
+            NO_QK_NORM,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            UNSCALED_ROPE,  # its yarn is another one
+            NO_ATTENTION_DROPOUT,
+            PLAIN_WINDOW,
+            Idle(("original_max_position_embeddings",)),
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "max_position_embeddings": 4096,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS | PHI_QKV | OUTPUT | PHI_MLP),
+    ),
+    # Kimi K2; the folder has code that is not run. Goes out as deepseek_v3.
+    replace(DEEPSEEK_V3, model_type="kimi_k2", code="deepseek_v3"),
 )}

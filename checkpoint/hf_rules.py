@@ -285,7 +285,7 @@ def ramp_obstacle(
     The ramp runs over channels that rotate between `low` and `high` times in `original` positions. Where it
     would run backwards, or has no channels at all, the two go apart or fail.
     """
-    if not 0 < low < high:
+    if not 0 < low <= high or (low == high and kind != "yarn"):  # a step in yarn, 0 / 0 in llama3
         return "rope_low_freq"
     if original <= 0:
         return "rope_original"
@@ -347,6 +347,14 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
     return fields
 
 
+def read_unscaled_rope(keys: Tree) -> Tree:
+    """The base alone: what this family understands by a scaling is another one."""
+    fields = read_rope(keys)
+    if "rope_kind" in fields:
+        raise UnlikeFamily(f"rope scaling {fields['rope_kind']!r} is not supported in this family, only none")
+    return fields
+
+
 def write_rope(model: ModelConfig) -> Tree:
     scaling = None if model.rope_factor is None else write_rope_scaling(model, model.rope_factor)
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
@@ -405,6 +413,12 @@ MLA_ROPE = FieldGroup(
     functools.partial(read_rope, mla=True),
     write_rope,
     functools.partial(rope_obstacles, mla=True),
+)
+UNSCALED_ROPE = FieldGroup(
+    ROPE_FIELDS,
+    read_unscaled_rope,
+    write_rope,
+    lambda model: rope_obstacles(model) or ["rope_factor"] * (model.rope_factor is not None),
 )
 
 
@@ -529,6 +543,41 @@ def read_mlp_bias(keys: Tree) -> Tree:
     return {"bias": number(keys, "mlp_bias")}
 
 
+def read_seed_biases(keys: Tree) -> Tree:
+    """Ours are those of q, k and v, or all."""
+    stated = tuple(
+        bool(number(keys, key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias"))
+    if stated not in ((False, False, False), (True, False, False), (True, True, True)):
+        raise UnlikeFamily(
+            "attention_bias, attention_out_bias and mlp_bias = {}, {}, {} are not supported; "
+            "none, attention_bias alone or all are".format(*stated))
+    return {"bias": stated[2], "qkv_bias": stated[0] and not stated[2]}
+
+
+def write_seed_biases(model: ModelConfig) -> Tree:
+    return {
+        "attention_bias": model.bias or model.qkv_bias,
+        "attention_out_bias": model.bias,
+        "mlp_bias": model.bias,
+    }
+
+
+def read_unused_width(keys: Tree) -> Tree:
+    """A family whose layers all have experts may leave out the width of a dense MLP."""
+    has_width = keys.get("intermediate_size") is not None
+    return {"ffn": plain_number(keys, "intermediate_size" if has_width else "moe_intermediate_size")}
+
+
+def read_init_std_by_width(keys: Tree) -> Tree:
+    """initializer_range may be null, which stands for 2 / sqrt(5 hidden)."""
+    if keys.get("initializer_range") is not None:
+        return {"init_std": number(keys, "initializer_range")}
+    hidden = plain_number(keys, "hidden_size")
+    if hidden <= 0:
+        raise UnlikeFamily(f"hidden_size = {hidden} is not above 0")
+    return {"init_std": 2 / (5 * hidden) ** 0.5}
+
+
 HEAD_DIM = FieldGroup(("head_dim",), read_head_dim, lambda model: {"head_dim": head_dim(model)})
 NO_HEAD_DIM = FieldGroup(("head_dim",), read_no_head_dim, obstacles=heads_share_hidden)
 GPT2_WIDTH = FieldGroup(("ffn",), read_gpt2_width, lambda model: {"n_inner": model.ffn})
@@ -537,6 +586,11 @@ GPT2_HEADS = FieldGroup(
     obstacles=lambda model: one_kv_head_each(model) + heads_share_hidden(model),
 )
 MLP_BIAS = FieldGroup(("bias",), read_mlp_bias, lambda model: {"mlp_bias": model.bias})
+SEED_BIASES = FieldGroup(("bias", "qkv_bias"), read_seed_biases, write_seed_biases)
+UNUSED_WIDTH = FieldGroup(("ffn",), read_unused_width, lambda model: {"intermediate_size": model.ffn})
+INIT_STD_BY_WIDTH = FieldGroup(
+    ("init_std",), read_init_std_by_width, lambda model: {"initializer_range": model.init_std}
+)
 # transformers 5 refuses other sizes for Llama and DeepSeek-V2 alone; the same Llama is a Mistral.
 HEADS_DIVIDE_HIDDEN = FieldGroup((), obstacles=lambda model: ["heads"] if model.hidden % model.heads else [])
 
@@ -547,6 +601,9 @@ INIT_STD_UP_TO_1 = FieldGroup(
 
 # Dropout is not read, and does not change the logits. Ours has no dropout of the attention.
 NO_ATTENTION_DROPOUT = FieldGroup((), write=lambda model: {"attention_dropout": 0.0})
+RESIDUAL_DROPOUT = FieldGroup(
+    (), write=lambda model: {"attention_dropout": 0.0, "residual_dropout": model.dropout}
+)
 GPT2_DROPOUT = FieldGroup(
     (),
     write=lambda model: {"resid_pdrop": model.dropout, "embd_pdrop": model.dropout, "attn_pdrop": 0.0},
@@ -581,6 +638,37 @@ def write_shared_width(model: ModelConfig) -> Tree:
     return {"shared_expert_intermediate_size": model.shared_experts * expert_ffn_size(model)}
 
 
+def read_mlp_layer_types(keys: Tree) -> Tree:
+    """A list of dense and sparse layers; ours are dense first. Of null, the first layer alone is dense.
+
+    Published folders also have first_k_dense_replace, which transformers does not read.
+    """
+    layers = plain_number(keys, "num_hidden_layers")
+    kinds = list_of(str, keys, "mlp_layer_types")
+    dense = kinds.count("dense") if kinds else 1
+    is_prefix = kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense)
+    if (kinds and not (is_prefix and len(kinds) == layers)) or dense >= layers:
+        raise UnlikeFamily(
+            f"mlp_layer_types = {kinds or None} of {layers} layers is not supported, only dense layers, "
+            "then at least one sparse layer")
+    stated = keys.get("first_k_dense_replace")
+    if stated is not None and stated != dense:
+        raise UnlikeFamily(f"first_k_dense_replace = {stated!r} is not supported where mlp_layer_types "
+                           f"makes {dense} of the layers dense")
+    return {"first_dense": dense}
+
+
+def write_mlp_layer_types(model: ModelConfig) -> Tree:
+    kinds = ["dense" if layer < model.first_dense else "sparse" for layer in range(model.layers)]
+    return {"mlp_layer_types": kinds}
+
+
+MLP_LAYER_TYPES = FieldGroup(
+    ("first_dense",),
+    read_mlp_layer_types,
+    write_mlp_layer_types,
+    lambda model: ["first_dense"] if model.first_dense >= model.layers else [],
+)
 QWEN_DENSE_LAYERS = FieldGroup(
     ("first_dense",), read_dense_layers, lambda model: {"mlp_only_layers": list(range(model.first_dense))}
 )
@@ -673,8 +761,17 @@ def read_mla_heads(keys: Tree) -> Tree:
     return {}
 
 
+def read_stated_mtp(keys: Tree) -> Tree:
+    """A family whose config class lacks the key, though published folders have it."""
+    key = "num_nextn_predict_layers"
+    return {"mtp": 0 if keys.get(key) is None else number(keys, key)}
+
+
 V2_GROUPS = FieldGroup(
     ("router_groups", "router_group_top_k"), read_v2_groups, write_v2_groups, v2_group_obstacles
+)
+STATED_MTP = FieldGroup(
+    ("mtp",), read_stated_mtp, lambda model: {"num_nextn_predict_layers": model.mtp}
 )
 MTP_WITH_EXPERTS = FieldGroup((), obstacles=dense_mtp_obstacle)
 # head_dim is nope_dim + rope_dim (config.head_dim).

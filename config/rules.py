@@ -147,8 +147,8 @@ def latent_attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; set kv_rank, "
         "or leave them out")
     yield Rule(
-        model.rope_kind != "yarn" or model.rope_low_freq < model.rope_high_freq,
-        f"model.rope_low_freq: {model.rope_low_freq} must lie below "
+        model.rope_kind != "yarn" or model.rope_low_freq <= model.rope_high_freq,
+        f"model.rope_low_freq: {model.rope_low_freq} must not lie above "
         f"model.rope_high_freq={model.rope_high_freq}")
 
 

@@ -3,8 +3,7 @@
     python -m scripts.convert from-hf DIR RUN                      a folder of save_pretrained -> a run folder
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
 
-Models: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3, DeepSeek V2 and V3, and the mixtures
-Mixtral, Qwen1.5-, 2- and 3-MoE, OLMoE and dots.llm1.
+Models: those of checkpoint/hf_families.py, which docs/checkpoints.md names.
 
 The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
 installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind.
@@ -62,7 +61,10 @@ TOLERANCE = 1e-4
 PROBED = 64  # tokens of a sequence whose logits are compared
 MOST_PROBED = 8192  # tokens of a window beyond which they are compared, too
 CPU = torch.device("cpu")
-DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+DROPOUTS = (
+    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "output_dropout",
+    "resid_pdrop", "embd_pdrop", "attn_pdrop",
+)
 MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
 
 
@@ -535,9 +537,13 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     who = f"transformers {transformers.__version__}"
+    keys = hf_config.read_json(folder / "config.json")
+    code = FAMILIES[keys["model_type"]].code or keys["model_type"]
     try:
+        their_config = transformers.CONFIG_MAPPING[code].from_dict(
+            {**keys, "model_type": code, "tie_word_embeddings": ours.tied})
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, tie_word_embeddings=ours.tied)
+            folder, config=their_config, dtype=torch.float32, local_files_only=True)
         if ours.experts and hasattr(model, "set_experts_implementation"):
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
             model.set_experts_implementation("eager")

@@ -66,6 +66,15 @@ MIXTURE = {
     "n_shared_experts": 1,
 }
 GPT2 = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 36, "n_layer": 2, "n_head": 3}
+SEED = {**LLAMA, "model_type": "seed_oss", "num_key_value_heads": 3}
+STARCODER = {**LLAMA, "model_type": "starcoder2"}
+SOLAR = {**LLAMA, **MIXTURE, "model_type": "solar_open", "num_key_value_heads": 3}
+SARVAM = {**LLAMA, **MIXTURE, "model_type": "sarvam_moe", "num_key_value_heads": 3}
+HUNYUAN = {**LLAMA, "model_type": "hy_v3", "num_key_value_heads": 3, "num_experts": 4}
+GLM = {**LLAMA, **MIXTURE, "model_type": "glm4_moe_lite", "num_key_value_heads": 6}
+YOUTU = {**LLAMA, "model_type": "youtu", "num_key_value_heads": 6}
+INTERN = {**LLAMA, "model_type": "internlm3"}
+PHI = {**LLAMA, "model_type": "phi3"}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 SCALED = {
     "rope_type": "llama3",
@@ -129,7 +138,7 @@ def test_defaults_are_those_of_transformers(kind):
         "transformers", reason="transformers is not installed: its defaults are not compared"
     )
     defaults = {key: value for key, value in FAMILIES[kind].defaults.items() if value is not None}
-    theirs = transformers.AutoConfig.for_model(kind)
+    theirs = transformers.AutoConfig.for_model(FAMILIES[kind].code or kind)
     if "sliding_window" in defaults:  # theirs is null where it is not used
         assert transformers.AutoConfig.for_model(
             kind, use_sliding_window=True
@@ -213,6 +222,7 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
             0.8,
         ),
         ({"rope_scaling": YARN}, "rope_high_freq", 32.0),
+        ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "rope_high_freq", 1.0),  # a step, as of Kimi K2
         ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "rope_mscale", 0.0),
         ({"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.0}}, "rope_mscale", 1.0),
         ({**DEEPSEEK, "num_mtp_layers": 2}, "mtp", 2),
@@ -222,6 +232,42 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         ({**LLAMA, "model_type": "olmoe", "head_dim": 8}, "head_dim", None),
         ({**QWEN, "model_type": "qwen3"}, "head_dim", 128),
         ({**QWEN, "model_type": "qwen3"}, "qk_norm", True),
+        (SEED, "qkv_bias", True),
+        ({**SEED, "attention_bias": False}, "qkv_bias", False),
+        ({**SEED, "attention_out_bias": True, "mlp_bias": True}, "bias", True),
+        (SEED, "head_dim", 128),
+        (STARCODER, "tied", True),
+        (STARCODER, "window", None),
+        ({**STARCODER, "sliding_window": 4096}, "window", 4096),
+        (STARCODER, "norm_eps", 1e-5),
+        (SOLAR, "rope_theta", 1e6),
+        (SOLAR, "ffn", 100),
+        ({**SOLAR, "intermediate_size": None}, "ffn", 20),
+        ({**SOLAR, "attention_bias": True}, "qkv_bias", True),
+        (SOLAR, "first_dense", 0),
+        (SARVAM, "first_dense", 1),
+        (SARVAM, "rope_theta", 8e6),
+        ({**SARVAM, "use_qkv_bias": True}, "qkv_bias", True),
+        ({**SARVAM, "use_qk_norm": False}, "qk_norm", False),
+        (HUNYUAN, "first_dense", 1),
+        ({**HUNYUAN, "mlp_layer_types": ["sparse", "sparse"]}, "first_dense", 0),
+        (HUNYUAN, "router_scale", 2.826),
+        (HUNYUAN, "rope_theta", 11158840.0),
+        ({**HUNYUAN, "expert_hidden_dim": 24}, "moe_ffn", 24),
+        (GLM, "first_dense", 1),
+        (GLM, "mtp", 0),
+        ({**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1}, "mtp", 1),
+        (GLM, "rope_pairs", True),
+        ({**GLM, "head_dim": 48, "qk_rope_head_dim": 48}, "rope_dim", 48),
+        (YOUTU, "tied", True),
+        (YOUTU, "init_std", 2 / 240**0.5),
+        ({**YOUTU, "initializer_range": 0.02}, "init_std", 0.02),
+        (YOUTU, "experts", None),
+        ({**INTERN, "qkv_bias": True, "bias": True}, "bias", True),
+        (INTERN, "kv_heads", 2),
+        (PHI, "kv_heads", None),
+        (PHI, "window", None),
+        ({**PHI, "sliding_window": 2047, "original_max_position_embeddings": 4096}, "window", 2047),
     ],
 )
 def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
@@ -248,6 +294,45 @@ def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
         (DEEPSEEK_V2, "mlp_bias", False, True),
         (DEEPSEEK_V2, "norm_topk_prob", False, True),
         (DEEPSEEK_V2, "scoring_func", "softmax", "sigmoid"),
+        (SEED, "partial_rotary_factor", 1.0, 0.5),
+        (STARCODER, "use_bias", True, False),
+        (STARCODER, "hidden_act", "gelu_pytorch_tanh", "gelu"),
+        (STARCODER, "norm_type", "layer_norm", "rms_norm"),
+        (STARCODER, "mlp_type", "default", "gated"),
+        (STARCODER, "scale_attn_weights", True, False),
+        (SOLAR, "partial_rotary_factor", 1.0, 0.5),
+        (SOLAR, "use_qk_norm", False, True),
+        (SOLAR, "first_k_dense_replace", 0, 1),
+        (SARVAM, "partial_rotary_factor", 1.0, 0.5),
+        (SARVAM, "num_nextn_predict_layers", 0, 1),
+        (SARVAM, "use_bias", False, True),
+        (SARVAM, "moe_router_enable_expert_bias", True, False),
+        (SARVAM, "score_function", "sigmoid", "softmax"),
+        (HUNYUAN, "attention_bias", False, True),
+        (HUNYUAN, "mlp_bias", False, True),
+        (HUNYUAN, "num_nextn_predict_layers", 0, 1),
+        (HUNYUAN, "qk_norm", True, False),
+        (HUNYUAN, "route_norm", True, False),
+        (HUNYUAN, "moe_router_use_sigmoid", True, False),
+        (HUNYUAN, "moe_router_enable_expert_bias", True, False),
+        (HUNYUAN, "first_k_dense_replace", 1, 0),
+        (HUNYUAN, "mlp_layer_types", ["dense", "sparse"], ["sparse", "dense"]),
+        (HUNYUAN, "mlp_layer_types", ["dense", "sparse"], ["dense", "dense"]),
+        (HUNYUAN, "mlp_layer_types", ["dense", "sparse"], ["dense"]),
+        (HUNYUAN, "mlp_layer_types", ["dense", "sparse"], ["dense", "linear"]),
+        (GLM, "attention_bias", False, True),
+        (GLM, "topk_method", "noaux_tc", "greedy"),
+        (GLM, "scoring_func", "sigmoid", "softmax"),
+        (GLM, "first_k_dense_replace", 1, 3),
+        (GLM, "partial_rotary_factor", 1.0, 0.5),
+        (GLM, "num_key_value_heads", 6, 3),
+        (YOUTU, "attention_bias", False, True),
+        (YOUTU, "mlp_bias", False, True),
+        (YOUTU, "num_key_value_heads", 6, 3),
+        (INTERN, "attention_bias", False, True),
+        (PHI, "attention_bias", False, True),
+        (PHI, "partial_rotary_factor", 1.0, 0.75),
+        (PHI, "head_dim", 8, 10),
     ],
 )
 def test_what_a_config_may_spell_out(tmp_path, model, key, ours, other):
@@ -358,6 +443,7 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 4.0}}, "between 4.0 and 4.0 rotations"),
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 8.0}}, "between 8.0 and 4.0 rotations"),
         ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 0}}, "between 0 and 4.0 rotations"),
+        ({**LLAMA, "rope_scaling": {**YARN, "beta_fast": 0.5}}, "between 1 and 0.5 rotations"),
         ({**LLAMA, "rope_scaling": {**YARN, "beta_slow": -1.0}}, "between -1.0 and 32 rotations"),
         (
             {**LLAMA, "rope_scaling": {**YARN, "beta_slow": 4.0, "original_max_position_embeddings": 1}},
@@ -372,6 +458,25 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         # values out of range
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads = 0 is below 1"),
         ({**LLAMA, "rms_norm_eps": -1.0}, "rms_norm_eps = -1.0 is below 0"),
+        # the families added last
+        ({**SEED, "attention_out_bias": True}, "attention_out_bias and mlp_bias = True, True, False are not"),
+        ({**SEED, "mlp_bias": True}, "mlp_bias = True, False, True are not supported"),
+        ({**SEED, "attention_out_bias": None}, "attention_out_bias = None is not a number"),
+        ({**SOLAR, "n_shared_experts": None}, "n_shared_experts = None is not a number"),
+        (
+            {**SARVAM, "num_shared_experts": 2},
+            "n_shared_experts = 1 and num_shared_experts = 2 are one key",
+        ),
+        ({**GLM, "head_dim": 48, "qk_rope_head_dim": 64}, "qk_rope_head_dim = 64 and head_dim = 48 are one"),
+        ({**GLM, "num_hidden_layers": 1}, "mlp_layer_types = None of 1 layers is not supported"),
+        ({**YOUTU, "n_routed_experts": 8}, "n_routed_experts = 8: nothing here reads this key of a youtu"),
+        (
+            {**INTERN, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
+            "rope scaling 'dynamic' is not supported",
+        ),
+        ({**PHI, "rope_scaling": YARN}, "rope scaling 'yarn' is not supported in this family, only none"),
+        ({**PHI, "rope_scaling": SCALED}, "rope scaling 'llama3' is not supported in this family"),
+        ({**PHI, "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope'"),
         ({**GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],

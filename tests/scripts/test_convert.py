@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import job
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import config
@@ -71,6 +72,10 @@ LATENT = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
+DENSE_LATENT = {
+    key: value for key, value in LATENT.items() if "experts" not in key and key != "first_k_dense_replace"
+}
+MIXED_LATENT = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
 GPT2 = {
     "vocab_size": 203,
     "n_embd": 36,
@@ -82,6 +87,14 @@ GPT2 = {
     "embd_pdrop": 0,
     "attn_pdrop": 0,
 }
+SIGMOID = {
+    **ROPE,
+    "head_dim": 12,
+    "moe_intermediate_size": 20,
+    "num_experts_per_tok": 3,
+    "pad_token_id": None,  # a padding token would not train
+}
+GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
 CASES = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": None}),
@@ -258,11 +271,108 @@ CASES = {
             "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek-v3-step": (  # YaRN without a ramp, as Kimi K2 has it
+        "DeepseekV3",
+        {
+            **LATENT,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 20,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_scaling": {
+                **YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "seed-oss": (
+        "SeedOss",
+        {
+            **ROPE,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "pad_token_id": None,
+        },
+    ),
+    "seed-oss-36b": ("SeedOss", {**ROPE, "head_dim": 12, "rope_theta": 1e7, "pad_token_id": None}),
+    "starcoder2": ("Starcoder2", {**ROPE, "sliding_window": 7}),
+    "starcoder2-untied": (
+        "Starcoder2",
+        {**ROPE, "tie_word_embeddings": False, "norm_epsilon": 1e-3, "rope_scaling": YARN},
+    ),
+    "solar-open": (
+        "SolarOpen",
+        {**SIGMOID, **GROUPED, "rope_scaling": YARN, "routed_scaling_factor": 1.5},
+    ),
+    "solar-open-biased": (
+        "SolarOpen",
+        {**SIGMOID, "n_routed_experts": 8, "attention_bias": True, "norm_topk_prob": False},
+    ),
+    "sarvam": ("SarvamMoE", {**SIGMOID, **GROUPED, "num_hidden_layers": 3}),
+    "sarvam-biased": ("SarvamMoE", {**SIGMOID, **GROUPED, "attention_bias": True}),
+    "sarvam-unnormed": ("SarvamMoE", {**SIGMOID, **GROUPED, "use_qk_norm": False}),
+    "hy-v3": (
+        "HYV3",
+        {**SIGMOID, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2},
+    ),
+    "hy-v3-two-dense": (
+        "HYV3",
+        {**SIGMOID, "num_hidden_layers": 3, "num_experts": 8, "mlp_layer_types": ["dense"] * 2 + ["sparse"]},
+    ),
+    "glm4.7-flash": (
+        "Glm4MoeLite",
+        {
+            **MIXED_LATENT,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 20,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "glm4.7-flash-sparse": (
+        "Glm4MoeLite",
+        {
+            **MIXED_LATENT,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["sparse"] * 2,
+            "rope_interleave": False,
+        },
+    ),
+    "youtu": ("Youtu", {**DENSE_LATENT, "rope_theta": 1.6e6}),
+    "youtu-untied": ("Youtu", {**DENSE_LATENT, "tie_word_embeddings": False, "q_lora_rank": None}),
+    "youtu-halves": ("Youtu", {**DENSE_LATENT, "rope_interleave": False, "initializer_range": 0.02}),
+    "internlm3": ("InternLM3", {**ROPE, "head_dim": 12, "rope_theta": 5e7, "pad_token_id": None}),
+    "internlm3-biased": (
+        "InternLM3",
+        {**ROPE, "head_dim": None, "attention_bias": True, "mlp_bias": True, "pad_token_id": None},
+    ),
+    "phi4": ("Phi3", {**ROPE, "rope_theta": 2.5e5, "pad_token_id": None}),
+    "phi3-window": (
+        "Phi3",
+        {**ROPE, "sliding_window": 7, "tie_word_embeddings": True, "pad_token_id": None},
+    ),
 }
-SAME = {
+SAME = {  # written as the first family that computes the same
     "mistral-nowindow": "Llama",
     "deepseek-v3-dense": "DeepseekV2",
-}  # written as the first family that computes the same
+    "seed-oss-36b": "Qwen2",
+    "sarvam": "Dots1",
+    "hy-v3": "Dots1",
+    "hy-v3-two-dense": "Dots1",
+    "glm4.7-flash": "DeepseekV3",
+    "glm4.7-flash-sparse": "DeepseekV3",
+    "youtu": "DeepseekV2",
+    "youtu-untied": "DeepseekV2",
+    "youtu-halves": "DeepseekV3",
+    "internlm3": "Llama",
+    "internlm3-biased": "Llama",
+    "phi4": "Llama",
+    "phi3-window": "Mistral",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -436,12 +546,47 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name):
+    """Under the same names, if it goes out as the same family; and it comes back as the same weights."""
+    their_model(transformers, *CASES[name]).save_pretrained(tmp_path / "hf")
+    for command, source, target in (
+        ("from-hf", "hf", "run"), ("to-hf", "run", "out"), ("from-hf", "out", "back")
+    ):
+        code, _, err = run(capsys, command, tmp_path / source, tmp_path / target)
+        assert code == 0, err
+    ours, back = (weights(tmp_path / name / "checkpoints" / "step_00000000") for name in ("run", "back"))
+    assert ours.keys() == back.keys() and all(torch.equal(ours[key], back[key]) for key in ours)
+    if name not in SAME:
+        theirs, out = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+        assert theirs.keys() == out.keys() and all(torch.equal(theirs[key], out[key]) for key in theirs)
+
+
+def test_kimi_is_compared_with_the_code_of_deepseek(transformers, tmp_path, capsys):
+    """Its folder names code of its own, which is not run."""
+    their_model(transformers, *CASES["deepseek-v3-step"]).save_pretrained(tmp_path / "v3")
+    shutil.copytree(tmp_path / "v3", tmp_path / "k2")
+    name = "configuration_deepseek.DeepseekV3Config"
+    edit(model_type="kimi_k2", auto_map={"AutoConfig": name})(tmp_path / "k2")
+    reports = []
+    for folder in ("v3", "k2"):
+        code, out, err = run(capsys, "from-hf", tmp_path / folder, tmp_path / f"run-{folder}", "--json")
+        assert code == 0, err
+        reports.append(json.loads(out))
+    assert [report["family"] for report in reports] == ["deepseek_v3", "kimi_k2"]
+    assert reports[0]["logits"] == reports[1]["logits"]
+    assert reports[1]["logits"]["against"].startswith("transformers")
+    assert run(capsys, "to-hf", tmp_path / "run-k2", tmp_path / "out")[0] == 0
+    first, second = (load_file(tmp_path / folder / "model.safetensors") for folder in ("k2", "out"))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
+
+
 def test_the_hub_gpt2_layout(transformers, tmp_path, capsys):
     """The hub's gpt2 has no `transformer.` prefix and carries its causal masks."""
     theirs = their_model(transformers, *CASES["gpt2"])
     theirs.save_pretrained(tmp_path / "hf")
-    from safetensors.torch import load_file, save_file
-
     tensors = {
         k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "hf" / "model.safetensors").items()
     }
@@ -554,13 +699,14 @@ def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_dropout_that_is_not_taken_is_named(exported, tmp_path, capsys):
+@pytest.mark.parametrize("key", ["attention_dropout", "residual_dropout", "embedding_dropout"])
+def test_dropout_that_is_not_taken_is_named(exported, tmp_path, capsys, key):
     shutil.copytree(exported, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.1}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: 0.1}))
     code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
     assert code == 0
-    assert "config.json trains with attention_dropout 0.1, which is not taken" in " ".join(out.split())
+    assert f"config.json trains with {key} 0.1, which is not taken" in " ".join(out.split())
 
 
 def test_a_rule_that_config_json_breaks_names_the_file(exported, tmp_path, capsys):
@@ -674,8 +820,6 @@ def test_a_chat_template_survives_training(transformers, exported, tmp_path, cap
 
 def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys):
     """With a router each, beside the layers; transformers' logits are those of the model without."""
-    from safetensors.torch import load_file, save_file
-
     path = make_run(
         tmp_path / "run",
         "deepseek-v3-tiny",
@@ -748,10 +892,22 @@ def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["llama3-tiny", "qwen2.5-tiny", "mistral-tiny"])
-def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset):
-    make_run(tmp_path / "run", preset)
+@pytest.mark.parametrize(
+    "preset, change, family",
+    [
+        ("llama3-tiny", {}, "llama"),
+        ("qwen2.5-tiny", {}, "qwen2"),
+        ("mistral-tiny", {}, "mistral"),
+        ("gpt2-tiny", {"positions": "rope"}, "starcoder2"),
+        ("llama3-tiny", {"bias": True, "heads": 3, "kv_heads": 1, "head_dim": 8}, "seed_oss"),
+        ("dots1-tiny", {"qk_norm": False, "first_dense": 0}, "solar_open"),
+        ("dots1-tiny", {"qkv_bias": True}, "sarvam_moe"),
+    ],
+)
+def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset, change, family):
+    make_run(tmp_path / "run", preset, **change)
     assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == family
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (
         hf_tokenizer.first_difference(BPE.encode, lambda text: auto.encode(text, add_special_tokens=False))
@@ -926,8 +1082,6 @@ def edit(**change):
 
 
 def poison(folder):
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, folder / "model.safetensors")
