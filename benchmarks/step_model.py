@@ -17,6 +17,7 @@ launches, and the GPU's clock under load. benchmarks/measured.py gives it rates 
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import json
+import lzma
 import math
 import sys
 from collections import defaultdict
@@ -541,7 +542,7 @@ def main(argv: list[str]) -> int:
     for name in names:
         if name not in SCENARIOS:
             raise ConfigError(f"{name}: no such scenario; there are {', '.join(SCENARIOS)}")
-    before = [json.loads(Path(file).read_text()) for file in args.before]
+    before = [json.loads(lzma.decompress(Path(file).read_bytes())) for file in args.before]
 
     steps = []
     for name in names:

@@ -79,7 +79,7 @@ def main() -> None:
         for number, layout in enumerate(LAYOUTS):
             layouts[layout] = record(home / str(number), data, layout)
             print(layout, layouts[layout]["losses"][-1], file=sys.stderr)
-    FILE.write_text(json.dumps({"of": machine(), "layouts": layouts}, indent=1) + "\n")
+    FILE.write_text(json.dumps({"of": machine(), "layouts": layouts}, indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A footprint has the functions that a test runs, in whatever process, and the oth
 
 import ast
 import hashlib
+import itertools
 import json
 import lzma
 import os
@@ -99,23 +100,33 @@ NOTHING = Footprints(commit="", summary={}, columns=[], tests={})
 def read_footprints(file: Path = FOOTPRINTS) -> Footprints:
     tree = json.loads(lzma.decompress(file.read_bytes()))
     tests = {}
-    for name, seconds, outcome, bits in tree["tests"]:
-        tests[name] = (seconds, outcome, int(bits, 16))
-    columns = [tuple(column) for column in tree["columns"]]
+    bits = 0
+    for name, seconds, outcome, changed in tree["tests"]:
+        bits ^= int(changed, 16)
+        tests[name] = (seconds, outcome, bits)
+    columns = [(file, name) for file, names in tree["columns"] for name in names]
     return Footprints(tree["commit"], tree["summary"], columns, tests)
 
 
 def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
+    """Small: tests that run nearly the same follow each other, each with the bits that differ from the one
+    before it; seconds have two digits."""
     tests = []
-    for name, (seconds, outcome, bits) in footprints.tests.items():
-        tests.append([name, seconds, outcome, f"{bits:x}"])
+    before = 0
+    for name, (seconds, outcome, bits) in sorted(footprints.tests.items(), key=lambda item: item[1][2]):
+        tests.append([name, float(f"{seconds:.2g}"), outcome, f"{bits ^ before:x}"])
+        before = bits
+    columns: list[tuple[str, list[str]]] = []
+    for of_file, group in itertools.groupby(footprints.columns, key=lambda column: column[0]):
+        columns.append((of_file, [name for _, name in group]))
     tree = {
         "commit": footprints.commit,
         "summary": footprints.summary,
-        "columns": footprints.columns,
+        "columns": columns,
         "tests": tests,
     }
-    file.write_bytes(lzma.compress(json.dumps(tree).encode(), preset=9))
+    text = json.dumps(tree, separators=(",", ":"))
+    file.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 @dataclass(frozen=True)

@@ -455,6 +455,9 @@ ROUTERS = {
     "64": routed(64, router.RoutingRule(8)),
     "256_groups": routed(256, router.RoutingRule(8, sigmoid=True, groups=8, top_groups=4)),
 }
+COLUMNS = (
+    "registers", "spills", "shared", "warps", "programs", "in flight", "wide loads", "atomics", "mma"
+)
 CASES = {
     **{f"router_{name}": forward for name, (forward, _) in ROUTERS.items()},
     **{f"router_backward_{name}": backward for name, (_, backward) in ROUTERS.items()},
@@ -772,20 +775,12 @@ def main() -> int:
     part, parts = args.part
     assert hasattr(norm.forward_kernel, "cache_key"), "compiles, so it must not run under TRITON_INTERPRET"
     print(f"triton {triton.__version__}")
-    print(
-        f"{'kernel':30}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'programs':>10}"
-        f"{'in flight':>11}{'wide loads':>12}{'atomics':>9}  mma"
-    )
+    print("kernel", "chip", *COLUMNS, sep="\t")
     for name, case in list(CASES.items())[part - 1 :: parts]:
         for chip in args.chips:
             if args.only in name and chip in case.chips:
                 r = compiled(case, chip)
-                print(
-                    f"{name:30}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}"
-                    f"{r['programs']:>10}{r['in flight']:>11}{r['wide loads']:>12}"
-                    f"{r['atomics']:>9}  {r['mma']}",
-                    flush=True,
-                )
+                print(name, f"sm_{chip}", *(r[column] for column in COLUMNS), sep="\t", flush=True)
     return 0
 
 
