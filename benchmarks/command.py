@@ -136,7 +136,11 @@ def add_model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument("--tiny", action="store_true", help="tiny models of the same kinds")
     model.add_argument("--page", default="", help="the Markdown file whose tables are replaced")
     model.add_argument(
-        "--before", nargs="*", default=[], metavar="FILE", help="what --json printed at other commits, packed by xz"
+        "--before",
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="what --json printed at other commits, packed by xz",
     )
 
 
