@@ -140,7 +140,7 @@ def add_model_options(model: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="FILE",
-        help="what --json printed at other commits, packed by xz",
+        help="what --json printed at other commits, also packed by xz",
     )
 
 

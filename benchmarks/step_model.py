@@ -533,6 +533,12 @@ def write_page(page: Path, text: str) -> None:
     page.write_text(old[:start] + text.rstrip("\n") + old[end + len(END) :])
 
 
+def read_summary(file: Path) -> dict:
+    """What --json printed, as it is or packed by xz."""
+    data = file.read_bytes()
+    return json.loads(lzma.decompress(data) if file.suffix == ".xz" else data)
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code. argv: after the word `model`."""
     from benchmarks.command import make_parser
@@ -542,7 +548,7 @@ def main(argv: list[str]) -> int:
     for name in names:
         if name not in SCENARIOS:
             raise ConfigError(f"{name}: no such scenario; there are {', '.join(SCENARIOS)}")
-    before = [json.loads(lzma.decompress(Path(file).read_bytes())) for file in args.before]
+    before = [read_summary(Path(file)) for file in args.before]
 
     steps = []
     for name in names:

@@ -6,6 +6,8 @@ rank exchanges (plan/bytes.py) by its links, and the very schedule that would ru
     a kernel, a value of the device  op, route: the host's and the gap between kernels
     an exchange of n bytes           at a share of the link's bandwidth x N / (N - 1), + a hop's time x log2 N
                                      a call
+    what parallel.offload moves      bytes / host each way: activations beside the stage's compute, the state
+                                     of the optimizer beside its update
 
 The record says what hides an exchange: the work between its start and the wait for it. ZeRO's gathers and
 sums hide behind the whole stage's compute, or behind that of one microbatch where a step has one such
@@ -26,13 +28,14 @@ from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan.buckets import PlannedBucket, buckets, unique_buckets
 from plan.bytes import boundary_bytes, group_size, step_bytes
 from plan.job import Job
-from plan.parts import records_of_stage
+from plan.parts import records_of_part, records_of_stage
 from plan.record.part import Amount, PartRecord, PhaseRecord, Post
 from plan.simulate import simulate
 
 # Groups over which gradients are summed and weights gathered.
 DATA_GROUPS = ("fsdp", "dp_cp", "dp_replicate", "expert_fsdp", "expert_dp")
 EXPERT_GROUP = "ep_etp"  # over which tokens are exchanged with experts
+HOST = "host"  # in the place of a group: waits for copies of parallel.offload
 TRANSFERS = ("send", "receive")  # between two ranks; all other exchanges are collectives
 # Times the pipeline's ranks: microbatches that are simulated. Each further one takes what the busiest rank
 # computes.
@@ -69,6 +72,7 @@ class Efficiency:
     route: float = 0.26e-3  # of a value that the host waits for
     micro: float = 0.0  # of a microbatch in a stage, forward or backward
     hidden: float = 1.0  # of what can hide behind compute
+    host: float = 20e9  # bytes/s to or from the host's memory, while all GPUs of a node copy: assumed
     relayed: bool = False  # an all-to-all of tokens sends each to a node once
 
 
@@ -337,7 +341,28 @@ def stage_times(
         part = part_times(record, roofline, links, microbatches=microbatches, is_split=is_split)
         total = total.plus(part, repeats)
     micro = efficiency.micro
-    return replace(total, f=total.f + micro, i=total.i + micro, least=total.least + 2 * micro)
+    total = replace(total, f=total.f + micro, i=total.i + micro, least=total.least + 2 * micro)
+
+    # activations that go to the host in the forward, and come back in the backward
+    copies = offloaded_bytes(job, stage) / efficiency.host
+    hidden = efficiency.hidden
+    out = exposed_seconds(copies, total.f, hidden)
+    back = exposed_seconds(copies, total.i + (0.0 if is_split else total.w), hidden)
+    if not out + back:
+        return total
+    waits = total.waits + Counter({HOST: out + back})
+    return replace(total, f=total.f + out, i=total.i + back, waits=waits, least=total.least + out + back)
+
+
+def offloaded_bytes(job: Job, stage: int) -> float:
+    """Of one microbatch, that the blocks of a stage keep in host memory (parallel.offload)."""
+    cfg = job.cfg
+    if cfg.parallel.offload not in ("activations", "both"):
+        return 0.0
+    blocks = [part for part in job.parts[stage] if isinstance(part.layer, int)]
+    is_split = job.schedule.splits_backward
+    records = [records_of_part(part, cfg.train.micro_batch, is_split) for part in blocks]
+    return sum(record.kept for own in records for record in own)
 
 
 def exposed_seconds(seconds: float, behind: float, hidden: float) -> float:
@@ -447,7 +472,7 @@ def busiest_rank(
         hidden=efficiency.hidden,
     )
     stream = links.cluster.hbm * efficiency.stream / slowdown[place]
-    update = update_seconds(job.cfg, own_buckets, stream)
+    update = update_seconds(job.cfg, own_buckets, stream, efficiency.host)
     return BusiestRank(
         stages=stages_of_places[place],
         seconds=microbatches * computes[place],
@@ -477,9 +502,10 @@ def times_of_stages(
 
 
 def waits_by_group(waits: list[Counter[str]], microbatches: int) -> dict[str, float]:
-    """{group: seconds of a step}, where a rank waits at all. waits: of a microbatch, for each stage."""
+    """{group, or HOST: seconds of a step}, where a rank waits at all. waits: of a microbatch, for each
+    stage."""
     total: dict[str, float] = {}
-    for group in GROUP_AXES:
+    for group in (*GROUP_AXES, HOST):
         waited = sum(of_stage[group] for of_stage in waits)
         if waited:
             total[group] = microbatches * waited
@@ -536,16 +562,21 @@ def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, 
     return max(exposed_sums, last_sum) + max(exposed_gathers, first_gather)
 
 
-def update_seconds(cfg: Config, every: list[PlannedBucket], stream: float) -> float:
+def update_seconds(cfg: Config, every: list[PlannedBucket], stream: float, host: float) -> float:
     """Of the optimizer: it reads and writes masters and moments, reads gradients and writes weights. With the
-    moving average of train.ema."""
+    moving average of train.ema. What stands in host memory (parallel.offload) comes and goes at the same
+    time, beside that. stream, host: bytes/s of the GPU's memory, and of copies each way."""
     optimizer = OPTIMIZERS[cfg.optim.name]
     wide_bytes = accumulation_bytes(cfg.train.dtype)
-    nbytes = 0
+    nbytes = copied = 0
     for bucket in every:
-        kept = 2 + 2 * optimizer.moments_for(bucket.is_hidden)
-        of_element = kept * wide_bytes + wide_bytes + compute_bytes(cfg.train.dtype)
+        states = 1 + optimizer.moments_for(bucket.is_hidden)
+        of_element = 2 * states * wide_bytes + wide_bytes + compute_bytes(cfg.train.dtype)
         nbytes += bucket.shard_size * of_element
         if cfg.train.ema is not None:  # reads the masters, reads and writes the average
             nbytes += bucket.shard_size * 3 * wide_bytes
-    return nbytes / stream
+            states += 1
+        copied += bucket.shard_size * states * wide_bytes
+    if cfg.parallel.offload not in ("optimizer", "both"):
+        copied = 0
+    return max(nbytes / stream, copied / host)

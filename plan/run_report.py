@@ -13,7 +13,7 @@ from typing import NamedTuple
 from config import Config, ConfigError, ParallelConfig
 from plan.cost import Cluster
 from plan.count import parameters
-from plan.efficiency import StepRange
+from plan.efficiency import SHARED, StepRange
 from plan.job import job_of_rank
 from plan.memory import kept_bytes
 from plan.run_limits import most_steps
@@ -27,7 +27,6 @@ from plan.whole_run import (
     whole_run,
 )
 
-HOST_COPY = 20e9  # bytes/s from a GPU into the memory of its host, while all GPUs of a node copy
 STORAGE_OF_NODE = 2e9  # bytes/s into shared storage, where --storage does not say it
 MOST_GPUS = 16_384  # that are tried where --gpus is left open
 BATCH_TOO_LARGE = 2.0  # times the noise scale, from where more tokens buy few steps
@@ -92,7 +91,7 @@ class RunQuestion:
     def reliability(self, gpus: int) -> Reliability:
         rate = self.storage or -(-gpus // self.node) * STORAGE_OF_NODE
         writing = self.checkpoint / rate
-        blocking = self.checkpoint / gpus / HOST_COPY if self.saves_in_background else writing
+        blocking = self.checkpoint / gpus / SHARED.host if self.saves_in_background else writing
         return Reliability(self.mtbf, restart=self.restart, blocking=blocking, writing=writing)
 
     @property

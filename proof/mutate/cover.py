@@ -20,6 +20,7 @@ from proof.mutate.checkout import ROOT
 HOOKS = Path(__file__).parent / "hooks"
 CACHE = ROOT / ".cache" / "mutate"
 FOOTPRINTS = ROOT / "tests" / "footprints.xz"
+OF_TESTS = ("names", "seconds", "outcomes", "bits")  # of footprints.xz, a list each
 REST = "<rest>"  # what a file holds outside of functions; of a file that is not Python, all of it
 
 
@@ -101,7 +102,7 @@ def read_footprints(file: Path = FOOTPRINTS) -> Footprints:
     tree = json.loads(lzma.decompress(file.read_bytes()))
     tests = {}
     bits = 0
-    for name, seconds, outcome, changed in tree["tests"]:
+    for name, seconds, outcome, changed in zip(*(tree[key] for key in OF_TESTS)):
         bits ^= int(changed, 16)
         tests[name] = (seconds, outcome, bits)
     columns = [(file, name) for file, names in tree["columns"] for name in names]
@@ -111,10 +112,10 @@ def read_footprints(file: Path = FOOTPRINTS) -> Footprints:
 def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
     """Small: tests that run nearly the same follow each other, each with the bits that differ from the one
     before it; seconds have two digits."""
-    tests = []
+    tests: list[tuple[str, float, str, str]] = []
     before = 0
     for name, (seconds, outcome, bits) in sorted(footprints.tests.items(), key=lambda item: item[1][2]):
-        tests.append([name, float(f"{seconds:.2g}"), outcome, f"{bits ^ before:x}"])
+        tests.append((name, float(f"{seconds:.2g}"), outcome, f"{bits ^ before:x}"))
         before = bits
     columns: list[tuple[str, list[str]]] = []
     for of_file, group in itertools.groupby(footprints.columns, key=lambda column: column[0]):
@@ -123,7 +124,7 @@ def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
         "commit": footprints.commit,
         "summary": footprints.summary,
         "columns": columns,
-        "tests": tests,
+        **dict(zip(OF_TESTS, zip(*tests))),
     }
     text = json.dumps(tree, separators=(",", ":"))
     file.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))

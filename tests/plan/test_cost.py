@@ -18,7 +18,7 @@ from model.schedules import plan_pipeline
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan import bytes as wire
 from plan import cost, published
-from plan.count import flops_per_token
+from plan.count import flops_per_token, parameters
 from plan.efficiency import (
     CLASSES,
     MEASURED_PAIRS,
@@ -205,6 +205,35 @@ def test_chunks_hide_behind_the_experts_products(num_chunks, links):
     exposed += end + max(0.0, still_to_send + end - late_grads) + probs
     waits = cost.stage_times(job, 0, 1, c, FREE).waits
     assert waits["ep_etp"] == pytest.approx(model.layers * (exposed + counts), rel=1e-9)
+
+
+def test_offloading_the_optimizer_takes_the_time_of_its_copies():
+    """Master and two moments of AdamW, 12 bytes a parameter, come and go at the same time."""
+    cfg = config_of("llama3-8b", parallel__offload="optimizer", parallel__zero=1)
+    job, microbatches = job_of(cfg, 8)
+    found = cost.forecast(job, microbatches, IDEAL, replace(FREE, host=25e9))
+    assert found.optimizer == pytest.approx(12 * parameters(cfg.model)["total"] / 8 / 25e9, rel=1e-3)
+    kept = job_of(set_keys(cfg, {"parallel.offload": "none"}), 8)[0]
+    assert cost.forecast(kept, microbatches, IDEAL, FREE).optimizer < 1e-12
+
+
+def test_offloaded_activations_wait_for_what_no_computation_hides():
+    cfg = config_of("llama3-8b", parallel__zero=1)
+    kept, microbatches = job_of(cfg, 8)
+    moved, _ = job_of(set_keys(cfg, {"parallel.offload": "activations"}), 8)
+    times = cost.stage_times(kept, 0, microbatches, IDEAL, FREE)
+    record = records_of_part(moved.parts[0][1], 2)[0]
+    assert moved.parts[0][1].layer == 0
+    copies = cfg.model.layers * record.kept / 1e9
+    assert copies > times.f + times.i + times.w
+
+    before = cost.forecast(kept, microbatches, IDEAL, FREE)
+    found = cost.forecast(moved, microbatches, IDEAL, replace(FREE, host=1e9))
+    waits = microbatches * (2 * copies - times.f - times.i - times.w)
+    assert found.step - before.step == pytest.approx(waits, rel=1e-6)
+    assert found.exposed["host"] == pytest.approx(waits, rel=1e-6)
+    fast = cost.forecast(moved, microbatches, IDEAL, replace(FREE, host=1e18))
+    assert fast.step == pytest.approx(before.step) and "host" not in fast.exposed
 
 
 @pytest.fixture(scope="module")
