@@ -17,6 +17,7 @@ from data.indexed import IndexedDataset, IndexedDatasetWriter
 from data.lengths import byte_check, has_plain_offsets, token_byte_lengths
 from data.loader import open_loader
 from plan.count import flops_per_token
+from runtime.evaluate import loss_report
 
 TEXTS = (
     "def f(x):\n    return x  # \u00e4\u00f6\u00fc\n",
@@ -168,6 +169,14 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
     assert len(found) == 2 and 0 < size < tokens < 12 * 16 + (not doc_mask)
     for row in found:
         assert row["val_bpb"] == pytest.approx(row["val_loss"] / math.log(2) * tokens / size, rel=1e-12)
+
+
+def test_the_report_of_a_loss_by_hand():
+    """Tokens without any byte, as control tokens alone, have no finite bits per byte."""
+    expected = {"val_loss": math.log(2), "val_ppl": 2.0, "val_bpb": 0.25}
+    assert loss_report(math.log(2), 4.0) == pytest.approx(expected)
+    assert loss_report(1.0, 0.0)["val_bpb"] == math.inf
+    assert math.isnan(loss_report(1.0, math.nan)["val_bpb"])
 
 
 def test_mfu_counts_attention_within_documents(tmp_path):
