@@ -2,6 +2,7 @@
 vanishes. Planted bugs must be seen by the same checks.
 """
 
+import math
 from collections import Counter
 
 import pytest
@@ -244,6 +245,23 @@ def test_what_is_not_sent_stays_behind(ranks, world, rank):
             found[0][0][step][1][704:734], total(found, step, 0)[704:734], rtol=0, atol=1e-12
         )  # a vector travels whole
     assert all(torch.equal(a, b) for _, bases in found for a, b in zip(bases, found[0][1]))
+
+
+def test_the_next_bases_are_those_of_the_right_factors(ranks):
+    """One step of the power iteration by hand, from the first bases (arXiv 1905.13727, algorithm 1)."""
+    found = ranks(2).run(factored, 4, 1)
+    flat = total(found, 0, 0)
+    at = matrices = 0
+    for i, shape in enumerate(SHAPES):
+        if len(shape) > 1:
+            spec = ParameterSpec((Box.whole(f"w{i}", shape),), "hidden", 1.0)
+            grad = flat[at : at + math.prod(shape)].view(powersgd.matrix_shape(spec))
+            left = torch.linalg.qr(grad @ powersgd.draw_basis(spec, 4, seed=1)).Q
+            expected = torch.linalg.qr(grad.mT @ left).Q
+            assert torch.allclose(found[0][1][matrices], expected, rtol=0, atol=1e-10)
+            matrices += 1
+        at += 64 * (-(-math.prod(shape) // 64))
+    assert matrices == len(found[0][1])
 
 
 def test_planted_lost_errors(ranks):
