@@ -11,12 +11,12 @@ RANKS=${GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
 RANKS=${RANKS##*:} # of h100:8
 
 run_part() { # the words of `python -m scripts.scaling`
-    local before after run code again hosts
+    local before after run='' asked='' code again hosts
     read -r before _ < <("${PYTHON:-python}" -m scripts.scaling "$@" --kept)
+    trap 'asked=1; [ -z "$run" ] || kill -USR1 "$run"' USR1 # before the run is there: a signal may be as early
     "${PYTHON:-python}" -m scripts.scaling "$@" &
     run=$!
-    # shellcheck disable=SC2064
-    trap "kill -USR1 $run" USR1
+    [ -z "$asked" ] || kill -USR1 "$run"
     wait "$run"
     code=$?
     while kill -0 "$run" 2> /dev/null; do # the signal ended the wait, not the run

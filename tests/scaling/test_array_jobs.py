@@ -73,7 +73,6 @@ def submit(tmp_path, script, *args, python=None, code=0, wait=False, kept="", **
         deadline = time.monotonic() + 60
         while "python" not in calls.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.2)  # until its trap is set
         job.send_signal(signal.SIGUSR1)
     out, _ = job.communicate(timeout=120)
     return job.returncode, calls.read_text(), out
