@@ -32,7 +32,7 @@ def choose_gpus(
 ) -> GpuChoice:
     """The number of GPUs by the limit of a run: the fewest within its days, the soonest within its budget.
 
-    numbers: that are tried; they rise. search_on: for layouts on so many GPUs; it keeps what it has found.
+    numbers: that are tried; they rise. search_on: for layouts on a number of GPUs; it keeps what it has found.
     say: is told of each number that is priced. Raises ConfigError if none is within the limit.
     """
     assert question.tokens is not None
@@ -69,7 +69,7 @@ def choose_gpus(
 
 
 def run_on(gpus: int, result: SearchResult, question: RunQuestion, hardware: Cluster) -> PricedRun:
-    """The run with the best layout that was found on so many GPUs."""
+    """The run with the best layout that was found on these GPUs."""
     if not result.found:
         is_too_large = result.counts["too large"] > 0
         return PricedRun(gpus, None, result.smallest / hardware.memory if is_too_large else 1.0)

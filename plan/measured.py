@@ -18,7 +18,7 @@ from plan.search import job_of
 KEY = "--measured"
 MOST = 5.0  # times the forecast, or a part of it: more is another machine
 SECONDS = ("hop", "op", "route", "micro")  # fields of Efficiency
-AS_IT_IS = ("hidden", "relayed")  # all others are shares of what a data sheet says
+AS_IT_IS = ("hidden", "relayed")  # all others are rates, or shares of what a data sheet says
 
 
 class CostRates(NamedTuple):

@@ -45,12 +45,12 @@ def numbers_of_gpus(node: int, most: int) -> list[int]:
 
 
 def least_gpu_hours(flops: float, peak: float) -> float:
-    """Of a run of so many FLOPs at the peak of a GPU, in FLOP/s: no layout takes fewer."""
+    """Of a run at the peak of a GPU, in FLOP/s: no layout takes fewer. flops: of the run."""
     return flops / peak / HOUR
 
 
 def fewest_gpus(numbers: Sequence[int], price: Callable[[int], PricedRun], days: float) -> PricedRun | None:
-    """The fewest of the numbers, which rise, with a run of at most so many days; None if none has one.
+    """The fewest of the numbers, which rise, with a run of at most `days`; None if none has one.
 
     price: is called more than once with a number. Three times a power of two may suit the batch less, so one
     of those is priced last.
@@ -80,7 +80,7 @@ def fewest_gpus(numbers: Sequence[int], price: Callable[[int], PricedRun], days:
 def soonest_gpus(
     numbers: Sequence[int], price: Callable[[int], PricedRun], gpu_hours: float
 ) -> PricedRun | None:
-    """Of the numbers, which rise, that whose run ends soonest within so many GPU-hours; None if none does.
+    """Of the numbers, which rise, that whose run ends soonest within `gpu_hours`; None if none does.
 
     price: is called more than once with a number. Three times a power of two may suit the batch less, so one
     of those is priced last.
@@ -125,9 +125,9 @@ def following(numbers: Sequence[int], index: int, times: float) -> int:
 
 
 def most_steps(seconds: float, run_of: Callable[[int], WholeRun]) -> int:
-    """The most steps whose run takes at most so many seconds; 0 if one step takes longer.
+    """The most steps whose run takes at most `seconds`; 0 if one step takes longer.
 
-    run_of: the run of so many steps.
+    run_of: the run of a number of steps.
     """
     low, high = 0, 1
     while run_of(high).wall <= seconds:

@@ -102,14 +102,14 @@ class RunQuestion:
         return f"${self.budget:,.0f}" if self.budget is not None else ""
 
     def seconds(self, gpus: int) -> float:
-        """That the limit gives a run on so many GPUs."""
+        """That the limit gives a run on these GPUs."""
         if self.days is not None:
             return self.days * DAY
         assert self.budget is not None and self.price is not None
         return self.budget / self.price * HOUR / gpus
 
     def gpu_hours(self, gpus: int) -> float:
-        """That the limit gives so many GPUs: those of a budget are the same for all."""
+        """That the limit gives these GPUs: those of a budget are the same for any number."""
         return gpus * self.seconds(gpus) / HOUR
 
 

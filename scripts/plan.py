@@ -11,8 +11,8 @@ With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures,
 to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
 assumed stands beside what follows from it, and in brackets what the range of the step makes of a number.
 
-Without --gpus: with --tokens and --days the fewest GPUs on which the run takes at most so many days, and with
---tokens, --budget and --price those on which it ends soonest for so many dollars. Tried are 1, 2, 4 and so on
+Without --gpus: with --tokens and --days the fewest GPUs on which the run takes at most D days, and with
+--tokens, --budget and --price those on which it ends soonest for at most USD. Tried are 1, 2, 4 and so on
 below a node, and 1, 2, 3, 4, 6, 8, 12 and so on whole nodes, up to --most-gpus; stderr says which are priced.
 With --gpus and one of these limits, but without --tokens: the most tokens that have room. A limit is kept by
 the forecast itself, and not by the whole of its range.
@@ -504,7 +504,7 @@ def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> 
 def searcher(
     job: AskedJob, hardware: Cluster, rates: CostRates, top: int
 ) -> Callable[[int], tuple[SearchResult, Target]]:
-    """A search for the layouts of a job on so many GPUs, which is made once for each number."""
+    """A search for the layouts of a job on a number of GPUs, which is made once for each."""
 
     @functools.cache
     def search_on(gpus: int) -> tuple[SearchResult, Target]:
@@ -601,7 +601,7 @@ def near_rule(size: int) -> str:
 
 
 def range_text(step: float, known: StepRange) -> str:
-    """What published runs say of a forecast of so many seconds."""
+    """What published runs say of a forecast. step: seconds."""
     low, high, runs = known
     return (f"of {runs} 80 % took {low:.2f} to {high:.2f} times the forecast: {low * step:.3f} to "
             f"{high * step:.3f} s")
