@@ -32,7 +32,7 @@ def choose_gpus(
 ) -> GpuChoice:
     """The number of GPUs by the limit of a run: the fewest within its days, the soonest within its budget.
 
-    numbers: that are tried; they rise. search_on: for layouts on a number of GPUs; it keeps what it has found.
+    numbers: that are tried; they rise. search_on: for layouts on some GPUs; it keeps what it has found.
     say: is told of each number that is priced. Raises ConfigError if none is within the limit.
     """
     assert question.tokens is not None
