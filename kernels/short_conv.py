@@ -22,6 +22,7 @@ from kernels.sequence_libraries import (
     trial_documents,
 )
 
+BLOCK = 256  # tokens that a CPU has in its caches
 LIBRARY_WIDTHS = (2, 3, 4)
 LIBRARY_ALIGNMENT = 8  # channels
 
@@ -87,6 +88,15 @@ def tokens_seen(
         yield here, seen
 
 
+def blocks(x: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Some tokens of x at a time, and what they see of `inputs`."""
+    s = x.shape[1]
+    length = BLOCK if x.device.type == "cpu" else s
+    for start in range(0, s, length):
+        end = min(start + length, s)
+        yield slice(start, end), slice(start, end + weight.shape[1] - 1)
+
+
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
     """z [b, s, c]. All in one dtype."""
     width = weight.shape[1]
@@ -111,33 +121,39 @@ class _ShortConv(torch.autograd.Function):
         documents: Tensor | None,
         silu: bool,
     ) -> Tensor:
-        out = convolve(*in_one_dtype(x, weight, bias, state), documents)
-        if silu:
-            out = F.silu(out)
+        inputs, wide_weight, wide_bias = in_one_dtype(x, weight, bias, state)
+        out = torch.empty_like(x)
+        for tokens, before in blocks(x, weight):
+            seen = None if documents is None else documents[:, before]
+            z = convolve(inputs[:, before], wide_weight, wide_bias, seen)
+            out[:, tokens] = F.silu(z) if silu else z
         ctx.save_for_backward(x, state, documents)
         ctx.weight = weight
         ctx.bias = bias
         ctx.silu = silu
-        return out.to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, state, documents = ctx.saved_tensors
         inputs, weight, bias = in_one_dtype(x, ctx.weight, ctx.bias, state)
-        dout = dout.to(inputs.dtype)
-        if ctx.silu:
-            z = convolve(inputs, weight, bias, documents)
-            sigmoid = z.sigmoid()
-            dout = dout * sigmoid * (1 + z * (1 - sigmoid))
-
         dinputs = torch.zeros_like(inputs)
-        dweight = torch.empty_like(weight)
-        for j, (here, seen) in enumerate(tokens_seen(inputs, documents, weight.shape[1])):
-            term = dout if seen is None else dout.masked_fill(~seen, 0)
-            dinputs[:, here].addcmul_(term, weight[:, j])
-            dweight[:, j] = (term * inputs[:, here]).sum((0, 1))
+        dweight = torch.zeros_like(weight)
+        dbias = torch.zeros_like(weight[:, 0])
+        for tokens, before in blocks(x, weight):
+            owners = None if documents is None else documents[:, before]
+            dz = dout[:, tokens].to(inputs.dtype)
+            if ctx.silu:
+                dz = torch.ops.aten.silu_backward(dz, convolve(inputs[:, before], weight, bias, owners))
+            for j, (here, seen) in enumerate(tokens_seen(inputs[:, before], owners, weight.shape[1])):
+                term = dz if seen is None else dz.masked_fill(~seen, 0)
+                dinputs[:, before][:, here].addcmul_(term, weight[:, j])
+                dweight[:, j] += (term * inputs[:, before][:, here]).sum((0, 1))
+            if bias is not None:
+                dbias += dz.sum((0, 1))
+
         dweight = accumulate_summed_grad(ctx.weight, dweight)
-        dbias = None if bias is None else accumulate_summed_grad(ctx.bias, dout.sum((0, 1)))
+        dbias = None if bias is None else accumulate_summed_grad(ctx.bias, dbias)
         dstate, dx = dinputs.to(x.dtype).split((state.shape[1], x.shape[1]), 1)
         return dx, dweight, dbias, dstate, None, None
 

@@ -5,13 +5,16 @@ import torch
 import torch.nn.functional as F
 from sequences import DOCUMENTS, TOKENS, assert_near, copies, ids, install, results, saved_elements, uninstall
 
+from kernels import short_conv as kernel
 from kernels.short_conv import inputs_to_pass, short_conv
 
 WIDTH = 4
 
 
 @pytest.fixture(autouse=True)
-def no_library_stays():
+def blocks_of_16(monkeypatch):
+    """Several in each test, and no library stays."""
+    monkeypatch.setattr(kernel, "BLOCK", 16)
     yield
     uninstall()
 
