@@ -241,7 +241,6 @@ def delta_rule_segment(
     s = k.shape[1]
     out_dtype = v.dtype
     heads_per_key = v.shape[2] // k.shape[2]
-    v = F.pad(v, (state.shape[-1] - v.shape[-1], 0))
     k, v, g, beta = (by_chunk(x, chunk, state.dtype) for x in (k, v, g, beta[..., None]))
     k = k.repeat_interleave(heads_per_key, 2)
     if q is not None:
@@ -254,6 +253,7 @@ def delta_rule_segment(
     sides = torch.cat((beta * k * decays.inside, beta * v), -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     taken, written = solved.split((k.shape[-1], v.shape[-1]), -1)
+    written = F.pad(written, (state.shape[-1] - v.shape[-1], 0))
 
     # from chunk to chunk
     keys_out = (k * decays.outside).transpose(-1, -2)  # [n, b, h, d_k, C]
