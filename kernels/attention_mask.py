@@ -1,8 +1,8 @@
 """The mask of causal attention, as one interval of visible keys for each query.
 
-A sliding window and a document boundary both only raise the first key that a query sees, and these first
-keys never fall along the sequence. So attention needs no [s, s] mask: the first and the last row of a block
-tell whether the block is empty, full or partly masked. Kernels that skip blocks
+A sliding window and the start of a document or chunk only raise the first key that a query sees, and these
+first keys never fall along the sequence. So attention needs no [s, s] mask: the first and the last row of a
+block tell whether the block is empty, full or partly masked. Kernels that skip blocks
 (kernels/partial_attention.py) read these intervals.
 """
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ class AttentionMask:
     query_end: Tensor | None  # [b or 1, s_k]: the position after the last query that sees a key
     device: torch.device
     packed: PackedDocuments | None = None  # the same, if full sequences see themselves and the host can count
+    chunk: int | None = None  # set if it is the only limit besides causality, in full sequences of whole chunks
 
     @property
     def is_causal(self) -> bool:
@@ -90,16 +91,21 @@ MaskLike = AttentionMask | Tensor | None  # a Tensor: as dense_mask
 
 def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, window: int | None,
                         docs: Tensor | None, device: torch.device,
-                        counts: DocumentCounts | None = None) -> AttentionMask:
+                        counts: DocumentCounts | None = None, chunk: int | None = None) -> AttentionMask:
     """The mask of s_q queries from position query_start over s_k keys from position key_start.
 
     window: how many tokens a query sees, itself included; None: all before it.
     docs [b, s]: the document of each token of the whole sequence; the tokens of a document are contiguous.
     None: one document. counts: of docs; None: the host does not know, so libraries cannot take the documents.
+    chunk: a query sees the keys of its chunk of so many tokens (Llama 4's chunked attention); None: all. Chunks
+    count from the start of the sequence, and of each document, whose positions restart there: so a document
+    sees what it would see alone. transformers counts them likewise.
     """
     end_of_queries = query_start + s_q
     end_of_keys = key_start + s_k
-    if docs is None and (window is None or end_of_queries - key_start <= window):
+    has_window = window is not None and window < end_of_queries - key_start
+    has_chunks = chunk is not None and key_start // chunk < (end_of_queries - 1) // chunk
+    if docs is None and not has_window and not has_chunks:
         return AttentionMask(query_start, key_start, s_q, s_k, None, None, None, device)
 
     s = max(end_of_queries, end_of_keys)
@@ -109,23 +115,30 @@ def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, wi
     if docs is not None:
         positions = positions.expand(len(docs), -1)  # [b, s]
         first_key, query_end = document_limits(docs, positions)
+    if chunk is not None:  # counted from the first token of the document
+        first_key = first_key + (positions - first_key) // chunk * chunk
+        query_end = torch.minimum(query_end, first_key + chunk)
     if window is not None:
         first_key = torch.maximum(first_key, positions - window + 1)
         query_end = torch.minimum(query_end, positions + window)
 
     packed = None
-    if counts is not None and docs is not None and docs.shape[1] == s_q == s_k:
+    is_divided = counts is not None and chunk is not None and chunk < counts.longest  # into unknown numbers
+    if counts is not None and docs is not None and docs.shape[1] == s_q == s_k and not is_divided:
         narrow = window is not None and window < counts.longest
         ends = document_ends(docs, counts.number)
         packed = PackedDocuments(ends, *counts, window=window if narrow else None)
 
+    is_whole = query_start == key_start == 0 and s_q == s_k
+    only_chunks = chunk is not None and docs is None and not has_window and is_whole and s_k % chunk == 0
     return AttentionMask(
         query_start, key_start, s_q, s_k,
-        window=window if docs is None and end_of_queries == end_of_keys else None,
+        window=window if docs is None and not has_chunks and end_of_queries == end_of_keys else None,
         first_key=first_key[:, query_start:end_of_queries].contiguous(),
         query_end=query_end[:, key_start:end_of_keys].contiguous(),
         device=device,
         packed=packed,
+        chunk=chunk if only_chunks else None,
     )
 
 
