@@ -1,4 +1,5 @@
-"""Causal attention with grouped queries, a sliding window and document boundaries.
+"""Causal attention with grouped queries, a sliding window, chunks and document boundaries; its scores with
+another scale, a soft cap and sinks.
 
 `attention` is the one public function. It picks an implementation, or takes the one that is named. On a CPU
 it picks `blocks`, or SDPA where there are more keys than queries. On a GPU it picks the first of these that
@@ -7,18 +8,24 @@ supports the call:
    copy of flash-attn (kernels/attention_libraries.py);
 2. SDPA's cuDNN and flash kernels, for plain causal attention;
 3. the Triton kernels of kernels/partial_attention.py;
-4. SDPA with a dense mask.
+4. SDPA with a dense mask, or the definition where SDPA lacks what the call asks for.
 
-| | plain | window | documents | head dims of keys and values differ | fp32 | deterministic |
-|---|---|---|---|---|---|---|
-| flash-attn 3, 4 | yes | yes | yes, if the host can count them | 192 and 128 | no | yes |
-| cuDNN, variable length | no | no | yes, if the host can count them | up to 128 | no | no |
-| flash-attn 2 | yes | yes | yes, if the host can count them | no | no | yes |
-| torch, variable length | no | yes | yes, if the host can count them | no | no | yes |
-| SDPA, cuDNN | yes | no | no | where torch says so | no | no |
-| SDPA, flash | yes | no | no | no | no | yes |
-| Triton kernels | yes | yes | yes | yes | yes | yes |
-| SDPA, dense mask | yes | yes | yes | yes | yes | without its memory-efficient kernel |
+| | plain | window | documents, chunks | values of another dim | soft cap | sinks | fp32 | deterministic |
+|---|---|---|---|---|---|---|---|---|
+| flash-attn 4 | yes | yes | yes, if the host can count them | 192 and 128 | yes | yes | no | yes |
+| flash-attn 3 | yes | yes | yes, if the host can count them | 192 and 128 | yes | no | no | yes |
+| cuDNN, variable length | no | no | yes, if the host can count them | up to 128 | no | no | no | no |
+| flash-attn 2 | yes | yes | yes, if the host can count them | no | yes | no | no | yes |
+| torch, variable length | no | yes | yes, if the host can count them | no | no | no | no | yes |
+| SDPA, cuDNN | yes | no | no | where torch says so | no | no | no | no |
+| SDPA, flash | yes | no | no | no | no | no | no | yes |
+| Triton kernels | yes | yes | yes | yes | yes | yes | yes | yes |
+| SDPA, dense mask | yes | yes | yes | yes | no | no | yes | without its memory-efficient kernel |
+| `blocks`, definition | yes | yes | yes | yes | yes | yes | yes | yes |
+
+All take a scale. The host can count chunks where they alone divide sequences, into equal ones. Sinks are
+joined after the softmax, by the logsumexp of the scores of keys: so a library has to take the gradient of
+that, which flash-attn 2 and 3 return and then drop.
 
 Why `blocks`: SDPA's CPU kernel reaches a third of what the machine's GEMMs do, because its inner products
 are small and the softmax between them is scalar code. Here one batched GEMM multiplies a block of queries
@@ -40,6 +47,7 @@ from kernels import triton_
 from kernels.attention_launch import output_dot_grad, triton_supports_part
 from kernels.attention_libraries import Choice, choose_library, library_attention
 from kernels.attention_mask import AttentionMask, MaskLike, make_attention_mask
+from kernels.attention_scores import PLAIN_SCORES, ScoreForm, join_sinks
 from kernels.cpu_products import operands_are_bf16
 from kernels.grad import accumulation_dtype
 from kernels.partial_attention import attention_part, partial_backward
@@ -67,61 +75,88 @@ BLOCK = 128  # queries of a block: fewer skip more of the upper triangle, more m
 KEEP_PROBABILITIES = 16  # the forward saves probabilities where s <= KEEP_PROBABILITIES * head dim
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, kind: str = "auto") -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike,
+    kind: str = "auto",
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over the keys that each query sees.
 
     q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e], where h is a multiple of g -> [b, s_q, h, e].
     mask: an AttentionMask, or bool [b or 1, 1, s_q, s_k]; None: plain causal over equal lengths.
-    kind: auto, flash, triton, sdpa, reference or blocks. Where flash or triton does not support the call, one
-    line on stderr says so once, and auto is used.
+    kind: auto, flash, triton, sdpa, reference or blocks. Where flash, triton or sdpa does not support the
+    call, one line on stderr says so once, and auto is used.
+    scale, softcap: see ScoreForm. sinks [h]: the score of one more key of each head, whose value is 0.
     """
+    form = ScoreForm(scale, softcap)
+    has_sinks = sinks is not None
+    beyond = beyond_plain(form, has_sinks)
     if isinstance(mask, AttentionMask) and mask.is_causal:
         mask = None
 
-    library = choose_library(q, k, v, mask) if kind in ("auto", "flash") else None
-    supported = {"flash": library is not None, "triton": kind == "triton" and triton_supports(q, k, v, mask)}
+    library = choose_library(q, k, v, mask, form, has_sinks) if kind in ("auto", "flash") else None
+    supported = {
+        "flash": library is not None,
+        "triton": kind == "triton" and triton_supports(q, k, v, mask),
+        "sdpa": not beyond,
+    }
     if not supported.get(kind, True):
-        report_unsupported(q, v, mask, kind)
+        report_unsupported(q, v, mask, kind, beyond)
         kind = "auto"
     if kind == "auto":
-        kind = choose_kind(q, k, v, mask, library)
+        kind = choose_kind(q, k, v, mask, library, beyond)
 
     if kind == "flash":
         assert library is not None and not isinstance(mask, Tensor)  # no library takes a dense mask
-        return library_attention(library, q, k, v, mask)
-    if kind == "triton":
-        return _TritonAttention.apply(q, k, v, mask)
-
-    dense_mask = mask.dense_mask if isinstance(mask, AttentionMask) else mask
+        return library_attention(library, q, k, v, mask, form, sinks)
+    dense_mask = mask.dense_mask if isinstance(mask, AttentionMask) and kind != "triton" else mask
     if kind == "reference":
-        return attention_reference(q, k, v, dense_mask)
-    if kind == "blocks":
-        return _BlockwiseAttention.apply(q, k, v, dense_mask)
-    return sdpa(q, k, v, dense_mask)
+        return attention_reference(q, k, v, dense_mask, form, sinks)
+    if kind == "sdpa":
+        return sdpa(q, k, v, dense_mask, scale)
+    function = _TritonAttention if kind == "triton" else _BlockwiseAttention
+    out = function.apply(q, k, v, dense_mask, form, has_sinks)
+    return out if sinks is None else join_sinks(*out, sinks)
 
 
-def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str) -> None:
+def beyond_plain(form: ScoreForm, has_sinks: bool) -> list[str]:
+    """What the scores of a call have that SDPA lacks, for people."""
+    return ["a soft cap"] * (form.softcap is not None) + ["sinks"] * has_sinks
+
+
+def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str, beyond: list[str]) -> None:
     dtype = str(q.dtype).removeprefix("torch.")
     with_mask = "" if mask is None else ", with this mask"
+    with_mask += "".join(f", with {what}" for what in beyond)
     triton_.print_once(
         f"model.attention={kind}: not for {dtype} on {q.device.type}, head dims {q.shape[-1]} and "
         f"{v.shape[-1]}{with_mask}, as installed here; auto picks")
 
 
-def choose_kind(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, library: Choice | None) -> str:
-    """The `kind` that auto stands for in this call. library: choose_library's choice."""
+def choose_kind(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, library: Choice | None, beyond: list[str]
+) -> str:
+    """The `kind` that auto stands for in this call. library: choose_library's choice; beyond: beyond_plain's.
+    """
+    of_torch = "reference" if beyond else "sdpa"
     runs_on_cpu = q.device.type == "cpu" and "cpu" not in triton_.DEVICES
     if runs_on_cpu and library is None:
-        return "blocks" if q.shape[1] == k.shape[1] else "sdpa"
+        return "blocks" if q.shape[1] == k.shape[1] else of_torch
     if library is not None:
         return "flash"
-    if mask is None and q.dtype in FLASH_DTYPES and sdpa_is_fused(q, k, v):
+    if mask is None and not beyond and q.dtype in FLASH_DTYPES and sdpa_is_fused(q, k, v):
         return "sdpa"
     if triton_supports(q, k, v, mask):
         if q.dtype in FLASH_DTYPES:
-            report_slower(q, v, mask)
+            report_slower(q, v, mask, beyond)
         return "triton"
-    return "sdpa"
+    return of_torch
 
 
 def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -137,17 +172,19 @@ def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return FUSED_KERNELS[SDPBackend.CUDNN_ATTENTION](call)
 
 
-def report_slower(q: Tensor, v: Tensor, mask: MaskLike) -> None:
+def report_slower(q: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> None:
     """Says once that a library would be faster than the Triton kernels, and which one."""
     what = f"head dims {q.shape[-1]} and {v.shape[-1]}"
     if isinstance(mask, AttentionMask) and mask.first_key is not None:
         what = "documents" if mask.window is None else "a window"
+        what = "chunks" if mask.chunk is not None else what
+    what = " and ".join(beyond) or what
     triton_.print_once(
         f"attention: no installed library takes {what} in this call; Triton kernels run, which are slower "
-        "than flash-attn 3 (Hopper) or 2")
+        f"than flash-attn {'4 (Hopper and Blackwell)' if 'sinks' in beyond else '3 (Hopper) or 2'}")
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, in our order of dims. mask: as for `attention`, dense."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, h or g, s, d]
     has_groups = q.shape[1] != k.shape[1]
@@ -159,7 +196,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         report_missing_kernel(q, k, v, mask, backends)
     with sdpa_kernel(backends, set_priority=True) if q.is_cuda else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=has_groups)
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=has_groups)
     return out.transpose(1, 2)
 
 
@@ -191,8 +228,15 @@ def report_missing_kernel(
 
 # ---- the definition ----------------------------------------------------------------------------------------
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The definition, term by term, in fp32 or better. Shapes and mask: as for `attention`."""
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    form: ScoreForm = PLAIN_SCORES,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The definition, term by term, in fp32 or better. Shapes, mask and sinks: as for `attention`."""
     dtype = q.dtype
     acc_dtype = accumulation_dtype(dtype)
     heads_per_group = q.shape[2] // k.shape[2]
@@ -200,10 +244,14 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) ->
     v = v.repeat_interleave(heads_per_group, 2)
     q, k, v = (x.transpose(1, 2).to(acc_dtype) for x in (q, k, v))  # [b, h, s, d]
 
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [b, h, s_q, s_k]
+    scores = form.capped(q @ k.transpose(-1, -2) / form.divisor(q.shape[-1]))  # [b, h, s_q, s_k]
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        sink_scores = sinks.to(acc_dtype)[:, None, None].expand_as(scores[..., :1])
+        scores = torch.cat((scores, sink_scores), -1)
+    probs = scores.softmax(-1)[..., :k.shape[2]]
     out = probs @ v
     return out.transpose(1, 2).to(dtype)
 
@@ -235,21 +283,32 @@ class _TritonAttention(torch.autograd.Function):
     """kernels/partial_attention.py, with one part that holds all keys."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask | None,
+        form: ScoreForm = PLAIN_SCORES,
+        with_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if mask is None:
             mask = make_attention_mask(0, q.shape[1], 0, k.shape[1], None, None, q.device)
-        out, lse = attention_part(q, k, v, mask, q.dtype)
+        out, lse = attention_part(q, k, v, mask, q.dtype, form)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mask = mask
-        return out
+        ctx.form = form
+        return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         delta = output_dot_grad(out, dout)
+        if dlse is not None:
+            delta = delta - dlse
         into = empty_gradients(q, k, v)
-        dq, dk, dv = partial_backward(dout, q, k, v, ctx.mask, lse, delta, into)
-        return dq, dk, dv, None
+        grads = partial_backward(dout, q, k, v, ctx.mask, lse, delta, into, form=ctx.form)
+        return *grads, None, None, None
 
 
 # ---- blocks: batched GEMMs on a CPU ------------------------------------------------------------------------
@@ -266,8 +325,10 @@ def by_token(x: Tensor, b: int) -> Tensor:
     return x.view(b, -1, *x.shape[2:]).transpose(1, 2)
 
 
-def probabilities(q: Tensor, k: Tensor, mask: Tensor | None, start: int, end: int) -> Tensor:
-    """Softmax of queries start .. end - 1 over keys 0 .. end - 1, in the compute dtype.
+def block_scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, form: ScoreForm, start: int, end: int
+) -> Tensor:
+    """Scores of queries start .. end - 1 and keys 0 .. end - 1, -inf where a query does not see a key.
 
     q [n, r, s, d], k [n, s, d], mask bool [b or 1, 1, s, s] -> [n, r, end - start, end].
     """
@@ -278,8 +339,8 @@ def probabilities(q: Tensor, k: Tensor, mask: Tensor | None, start: int, end: in
     keys = k[:, :end].to(acc_dtype).transpose(1, 2)
     unused = rows.new_empty(1, 1, 1)
     with operands_are_bf16(q.dtype):  # so they are scaled after the product
-        scores = torch.baddbmm(unused, rows, keys, beta=0, alpha=1 / math.sqrt(d))
-    scores = scores.view(n, r, length, end)
+        scores = torch.baddbmm(unused, rows, keys, beta=0, alpha=1 / form.divisor(d))
+    scores = form.capped(scores.view(n, r, length, end))
 
     if mask is None:
         triangle = scores.new_full((length, length), -math.inf).triu_(1)
@@ -287,23 +348,37 @@ def probabilities(q: Tensor, k: Tensor, mask: Tensor | None, start: int, end: in
     else:
         hidden = ~mask[:, :, start:end, :end]
         scores.view(mask.shape[0], -1, length, end).masked_fill_(hidden, -math.inf)
-    return torch.softmax(scores, -1).to(q.dtype)
+    return scores
 
 
-def append_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """dout with -delta as two more channels, delta = <dout, out>: its leading digits, and the rest.
+def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.softmax(scores, -1).to(dtype)
 
-    dout, out [n, r, s, d_v] -> [n, r, s, d_v + 2].
+
+def append_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """dout with -delta as two more channels, delta = <dout, out> - dlse: its leading digits, and the rest.
+
+    dout, out [n, r, s, d_v], dlse [n, r, s, 1] -> [n, r, s, d_v + 2].
     """
     dtype = dout.dtype
     delta = (dout.to(accumulation_dtype(dtype)) * out).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse
     coarse = delta.to(dtype)
     return torch.cat((dout, -coarse, (coarse - delta).to(dtype)), -1)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        form: ScoreForm = PLAIN_SCORES,
+        with_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         b, s, h, d = q.shape
         g = k.shape[2]
         q = by_head(q, g)  # [n, r, s, d]
@@ -311,11 +386,16 @@ class _BlockwiseAttention(torch.autograd.Function):
         v = by_head(v, g)[:, 0]  # [n, s, d_v]
 
         out = q.new_empty(b, s, g, h // g, v.shape[-1])
-        keeps = any(ctx.needs_input_grad) and s <= KEEP_PROBABILITIES * d
+        keeps = any(ctx.needs_input_grad) and s <= KEEP_PROBABILITIES * d and form.softcap is None
         kept = []  # [n, r, end - start, end] of each block
+        lse = []  # [n, r, end - start, 1] of each block
         for start in range(0, s, BLOCK):
             end = min(start + BLOCK, s)
-            probs = probabilities(q, k, mask, start, end)
+            scores = block_scores(q, k, mask, form, start, end)
+            if with_lse:
+                lse.append(scores.logsumexp(-1, keepdim=True))
+            probs = probabilities(scores, q.dtype)
+            del scores
             rows = torch.bmm(probs.view(len(probs), -1, end), v[:, :end])  # [n, r (end - start), d_v]
             rows = rows.view(b, g, h // g, end - start, -1)
             out[:, start:end] = rows.permute(0, 3, 1, 2, 4)
@@ -324,17 +404,20 @@ class _BlockwiseAttention(torch.autograd.Function):
 
         out = out.view(b, s, h, -1)
         ctx.save_for_backward(q, k, v, mask, out, *kept)
-        return out
+        ctx.form = form
+        return (out, by_token(torch.cat(lse, 2), b)[..., 0]) if with_lse else out
 
     @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, *kept = ctx.saved_tensors
         batch = len(dout)
         groups = len(q) // batch
         dout = by_head(dout, groups)  # [n, r, s, d_v]
-        dout_delta = append_delta(dout, by_head(out, groups))  # [n, r, s, d_v + 2]
-        dq, dk, dv = blockwise_gradients(q, k, v, mask, dout, dout_delta, kept)
-        return by_token(dq, batch), by_token(dk[:, None], batch), by_token(dv[:, None], batch), None
+        dlse = None if dlse is None else by_head(dlse[..., None], groups)  # [n, r, s, 1]
+        dout_delta = append_delta(dout, by_head(out, groups), dlse)  # [n, r, s, d_v + 2]
+        grads = blockwise_gradients(q, k, v, mask, ctx.form, dout, dout_delta, kept)
+        dq, dk, dv = (by_token(x, batch) for x in grads)
+        return dq, dk, dv, None, None, None
 
 
 def blockwise_gradients(
@@ -342,11 +425,12 @@ def blockwise_gradients(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    form: ScoreForm,
     dout: Tensor,
     dout_delta: Tensor,
     kept: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [n, r, s, d], dk [n, s, d] and dv [n, s, d_v], in the compute dtype.
+    """dq [n, r, s, d], dk [n, 1, s, d] and dv [n, 1, s, d_v], in the compute dtype.
 
     q, k, v: as by_head gives them. dout [n, r, s, d_v]; dout_delta: append_delta of it.
     kept: the probabilities of each block, or none, if they are to be recomputed.
@@ -363,17 +447,21 @@ def blockwise_gradients(
     dk, dv = (torch.zeros_like(x, dtype=acc_dtype) for x in (k, v))
     for index, start in enumerate(range(0, s, BLOCK)):
         end = min(start + BLOCK, s)
-        probs = kept[index] if kept else probabilities(q, k, mask, start, end)
+        scores = None if kept else block_scores(q, k, mask, form, start, end)
+        probs = kept[index] if scores is None else probabilities(scores, q.dtype)
+        scores = None if form.softcap is None else scores  # the slope of the cap needs them
         probs = probs.view(n, -1, end)  # [n, r (end - start), end]
         dv[:, :end] += torch.bmm(probs.transpose(1, 2), query_rows(dout, start, end))
 
         dscores = torch.bmm(query_rows(dout_delta, start, end), v_ones[:, :, :end]).mul_(probs)
+        if scores is not None:
+            dscores = form.through_cap(dscores, scores.view_as(dscores)).to(q.dtype)
         dq_rows = torch.bmm(dscores, k[:, :end])
         dq[:, :, start:end] = dq_rows.view(n, r, end - start, d)
         dk[:, :end] += torch.bmm(dscores.transpose(1, 2), query_rows(q, start, end))
 
-    scale = 1 / math.sqrt(d)
-    return dq.mul_(scale), dk.mul_(scale).to(q.dtype), dv.to(q.dtype)
+    scale = 1 / form.divisor(d)
+    return dq.mul_(scale), dk.mul_(scale).to(q.dtype)[:, None], dv.to(q.dtype)[:, None]
 
 
 def query_rows(x: Tensor, start: int, end: int) -> Tensor:

@@ -4,6 +4,8 @@ delta = <dout, out>:
 
     dV = P^T dout       dP = dout V^T       dS = P (dP - delta)       dQ = dS K       dK = dS^T Q
 
+With a soft cap, dS is also multiplied by the slope of the cap.
+
 Two ways, both without atomics, so that gradients are the same bits every time:
 
     backward_kernel           five products for each pair of blocks: S, dP, dV, dK, dQ. A program keeps dk and
@@ -27,6 +29,8 @@ from kernels.attention_blocks import (
     seen_by_queries,
     sees_keys,
     sequence_and_head,
+    softcap_slope,
+    softcapped,
     store_block,
     store_rows,
 )
@@ -61,8 +65,9 @@ def starts_kernel(
     """What the sums of Q K^T and of dout V^T start from, of one block of queries of one head, so that nothing
     is subtracted later: STARTS [2, b, h, padded_s_q].
 
-    [0] is -lse sqrt(d), and -inf, which makes every probability 0, of queries that see no key or do not
-    exist; [1] is -delta. root: sqrt(d). numbers: elements of STARTS[0]. padded_s_q is a multiple of BLOCK_M.
+    [0] is -lse root, and -inf, which makes every probability 0, of queries that see no key or do not exist;
+    [1] is -delta. root: 1 / scale, which is sqrt(d) of plain scores; with a soft cap, log2(e), since scores
+    are no sums there. numbers: elements of STARTS[0]. padded_s_q is a multiple of BLOCK_M.
     """
     batch, head = sequence_and_head(heads)
     rows = block_range(tl.program_id(0), BLOCK_M)
@@ -79,16 +84,24 @@ def transposed_scores(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """P^T and (dP - delta)^T of a block of keys and a block of queries, both [keys, queries] in fp32."""
+    """P^T and (dP - delta)^T of a block of keys and a block of queries, both [keys, queries] in fp32; the
+    latter times the slope of a soft cap."""
     start = tl.broadcast_to(tl.load(SCORE_START + rows)[None, :], (k.shape[0], q.shape[0]))
-    scores = tl.dot(k, tl.trans(q), start, input_precision="ieee")
-    probs = tl.exp2(scores * scale)
+    if SOFTCAP is None:
+        scores = tl.dot(k, tl.trans(q), start, input_precision="ieee")
+        probs = tl.exp2(scores * scale)
+    else:
+        scores = softcapped(tl.dot(k, tl.trans(q), input_precision="ieee") * scale, SOFTCAP)
+        probs = tl.exp2(scores + start)
     if MASKED:
         mask = seen_by_queries(rows, columns, query_end, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
         probs = tl.where(mask, probs, 0.0)
     start = tl.broadcast_to(tl.load(DPROB_START + rows)[None, :], (k.shape[0], q.shape[0]))
     dprobs = tl.dot(v, tl.trans(dout), start, input_precision="ieee")
+    if SOFTCAP is not None:
+        dprobs *= softcap_slope(scores, SOFTCAP)
     return probs, dprobs
 
 
@@ -103,6 +116,7 @@ def accumulate_gradients(
     HAS_DQ: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -137,6 +151,7 @@ def accumulate_gradients(
             MASKED=MASKED,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
+            SOFTCAP=SOFTCAP,
         )
         dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision="ieee")
         dscores = (probs * dprobs).to(q.dtype)
@@ -160,6 +175,7 @@ def key_block_gradients(
     ADD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -211,6 +227,7 @@ def key_block_gradients(
                 HAS_DQ=HAS_DQ,
                 CAUSAL=CAUSAL,
                 BOUNDED=BOUNDED,
+                SOFTCAP=SOFTCAP,
                 TMA=TMA,
                 BLOCK_M=BLOCK_M,
                 HEAD_DIM=HEAD_DIM,
@@ -233,6 +250,7 @@ def backward_kernel(
     ADD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -261,6 +279,7 @@ def backward_kernel(
             ADD=ADD,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
+            SOFTCAP=SOFTCAP,
             TMA=TMA,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
@@ -304,6 +323,7 @@ def accumulate_dq(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -329,10 +349,14 @@ def accumulate_dq(
             DIM=VALUE_DIM,
         )
 
-        # probabilities of the forward
+        # probabilities of the forward; with a soft cap, times its slope
         start_scores = tl.broadcast_to(score_start[:, None], (q.shape[0], BLOCK_N))
-        scores = tl.dot(q, tl.trans(k), start_scores, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        probs = tl.exp2(scores * scale)
+        if SOFTCAP is None:
+            scores = tl.dot(q, tl.trans(k), start_scores, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+            probs = tl.exp2(scores * scale)
+        else:
+            scores = softcapped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFTCAP)
+            probs = tl.exp2(scores + start_scores) * softcap_slope(scores, SOFTCAP)
         if MASKED:
             columns = start + tl.arange(0, BLOCK_N)
             mask = sees_keys(rows, columns, first_key, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
@@ -353,6 +377,7 @@ def dq_kernel(
     ADD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -400,6 +425,7 @@ def dq_kernel(
             MASKED=MASKED,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
+            SOFTCAP=SOFTCAP,
             TMA=TMA,
             BLOCK_N=BLOCK_N,
             HEAD_DIM=HEAD_DIM,
@@ -418,6 +444,7 @@ def dkv_kernel(
     ADD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -434,6 +461,7 @@ def dkv_kernel(
         ADD=ADD,
         CAUSAL=CAUSAL,
         BOUNDED=BOUNDED,
+        SOFTCAP=SOFTCAP,
         TMA=TMA,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,

@@ -19,7 +19,8 @@ Conventions of all kernels:
     offset                the position of query row 0 among the keys
     CAUSAL                there is a mask. BOUNDED: it has FIRST_KEY and QUERY_END
     TMA                   X is a descriptor of [b, heads, s, channels], for the copy engine (Hopper's TMA)
-    scale                 log2(e) / sqrt(d): scores are in base 2, since exp2 is one instruction
+    scale                 log2(e) / sqrt(d), or another: scores are in base 2, since exp2 is one instruction
+    SOFTCAP               of kernels/attention_scores.py, or None
 """
 import math
 
@@ -240,6 +241,22 @@ def last_block(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
     last = begin + (tl.maximum(end - begin, 1) - 1) // BLOCK * BLOCK
     # no edge after the middle: the last one before it, if there is one
     return tl.where((full_end >= end) & (begin < full_begin), full_begin - BLOCK, last)
+
+
+# ---- scores ------------------------------------------------------------------------------------------------
+
+@triton.jit
+def softcapped(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP tanh(scores / SOFTCAP), where scores are in base 2 before and after."""
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFTCAP)))
+    return tanh * (SOFTCAP * LOG2E)
+
+
+@triton.jit
+def softcap_slope(scores, SOFTCAP: tl.constexpr):
+    """The derivative of softcapped, from what it returns."""
+    tanh = scores * (1.0 / (SOFTCAP * LOG2E))
+    return 1.0 - tanh * tanh
 
 
 # ---- which pairs see each other ----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ the operation's signature and not tried.
 import torch
 from torch import Tensor
 
-from kernels.attention_mask import PackedDocuments
+from kernels.attention_mask import DocumentCounts, PackedDocuments
 from kernels.triton_ import power_of_2
 
 OLDEST_CUDNN = 91800  # torch's own choice of cuDNN for documents asks for it
@@ -45,9 +45,9 @@ def for_few_plans(packed: PackedDocuments) -> PackedDocuments:
     return PackedDocuments(ends, number, longest, packed.window)
 
 
-def padding_fits_torch(packed: PackedDocuments, tokens: int) -> bool:
+def padding_fits_torch(documents: DocumentCounts, tokens: int) -> bool:
     """Whether what torch's backward keeps of dq is small enough. tokens: of all documents."""
-    planned = power_of_2(packed.number) * max(power_of_2(packed.longest), SHORTEST_BOUND)
+    planned = power_of_2(documents.number) * max(power_of_2(documents.longest), SHORTEST_BOUND)
     return planned <= MOST_PADDING * tokens
 
 
@@ -68,7 +68,9 @@ def why_not_in_torch() -> str | None:
     return f"it needs cuDNN {OLDEST_CUDNN}, and this is {version}" if version < OLDEST_CUDNN else None
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments) -> Tensor:
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments, scale: float | None = None
+) -> Tensor:
     """Causal attention within documents, by torch's operation.
 
     q [tokens, h, d], k [tokens, g, d], v [tokens, g, e] -> [tokens, h, e].
@@ -85,5 +87,6 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments) ->
         max_k=packed.longest,
         compute_log_sumexp=True,
         is_causal=True,
+        scale=scale,
     )
     return results[0]

@@ -14,6 +14,7 @@ from kernels.attention_blocks import (
     padded,
     sees_keys,
     sequence_and_head,
+    softcapped,
     store_rows,
 )
 from kernels.tiles import block_range
@@ -45,11 +46,14 @@ def online_softmax(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Probabilities of one block relative to the largest score so far, and what the sums before it shrink by:
     (probs, shrink, denominator, row_max)."""
     scores = scores * scale
+    if SOFTCAP is not None:
+        scores = softcapped(scores, SOFTCAP)
     if MASKED:
         columns = start + tl.arange(0, BLOCK_N)
         mask = sees_keys(rows, columns, first_key, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
@@ -92,6 +96,7 @@ def accumulate_output(
     AHEAD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -127,6 +132,7 @@ def accumulate_output(
             MASKED=MASKED,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
+            SOFTCAP=SOFTCAP,
             BLOCK_N=BLOCK_N,
         )
         if AHEAD:
@@ -158,6 +164,7 @@ def forward_kernel(
     AHEAD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -208,6 +215,7 @@ def forward_kernel(
             AHEAD=AHEAD,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
+            SOFTCAP=SOFTCAP,
             TMA=TMA,
             BLOCK_N=BLOCK_N,
             HEAD_DIM=HEAD_DIM,
@@ -220,6 +228,7 @@ def forward_kernel(
             MASKED=True,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
+            SOFTCAP=SOFTCAP,
             BLOCK_N=BLOCK_N,
         )
         out = add_values(

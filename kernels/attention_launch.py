@@ -17,6 +17,7 @@ from kernels.attention_backward import (
 from kernels.attention_blocks import padded
 from kernels.attention_forward import forward_kernel, merge_kernel
 from kernels.attention_mask import AttentionMask, MaskLike
+from kernels.attention_scores import PLAIN_SCORES, ScoreForm
 from kernels.linear import ALIGNED
 from kernels.triton_ import (
     TensorDescriptor,
@@ -40,8 +41,11 @@ WORTH_A_PART = 0.9  # more parts of dq must shorten the backward to this, at lea
 # or does not. Blackwell keeps accumulators in memory of their own, and wants one stage.
 # SMALL: instead of the entries of chip 8, where a program can have less than ENOUGH_SHARED bytes of shared
 # memory (99 KiB on sm_86, 89 and 120; 163 KiB on sm_80 and 87).
-BlockTable = dict[int, dict[int, tuple[int, int, int, int]]]
+# CAPPED + chip: instead of the entries of that chip, with a soft cap, whose slope takes registers.
+BlockEntries = dict[int, tuple[int, int, int, int] | None]
+BlockTable = dict[int, BlockEntries]
 SMALL = 86
+CAPPED = 1000
 ENOUGH_SHARED = 160 << 10
 FORWARD_BLOCKS: BlockTable = {
     8: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
@@ -59,17 +63,20 @@ BACKWARD_BLOCKS: BlockTable = {
     8: {},
     9: {64: (32, 128, 8, 2)},
     10: {64: (64, 128, 4, 1)},
+    CAPPED + 10: {64: None},
 }
 DQ_BLOCKS: BlockTable = {
     8: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
     SMALL: {256: (64, 32, 8, 1)},
     9: {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
     10: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+    CAPPED + 9: {64: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
 }
 DKV_BLOCKS: BlockTable = {
     8: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
     9: {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (32, 64, 8, 2)},
     10: {64: (64, 128, 8, 1), 128: (64, 128, 8, 1), 256: (16, 64, 8, 1)},
+    CAPPED + 9: {256: (16, 64, 8, 2)},
 }
 FP32_BLOCKS = (32, 32, 4, 1)  # four bytes an element, and no tensor cores: for parity, not for speed
 
@@ -99,28 +106,32 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def blocks_of(table: BlockTable, q: Tensor, v: Tensor) -> Blocks | None:
+def blocks_of(
+    table: BlockTable, q: Tensor, v: Tensor, form: ScoreForm = PLAIN_SCORES
+) -> Blocks | None:
     """The entry of a table for these tensors; None: the table has none."""
     if q.dtype == torch.float32:
         return None if table is BACKWARD_BLOCKS else Blocks(*FP32_BLOCKS)
     largest_dim = padded(max(64, q.shape[-1], v.shape[-1]))
-    entry = entries_of(table, chip_name(q.device), shared_bytes(q.device)).get(largest_dim)
+    is_capped = form.softcap is not None
+    entry = entries_of(table, chip_name(q.device), shared_bytes(q.device), is_capped).get(largest_dim)
     return None if entry is None else Blocks(*entry)
 
 
-def entries_of(table: BlockTable, chip: int, shared: int) -> dict[int, tuple[int, int, int, int]]:
+def entries_of(table: BlockTable, chip: int, shared: int, is_capped: bool = False) -> BlockEntries:
     """{padded head dim: entry} of a chip whose programs can have `shared` bytes of shared memory."""
-    if shared < ENOUGH_SHARED:
-        return table[chip] | table.get(SMALL, {})
-    return table[chip]
+    of_cap = table.get(CAPPED + chip, {}) if is_capped else {}
+    of_shared = table.get(SMALL, {}) if shared < ENOUGH_SHARED else {}
+    return table[chip] | of_cap | of_shared
 
 
-def launch_meta(blocks: Blocks, q: Tensor, v: Tensor, mask: AttentionMask | None,
-                tma: bool) -> dict[str, int | bool]:
+def launch_meta(blocks: Blocks, q: Tensor, v: Tensor, mask: AttentionMask | None, form: ScoreForm,
+                tma: bool) -> dict[str, int | float | bool | None]:
     """The constexpr arguments and launch options of the forward and backward kernels."""
     return {
         "CAUSAL": mask is not None,
         "BOUNDED": mask is not None and mask.first_key is not None,
+        "SOFTCAP": form.softcap,
         "TMA": tma,
         "BLOCK_M": blocks.queries,
         "BLOCK_N": blocks.keys,
@@ -169,14 +180,14 @@ def mask_bounds(mask: AttentionMask | None, q: Tensor) -> MaskBounds:
     )
 
 
-def call_numbers(q: Tensor, k: Tensor, bounds: MaskBounds) -> dict[str, int | float]:
+def call_numbers(q: Tensor, k: Tensor, bounds: MaskBounds, form: ScoreForm) -> dict[str, int | float]:
     """The numbers of one call that the forward and backward kernels share."""
     return {
         "s_q": q.shape[1],
         "s_k": k.shape[1],
         "heads_per_group": q.shape[2] // k.shape[2],
         "offset": bounds.offset,
-        "scale": math.log2(math.e) / math.sqrt(q.shape[-1]),  # of scores in base 2
+        "scale": math.log2(math.e) / form.divisor(q.shape[-1]),  # of scores in base 2
     }
 
 
@@ -211,7 +222,7 @@ def descriptors(
 # ---- the launches ------------------------------------------------------------------------------------------
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dtype: torch.dtype, form: ScoreForm
 ) -> tuple[Tensor, Tensor]:
     """attention_part (kernels/partial_attention.py) as a Triton kernel."""
     q, k, v = (by_channel(x) for x in (q, k, v))
@@ -220,7 +231,7 @@ def launch_forward(
     lse = q.new_empty(b, h, s_q, dtype=torch.float32)
 
     bounds = mask_bounds(mask, q)
-    blocks = blocks_of(FORWARD_BLOCKS, q, v)
+    blocks = blocks_of(FORWARD_BLOCKS, q, v, form)
     assert blocks is not None  # this table has all head dims
     inputs: list[object] = [q, k, v]
     tma = copy_engine_reads(q, k, v)
@@ -233,8 +244,8 @@ def launch_forward(
         heads=h,
         key_start=bounds.key_start,
         AHEAD=tma and chip_name(q.device) in SCORES_AHEAD,
-        **call_numbers(q, k, bounds),
-        **launch_meta(blocks, q, v, mask, tma),
+        **call_numbers(q, k, bounds, form),
+        **launch_meta(blocks, q, v, mask, form, tma),
     )
     return out, lse.transpose(1, 2)
 
@@ -290,18 +301,21 @@ def launch_backward(
     delta: Tensor,
     into: tuple[Tensor, Tensor, Tensor] | None,
     add: bool,
+    form: ScoreForm,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """partial_backward (kernels/partial_attention.py) as Triton kernels."""
     dout, q, k, v = (by_channel(x) for x in (dout.to(q.dtype), q, k, v))
-    starts = launch_starts(lse, delta, root=math.sqrt(q.shape[-1]))
+    root = form.divisor(q.shape[-1]) if form.softcap is None else math.log2(math.e)
+    starts = launch_starts(lse, delta, root)
     grads = into
     if grads is None:
         dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
         grads = dq, dk, dv
-    if blocks_of(BACKWARD_BLOCKS, q, v) is not None and copy_engine_reads(q, k, v, dout, *grads[1:]):
-        launch_five_products(dout, q, k, v, mask, starts, grads, add)
+    has_five = blocks_of(BACKWARD_BLOCKS, q, v, form) is not None
+    if has_five and copy_engine_reads(q, k, v, dout, *grads[1:]):
+        launch_five_products(dout, q, k, v, mask, starts, grads, add, form)
     else:
-        launch_seven_products(dout, q, k, v, mask, starts, grads, add)
+        launch_seven_products(dout, q, k, v, mask, starts, grads, add, form)
     return grads
 
 
@@ -314,12 +328,13 @@ def launch_five_products(
     starts: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     add: bool,
+    form: ScoreForm,
 ) -> None:
     """Writes dq, dk and dv, or adds to what they hold. starts: of launch_starts."""
     b, s_q, h, d = q.shape
     _, s_k, g, _ = k.shape
     dq, dk, dv = grads
-    blocks = blocks_of(BACKWARD_BLOCKS, q, v)
+    blocks = blocks_of(BACKWARD_BLOCKS, q, v, form)
     assert blocks is not None  # the caller has asked
     bounds = mask_bounds(mask, q)
 
@@ -331,7 +346,7 @@ def launch_five_products(
         dtype=torch.float32,
     )
     (q_blocks, dout_blocks), key_blocks = descriptors(blocks, [q, dout], [k, v, dk, dv])
-    numbers = call_numbers(q, k, bounds)
+    numbers = call_numbers(q, k, bounds, form)
     backward_kernel[parts, g, b](
         q_blocks, *key_blocks[:2], bounds.query_end, dout_blocks, *starts,
         dq_parts, *key_blocks[2:], *strides_of(q, k, v, dout, dk, dv),
@@ -341,13 +356,13 @@ def launch_five_products(
         query_start=bounds.query_start,
         ADD=add,
         **numbers,
-        **launch_meta(blocks, q, v, mask, tma=True),
+        **launch_meta(blocks, q, v, mask, form, tma=True),
     )
 
     # dq
     add_parts_kernel[query_blocks, b * h](
         dq_parts, dq, dq.stride()[:3], parts, dq_parts[0].numel(), s_q, h,
-        factor=1 / math.sqrt(d),
+        factor=1 / form.divisor(d),
         ADD=add,
         BLOCK_M=blocks.queries,
         HEAD_DIM=d,
@@ -381,6 +396,7 @@ def launch_seven_products(
     starts: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     add: bool,
+    form: ScoreForm,
 ) -> None:
     """Writes dq, dk and dv, or adds to what they hold. starts: of launch_starts."""
     b, s_q, h, _ = q.shape
@@ -388,11 +404,11 @@ def launch_seven_products(
     dq, dk, dv = grads
     bounds = mask_bounds(mask, q)
     tma = copy_engine_reads(q, k, v, dout)
-    numbers = call_numbers(q, k, bounds) | {"padded_s_q": starts.shape[-1]}
+    numbers = call_numbers(q, k, bounds, form) | {"padded_s_q": starts.shape[-1]}
     strides = strides_of(q, k, v, dout)
 
     # dq
-    blocks = blocks_of(DQ_BLOCKS, q, v)
+    blocks = blocks_of(DQ_BLOCKS, q, v, form)
     assert blocks is not None  # this table has all head dims
     q_in, k_in, v_in, dout_in = tensors_or_descriptors(blocks, q, k, v, dout, tma)
     dq_kernel[ceil_div(s_q, blocks.queries), b * h](
@@ -402,11 +418,11 @@ def launch_seven_products(
         key_start=bounds.key_start,
         ADD=add,
         **numbers,
-        **launch_meta(blocks, q, v, mask, tma),
+        **launch_meta(blocks, q, v, mask, form, tma),
     )
 
     # dk, dv
-    blocks = blocks_of(DKV_BLOCKS, q, v)
+    blocks = blocks_of(DKV_BLOCKS, q, v, form)
     assert blocks is not None  # this table has all head dims
     q_in, k_in, v_in, dout_in = tensors_or_descriptors(blocks, q, k, v, dout, tma)
     dkv_kernel[ceil_div(s_k, blocks.keys), g, b](
@@ -417,7 +433,7 @@ def launch_seven_products(
         query_start=bounds.query_start,
         ADD=add,
         **numbers,
-        **launch_meta(blocks, q, v, mask, tma),
+        **launch_meta(blocks, q, v, mask, form, tma),
     )
 
 

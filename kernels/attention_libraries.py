@@ -6,20 +6,22 @@ that kind, forward and backward, is compared with the definition: versions diffe
 host waits for this once for each kind. A library that fails is named once on stderr, and the next one is
 tried.
 
-Packed documents, and windows in torch, go to functions of variable length: all tokens of the microbatch
-follow each other, and `ends` says where each document ends.
+Packed documents, chunks, and windows in torch go to functions of variable length: all tokens of the
+microbatch follow each other, and `ends` says where each document or chunk ends.
 """
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import attention_cudnn
-from kernels.attention_mask import AttentionMask, MaskLike, PackedDocuments
+from kernels.attention_mask import AttentionMask, DocumentCounts, MaskLike, PackedDocuments
+from kernels.attention_scores import PLAIN_SCORES, ScoreForm, join_sinks
 from kernels.triton_ import print_once
 
 DEVICES = ("cuda",)  # where libraries run; the tests add "cpu", for libraries of their own
@@ -31,6 +33,19 @@ TORCH_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what torch has compiled its ker
 MIN_MEAN_DOCUMENT = 128  # tokens
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+class Request(NamedTuple):
+    """What a call asks of a library beside the tensors. packed: None: whole sequences. with_lse: the
+    logsumexp of the scores, too, through which gradients flow."""
+    packed: PackedDocuments | None
+    window: int | None
+    form: ScoreForm = PLAIN_SCORES
+    with_lse: bool = False
+
+    def options(self, scale_name: str) -> dict[str, object]:
+        """The scale, as the argument of this name, where it is not the library's own."""
+        return {} if self.form.scale is None else {scale_name: self.form.scale}
 
 
 def multiple_of_8(d: int, e: int) -> bool:
@@ -53,8 +68,9 @@ class Library:
 
     name: for people. chips: major compute capabilities. head_dims: which of keys and values. function: of
     whole sequences, with or without a window; None: it has none. packed_function: of packed documents, with
-    or without a window. windows: whether it has them. deterministic: whether on request it gives the same
-    bits every time. fits: whether it takes documents like these, of so many tokens together. why_not: why
+    or without a window. windows, softcap: whether it has them. lse: whether it returns the logsumexp, and its
+    backward takes the gradient of it. deterministic: whether on request it gives the same bits every time.
+    fits: whether it takes documents like these, of so many tokens together. why_not: why
     the installed version cannot be used, whatever the call; None: it can.
     """
     name: str
@@ -63,19 +79,29 @@ class Library:
     head_dims: Callable[[int, int], bool]
     function: str | None
     packed_function: str
-    call: Callable[[Function, Tensor, Tensor, Tensor, PackedDocuments | None, int | None], Tensor]
+    call: Callable[[Function, Tensor, Tensor, Tensor, Request], tuple[Tensor, Tensor | None]]
     windows: bool = True
+    softcap: bool = False
+    lse: bool = False
     deterministic: bool = True
-    fits: Callable[[PackedDocuments, int], bool] = lambda packed, tokens: True
+    fits: Callable[[DocumentCounts, int], bool] = lambda documents, tokens: True
     why_not: Callable[[], str | None] = lambda: None
 
 
 def call_flash_attn(
-    function: Function, q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments | None, window: int | None
-) -> Tensor:
-    """q, k, v [b, s, heads, d], or packed [tokens, heads, d]. All versions align the last query with the last
-    key, and count a window without the query itself."""
-    options: dict[str, object] = {} if window is None else {"window_size": (window - 1, 0)}
+    function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """q, k, v [b, s, heads, d], or packed [tokens, heads, d] -> out, and lse [b, s, heads], or [tokens,
+    heads], if it is asked for. All versions align the last query with the last key, and count a window
+    without the query itself."""
+    options = request.options("softmax_scale")
+    if request.window is not None:
+        options["window_size"] = (request.window - 1, 0)
+    if request.form.softcap is not None:
+        options["softcap"] = request.form.softcap
+    if request.with_lse:
+        options["return_lse"] = True  # of version 4; the others have no gradient of it
+    packed = request.packed
     if packed is not None:
         options |= {
             "cu_seqlens_q": packed.ends,
@@ -85,29 +111,32 @@ def call_flash_attn(
         }
     deterministic = torch.are_deterministic_algorithms_enabled()
     out = function(q, k, v, causal=True, deterministic=deterministic, **options)
-    return out[0] if isinstance(out, tuple) else out  # versions differ in what they return besides
+    if not isinstance(out, tuple):  # versions differ in what they return besides
+        return out, None
+    return out[0], out[1].transpose(-1, -2) if request.with_lse else None
 
 
 def call_torch(
-    function: Function, q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments | None, window: int | None
-) -> Tensor:
+    function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
     """As call_flash_attn, always packed. Deterministic where torch is asked to be."""
+    packed = request.packed
     assert packed is not None  # the table has no function of whole sequences
-    left = -1 if window is None else window - 1
-    options: dict[str, object] = {"window_size": (left, 0)}
+    left = -1 if request.window is None else request.window - 1
+    options = request.options("scale") | {"window_size": (left, 0)}
     if "enable_gqa" in inspect.signature(function).parameters:  # earlier versions take groups unasked
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     out = function(q, k, v, packed.ends, packed.ends, packed.longest, packed.longest, **options)
     assert isinstance(out, Tensor)  # no auxiliary output is asked for
-    return out
+    return out, None
 
 
 def call_cudnn_frontend(
-    function: Function, q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments | None, window: int | None
-) -> Tensor:
+    function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
     """As call_flash_attn, always packed and without a window."""
-    assert packed is not None and window is None  # as the table says
-    packed = attention_cudnn.for_few_plans(packed)
+    assert request.packed is not None and request.window is None  # as the table says
+    packed = attention_cudnn.for_few_plans(request.packed)
     out = function(
         q, k, v,
         is_causal=True,
@@ -116,18 +145,19 @@ def call_cudnn_frontend(
         max_seqlen_q=packed.longest,
         max_seqlen_kv=packed.longest,
         return_lse=True,  # its backward needs it
+        **request.options("scale"),
     )
-    return out[0]
+    return out[0], None
 
 
 def call_cudnn_in_torch(
-    function: Function, q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments | None, window: int | None
-) -> Tensor:
+    function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
     """As call_flash_attn, always packed and without a window."""
-    assert packed is not None and window is None  # as the table says
-    out = function(q, k, v, packed)
+    assert request.packed is not None and request.window is None  # as the table says
+    out = function(q, k, v, request.packed, **request.options("scale"))
     assert isinstance(out, Tensor)
-    return out
+    return out, None
 
 
 # The preferred one first: versions 3 and 4 of flash-attn, cuDNN, version 2 of flash-attn, torch's copy of it
@@ -140,6 +170,7 @@ LIBRARIES = (
         function="flash_attn_func",
         packed_function="flash_attn_varlen_func",
         call=call_flash_attn,
+        softcap=True,
     ),
     Library(
         name="flash_attn.cute",
@@ -149,6 +180,8 @@ LIBRARIES = (
         function="flash_attn_func",
         packed_function="flash_attn_varlen_func",
         call=call_flash_attn,
+        softcap=True,
+        lse=True,
     ),
     Library(
         name="cuDNN (nvidia-cudnn-frontend)",
@@ -182,6 +215,7 @@ LIBRARIES = (
         function="flash_attn_func",
         packed_function="flash_attn_varlen_func",
         call=call_flash_attn,
+        softcap=True,
     ),
     Library(
         name="torch.nn.attention.varlen",
@@ -216,13 +250,27 @@ class Choice:
     is_packed: bool
 
 
-def choose_library(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Choice | None:
+def choose_library(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike,
+    form: ScoreForm = PLAIN_SCORES,
+    has_sinks: bool = False,
+) -> Choice | None:
     """The preferred library that supports the call and is installed. None: there is none. As for `attention`.
     """
-    return next(usable_libraries(q, k, v, mask), None)
+    return next(usable_libraries(q, k, v, mask, form, has_sinks), None)
 
 
-def usable_libraries(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Iterator[Choice]:
+def usable_libraries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike,
+    form: ScoreForm = PLAIN_SCORES,
+    has_sinks: bool = False,
+) -> Iterator[Choice]:
     """All such libraries, the preferred one first. Each is tried when it is asked for."""
     kind = kind_of_call(q, k, mask)
     if kind is None or q.device.type not in DEVICES or q.dtype not in DTYPES:
@@ -235,65 +283,102 @@ def usable_libraries(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Iterato
             continue
         if (kind.window and not library.windows) or (deterministic and not library.deterministic):
             continue
-        if kind.packed is not None and not library.fits(kind.packed, q.shape[0] * q.shape[1]):
+        if (form.softcap is not None and not library.softcap) or (has_sinks and not library.lse):
             continue
-        is_packed = kind.packed is not None or (library.function is None and kind.window)
+        if kind.documents is not None and not library.fits(kind.documents, q.shape[0] * q.shape[1]):
+            continue
+        is_packed = kind.documents is not None or (library.function is None and kind.window)
         name = library.packed_function if is_packed else library.function
         function = None if name is None else installed_function(library.module, name)
         if function is None:
             continue
         choice = Choice(library, function, is_packed)
-        if passes_trial(choice, q.device, q.dtype, head_dims, groups, kind.window, deterministic):
+        trial = trial_of(kind.window, form, has_sinks)
+        if passes_trial(choice, q.device, q.dtype, head_dims, groups, trial, deterministic):
             yield choice
 
 
 @dataclass(frozen=True)
 class CallKind:
-    packed: PackedDocuments | None  # None: whole sequences
+    documents: DocumentCounts | None  # or chunks; None: whole sequences
     window: bool
 
 
 def kind_of_call(q: Tensor, k: Tensor, mask: MaskLike) -> CallKind | None:
     """What a mask asks of a library. None: no library takes it."""
     if mask is None:
-        return CallKind(packed=None, window=False) if q.shape[1] == k.shape[1] else None
+        return CallKind(documents=None, window=False) if q.shape[1] == k.shape[1] else None
     if isinstance(mask, Tensor):
         return None
-    if mask.packed is not None:
-        mean_document = q.shape[0] * q.shape[1] / mask.packed.number
-        has_window = mask.packed.window is not None
-        return CallKind(mask.packed, has_window) if mean_document >= MIN_MEAN_DOCUMENT else None
-    if mask.window is None:
-        return None
-    return CallKind(packed=None, window=True)
+    tokens = q.shape[0] * q.shape[1]
+    documents = None if mask.packed is None else DocumentCounts(mask.packed.number, mask.packed.longest)
+    if mask.chunk is not None:
+        documents = DocumentCounts(tokens // mask.chunk, mask.chunk)
+    has_window = (mask if mask.packed is None else mask.packed).window is not None
+    if documents is not None:
+        return CallKind(documents, has_window) if tokens / documents.number >= MIN_MEAN_DOCUMENT else None
+    return CallKind(documents=None, window=True) if has_window else None
 
 
-def library_attention(choice: Choice, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
+def library_attention(
+    choice: Choice,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    form: ScoreForm = PLAIN_SCORES,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e] -> [b, s_q, h, e], by choose_library's choice."""
-    window = None if mask is None else mask.window
+    request = Request(None, None if mask is None else mask.window, form, sinks is not None)
     if not choice.is_packed:
-        return choice.library.call(choice.function, q, k, v, None, window)
+        return with_sinks(*choice.library.call(choice.function, q, k, v, request), sinks)
 
     assert mask is not None  # what is packed has a mask
     packed = mask.packed
     if packed is None:
-        packed = whole_sequences(q.shape[0], q.shape[1], window, q.device)
+        packed = equal_documents(q.shape[0] * q.shape[1], mask.chunk or q.shape[1], mask.window, q.device)
     q_tokens, k_tokens, v_tokens = (x.flatten(0, 1) for x in (q, k, v))
-    out = choice.library.call(choice.function, q_tokens, k_tokens, v_tokens, packed, packed.window)
-    return out.unflatten(0, q.shape[:2])
+    request = request._replace(packed=packed, window=packed.window)
+    results = choice.library.call(choice.function, q_tokens, k_tokens, v_tokens, request)
+    return with_sinks(*results, sinks).unflatten(0, q.shape[:2])
 
 
-def whole_sequences(b: int, s: int, window: int | None, device: torch.device) -> PackedDocuments:
-    """b sequences of s tokens, as documents."""
-    ends = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device)
-    return PackedDocuments(ends, number=b, longest=s, window=window)
+def with_sinks(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """What a library has returned, with the sinks of the call."""
+    if sinks is None:
+        return out
+    assert lse is not None  # the table says that this library returns it
+    return join_sinks(out, lse, sinks)
+
+
+def equal_documents(tokens: int, length: int, window: int | None, device: torch.device) -> PackedDocuments:
+    """Documents of `length` tokens each: whole sequences, or their chunks."""
+    ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+    return PackedDocuments(ends, number=tokens // length, longest=length, window=window)
 
 
 # ---- the trial ---------------------------------------------------------------------------------------------
 
 TRIAL_LENGTHS = (150, 1, 105)  # tokens of the documents
 TRIAL_WINDOW = 40
+TRIAL_SCALE = 0.2
+TRIAL_SOFTCAP = 1.5  # it bends most scores
+TRIAL_SINK = 4.0  # about the logsumexp of the other scores
 TRIAL_ERROR = 0.02  # relative, of bf16
+
+
+class Trial(NamedTuple):
+    window: int | None
+    form: ScoreForm
+    has_sinks: bool
+
+
+def trial_of(window: bool, form: ScoreForm, has_sinks: bool) -> Trial:
+    """The trial of all calls that ask for these."""
+    scale = None if form.scale is None else TRIAL_SCALE
+    softcap = None if form.softcap is None else TRIAL_SOFTCAP
+    return Trial(TRIAL_WINDOW if window else None, ScoreForm(scale, softcap), has_sinks)
 
 
 @functools.cache
@@ -303,16 +388,22 @@ def passes_trial(
     dtype: torch.dtype,
     head_dims: tuple[int, int],
     groups: bool,
-    window: bool,
+    trial: Trial,
     deterministic: bool,
 ) -> bool:
     """Whether the library computes such a call right, forward and backward. If not, a line says why."""
-    why = obstacle(choice, device, dtype, head_dims, groups, TRIAL_WINDOW if window else None)
+    why = obstacle(choice, device, dtype, head_dims, groups, trial)
     if why is not None:
-        with_documents = ", documents" if choice.is_packed else ""
-        with_window = ", a window" if window else ""
+        asked = {
+            "documents": choice.is_packed,
+            "a window": trial.window is not None,
+            "a scale": trial.form.scale is not None,
+            "a soft cap": trial.form.softcap is not None,
+            "sinks": trial.has_sinks,
+        }
+        listed = "".join(f", {what}" for what, is_asked in asked.items() if is_asked)
         print_once(f"attention: {choice.library.name} is installed but not used for head dims "
-                   f"{head_dims[0]} and {head_dims[1]}{with_documents}{with_window}: {why}")
+                   f"{head_dims[0]} and {head_dims[1]}{listed}: {why}")
     return why is None
 
 
@@ -322,7 +413,7 @@ def obstacle(
     dtype: torch.dtype,
     head_dims: tuple[int, int],
     groups: bool,
-    window: int | None,
+    trial: Trial,
 ) -> str | None:
     """Why the library cannot be used; None if it can."""
     why = choice.library.why_not()
@@ -337,6 +428,7 @@ def obstacle(
         inputs = [x[:, :2] for x in inputs]
     grad = torch.randn(tokens, inputs[0].shape[1], e, generator=stream).to(device, dtype)
     inputs = [x.to(device, dtype) for x in inputs]
+    sinks = torch.full(inputs[0].shape[1:2], TRIAL_SINK, device=device) if trial.has_sinks else None
 
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
         with torch.enable_grad():
@@ -349,15 +441,18 @@ def obstacle(
             return [out.detach(), *torch.autograd.grad(out, parts, grad.to(out.dtype))]
 
     def attend_by_library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        request = Request(None, trial.window, trial.form, trial.has_sinks)
         if not choice.is_packed:
-            return choice.library.call(choice.function, q[None], k[None], v[None], None, window)[0]
+            results = choice.library.call(choice.function, q[None], k[None], v[None], request)
+            return with_sinks(*results, sinks)[0]
         ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         ends[1:] = torch.tensor(lengths).cumsum(0)
-        packed = PackedDocuments(ends.to(device), number=len(lengths), longest=max(lengths), window=window)
-        return choice.library.call(choice.function, q, k, v, packed, window)
+        packed = PackedDocuments(ends.to(device), len(lengths), max(lengths), trial.window)
+        results = choice.library.call(choice.function, q, k, v, request._replace(packed=packed))
+        return with_sinks(*results, sinks)
 
     def attend_by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return packed_reference(q.float(), k.float(), v.float(), lengths, window)
+        return packed_reference(q.float(), k.float(), v.float(), lengths, trial)
 
     try:
         found = run(attend_by_library)
@@ -371,9 +466,10 @@ def obstacle(
 
 
 def packed_reference(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], trial: Trial
 ) -> Tensor:
     """Causal attention within documents by the definition. q, k, v [tokens, heads, d] -> [tokens, h, e]."""
+    window, form = trial.window, trial.form
     heads_per_group = q.shape[1] // k.shape[1]
     parts: list[Tensor] = []
     for q_part, k_part, v_part in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
@@ -384,7 +480,9 @@ def packed_reference(
             visible = visible & (distance < window)
         keys = k_part.repeat_interleave(heads_per_group, 1)  # [length, h, d]
         values = v_part.repeat_interleave(heads_per_group, 1)  # [length, h, e]
-        scores = torch.einsum("qhd,khd->hqk", q_part, keys) / q.shape[-1] ** 0.5
-        probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = form.capped(torch.einsum("qhd,khd->hqk", q_part, keys) / form.divisor(q.shape[-1]))
+        scores = scores.masked_fill(~visible, float("-inf"))
+        sink = TRIAL_SINK if trial.has_sinks else float("-inf")
+        probs = torch.nn.functional.pad(scores, (0, 1), value=sink).softmax(-1)[..., :-1]
         parts.append(torch.einsum("hqk,khe->qhe", probs, values))
     return torch.cat(parts)

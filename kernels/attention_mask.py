@@ -50,7 +50,7 @@ class AttentionMask:
     query_end: Tensor | None  # [b or 1, s_k]: the position after the last query that sees a key
     device: torch.device
     packed: PackedDocuments | None = None  # the same, if full sequences see themselves and the host can count
-    chunk: int | None = None  # set if it is the only limit besides causality, in full sequences of whole chunks
+    chunk: int | None = None  # set if it is the only limit besides causality, in sequences of whole chunks
 
     @property
     def is_causal(self) -> bool:
@@ -97,13 +97,15 @@ def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, wi
     window: how many tokens a query sees, itself included; None: all before it.
     docs [b, s]: the document of each token of the whole sequence; the tokens of a document are contiguous.
     None: one document. counts: of docs; None: the host does not know, so libraries cannot take the documents.
-    chunk: a query sees the keys of its chunk of so many tokens (Llama 4's chunked attention); None: all. Chunks
+    chunk: a query sees the keys of its chunk, of so many tokens each (Llama 4's chunked attention). Chunks
     count from the start of the sequence, and of each document, whose positions restart there: so a document
     sees what it would see alone. transformers counts them likewise.
     """
     end_of_queries = query_start + s_q
     end_of_keys = key_start + s_k
-    has_window = window is not None and window < end_of_queries - key_start
+    farthest = end_of_queries - key_start  # how many tokens a query could see without a window
+    farthest = farthest if chunk is None else min(farthest, chunk)
+    has_window = window is not None and window < farthest
     has_chunks = chunk is not None and key_start // chunk < (end_of_queries - 1) // chunk
     if docs is None and not has_window and not has_chunks:
         return AttentionMask(query_start, key_start, s_q, s_k, None, None, None, device)

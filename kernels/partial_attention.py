@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.attention_launch import launch_backward, launch_forward, launch_merge, triton_supports_part
 from kernels.attention_mask import AttentionMask, MaskLike
+from kernels.attention_scores import PLAIN_SCORES, ScoreForm
 from kernels.grad import accumulation_dtype
 from kernels.triton_ import kernel_is_available
 
@@ -29,7 +30,12 @@ TILE = 512  # queries whose scores exist together, without Triton
 
 
 def attention_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, dtype: torch.dtype | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike,
+    dtype: torch.dtype | None = None,
+    form: ScoreForm = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Attention over these keys alone, and the logsumexp of its scores.
 
@@ -40,8 +46,8 @@ def attention_part(
     """
     if triton_supports_part(q, k, v, mask):
         assert not isinstance(mask, Tensor)  # triton_supports_part refuses a dense mask
-        return launch_forward(q, k, v, mask, dtype or torch.float32)
-    out, lse = partial_reference(q, k, v, dense(mask))
+        return launch_forward(q, k, v, mask, dtype or torch.float32, form)
+    out, lse = partial_reference(q, k, v, dense(mask), form)
     return out.to(dtype or out.dtype), lse
 
 
@@ -70,6 +76,7 @@ def partial_backward(
     delta: Tensor,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     add: bool = False,
+    form: ScoreForm = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This part's share of dq, and dk and dv of its keys: in fp32 or better, or written to `into`.
 
@@ -80,8 +87,8 @@ def partial_backward(
         raise ValueError("partial_backward: add needs `into`, the tensors to add to")
     if triton_supports_part(q, k, v, mask):
         assert not isinstance(mask, Tensor)  # triton_supports_part refuses a dense mask
-        return launch_backward(dout, q, k, v, mask, lse, delta, into, add)
-    grads = partial_backward_reference(dout, q, k, v, dense(mask), lse, delta)
+        return launch_backward(dout, q, k, v, mask, lse, delta, into, add, form)
+    grads = partial_backward_reference(dout, q, k, v, dense(mask), lse, delta, form)
     if into is None:
         return grads
     for out, grad in zip(into, grads):
@@ -95,13 +102,15 @@ def partial_backward(
 # ---- the definition ----------------------------------------------------------------------------------------
 # r = h / g: the query heads that share a key head; t: the queries of a tile
 
-def partial_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def partial_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: ScoreForm = PLAIN_SCORES
+) -> tuple[Tensor, Tensor]:
     """attention_part in plain torch, with a dense mask."""
     b, s_q, h, _ = q.shape
     out = q.new_empty(b, s_q, h, v.shape[-1], dtype=accumulation_dtype(q.dtype))
     lse = out.new_empty(b, s_q, h)
     values = by_group(v)  # [b, g, 1, s_k, e]
-    for rows, scores in visible_tiles(q, k, mask):
+    for rows, scores in visible_tiles(q, k, mask, form):
         row_lse = scores.logsumexp(-1, keepdim=True)  # [b, g, r, t, 1]
         finite_lse = row_lse.clamp_min(torch.finfo(row_lse.dtype).min)  # no NaN where all scores are -inf
         probs = torch.exp(scores - finite_lse)
@@ -118,17 +127,18 @@ def partial_backward_reference(
     mask: Tensor | None,
     lse: Tensor,
     delta: Tensor,
+    form: ScoreForm = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """partial_backward in plain torch, with a dense mask."""
     groups = k.shape[2]
-    scale = math.sqrt(q.shape[-1])
+    divisor = form.divisor(q.shape[-1])
     dq = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
     keys = by_group(k)  # [b, g, 1, s_k, d]
     values = by_group(v)  # [b, g, 1, s_k, e]
     dk = torch.zeros_like(keys)
     dv = torch.zeros_like(values)
 
-    for rows, scores in visible_tiles(q, k, mask):
+    for rows, scores in visible_tiles(q, k, mask, form):
         row_q = by_group(q[:, rows], groups)  # [b, g, r, t, d]
         row_dout = by_group(dout[:, rows], groups)  # [b, g, r, t, e]
         row_lse = by_group(lse[:, rows, :, None], groups)  # [b, g, r, t, 1]
@@ -137,19 +147,21 @@ def partial_backward_reference(
         probs = torch.exp(scores - row_lse)  # [b, g, r, t, s_k]
         dv += (probs.transpose(-1, -2) @ row_dout).sum(2, keepdim=True)
         dprobs = row_dout @ values.transpose(-1, -2)
-        dscores = probs * (dprobs - row_delta) / scale
+        dscores = form.through_cap(probs * (dprobs - row_delta), scores) / divisor
         dq[:, rows] = by_token(dscores @ keys)
         dk += (dscores.transpose(-1, -2) @ row_q).sum(2, keepdim=True)
     return dq, by_token(dk), by_token(dv)
 
 
-def visible_tiles(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def visible_tiles(
+    q: Tensor, k: Tensor, mask: Tensor | None, form: ScoreForm
+) -> Iterator[tuple[slice, Tensor]]:
     """Tiles of queries: (which, their scores [b, g, r, t, s_k], -inf where a query does not see a key)."""
-    scale = math.sqrt(q.shape[-1])
+    divisor = form.divisor(q.shape[-1])
     keys = by_group(k).transpose(-1, -2)  # [b, g, 1, d, s_k]
     for start in range(0, q.shape[1], TILE):
         rows = slice(start, min(start + TILE, q.shape[1]))
-        scores = by_group(q[:, rows], k.shape[2]) / scale @ keys
+        scores = form.capped(by_group(q[:, rows], k.shape[2]) / divisor @ keys)
         if mask is not None:
             scores = scores.masked_fill(~mask[:, :, None, rows], -math.inf)
         yield rows, scores

@@ -1,5 +1,6 @@
 """Which query sees which key, as a dense mask by the definition."""
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +31,28 @@ def visible_keys(
     assert key_docs is not None, "documents of the queries, but none of the keys"
     same_document = query_docs[:, None, :, None] == key_docs[:, None, None, :]
     return mask & same_document
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention by the definition, with exponentials and no softmax.
+
+    q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e], visible bool [b or 1, 1, s_q, s_k], sinks [h].
+    """
+    per_group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(per_group, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.exp() * visible
+    total = weights.sum(-1)  # [b, h, s_q]
+    if sinks is not None:
+        total = total + sinks.exp()[:, None]
+    return torch.einsum("bhqk,bkhe->bqhe", weights / total[..., None], v)

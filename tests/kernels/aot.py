@@ -131,7 +131,13 @@ FLASH_GRADIENTS = {"DK": ("BLOCK_N", "HEAD_DIM"), "DV": ("BLOCK_N", "VALUE_DIM")
 
 
 def flash(
-    name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS, add: bool = False
+    name: str,
+    d: int,
+    e: int,
+    bounded: bool = False,
+    chips: tuple = CHIPS,
+    add: bool = False,
+    softcap: float | None = None,
 ) -> Case:
     """As kernels/attention_launch.py launches it: by the copy engine where the chip has one.
 
@@ -149,7 +155,7 @@ def flash(
     of_chip, types_of_chip = {}, {}
     for chip in chips:
         shared = SHARED_BYTES[chip] - RESERVED_BYTES
-        size = attention_launch.entries_of(table, chip // 10, shared).get(largest)
+        size = attention_launch.entries_of(table, chip // 10, shared, softcap is not None).get(largest)
         if size is None:
             continue
         tma = chip in TMA
@@ -169,6 +175,7 @@ def flash(
         {
             "CAUSAL": True,
             "BOUNDED": bounded,
+            "SOFTCAP": softcap,
             "HEAD_DIM": d,
             "VALUE_DIM": e,
         },
@@ -696,6 +703,12 @@ CASES = {
             (256, 256, (90,)),
         )
         if flash(name, d, e, chips=chips).chips  # which have the kernel at these head dims
+    },
+    **{
+        f"{name}_{d}_{d}_softcap": flash(name, d, d, bounded=True, chips=chips, softcap=50.0)
+        for name in ATTENTION
+        for d, chips in ((64, CHIPS), (128, CHIPS), (256, SMALL))
+        if flash(name, d, d, softcap=50.0).chips
     },
 }
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense_mask import visible_keys
+from dense_mask import dense_attention, visible_keys
 from test_attention import check_documents_of_library
 
 from benchmarks import rates
@@ -22,6 +22,7 @@ from kernels import attention_cudnn
 from kernels import attention_libraries as libraries
 from kernels.attention import attention, attention_reference
 from kernels.attention_mask import DocumentCounts, PackedDocuments, document_ends, make_attention_mask
+from kernels.attention_scores import ScoreForm
 
 CPU = torch.device("cpu")
 
@@ -590,3 +591,136 @@ def test_the_loader_counts_documents():
         assert int(ends.diff().max()) == batch.document_counts.longest
         begins = [6 * row + x for row in (0, 1) for x in starts[row] if x < 6]
         assert set(ends.tolist()) == {0, 6, 12, *begins}
+
+
+# ---- a scale, a soft cap, sinks and chunks -----------------------------------------------------------------
+
+def version_4_stand_in(calls, without=()):
+    """The signatures of flash_attn.cute in August 2026: always (out, lse), whose gradient counts if lse was
+    asked for. What is in `without` does nothing.
+    """
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0, deterministic=False,
+        return_lse=False,
+    ):  # fmt: skip
+        calls.append(("packed", cu_seqlens_q.tolist(), softmax_scale, softcap, return_lse))
+        softmax_scale = None if "scale" in without else softmax_scale
+        softcap = None if "softcap" in without else softcap or None
+        docs = torch.searchsorted(cu_seqlens_q, torch.arange(len(q)), right=True)
+        place = torch.arange(len(q))
+        left = window_size[0]
+        window = None if left is None or left < 0 else left + 1
+        visible = visible_keys(place, place, window, docs[None], docs[None])
+        exact = [x.float()[None] for x in (q, k, v)]
+        out = dense_attention(*exact, visible, softmax_scale, softcap)[0].to(q.dtype)
+        keys = exact[1].repeat_interleave(q.shape[1] // k.shape[1], 2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", exact[0], keys) * (softmax_scale or q.shape[-1] ** -0.5)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        lse = scores.masked_fill(~visible, -torch.inf).logsumexp(-1)[0]  # [h, tokens]
+        if "gradient of lse" in without:
+            lse = lse.detach()
+        return out, lse if return_lse else None
+
+    def flash_attn_func(q, k, v, **options):
+        b, s = q.shape[:2]
+        ends = torch.arange(0, b * s + 1, s, dtype=torch.int32)
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        out, lse = flash_attn_varlen_func(*flat, ends, ends, s, s, **options)
+        return out.unflatten(0, (b, s)), None if lse is None else lse.unflatten(1, (b, s)).transpose(0, 1)
+
+    return types.SimpleNamespace(
+        flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func
+    )
+
+
+SCORES = {
+    "scale": {"scale": 0.3},
+    "soft cap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"scale": 0.3, "softcap": 2.0, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("form", SCORES)
+@pytest.mark.parametrize("masked", ["causal", "documents", "chunks", "window"])
+def test_scores_by_version_4(monkeypatch, calls, form, masked):
+    """And the gradients of q, k, v and sinks. Chunks of whole sequences are documents of one length."""
+    monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 16)
+    install(monkeypatch, "flash_attn.cute", version_4_stand_in(calls))
+    b, s = 2, 64
+    docs = numbers([[40, 24], [64]])
+    mask = {
+        "causal": make_attention_mask(0, s, 0, s, None, None, CPU),
+        "documents": make_attention_mask(0, s, 0, s, None, docs, CPU, DocumentCounts(3, 64)),
+        "chunks": make_attention_mask(0, s, 0, s, None, None, CPU, chunk=16),
+        "window": make_attention_mask(0, s, 0, s, 9, None, CPU),
+    }[masked]
+    shapes = ((b, s, 4, 32), (b, s, 2, 32), (b, s, 2, 32), (4,))
+    leaves = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    options = dict(SCORES[form])
+    has_sinks = options.pop("sinks", False)
+    out = attention(*leaves[:3], mask, sinks=leaves[3] if has_sinks else None, **options)
+    ends = [[0, 64, 128], [0, 40, 64, 128], list(range(0, 129, 16)), [0, 64, 128]]
+    want_ends = dict(zip(("causal", "documents", "chunks", "window"), ends))[masked]
+    given = {"scale": None, "softcap": 0.0} | options
+    assert calls[-1] == ("packed", want_ends, given["scale"], given["softcap"], has_sinks)
+
+    want = dense_attention(
+        *exact[:3], mask.dense_mask, **options, sinks=exact[3] if has_sinks else None
+    )
+    dy = torch.randn_like(want)
+    count = 4 if has_sinks else 3
+    grads = torch.autograd.grad(out, leaves[:count], dy.bfloat16())
+    for got, true in zip((out, *grads), (want, *torch.autograd.grad(want, exact[:count], dy))):
+        assert (got.double() - true).norm() <= 0.01 * true.norm()
+
+
+def test_which_library_is_given_which_scores(monkeypatch, calls, capsys):
+    """What a library lacks by the table is not tried; what it says and does not do, its trial finds."""
+    x = torch.randn(1, 140, 2, 32).bfloat16()
+    documents = make_attention_mask(0, 140, 0, 140, None, numbers([[140]]), CPU, DocumentCounts(1, 140))
+
+    def chosen(mask=documents, sinks=False, **form):
+        for cache in (libraries.installed_function, libraries.passes_trial, kernel.triton_.print_once):
+            cache.cache_clear()
+        choice = libraries.choose_library(x, x, x, mask, ScoreForm(**form), sinks)
+        return choice and choice.library.module
+
+    install(monkeypatch, "torch.nn.attention.varlen", torch_stand_in(calls))
+    assert chosen(scale=0.3) == "torch.nn.attention.varlen"
+    assert chosen(softcap=2.0) is chosen(sinks=True) is None
+    install(monkeypatch, "cudnn", frontend_stand_in(calls))
+    assert chosen(scale=0.3) == "cudnn" and chosen(softcap=2.0) is chosen(sinks=True) is None
+    three = version_4_stand_in(calls)
+    install(monkeypatch, "flash_attn_interface", three)  # it has a soft cap, but no gradient of lse
+    assert chosen(softcap=2.0) == chosen(scale=0.3) == "flash_attn_interface" and chosen(sinks=True) is None
+    assert not capsys.readouterr().err
+
+    install(monkeypatch, "flash_attn.cute", version_4_stand_in(calls, without=("gradient of lse",)))
+    assert chosen(sinks=True) is None and "documents, sinks: a wrong result" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    for without, form in (("scale", {"scale": 0.3}), ("softcap", {"softcap": 2.0})):
+        install(monkeypatch, "flash_attn.cute", version_4_stand_in(calls, without=(without,)))
+        assert chosen(**form) != "flash_attn.cute" and "a wrong result" in capsys.readouterr().err
+    install(monkeypatch, "flash_attn", flash_stand_in(calls))  # a version without the argument
+    assert chosen(softcap=2.0) is None and "unexpected keyword argument" in capsys.readouterr().err
+
+
+def test_which_chunks_a_library_is_given(monkeypatch, calls):
+    install(monkeypatch, "torch.nn.attention.varlen", torch_stand_in(calls))
+
+    def chosen(s, chunk, window=None, docs=None):
+        counts = None if docs is None else DocumentCounts(1, s)
+        q = torch.randn(2, s, 2, 32).bfloat16()
+        mask = make_attention_mask(0, s, 0, s, window, docs, CPU, counts, chunk)
+        return libraries.choose_library(q, q, q, mask) is not None
+
+    assert chosen(512, 128) and not chosen(512, 64)  # shorter on average than MIN_MEAN_DOCUMENT
+    assert not chosen(512, 150)  # the last chunk of a sequence is shorter
+    assert not chosen(512, 128, window=30) and chosen(512, 128, window=200)
+    assert not chosen(512, 128, docs=torch.zeros(2, 512))  # nobody has counted the pieces
+    assert chosen(512, 512, docs=torch.zeros(2, 512))
