@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_mask import AttentionMask
+from kernels.attention_scores import ScoreForm, join_sinks
 from kernels.partial_attention import attention_part, merge_partial, partial_backward
 from parallel.context.zigzag import chunk_mask, visible_chunk_pairs
 from parallel.wire import comm
@@ -35,15 +36,23 @@ def ring_attention(
     window: int | None,
     group: Group,
     mask: AttentionMask | None = None,
+    *,
+    chunk: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's queries over the keys of all ranks.
 
     q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv], sharded by zigzag.py -> [b, s/n, h, dv].
     documents [b, s]: the document of each token of the full sequence; None: there is one. window: in tokens;
-    None: a query sees all keys before it. mask: of full sequences, made of both; None: each step makes its
-    own, on a CPU.
+    None: a query sees all keys before it. chunk: see make_attention_mask. mask: of full sequences, made of
+    these three; None: each step makes its own, on a CPU. scale, softcap, sinks: as for `attention`; a rank
+    has the gradient of the sinks from its own queries.
     """
-    return _RingAttention.apply(q, k, v, documents, window, mask, group)
+    form = ScoreForm(scale, softcap)
+    out, lse = _RingAttention.apply(q, k, v, documents, window, chunk, mask, form, group)
+    return out if sinks is None else join_sinks(out, lse, sinks)
 
 
 def send_to_next_rank(x: Tensor, group: Group) -> Passing:
@@ -73,6 +82,7 @@ def visible_slices(
     q: Tensor,
     documents: Tensor | None,
     window: int | None,
+    chunk: int | None,
     full_mask: AttentionMask | None,
     group: Group,
     step: int,
@@ -81,7 +91,8 @@ def visible_slices(
     chunk_size = q.shape[1] // 2
     halves = (slice(0, chunk_size), slice(chunk_size, 2 * chunk_size))
     source = (group.index - step) % group.size
-    for pair in visible_chunk_pairs(group.index, source, group.size, chunk_size=chunk_size, window=window):
+    farthest = min((limit for limit in (window, chunk) if limit is not None), default=None)
+    for pair in visible_chunk_pairs(group.index, source, group.size, chunk_size=chunk_size, window=farthest):
         queries = halves[pair.query_half]
         keys = halves[pair.key_half]
         mask = chunk_mask(
@@ -90,6 +101,7 @@ def visible_slices(
             documents=documents,
             device=q.device,
             mask=full_mask,
+            attention_chunk=chunk,
         )
         yield queries, keys, mask
 
@@ -103,9 +115,11 @@ class _RingAttention(torch.autograd.Function):
         v: Tensor,
         documents: Tensor | None,
         window: int | None,
+        chunk: int | None,
         mask: AttentionMask | None,
+        form: ScoreForm,
         group: Group,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         # what the queries have seen so far, and the log of the sum of its exponentials
         sum_dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=sum_dtype)  # [b, s/n, h, dv]
@@ -118,25 +132,33 @@ class _RingAttention(torch.autograd.Function):
             is_last = step == group.size - 1
             passing = None if is_last else send_to_next_rank(kv, group)
             step_k, step_v = kv.split(widths, -1)
-            for queries, keys, part in visible_slices(q, documents, window, mask, group, step):
-                part_out, part_lse = attention_part(q[:, queries], step_k[:, keys], step_v[:, keys], part)
+            for queries, keys, part in visible_slices(q, documents, window, chunk, mask, group, step):
+                part_out, part_lse = attention_part(
+                    q[:, queries], step_k[:, keys], step_v[:, keys], part,
+                    form=form,
+                )
                 merge_partial(out[:, queries], lse[:, queries], part_out, part_lse)
             if passing is not None:
                 kv = wait_received(passing)
 
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, documents, out, lse)
+        ctx.set_materialize_grads(False)  # where no sinks want it, nothing flows through the logsumexp
         ctx.window = window
+        ctx.chunk = chunk
         ctx.mask = mask
+        ctx.form = form
         ctx.group = group
-        return out
+        return out, lse
 
     @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, documents, out, lse = ctx.saved_tensors
         group: Group = ctx.group
         widths = (k.shape[-1], v.shape[-1])
         delta = (dout.to(lse.dtype) * out).sum(-1)  # [b, s/n, h]
+        if dlse is not None:
+            delta = delta - dlse
         dq = torch.zeros_like(q, dtype=lse.dtype)
 
         kv = torch.cat((k, v), -1)
@@ -151,7 +173,8 @@ class _RingAttention(torch.autograd.Function):
             dkv = own_dkv if step == 0 else torch.zeros_like(own_dkv)
             step_k, step_v = kv.split(widths, -1)
             step_dk, step_dv = dkv.split(widths, -1)
-            for queries, keys, part in visible_slices(q, documents, ctx.window, ctx.mask, group, step):
+            slices = visible_slices(q, documents, ctx.window, ctx.chunk, ctx.mask, group, step)
+            for queries, keys, part in slices:
                 partial_backward(
                     dout=dout[:, queries],
                     q=q[:, queries],
@@ -162,6 +185,7 @@ class _RingAttention(torch.autograd.Function):
                     delta=delta[:, queries],
                     into=(dq[:, queries], step_dk[:, keys], step_dv[:, keys]),
                     add=True,
+                    form=ctx.form,
                 )
 
             # from step 1 on they are another rank's: they follow its keys
@@ -174,4 +198,4 @@ class _RingAttention(torch.autograd.Function):
 
         dkv = own_dkv + wait_received(dkv_passing)
         dk, dv = dkv.to(k.dtype).split(widths, -1)
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return dq.to(q.dtype), dk, dv, *[None] * 6

@@ -19,19 +19,22 @@ from parallel.wire.comm import Group
 
 
 def ulysses_attention(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     group: Group,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv], sharded by zigzag.py -> [b, s/n, h, dv].
 
     attend(q, k, v): attention of full sequences,
-    [b, s, h/n, d], [b, s, g/n, d], [b, s, g/n, dv] -> [b, s, h/n, dv].
+    [b, s, h/n, d], [b, s, g/n, d], [b, s, g/n, dv] -> [b, s, h/n, dv]. sinks [h]: as for `attention`; it is
+    attend(q, k, v, sinks=those of its heads) then, and a rank has their gradient alone.
     """
     q, k, v = _SequenceToHeads.apply(q, k, v, group)
-    out = attend(q, k, v)
+    of_heads = {} if sinks is None else {"sinks": sinks.chunk(group.size)[group.index]}
+    out = attend(q, k, v, **of_heads)
     return _HeadsToSequence.apply(out, group)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention_mask import AttentionMask
+from kernels.attention_mask import AttentionMask, make_attention_mask
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
 
@@ -105,8 +105,9 @@ def visible_chunk_pairs(
 ) -> list[ChunkPair]:
     """The pairs of chunks in which tokens of rank `index` see tokens of rank `source`.
 
-    Pairs that lie fully in the future or fully outside the window are left out. A chunk with itself comes
-    first: after it, every query has seen a key.
+    Pairs that lie fully in the future or fully outside the window are left out. window: in tokens; of chunked
+    attention, the size of its chunks, since no query sees farther. A chunk with itself comes first: after it,
+    every query has seen a key.
     """
     pairs: list[ChunkPair] = []
     for query_half, query_chunk in enumerate(chunks_of_rank(index, n)):
@@ -125,36 +126,17 @@ def chunk_mask(
     documents: Tensor | None,
     device: torch.device,
     mask: AttentionMask | None = None,
+    attention_chunk: int | None = None,
 ) -> Tensor | AttentionMask | None:
     """Which queries of the pair see which keys: bool [b or 1, 1, chunk, chunk]. None: each sees all.
 
-    documents [b, s]: the document of each token of the full sequence. mask: of the full sequence, from window
-    and documents, of which a part is returned; the kernels of a GPU skip its empty blocks.
+    documents [b, s]: the document of each token of the full sequence. attention_chunk: `chunk` of
+    make_attention_mask. mask: of the full sequence, from all of these, of which a part is returned; the
+    kernels of a GPU skip its empty blocks.
     """
-    query_start = pair.query_chunk * chunk_size
-    key_start = pair.key_chunk * chunk_size
+    place = (pair.query_chunk * chunk_size, chunk_size, pair.key_chunk * chunk_size, chunk_size)
     if mask is not None:
-        return mask.part(query_start, chunk_size, key_start, chunk_size)
-
-    # by position: a chunk with itself is causal, and the window may end inside the pair
-    inside = torch.arange(chunk_size, device=device)
-    tokens_back = pair.distance * chunk_size + inside[:, None] - inside  # [chunk, chunk]: from query to key
-    visible: Tensor | None = None
-    if pair.distance == 0:
-        visible = (tokens_back >= 0)[None, None]
-    farthest = (pair.distance + 1) * chunk_size  # more than the tokens between any query and key
-    if window is not None and farthest > window:
-        visible = intersect(visible, (tokens_back < window)[None, None])
-
-    # by document
-    if documents is not None:
-        of_queries = documents[:, query_start:query_start + chunk_size]
-        of_keys = documents[:, key_start:key_start + chunk_size]
-        is_same = of_queries[:, None, :, None] == of_keys[:, None, None, :]
-        visible = intersect(visible, is_same)
-    return visible
-
-
-def intersect(mask: Tensor | None, other: Tensor) -> Tensor:
-    """What both masks allow; None allows all."""
-    return other if mask is None else mask & other
+        return mask.part(*place)
+    visible = make_attention_mask(*place, window, documents, device, chunk=attention_chunk)
+    sees_all = pair.distance > 0 and visible.first_key is None
+    return None if sees_all else visible.dense_mask

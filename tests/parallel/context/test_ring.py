@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense_mask import visible_keys
+from dense_mask import dense_attention, visible_keys
 
 from build import build_run
 from kernels.attention import attention, attention_reference
@@ -18,6 +18,7 @@ from parallel.context.ulysses import ulysses_attention
 from parallel.context.zigzag import shard_batch, token_positions
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
+from parallel.wire import comm
 from parallel.wire.world import World
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
@@ -89,6 +90,59 @@ def compare(
 )
 def test_attention_is_that_of_one_process(pool, kind, c, window, packed):
     assert max(pool.run(compare, kind, c, window, packed, torch.float64)) < 1e-13
+
+
+def compare_scores(
+    world: World, kind: str, chunk: int | None, packed: bool, dtype: torch.dtype
+) -> list[float]:
+    """How far this rank's out, dq, dk and dv are from a dense formula over the whole sequence, and the sum of
+    all ranks' gradients of the sinks: relative to the largest. With a scale, a soft cap and sinks.
+    """
+    group = Mesh.bind(ParallelDims(world.size, cp=world.size), world).cp
+    s, stream = 8 * group.size, torch.Generator().manual_seed(3)
+    heads = {"q": (2, s, 8, 16), "k": (2, s, 4, 16), "v": (2, s, 4, 6), "sinks": (8,)}
+    drawn = [
+        torch.randn(shape, generator=stream, dtype=torch.float64).to(dtype).double()
+        for shape in heads.values()
+    ]
+    dy = torch.randn(2, s, 8, 6, generator=stream, dtype=torch.float64)
+    docs = (torch.rand(2, s, generator=stream) < 0.1).cumsum(1, dtype=torch.int32) if packed else None
+    window = 11
+    mask = make_attention_mask(0, s, 0, s, window, docs, torch.device("cpu"), chunk=chunk)
+    form = {"scale": 0.4, "softcap": 1.5}
+    whole = [x.clone().requires_grad_() for x in drawn]
+    true = dense_attention(*whole[:3], mask.dense_mask, **form, sinks=whole[3])
+    wanted = [true, *torch.autograd.grad(true, whole, dy)]
+
+    mine = token_positions(s, group.index, group.size)
+    q, k, v = (x.to(dtype)[:, mine].requires_grad_() for x in drawn[:3])
+    sinks = drawn[3].to(dtype).requires_grad_()
+    if kind == "ulysses":
+        y = ulysses_attention(
+            lambda q, k, v, sinks: attention(q, k, v, mask, **form, sinks=sinks), q, k, v, group, sinks
+        )
+    else:
+        see = mask if kind == "ring, one mask" else None
+        y = ring_attention(q, k, v, docs, window, group, see, chunk=chunk, **form, sinks=sinks)
+    *grads, dsinks = torch.autograd.grad(y, (q, k, v, sinks), dy[:, mine].to(dtype))
+    found = [y, *grads, comm.all_reduce_sum(dsinks.double(), group)]
+    wanted = [*(x[:, mine] for x in wanted[:4]), wanted[4]]
+    return [float((a.double() - c).abs().max() / c.abs().max()) for a, c in zip(found, wanted)]
+
+
+@pytest.mark.slow(every=2)
+@pytest.mark.parametrize("kind", ["ring", "ring, one mask", "ulysses"])
+@pytest.mark.parametrize("chunk", [None, 6, 24])
+@pytest.mark.parametrize("packed", [False, True])
+def test_scores_and_chunks_are_those_of_one_process(pool, kind, chunk, packed):
+    for errors in pool.run(compare_scores, kind, chunk, packed, torch.float64):
+        assert max(errors) < 1e-12, errors
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_scores_in_bf16(pool, kind):
+    for errors in pool.run(compare_scores, kind, 6, True, torch.bfloat16):
+        assert max(errors) < 0.02, errors
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
