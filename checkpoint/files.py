@@ -339,18 +339,18 @@ def read_file(path: Path) -> bytes:
         return b"".join(iter(lambda: os.read(fd, CHUNK), b""))
 
 
-def read_header(fd: int, path: Path) -> tuple[bytes, TensorTable]:
-    """(length and header as stored, header parsed) of a safetensors file.
+def read_header(fd: int, path: Path, base: int = 0) -> tuple[bytes, TensorTable]:
+    """(length and header as stored, header parsed) of a safetensors file. base: the byte at which it begins.
 
     Raises IntegrityError naming `path`.
     """
-    prefix = os.pread(fd, LENGTH_BYTES, 0)
+    prefix = os.pread(fd, LENGTH_BYTES, base)
     length = int.from_bytes(prefix, "little")
-    available = os.fstat(fd).st_size - LENGTH_BYTES
+    available = os.fstat(fd).st_size - base - LENGTH_BYTES
     if len(prefix) < LENGTH_BYTES or length > min(MAX_HEADER, available):
         raise IntegrityError(f"{path}: truncated, or not a safetensors file")
 
-    text = os.pread(fd, length, LENGTH_BYTES)
+    text = os.pread(fd, length, base + LENGTH_BYTES)
     try:
         table = json.loads(text)
         if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):

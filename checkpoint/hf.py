@@ -20,6 +20,7 @@ from torch import Tensor
 
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
 from checkpoint.hf_families import FAMILIES
+from checkpoint.tensors_by_name import weight_files
 from config import ConfigError, ModelConfig, mup_score_scale, mup_width_ratio
 from parallel.sharding.boxes import Box
 
@@ -106,30 +107,6 @@ def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
     if not any(name.startswith(prefix) for name in found):
         found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
     return {name: stored for name, stored in found.items() if not BUFFERS.fullmatch(name)}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder.
-
-    Raises ConfigError if there are none, or if their index is damaged.
-    """
-    single = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        hint = ""
-        if any(folder.glob("pytorch_model*.bin")):
-            hint = "; pickled weights (pytorch_model.bin) are never opened: save them again as safetensors"
-        raise ConfigError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json{hint}")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise ValueError("a weight_map of plain file names is expected")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{index}: not an index of safetensors ({why})") from None
-    return [folder / name for name in names]
 
 
 def open_safetensors(file: Path) -> safe_open:
