@@ -25,6 +25,7 @@ from checkpoint.tensors_by_name import (
     StoredTensor,
     TensorInfo,
     fill_from,
+    one_line,
     open_regular,
     safetensors_table,
 )
@@ -107,7 +108,8 @@ def read_metadata(folder: Path) -> DcpMetadata:
     try:
         return parsed(tree, folder)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path}: not what torch.distributed.checkpoint writes ({error})") from None
+        why = one_line(str(error))
+        raise ConfigError(f"{path}: not what torch.distributed.checkpoint writes ({why})") from None
 
 
 def parsed(tree: Any, folder: Path) -> DcpMetadata:

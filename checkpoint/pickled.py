@@ -28,7 +28,14 @@ from typing import Any, NamedTuple
 import torch
 
 from checkpoint.files import DTYPES
-from checkpoint.tensors_by_name import NamedTensors, StoredTensor, Table, named_tensors, open_regular
+from checkpoint.tensors_by_name import (
+    NamedTensors,
+    StoredTensor,
+    Table,
+    named_tensors,
+    one_line,
+    open_regular,
+)
 from config import ConfigError
 
 MAX_BYTES = 1 << 30  # of one pickle; that of 100,000 tensors has some 30 MB
@@ -161,7 +168,7 @@ def shown(value: Any) -> str:
     The text of a container could be longer than any memory.
     """
     text = str(value) if isinstance(value, (str, GlobalName)) else f"a {type(value).__name__}"
-    return text.encode("unicode_escape").decode()[:MAX_SHOWN]
+    return one_line(text, MAX_SHOWN)
 
 
 # ---- what is rebuilt ---------------------------------------------------------------------------------------

@@ -81,6 +81,11 @@ def box_of(name: str, shape: tuple[int, ...], slices: Slices) -> Box:
     return Box(name, shape, tuple(start), tuple(size))
 
 
+def one_line(text: str, longest: int = 200) -> str:
+    """A text out of a file for an error: in one line, whatever it holds."""
+    return text.encode("unicode_escape").decode()[:longest]
+
+
 # ---- a tensor in a file ------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def open_safetensors_folder(folder: Path) -> NamedTensors:
     if index.exists() and not (folder / SINGLE_NAME).exists():
         for name, file_name in read_weight_map(index).items():
             if name not in table or table[name].file.name != file_name:
-                raise ConfigError(f"{index}: names {file_name} for {name}, which is not in it")
+                raise ConfigError(f"{index}: names {file_name!r} for {one_line(name)}, which is not in it")
     return named_tensors(folder, table)
 
 
@@ -193,7 +198,7 @@ def join_tables(tables: Iterable[tuple[Path, Table]]) -> Table:
     for file, table in tables:
         for name, stored in table.items():
             if name in joined:
-                raise ConfigError(f"{file}: {name} stands in {joined[name].file.name} already")
+                raise ConfigError(f"{file}: {one_line(name)} stands in {joined[name].file.name} already")
             joined[name] = stored
     return joined
 
@@ -251,21 +256,22 @@ def safetensors_table(file: Path, base: int = 0) -> Table:
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
+        where = f"{file}: {one_line(name)}"
         try:
             dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             numbers = [*shape, first, end]
             if any(type(number) is not int or number < 0 for number in numbers):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{file}: {name}: damaged safetensors header; download it again") from None
+            raise ConfigError(f"{where}: damaged safetensors header; download it again") from None
         if dtype not in SAFETENSORS_DTYPES:
             known = ", ".join(SAFETENSORS_DTYPES)
-            raise ConfigError(f"{file}: {name} has dtype {dtype!r}; these are read: {known}")
+            raise ConfigError(f"{where} has dtype {dtype!r}; these are read: {known}")
         stored = StoredTensor(
             file, begin + first, tuple(shape), row_major(shape), dtype=SAFETENSORS_DTYPES[dtype]
         )
         if end - first != prod(shape) * stored.dtype.itemsize:
-            raise ConfigError(f"{file}: {name}: {end - first} bytes for shape {shape} of {dtype}")
+            raise ConfigError(f"{where}: {end - first} bytes for shape {shape} of {dtype}")
         table[name] = stored
         ranges.append((first, end))
 

@@ -172,6 +172,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         ({"w": entry(shape=(2.0,))}, 8, "w: damaged safetensors header"),
         ({"w": entry(offsets=(8,))}, 8, "w: damaged safetensors header"),
         ({"w": {"dtype": "F32"}}, 8, "w: damaged safetensors header"),
+        ({"w\nerror: fine": entry(shape=(3,))}, 8, "w\\nerror: fine: 8 bytes for shape [3] of F32"),
         ({"w": entry("F4")}, 8, "w has dtype 'F4'; these are read: F64, "),
         ({"w": entry(), "v": entry()}, 8, "its tensors leave a gap or overlap at byte"),
         ({"w": entry(), "v": entry(offsets=(12, 20))}, 20, "its tensors leave a gap or overlap at byte"),
@@ -195,7 +196,7 @@ def test_a_folder_that_does_not_hang_together_is_named(tmp_path):
     write_index(tmp_path, {"a": "part0.safetensors", "b": "part2.safetensors"})
     assert refused(tmp_path) == "part2.safetensors: missing, though the index names it; download it again"
     write_index(tmp_path, {"a": "part0.safetensors", "c": "part1.safetensors"})
-    words = "names part1.safetensors for c, which is not in it"
+    words = "names 'part1.safetensors' for c, which is not in it"
     assert refused(tmp_path) == f"model.safetensors.index.json: {words}"
     write_index(tmp_path, {"a": "../part0.safetensors"})
     assert refused(tmp_path).startswith("model.safetensors.index.json: not an index of safetensors")

@@ -3,13 +3,27 @@ transformers dequantizes; every method and misfit that is not read is named.
 """
 
 import itertools
+import json
 import math
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from test_named_tensors import bits, some
-from test_pickled import refusal
+from test_pickled import REBUILD, named, raw, refusal, text
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from checkpoint import quantized, tensors_by_name
 from checkpoint.quantized import dequantized
@@ -270,3 +284,95 @@ def test_a_cut_file_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ConfigError, match="model.safetensors: truncated"):
         source.read("a.weight")
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+LIMITED = """
+import resource, sys, torch
+from pathlib import Path
+from checkpoint.dcp import open_dcp
+from checkpoint.pickled import open_torch_file
+from checkpoint.quantized import dequantized
+from checkpoint.tensors_by_name import open_safetensors_folder
+
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+mxfp4 = dequantized(open_safetensors_folder(folder / "mxfp4"), {"quant_method": "mxfp4"}, folder)
+sources = {"w": open_torch_file(folder / "w.pt"), "d": open_dcp(folder), "q": mxfp4}
+held = next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]
+resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(held) + (48 << 20),) * 2)
+for name, source in sources.items():
+    shape = source.tensors[name].shape
+    few = [slice(size - min(size, 1 << 16 >> 4 * len(shape)), size) for size in shape]  # 256, or 16 of 3 dims
+    for dim in range(len(shape)):  # all of one dim
+        box = (*few[:dim], slice(None), *few[dim + 1:])
+        assert source.read(name, box).flatten()[-1] == 3, (name, dim)
+    try:
+        source.read(name)
+    except (RuntimeError, MemoryError):
+        print(name)
+"""
+SIZE = 1 << 28  # bytes
+
+
+SHAPE = (1 << 13, 1 << 14)  # of SIZE bytes of bf16
+
+
+def large_torch_file(path, before=b"", after=b""):
+    """A torch.save file of zeros, and a 3 at the end: a hole in the disk. before, after: around the tensor in
+    the pickle. Returns its size.
+    """
+    rows, columns, count, one = (b"J" + n.to_bytes(4, "little") for n in (*SHAPE, math.prod(SHAPE), 1))
+    kind = text("storage") + named("torch", "BFloat16Storage")
+    storage = b"(" + kind + text("0") + text("cpu") + count + b"tQ"
+    tensor = REBUILD + b"(" + storage + b"K\x00" + rows + columns + b"\x86" + columns + one + b"\x86\x89)tR"
+    info = zipfile.ZipInfo("archive/data/0")
+    info.file_size = info.compress_size = SIZE
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", raw(before, tensor, after))
+        info.header_offset, info.CRC = file.fp.tell(), 0
+        file.fp.write(info.FileHeader(zip64=True))
+        file.fp.seek(SIZE - 2, 1)
+        file.fp.write(bits(torch.tensor([3.0]).bfloat16()).numpy().tobytes())
+        file.start_dir = file.fp.tell()
+        file.filelist.append(info)
+    return path.stat().st_size
+
+
+def large_mxfp4(folder):
+    """Blocks of SIZE bytes that are 0, and a last value of 1.5 * 2 ** 1."""
+    folder.mkdir()
+    blocks, exponents = (8, 1 << 12, 1 << 9, 16), (8, 1 << 12, 1 << 9)
+    end = math.prod(exponents)
+    table = {
+        "q_scales": {"dtype": "U8", "shape": exponents, "data_offsets": (0, end)},
+        "q_blocks": {"dtype": "U8", "shape": blocks, "data_offsets": (end, end + SIZE)},
+    }
+    text = json.dumps(table).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = file.tell()
+        file.truncate(start + end + SIZE)
+        file.seek(start + end - 1)
+        file.write(bytes([128]))
+        file.seek(start + end + SIZE - 1)
+        file.write(bytes([0b0011_0000]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory")
+def test_boxes_of_files_that_do_not_fit_into_memory(tmp_path):
+    """With 48 MiB, boxes of 256 MiB along each dim; the whole does not fit, so that the limit holds."""
+    large_torch_file(tmp_path / "w.pt", b"}" + text("w"), b"s")
+    large_mxfp4(tmp_path / "mxfp4")
+    size = large_torch_file(tmp_path / "d.distcp")
+    start = torch.Size([0, 0])
+    chunks = [ChunkStorageMetadata(start, torch.Size(SHAPE))]
+    entry = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(SHAPE), chunks)
+    storage = {MetadataIndex("d", start): _StorageInfo("d.distcp", 0, size)}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"d": entry}, None, storage)))
+
+    root = Path(__file__).parent.parent.parent
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.stdout.split() == ["w", "d", "q"], done.stderr
