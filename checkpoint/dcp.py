@@ -44,7 +44,7 @@ class StoredItem:
     num_bytes: int
 
 
-Items = dict[tuple[str, tuple[int, ...] | None], StoredItem]  # by name and first element; None: an object
+Items = dict[tuple[str, tuple[int, ...] | None], StoredItem]  # by name and first element (an object: None)
 
 
 @dataclass(frozen=True)

@@ -206,18 +206,22 @@ def get_member(owner: Any, name: Any) -> GlobalName:
     return GlobalName(owner.module, f"{owner.name}.{name}")
 
 
-def rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> StoredTensor:
-    return rebuild(storage, offset, size, stride, storage.dtype)
+def rebuild_tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = False, _hooks: Any = (), flags: Any = None
+) -> StoredTensor:
+    return rebuild(storage, offset, size, stride, storage.dtype, flags)
 
 
 def rebuild_tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
 ) -> StoredTensor:
-    return rebuild(storage, offset, size, stride, dtype)
+    return rebuild(storage, offset, size, stride, dtype, flags)
 
 
-def rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> StoredTensor:
+def rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, flags: Any) -> StoredTensor:
     """The place of a tensor in the file. Raises Refused unless all of it lies in its storage."""
+    if flags:
+        raise Refused("has a tensor whose numbers are conjugated or negated when they are read")
     if type(storage) is not StoredStorage or type(dtype) is not torch.dtype:
         raise Refused("has a tensor of something else than numbers")
     shape, strides, (first,) = whole_numbers(size), whole_numbers(stride), whole_numbers((offset,))
@@ -266,7 +270,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def call(function: Any, args: Any) -> Any:
-    """What a call of the file gives. Raises Refused for what is not in CALLS and is no class either."""
+    """What a call of the file gives. Raises Refused for what is neither in CALLS nor a class."""
     if type(function) is not GlobalName or type(args) is not tuple:
         raise Refused("asks to call what it does not name")
     name = str(function)
@@ -485,7 +489,7 @@ class Record(NamedTuple):
 
 
 class FileWindow(io.RawIOBase):
-    """A part of an open file as a file of its own, for the zipfile module."""
+    """A part of an open file as the zipfile module reads files."""
 
     def __init__(self, fd: int, start: int, size: int) -> None:
         self.fd = fd

@@ -164,7 +164,7 @@ def steps_of(
     """Elements that share a scale, along each dim of a weight.
 
     The shape of the scale says it: one number for all, a dim of 1 or of the weight's size (rows, columns), or
-    blocks, of which the last may be cut. Raises ConfigError for any other shape.
+    blocks; the last block may be cut. Raises ConfigError for any other shape.
     """
     shape, found = tensors.tensors[name].shape, tensors.tensors[scale]
     sizes = found.shape + (1,) * (len(shape) - len(found.shape))  # [rows] is [rows, 1]
@@ -208,9 +208,9 @@ def scaled_reader(tensors: NamedTensors, scale: str, steps: tuple[int, ...]) -> 
 def mxfp4_weights(tensors: NamedTensors, _: Tree, where: Path) -> dict[str, PlainTensor]:
     """quant_method mxfp4: NAME_blocks and NAME_scales of the experts.
 
-    blocks: [experts, rows, groups, 16] bytes, of which each is two values, the lower four bits first. scales:
-    [experts, rows, groups] bytes, of which each is the exponent of two. Given as [experts, columns, rows], as
-    the folder of the same model in bf16 has it.
+    blocks: [experts, rows, groups, 16] bytes; each is two values, the lower four bits first. scales:
+    [experts, rows, groups] bytes; each is an exponent of two. Given as [experts, columns, rows], as the
+    folder of the same model in bf16 has it.
     """
     found: dict[str, PlainTensor] = {}
     for blocks, info in tensors.tensors.items():

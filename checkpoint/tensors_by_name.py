@@ -57,7 +57,7 @@ class NamedTensors:
     objects: tuple[str, ...] = ()
 
     def read(self, name: str, box: Slices | None = None) -> Tensor:
-        """A box of a tensor, in host memory, contiguous. box: one slice a dim; None: all of it.
+        """A box of a tensor, in host memory, contiguous. box: one slice a dim, or all of it.
 
         Raises ConfigError naming the file that cannot be read; ValueError for a box that is not inside.
         """
@@ -90,7 +90,7 @@ def one_line(text: str, longest: int = 200) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of which every element has its place in one file."""
+    """A tensor whose elements all have their places in one file."""
     file: Path
     start: int  # byte of its first element
     shape: tuple[int, ...]
@@ -122,7 +122,7 @@ def fill_from(stored: StoredTensor, box: Box, target: Tensor) -> None:
 
 
 def fill(target: Tensor, fd: int, stored: StoredTensor, start: int) -> None:
-    """Reads elements with the strides of `stored`, of which the first is at byte `start`, into `target`.
+    """Reads elements from byte `start` on, with the strides of `stored`, into `target`.
 
     One read where that needs few bytes or wastes few; otherwise halves along the dim of the largest stride.
     """

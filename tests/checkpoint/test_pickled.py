@@ -402,6 +402,8 @@ def test_other_files_are_named(tmp_path):
         made.writestr("archive/data.pkl", raw(b"N"))
         made.writestr("archive/data.pkl", raw(b"N"))
     assert "archive/data.pkl is in it twice" in refusal(lambda: read_tree(file))
+    saved(file, torch.ones(2, dtype=torch.complex64).conj())
+    assert "has a tensor whose numbers are conjugated or negated" in refusal(lambda: read_tree(file))
     saved(file, {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}})
     assert refusal(lambda: open_torch_file(file)) == f"{file}: two tensors are named a.b.c"
 
