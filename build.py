@@ -417,8 +417,8 @@ def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, whe
         "layers": (model.layers, num_tensors),
         "layers x hidden": (model.layers * width, num_elements),
         "hidden x vocab": (width * (model.vocab or 1), num_elements),
-        "hidden x heads": (width * model.heads, num_elements),
-        "hidden x ffn": (width * (model.ffn or 1), num_elements),
+        "hidden x heads": (width * model.mixer.heads, num_elements),
+        "hidden x ffn": (width * (model.mlp.width or 1), num_elements),
         "hidden x experts": (width * (model.experts or 1), num_elements),
     }
     for name, (asked, stored) in least.items():

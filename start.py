@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,10 @@ from checkpoint import locks, mirror, state, store
 from checkpoint.memory import MemoryCheckpoints, has_record
 from config import Config, ConfigError, Phase, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
-from config.phases import named, with_next_layout, with_values
+from config.earlier import current_tree
+from config.phases import named, with_next_layout
 from config.terminal import output_width, wrapped
+from config.tree import plain_data, stated_leaves, value_at, with_values
 from data import tokenizer_files
 from data.blend import named_paths, source_names, validation_key
 from data.contract import check_same_tokenizer
@@ -112,7 +114,7 @@ def trained_layout(folder: Path) -> tuple[Config, int] | None:
     """
     try:
         ranks = [start.world for start in read_starts(folder) if start.first_step is not None]
-        cfg = config.from_tree(config.read_yaml(folder / "config.yaml"))
+        cfg = config.from_tree(current_tree(config.read_yaml(folder / "config.yaml")))
     except (OSError, ConfigError):  # of another version, or damaged
         return None
     return (cfg, ranks[-1]) if ranks else None
@@ -384,7 +386,7 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
         return []
     meta, step = start.resumed.meta, start.step
     try:
-        before, horizon = phases_of(config.build_tree(Config, meta["config"])), state.horizon_in(meta)
+        before, horizon = phases_of(config.saved_config(meta["config"])), state.horizon_in(meta)
     except ConfigError:  # of another version, whose keys are not those of today
         return []
     if horizon is None:
@@ -536,9 +538,8 @@ def keep_provenance(run: TrainingRun, env: setup.LaunchEnv, folder: Path) -> lis
     """Writes down, on rank 0, what makes the run. Returns a warning where the folder does not take it."""
     if env.provenance is None:
         return []
-    defaults = config.flatten_tree(asdict(Config()))
-    settings = config.flatten_tree(asdict(run.phases.whole))
-    chosen = {key: value for key, value in settings.items() if value != defaults[key]}
+    whole = run.phases.whole
+    chosen = {path: plain_data(value_at(whole, path)) for path in stated_leaves(whole)}
     try:
         provenance.keep(folder, {**run.provenance, "settings": chosen}, env.provenance.code.patch)
     except OSError as error:

@@ -36,6 +36,7 @@ from config import (
     Tree,
     is_due,
     is_permanent_step,
+    modules_ahead,
     phases_of,
     unused,
     usage,
@@ -179,7 +180,7 @@ def train_step(
 
 def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list[Microbatch]:
     """This rank's tokens of its sequences: [b, s] -> [b, s/cp]. Sends nothing."""
-    depth = run.cfg.model.mtp
+    depth = modules_ahead(run.cfg.model)
     return [shard_batch(batch.with_tokens_ahead(depth), run.mesh.cp) for batch in microbatches]
 
 

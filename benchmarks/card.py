@@ -316,7 +316,8 @@ def environment_of(contestant: str, site: str) -> dict[str, str]:
 def derived_figures(row: dict, shape: Shape, peak_flops: float | None) -> dict:
     """Returns tokens/s, TFLOP/s and MFU of a step. peak_flops: of the GPU, in FLOP/s, if known."""
     tokens_per_s = shape.tokens / row["ms"] * 1e3
-    flops = flops_per_token(config.ModelConfig(**shape.model_keys()), shape.seq, shape.documents)
+    model = config.build_tree(config.ModelConfig, shape.model_keys())
+    flops = flops_per_token(model, shape.seq, shape.documents)
     flops_per_s = flops * shape.tokens / row["ms"] * 1e3
     mfu = flops_per_s / peak_flops if peak_flops else None
     return {"tokens/s": tokens_per_s, "TFLOP/s": flops_per_s / 1e12, "MFU": mfu}

@@ -81,13 +81,12 @@ class Shape:
         }
 
     def model_keys(self) -> dict:
-        """Returns the keys of config.ModelConfig."""
+        """Returns keys of model.*, for config.build_tree."""
         keys = {
             "layers": self.layers,
             "hidden": self.hidden,
-            "heads": self.heads,
-            "kv_heads": self.kv or None,
-            "ffn": self.ffn,
+            "mixer": {"heads": self.heads, "kv_heads": self.kv or None},
+            "mlp.width": self.ffn,
             "vocab": self.vocab,
         }
         if self.experts:

@@ -49,7 +49,7 @@ LARGE = """--model.layers 4 --model.hidden 1024 --model.vocab 8192 --train.seq_l
 TINY = """--model.layers 2 --model.hidden 64 --train.seq_len 16 --train.micro_batch 1 --train.global_batch 1
     --train.fp8_keep 0 --train.fp8_block 32"""
 
-LLAMA = "--model.heads 8 --model.kv_heads 4 --model.ffn 2816"
+LLAMA = "--model.mixer.heads 8 --model.mixer.kv_heads 4 --model.mlp.width 2816"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SmallModel:
 
     recipe: str = "llama3-tiny"
     large: str = LLAMA
-    tiny: str = "--model.heads 2 --model.kv_heads 1 --model.ffn 64"
+    tiny: str = "--model.mixer.heads 2 --model.mixer.kv_heads 1 --model.mlp.width 64"
     args: str = ""
     numerics: str = "--train.dtype bf16"
 
@@ -67,12 +67,14 @@ def in_fp8(recipe: str) -> str:
     return f"--train.dtype fp8 --train.fp8 {recipe}"
 
 
-QWEN = "--model.heads 8 --model.kv_heads 4 --model.head_dim 128 --model.ffn 2816"
-TINY_QWEN = "--model.heads 2 --model.kv_heads 1 --model.head_dim 16 --model.ffn 64"
-LATENT = """--model.heads 8 --model.ffn 2816 --model.kv_rank 256 --model.q_rank 384 --model.nope_dim 128
-    --model.rope_dim 64 --model.v_dim 128 --model.moe_ffn 512"""
-TINY_LATENT = """--model.heads 2 --model.ffn 48 --model.kv_rank 16 --model.q_rank 24 --model.nope_dim 16
-    --model.rope_dim 16 --model.v_dim 16 --model.moe_ffn 16 --model.experts 4 --model.top_k 4
+QWEN = "--model.mixer.heads 8 --model.mixer.kv_heads 4 --model.mixer.head_dim 128 --model.mlp.width 2816"
+TINY_QWEN = "--model.mixer.heads 2 --model.mixer.kv_heads 1 --model.mixer.head_dim 16 --model.mlp.width 64"
+LATENT = """--model.mixer.heads 8 --model.mlp.width 2816 --model.mixer.kv_rank 256
+    --model.mixer.q_rank 384 --model.mixer.nope_dim 128 --model.mixer.rope_dim 64 --model.mixer.v_dim 128
+    --model.moe_ffn 512"""
+TINY_LATENT = """--model.mixer.heads 2 --model.mlp.width 48 --model.mixer.kv_rank 16
+    --model.mixer.q_rank 24 --model.mixer.nope_dim 16 --model.mixer.rope_dim 16 --model.mixer.v_dim 16
+    --model.moe_ffn 16 --model.experts 4 --model.top_k 4
     --model.router_groups 1 --model.router_group_top_k 1"""
 MIXTURE = SmallModel(
     "qwen3-moe-tiny",
@@ -91,15 +93,17 @@ MODELS = {
     "fp8-tensorwise": SmallModel(numerics=in_fp8("tensorwise")),
     "fp8-rowwise": SmallModel(numerics=in_fp8("rowwise")),
     "fp8-blockwise": SmallModel(
-        tiny="--model.heads 2 --model.kv_heads 1 --model.ffn 64 --train.seq_len 32",
+        tiny="--model.mixer.heads 2 --model.mixer.kv_heads 1 --model.mlp.width 64 --train.seq_len 32",
         numerics=in_fp8("blockwise"),
     ),
     "graphs": SmallModel(args="--train.cuda_graphs true"),
     "qk-norm": SmallModel("qwen3-tiny", QWEN, TINY_QWEN),
-    "window": SmallModel("mistral-tiny", args="--model.window 200"),
+    "window": SmallModel("mistral-tiny", args="--model.mixer.window 200"),
     "tied": SmallModel("llama3.2-tiny", QWEN, TINY_QWEN),
     "gpt2": SmallModel(
-        "gpt2-tiny", "--model.heads 8 --model.ffn 4096 --model.context 1024", "--model.heads 2 --model.ffn 64"
+        "gpt2-tiny",
+        "--model.mixer.heads 8 --model.mlp.width 4096 --model.context 1024",
+        "--model.mixer.heads 2 --model.mlp.width 64",
     ),
     "recompute": SmallModel(args="--parallel.recompute full"),
     "offload": SmallModel(args="--parallel.offload both"),

@@ -33,7 +33,7 @@ import config
 from benchmarks.card import fit_layers
 from benchmarks.shape import Shape
 from build import build_run
-from config import Config, ConfigError
+from config import Config, ConfigError, ModelConfig
 from config.provenance import commit_id
 from model.flops import keys_seen
 from parallel.microbatch import Microbatch
@@ -89,7 +89,7 @@ def fp8(recipe: str) -> dict[str, object]:
 
 
 BF16_STATES = {"states": "bf16"}
-LATENT = {"kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128, "kv_heads": None}
+LATENT = {"mixer": {"kind": "latent", "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128}}
 SCENARIOS = {
     "dense": Scenario("dense"),
     "dense-128k": Scenario("dense-128k"),
@@ -102,7 +102,7 @@ SCENARIOS = {
     "packed+cudnn": Scenario("packed", cudnn=True),
     "packed-uneven+cudnn": Scenario("packed-uneven", cudnn=True),
     "dense+documents": Scenario("dense", documents=4),
-    "dense+qk_norm": Scenario("dense", {"qk_norm": True}),
+    "dense+qk_norm": Scenario("dense", {"mixer": {"qk_norm": "head"}}),
     "dense+mla": Scenario("dense", LATENT),
     "dense+tensorwise": Scenario("dense", train=fp8("tensorwise")),
     "dense+rowwise": Scenario("dense", train=fp8("rowwise")),
@@ -120,7 +120,7 @@ def shape_of(scenario: Scenario, chip: Chip, tiny: bool) -> Shape:
 
 def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Config:
     """The config that a user of the GPU would write. layers: another number of them."""
-    model = {**shape.model_keys(), **scenario.model}
+    model = config.merge(shape.model_keys(), scenario.model, ModelConfig)
     if layers is not None:
         model["layers"] = layers
     train = {
@@ -299,7 +299,7 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
     scenario = SCENARIOS[name]
     cfg = config_of(scenario, shape)
     documents = document_lengths(scenario, shape)
-    facts = Facts(keys_seen(documents or (shape.seq,), cfg.model.window))
+    facts = Facts(keys_seen(documents or (shape.seq,), cfg.model.mixer.window))
     step = record(cfg, chip, documents, scenario.cudnn)
     works = [judge(launch, facts) for launch in step.launches]
     return RecordedStep(cfg, documents, works, host_counts(step.launches), step.host_reads)

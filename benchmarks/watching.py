@@ -43,8 +43,8 @@ OFTEN = 5  # steps between two comparisons, and steps of a window, in this run
 WATCHING_THREADS = ("peers", "device", "lease", "pauses", "parent")
 HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")  # macOS has none
 MODEL = (
-    "--model.layers", "4", "--model.hidden", "256", "--model.heads", "4", "--model.kv_heads", "4",
-    "--model.ffn", "688",
+    "--model.layers", "4", "--model.hidden", "256", "--model.mixer.heads", "4", "--model.mixer.kv_heads", "4",
+    "--model.mlp.width", "688",
 )
 RUN = (
     "--train.seq_len", "512", "--train.micro_batch", "4", "--train.threads", "1", "--parallel.zero", "0",

@@ -5,21 +5,16 @@ command line states otherwise is a phase that begins there (train.phases): so th
 change, and the same arithmetic where each source goes on.
 """
 import contextlib
+import copy
 import dataclasses
 import json
 from pathlib import Path
 
 import config
 from checkpoint import mirror, state, store
-from config import Config, ConfigError, LogConfig, Phases, Tree, phases_of, rest_of_ramp, span_of
-from config.phases import (
-    CHANGEABLE,
-    SCHEDULE_KEYS,
-    differing_keys,
-    phases_text,
-    value_of,
-    with_values,
-)
+from config import Config, ConfigError, LogConfig, Phases, Tree, nested, phases_of, rest_of_ramp, span_of
+from config.phases import CHANGEABLE, SCHEDULE_KEYS, differing_keys, phases_text
+from config.tree import has_path, plain_data, value_at, with_values
 
 NOT_INHERITED = {  # section: keys that a branch does not have from its source
     "log": ("name",),
@@ -30,7 +25,7 @@ NOT_INHERITED = {  # section: keys that a branch does not have from its source
 def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
     """config.resolve; if argv states checkpoint.branch, the config of the branch. Raises ConfigError."""
     overrides = config.dotted_overrides(argv)
-    where = overrides.get("checkpoint", {}).get("branch")
+    where = overrides.get("checkpoint.branch")
     if where in (None, "none"):
         return config.resolve(name, file, argv)
     if name:
@@ -65,7 +60,7 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     path = find_source(where)
     meta = store.read_meta(path)
     step = meta["step"]
-    before = phases_of(config.build_tree(Config, meta["config"]))
+    before = phases_of(config.saved_config(meta["config"]))
     here = before.of_step(step)
 
     # the settings at that step, and what the branch states
@@ -77,27 +72,28 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
         tree["data"]["span"] = span_of(before, before.all[0])
     later: list[Tree] = []
     for layer in layers:
-        layer = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in layer.items()}
+        layer = copy.deepcopy(nested(layer))
         given = layer.get("train", {}).pop("phases", None) if isinstance(layer.get("train"), dict) else None
-        text = phases_text(given, config.parse_phase_key)
+        text = phases_text(given)
         later = json.loads(text) if text else later
         tree = config.merge(tree, layer)
     stated = config.build_tree(Config, tree)
 
     # what may change in a phase begins here; the rest is compared at the resume (state.check_same_run)
     differing = differing_keys(here.cfg, stated)
-    changes = {key: value for key, value in differing.items() if key in changeable_keys()}
+    changes = {key: plain_data(value) for key, value in differing.items() if key in changeable_keys()}
     ramp = rest_of_ramp(here.cfg.train, step - here.steps_before)
     begins = SCHEDULE_KEYS + (("train.ramp", "train.global_batch") if ramp else ("train.ramp",))
     for key in config.flatten_tree(layers[-1]):  # of the command line: a value that is as it was, too
         if key in begins:
-            changes[key] = value_of(stated, key)
+            changes[key] = value_at(stated, key)
     if changes and ramp and "train.global_batch" not in changes:  # a ramp goes on to the batch of the source
         changes.setdefault("train.ramp", ramp)
     rows = json.loads(before.whole.train.phases or "[]")[:here.number - 1]
     rows += [{"after_steps": step, **changes}] if changes else []
     phases = json.dumps([*rows, *later]) if rows or later else None
-    cfg = with_values(stated, {key: value_of(before.whole, key) for key in changeable_keys()})
+    changeable = [key for key in changeable_keys() if has_path(stated, key) and has_path(before.whole, key)]
+    cfg = with_values(stated, {key: value_at(before.whole, key) for key in changeable})
     branch = f"{path.parent.parent}@{step}"
     cfg = with_values(cfg, {"train.phases": phases, "checkpoint.branch": branch})
     return with_schedule_of_source(cfg, before, step, state.horizon_in(meta))

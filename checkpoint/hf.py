@@ -21,7 +21,7 @@ from torch import Tensor
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
 from checkpoint.hf_families import FAMILIES
 from checkpoint.tensors_by_name import weight_files
-from config import ConfigError, ModelConfig, mup_score_scale, mup_width_ratio
+from config import AttentionConfig, ConfigError, LatentConfig, ModelConfig, mup_score_scale, mup_width_ratio
 from parallel.sharding.boxes import Box
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def tie_embeddings(model: ModelConfig, found: dict[str, StoredHFTensor]) -> Mode
     transformers drops them when it saves.
     """
     has_mtp = any(name.startswith(f"model.layers.{model.layers}.") for name in found)
-    return replace(model, tied=model.tied or HEAD not in found, mtp=model.mtp if has_mtp else 0)
+    return replace(model, tied=model.tied or HEAD not in found, mtp=model.mtp if has_mtp else None)
 
 
 @torch.no_grad()
@@ -212,16 +212,16 @@ def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> Non
 
     Raises ConfigError if no weights can hold them.
     """
-    if model.mup_base and model.tied and model.mtp:
+    if model.mup and model.tied and model.mtp:
         raise ConfigError(
-            "model.mup_base: the factor of a tied head goes into the last norm, "
+            "model.mup: the factor of a tied head goes into the last norm, "
             "which multi-token prediction reads too; no Hugging Face folder can hold this model "
             "(model.tied with model.mtp)"
         )
     head = ("norm.weight", "norm.bias") if model.tied else ("head.weight",)
-    if model.q_rank:
+    if isinstance(model.mixer, LatentConfig) and model.mixer.q_rank:
         query = ("q_b.weight",)
-    elif model.qk_norm:
+    elif isinstance(model.mixer, AttentionConfig) and model.mixer.qk_norm:
         query = ("q_norm.weight",)  # the norm removes the scale of q itself
     else:
         query = ("q.weight", "q.bias")

@@ -17,6 +17,8 @@ from pathlib import Path
 from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import UnlikeFamily
 from config import ConfigError, ModelConfig, Tree, build_tree
+from config.function import written
+from config.tree import value_at
 
 
 def read_hf_config(folder: Path) -> tuple[str, ModelConfig]:
@@ -64,8 +66,7 @@ def family_of(model: ModelConfig) -> str:
 
 def value_text(model: ModelConfig, name: str) -> str:
     """The value of a field as a config file has it."""
-    value = getattr(model, name)
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return written(value_at(model, name))
 
 
 def to_hf_config(model: ModelConfig, dtype: str, special: Tree) -> Tree:

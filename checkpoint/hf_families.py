@@ -10,27 +10,29 @@ it), and so is a tensor that Family.tensors does not name.
 """
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from checkpoint.hf_rules import (
+    ATTENTION_BIAS,
     DOTS_NO_WINDOW,
+    EQUAL_BIASES,
     EXPERTS_OF_FFN,
     GPT2_DROPOUT,
     GPT2_HEADS,
     GPT2_WIDTH,
-    HEAD_DIM,
     HEADS_DIVIDE_HIDDEN,
+    HEAD_DIM,
     INIT_STD_BY_WIDTH,
     INIT_STD_UP_TO_1,
     MLA_HEADS,
     MLA_ROPE,
-    MLP_BIAS,
     MLP_LAYER_TYPES,
     MTP_WITH_EXPERTS,
     NO_ATTENTION_DROPOUT,
     NO_HEAD_DIM,
     NO_WINDOW,
     PLAIN_WINDOW,
+    QK_NORM_OF_HEADS,
     QWEN_DENSE_LAYERS,
     QWEN_WINDOW,
     RESIDUAL_DROPOUT,
@@ -48,13 +50,15 @@ from checkpoint.hf_rules import (
     Only,
     Rule,
     UnlikeFamily,
+    bias_of_qkv,
     deepseek_experts,
     spell_out,
 )
-from config import TRAINING_ONLY_KEYS, ConfigError, ModelConfig, Tree, no_effect
+from config import TRAINING_ONLY_KEYS, ConfigError, ModelConfig, Tree, modules_ahead, no_effect
+from config.tree import is_below, stated_leaves
 
 # Fields that change training or speed, and not the function of the weights.
-NOT_THE_MODEL = (*TRAINING_ONLY_KEYS, "mtp_weight", "preset", "attention", "vocab_multiple", "dropout")
+NOT_THE_MODEL = (*TRAINING_ONLY_KEYS, "mtp.weight", "preset", "mixer.kernel", "vocab_multiple", "dropout")
 # Keys of any config.json that change no logits: what it was made by, tokens, what a call returns, dropout,
 # losses of the training, and settings of generation, which older folders have here.
 NO_LOGITS = frozenset(
@@ -74,7 +78,7 @@ NO_LOGITS = frozenset(
     forced_eos_token_id exponential_decay_length_penalty remove_invalid_values""".split()
 )
 # Fields that hf.fold_mup multiplies into the weights.
-FOLDED = ("mup_base", "mup_head_dim")
+FOLDED = ("mup",)
 # The numbers in our names of tensors: layers.3.mlp.experts.7.up.weight
 NUMBERED = re.compile(r"\b(layer|expert)s\.(\d+)\.")
 
@@ -88,7 +92,7 @@ def head_and_mtp(model: ModelConfig) -> dict[str, str]:
     """Each module of multi-token prediction may have copies of the embedding and the head."""
     copies = head_if_tied(model)
     head = "embed.weight" if model.tied else "head.weight"
-    for layer in range(model.layers, model.layers + model.mtp):
+    for layer in range(model.layers, model.layers + modules_ahead(model)):
         copies[f"model.layers.{layer}.embed_tokens.weight"] = "embed.weight"
         copies[f"model.layers.{layer}.shared_head.head.weight"] = head
     return copies
@@ -154,17 +158,20 @@ class Family:
     def obstacles(self, model: ModelConfig) -> list[str]:
         """The fields of the model, out of all that it has, whose values have no form in this family."""
         explicit = spell_out(model)
-        found: list[str] = []
+        kinds = [rule for rule in self.rules if "mixer.kind" in rule.fields]
+        found = [name for rule in kinds for name in rule.obstacles(explicit)]
+        is_of_another_kind = bool(found)  # then the mixer has other fields
         covered: set[str] = set()
         for rule in self.rules:
+            reads_mixer = not rule.fields or any(is_below(name, ["mixer"]) for name in rule.fields)
+            if is_of_another_kind and reads_mixer:
+                continue
             found += rule.obstacles(explicit)
             covered.update(rule.fields)
-        for item in fields(model):
-            if item.name not in covered and getattr(model, item.name) != item.default:
-                found.append(item.name)
+        found += [path for path in stated_leaves(model) if not is_below(path, covered)]
 
         ignored = {*NOT_THE_MODEL, *FOLDED, *no_effect(model)}
-        return [name for name in dict.fromkeys(found) if name not in ignored]
+        return [name for name in dict.fromkeys(found) if not is_below(name, ignored)]
 
     def hf_name(self, key: str) -> str:
         """Their name of our tensor `key`. Raises ConfigError if the family has no such tensor.
@@ -306,35 +313,37 @@ def without(rules: tuple[Rule, ...], name: str) -> tuple[Rule, ...]:
 
 
 LAYERS_AND_WIDTH = (
+    Fixed("mixer.kind", "attention"),
     Field("layers", "num_hidden_layers"),
     Field("hidden", "hidden_size"),
-    Field("heads", "num_attention_heads", minimum=1),
+    Field("mixer.heads", "num_attention_heads", minimum=1),
 )
 REST_OF_SIZES = (
-    Field("ffn", "intermediate_size"),
+    Field("mlp.width", "intermediate_size"),
     Field("vocab", "vocab_size"),
     Field("context", "max_position_embeddings"),
-    Field("norm_eps", "rms_norm_eps", minimum=0),
+    Field("norm.eps", "rms_norm_eps", minimum=0),
     Field("init_std", "initializer_range"),
     Field("tied", "tie_word_embeddings"),
 )
-KV_HEADS = Field("kv_heads", "num_key_value_heads", nullable=True)
+KV_HEADS = Field("mixer.kv_heads", "num_key_value_heads", nullable=True)
 SIZES = (*LAYERS_AND_WIDTH, KV_HEADS, HEAD_DIM, *REST_OF_SIZES)
 
 # What the decoders with rotary positions have in common.
 ROTARY = (
-    Fixed("positions", "rope"),
+    Fixed("positions", None),
     Only("partial_rotary_factor", (1.0,), written=False),
     Only("quantization_config", (None,), written=False),
 )
 DECODER = (
-    Fixed("norm", "rmsnorm"),
-    Fixed("activation", "swiglu"),
+    Fixed("norm.kind", "rmsnorm"),
+    Fixed("mlp.activation", "swiglu"),
     Only("hidden_act", ("silu", "swish")),
     *ROTARY,
 )
-NO_BIAS = (Fixed("bias", False), Fixed("qkv_bias", False))
-NO_QK_NORM = Fixed("qk_norm", False)
+NO_MLP_BIAS = Fixed("mlp.bias", False)
+NO_BIAS = (Fixed("mixer.bias", None), NO_MLP_BIAS)
+NO_QK_NORM = Fixed("mixer.qk_norm", None)
 NO_ATTENTION_BIAS = Only("attention_bias", (False,))
 NO_QWEN_WINDOW = (
     NO_WINDOW,
@@ -351,13 +360,14 @@ QWEN_EXPERTS = (
     Field("moe_every", "decoder_sparse_step"),
 )
 DEEPSEEK_SIZES = (
-    *LAYERS_AND_WIDTH,
+    Fixed("mixer.kind", "latent"),
+    *without(LAYERS_AND_WIDTH, "mixer.kind"),
     *REST_OF_SIZES,
-    Field("kv_rank", "kv_lora_rank"),
-    Field("q_rank", "q_lora_rank", nullable=True),
-    Field("nope_dim", "qk_nope_head_dim"),
-    Field("rope_dim", "qk_rope_head_dim"),
-    Field("v_dim", "v_head_dim"),
+    Field("mixer.kv_rank", "kv_lora_rank"),
+    Field("mixer.q_rank", "q_lora_rank", nullable=True),
+    Field("mixer.nope_dim", "qk_nope_head_dim"),
+    Field("mixer.rope_dim", "qk_rope_head_dim"),
+    Field("mixer.v_dim", "v_head_dim"),
     Idle(("head_dim", "qk_head_dim")),  # transformers writes what follows from the others
 )
 DEEPSEEK_EXPERTS = (
@@ -422,16 +432,15 @@ DEEPSEEK_V3 = Family(
     rules=(
         *DEEPSEEK_SIZES,
         deepseek_experts(*DEEPSEEK_EXPERTS),
-        Field("mtp", "num_nextn_predict_layers"),
-        Field("rope_pairs", "rope_interleave"),
+        STATED_MTP,
+        Field("mixer.rope.pairs", "rope_interleave"),
         deepseek_experts(
             *ROUTER_GROUPS,
             Field("router_renorm", "norm_topk_prob"),
             Fixed("router", "sigmoid"),
             Fixed("router_bias", True),
         ),
-        *NO_BIAS,
-        NO_QK_NORM,
+        NO_MLP_BIAS,
         NO_WINDOW,
         *DECODER,
         NO_ATTENTION_BIAS,
@@ -470,23 +479,25 @@ FAMILIES = {family.model_type: family for family in (
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
         rules=(
+            Fixed("mixer.kind", "attention"),
             Field("layers", "n_layer"),
             Field("hidden", "n_embd"),
-            Field("heads", "n_head", minimum=1),
+            Field("mixer.heads", "n_head", minimum=1),
             GPT2_HEADS,
             GPT2_WIDTH,
             Field("vocab", "vocab_size"),
             Field("context", "n_positions"),
-            Field("norm_eps", "layer_norm_epsilon", minimum=0),
+            Field("norm.eps", "layer_norm_epsilon", minimum=0),
             Field("init_std", "initializer_range"),
             Field("tied", "tie_word_embeddings"),
-            Fixed("norm", "layernorm"),
-            Fixed("activation", "gelu"),
+            Fixed("norm.kind", "layernorm"),
+            Fixed("mlp.activation", "gelu"),
             Fixed("positions", "learned"),
-            Fixed("bias", True),
-            Fixed("qkv_bias", False),
+            Fixed("mixer.rope", None),
+            Fixed("mixer.bias", "all"),
+            Fixed("mlp.bias", True),
             NO_QK_NORM,
-            Fixed("window", None),
+            Fixed("mixer.window", None),
             Only("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
             Only("scale_attn_weights", (True,)),
             Only("scale_attn_by_inverse_layer_idx", (False,)),
@@ -520,14 +531,13 @@ FAMILIES = {family.model_type: family for family in (
             *SIZES,
             HEADS_DIVIDE_HIDDEN,
             INIT_STD_UP_TO_1,
-            Field("bias", "attention_bias"),
-            Fixed("qkv_bias", False),
+            ATTENTION_BIAS,
             NO_QK_NORM,
             NO_WINDOW,
             *DECODER,
             ROPE,
             NO_ATTENTION_DROPOUT,
-            MLP_BIAS,
+            Field("mlp.bias", "mlp_bias"),
         ),
         defaults={
             **ROPE_DEFAULTS,
@@ -554,8 +564,8 @@ FAMILIES = {family.model_type: family for family in (
         architecture="Qwen2ForCausalLM",
         rules=(
             *SIZES,
-            Fixed("bias", False),
-            Fixed("qkv_bias", True),
+            Fixed("mixer.bias", "qkv"),
+            NO_MLP_BIAS,
             NO_QK_NORM,
             *DECODER,
             ROPE,
@@ -579,7 +589,7 @@ FAMILIES = {family.model_type: family for family in (
         rules=(
             *SIZES,
             *NO_BIAS,
-            Fixed("qk_norm", True),
+            Fixed("mixer.qk_norm", "head"),
             *DECODER,
             NO_ATTENTION_BIAS,
             ROPE,
@@ -629,8 +639,8 @@ FAMILIES = {family.model_type: family for family in (
         rules=(
             *SIZES,
             *QWEN_EXPERTS,
-            Field("qkv_bias", "qkv_bias"),
-            Fixed("bias", False),
+            bias_of_qkv("qkv_bias"),
+            NO_MLP_BIAS,
             NO_QK_NORM,
             Fixed("shared_gate", True),
             *DECODER,
@@ -662,7 +672,7 @@ FAMILIES = {family.model_type: family for family in (
             *SIZES,
             *QWEN_EXPERTS,
             *NO_BIAS,
-            Fixed("qk_norm", True),
+            Fixed("mixer.qk_norm", "head"),
             *DECODER,
             NO_ATTENTION_BIAS,
             *NO_QWEN_WINDOW,
@@ -696,8 +706,7 @@ FAMILIES = {family.model_type: family for family in (
             EXPERTS_OF_FFN,
             Field("router_renorm", "norm_topk_prob"),
             *NO_BIAS,
-            Fixed("qk_norm", True),
-            Fixed("qk_norm_whole", True),
+            Fixed("mixer.qk_norm", "whole"),
             NO_WINDOW,
             *DECODER,
             NO_ATTENTION_BIAS,
@@ -731,7 +740,7 @@ FAMILIES = {family.model_type: family for family in (
             *ROUTER_GROUPS,
             Field("router_scale", "routed_scaling_factor"),
             *NO_BIAS,
-            Fixed("qk_norm", True),
+            Fixed("mixer.qk_norm", "head"),
             Fixed("router", "sigmoid"),
             Fixed("router_bias", True),
             *DECODER,
@@ -760,9 +769,8 @@ FAMILIES = {family.model_type: family for family in (
         rules=(
             *DEEPSEEK_SIZES,
             deepseek_experts(*DEEPSEEK_EXPERTS, Fixed("router_renorm", False)),
-            Fixed("rope_pairs", True),
-            *NO_BIAS,
-            NO_QK_NORM,
+            Fixed("mixer.rope.pairs", True),
+            NO_MLP_BIAS,
             NO_WINDOW,
             *DECODER,
             NO_ATTENTION_BIAS,
@@ -794,7 +802,16 @@ FAMILIES = {family.model_type: family for family in (
         # Goes out as llama or qwen2, but for what llama refuses: heads that do not divide hidden, say.
         model_type="seed_oss",
         architecture="SeedOssForCausalLM",
-        rules=(*SIZES, SEED_BIASES, NO_QK_NORM, NO_WINDOW, *DECODER, ROPE, RESIDUAL_DROPOUT),
+        rules=(
+            *SIZES,
+            SEED_BIASES,
+            Field("mlp.bias", "mlp_bias"),
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            ROPE,
+            RESIDUAL_DROPOUT,
+        ),
         defaults={
             **ROPE_DEFAULTS,
             "num_key_value_heads": 8,
@@ -813,12 +830,12 @@ FAMILIES = {family.model_type: family for family in (
             *LAYERS_AND_WIDTH,
             KV_HEADS,
             NO_HEAD_DIM,
-            *without(REST_OF_SIZES, "norm_eps"),
-            Field("norm_eps", "norm_epsilon", minimum=0),
-            Fixed("norm", "layernorm"),
-            Fixed("activation", "gelu"),
-            Fixed("bias", True),
-            Fixed("qkv_bias", False),
+            *without(REST_OF_SIZES, "norm.eps"),
+            Field("norm.eps", "norm_epsilon", minimum=0),
+            Fixed("norm.kind", "layernorm"),
+            Fixed("mlp.activation", "gelu"),
+            Fixed("mixer.bias", "all"),
+            Fixed("mlp.bias", True),
             NO_QK_NORM,
             Only("use_bias", (True,)),  # without, the norms have biases all the same
             Only("hidden_act", ("gelu_pytorch_tanh", "gelu_new")),
@@ -850,11 +867,11 @@ FAMILIES = {family.model_type: family for family in (
         model_type="solar_open",
         architecture="SolarOpenForCausalLM",
         rules=(
-            *without(SIZES, "ffn"),
+            *without(SIZES, "mlp.width"),
             UNUSED_WIDTH,
             *SIGMOID_EXPERTS,
-            Field("qkv_bias", "attention_bias"),
-            Fixed("bias", False),
+            bias_of_qkv("attention_bias"),
+            NO_MLP_BIAS,
             NO_QK_NORM,
             NO_WINDOW,
             *DECODER,
@@ -892,9 +909,9 @@ FAMILIES = {family.model_type: family for family in (
             *SIZES,
             *SIGMOID_EXPERTS,
             Field("first_dense", "first_k_dense_replace"),
-            Field("qkv_bias", "attention_bias"),
-            Field("qk_norm", "use_qk_norm"),
-            Fixed("bias", False),
+            bias_of_qkv("attention_bias"),
+            QK_NORM_OF_HEADS,
+            NO_MLP_BIAS,
             NO_WINDOW,
             *DECODER,
             ROPE,
@@ -952,7 +969,7 @@ FAMILIES = {family.model_type: family for family in (
             Fixed("router_bias", True),
             Fixed("router_renorm", True),
             *NO_BIAS,
-            Fixed("qk_norm", True),
+            Fixed("mixer.qk_norm", "head"),
             NO_WINDOW,
             *DECODER,
             NO_ATTENTION_BIAS,
@@ -993,9 +1010,8 @@ FAMILIES = {family.model_type: family for family in (
             *SIGMOID_EXPERTS,
             MLP_LAYER_TYPES,
             STATED_MTP,
-            Field("rope_pairs", "rope_interleave"),
-            *NO_BIAS,
-            NO_QK_NORM,
+            Field("mixer.rope.pairs", "rope_interleave"),
+            NO_MLP_BIAS,
             NO_WINDOW,
             *DECODER,
             NO_ATTENTION_BIAS,
@@ -1034,9 +1050,8 @@ FAMILIES = {family.model_type: family for family in (
         rules=(
             *without(DEEPSEEK_SIZES, "init_std"),
             INIT_STD_BY_WIDTH,
-            Field("rope_pairs", "rope_interleave"),
-            *NO_BIAS,
-            NO_QK_NORM,
+            Field("mixer.rope.pairs", "rope_interleave"),
+            NO_MLP_BIAS,
             NO_WINDOW,
             *DECODER,
             NO_ATTENTION_BIAS,
@@ -1061,14 +1076,12 @@ FAMILIES = {family.model_type: family for family in (
         rules=(
             *SIZES,
             HEADS_DIVIDE_HIDDEN,
-            Field("bias", "attention_bias"),
-            Fixed("qkv_bias", False),
+            EQUAL_BIASES,
             NO_QK_NORM,
             NO_WINDOW,
             *DECODER,
             ROPE,
             NO_ATTENTION_DROPOUT,
-            MLP_BIAS,
         ),
         defaults={
             **ROPE_DEFAULTS,

@@ -15,7 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from config import ModelConfig, Tree, expert_ffn_size, head_dim, kv_heads
+from config import (
+    AttentionConfig,
+    Llama3Scaling,
+    ModelConfig,
+    Tree,
+    YarnScaling,
+    expert_ffn_size,
+    head_dim,
+    kv_heads,
+    modules_ahead,
+    rotated_dim,
+)
+from config.tree import has_path, value_at, with_values
 
 
 class UnlikeFamily(ValueError):
@@ -24,9 +36,10 @@ class UnlikeFamily(ValueError):
 
 def spell_out(model: ModelConfig) -> ModelConfig:
     """The model with a number in every field in which none stands for a number."""
-    return replace(
-        model, kv_heads=kv_heads(model), head_dim=head_dim(model), moe_ffn=expert_ffn_size(model)
-    )
+    values: Tree = {"moe_ffn": expert_ffn_size(model)}
+    if isinstance(model.mixer, AttentionConfig):
+        values |= {"mixer.kv_heads": kv_heads(model), "mixer.head_dim": head_dim(model)}
+    return with_values(model, values)
 
 
 # ---- kinds of rules ----------------------------------------------------------------------------------------
@@ -50,10 +63,12 @@ class Field:
         return {self.name: value}
 
     def write(self, model: ModelConfig) -> Tree:
-        return {self.key: getattr(model, self.name)}
+        return {self.key: value_at(model, self.name)}
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        value = getattr(model, self.name)
+        if not has_path(model, self.name):
+            return [self.name]
+        value = value_at(model, self.name)
         if value is None:
             return [] if self.nullable else [self.name]
         return [self.name] if value < self.minimum else []
@@ -76,7 +91,7 @@ class Fixed:
         return {}
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        return [] if getattr(model, self.name) == self.value else [self.name]
+        return [] if has_path(model, self.name) and value_at(model, self.name) == self.value else [self.name]
 
 
 @dataclass(frozen=True)
@@ -199,18 +214,6 @@ def list_of(kind: type, keys: Tree, key: str) -> list:
 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
-ROPE_FIELDS = (
-    "rope_theta",
-    "rope_factor",
-    "rope_kind",
-    "rope_low_freq",
-    "rope_high_freq",
-    "rope_original",
-    "rope_mscale",
-    "rope_mscale_all",
-)
-
-
 def read_rope(keys: Tree, mla: bool = False) -> Tree:
     """The base, and the scaling of llama3 or YaRN, in both spellings (checkpoint/hf_config.py)."""
     # In the order of transformers 5.
@@ -224,12 +227,12 @@ def read_rope(keys: Tree, mla: bool = False) -> Tree:
     if theta <= 0:
         raise UnlikeFamily(f"rope_theta = {theta} is not above 0")
     if kind == "default":
-        return {"rope_theta": theta}
-    fields = {"rope_theta": theta} | read_rope_scaling(kind, scaling, keys)
-    check_ramp(kind, fields, rotated_channels(keys, mla))
+        return {"mixer.rope.base": theta}
+    scaled = read_rope_scaling(kind, scaling, keys)
+    check_ramp(scaled, theta, rotated_channels(keys, mla))
     if kind == "yarn":
-        fields |= read_yarn_scales(scaling, mla)
-    return fields
+        scaled |= read_yarn_scales(scaling, mla)
+    return {"mixer.rope.base": theta, "mixer.rope.scaling": scaled}
 
 
 def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
@@ -243,19 +246,16 @@ def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
         **scaling,
         **keys,  # a key of the config itself comes first
     }
-    fields: Tree = {
-        "rope_kind": kind,
-        "rope_factor": scaling["factor"],
-        "rope_original": plain_number(original, "original_max_position_embeddings"),
+    scaled: Tree = {
+        "kind": kind,
+        "factor": scaling["factor"],
+        "original": plain_number(original, "original_max_position_embeddings"),
     }
     if kind == "llama3":
-        limits = {"rope_low_freq": scaling["low_freq_factor"], "rope_high_freq": scaling["high_freq_factor"]}
+        limits = {"low_freq": scaling["low_freq_factor"], "high_freq": scaling["high_freq_factor"]}
     else:
-        limits = {
-            "rope_low_freq": scaling.get("beta_slow") or 1,
-            "rope_high_freq": scaling.get("beta_fast") or 32,
-        }
-    return fields | limits
+        limits = {"low_freq": scaling.get("beta_slow") or 1, "high_freq": scaling.get("beta_fast") or 32}
+    return scaled | limits
 
 
 def rotated_channels(keys: Tree, mla: bool) -> int | float:
@@ -266,10 +266,10 @@ def rotated_channels(keys: Tree, mla: bool) -> int | float:
     return size or plain_number(keys, "hidden_size") // plain_number(keys, "num_attention_heads")
 
 
-def check_ramp(kind: str, fields: Tree, channels: int | float) -> None:
+def check_ramp(scaled: Tree, theta: float, channels: int | float) -> None:
     """Raises UnlikeFamily if the ramp between the two limits of the scaling has no form (ramp_obstacle)."""
-    low, high = fields["rope_low_freq"], fields["rope_high_freq"]
-    theta, original = fields["rope_theta"], fields["rope_original"]
+    kind, original = scaled["kind"], scaled["original"]
+    low, high = scaled["low_freq"], scaled["high_freq"]
     if ramp_obstacle(kind, channels, theta=theta, low=low, high=high, original=original):
         raise UnlikeFamily(
             f"{kind} rope scaling between {low} and {high} rotations in {original} positions, "
@@ -286,20 +286,20 @@ def ramp_obstacle(
     would run backwards, or has no channels at all, the two go apart or fail.
     """
     if not 0 < low <= high or (low == high and kind != "yarn"):  # a step in yarn, 0 / 0 in llama3
-        return "rope_low_freq"
+        return "mixer.rope.scaling.low_freq"
     if original <= 0:
-        return "rope_original"
+        return "mixer.rope.scaling.original"
     if kind != "yarn":
         return ""
     if theta <= 1:
-        return "rope_theta"
+        return "mixer.rope.base"
 
     def channel(rotations: float) -> float:
         return channels * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(channel(high)), 0)
     last = min(math.ceil(channel(low)), channels - 1)
-    return "rope_original" if last < first else ""
+    return "mixer.rope.scaling.original" if last < first else ""
 
 
 def check_rope_parameters(scaling: Tree) -> None:
@@ -313,7 +313,7 @@ def check_rope_parameters(scaling: Tree) -> None:
 
 
 def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
-    """rope_mscale and rope_mscale_all: how YaRN scales the logits, as transformers reads it.
+    """mscale and mscale_all: how YaRN scales the logits, as transformers reads it.
 
     mscale counts only beside mscale_all_dim. An attention_factor replaces both for cos and sin.
     """
@@ -328,9 +328,9 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
     if mscale_all and not mscale:
         raise UnlikeFamily(f"rope parameter mscale_all_dim = {mscale_all} without mscale is not supported")
 
-    fields: Tree = {"rope_mscale": 1.0, "rope_mscale_all": 0.0}
+    fields: Tree = {"mscale": 1.0, "mscale_all": 0.0}
     if mscale_all:
-        fields = {"rope_mscale": mscale, "rope_mscale_all": mscale_all}
+        fields = {"mscale": mscale, "mscale_all": mscale_all}
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         return fields
@@ -339,7 +339,7 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
     if attention_factor < 1:
         raise UnlikeFamily(f"rope parameter attention_factor = {attention_factor} is not supported below 1")
     if scaling["factor"] > 1:
-        fields["rope_mscale"] = (attention_factor - 1) / (0.1 * math.log(scaling["factor"]))
+        fields["mscale"] = (attention_factor - 1) / (0.1 * math.log(scaling["factor"]))
     elif attention_factor != 1:
         raise UnlikeFamily(
             f"rope parameter attention_factor = {attention_factor} is not supported where factor is at most 1"
@@ -350,63 +350,75 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
 def read_unscaled_rope(keys: Tree) -> Tree:
     """The base alone: what this family understands by a scaling is another one."""
     fields = read_rope(keys)
-    if "rope_kind" in fields:
-        raise UnlikeFamily(f"rope scaling {fields['rope_kind']!r} is not supported in this family, only none")
+    if "mixer.rope.scaling" in fields:
+        kind = fields["mixer.rope.scaling"]["kind"]
+        raise UnlikeFamily(f"rope scaling {kind!r} is not supported in this family, only none")
     return fields
 
 
 def write_rope(model: ModelConfig) -> Tree:
-    scaling = None if model.rope_factor is None else write_rope_scaling(model, model.rope_factor)
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    assert model.mixer.rope is not None
+    return {"rope_theta": model.mixer.rope.base, "rope_scaling": write_rope_scaling(model.mixer.rope.scaling)}
 
 
-def write_rope_scaling(model: ModelConfig, factor: float) -> Tree:
-    """rope_scaling of a model whose context is `factor` times longer than model.rope_original."""
-    scaling: Tree = {
-        "rope_type": model.rope_kind,
-        "factor": factor,
-        "original_max_position_embeddings": model.rope_original,
+def write_rope_scaling(scaling: Llama3Scaling | YarnScaling | None) -> Tree | None:
+    if scaling is None:
+        return None
+    written: Tree = {
+        "rope_type": scaling.kind,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original,
     }
-    if model.rope_kind == "llama3":
-        return scaling | {"low_freq_factor": model.rope_low_freq, "high_freq_factor": model.rope_high_freq}
-    scaling |= {"beta_slow": model.rope_low_freq, "beta_fast": model.rope_high_freq}
-    if model.rope_mscale_all:
-        return scaling | {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all}
-    if model.rope_mscale == 1.0:
-        return scaling
-    return scaling | {"attention_factor": 1 + 0.1 * model.rope_mscale * math.log(factor)}
+    if isinstance(scaling, Llama3Scaling):
+        return written | {"low_freq_factor": scaling.low_freq, "high_freq_factor": scaling.high_freq}
+    written |= {"beta_slow": scaling.low_freq, "beta_fast": scaling.high_freq}
+    if scaling.mscale_all:
+        return written | {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
+    if scaling.mscale == 1.0:
+        return written
+    return written | {"attention_factor": 1 + 0.1 * scaling.mscale * math.log(scaling.factor)}
 
 
 def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
     """A value that the other side would read as another, or that it cannot compute."""
-    if model.rope_theta <= 0:
-        return ["rope_theta"]
-    if model.rope_factor is None:
+    settings = model.mixer.rope
+    if settings is None:
+        return ["mixer.rope"]
+    if settings.base <= 0:
+        return ["mixer.rope.base"]
+    scaling = settings.scaling
+    if scaling is None:
         return []
-    if model.rope_kind not in ("llama3", "yarn"):
-        return ["rope_kind"]
+    if scaling.kind not in ("llama3", "yarn"):
+        return ["mixer.rope.scaling.kind"]
 
     lost: list[str] = []
     ramp = ramp_obstacle(
-        model.rope_kind,
-        model.rope_dim if mla else head_dim(model),
-        theta=model.rope_theta,
-        low=model.rope_low_freq,
-        high=model.rope_high_freq,
-        original=model.rope_original,
+        scaling.kind,
+        rotated_dim(model),
+        theta=settings.base,
+        low=scaling.low_freq,
+        high=scaling.high_freq,
+        original=scaling.original,
     )
     if ramp:
         lost.append(ramp)
-    if model.rope_kind == "yarn":
-        if model.rope_mscale_all and not mla:
-            lost.append("rope_mscale_all")
-        elif model.rope_mscale_all and not model.rope_mscale:
-            lost.append("rope_mscale")
-        elif not model.rope_mscale_all and model.rope_factor <= 1 and model.rope_mscale != 1.0:
-            lost.append("rope_mscale")  # without effect here, but not there
+    if isinstance(scaling, YarnScaling):
+        if scaling.mscale_all and not mla:
+            lost.append("mixer.rope.scaling.mscale_all")
+        elif scaling.mscale_all and not scaling.mscale:
+            lost.append("mixer.rope.scaling.mscale")
+        elif not scaling.mscale_all and scaling.factor <= 1 and scaling.mscale != 1.0:
+            lost.append("mixer.rope.scaling.mscale")  # without effect here, but not there
     return lost
 
 
+def unscaled_rope_obstacles(model: ModelConfig) -> list[str]:
+    is_scaled = model.mixer.rope is not None and model.mixer.rope.scaling is not None
+    return rope_obstacles(model) or ["mixer.rope.scaling"] * is_scaled
+
+
+ROPE_FIELDS = ("mixer.rope.base", "mixer.rope.scaling")
 ROPE = FieldGroup(ROPE_FIELDS, read_rope, write_rope, rope_obstacles)
 MLA_ROPE = FieldGroup(
     ROPE_FIELDS,
@@ -414,12 +426,7 @@ MLA_ROPE = FieldGroup(
     write_rope,
     functools.partial(rope_obstacles, mla=True),
 )
-UNSCALED_ROPE = FieldGroup(
-    ROPE_FIELDS,
-    read_unscaled_rope,
-    write_rope,
-    lambda model: rope_obstacles(model) or ["rope_factor"] * (model.rope_factor is not None),
-)
+UNSCALED_ROPE = FieldGroup(ROPE_FIELDS, read_unscaled_rope, write_rope, unscaled_rope_obstacles)
 
 
 # ---- sliding window: it counts only if every layer has the same one ----------------------------------------
@@ -441,11 +448,11 @@ def sliding_layers(keys: Tree) -> list[bool]:
 def read_no_window(keys: Tree) -> Tree:
     if any(sliding_layers(keys)):
         raise UnlikeFamily("layer_types = 'sliding_attention' is not supported in this family")
-    return {"window": None}
+    return {"mixer.window": None}
 
 
 def window_obstacle(model: ModelConfig) -> list[str]:
-    return ["window"] if model.window is not None else []
+    return ["mixer.window"] if model.mixer.window is not None else []
 
 
 def read_qwen_window(keys: Tree) -> Tree:
@@ -463,14 +470,14 @@ def read_qwen_window(keys: Tree) -> Tree:
             "layers with and without a sliding window are mixed (max_window_layers, layer_types); "
             "all or none are supported"
         )
-    return {"window": size if any(slides) else None}
+    return {"mixer.window": size if any(slides) else None}
 
 
 def write_qwen_window(model: ModelConfig) -> Tree:
     return {
-        "use_sliding_window": model.window is not None,
-        "sliding_window": model.window,
-        "max_window_layers": 0 if model.window else model.layers,  # the first layer with a window
+        "use_sliding_window": model.mixer.window is not None,
+        "sliding_window": model.mixer.window,
+        "max_window_layers": 0 if model.mixer.window else model.layers,  # the first layer with a window
     }
 
 
@@ -485,18 +492,18 @@ def read_dots_window(keys: Tree) -> Tree:
         raise UnlikeFamily(
             "layers with a sliding window (max_window_layers, layer_types) are not supported in this family"
         )
-    return {"window": None}
+    return {"mixer.window": None}
 
 
-QWEN_WINDOW = FieldGroup(("window",), read_qwen_window, write_qwen_window)
-PLAIN_WINDOW = Field("window", "sliding_window", nullable=True)
+QWEN_WINDOW = FieldGroup(("mixer.window",), read_qwen_window, write_qwen_window)
+PLAIN_WINDOW = Field("mixer.window", "sliding_window", nullable=True)
 DOTS_NO_WINDOW = FieldGroup(
-    ("window",),
+    ("mixer.window",),
     read_dots_window,
     lambda model: {"sliding_window": None, "max_window_layers": model.layers},
     window_obstacle,
 )
-NO_WINDOW = FieldGroup(("window",), read_no_window, obstacles=window_obstacle)
+NO_WINDOW = FieldGroup(("mixer.window",), read_no_window, obstacles=window_obstacle)
 
 
 # ---- sizes, biases, dropout --------------------------------------------------------------------------------
@@ -507,65 +514,81 @@ def read_head_dim(keys: Tree) -> Tree:
     heads = plain_number(keys, "num_attention_heads")
     if size is not None and size * heads == plain_number(keys, "hidden_size"):
         size = None
-    return {"head_dim": size}
+    return {"mixer.head_dim": size}
 
 
 def read_gpt2_width(keys: Tree) -> Tree:
     """n_inner may be null, which stands for four times the width."""
     width = number(keys, "n_inner", nullable=True)
-    return {"ffn": 4 * plain_number(keys, "n_embd") if width is None else width}
+    return {"mlp.width": 4 * plain_number(keys, "n_embd") if width is None else width}
 
 
 def read_no_head_dim(keys: Tree) -> Tree:
     """A family without this key in its config class: transformers reads it all the same."""
-    size = read_head_dim(keys)["head_dim"] if "head_dim" in keys else None
+    size = read_head_dim(keys)["mixer.head_dim"] if "head_dim" in keys else None
     if size is not None:
         raise UnlikeFamily(
             f"head_dim = {size} is not supported in this family, only hidden_size / num_attention_heads"
         )
-    return {"head_dim": None}
+    return {"mixer.head_dim": None}
 
 
 def heads_share_hidden(model: ModelConfig) -> list[str]:
     """A family without a key for head_dim: it is hidden / heads."""
-    return ["head_dim"] if head_dim(model) * model.heads != model.hidden else []
+    return ["mixer.head_dim"] if head_dim(model) * model.mixer.heads != model.hidden else []
 
 
 def one_kv_head_each(model: ModelConfig) -> list[str]:
     """A family without grouped queries."""
-    return ["kv_heads"] if kv_heads(model) != model.heads else []
+    return ["mixer.kv_heads"] if kv_heads(model) != model.mixer.heads else []
 
 
-def read_mlp_bias(keys: Tree) -> Tree:
-    """Attention and MLP must agree: ours is one field."""
+def read_attention_bias(keys: Tree) -> Tree:
+    """Of all four projections, or of none."""
+    return {"mixer.bias": "all" if number(keys, "attention_bias") else None}
+
+
+def read_equal_biases(keys: Tree) -> Tree:
+    """Their keys are those of q, k and v, and of all the rest: one without the other is not read."""
     if number(keys, "mlp_bias") != number(keys, "attention_bias"):
         raise UnlikeFamily("attention_bias and mlp_bias differ; both or neither are supported")
-    return {"bias": number(keys, "mlp_bias")}
+    return read_attention_bias(keys) | {"mlp.bias": number(keys, "mlp_bias")}
+
+
+def equal_bias_obstacles(model: ModelConfig) -> list[str]:
+    return [] if model.mixer.bias == ("all" if model.mlp.bias else None) else ["mixer.bias"]
+
+
+def bias_of_qkv(key: str) -> FieldGroup:
+    """A key that says whether the projections of q, k and v have biases."""
+    return FieldGroup(
+        ("mixer.bias",),
+        lambda keys: {"mixer.bias": "qkv" if number(keys, key) else None},
+        lambda model: {key: model.mixer.bias is not None},
+        lambda model: ["mixer.bias"] if model.mixer.bias == "all" else [],
+    )
 
 
 def read_seed_biases(keys: Tree) -> Tree:
     """Ours are those of q, k and v, or all."""
-    stated = tuple(
-        bool(number(keys, key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias"))
-    if stated not in ((False, False, False), (True, False, False), (True, True, True)):
-        raise UnlikeFamily(
-            "attention_bias, attention_out_bias and mlp_bias = {}, {}, {} are not supported; "
-            "none, attention_bias alone or all are".format(*stated))
-    return {"bias": stated[2], "qkv_bias": stated[0] and not stated[2]}
+    stated = tuple(bool(number(keys, key)) for key in ("attention_bias", "attention_out_bias"))
+    if stated == (False, True):
+        raise UnlikeFamily("attention_out_bias without attention_bias is not supported")
+    return {"mixer.bias": {(False, False): None, (True, False): "qkv", (True, True): "all"}[stated]}
 
 
 def write_seed_biases(model: ModelConfig) -> Tree:
-    return {
-        "attention_bias": model.bias or model.qkv_bias,
-        "attention_out_bias": model.bias,
-        "mlp_bias": model.bias,
-    }
+    return {"attention_bias": model.mixer.bias is not None, "attention_out_bias": model.mixer.bias == "all"}
+
+
+def read_qk_norm(keys: Tree) -> Tree:
+    return {"mixer.qk_norm": "head" if number(keys, "use_qk_norm") else None}
 
 
 def read_unused_width(keys: Tree) -> Tree:
     """A family whose layers all have experts may leave out the width of a dense MLP."""
     has_width = keys.get("intermediate_size") is not None
-    return {"ffn": plain_number(keys, "intermediate_size" if has_width else "moe_intermediate_size")}
+    return {"mlp.width": plain_number(keys, "intermediate_size" if has_width else "moe_intermediate_size")}
 
 
 def read_init_std_by_width(keys: Tree) -> Tree:
@@ -578,21 +601,42 @@ def read_init_std_by_width(keys: Tree) -> Tree:
     return {"init_std": 2 / (5 * hidden) ** 0.5}
 
 
-HEAD_DIM = FieldGroup(("head_dim",), read_head_dim, lambda model: {"head_dim": head_dim(model)})
-NO_HEAD_DIM = FieldGroup(("head_dim",), read_no_head_dim, obstacles=heads_share_hidden)
-GPT2_WIDTH = FieldGroup(("ffn",), read_gpt2_width, lambda model: {"n_inner": model.ffn})
+HEAD_DIM = FieldGroup(("mixer.head_dim",), read_head_dim, lambda model: {"head_dim": head_dim(model)})
+NO_HEAD_DIM = FieldGroup(("mixer.head_dim",), read_no_head_dim, obstacles=heads_share_hidden)
+GPT2_WIDTH = FieldGroup(("mlp.width",), read_gpt2_width, lambda model: {"n_inner": model.mlp.width})
 GPT2_HEADS = FieldGroup(
-    ("kv_heads", "head_dim"),
+    ("mixer.kv_heads", "mixer.head_dim"),
     obstacles=lambda model: one_kv_head_each(model) + heads_share_hidden(model),
 )
-MLP_BIAS = FieldGroup(("bias",), read_mlp_bias, lambda model: {"mlp_bias": model.bias})
-SEED_BIASES = FieldGroup(("bias", "qkv_bias"), read_seed_biases, write_seed_biases)
-UNUSED_WIDTH = FieldGroup(("ffn",), read_unused_width, lambda model: {"intermediate_size": model.ffn})
+ATTENTION_BIAS = FieldGroup(
+    ("mixer.bias",),
+    read_attention_bias,
+    lambda model: {"attention_bias": model.mixer.bias is not None},
+    lambda model: ["mixer.bias"] if model.mixer.bias == "qkv" else [],
+)
+EQUAL_BIASES = FieldGroup(
+    ("mixer.bias", "mlp.bias"),
+    read_equal_biases,
+    lambda model: {"attention_bias": model.mlp.bias, "mlp_bias": model.mlp.bias},
+    equal_bias_obstacles,
+)
+SEED_BIASES = FieldGroup(("mixer.bias",), read_seed_biases, write_seed_biases)
+QK_NORM_OF_HEADS = FieldGroup(
+    ("mixer.qk_norm",),
+    read_qk_norm,
+    lambda model: {"use_qk_norm": model.mixer.qk_norm is not None},
+    lambda model: ["mixer.qk_norm"] if model.mixer.qk_norm == "whole" else [],
+)
+UNUSED_WIDTH = FieldGroup(
+    ("mlp.width",), read_unused_width, lambda model: {"intermediate_size": model.mlp.width}
+)
 INIT_STD_BY_WIDTH = FieldGroup(
     ("init_std",), read_init_std_by_width, lambda model: {"initializer_range": model.init_std}
 )
 # transformers 5 refuses other sizes for Llama and DeepSeek-V2 alone; the same Llama is a Mistral.
-HEADS_DIVIDE_HIDDEN = FieldGroup((), obstacles=lambda model: ["heads"] if model.hidden % model.heads else [])
+HEADS_DIVIDE_HIDDEN = FieldGroup(
+    (), obstacles=lambda model: ["mixer.heads"] if model.hidden % model.mixer.heads else []
+)
 
 # LlamaConfig refuses other values of initializer_range; the same model is a Mistral.
 INIT_STD_UP_TO_1 = FieldGroup(
@@ -680,7 +724,7 @@ SHARED_WIDTH = FieldGroup(
 )
 # A family without a key for the width of an expert: it is that of a dense MLP.
 EXPERTS_OF_FFN = FieldGroup(
-    ("moe_ffn",), obstacles=lambda model: ["moe_ffn"] if expert_ffn_size(model) != model.ffn else []
+    ("moe_ffn",), obstacles=lambda model: ["moe_ffn"] if expert_ffn_size(model) != model.mlp.width else []
 )
 
 
@@ -703,7 +747,7 @@ def deepseek_experts(*rules: Rule) -> FieldGroup:
 
     def write(model: ModelConfig) -> Tree:
         if model.experts is None:
-            model = replace(model, experts=1, top_k=1, moe_ffn=model.ffn, first_dense=model.layers)
+            model = replace(model, experts=1, top_k=1, moe_ffn=model.mlp.width, first_dense=model.layers)
         keys: Tree = {}
         for rule in rules:
             keys |= rule.write(model)
@@ -762,22 +806,17 @@ def read_mla_heads(keys: Tree) -> Tree:
 
 
 def read_stated_mtp(keys: Tree) -> Tree:
-    """A family whose config class lacks the key, though published folders have it."""
+    """0 and null stand for none, as the key does that is left out."""
     key = "num_nextn_predict_layers"
-    return {"mtp": 0 if keys.get(key) is None else number(keys, key)}
+    count = 0 if keys.get(key) is None else plain_number(keys, key)
+    return {"mtp.modules": count} if count else {"mtp": None}
 
 
 V2_GROUPS = FieldGroup(
     ("router_groups", "router_group_top_k"), read_v2_groups, write_v2_groups, v2_group_obstacles
 )
 STATED_MTP = FieldGroup(
-    ("mtp",), read_stated_mtp, lambda model: {"num_nextn_predict_layers": model.mtp}
+    ("mtp",), read_stated_mtp, lambda model: {"num_nextn_predict_layers": modules_ahead(model)}
 )
 MTP_WITH_EXPERTS = FieldGroup((), obstacles=dense_mtp_obstacle)
-# head_dim is nope_dim + rope_dim (config.head_dim).
-MLA_HEADS = FieldGroup(
-    ("kv_heads", "head_dim"),
-    read_mla_heads,
-    lambda model: {"num_key_value_heads": model.heads},
-    one_kv_head_each,
-)
+MLA_HEADS = FieldGroup((), read_mla_heads, lambda model: {"num_key_value_heads": model.mixer.heads})

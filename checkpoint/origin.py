@@ -26,10 +26,11 @@ from config.function import (
     ROWS,
     START,
     TOKENIZER,
-    VALUES_ALONE,
     differences,
+    leaves_weights_alone,
     written,
 )
+from config.tree import has_path, value_at
 from parallel.sharding.boxes import Box
 
 UNKNOWN = "none"  # fingerprint of the tokenizer of weights that were imported without one
@@ -198,7 +199,10 @@ def no_difference(key: str, fingerprint: str, cfg: Config) -> str:
     if key == START:
         return "is the same there and here, or belongs to another tokenizer"
     if key != TOKENIZER:
-        value = getattr(cfg.model, key.partition(".")[2])
+        path = key.partition(".")[2]
+        if not has_path(cfg.model, path):
+            return "is a key that the model here does not have"
+        value = value_at(cfg.model, path)
         return f"is {written(value)} there and here, or the weights compute the same with both"
     if fingerprint == UNKNOWN:
         return "is not known there"
@@ -310,8 +314,9 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
                 f"checkpoint.init_changes: {pattern} names no weight, neither there nor here; leave it out"
             )
     implied = () if origin.same_ids is None else IMPLIED_BY_TEXT
-    if origin.keys.keys() - VALUES_ALONE - {TOKENIZER, START, *implied}:  # a key that changes names or shapes
-        return
+    free = (TOKENIZER, START, *implied)
+    if not all(key in free or leaves_weights_alone(key) for key in origin.keys):
+        return  # a key changes names or shapes
     lacking = [name for name in fresh if not origin.is_named(name)]
     extra = [name for name in dropped if not origin.is_named(name)]
     wrong: list[str] = []

@@ -43,13 +43,13 @@ from config import (
     ConfigError,
     Phase,
     Phases,
+    TrainConfig,
     Tree,
-    build_tree,
-    flatten_tree,
     is_permanent_step,
     phases_of,
+    saved_config,
 )
-from config.function import FUNCTION_KEYS, START
+from config.function import FUNCTION_KEYS, START, written
 from config.optimizers import EMA
 from config.phases import (
     CHANGEABLE,
@@ -60,6 +60,7 @@ from config.phases import (
     same_plan,
 )
 from config.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
+from config.tree import differing_leaves, plain_data
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_matrix
@@ -300,7 +301,7 @@ def describe_run(run: RunState, step: int) -> Tree:
         "step": step,
         "tokens": run.phases.tokens_seen(step),
         "steps": run.steps,
-        "config": dataclasses.asdict(run.phases.whole),
+        "config": plain_data(run.phases.whole),
         **fingerprints(run.data),
         "chat": run.data.is_chat,
         "bos": run.data.has_start,
@@ -314,12 +315,12 @@ def describe_run(run: RunState, step: int) -> Tree:
 
 def config_of(meta: Tree) -> Config:
     """The config with which the last step before a save was made: of a run with phases, that of the phase."""
-    return phases_of(build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
+    return phases_of(saved_config(meta["config"])).of_step(meta["step"]).cfg
 
 
 def horizon_in(meta: Tree) -> int | None:
     """The steps of the run that made a checkpoint, or None for an old one of a run that states FLOPs."""
-    return meta.get("steps") or horizon_of(build_tree(Config, meta["config"]))
+    return meta.get("steps") or horizon_of(saved_config(meta["config"]))
 
 
 def name_of(index: store.StoredIndex, in_memory: bool) -> str:
@@ -333,30 +334,30 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     where: name_of the checkpoint, for messages. Returns a warning for each setting that changed since the
     save. Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
     """
-    defaults = flatten_tree(dataclasses.asdict(Config()))  # of keys that are younger than the checkpoint
-    old = {**defaults, **flatten_tree(meta["config"])}
-    new = flatten_tree(dataclasses.asdict(run.phases.whole))
+    old, new = saved_config(meta["config"]), run.phases.whole
+    differing = differing_leaves(old, new)
+    changed = {key: values for key, values in differing.items() if not key.startswith(UNREPORTED)}
+    changed.pop("train.phases", None)  # compared phase by phase
     phase_notes: list[str] = []
-    check_left_out(meta, new, where)
-    if any(settings.get(key) for settings in (old, new) for key in ("train.phases", "data.span")):
-        before = phases_of(build_tree(Config, meta["config"]))
+    check_left_out(meta, new.train, where)
+    if any(cfg.train.phases or cfg.data.span for cfg in (old, new)):
+        before = phases_of(old)
         phase_notes = check_same_past(before, run.phases, meta["step"], where)
         horizons = (horizon_in(meta) or run.steps, run.steps)
         if check_same_schedule(before, run.phases, meta["step"], where, horizons):
-            old["optim.decay_steps"] = new["optim.decay_steps"]  # states the end that it had
-    old["train.phases"] = new["train.phases"]  # compared phase by phase
-    changed = [key for key in new if old.get(key) != new[key] and not key.startswith(UNREPORTED)]
+            changed.pop("optim.decay_steps", None)  # states the end that it had
 
     # What must not change.
     source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
     new_run = f"start a new run from its weights: --log.name OTHER --checkpoint.init_from {source}"
-    unequal = [key for key in changed if must_match(key) or is_switched(key, old.get(key), new[key])]
+    unequal = [key for key, values in changed.items() if must_match(key) or is_switched(key, *values)]
     if unequal:
         key, of_function = unequal[0], [key for key in unequal if key in FUNCTION_KEYS]
         stating = f" --checkpoint.init_changes {','.join(of_function)}" if of_function else ""
+        before, now = map(said, changed[key])
         raise ConfigError(
-            f"{key}: {where} was trained with {old.get(key)}, not {new[key]}; set it back, "
-            f"{branch_advice(key, new[key], meta['step'], where, in_memory)}or {new_run}{stating}"
+            f"{key}: {where} was trained with {before}, not {now}; set it back, "
+            f"{branch_advice(key, changed[key][1], meta['step'], where, in_memory)}or {new_run}{stating}"
         )
     for name, current in fingerprints(run.data).items():
         is_of_phase = run.phases.of_step(meta["step"]) == run.phase  # each phase has data of its own
@@ -372,7 +373,10 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
             )
 
     # What may.
-    warnings = [f"resumed with another {key} ({old.get(key)} -> {new[key]})" for key in changed]
+    warnings = [
+        f"resumed with another {key} ({said(before)} -> {said(now)})"
+        for key, (before, now) in changed.items()
+    ]
     if meta["torch"] != torch.__version__:
         warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
     return warnings + phase_notes
@@ -413,15 +417,18 @@ def branch_advice(key: str, value: object, step: int, where: str, in_memory: boo
     )
 
 
-def check_left_out(meta: Tree, new: Tree, where: str) -> None:
-    """Raises ConfigError if the run cannot leave out the data that the checkpoint has left out.
+def said(value: object) -> str:
+    """A value, or a part as a config file has it."""
+    return written(value) if dataclasses.is_dataclass(value) or isinstance(value, tuple) else str(value)
 
-    new: {section.key: value} of the run.
-    """
+
+def check_left_out(meta: Tree, train: TrainConfig, where: str) -> None:
+    """Raises ConfigError if a run with these settings cannot leave out the data that the checkpoint has left
+    out."""
     if not meta.get("spikes", {}).get("left_out"):
         return
-    for key in ("train.phases", "train.ramp"):
-        if new[key] is not None:
+    for key, value in (("train.phases", train.phases), ("train.ramp", train.ramp)):
+        if value is not None:
             raise ConfigError(
                 f"{key}: {where} has left out data after spikes (optim.spike_rewind), and a run with {key} "
                 "cannot follow it; leave it out, or start a new run from its weights (--checkpoint.init_from)"
@@ -430,7 +437,7 @@ def check_left_out(meta: Tree, new: Tree, where: str) -> None:
 
 def must_match(key: str) -> bool:
     """Whether a run cannot be continued with another value of this key."""
-    return key in MUST_MATCH or key in FUNCTION_KEYS
+    return key in MUST_MATCH or key in FUNCTION_KEYS or key in ("model.blocks", "model.pattern")
 
 
 def is_switched(key: str, old: object, new: object) -> bool:
@@ -461,16 +468,15 @@ def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> No
     if not own_folder:
         raise ConfigError(f"train.{key}: {where} is {finished}: nothing is left to train; {advice}")
 
-    old = flatten_tree(meta["config"])
-    new = flatten_tree(dataclasses.asdict(run.phases.whole))
-    free = LAYOUT if run.cfg.parallel.elastic else ()
-    if same_plan(build_tree(Config, meta["config"]), run.phases.whole, free):
-        old["train.phases"] = new["train.phases"]
-    for key, value in new.items():
-        if key in old and old[key] != value and not is_idle(key, run.cfg):
-            name = run.cfg.log.name
+    old = saved_config(meta["config"])
+    changed = differing_leaves(old, run.phases.whole)
+    if same_plan(old, run.phases.whole, LAYOUT if run.cfg.parallel.elastic else ()):
+        changed.pop("train.phases", None)
+    for key, (before, now) in changed.items():
+        if not is_idle(key, run.cfg):
             raise ConfigError(
-                f"{key}: {name} is {finished}, trained with {old[key]}, not {value}; set it back, {advice}"
+                f"{key}: {run.cfg.log.name} is {finished}, trained with {said(before)}, not {said(now)}; "
+                f"set it back, {advice}"
             )
 
 
@@ -581,7 +587,7 @@ def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> li
     world = run.mesh.world
     meta, where = index.meta, name_of(index, in_memory)
     warnings = check_same_run(meta, run, where, in_memory)
-    stored_states = flatten_tree(meta["config"]).get("optim.states", "fp32")
+    stored_states = meta["config"].get("optim", {}).get("states", "fp32")
     states = run.cfg.optim.states
     if stored_states != states:
         rounding = ", to nearest" if states == "bf16" else ""

@@ -1,6 +1,10 @@
 """The config of a run: what keys there are, what they may be, and how they are read.
 
 schema.py    every key with its type, default and meaning, and what follows from them
+model_parts.py  the keys of the parts of a model
+tree.py      paths of keys, kinds of parts, ranges of values
+parse.py     plain data -> the dataclasses
+earlier.py   the keys of before: their new names, and saved configs that have them
 loading.py   recipes, files and the command line -> Config; Config -> YAML
 optimizers.py  what each optimizer reads, keeps and supports
 function.py  which keys decide what weights compute
@@ -20,27 +24,41 @@ What a reader of a config needs can be imported from here. The rules, the unused
 of their own: `from config import rules`.
 """
 from config.loading import (
-    CONFIG_FOLDER,
-    HORIZONS,
     TRAINING_ONLY_KEYS,
-    build_tree,
     dotted_overrides,
     dump,
-    flatten_tree,
     from_tree,
-    merge,
-    parse_phase_key,
-    parse_value,
     presets,
     recipe,
     recipes,
     resolve,
-    sections,
+    saved_config,
     split_argv,
     stated_keys,
 )
 from config.machine import usable_cores
+from config.model_parts import (
+    AttentionConfig,
+    LatentConfig,
+    Llama3Scaling,
+    MLPConfig,
+    MTPConfig,
+    MupConfig,
+    NormConfig,
+    RopeConfig,
+    YarnScaling,
+)
 from config.optimizers import OPTIMIZERS, OptimizerSpec
+from config.parse import (
+    CONFIG_FOLDER,
+    HORIZONS,
+    build_tree,
+    flatten_tree,
+    merge,
+    nested,
+    parse_value,
+    sections,
+)
 from config.phases import Phase, Phases, phases_of, span_of
 from config.provenance import code_hash
 from config.schema import (
@@ -70,6 +88,7 @@ from config.schema import (
     is_permanent_step,
     kv_heads,
     layer_in_fp8,
+    modules_ahead,
     mup_score_scale,
     mup_width_ratio,
     no_effect,
@@ -78,9 +97,11 @@ from config.schema import (
     profiled_steps,
     recomputes,
     rest_of_ramp,
+    rotated_dim,
     sequences_seen,
     steps_to_see,
     value_dim,
     vocab_size,
+    with_original_context,
 )
 from config.strict import ConfigError, Tree, read_yaml

@@ -6,8 +6,8 @@ until somebody says that it need not be. Keys of other sections say how the func
 trained and fed; the tokenizer, which says what a token id means, is compared by its fingerprint; whether
 documents begin with its start token is compared, too.
 """
+import dataclasses
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from config.schema import (
@@ -16,11 +16,13 @@ from config.schema import (
     has_experts,
     head_dim,
     kv_heads,
+    modules_ahead,
     mup_score_scale,
     mup_width_ratio,
     no_effect,
     padded_vocab,
 )
+from config.tree import differing_leaves, every_path, is_below, leaves
 
 TOKENIZER = "data.tokenizer"
 BY_TEXT = "data.tokenizer=text"  # another tokenizer, and rows go to the tokens of the same text
@@ -28,17 +30,16 @@ START = "data.bos"  # whether documents begin with the tokenizer's start token
 
 # Keys of model.* that say how weights begin, how they are trained, and by which kernel they are used.
 NOT_THE_FUNCTION = (
-    "preset", "attention", "dropout", "init_std", "mtp_weight", "router_bias_rate", "jitter", "aux_loss",
+    "preset", "mixer.kernel", "dropout", "init_std", "mtp.weight", "router_bias_rate", "jitter", "aux_loss",
     "aux_kind", "z_loss", "capacity", "drop", "pad",
 )
 FUNCTION_KEYS = frozenset(
-    f"model.{field.name}" for field in fields(ModelConfig) if field.name not in NOT_THE_FUNCTION
+    f"model.{path}" for path in every_path(ModelConfig) if path not in NOT_THE_FUNCTION
 )
 # Those that leave the names and shapes of the weights as they are.
-VALUES_ALONE = frozenset(f"model.{key}" for key in (
-    "norm_eps", "rope_theta", "rope_factor", "rope_kind", "rope_low_freq", "rope_high_freq", "rope_original",
-    "rope_mscale", "rope_mscale_all", "rope_pairs", "window", "mup_base", "mup_head_dim", "top_k", "router",
-    "router_renorm", "router_groups", "router_group_top_k", "router_scale",
+VALUES_ALONE = tuple(f"model.{key}" for key in (
+    "norm.eps", "mixer.rope", "mixer.window", "mup", "top_k", "router", "router_renorm", "router_groups",
+    "router_group_top_k", "router_scale",
 ))
 # Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,
 # and one that pads them.
@@ -50,12 +51,13 @@ ROWS = {
 
 # What is computed with a key, where other keys have a say in it: two values of the key may give the same.
 RESOLVED: dict[str, Callable[[ModelConfig], object]] = {
-    "kv_heads": kv_heads,
-    "head_dim": head_dim,
+    "mixer.kv_heads": kv_heads,
+    "mixer.head_dim": head_dim,
     "moe_ffn": expert_ffn_size,
     "vocab_multiple": padded_vocab,
-    "mup_base": mup_width_ratio,
-    "mup_head_dim": mup_score_scale,
+    "mup": lambda model: (mup_width_ratio(model), mup_score_scale(model)),
+    "mup.base": mup_width_ratio,
+    "mup.head_dim": mup_score_scale,
 }
 
 
@@ -65,10 +67,8 @@ def differences(left: ModelConfig, right: ModelConfig) -> dict[str, tuple[Any, A
     A key that only one of the models reads is not among them: the key that makes the model read it is.
     """
     found: dict[str, tuple[Any, Any]] = {}
-    for field in fields(ModelConfig):
-        key = field.name
-        values = getattr(left, key), getattr(right, key)
-        if values[0] == values[1] or f"model.{key}" not in FUNCTION_KEYS:
+    for key, values in differing_leaves(left, right).items():
+        if f"model.{key}" not in FUNCTION_KEYS:
             continue
         if not (is_read(key, left) and is_read(key, right)):
             continue
@@ -78,16 +78,23 @@ def differences(left: ModelConfig, right: ModelConfig) -> dict[str, tuple[Any, A
     return found
 
 
+def leaves_weights_alone(path: str) -> bool:
+    """Whether another value of a key of model.* leaves the names and shapes of the weights as they are."""
+    return is_below(path, VALUES_ALONE)
+
+
 def is_read(key: str, model: ModelConfig) -> bool:
     """Whether the function depends on this key of model.*, given the others."""
     if key == "context":  # RoPE is computed for any position
         return model.positions == "learned"
-    if key == "ffn" and model.experts and model.moe_ffn:
-        layers = range(model.layers + model.mtp)
+    if key == "mlp.width" and model.experts and model.moe_ffn:
+        layers = range(model.layers + modules_ahead(model))
         return not all(has_experts(model, layer) for layer in layers)
     return key not in no_effect(model)
 
 
 def written(value: object) -> str:
     """A value as a config file has it."""
+    if dataclasses.is_dataclass(value):
+        return "{" + ", ".join(f"{key}: {written(item)}" for key, item in leaves(value)) + "}"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

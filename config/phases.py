@@ -6,7 +6,7 @@ layout. Keys that it does not state keep the values that they had before.
 
     - after_tokens: 2e9
       train.seq_len: 8192
-      model.rope_theta: 500000
+      model.mixer.rope.base: 500000
     - after_steps: 3000
       data.path: 0.5 data/web 0.5 data/math
       optim.decay: linear
@@ -14,25 +14,27 @@ layout. Keys that it does not state keep the values that they had before.
 A run without train.phases is a run of one phase.
 """
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from config.parse import parse_key
 from config.schema import Config, TrainConfig, rest_of_ramp, sequences_seen, steps_to_see
 from config.strict import ConfigError, Tree, read_yaml_value
+from config.tree import differing_leaves, has_path, plain_data, value_at, with_values
 
 STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is in each phase
 
 # {section: its keys that a phase may change}. None of them changes what a checkpoint holds, but for
 # model.context with learned positions, which config/rules.py refuses.
 CHANGEABLE = {
-    "model": "context rope_theta rope_factor rope_kind rope_low_freq rope_high_freq rope_original "
-             "rope_mscale rope_mscale_all window dropout attention mtp_weight aux_loss z_loss jitter "
-             "capacity drop pad router_bias_rate",
+    "model": "context mixer.window mixer.kernel mixer.rope.base mixer.rope.scaling mixer.rope.scaling.factor "
+             "mixer.rope.scaling.original mixer.rope.scaling.low_freq mixer.rope.scaling.high_freq "
+             "mixer.rope.scaling.mscale mixer.rope.scaling.mscale_all dropout mtp.weight aux_loss z_loss "
+             "jitter capacity drop pad router_bias_rate",
     "train": "seq_len micro_batch global_batch ramp",
     "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay clip",
     "parallel": "tp sp async_tp pp vpp schedule stages cp cp_kind ep etp ep_chunks dp_rep zero recompute "
@@ -45,7 +47,6 @@ SCHEDULE_KEYS = tuple(  # one of them begins a new schedule
 
 LAYOUT = ("parallel.", "train.micro_batch")  # beginnings of keys that decide who computes what
 
-ParseKey = Callable[[str, Any, str], Any]  # (section.key, value, its name in messages) -> the typed value
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,10 @@ def steps_to_see_tokens(train: TrainConfig, tokens: float) -> int:
 
 # ---- reading -----------------------------------------------------------------------------------------------
 
-def phases_text(value: object, parse_key: ParseKey) -> str | None:
+def phases_text(value: object) -> str | None:
     """train.phases as the config keeps it: one line of JSON. value: the path of a file, that line, or a list.
 
-    parse_key: gives the typed value of a key, or raises ConfigError. Raises ConfigError, which names file and
-    key.
+    Raises ConfigError, which names file and key.
     """
     if value in (None, "none", "None"):
         return None
@@ -138,7 +138,7 @@ def phases_text(value: object, parse_key: ParseKey) -> str | None:
         raise ConfigError(
             f"{where}: expected a list of phases, each with after_steps or after_tokens and keys"
         )
-    rows = [parse_phase(row, f"{where}: phase {number}", parse_key) for number, row in enumerate(value, 2)]
+    rows = [parse_phase(row, f"{where}: phase {number}") for number, row in enumerate(value, 2)]
     return json.dumps(rows)
 
 
@@ -158,8 +158,8 @@ def list_of_text(text: str) -> list[Any]:
         raise ConfigError(f"train.phases: not a list in JSON: {error}; give a YAML file") from None
 
 
-def parse_phase(row: object, where: str, parse_key: ParseKey) -> Tree:
-    """One phase with typed values. Raises ConfigError, which begins with `where`."""
+def parse_phase(row: object, where: str) -> Tree:
+    """One phase with typed values, a part as plain data. Raises ConfigError, which begins with `where`."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected keys and values, got {row!r}")
     starts = [key for key in STARTS if key in row]
@@ -172,7 +172,7 @@ def parse_phase(row: object, where: str, parse_key: ParseKey) -> Tree:
         if key in STARTS:
             parsed[key] = parse_start(value, name)
             continue
-        parsed[key] = parse_key(str(key), value, name)
+        parsed[key] = plain_data(parse_key(str(key), value, name))
         check_changeable(str(key), name)
     if len(parsed) == 1:
         raise ConfigError(f"{where}: changes nothing; state a key, or leave the phase out")
@@ -239,7 +239,14 @@ def next_phase(before: Phase, row: Tree, where: str) -> Phase:
             "phases in their order"
         )
     changes = tuple(key for key in row if key not in STARTS)
-    cfg = with_changes(before.cfg, {key: row[key] for key in changes})
+    for key in changes:
+        part = key.rpartition(".")[0]
+        if not has_path(before.cfg, key) and part not in changes:
+            raise ConfigError(
+                f"{where}: phase {number}: {key}: there is no {part} before the phase; state all of it, as "
+                f"{part}: {{kind: yarn, factor: 8}}"
+            )
+    cfg = with_changes(before.cfg, {key: parse_key(key, row[key], key) for key in changes})
     decay_steps = cfg.optim.decay_steps
     if decay_steps is not None and "optim.decay_steps" in changes and decay_steps <= steps:
         raise ConfigError(
@@ -257,15 +264,6 @@ def with_changes(cfg: Config, changes: Tree) -> Config:
     if any(key in changes for key in SCHEDULE_KEYS):
         ended["optim.decay_steps"] = None
     return with_values(cfg, {**ended, **changes})
-
-
-def with_values(cfg: Config, values: Tree) -> Config:
-    """The config with other values of some keys (section.key)."""
-    sections: dict[str, Any] = {}
-    for path, value in values.items():
-        section, _, key = path.partition(".")
-        sections[section] = replace(sections.get(section, getattr(cfg, section)), **{key: value})
-    return replace(cfg, **sections)
 
 
 def with_values_from(cfg: Config, number: int, values: Tree) -> Config:
@@ -324,7 +322,7 @@ def change_text(before: Phase, phase: Phase) -> str:
     if "train.ramp" not in changes and rest_of_ramp(before.cfg.train, steps):
         changes.append("train.ramp")  # which ends before it has reached train.global_batch
     for path in changes:
-        parts.append(f"{path} {value_of(before.cfg, path)} -> {value_of(phase.cfg, path)}")
+        parts.append(f"{path} {value_at(before.cfg, path)} -> {value_at(phase.cfg, path)}")
     start = f"phase {phase.number} after step {phase.steps_before:,} ({phase.tokens_before:,} tokens)"
     return f"{start}: {', '.join(parts)}"
 
@@ -336,14 +334,7 @@ def change_lines(phases: Phases) -> list[str]:
 
 def differing_keys(old: Config, new: Config) -> Tree:
     """{section.key: the new value} of the keys that differ."""
-    found: Tree = {}
-    for section in dataclasses.fields(Config):
-        left, right = getattr(old, section.name), getattr(new, section.name)
-        for field in dataclasses.fields(left):
-            value = getattr(right, field.name)
-            if getattr(left, field.name) != value:
-                found[f"{section.name}.{field.name}"] = value
-    return found
+    return {path: value for path, (_, value) in differing_leaves(old, new).items()}
 
 
 # ---- a run that goes on ------------------------------------------------------------------------------------
@@ -356,7 +347,7 @@ def real_changes(before: Phase, phase: Phase) -> Tree:
     """{section.key: value} of what a phase does otherwise than the one before it: the keys that differ, and
     those of a new schedule, which begins again with equal values, too."""
     found = differing_keys(before.cfg, phase.cfg)
-    return found | {path: value_of(phase.cfg, path) for path in phase.changes if path in SCHEDULE_KEYS}
+    return found | {path: value_at(phase.cfg, path) for path in phase.changes if path in SCHEDULE_KEYS}
 
 
 def same_plan(old: Config, new: Config, free: tuple[str, ...] = ()) -> bool:
@@ -396,12 +387,12 @@ def first_difference(old: Phases, new: Phases, step: int) -> Difference | None:
         if "data.path" in stated:  # else the data of the checkpoint are compared
             pairs["data.path"] = (left.cfg.data.path, right.cfg.data.path)
         if max(left.number, right.number) > 1:  # else the settings of the runs are compared
-            pairs |= {path: (value_of(left.cfg, path), value_of(right.cfg, path)) for path in stated}
+            pairs |= {path: (value_at(left.cfg, path), value_at(right.cfg, path)) for path in stated}
             pairs["train.ramp"] = (ramp_from(left, before), ramp_from(right, before))
             begins = [stated_schedule(phase, before) for phase in (left, right)]
             if bool(begins[0]) != bool(begins[1]):
                 key = begins[0] or begins[1]
-                words = [value_of(phase.cfg, key) if has else "as before" for phase, has in
+                words = [value_at(phase.cfg, key) if has else "as before" for phase, has in
                          zip((left, right), begins)]
                 pairs[key] = (words[0], words[1])
         for path, (there, here) in pairs.items():
@@ -447,7 +438,7 @@ def open_difference(old: Phases, new: Phases, step: int) -> Difference | None:
     starts = {phase.steps_before for plan in (old, new) for phase in plan.all}
     for before in sorted({step, *(start for start in starts if step < start < last)}):
         left, right = (plan.of_step(before + 1) for plan in (old, new))
-        pairs = {path: (value_of(left.cfg, path), value_of(right.cfg, path))
+        pairs = {path: (value_at(left.cfg, path), value_at(right.cfg, path))
                  for path in ("train.global_batch", "data.path")}
         pairs["train.ramp"] = (ramp_from(left, before), ramp_from(right, before))
         for path, values in pairs.items():
@@ -483,12 +474,6 @@ def check_same_schedule(
         f"{old_end:,}, and with these phases it would end at step {new_end:,}; set optim.decay_steps "
         f"{old_end}{place} to keep its rates, or {new_end} to change them"
     )
-
-
-def value_of(cfg: Config, path: str) -> Any:
-    """The value of section.key."""
-    section, _, key = path.partition(".")
-    return getattr(getattr(cfg, section), key)
 
 
 def check_same_past(old: Phases, new: Phases, step: int, where: str) -> list[str]:

@@ -4,7 +4,6 @@ They are checked before any work starts. A config that breaks one is refused wit
 key, what is wrong with it and, where possible, values nearby that are accepted (config/suggestions.py).
 """
 import math
-import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -23,13 +22,15 @@ from config import (
     phases_of,
     positive_integers,
     profiled_steps,
+    rotated_dim,
     sections,
     value_dim,
 )
-from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, VALUES_ALONE, differences
+from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
-from config.schema import RANGES
+from config.model_parts import LatentConfig, YarnScaling
+from config.tree import every_path, ranged_values
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
 RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
@@ -69,12 +70,9 @@ def nearby_multiples(value: int, unit: int) -> list[int]:
 # ---- single values ---------------------------------------------------------------------------------------
 
 def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Values that must lie in an interval: those of the tables in config/schema.py, and a few others."""
-    for range_ in RANGES:
-        for section, keys in range_.keys.items():
-            for key in keys.split():
-                value = getattr(getattr(cfg, section), key)
-                yield Rule(value is None or range_.holds(value), f"{section}.{key}: {value} {range_.must}")
+    """Values that must lie in an interval: that of their type, and a few others."""
+    for path, value, range_ in ranged_values(cfg):
+        yield Rule(value is None or range_.holds(value), f"{path}: {value} {range_.must}")
 
     optim, scale = cfg.optim, cfg.train.loss_scale
     yield Rule(
@@ -96,77 +94,49 @@ def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Heads, attention kernels and positions."""
-    model, train = cfg.model, cfg.train
+    model, mixer, train = cfg.model, cfg.model.mixer, cfg.train
+    is_latent = isinstance(mixer, LatentConfig)
     yield Rule(
-        model.head_dim or model.kv_rank or model.hidden % model.heads == 0,
-        f"model.heads: {model.heads} does not divide model.hidden={model.hidden}, "
-        "and model.head_dim is not set",
-        "model.heads", divisors(model.hidden))
+        is_latent or mixer.head_dim or model.hidden % mixer.heads == 0,
+        f"model.mixer.heads: {mixer.heads} does not divide model.hidden={model.hidden}, "
+        "and model.mixer.head_dim is not set",
+        "model.mixer.heads", divisors(model.hidden))
     yield Rule(
-        model.heads % kv_heads(model) == 0,
-        f"model.kv_heads: {kv_heads(model)} does not divide model.heads={model.heads}",
-        "model.kv_heads", divisors(model.heads))
+        mixer.heads % kv_heads(model) == 0,
+        f"model.mixer.kv_heads: {kv_heads(model)} does not divide model.mixer.heads={mixer.heads}",
+        "model.mixer.kv_heads", divisors(mixer.heads))
 
+    kernel = mixer.kernel
     yield Rule(
-        model.attention not in ("flash", "triton") or train.device not in ("cpu", "mps"),
-        f"model.attention: {model.attention} needs a CUDA GPU, and train.device is {train.device}; take auto")
+        kernel not in ("flash", "triton") or train.device not in ("cpu", "mps"),
+        f"model.mixer.kernel: {kernel} needs a CUDA GPU, and train.device is {train.device}; take auto")
     yield Rule(
-        model.attention != "flash" or train.dtype in ("bf16", "fp8"),
-        f"model.attention: flash-attn has no {train.dtype}; set train.dtype bf16 or take auto")
+        kernel != "flash" or train.dtype in ("bf16", "fp8"),
+        f"model.mixer.kernel: flash-attn has no {train.dtype}; set train.dtype bf16 or take auto")
     yield Rule(
-        model.attention != "triton" or train.dtype != "fp64",
-        "model.attention: the Triton kernels have no fp64; take auto or reference")
+        kernel != "triton" or train.dtype != "fp64",
+        "model.mixer.kernel: the Triton kernels have no fp64; take auto or reference")
 
-    if model.kv_rank:
-        key, rotated = "model.rope_dim", model.rope_dim
-    else:
-        key, rotated = "model.head_dim", head_dim(model)
+    key = "model.mixer.rope_dim" if is_latent else "model.mixer.head_dim"
+    rotated = rotated_dim(model)
     yield Rule(
-        model.positions != "rope" or rotated % 2 == 0,
+        mixer.rope is None or rotated % 2 == 0,
         f"{key}: {rotated} must be even for RoPE", key, (rotated - 1, rotated + 1))
-
-
-def latent_attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Multi-head latent attention, and YaRN's limits."""
-    model = cfg.model
-    supported = {
-        "kv_heads": model.kv_heads in (None, model.heads),
-        "head_dim": not model.head_dim,
-        "positions": model.positions == "rope",
-        "bias": not model.bias,
-        "qkv_bias": not model.qkv_bias,
-        "qk_norm": not model.qk_norm,
-    }
-    for key, is_supported in supported.items():
-        yield Rule(
-            not model.kv_rank or is_supported,
-            f"model.{key}: {getattr(model, key)} is not possible with latent attention "
-            f"(model.kv_rank={model.kv_rank}); leave it at its default, or leave model.kv_rank out")
+    scaling = mixer.rope.scaling if mixer.rope else None
     yield Rule(
-        model.kv_rank or not (model.q_rank or model.rope_pairs or model.rope_mscale_all),
-        "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; set kv_rank, "
-        "or leave them out")
-    yield Rule(
-        model.rope_kind != "yarn" or model.rope_low_freq <= model.rope_high_freq,
-        f"model.rope_low_freq: {model.rope_low_freq} must not lie above "
-        f"model.rope_high_freq={model.rope_high_freq}")
+        not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
+        "model.mixer.rope.scaling.low_freq: must not lie above high_freq of the same scaling")
 
 
 def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """muP, multi-token prediction, query and key norms, learned positions."""
+    """muP, learned positions."""
     model, optimizer, seq_len = cfg.model, cfg.optim.name, cfg.train.seq_len
     why_no_mup = OPTIMIZERS[optimizer].why_no_mup
     with_mup = optimizers_that(lambda spec: not spec.why_no_mup)
     yield Rule(
-        not model.mup_base or not why_no_mup,
-        f"optim.name: {optimizer} does not support muP (model.mup_base): {why_no_mup}; "
+        not model.mup or not why_no_mup,
+        f"optim.name: {optimizer} does not support muP (model.mup): {why_no_mup}; "
         f"take {in_words(with_mup, 'or')}")
-    yield Rule(
-        model.mup_base or not model.mup_head_dim,
-        "model.mup_head_dim: belongs to muP, and model.mup_base is none; set model.mup_base, or leave it out")
-    yield Rule(
-        model.qk_norm or not model.qk_norm_whole,
-        "model.qk_norm_whole: changes model.qk_norm, which is false; set model.qk_norm true, or leave it out")
     yield Rule(
         model.positions != "learned" or seq_len <= model.context,
         f"train.seq_len: {seq_len} is longer than the {model.context} learned positions (model.context); "
@@ -269,11 +239,11 @@ def mixture_rules(cfg: Config) -> Iterator[Rule]:
     yield Rule(
         not model.shared_gate or model.shared_experts,
         "model.shared_gate: there are no shared experts; set model.shared_experts, or leave it out")
-    with_biases = " with biases" if model.bias else ""
+    with_biases = " with biases" if model.mlp.bias else ""
     yield Rule(
-        model.activation == "swiglu" and not model.bias,
-        f"model.experts: an expert is a SwiGLU without biases, not {model.activation}{with_biases}; "
-        "set model.activation swiglu and model.bias false")
+        model.mlp.activation == "swiglu" and not model.mlp.bias,
+        f"model.experts: an expert is a SwiGLU without biases, not {model.mlp.activation}{with_biases}; "
+        "set model.mlp.activation swiglu and model.mlp.bias false")
 
     # layout
     shared_width = model.shared_experts * expert_ffn_size(model)
@@ -316,7 +286,7 @@ def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
     for phase in phases[1:]:
         for key, (old, new) in differences(phases[0].cfg.model, phase.cfg.model).items():
             yield Rule(
-                key in VALUES_ALONE,
+                leaves_weights_alone(key),
                 f"train.phases: phase {phase.number}: {key}: {old} -> {new} changes the shapes of weights, "
                 "which a phase keeps; begin a new run there, with checkpoint.init_from and "
                 f"checkpoint.init_changes {key}")
@@ -351,14 +321,15 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
             f"parallel.{key}: {unknown!r} is not one of {', '.join(known)}; separate them by commas")
 
     sizes = {
-        "model.heads": model.heads,
-        "model.kv_heads": kv_heads(model),
-        "model.ffn": model.ffn,
+        "model.mixer.heads": model.mixer.heads,
+        "model.mixer.kv_heads": kv_heads(model),
+        "model.mlp.width": model.mlp.width,
         "model.vocab_multiple": model.vocab_multiple,
     }
     for key, size in sizes.items():
         # several ranks compute the same key and value head
-        is_shared = key == "model.kv_heads" and tp % size == 0 and not model.qk_norm_whole
+        may_share = getattr(model.mixer, "qk_norm", None) != "whole"
+        is_shared = key == "model.mixer.kv_heads" and tp % size == 0 and may_share
         yield Rule(
             size % tp == 0 or is_shared,
             f"parallel.tp: {tp} does not divide {key}={size}", "parallel.tp", divisors(size))
@@ -392,7 +363,7 @@ def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
         train.seq_len % unit == 0,
         f"train.seq_len: {train.seq_len} is not a multiple of {unit}, as parallel.cp={cp}{cause}",
         "train.seq_len", nearby_multiples(train.seq_len, unit))
-    for key, heads in (("model.heads", model.heads), ("model.kv_heads", kv_heads(model))):
+    for key, heads in (("model.mixer.heads", model.mixer.heads), ("model.mixer.kv_heads", kv_heads(model))):
         yield Rule(
             cp == 1 or parallel.cp_kind == "ring" or heads % (tp * cp) == 0,
             f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {tp}*{cp} does not divide "
@@ -439,8 +410,8 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "take train.fp8 blockwise, or parallel.ep")
     yield Rule(
         kv_heads(model) % parallel.tp == 0,
-        f"parallel.tp: {parallel.tp} ranks share model.kv_heads={kv_heads(model)}, and shared heads do not "
-        "support fp8; use at most that many ranks, or bf16",
+        f"parallel.tp: {parallel.tp} ranks share model.mixer.kv_heads={kv_heads(model)}, and shared heads do "
+        "not support fp8; use at most that many ranks, or bf16",
         "parallel.tp", divisors(kv_heads(model)))
     yield from fp8_shape_rules(cfg, recipe)
 
@@ -489,18 +460,22 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
 def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
     """{key that sets the size: (features of a matrix in fp8, degree that shards them)}."""
     model, tp, etp = cfg.model, cfg.parallel.tp, cfg.parallel.etp
-    features = {"model.hidden": (model.hidden, 1), "model.heads": (model.heads * value_dim(model), tp)}
+    mixer = model.mixer
+    features = {
+        "model.hidden": (model.hidden, 1),
+        "model.mixer.heads": (mixer.heads * value_dim(model), tp),
+    }
     if not all(has_experts(model, layer) for layer in range(model.layers)):
-        features["model.ffn"] = (model.ffn, tp)
+        features["model.mlp.width"] = (model.mlp.width, tp)
     if model.experts:
         features["model.moe_ffn"] = (expert_ffn_size(model), etp)
     if model.experts and model.shared_experts:
         features["model.shared_experts"] = (model.shared_experts * expert_ffn_size(model), tp)
-    if not model.kv_rank:
-        features["model.kv_heads"] = (kv_heads(model) * head_dim(model), tp)
-    elif not model.q_rank:
+    if not isinstance(mixer, LatentConfig):
+        features["model.mixer.kv_heads"] = (kv_heads(model) * head_dim(model), tp)
+    elif not mixer.q_rank:
         common = math.gcd(head_dim(model), value_dim(model))
-        features["model.heads"] = (model.heads * common, tp)
+        features["model.mixer.heads"] = (mixer.heads * common, tp)
     return features
 
 
@@ -700,11 +675,11 @@ def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "share each sequence; set parallel.cp 1, or leave it out")
 
     heads_are_shared = kv_heads(model) % parallel.tp != 0
-    replicated = (model.kv_rank or model.mtp) and parallel.sp and parallel.tp > 1
+    replicated = (isinstance(model.mixer, LatentConfig) or model.mtp) and parallel.sp and parallel.tp > 1
     if replicated:
         cause = "with parallel.sp the matrices after latents and those of multi-token prediction have"
     else:
-        cause = f"the matrices of model.kv_heads={kv_heads(model)} have"
+        cause = f"the matrices of model.mixer.kv_heads={kv_heads(model)} have"
     yield Rule(
         not cfg.log.noise_scale or not (heads_are_shared or replicated),
         f"log.noise_scale: at parallel.tp={parallel.tp} {cause} gradients that are summed over tp after the "
@@ -773,7 +748,7 @@ def no_change_of_model(word: str) -> str:
     section_type = sections().get(section)
     if section_type is None or word in FUNCTION_KEYS or word in (TOKENIZER, BY_TEXT, START):
         return ""
-    if key not in typing.get_type_hints(section_type):
+    if word not in every_path(Config):
         return ": no such key" + nearest_key(section_type, f"{section}.", key)
     return " does not change what weights compute; leave it out"
 
@@ -807,7 +782,6 @@ RULES_OF_PHASES = (phase_rules, spike_rules)
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,
     attention_rules,
-    latent_attention_rules,
     other_model_rules,
     run_length_rules,
     phase_rules,

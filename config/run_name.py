@@ -13,8 +13,9 @@ import json
 import re
 from pathlib import Path
 
+from config.earlier import current_tree
 from config.exit_codes import FINISHED
-from config.loading import dotted_overrides, from_tree
+from config.loading import from_tree, stated_keys
 from config.phases import LAYOUT, differing_keys, same_plan
 from config.schema import Config
 from config.strict import ConfigError, read_yaml
@@ -75,8 +76,7 @@ MAX_NAME = 200  # characters; file systems take 255
 
 def is_name_given(file: str | None, argv: list[str]) -> bool:
     """Whether the command line or the config file names the run folder. Raises ConfigError."""
-    trees = [dotted_overrides(argv), read_yaml(file) if file else {}]
-    return any("name" in (tree.get("log") or {}) for tree in trees)
+    return "log.name" in stated_keys(file, argv)
 
 
 def with_own_folder(cfg: Config, file: str | None, argv: list[str]) -> Config:
@@ -111,7 +111,7 @@ def finished_config(folder: Path) -> Config | None:
             return None
         if starts.exists() and json.loads(starts.read_text().splitlines()[-1])["exit_code"] != FINISHED:
             return None
-        return from_tree(read_yaml(folder / "config.yaml"))
+        return from_tree(current_tree(read_yaml(folder / "config.yaml")))
     except (OSError, ValueError, LookupError, TypeError, ConfigError):  # of another version, or damaged
         return None
 

@@ -2,9 +2,11 @@
 import math
 from fractions import Fraction
 
+from config.model_parts import AttentionConfig
 from config.schema import ModelConfig, divisors, head_dim
+from config.tree import has_path, value_at
 
-WIDTHS = ("ffn", "moe_ffn", "kv_rank", "q_rank")  # of model.*
+WIDTHS = ("mlp.width", "moe_ffn", "mixer.kv_rank", "mixer.q_rank")  # of model.*
 MULTIPLE = 16  # of these
 
 
@@ -14,15 +16,17 @@ def sizes_at_width(model: ModelConfig, hidden: int, heads: int | None = None) ->
     heads: None for as many as the width asks for. Of the other keys, those that the model states; head_dim
     also where the heads do not divide the width so.
     """
+    mixer = model.mixer
     ratio = Fraction(hidden, model.hidden)
-    heads = heads or max(1, round(model.heads * ratio))
-    sizes = {"heads": heads}
-    if model.kv_heads is not None:
-        most = max(1, round(Fraction(model.kv_heads * heads, model.heads)))
-        sizes["kv_heads"] = max(each for each in divisors(heads) if each <= most)
-    if model.head_dim is not None or not (model.kv_rank or heads * head_dim(model) == hidden):
-        sizes["head_dim"] = head_dim(model)
+    heads = heads or max(1, round(mixer.heads * ratio))
+    sizes = {"mixer.heads": heads}
+    if isinstance(mixer, AttentionConfig):
+        if mixer.kv_heads is not None:
+            most = max(1, round(Fraction(mixer.kv_heads * heads, mixer.heads)))
+            sizes["mixer.kv_heads"] = max(each for each in divisors(heads) if each <= most)
+        if mixer.head_dim is not None or heads * head_dim(model) != hidden:
+            sizes["mixer.head_dim"] = head_dim(model)
     for key in WIDTHS:
-        if getattr(model, key) is not None:
-            sizes[key] = math.ceil(getattr(model, key) * ratio / MULTIPLE) * MULTIPLE
+        if has_path(model, key) and value_at(model, key) is not None:
+            sizes[key] = math.ceil(value_at(model, key) * ratio / MULTIPLE) * MULTIPLE
     return sizes

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from config import Config, ConfigError, divisors, positive_integers
 from config.rules import Rule, validate
+from config.tree import value_at, with_values
 
 MAX_SUGGESTIONS = 4
 MAX_RAMPS_TRIED = 50
@@ -34,15 +35,12 @@ def suggestion(cfg: Config, broken: Rule, can_run: CanRun) -> str:
 
 def nearby_values(cfg: Config, key: str, values: Iterable[int], can_run: CanRun) -> list[int]:
     """Up to four of `values` for `key` with which can_run(config): those next to its present value."""
-    section_name, name = key.split(".")
-    section = getattr(cfg, section_name)
-    present = getattr(section, name) or 0
+    present = value_at(cfg, key) or 0
     nearest_first = sorted(set(values), key=lambda value: (abs(value - present), value))
 
     accepted: list[int] = []
     for value in nearest_first:
-        changed = dataclasses.replace(section, **{name: value})
-        if passes(dataclasses.replace(cfg, **{section_name: changed}), can_run):
+        if passes(with_values(cfg, {key: value}), can_run):
             accepted.append(value)
         if len(accepted) == MAX_SUGGESTIONS:
             break

@@ -30,20 +30,15 @@ from config import (
 )
 from config.optimizers import in_words, optimizers_that
 from config.schema import (
-    WITH_BIAS,
     WITHOUT_AUX_LOSS,
     WITHOUT_CAPACITY,
     WITHOUT_EXPERTS,
-    WITHOUT_MLA,
-    WITHOUT_MTP,
-    WITHOUT_ROPE,
-    WITHOUT_ROPE_SCALING,
     WITHOUT_ROUTER_BIAS,
-    WITHOUT_YARN,
     ModelConfig,
     UnusedModelKeys,
 )
 from config.sizes import sizes_at_width
+from config.tree import has_path, value_at
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ def no_shared_parameters(cfg: Config, world: int) -> bool:
 
 def sequences_exceed_context(cfg: Config) -> bool:
     """Whether sequences are longer than model.context, with positions that allow it."""
-    return cfg.model.positions == "rope" and cfg.model.context < cfg.train.seq_len
+    return cfg.model.positions is None and cfg.model.context < cfg.train.seq_len
 
 
 def gives_to_valid_alone(split: str) -> bool:
@@ -139,21 +134,6 @@ TABLE = (
         why="selects the tokens that exceed model.capacity, which is none",
         remedy="set model.capacity, or leave it out",
     ),
-    unused_in(
-        WITHOUT_ROPE,
-        why="belongs to rotary positions, and model.positions is learned",
-        remedy="set that to rope, or leave it out",
-    ),
-    unused_in(
-        WITHOUT_ROPE_SCALING,
-        why="belongs to the scaling by model.rope_factor, which is none",
-        remedy="set model.rope_factor, or leave it out",
-    ),
-    unused_in(
-        WITHOUT_YARN,
-        why="belongs to YaRN, and model.rope_kind is llama3",
-        remedy="set model.rope_kind yarn, or leave it out",
-    ),
     UnusedKeys(
         section="model",
         keys="context",
@@ -162,24 +142,9 @@ TABLE = (
         remedy="raise it to train.seq_len, or shorten that",
         even_default=True,
     ),
-    unused_in(
-        WITHOUT_MLA,
-        why="belongs to latent attention, and model.kv_rank is none",
-        remedy="set model.kv_rank, or leave it out",
-    ),
-    unused_in(
-        WITH_BIAS,
-        why="adds biases that model.bias adds already",
-        remedy="leave one of them out",
-    ),
-    unused_in(
-        WITHOUT_MTP,
-        why="is the weight of the loss of model.mtp, which is 0",
-        remedy="set model.mtp, or leave it out",
-    ),
     UnusedKeys(
         section="model",
-        keys="attention",
+        keys="mixer.kernel",
         when=lambda cfg, _: cfg.parallel.cp > 1 and cfg.parallel.cp_kind == "ring",
         why="selects a kernel, and ring context parallelism has its own",
         remedy="set parallel.cp_kind ulysses, or leave it out",
@@ -464,21 +429,22 @@ def kept_sizes(cfg: Config, argv: list[str]) -> str:
     argv: as split_argv returns it.
     """
     given = dotted_overrides(argv)
-    typed = given.get("model", {})
     preset = preset_model(cfg)
-    if "hidden" not in typed or cfg.model.preset is None or cfg.model.hidden == preset.hidden:
+    if "model.hidden" not in given or cfg.model.preset is None or cfg.model.hidden == preset.hidden:
         return ""
-    heads = cfg.model.heads if "heads" in typed else None
-    follow = {key: size for key, size in sizes_at_width(preset, cfg.model.hidden, heads).items()
-              if key not in typed and getattr(cfg.model, key) != size}
-    kept = {key: getattr(cfg.model, key) for key in follow}
+    heads = cfg.model.mixer.heads if "model.mixer.heads" in given else None
+    follow: dict[str, int] = {}
+    for key, size in sizes_at_width(preset, cfg.model.hidden, heads).items():
+        if f"model.{key}" not in given and has_path(cfg.model, key) and value_at(cfg.model, key) != size:
+            follow[key] = size
+    kept = {key: value_at(cfg.model, key) for key in follow}
     words = [f"model.{key} {size}" for key, size in kept.items() if size is not None]
     if not words:
         return ""
-    if cfg.model.mup_base is None and "lr" not in given.get("optim", {}):
+    if cfg.model.mup is None and "optim.lr" not in given:
         words.append(f"optim.lr {cfg.optim.lr:g}")
         if not OPTIMIZERS[cfg.optim.name].why_no_mup:
-            follow["mup_base"] = preset.hidden
+            follow["mup.base"] = preset.hidden
     added = " ".join(f"--model.{key} {size}" for key, size in follow.items())
     return (f"note: model.hidden {cfg.model.hidden} is another width than that of {cfg.model.preset}, whose "
             f"sizes stay: {', '.join(words)}; to keep its proportions, add  {added}")
@@ -506,14 +472,14 @@ def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]
             if path in seen or not (row.even_default or is_set(cfg, row.section, key, preset)):
                 continue
             seen.add(path)
-            value = getattr(getattr(cfg, row.section), key)
+            value = value_at(cfg, path)
             yield path, str(value).lower() if isinstance(value, bool) else str(value), row
 
 
 def is_set(cfg: Config, section: str, key: str, preset: ModelConfig) -> bool:
     """Whether the key has a value that neither config/schema.py nor the preset gives it."""
-    value = getattr(getattr(cfg, section), key)
-    not_set = [getattr(getattr(Config(), section), key)]
-    if section == "model":
-        not_set.append(getattr(preset, key))
+    value = value_at(cfg, f"{section}.{key}")
+    not_set = [value_at(Config(), f"{section}.{key}")]
+    if section == "model" and has_path(preset, key):
+        not_set.append(value_at(preset, key))
     return value not in not_set

@@ -3,16 +3,18 @@
 All of it is read from config/schema.py: the comment of a key is its meaning, and its annotation is the type
 that config.parse_value parses. So the help cannot disagree with the parser.
 """
+import dataclasses
 import inspect
 import re
 import shlex
 import shutil
 import textwrap
-import types
 import typing
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 from config import Config, ConfigError, sections
+from config.tree import every_path, has_path, hints_of, kind_of, members_of, part_types
 
 USAGE = """usage: python train.py [NAME] [--config FILE] [--section.key VALUE ...]
        python train.py [NAME] --help [SECTION | WORD]   some keys only
@@ -45,11 +47,13 @@ def key_meanings(section: type) -> dict[str, str]:
 
 def type_name(hint: Any) -> str:
     """A type as the help writes it: INT, NUMBER, TEXT, true|false, a|b|c, INT|none."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        members = typing.get_args(hint)
+    members = members_of(hint)
+    if len(members) > 1:
         return "|".join("none" if member is type(None) else type_name(member) for member in members)
     if typing.get_origin(hint) is Literal:
         return "|".join(map(str, typing.get_args(hint)))
+    if dataclasses.is_dataclass(hint):
+        return kind_of(hint) or "KEYS"
     return TYPE_NAMES[hint]
 
 
@@ -57,23 +61,35 @@ def written_value(value: object) -> str:
     """A value as the command line takes it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
+    if dataclasses.is_dataclass(value):
+        return str(kind_of(type(value)) or "on")
     return shlex.quote(value) if isinstance(value, str) else str(value)
 
 
-def help_entry(path: str, hint: Any, meaning: str, values: tuple[object, object], width: int) -> str:
-    """`--section.key TYPE   meaning (default: ...; here: ...)`, wrapped to `width` columns.
+class ShownKey(NamedTuple):
+    """A key, or a part that may be none. type: as type_name writes it. value: in this config; of: the part
+    that has the key, where this config has another one."""
+    path: str
+    type: str
+    meaning: str
+    default: object
+    value: object
+    of: str = ""
 
-    values: the default, and the value in this config.
-    """
-    default, here = map(written_value, values)
-    shown_values = f"default: {default}"
-    if here != default:
+
+def help_entry(key: ShownKey, width: int) -> str:
+    """`--section.key TYPE   meaning (default: ...; here: ...)`, wrapped to `width` columns."""
+    default, here = map(written_value, (key.default, key.value))
+    shown_values = "no default" if key.default is dataclasses.MISSING else f"default: {default}"
+    if key.of:
+        shown_values += f"; of {key.of}"
+    elif here != default:
         shown_values += f"; here: {here}"
     right_width = max(MIN_RIGHT, width - LEFT)
-    right = textwrap.wrap(f"{meaning} ({shown_values})", right_width, break_long_words=False,
+    right = textwrap.wrap(f"{key.meaning} ({shown_values})", right_width, break_long_words=False,
                           break_on_hyphens=False)
 
-    left = f"  --{path} {type_name(hint)}"
+    left = f"  --{key.path} {key.type}"
     indent = " " * LEFT
     continued = [indent + line for line in right[1:]]
     if len(left) < LEFT:
@@ -103,17 +119,52 @@ def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
 
 def section_lines(cfg: Config, section: str, word: str, width: int) -> list[str]:
     """The help entries of the keys of one section that match `word`."""
-    section_types = sections()
-    section_type = section_types[section]
-    hints = typing.get_type_hints(section_type)
-    defaults = section_type()
-    here = getattr(cfg, section)
+    keys = list(shown_keys(getattr(cfg, section), sections()[section](), f"{section}."))
+    if word and word not in sections():
+        keys += absent_keys(cfg, section)
 
     lines: list[str] = []
-    for key, meaning in key_meanings(section_type).items():
-        searched = f"{section}.{key} {meaning}".lower().replace("-", "_")
-        matches = word in ("", section) or (word not in section_types and word in searched)
+    for key in keys:
+        searched = f"{key.path} {key.meaning}".lower().replace("-", "_")
+        beginnings = [key.path[:end] for end, letter in enumerate(key.path) if letter == "."]
+        matches = not word or word in beginnings or (word not in sections() and word in searched)
         if matches:
-            values = getattr(defaults, key), getattr(here, key)
-            lines.append(help_entry(f"{section}.{key}", hints[key], meaning, values, width))
+            lines.append(help_entry(key, width))
     return lines
+
+
+def shown_keys(node: Any, defaults: Any, prefix: str) -> Iterator[ShownKey]:
+    """The keys below a node of the config, in the order of their files; of a part that is none, the part.
+
+    defaults: the same node of a config by default; None where it has none, or one of another kind.
+    """
+    hints = hints_of(type(node))
+    for name, meaning in key_meanings(type(node)).items():
+        value = getattr(node, name)
+        default = default_of(type(node), name) if defaults is None else getattr(defaults, name)
+        if dataclasses.is_dataclass(value):
+            same_kind = default if type(default) is type(value) else None
+            kinds = part_types(hints[name])
+            if len(kinds) > 1:
+                names = "|".join(str(kind_of(part)) for part in kinds)
+                yield ShownKey(f"{prefix}{name}.kind", names, meaning, default, value)
+            yield from shown_keys(value, same_kind, f"{prefix}{name}.")
+        elif name != "kind" or kind_of(type(node)) is None:
+            yield ShownKey(prefix + name, type_name(hints[name]), meaning, default, value)
+
+
+def absent_keys(cfg: Config, section: str) -> Iterator[ShownKey]:
+    """The keys of a section that this config does not have: those of other kinds of parts, and of parts that
+    are none."""
+    for path, (part, name) in every_path(Config).items():
+        if not path.startswith(f"{section}.") or has_path(cfg, path) or name == "kind":
+            continue
+        where = path.rpartition(".")[0]
+        of = f"{where} {kind_of(part)}" if kind_of(part) else where
+        default = default_of(part, name)
+        yield ShownKey(path, type_name(hints_of(part)[name]), key_meanings(part)[name], default, None, of)
+
+
+def default_of(part: type, name: str) -> object:
+    """The default of a field; MISSING of one that has none."""
+    return next(field.default for field in dataclasses.fields(part) if field.name == name)

@@ -135,7 +135,7 @@ def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str, beyond: 
     with_mask = "" if mask is None else ", with this mask"
     with_mask += "".join(f", with {what}" for what in beyond)
     triton_.print_once(
-        f"model.attention={kind}: not for {dtype} on {q.device.type}, head dims {q.shape[-1]} and "
+        f"model.mixer.kernel={kind}: not for {dtype} on {q.device.type}, head dims {q.shape[-1]} and "
         f"{v.shape[-1]}{with_mask}, as installed here; auto picks")
 
 

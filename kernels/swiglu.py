@@ -57,7 +57,7 @@ class Activation(NamedTuple):
     is_gated: bool
 
 
-ACTIVATIONS = {  # by model.activation
+ACTIVATIONS = {  # by model.mlp.activation
     "swiglu": Activation(swiglu, is_gated=True),
     "gelu": Activation(gelu, is_gated=False),
 }

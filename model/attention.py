@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from config import Config, head_dim, kv_heads, mup_score_scale, recomputes
+from config import AttentionConfig, Config, head_dim, kv_heads, mup_score_scale, recomputes
 from kernels import rope
 from kernels.attention import attention
 from kernels.head_norm import split_normalize_and_rotate
@@ -37,44 +37,46 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
-        model = cfg.model
+        model, mixer = cfg.model, cfg.model.mixer
+        assert isinstance(mixer, AttentionConfig)
         key = f"layers.{layer}.attn"
         self.layer = layer
         self.tp = mesh.tp
         self.head_dim = head_dim(model)
-        self.heads = model.heads // mesh.tp.size  # of this rank
+        self.heads = model.mixer.heads // mesh.tp.size  # of this rank
         self.kv_heads = max(1, kv_heads(model) // mesh.tp.size)  # of this rank
         self.score_scale = mup_score_scale(model)  # of the softmax, beyond 1 / sqrt(head_dim)
-        self.has_rope = model.positions == "rope"
+        self.has_rope = mixer.rope is not None
+        self.rope_in_pairs = mixer.rope is not None and mixer.rope.pairs
         self.compiled = cfg.train.compile
         self.core = AttentionCore.from_config(cfg, mesh)
 
         # projections
         self.qkv = qkv_projection(cfg, mesh, layer)
-        has_bias = model.bias or model.qkv_bias  # it sums the gradient of what the projection made
+        has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
         self.out = RowLinear(
             mesh,
             f"{key}.o",
-            model.heads * self.head_dim,
+            model.mixer.heads * self.head_dim,
             model.hidden,
             std=residual_std(model),
-            bias=model.bias,
+            bias=mixer.bias == "all",
             sp=cfg.parallel.sp,
             async_tp=cfg.parallel.async_tp,
             fp8=fp8_of_layer(cfg, layer),
         )
 
         # norms of queries and keys: over all heads of a token, or over each head
-        self.eps = model.norm_eps
-        self.has_qk_norm = model.qk_norm
-        self.qk_norm_over_heads = model.qk_norm_whole
-        if model.qk_norm_whole:
-            q_features = model.heads * self.head_dim
+        self.eps = model.norm.eps
+        self.has_qk_norm = mixer.qk_norm is not None
+        self.qk_norm_over_heads = mixer.qk_norm == "whole"
+        if mixer.qk_norm == "whole":
+            q_features = model.mixer.heads * self.head_dim
             k_features = kv_heads(model) * self.head_dim
             self.q_norm = sharded_norm_weight(f"{key}.q_norm.weight", q_features, mesh.tp)
             self.k_norm = sharded_norm_weight(f"{key}.k_norm.weight", k_features, mesh.tp)
-        elif model.qk_norm:
+        elif mixer.qk_norm == "head":
             # one weight for all heads; each tp rank applies it to other heads, so its gradient is partial
             # with and without sp
             self.q_norm = replicated_vector(f"{key}.q_norm.weight", self.head_dim, "norm", is_partial=True)
@@ -94,7 +96,7 @@ class Attention(nn.Module):
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [b, s/cp, (h + 2g) d / tp] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
         rotated."""
-        if self.has_rope and not self.has_qk_norm:
+        if self.has_rope and not (self.has_qk_norm or self.rope_in_pairs):
             cos, sin = context.rotation()
             return rope.split_heads_and_apply_rope(
                 qkv, cos, sin, self.heads, self.kv_heads,
@@ -103,7 +105,7 @@ class Attention(nn.Module):
             )
 
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
-        if self.has_rope and not self.qk_norm_over_heads:
+        if self.has_rope and not (self.qk_norm_over_heads or self.rope_in_pairs):
             cos, sin = context.rotation()
             return split_normalize_and_rotate(
                 qkv, self.q_norm, self.k_norm, cos, sin,
@@ -118,6 +120,9 @@ class Attention(nn.Module):
         if self.has_qk_norm:
             q = self.normalize_heads(q, self.q_norm)
             k = self.normalize_heads(k, self.k_norm)
+        if self.rope_in_pairs:  # scores do not change where the channels of q and k move together
+            q = rope.pairs_to_halves(q)
+            k = rope.pairs_to_halves(k)
         if self.has_rope:
             cos, sin = context.rotation()
             q = rope.apply_rope(q, cos, sin, self.compiled)
@@ -139,13 +144,13 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
     """
     model = cfg.model
     key = f"layers.{layer}.attn"
-    bias = model.bias or model.qkv_bias
+    bias = model.mixer.bias is not None
     if kv_heads(model) < mesh.tp.size:
         return SharedHeadsLinear(
             mesh,
             key,
             model.hidden,
-            heads=model.heads,
+            heads=model.mixer.heads,
             kv_heads=kv_heads(model),
             head_dim=head_dim(model),
             std=model.init_std,
@@ -153,7 +158,7 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
             sp=cfg.parallel.sp,
         )
     outputs = {
-        f"{key}.q": model.heads * head_dim(model),
+        f"{key}.q": model.mixer.heads * head_dim(model),
         f"{key}.k": kv_heads(model) * head_dim(model),
         f"{key}.v": kv_heads(model) * head_dim(model),
     }
@@ -193,8 +198,8 @@ class AttentionCore:
         return AttentionCore(
             cp=mesh.cp,
             cp_kind=cfg.parallel.cp_kind,
-            window=cfg.model.window,
-            kernel=cfg.model.attention,
+            window=cfg.model.mixer.window,
+            kernel=cfg.model.mixer.kernel,
             recompute=recomputes(cfg, "core"),
         )
 

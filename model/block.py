@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config import Config, has_experts, layer_in_fp8
+from config import Config, LatentConfig, has_experts, layer_in_fp8
 from kernels.norm import Fp8Readers
 from model.attention import Attention
 from model.context import ForwardContext
@@ -35,7 +35,7 @@ class BlockKind(NamedTuple):
 def attention_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
     """Of the norm before attention. Latent attention reads its result in 16 bits, too. The gradient of its
     input goes to the MLP of the block before."""
-    reads_alone = mesh.tp.size == 1 and not cfg.model.kv_rank
+    reads_alone = mesh.tp.size == 1 and not isinstance(cfg.model.mixer, LatentConfig)
     return Fp8Readers(
         of_result=fp8_reader_of_layer(cfg, layer) if reads_alone else None,
         of_gradient=fp8_reader_of_layer(cfg, layer - 1) if layer > 0 else None,
@@ -109,7 +109,7 @@ class TransformerBlock(nn.Module):
 
     @staticmethod
     def mixer(cfg: Config, layer: int) -> type[nn.Module]:
-        return MultiLatentAttention if cfg.model.kv_rank else Attention
+        return MultiLatentAttention if isinstance(cfg.model.mixer, LatentConfig) else Attention
 
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:

@@ -1,10 +1,11 @@
 """What all blocks of one forward pass share."""
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, head_dim
+from config import Config, RopeConfig, YarnScaling, rotated_dim
 from kernels import rope
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.router import RouterInputs
@@ -79,7 +80,7 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     """positions [b, s] (sharded: [b, s/cp]); they restart where a document does. document_counts: of
     documents; None: the host does not know."""
     cos = sin = None
-    if cfg.model.positions == "rope":
+    if cfg.model.mixer.rope is not None:
         cos, sin = rope_tables(cfg, positions)
 
     mask = None
@@ -87,7 +88,7 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     if not is_ring or positions.device.type == "cuda":
         past = cache.length if cache else 0
         s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
-        window = cfg.model.window
+        window = cfg.model.mixer.window
         mask = make_attention_mask(
             query_start=past,
             s_q=s,
@@ -110,11 +111,6 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     )
 
 
-def rope_channels(model: ModelConfig) -> int:
-    """Channels of a head that are rotated."""
-    return model.rope_dim if model.kv_rank else head_dim(model)
-
-
 def rope_tables(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
     """positions [b, s] -> cos and sin [b, s, 1, rope_channels / 2] in fp32, or fp64 in an fp64 run.
 
@@ -122,20 +118,27 @@ def rope_tables(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
     3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071). YaRN's tables are also multiplied by a number, which in
     DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
     """
-    model = cfg.model
+    settings = cfg.model.mixer.rope
+    assert isinstance(settings, RopeConfig)
+    scaling = settings.scaling
+    scaled: dict[str, Any] = {}
+    if scaling is not None:
+        scaled = {
+            "factor": scaling.factor,
+            "low": scaling.low_freq,
+            "high": scaling.high_freq,
+            "original": scaling.original,
+            "kind": scaling.kind,
+        }
     frequencies = rope.frequencies(
-        rope_channels(model),
-        model.rope_theta,
-        model.rope_factor,
-        low=model.rope_low_freq,
-        high=model.rope_high_freq,
-        original=model.rope_original,
-        kind=model.rope_kind,
+        rotated_dim(cfg.model),
+        settings.base,
+        **scaled,
         device=positions.device,  # computed there: a copy from the host would make it wait
     )
     scale = 1.0
-    if model.rope_kind == "yarn":
-        scale = (rope.yarn_mscale(model.rope_factor, model.rope_mscale)
-                 / rope.yarn_mscale(model.rope_factor, model.rope_mscale_all))
+    if isinstance(scaling, YarnScaling):
+        scale = (rope.yarn_mscale(scaling.factor, scaling.mscale)
+                 / rope.yarn_mscale(scaling.factor, scaling.mscale_all))
     dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
     return rope.cos_sin_tables(positions, frequencies, dtype, scale)

@@ -19,7 +19,7 @@ def embedding_table(cfg: Config, mesh: Mesh, ends_are_apart: bool) -> ShardedPar
     ends_are_apart: the first and the last stage are on different ranks. A table that both need (tied, or
     with multi-token prediction) is then on both, and the gradient of each is a part of the sum.
     """
-    is_shared = cfg.model.tied or cfg.model.mtp > 0
+    is_shared = cfg.model.tied or cfg.model.mtp is not None
     partial_over = ("embedding_ends",) if is_shared and ends_are_apart else ()
     return vocab_table(cfg, mesh, "embed.weight", role="embedding", partial_over=partial_over)
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from config import Config, ModelConfig, head_dim, value_dim
+from config import Config, ModelConfig, head_dim, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
 from model.context import forward_context
@@ -52,8 +52,8 @@ def flops_of_part(part: PartDescription, model: ModelConfig, keys: float, seq_le
         return flops + mixer_flops(model, part.layer, keys, seq_len)
     # each module that predicts further tokens has a block, and uses the head's matrix again
     table = part.shared_table if model.tied else next(one for one in part.params if one.spec.role == "head")
-    used_again = model.mtp + model.tied
-    ahead = range(model.layers, model.layers + model.mtp)
+    used_again = modules_ahead(model) + model.tied
+    ahead = range(model.layers, model.layers + modules_ahead(model))
     mixers = sum(mixer_flops(model, layer, keys, seq_len) for layer in ahead)
     return flops + used_again * 2.0 * table.spec.numel + mixers
 
@@ -76,7 +76,7 @@ def mixer_flops(model: ModelConfig, layer: int, keys: float, seq_len: int) -> fl
 
 def attention_flops(model: ModelConfig, keys: float) -> float:
     """FLOPs of a token in the softmax attention of one layer, beside its matrices."""
-    return 2.0 * model.heads * (head_dim(model) + value_dim(model)) * keys
+    return 2.0 * model.mixer.heads * (head_dim(model) + value_dim(model)) * keys
 
 
 @lru_cache(maxsize=1 << 12)

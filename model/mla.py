@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, ModelConfig, mup_score_scale
+from config import Config, LatentConfig, ModelConfig, YarnScaling, mup_score_scale
 from kernels import rope
 from kernels.attention import attention
 from kernels.latent_heads import keys_and_values, rotate_heads
@@ -44,17 +44,18 @@ class MultiLatentAttention(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         model = cfg.model
+        assert isinstance(model.mixer, LatentConfig)
         self.layer = layer
         self.tp = mesh.tp
         self.sp = cfg.parallel.sp
         self.compiled = cfg.train.compile
-        self.heads = model.heads // mesh.tp.size  # of this rank
-        self.q_rank = model.q_rank or 0
-        self.kv_rank = latent_width(model)
-        self.nope_dim = model.nope_dim
-        self.rope_dim = model.rope_dim
-        self.value_dim = model.v_dim
-        self.rope_in_pairs = model.rope_pairs
+        self.heads = model.mixer.heads // mesh.tp.size  # of this rank
+        self.q_rank = model.mixer.q_rank or 0
+        self.kv_rank = model.mixer.kv_rank
+        self.nope_dim = model.mixer.nope_dim
+        self.rope_dim = model.mixer.rope_dim
+        self.value_dim = model.mixer.v_dim
+        self.rope_in_pairs = model.mixer.rope.pairs
         self.score_scale = score_scale(model)
         self.core = AttentionCore.from_config(cfg, mesh)
 
@@ -64,7 +65,7 @@ class MultiLatentAttention(nn.Module):
         self.out = RowLinear(
             mesh,
             f"layers.{layer}.attn.o",
-            model.heads * model.v_dim,
+            model.mixer.heads * model.mixer.v_dim,
             model.hidden,
             std=residual_std(model),
             bias=False,
@@ -77,10 +78,11 @@ class MultiLatentAttention(nn.Module):
         """From the queries' latent, which q_norm normalizes; without q_rank from the hidden state."""
         model = cfg.model
         key = f"layers.{layer}.attn"
-        features = model.heads * (model.nope_dim + model.rope_dim)
-        if model.q_rank:
-            self.q_norm = replicated_vector(f"{key}.q_norm.weight", model.q_rank, "norm", is_partial=self.sp)
-            self.q_up = up_projection(f"{key}.q_b.weight", (features, model.q_rank), model.init_std, mesh.tp)
+        rank = self.q_rank
+        features = model.mixer.heads * (self.nope_dim + self.rope_dim)
+        if rank:
+            self.q_norm = replicated_vector(f"{key}.q_norm.weight", rank, "norm", is_partial=self.sp)
+            self.q_up = up_projection(f"{key}.q_b.weight", (features, rank), model.init_std, mesh.tp)
         else:
             self.q = ColumnLinear(
                 mesh,
@@ -97,7 +99,7 @@ class MultiLatentAttention(nn.Module):
         """From the latent of keys and values, which kv_norm normalizes."""
         model = cfg.model
         key = f"layers.{layer}.attn"
-        features = model.heads * (model.nope_dim + model.v_dim)
+        features = model.mixer.heads * (model.mixer.nope_dim + model.mixer.v_dim)
         rank = self.kv_rank
         self.kv_norm = replicated_vector(f"{key}.kv_norm.weight", rank, "norm", is_partial=self.sp)
         self.kv_up = up_projection(f"{key}.kv_b.weight", (features, rank), model.init_std, mesh.tp)
@@ -168,21 +170,15 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("bshr,hvr->bshv", out, v_up)
 
 
-def latent_width(model: ModelConfig) -> int:
-    """model.kv_rank. Raises ConfigError for a model without latent attention."""
-    if model.kv_rank is None:
-        raise ConfigError("model.kv_rank: none, and multi-head latent attention needs its latent's width")
-    return model.kv_rank
-
-
 def score_scale(model: ModelConfig) -> float:
     """Factor of the attention scores beyond 1 / sqrt(nope + rope), which the queries are multiplied by.
 
     It is that of muP (arXiv 2203.03466, definition 4.1), times that of YaRN (arXiv 2309.00071, section 3.4).
     """
     scale = mup_score_scale(model)
-    if model.rope_kind == "yarn":
-        scale *= rope.yarn_mscale(model.rope_factor, model.rope_mscale_all) ** 2
+    scaling = model.mixer.rope.scaling
+    if isinstance(scaling, YarnScaling):
+        scale *= rope.yarn_mscale(scaling.factor, scaling.mscale_all) ** 2
     return scale
 
 
@@ -192,9 +188,9 @@ def down_projection(cfg: Config, layer: int) -> ShardedParameter:
     Its gradient on a tp rank is that of the rank's tokens: under sp a part of the sum.
     """
     model = cfg.model
-    widths = {"kv_a": latent_width(model) + model.rope_dim}
-    if model.q_rank:
-        widths = {"q_a": model.q_rank, **widths}
+    widths = {"kv_a": model.mixer.kv_rank + model.mixer.rope_dim}
+    if model.mixer.q_rank:
+        widths = {"q_a": model.mixer.q_rank, **widths}
     boxes: list[Box] = []
     for name, width in widths.items():
         boxes.append(Box.whole(f"layers.{layer}.attn.{name}.weight", (width, model.hidden)))

@@ -23,10 +23,10 @@ class MLP(nn.Module):
         super().__init__()
         model = cfg.model
         key = f"layers.{layer}.{name}"
-        width = width or model.ffn
-        activation, is_gated = ACTIVATIONS[model.activation]
+        width = width or model.mlp.width
+        activation, is_gated = ACTIVATIONS[model.mlp.activation]
         self.activation = partial(activation, compiled=cfg.train.compile)
-        if model.activation == "swiglu" and not model.bias:  # a bias sums gate_up's gradient
+        if model.mlp.activation == "swiglu" and not model.mlp.bias:  # a bias sums gate_up's gradient
             self.activation = partial(self.activation, reader=fp8_reader_of_layer(cfg, layer))
         self.recompute_activation = recomputes(cfg, "act")
 
@@ -38,7 +38,7 @@ class MLP(nn.Module):
             outputs,
             model.hidden,
             std=model.init_std,
-            bias=model.bias,
+            bias=model.mlp.bias,
             sp=cfg.parallel.sp,
             async_tp=cfg.parallel.async_tp,
             fp8=fp8,
@@ -49,7 +49,7 @@ class MLP(nn.Module):
             width,
             model.hidden,
             std=residual_std(model),
-            bias=model.bias,
+            bias=model.mlp.bias,
             sp=cfg.parallel.sp,
             async_tp=cfg.parallel.async_tp,
             fp8=fp8,

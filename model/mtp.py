@@ -76,9 +76,9 @@ class MultiTokenPrediction(nn.Module):
         self.cfg = cfg
         self.mesh = mesh
         self.table = table
-        self.loss_weight = cfg.model.mtp_weight / cfg.model.mtp
+        self.loss_weight = cfg.model.mtp.weight / cfg.model.mtp.modules
         first = cfg.model.layers
-        layers = range(first, first + cfg.model.mtp)
+        layers = range(first, first + cfg.model.mtp.modules)
         self.modules_ahead = ModuleList(MTPModule(cfg, mesh, layer) for layer in layers)
 
     def forward(self, h: Tensor, inputs: LossInputs, cross_entropy: CrossEntropy) -> Tensor:

@@ -14,13 +14,13 @@ class Norm(nn.Module):
         super().__init__()
         hidden = cfg.model.hidden
         sp = cfg.parallel.sp
-        self.eps = cfg.model.norm_eps
+        self.eps = cfg.model.norm.eps
         self.compiled = cfg.train.compile
         self.readers = readers
         self.recompute = recomputes(cfg, "norm")
         self.weight = replicated_vector(f"{key}.weight", hidden, "norm", is_partial=sp)
         self.bias = None
-        if cfg.model.norm == "layernorm":
+        if cfg.model.norm.kind == "layernorm":
             self.bias = replicated_vector(f"{key}.bias", hidden, "bias", is_partial=sp)
 
     def forward(self, x: Tensor) -> Tensor:

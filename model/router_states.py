@@ -6,7 +6,7 @@ choices, which are summed over all ranks after the optimizer (one all-reduce per
 import torch
 from torch import Tensor
 
-from config import Config, has_experts
+from config import Config, has_experts, modules_ahead
 from model.router import ROUTER_STATS, Router, expert_count
 from model.transformer import PipelineStage
 from parallel.sharding.boxes import Box
@@ -25,7 +25,7 @@ class RouterStates:
         model = cfg.model
         self.model = model
         self.mesh = mesh
-        all_layers = range(model.layers + model.mtp)
+        all_layers = range(model.layers + modules_ahead(model))
         self.layers = [layer for layer in all_layers if has_experts(model, layer)]  # of the full model
         self.local_routers: list[Router] = []
         for stage in stages:

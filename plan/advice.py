@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from config import Config, ConfigError, phases_of
+from config.tree import with_values
 from config.values import Values
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
-from plan.search import TRANSIENT_BYTES, job_of, set_keys
+from plan.search import TRANSIENT_BYTES, job_of
 
 MIB = 2**20
 GIB = 2**30
@@ -101,7 +102,7 @@ def find_savings(cfg: Config, world: int, gpu: Gpu | None) -> list[Saving]:
     savings: list[Saving] = []
     for values in cheaper_settings(cfg, is_on_gpu=gpu is not None):
         try:
-            total = holdings(set_keys(cfg, values), world, gpu).total
+            total = holdings(with_values(cfg, values), world, gpu).total
         except ConfigError:
             continue
         if total < (1 - LEAST_SAVING) * now:
@@ -128,7 +129,7 @@ def settings_together(cfg: Config, world: int, gpu: Gpu, usable: float) -> list[
     """[settings that fit together]: always the one that saves most is added. Empty if that does not end."""
     together: Values = {}
     while True:
-        savings = find_savings(set_keys(cfg, together), world, gpu)
+        savings = find_savings(with_values(cfg, together), world, gpu)
         if not savings:
             return []
         best = min(savings, key=lambda saving: saving.total)

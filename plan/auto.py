@@ -9,24 +9,16 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from config import Config, ConfigError, ParallelConfig, Phase, phases_of
-from config.phases import with_values
+from config import Config, ConfigError, Phase, phases_of
+from config.tree import value_at, with_values
 from config.values import Values
 from model.schedules import plan_pipeline
 from plan import elastic, run_report
 from plan.cost import Cluster, cluster
 from plan.efficiency import efficiency_of
-from plan.elastic import value_of
 from plan.job import RankDevice, check_routing, job_of_rank
 from plan.near_ties import NEAR, near_groups
-from plan.search import (
-    LAYOUT_KEYS,
-    SearchResult,
-    Target,
-    price,
-    search,
-    set_keys,
-)
+from plan.search import LAYOUT_KEYS, SearchResult, Target, price, search
 from plan.search_processes import best_layouts
 
 KEY = "parallel.auto"
@@ -57,7 +49,7 @@ class AutoLayout(NamedTuple):
 
 def fixed_values(cfg: Config, stated: Collection[str]) -> Values:
     """{section.key: value} of the searched keys that are stated."""
-    fixed = {key: value_of(cfg, key) for key in LAYOUT_KEYS if key in stated}
+    fixed = {key: value_at(cfg, key) for key in LAYOUT_KEYS if key in stated}
     if cfg.parallel.recompute_stages is not None:  # which replaces it
         fixed["parallel.recompute"] = cfg.parallel.recompute
     return fixed
@@ -105,14 +97,14 @@ def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) 
 
     if math.isinf(smallest):
         try:
-            job_of_rank(set_keys(cfg, HOLDS_LEAST | fixed), target.world, 0, advise=False)
+            job_of_rank(with_values(cfg, HOLDS_LEAST | fixed), target.world, 0, advise=False)
         except ConfigError as refusal:
             return f"{refusal}; set fewer keys of the layout"
         return "set fewer keys of the layout"
     times = smallest / target.cluster.memory
     ways: list[str] = []
     for keys in SMALLER if times < MOST_SAVED else ():
-        if fits(set_keys(cfg, keys), target):
+        if fits(with_values(cfg, keys), target):
             ways.append(" ".join(f"--{key} {value}" for key, value in keys.items()))
     state = run_report.checkpoint_bytes(cfg) / (target.cluster.memory * target.world)
     for factor in [factor for factor in MORE_GPUS if factor >= state][:3]:
@@ -161,7 +153,7 @@ def best_layout(
     if not result.found:
         raise ConfigError(f"{KEY}: {no_layout_text(heaviest, target, fixed, result, 'this run')}")
     ranked = [found for group in near_groups(result.found) for found in group]
-    values_of = [{key: value_of(found.cfg, key) for key in LAYOUT_KEYS} for found in ranked]
+    values_of = [{key: value_at(found.cfg, key) for key in LAYOUT_KEYS} for found in ranked]
     for found, values in zip(ranked, values_of):
         if elastic.fits(with_values(cfg, values), world, after):
             best = f"the planner's best for {ranks_text(world)} of {hardware.name}"
@@ -183,8 +175,8 @@ def layout_as_saved(
 ) -> AutoLayout:
     """The layout with which a run has begun, without a search. saved: its config."""
     hardware = machine_of(cfg, device)
-    values = {key: value_of(saved, key) for key in LAYOUT_KEYS}
-    heaviest = elastic.with_any_vocab(set_keys(longest_phase(cfg, after).cfg, values))
+    values = {key: value_at(saved, key) for key in LAYOUT_KEYS}
+    heaviest = elastic.with_any_vocab(with_values(longest_phase(cfg, after).cfg, values))
     found = price(heaviest, Target(world, hardware, efficiency_of(hardware)), SearchResult())
     begun = f"as this run has begun on {ranks_text(world)} of {hardware.name}"
     return AutoLayout(values, described(heaviest, world, begun, found.forecast.step if found else None))
@@ -210,7 +202,7 @@ def layout_of_run(
     if ranks == world:
         check_asked(cfg, device, after)
         fixed = fixed_values(cfg, stated)
-        if all(value_of(old, key) == value for key, value in fixed.items()):
+        if all(value_at(old, key) == value for key, value in fixed.items()):
             return layout_as_saved(cfg, world, device, old, after)
         return best_layout(cfg, world, device, stated, after)
     best = best_layout(cfg, world, device, stated, after)
@@ -284,12 +276,11 @@ def layout_text(cfg: Config, world: int) -> str:
 
 def arguments(cfg: Config) -> str:
     """The arguments of train.py that select this layout."""
-    defaults = ParallelConfig()
+    defaults = Config()
     words: list[str] = []
     for path in LAYOUT_KEYS:
-        section, key = path.split(".")
-        value = value_of(cfg, path)
-        is_default = section == "parallel" and value == getattr(defaults, key)
+        value = value_at(cfg, path)
+        is_default = path.startswith("parallel.") and value == value_at(defaults, path)
         if value is not None and not is_default:
             words.append(f"--{path} {str(value).lower()}")
     return " ".join(words)

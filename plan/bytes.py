@@ -35,7 +35,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
-from config import Config, has_experts
+from config import Config, has_experts, modules_ahead
 from model.precision import accumulation_bytes, compute_bytes
 from model.router import ROUTER_STATS
 from parallel.pipeline.schedule import Op, StagePlacement
@@ -133,7 +133,7 @@ def add_scalars(ledger: StepLedger) -> None:
         ledger.add(group, "all_reduce", ledger.grad_bytes)
 
     if model.experts:
-        layers = range(model.layers + model.mtp)
+        layers = range(model.layers + modules_ahead(model))
         mixtures = sum(has_experts(model, layer) for layer in layers)
         statistics = mixtures * (model.experts + len(ROUTER_STATS))
         ledger.add("world", "all_reduce", statistics * COUNTER_BYTES)

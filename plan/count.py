@@ -28,7 +28,7 @@ def parameters(model: ModelConfig) -> Mapping[str, int]:
     Modules of multi-token prediction are for training alone, and are in none of the others. The vocabulary
     counts as published, without padding.
     """
-    main = replace(model, mtp=0)
+    main = replace(model, mtp=None)
     total = count_elements(main)
     experts = count_elements(main, lambda spec: spec.is_expert)
     used_experts = experts * model.top_k // model.experts if model.experts else 0
@@ -65,7 +65,7 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
     runs of tokens that attend to each other (data.doc_mask), by default full sequences.
     """
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
-    keys = keys_seen(documents or (seq_len,), model.window)
+    keys = keys_seen(documents or (seq_len,), model.mixer.window)
     forward = sum(flops_of_parts(counted, keys, seq_len))
     return 3.0 * forward
 
@@ -86,7 +86,7 @@ def table(configs: Mapping[str, Config], width: int | None = None) -> str:
             "active": size_text(counted["active"]),
             "layers": str(model.layers),
             "width": str(model.hidden),
-            "heads/kv": f"{model.heads}/{kv_heads(model)}",
+            "heads/kv": f"{model.mixer.heads}/{kv_heads(model)}",
             "experts": f"{model.experts}:{model.top_k}" if model.experts else "-",
             "vocab": str(model.vocab or "data"),
             "context": str(model.context),

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from config import CONFIG_FOLDER, Config, ConfigError, Phase, divisors, phases_of, read_yaml
 from config.phases import with_values_from
 from config.run_name import ELASTIC_KEYS
+from config.tree import value_at, with_values
 from config.values import Values
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
@@ -30,7 +31,7 @@ from plan.cost import Cluster, cluster
 from plan.efficiency import efficiency_of
 from plan.job import UNBOUNDED_MEMORY, RankDevice
 from plan.machine import Machine
-from plan.search import Target, held_bytes, job_of, search, set_keys
+from plan.search import Target, held_bytes, job_of, search
 
 NOMINAL_VOCAB = 32768  # tokens, for the count of bytes where the vocabulary is still to be read from the data
 NUM_TRIED = 16  # layouts of the planner, where later phases have a word
@@ -84,7 +85,7 @@ def same_axes(cfg: Config, world: int, after: int = 0) -> ElasticLayout | None:
     for changed in same_axes_changes(phase.cfg):
         changed_cfg = with_values_from(cfg, phase.number, changed)
         if fits(changed_cfg, world, after):
-            return ElasticLayout(changed_cfg, set_keys(phase.cfg, changed), changed)
+            return ElasticLayout(changed_cfg, with_values(phase.cfg, changed), changed)
     return None
 
 
@@ -107,15 +108,15 @@ def planned(
     target = target_of(cfg, world, device)
     phase = next_phase_of(cfg, after)
     given = cfg if phase.number == 1 else phase.cfg  # with its phases, the search finds what suits all
-    whole = set_keys(with_any_vocab(given), OF_STAGES)
+    whole = with_values(with_any_vocab(given), OF_STAGES)
     top = 1 if phase.number == 1 else NUM_TRIED
-    found = search(whole, target, fixed={key: value_of(given, key) for key in fixed}, top=top).found
+    found = search(whole, target, fixed={key: value_at(given, key) for key in fixed}, top=top).found
     for each in found:
-        values = {key: value_of(each.cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
-        changed = {key: value for key, value in values.items() if value != value_of(given, key)}
+        values = {key: value_at(each.cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
+        changed = {key: value for key, value in values.items() if value != value_at(given, key)}
         changed_cfg = with_values_from(cfg, phase.number, changed)
         if fits(changed_cfg, world, after) and not bytes_too_many(changed_cfg, world, device, after):
-            return ElasticLayout(changed_cfg, set_keys(phase.cfg, changed), changed, by_planner=not fixed)
+            return ElasticLayout(changed_cfg, with_values(phase.cfg, changed), changed, by_planner=not fixed)
     return None  # train.py refuses it, or a later phase (train.phases) holds more
 
 
@@ -143,12 +144,6 @@ def bytes_too_many(cfg: Config, world: int, device: RankDevice, after: int = 0) 
     return held if held > device.memory else 0
 
 
-def value_of(cfg: Config, path: str) -> object:
-    """The value of section.key."""
-    section, key = path.split(".")
-    return getattr(getattr(cfg, section), key)
-
-
 def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
     """The target of the planner: a cluster of these GPUs where configs/clusters.yaml has one."""
     known = known_cluster(device)
@@ -170,7 +165,7 @@ def check_phases(cfg: Config, after: int) -> None:
     first, *later = phases_of(cfg).from_step(after)
     for phase in later:
         for key in ELASTIC_KEYS:
-            if value_of(phase.cfg, key) != value_of(first.cfg, key):
+            if value_at(phase.cfg, key) != value_at(first.cfg, key):
                 raise ConfigError(
                     f"parallel.elastic: no layout on these ranks, where a phase sets {key} (train.phases); "
                     "leave it out there, so that it can follow the number of ranks"

@@ -114,7 +114,7 @@ def live_bytes(job: Job, every: list[PlannedBucket], how: Framework) -> int:
 def framework_activation_bytes(job: Job, how: Framework) -> int:
     """With flash attention as ours; without, as Megatron-LM's."""
     cfg = job.cfg
-    if cfg.model.attention != "reference":
+    if cfg.model.mixer.kernel != "reference":
         return peak_activation_bytes(job)
     stages = {number: megatron_stage(job, number, how) for number in job.stages()}
     return peak_of_ops(job.schedule.order[job.pp], stages)
@@ -150,7 +150,7 @@ def megatron_block_bytes(cfg: Config, recompute: str) -> int:
     inside = 24 * sbh // tp
     if recompute == "selective":
         return outside + inside
-    scores = cfg.model.heads * cfg.train.seq_len**2 * cfg.train.micro_batch
+    scores = cfg.model.mixer.heads * cfg.train.seq_len**2 * cfg.train.micro_batch
     return outside + inside + 5 * scores // tp
 
 

@@ -1,6 +1,7 @@
 """Layouts whose forecasts are too near to each other to tell which is faster, and how two layouts differ."""
 from dataclasses import dataclass
 
+from config.tree import value_at
 from plan.cost import Forecast
 from plan.search import LAYOUT_KEYS, Found, rounded, simplicity
 
@@ -57,8 +58,7 @@ def difference(one: Found, first: Found) -> LayoutDifference:
     """Between two layouts of a job."""
     keys: dict[str, tuple] = {}
     for path in LAYOUT_KEYS:
-        section, key = path.split(".")
-        own, other = (getattr(getattr(layout.cfg, section), key) for layout in (one, first))
+        own, other = (value_at(layout.cfg, path) for layout in (one, first))
         if own != other:
             keys[path] = (own, other)
     own_parts, parts = step_parts(one.forecast), step_parts(first.forecast)

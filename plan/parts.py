@@ -5,6 +5,7 @@ nothing that is exchanged.
 """
 from functools import lru_cache
 
+from config import modules_ahead
 from model.describe import PartDescription, first_layer_like
 from plan.job import Job
 from plan.record.launches import CHIPS
@@ -27,7 +28,7 @@ def records_of_part(
     layers: list[int | str] = []
     if part.layer == "head":
         first = cfg.model.layers
-        layers += [first_layer_like(cfg, layer) for layer in range(first, first + cfg.model.mtp)]
+        layers += [first_layer_like(cfg, layer) for layer in range(first, first + modules_ahead(cfg.model))]
     return tuple(record_of(PartForm(cfg, layer, chip, is_split)) for layer in (*layers, part.layer))
 
 

@@ -25,6 +25,7 @@ from scipy.stats import spearmanr
 
 import config
 from config import Config
+from config.tree import with_values
 from plan.cost import Cluster, Efficiency, cluster, forecast
 from plan.count import parameters
 from plan.efficiency import RELAYED, SHARED, Class, class_of
@@ -97,13 +98,8 @@ def read_rows() -> list[Row]:
 
 
 def config_of(row: Row) -> Config:
-    tree: dict = {"train": {"steps": 1}}
-    for path, value in row.items():
-        section, dot, key = path.partition(".")
-        if dot and value != "":
-            tree.setdefault(section, {})[key] = value
-    tree["model"]["context"] = row["train.seq_len"]
-    return config.from_tree(tree)
+    keys = {path: value for path, value in row.items() if "." in path and value != ""}
+    return config.from_tree({"train.steps": 1, "model.context": row["train.seq_len"], **keys})
 
 
 def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
@@ -127,7 +123,7 @@ def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
 def with_fused_attention(cfg: Config) -> Config:
     """Without a fused kernel for all of attention these frameworks have one for its softmax, which ours has
     not: their constant for attention's core says how much slower it is."""
-    return replace(cfg, model=replace(cfg.model, attention="auto"))
+    return with_values(cfg, {"model.mixer.kernel": "auto"})
 
 
 def memory_of_runs() -> Iterator[MemoryOfRun]:

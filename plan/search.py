@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from config import Config, ConfigError, divisors
+from config.tree import with_values
 from config.values import Values, combinations
 from model.describe import PartDescription
 from model.precision import accumulation_bytes, compute_bytes
@@ -163,16 +164,6 @@ def with_fixed(axes: Axes, fixed: Values) -> Axes:
     return {path: (fixed[path],) if path in fixed else values for path, values in axes.items()}
 
 
-def set_keys(cfg: Config, values: Values) -> Config:
-    """values: {"parallel.tp": 8, ...}"""
-    sections: dict[str, Values] = {}
-    for path, value in values.items():
-        section, key = path.split(".")
-        sections.setdefault(section, {})[key] = value
-    changed = {section: replace(getattr(cfg, section), **keys) for section, keys in sections.items()}
-    return replace(cfg, **changed)
-
-
 # ---- one layout --------------------------------------------------------------------------------------------
 
 
@@ -294,13 +285,13 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
         "parallel.zero": 1,
         "parallel.dp_rep": 1,
     }
-    whole = set_keys(cfg, values | one_stage)
+    whole = with_values(cfg, values | one_stage)
     ranks_of_microbatch = whole.parallel.tp * whole.parallel.cp
     if target.world % ranks_of_microbatch:
         return None
     sequences = whole.train.micro_batch * (target.world // ranks_of_microbatch)
     try:
-        job, _ = job_of(set_keys(whole, {"train.global_batch": sequences}), target.world)
+        job, _ = job_of(with_values(whole, {"train.global_batch": sequences}), target.world)
     except ConfigError:
         return None
 
@@ -430,7 +421,7 @@ def candidate_of(
         if replicas < 2 or rest:
             return None
         values["parallel.dp_rep"] = replicas
-    return Candidate(set_keys(cfg, values), bound, least)
+    return Candidate(with_values(cfg, values), bound, least)
 
 
 def consider(candidate: Candidate, target: Target, best: "Best") -> None:

@@ -15,11 +15,12 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from config import OPTIMIZERS, Config, ConfigError, phases_of
+from config import OPTIMIZERS, Config, ConfigError, MupConfig, phases_of
 from config.optimizers import optimizers_that
+from config.tree import has_path, with_values
 from config.values import Values, combinations
 from model.schedules import plan_pipeline
 from parallel.pipeline.schedule import SCHEDULES
@@ -50,7 +51,7 @@ SWITCHES = {  # the first value of each is the default
     "valid": (None, "long"),  # a corpus of proof/verify/tiny_config.py
     "capacity": (None, 1.0, "padded"),
     "name": (*OPTIMIZERS, *WITH_BF16_STATES),
-    "mup_base": (None, MUP_BASE),
+    "mup": (None, MUP_BASE),
     "fp8": (None, "tensorwise", "rowwise", "blockwise"),
     "ema": (None, 0.9),
     "async_save": (False, True),
@@ -74,7 +75,7 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     ("capacity", "padded"): {"capacity": 1.0, "pad": True},
     # states in bf16, arithmetic in fp64: the rounding depends on names and element indices only
     **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
-    ("mup_base", MUP_BASE): {"mup_base": MUP_BASE, "mup_head_dim": 2},
+    ("mup", MUP_BASE): {"mup": MupConfig(base=MUP_BASE, head_dim=2)},
 }
 
 TRUNK_STEPS = 1  # of a run whose checkpoint another begins with
@@ -85,9 +86,9 @@ NUM_STEPS = 20  # that a run announces
 BUNDLES: dict[str, Values] = {
     "numbers": {
         "model.init_std": 0.05,
-        "model.attention": "reference",
-        "model.mtp_weight": 0.7,
-        "model.rope_low_freq": 0.5,
+        "model.mixer.kernel": "reference",
+        "model.mtp.weight": 0.7,
+        "model.mixer.rope.scaling.low_freq": 0.5,
         "train.seed": 7,
         "train.fp8_keep": 0,
         "train.max_minutes": 1e6,
@@ -144,7 +145,7 @@ BUNDLES: dict[str, Values] = {
         "checkpoint.memory_dir": "memory",
         "checkpoint.replicas": 1,
     },
-    "init": {"checkpoint.init_from": "trunk", "checkpoint.init_changes": "model.norm_eps"},
+    "init": {"checkpoint.init_from": "trunk", "checkpoint.init_changes": "model.norm.eps"},
     "resumed": {"checkpoint.resume": "trunk"},
     "branch": {"checkpoint.branch": "trunk"},
     "reruns": {"train.rerun_every": 2, "train.rerun_suspects": True},
@@ -162,11 +163,9 @@ PHASES = ("train.phases",)  # of the word "phases": made for each cell
 SECTION = {
     "layers": "model",
     "context": "model",
-    "window": "model",
     "capacity": "model",
     "pad": "model",
-    "mup_base": "model",
-    "mup_head_dim": "model",
+    "mup": "model",
     "vocab_multiple": "model",
     "micro_batch": "train",
     "global_batch": "train",
@@ -281,8 +280,8 @@ class Lattice:
 
         if keys.pop("geometry", "small") == "wide":
             keys |= WIDE
-            if self.cfg.model.window:
-                keys["model.window"] = WIDE_WINDOW
+            if self.cfg.model.mixer.window:
+                keys["model.mixer.window"] = WIDE_WINDOW
         if values["ramp"]:
             half = global_batch // 2
             keys["ramp"] = f"{half},{half},{half}"
@@ -307,15 +306,12 @@ class Lattice:
         if values["phases"]:
             keys["train.phases"] = self._phases(values, global_batch, seq_len)
 
-        sections: dict[str, Values] = {}
-        for path, value in keys.items():
-            section, _, key = path.rpartition(".")
-            if path not in self.kept:
-                sections.setdefault(section or SECTION.get(key, "parallel"), {})[key] = value
-        return replace(
-            self.cfg,
-            **{name: replace(getattr(self.cfg, name), **changed) for name, changed in sections.items()},
-        )
+        changed: Values = {}
+        for key, value in keys.items():
+            path = key if "." in key else f"{SECTION.get(key, 'parallel')}.{key}"
+            if key not in self.kept and has_path(self.cfg, path):  # of BUNDLES: a part that a model lacks
+                changed[path] = value
+        return with_values(self.cfg, changed)
 
     def _spare_layers(self, values: Values) -> int:
         """How many layers more than stages: with one more, the stages differ.
@@ -348,7 +344,7 @@ class Lattice:
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
         if global_batch % (2 * dp * values["micro_batch"]) == 0:
             second["train.global_batch"] = global_batch // 2
-        third = {"after_steps": 3, "train.seq_len": seq_len, "model.rope_theta": 3e4}
+        third = {"after_steps": 3, "train.seq_len": seq_len, "model.mixer.rope.base": 3e4}
         return json.dumps([second, third])
 
     def is_legal(self, values: Values) -> bool:
@@ -400,7 +396,7 @@ def check_provable(cfg: Config) -> None:
             f"optim.name: {optimizer} takes the sign of a gradient, and where that is zero PowerSGD's "
             "factors leave their rounding errors"
         )
-    if model.positions != "rope" and (model.bias or model.qkv_bias):
+    if model.mixer.rope is None and getattr(model.mixer, "bias", None):
         raise ConfigError(
             f"optim.name: {optimizer} takes the sign of a gradient, and that of a k bias without RoPE is "
             "noise around zero"

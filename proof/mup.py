@@ -1,7 +1,7 @@
 """The coordinate check of muP (arXiv 2203.03466, appendix D.1): do activations change equally at every width?
 
 A recipe's model is trained for a few steps at widths that double, once in the standard parametrization and
-once with model.mup_base at the smallest width. With the width grows everything that may (heads, not
+once with model.mup.base at the smallest width. With the width grows everything that may (heads, not
 head_dim); depth, vocabulary, batch and learning rate stay.
 
 Measured on one batch: the mean |coordinate| of each kind of activation, and the mean |change| of its
@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 import config
 from build import build_run
-from config import Config, ConfigError, kv_heads
+from config import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    LatentConfig,
+    MupConfig,
+    kv_heads,
+    with_original_context,
+)
 from config.suggestions import check_rules
 from kernels.linear import linear
 from model.block import TransformerBlock
@@ -61,41 +69,50 @@ COLOURS = ("#7a7a7a", "#2f6db3", "#d9742b", "#2e9384", "#c2497a", "#8a6bb8")
 def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
     """The recipe at this width: fp32, one process, tiny in every direction that is not the width.
 
-    base: the smallest width, and model.mup_base if `mup`.
+    base: the smallest width, and model.mup.base if `mup`.
     """
     model = cfg.model
     num_heads = width // HEAD_DIM
-    heads_a_group = min(model.heads // kv_heads(model), base // HEAD_DIM)
+    heads_a_group = min(model.mixer.heads // kv_heads(model), base // HEAD_DIM)
     num_layers = max(LAYERS, model.first_dense + model.moe_every) if model.experts else LAYERS
 
     def grown(size: int | None) -> int | None:
         return None if size is None else max(1, round(size * (width / model.hidden)))
 
+    mixer: AttentionConfig | LatentConfig = model.mixer
+    if isinstance(mixer, LatentConfig):
+        mixer = replace(
+            mixer,
+            heads=num_heads,
+            kv_rank=grown(mixer.kv_rank),
+            q_rank=grown(mixer.q_rank),
+            nope_dim=HEAD_DIM // 2,
+            rope_dim=HEAD_DIM // 2,
+            v_dim=HEAD_DIM,
+        )
+    else:
+        mixer = replace(
+            mixer,
+            heads=num_heads,
+            kv_heads=None if mixer.kv_heads is None else num_heads // heads_a_group,
+            head_dim=HEAD_DIM,
+        )
     widened_model = replace(
         model,
         hidden=width,
-        ffn=grown(model.ffn),
+        mixer=with_original_context(mixer, SEQ_LEN),
+        mlp=replace(model.mlp, width=grown(model.mlp.width)),
         moe_ffn=grown(model.moe_ffn),
-        kv_rank=grown(model.kv_rank),
-        q_rank=grown(model.q_rank),
-        heads=num_heads,
-        kv_heads=None if model.kv_heads is None else num_heads // heads_a_group,
-        head_dim=None if model.kv_rank else HEAD_DIM,
-        nope_dim=HEAD_DIM // 2,
-        rope_dim=HEAD_DIM // 2,
-        v_dim=HEAD_DIM,
         layers=num_layers,
         vocab=VOCAB,
         vocab_multiple=32,
         context=SEQ_LEN,
-        rope_original=SEQ_LEN,
         dropout=0.0,
         jitter=0.0,
-        mtp=0,
+        mtp=None,
         capacity=None,
         pad=False,
-        mup_base=base if mup else None,
-        mup_head_dim=None,
+        mup=MupConfig(base=base) if mup else None,
     )
     train = replace(
         cfg.train,

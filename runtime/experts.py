@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from config import ModelConfig, has_experts
+from config import ModelConfig, has_experts, modules_ahead
 
 INK = "#333333"
 COLUMNS = 512  # time steps of the picture
@@ -110,7 +110,8 @@ class ExpertLoadMap:
             raise ValueError("model.experts: none, and there is no load to draw")
         self.experts = model.experts
         self.file = Path(run_dir) / "experts.npz"
-        self.layers = [layer for layer in range(model.layers + model.mtp) if has_experts(model, layer)]
+        all_layers = range(model.layers + modules_ahead(model))
+        self.layers = [layer for layer in all_layers if has_experts(model, layer)]
         self.every = 1
         self.counts = self.zero_columns(0)
         self.trouble: str | None = None  # why the file was not read

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Phase, Tree, phases_of
+from config import Config, ModelConfig, Phase, Tree, kv_heads, phases_of
 from config.phases import change_lines
 from config.version import VERSION
 from parallel.wire import clock
@@ -762,9 +762,9 @@ def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
 def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
     """parameters: (all, without embeddings)."""
     total, without_embeddings = parameters
-    heads = f"{model.heads} heads"
-    if model.kv_heads not in (None, model.heads):
-        heads += f" ({model.kv_heads} kv)"
+    heads = f"{model.mixer.heads} heads"
+    if kv_heads(model) != model.mixer.heads:
+        heads += f" ({kv_heads(model)} kv)"
     size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"
     parts = [
         f"{model.preset or 'its own shape'}   {size}",

@@ -36,7 +36,7 @@ from config import (
     provenance,
     span_of,
 )
-from config.phases import value_of
+from config.tree import value_at
 from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
@@ -299,22 +299,23 @@ def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, .
 
 def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
     """{key: what it comes to in a validation of a phase}."""
-    found = {key: value_of(phase.cfg, key) for key in EVALUATION_KEYS}
+    found = {key: value_at(phase.cfg, key) for key in EVALUATION_KEYS}
     if phase.cfg.data.valid is not None:  # read instead of a share of data.path
         found["data.path"] = found["data.split"] = None
     if phase.cfg.data.pack == "stream":
         found["data.span"] = span_of(phases, phase)
     for key in VALID_FIM_KEYS:
-        found[key] = value_of(phase.cfg, key) if phase.cfg.data.fim_valid else None
-    found[" x ".join(EVALUATION_SIZE)] = math.prod(value_of(phase.cfg, key) for key in EVALUATION_SIZE)
+        found[key] = value_at(phase.cfg, key) if phase.cfg.data.fim_valid else None
+    found[" x ".join(EVALUATION_SIZE)] = math.prod(value_at(phase.cfg, key) for key in EVALUATION_SIZE)
     return found
 
 
 def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """{section.key: its value in each run}, of the keys that are not the same in all."""
+    """{section.key: its value in each run}, of the keys that are not the same in all; None where a run has no
+    such key."""
     differing: dict[str, list[Any]] = {}
-    for key in runs[0].settings:
-        values = [run.settings[key] for run in runs]
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        values = [run.settings.get(key) for run in runs]
         if any(value != values[0] for value in values):
             differing[key] = values
     return differing

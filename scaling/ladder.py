@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import config
-from config import Config, ConfigError, ModelConfig
+from config import AttentionConfig, Config, ConfigError, MLPConfig, ModelConfig
 from config.sizes import sizes_at_width
 from config.suggestions import check_rules
 from plan.count import flops_per_token, parameters
@@ -239,7 +239,8 @@ def warmup_line(ladder: Ladder, depth: int) -> str | None:
 def config_of_depth(ladder: Ladder, depth: int) -> Config:
     """The recipe with the ladder's settings and the model of this depth."""
     cfg = config.resolve(ladder.recipe, None, words_of(ladder.settings))
-    return replace(cfg, model=replace(cfg.model, **model_keys(ladder, depth)))
+    tree = config.merge(asdict(cfg.model), model_keys(ladder, depth), ModelConfig)
+    return replace(cfg, model=config.build_tree(ModelConfig, tree, "model."))
 
 
 def model_keys(ladder: Ladder, depth: int) -> dict[str, int]:
@@ -249,14 +250,15 @@ def model_keys(ladder: Ladder, depth: int) -> dict[str, int]:
         "layers": depth,
         "hidden": hidden,
         **sizes_at_width(family_model(ladder.head_dim), hidden),
-        "mup_base": ladder.aspect * min(ladder.depths),
+        "mup.base": ladder.aspect * min(ladder.depths),
     }
 
 
 def family_model(head_dim: int) -> ModelConfig:
     """A model with the proportions of all sizes. The MLP is 8/3 as wide as the hidden state: its three
     matrices hold what two of 4 would."""
-    return ModelConfig(hidden=3 * head_dim, heads=3, kv_heads=3, head_dim=head_dim, ffn=8 * head_dim)
+    mixer = AttentionConfig(heads=3, kv_heads=3, head_dim=head_dim)
+    return ModelConfig(hidden=3 * head_dim, mixer=mixer, mlp=MLPConfig(width=8 * head_dim))
 
 
 def runs_of(ladder: Ladder, depth: int | None = None) -> list[LadderRun]:

@@ -24,10 +24,10 @@ LAPTOP_LADDER = {"train.seq_len": "64", "train.micro_batch": "32", "train.global
 LAPTOP_MODEL = {
     "model.layers": "4",
     "model.hidden": "64",
-    "model.heads": "4",
-    "model.kv_heads": "4",
-    "model.head_dim": "16",
-    "model.ffn": "176",
+    "model.mixer.heads": "4",
+    "model.mixer.kv_heads": "4",
+    "model.mixer.head_dim": "16",
+    "model.mlp.width": "176",
 }
 
 
@@ -36,10 +36,7 @@ def parse_settings(
 ) -> tuple[tuple[str, str], ...]:
     """The --section.key VALUE of a command line, over the laptop's where the recipe is the laptop's."""
     settings = dict(laptop) if recipe == "quickstart" else {}
-    for section, values in dotted_overrides(rest).items():
-        for key, value in values.items():
-            settings[f"{section}.{key}"] = value
-    return tuple(settings.items())
+    return tuple((settings | dotted_overrides(rest)).items())
 
 
 def refuse_own_keys(settings: Iterable[tuple[str, str]], own: Iterable[str], what: str) -> None:

@@ -15,9 +15,9 @@ data yet.
 
 DeepSeek's modules of multi-token prediction are read and written under the layer numbers after the last
 block, as published. transformers ignores them when it loads and drops them when it saves, so its logits do
-not cover them; a folder without them becomes a model without (model.mtp 0). Published folders keep copies of
-the embedding and the head beside them; these must be equal to the originals, and are not written. FP8 weights
-are refused (quantization_config).
+not cover them; a folder without them becomes a model without (model.mtp none). Published folders keep copies
+of the embedding and the head beside them; these must be equal to the originals, and are not written. FP8
+weights are refused (quantization_config).
 """
 import argparse
 import contextlib
@@ -40,7 +40,8 @@ from build import check_counts, check_size, tokenizer_of_run, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
-from config import Config, ConfigError, ModelConfig, Tree, provenance
+from checkpoint.hf_rules import spell_out
+from config import Config, ConfigError, ModelConfig, Tree, modules_ahead, provenance
 from config.command_line import CommandParser
 from config.suggestions import check_rules
 from config.terminal import output_width, wrapped
@@ -86,7 +87,7 @@ def from_hf(
     """
     family, model = hf_config.read_hf_config(folder)
     found = hf.stored_tensors(folder, family)
-    published_mtp = model.mtp
+    published_mtp = modules_ahead(model)
     model = hf.tie_embeddings(model, found)
     has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
     tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
@@ -120,9 +121,9 @@ def from_hf(
     if spec and not is_own and tokenizer_files.has_template(tokenizer_files.read_files(folder)):
         notes.append(f"the chat template of {folder} is not taken: {spec} is another tokenizer than its own")
     notes += vocab_notes(tok, model)
-    if published_mtp > model.mtp:
+    if published_mtp > modules_ahead(model):
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
-                     f"{published_mtp}: the model has none (model.mtp 0)")
+                     f"{published_mtp}: the model has none (model.mtp none)")
     notes += dropout_notes(folder)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
@@ -267,14 +268,7 @@ def with_all_values(model: ModelConfig) -> ModelConfig:
     """
     defaults = ModelConfig()
     training_only = {key: getattr(defaults, key) for key in config.TRAINING_ONLY_KEYS}
-    return replace(
-        model,
-        preset="",
-        kv_heads=config.kv_heads(model),
-        head_dim=config.head_dim(model),
-        moe_ffn=config.expert_ffn_size(model),
-        **training_only,
-    )
+    return replace(spell_out(model), preset="", **training_only)
 
 
 # ---- export ----------------------------------------------------------------------------------------------
@@ -500,17 +494,17 @@ def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
 def probes(model: ModelConfig) -> list[Tensor]:
     """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the attention window."""
     shapes = [(2, min(PROBED, model.context))]
-    if model.window and model.window < min(model.context, MOST_PROBED):
-        shapes.append((1, min(model.window + PROBED, model.context)))
+    if model.mixer.window and model.mixer.window < min(model.context, MOST_PROBED):
+        shapes.append((1, min(model.mixer.window + PROBED, model.context)))
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(config.vocab_size(model), shape, generator=generator) for shape in shapes]
 
 
 def window_notes(model: ModelConfig) -> list[str]:
     """[that the logits were compared within the window alone]; [] if they were compared beyond it."""
-    if not model.window or model.window < min(model.context, MOST_PROBED):
+    if not model.mixer.window or model.mixer.window < min(model.context, MOST_PROBED):
         return []
-    return [f"the logits were compared over {PROBED} tokens, within the window of {model.window:,}"]
+    return [f"the logits were compared over {PROBED} tokens, within the window of {model.mixer.window:,}"]
 
 
 @torch.no_grad()

@@ -43,8 +43,8 @@ import config
 from build import build_run, with_vocab
 from config import Config, ConfigError, phases_of, unused
 from config.command_line import CommandParser
-from config.phases import with_values
 from config.terminal import output_width, table_lines, wrapped
+from config.tree import with_values
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
 from model.flops import mean_keys
@@ -256,7 +256,7 @@ def record_one(
     cfg: Config, dims: ParallelDims, chip: Chip | None, answers: Mapping[int, object], rank: int
 ) -> RoleSummary:
     torch.set_num_threads(1)
-    facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.window))
+    facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.mixer.window))
     return summarize(record_role(cfg, dims, rank, chip, program_of(cfg), answers=answers), facts)
 
 

@@ -232,7 +232,7 @@ def check_words(argv: list[str]) -> Config | None:
     None for a branch, which is left to the ranks: the settings that it goes on with are in a checkpoint.
     """
     name, file, overrides = config.split_argv(argv)
-    if config.dotted_overrides(overrides).get("checkpoint", {}).get("branch") in (None, "none"):
+    if config.dotted_overrides(overrides).get("checkpoint.branch") in (None, "none"):
         return config.resolve(name, file, overrides)
     return None
 
@@ -413,7 +413,7 @@ def elastic_config(words: list[str]) -> tuple[Config, Path]:
 
     name, file, overrides = config.split_argv(words)
     given = config.dotted_overrides(overrides)
-    if "branch" in given.get("checkpoint", {}) and not {"name", "dir"} <= set(given.get("log", {})):
+    if "checkpoint.branch" in given and not given.keys() >= {"log.name", "log.dir"}:
         raise ConfigError("checkpoint.branch: of an elastic job, give --log.name and --log.dir too")
     cfg = with_own_folder(branch.resolve(name, file, overrides), file, overrides)
     if cfg.log.name is None:

@@ -387,8 +387,7 @@ def settings(given: list[str], of_layout: list[str]) -> str:
     """The settings of a command line and those of a layout, each key once."""
     words: dict[str, str] = {}
     for argv in (given, of_layout):
-        for section, values in config.dotted_overrides(argv).items():
-            words |= {f"--{section}.{key}": value for key, value in values.items()}
+        words |= {f"--{path}": value for path, value in config.dotted_overrides(argv).items()}
     return " ".join(f"{key} {shlex.quote(value)}" for key, value in words.items())
 
 

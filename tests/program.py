@@ -13,6 +13,7 @@ from ranks import MODEL, corpus  # noqa: F401  corpus is for those who import th
 
 import config
 import train
+from config.tree import with_values
 from parallel.topology.dims import GROUP_AXES
 from parallel.wire import comm
 from parallel.wire.world import World
@@ -28,7 +29,7 @@ def settings(prefix: str, *args: str, name: str = "llama3-tiny", **sections) -> 
     name, file, rest = config.split_argv([*argv, "--checkpoint.every", "none", *args])
     cfg = config.resolve(name, file, rest)
     return replace(
-        cfg, **{section: replace(getattr(cfg, section), **keys) for section, keys in sections.items()}
+        cfg, **{section: with_values(getattr(cfg, section), keys) for section, keys in sections.items()}
     )
 
 

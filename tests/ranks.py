@@ -22,16 +22,14 @@ from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from runtime.failure import fail_cleanly
 
-MODEL = (
+SIZES = (
     "--model.layers",
     "2",
     "--model.hidden",
     "32",
-    "--model.heads",
+    "--model.mixer.heads",
     "4",
-    "--model.kv_heads",
-    "2",
-    "--model.ffn",
+    "--model.mlp.width",
     "48",
     "--train.seq_len",
     "16",
@@ -52,6 +50,7 @@ MODEL = (
     "--optim.warmup",
     "2",
 )
+MODEL = (*SIZES, "--model.mixer.kv_heads", "2")
 
 
 def corpus(folder: pathlib.Path) -> str:

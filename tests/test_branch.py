@@ -97,7 +97,8 @@ def test_a_source_that_says_it_is_huge_is_refused_before_memory_is_taken(home):
     path = home / "huge" / "checkpoints" / "step_00000006"
     shutil.copytree(home / "source" / "checkpoints" / "step_00000006", path)
     meta, index = (json.loads((path / name).read_text()) for name in ("meta.json", "index.json"))
-    meta["config"]["model"]["hidden"] = meta["config"]["model"]["ffn"] = 1_000_000
+    model = meta["config"]["model"]
+    model["hidden"] = model["mlp"]["width"] = 1_000_000
     text = json.dumps(meta).encode()
     (path / "meta.json").write_bytes(text)
     index["files"]["meta.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}

@@ -200,7 +200,7 @@ LARGE = (
     "2",
     "--model.hidden",
     "64",
-    "--model.ffn",
+    "--model.mlp.width",
     "96",
     "--model.vocab",
     "300",
@@ -267,7 +267,7 @@ def test_every_tensor_starts_as_it_should(name):
     parts = (
         {"attn.o", "down", "embed"}
         | ({"router"} if cfg.model.experts else set())
-        | ({"kv_a", "kv_b"} if cfg.model.kv_rank else set())
+        | ({"kv_a", "kv_b"} if cfg.model.mixer.kind == "latent" else set())
     )
     assert all(any(part in key for key in seen.values()) for part in parts)
 
@@ -690,7 +690,7 @@ def test_sight_is_the_brute_force_mask_for_every_way_to_cut_documents(window):
 def test_a_layer_hears_of_the_tokens_that_it_sees_and_of_no_other(prefix, window, cut):
     """One block: another token at place k changes the output at place q exactly where q sees k. Documents
     begin at 5 and 7."""
-    cfg = settings(prefix, model={"layers": 1, "window": window, "vocab": 257})
+    cfg = settings(prefix, model={"layers": 1, "mixer.window": window, "vocab": 257})
     run, s = build_run(cfg, Mesh.single(), CPU, None, 2), 16
     docs = (torch.arange(s) >= 5).int() + (torch.arange(s) >= 7).int() if cut else None
     positions = torch.arange(s) - (0 if docs is None else torch.tensor([0, 5, 7])[docs.long()])

@@ -140,7 +140,7 @@ def forge(checkpoint, change):
     "change",
     [
         {"hidden": 10**6},
-        {"ffn": 10**9},
+        {"mlp": {"width": 10**9}},
         {"vocab": 10**12},
         {"layers": 10**6},
         {"experts": 10**6, "top_k": 2, "moe_ffn": 48},

@@ -50,11 +50,9 @@ ARGS = (
     "1",
     "--model.hidden",
     "32",
-    "--model.heads",
+    "--model.mixer.heads",
     "4",
-    "--model.kv_heads",
-    "2",
-    "--model.ffn",
+    "--model.mlp.width",
     "48",
     "--train.seq_len",
     "32",
@@ -109,7 +107,8 @@ class Launch:
 
 
 def step_once(monkeypatch, *args: str, mesh: Mesh | None = None) -> None:
-    cfg = config.resolve("llama3-tiny", None, [*ARGS, *args])
+    grouped = () if "latent" in args else ("--model.mixer.kv_heads", "2")
+    cfg = config.resolve("llama3-tiny", None, [*ARGS, *grouped, *args])
     monkeypatch.setattr(spec, "draw_normal", lambda *_: None)  # initial weights are drawn on the host
     with META:
         run = build_run(cfg, mesh or Mesh.single(), META, None, 10)
@@ -129,7 +128,7 @@ LAYOUTS = [
     "--parallel.tp 2 --parallel.sp true --parallel.async_tp true",
     "--parallel.cp 2",
     "--parallel.cp 2 --parallel.cp_kind ulysses",
-    "--parallel.cp 2 --data.doc_mask true --model.window 8",
+    "--parallel.cp 2 --data.doc_mask true --model.mixer.window 8",
     "--parallel.pp 2",
     "--parallel.pp 2 --parallel.schedule zb-v",
     "--parallel.zero 1",
@@ -188,8 +187,8 @@ CASES = [
     "--model.dropout 0.1",
     "--model.dropout 0.1 --parallel.recompute full",
     "--data.doc_mask true",
-    "--model.window 8",
-    "--model.qk_norm true --parallel.recompute selective --parallel.recompute_parts core,norm,act",
+    "--model.mixer.window 8",
+    "--model.mixer.qk_norm head --parallel.recompute selective --parallel.recompute_parts core,norm,act",
     "--parallel.schedule zb-h1",
     "--train.dtype fp16",
     "--optim.name muon",
@@ -197,13 +196,15 @@ CASES = [
     "--optim.name lars",
     "--optim.name lion",
     "--optim.name sgd",
-    "--model.mtp 1",
-    "--model.positions learned --model.norm layernorm --model.activation gelu --model.bias true "
+    "--model.mtp.modules 1",
+    "--model.positions learned --model.mixer.rope none --model.mixer.bias all --model.norm.kind layernorm "
+    "--model.mlp.activation gelu --model.mlp.bias true "
     "--model.tied true",
-    "--model.kv_rank 16 --model.kv_heads none --model.rope_kind yarn --model.rope_factor 4",
+    "--model.mixer.kind latent --model.mixer.kv_rank 16 --model.mixer.rope.scaling.kind yarn "
+    "--model.mixer.rope.scaling.factor 4",
     "--parallel.zero 3",
     "--optim.clip none",
-    "--log.noise_scale true --model.mup_base 16",
+    "--log.noise_scale true --model.mup.base 16",
 ]
 
 

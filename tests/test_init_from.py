@@ -26,9 +26,9 @@ ROOT = Path(__file__).parent.parent
 SMALL = {
     "model.layers": 3,
     "model.hidden": 16,
-    "model.heads": 2,
-    "model.kv_heads": 2,
-    "model.ffn": 24,
+    "model.mixer.heads": 2,
+    "model.mixer.kv_heads": 2,
+    "model.mlp.width": 24,
     "model.vocab_multiple": 64,
     "train.steps": 1,
     "train.seq_len": 16,
@@ -131,7 +131,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], keys) ->
 
 def test_the_same_model_takes_all_and_the_header_says_from_where(home, plain):
     """Dropout, kernel, seed, batch: none of them is the function."""
-    settings = {"model__dropout": 0.1, "model__attention": "sdpa", "train__seed": 7, "train__seq_len": 8}
+    settings = {"model__dropout": 0.1, "model__mixer__kernel": "sdpa", "train__seed": 7, "train__seq_len": 8}
     told = trains(home, "same", **plain, **settings)
     found, source = weights(home / "runs" / "same"), weights(home / "runs" / "plain")
     assert found.keys() == source.keys() and same(found, source, source)
@@ -143,11 +143,11 @@ def test_the_same_model_takes_all_and_the_header_says_from_where(home, plain):
 @pytest.mark.parametrize(
     "key, here, said",
     [
-        ("window", 4, "model.window none there and 4 here"),
+        ("mixer.window", 4, "model.mixer.window none there and 4 here"),
         ("layers", 2, "model.layers 3 there and 2 here"),
         ("tied", "true", "model.tied false there and true here"),
-        ("heads", 4, "model.heads 2 there and 4 here"),
-        ("rope_theta", 7, "model.rope_theta 500000.0 there and 7.0 here"),
+        ("mixer.heads", 4, "model.mixer.heads 2 there and 4 here"),
+        ("mixer.rope.base", 7, "model.mixer.rope.base 500000.0 there and 7.0 here"),
         ("vocab", 300, "model.vocab 257 there and 300 here"),
     ],
 )
@@ -158,27 +158,30 @@ def test_another_function_is_refused_with_both_values_and_the_way_out(home, plai
 
 def test_what_is_refused_of_the_key_itself(home, plain):
     for changes, said in (
-        ("model.window", "model.window is none there and here"),
+        ("model.mixer.window", "model.mixer.window is none there and here"),
+        ("model.mixer.kv_rank", "model.mixer.kv_rank is a key that the model here does not have"),
         ("data.tokenizer", "data.tokenizer is the same there and here"),
         ("gate.weight", "gate.weight names no weight, neither there nor here"),
-        ("model.windw", "model.windw: no such key; did you mean model.window?"),
+        ("model.windw", "model.windw: no such key; did you mean model.mixer.window?"),
         ("train.seed", "train.seed does not change what weights compute; leave it out"),
     ):
         line = refused(home, **plain, checkpoint__init_changes=changes)
         assert line.startswith("error: checkpoint.init_changes: ") and said in line, line
-    assert "checkpoint.init_from, which is none" in refused(home, checkpoint__init_changes="model.window")
-    both = refused(home, **plain, model__window=4, model__layers=2, checkpoint__init_changes="model.window")
-    assert "model.layers 3 there" in both and f"{CHANGES} model.window,model.layers" in both, both
+    window = {"checkpoint__init_changes": "model.mixer.window"}
+    assert "checkpoint.init_from, which is none" in refused(home, **window)
+    both = refused(home, **plain, model__mixer__window=4, model__layers=2, **window)
+    assert "model.layers 3 there" in both and f"{CHANGES} model.mixer.window,model.layers" in both, both
 
 
 # ---- what is stated ----------------------------------------------------------------------------------------
 
 
 def test_another_window_takes_all(home, plain):
-    told = trains(home, "window", **plain, model__window=4, checkpoint__init_changes="model.window")
+    window = {"model__mixer__window": 4, "checkpoint__init_changes": "model.mixer.window"}
+    told = trains(home, "window", **plain, **window)
     source = weights(home / "runs" / "plain")
     assert same(weights(home / "runs" / "window"), source, source)
-    assert "changed  model.window none -> 4" in told and "dropped" not in told
+    assert "changed  model.mixer.window none -> 4" in told and "dropped" not in told
 
 
 @pytest.mark.slow(every=2)
@@ -221,7 +224,7 @@ def test_a_larger_vocabulary_takes_the_rows_of_the_tokens(home, plain, vocab, ro
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [8, 40])
 def test_another_number_of_learned_positions(home, context):
-    learned = {"model__positions": "learned", "train__seq_len": 8}
+    learned = {"model__positions": "learned", "model__mixer__rope": "none", "train__seq_len": 8}
     if not (home / "runs" / "learned").exists():
         trains(home, "learned", **learned, model__context=16)
     settings = {**learned, "model__context": context, "train__seed": 9}
@@ -239,8 +242,8 @@ def test_another_number_of_learned_positions(home, context):
 @pytest.mark.slow
 def test_modules_of_further_tokens_keep_their_place_behind_the_last_block(home):
     """They are numbered after the blocks: layers.3 is a module of three blocks, and a block of four."""
-    trains(home, "modules", model__mtp=1)
-    of = {"checkpoint__init_from": home / "runs" / "modules", "model__mtp": 1}
+    trains(home, "modules", model__mtp__modules=1)
+    of = {"checkpoint__init_from": home / "runs" / "modules", "model__mtp__modules": 1}
     trains(home, "two", **of, model__layers=2, checkpoint__init_changes="model.layers")
     told = trains(home, "four", **of, model__layers=4, checkpoint__init_changes="model.layers")
     source = weights(home / "runs" / "modules")
@@ -286,7 +289,7 @@ def test_weights_that_one_side_lacks_are_refused_by_name(home):
     reason."""
     source = damaged(home, "edited", without="mlp.up", extra="attn.gate.weight")
     of = {"checkpoint__init_from": source}
-    for more in ({}, {"model__window": 4, "checkpoint__init_changes": "model.window"}):
+    for more in ({}, {"model__mixer__window": 4, "checkpoint__init_changes": "model.mixer.window"}):
         line = refused(home, **of, **more)
         assert "weights there without a place here: 3 (layers.0.attn.gate.weight, layers.1.attn" in line
         assert "weights here that are not there: 3 (layers.0.mlp.up.weight, " in line, line
@@ -452,13 +455,13 @@ def test_a_resume_under_another_tokenizer_advises_nothing_that_harms(pieces):
 @pytest.mark.slow
 def test_a_resume_of_another_model_advises_what_works(home, plain):
     """The command that it names, with what it says, trains."""
-    settings = {"model__window": 4, "train__steps": 2}
+    settings = {"model__mixer__window": 4, "train__steps": 2}
     code, told = program("train.py", *words(home, "plain", settings))
     line = told.splitlines()[-1]
-    assert code == 2 and line.startswith("error: model.window: "), told
+    assert code == 2 and line.startswith("error: model.mixer.window: "), told
     advice = line.rpartition("--log.name OTHER ")[2].split()
     code, told = program("train.py", *words(home, "advised", settings), *advice)
-    assert code == 0 and "changed  model.window none -> 4" in told, told
+    assert code == 0 and "changed  model.mixer.window none -> 4" in told, told
 
 
 def test_documents_that_begin_otherwise_are_refused_until_it_is_stated(pieces):
@@ -503,7 +506,7 @@ def test_an_imported_model(pieces):
     assert f"weights  from {checkpoint(imported)} (step 0)" in told
     source, found = weights(imported), weights(home / "runs" / "tuned")
     assert found.keys() == source.keys() and same(found, source, found)
-    assert "model.norm_eps 1e-05 there and 0.01 here" in refused(home, **of, model__norm_eps=0.01)
+    assert "model.norm.eps 1e-05 there and 0.01 here" in refused(home, **of, model__norm__eps=0.01)
     assert "data.tokenizer " in refused(home, **{**of, "data__path": home / "b"})
 
     # data that contradicts the imported config: to leave data.tokenizer out is no way out

@@ -19,7 +19,8 @@ from proof.mutate.checkout import checkout_files
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = (
-    "--model.layers 1 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 --train.steps 2 "
+    "--model.layers 1 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 --model.mlp.width 48 "
+    "--train.steps 2 "
     "--train.seq_len 16 --train.micro_batch 1 --train.global_batch 4 --train.threads 1 --eval.batches 1 "
     "--eval.every none --eval.sample 0 --data.path corpus --log.name tiny"
 ).split()

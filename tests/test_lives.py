@@ -30,9 +30,9 @@ RECIPE = ["llama3-tiny"]
 BASE = {
     "model.layers": 1,
     "model.hidden": 16,
-    "model.heads": 2,
-    "model.kv_heads": 2,
-    "model.ffn": 16,
+    "model.mixer.heads": 2,
+    "model.mixer.kv_heads": 2,
+    "model.mlp.width": 16,
     "train.steps": 24,
     "train.seq_len": 16,
     "train.micro_batch": 2,
@@ -167,7 +167,7 @@ class Plan:
 def flops_of_token(length: int) -> float:
     """Forward and backward: two for each weight of a matrix and its input, and of attention two products with
     the keys and the values that a token sees, half of the sequence."""
-    hidden, ffn, vocab = BASE["model.hidden"], BASE["model.ffn"], 257
+    hidden, ffn, vocab = BASE["model.hidden"], BASE["model.mlp.width"], 257
     weights = 4 * hidden * hidden + 3 * hidden * ffn + hidden * vocab
     return 3 * (2 * weights + 2 * 2 * hidden * (length + 1) / 2)
 

@@ -177,7 +177,7 @@ def test_what_else_a_checkpoint_holds(tmp_path, trains, words):
 @pytest.mark.slow
 def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
     phases = tmp_path / "phases.yaml"
-    phases.write_text("- after_steps: 3\n  train.seq_len: 32\n  model.rope_theta: 2e5\n")
+    phases.write_text("- after_steps: 3\n  train.seq_len: 32\n  model.mixer.rope.base: 2e5\n")
     more = ("--train.phases", str(phases), "--checkpoint.async_save", "true")
     assert not any(trains("dp2 zero1", *more, name="clean").codes)
     truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")

@@ -19,6 +19,7 @@ import train
 from build import build_run
 from config import unused
 from config.schema import ModelConfig
+from config.tree import every_path, hints_of, leaves, members_of, part_types, value_at
 from kernels import attention
 from model import moe
 from parallel.microbatch import Microbatch
@@ -26,7 +27,7 @@ from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 
 CPU = torch.device("cpu")
-SIZE = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 100, "context": 64}
+SIZE = {"layers": 2, "hidden": 32, "mixer.heads": 4, "mlp.width": 48, "vocab": 100, "context": 64}
 TRAIN = {"steps": 9, "seq_len": 16, "micro_batch": 2, "global_batch": 4, "dtype": "fp64"}
 
 
@@ -146,13 +147,19 @@ def same(a, b) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """key: is set to `to` beside `base`. changes: fields of Seen. right(before, after): how."""
+    """key: is set to `to` beside `base`, a part that may be none as a whole. also: what it needs. changes:
+    fields of Seen. right(before, after): how."""
 
     key: str
     to: object
     changes: set[str]
     right: Callable[[Seen, Seen], bool] = lambda before, after: True
     base: dict = dataclasses.field(default_factory=dict)
+    also: dict = dataclasses.field(default_factory=dict)
+
+    def changed(self, base: dict) -> dict:
+        """The model with the key."""
+        return {**base, **self.also, self.key: self.to}
 
     def __str__(self) -> str:
         return f"{self.key}={self.to}-{'-'.join(f'{k}={v}' for k, v in self.base.items())}"
@@ -253,6 +260,14 @@ def mup(before: Seen, after: Seen) -> bool:
     )
 
 
+def narrower_base(before: Seen, after: Seen) -> bool:
+    """Half the base: hidden matrices learn half as fast, logits are half."""
+    q = "layers.0.attn.q.weight"
+    return (before.rates[q], after.rates[q]) == (0.5, 0.25) and torch.allclose(
+        after.logits, before.logits / 2, rtol=1e-9
+    )
+
+
 def only(kind: str):
     return lambda before, after: before.kernels == {"blocks"} and after.kernels == {kind}
 
@@ -314,9 +329,12 @@ def filled_up(before: Seen, after: Seen) -> bool:
 VALUES = {"logits", "loss", "gradients"}
 NEW = {"shapes", *VALUES}
 ROUTED = {"told", "rows"}
-ROPE = {"rope_factor": 4.0, "rope_original": 16}
-YARN = {**ROPE, "rope_kind": "yarn"}
-LATENT = {"kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
+SCALED = {"kind": "llama3", "factor": 4.0, "original": 16}
+ROPE = {f"mixer.rope.scaling.{key}": value for key, value in SCALED.items()}
+YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
+LATENT_SIZES = {"mixer.kv_rank": 12, "mixer.nope_dim": 8, "mixer.rope_dim": 4, "mixer.v_dim": 6}
+LATENT = {"mixer.kind": "latent", **LATENT_SIZES}
+LEARNED = {"positions": "learned", "mixer.rope": None}
 MIXTURE = {"experts": 4, "top_k": 2, "moe_ffn": 16}
 FULL = {**MIXTURE, "capacity": 1.0}
 TRAINED = {"loss", "gradients"}
@@ -329,63 +347,75 @@ CASES = [
         NEW - {"gradients"},
         lambda before, after: all(64 in shape for shape in after.shapes.values()),
     ),  # no tensor keeps its shape: there are no gradients to compare
-    Case("heads", 2, VALUES),
-    Case("kv_heads", 2, NEW, shaped(attn_to_k=(16, 32), attn_to_v=(16, 32))),
+    Case("mixer.heads", 2, VALUES),
+    Case("mixer.kv_heads", 2, NEW, shaped(attn_to_k=(16, 32), attn_to_v=(16, 32))),
     Case(
-        "head_dim",
+        "mixer.head_dim",
         16,
         NEW,
         shaped(attn_to_q=(64, 32), attn_to_k=(64, 32), attn_to_v=(64, 32), attn_to_o=(32, 64)),
     ),
-    Case("ffn", 64, NEW, shaped(mlp_to_gate=(64, 32), mlp_to_up=(64, 32), mlp_to_down=(32, 64))),
+    Case("mlp.width", 64, NEW, shaped(mlp_to_gate=(64, 32), mlp_to_up=(64, 32), mlp_to_down=(32, 64))),
     Case("vocab", 120, VALUES, more_ids),
     Case("vocab_multiple", 50, {"shapes"}, shaped(embed=(100, 32), head=(100, 32))),
-    Case("context", 128, {"shapes"}, shaped(positions=(128, 32)), {"positions": "learned"}),
-    Case("norm", "layernorm", NEW, added("attn_norm.bias", "mlp_norm.bias", "norm.bias")),
-    Case("norm_eps", 1e-2, VALUES),
-    Case("activation", "gelu", NEW, added(gone=("mlp.gate",))),
+    Case("context", 128, {"shapes"}, shaped(positions=(128, 32)), LEARNED),
+    Case("norm.kind", "layernorm", NEW, added("attn_norm.bias", "mlp_norm.bias", "norm.bias")),
+    Case("norm.eps", 1e-2, VALUES),
+    Case("mlp.activation", "gelu", NEW, added(gone=("mlp.gate",))),
     Case("positions", "learned", NEW, added("positions.weight")),
-    Case("rope_theta", 500.0, VALUES),
-    Case("rope_factor", 4.0, VALUES, base={"rope_original": 16}),
-    Case("rope_kind", "yarn", VALUES, base=ROPE),
-    Case("rope_low_freq", 2.0, VALUES, base=ROPE),
-    Case("rope_high_freq", 6.0, VALUES, base=ROPE),
-    Case("rope_original", 32, VALUES, base=ROPE),
-    Case("rope_mscale", 0.5, VALUES, base=YARN),
-    Case("rope_mscale_all", 1.0, VALUES, base={**YARN, **LATENT}),
-    Case("rope_pairs", True, VALUES, base=LATENT),
+    Case("mixer.rope", None, VALUES),
+    Case("mixer.rope.base", 500.0, VALUES),
+    Case("mixer.rope.scaling", SCALED, VALUES),
+    Case("mixer.rope.scaling.factor", 8.0, VALUES, base=ROPE),
+    Case("mixer.rope.scaling.kind", "yarn", VALUES, base=ROPE),
+    Case("mixer.rope.scaling.low_freq", 2.0, VALUES, base=ROPE),
+    Case("mixer.rope.scaling.high_freq", 6.0, VALUES, base=ROPE),
+    Case("mixer.rope.scaling.original", 32, VALUES, base=ROPE),
+    Case("mixer.rope.scaling.mscale", 0.5, VALUES, base=YARN),
+    Case("mixer.rope.scaling.mscale_all", 1.0, VALUES, base={**YARN, **LATENT}),
+    Case("mixer.rope.pairs", True, VALUES),
+    Case("mixer.rope.pairs", True, VALUES, base=LATENT),
     Case("tied", True, NEW, added(gone=("head.weight",))),
+    Case("mixer.bias", "all", NEW, added("attn.q.bias", "attn.k.bias", "attn.v.bias", "attn.o.bias")),
+    Case("mixer.bias", "qkv", NEW, added("attn.q.bias", "attn.k.bias", "attn.v.bias")),
+    Case("mlp.bias", True, NEW, added("mlp.gate.bias", "mlp.up.bias", "mlp.down.bias")),
+    Case("mixer.qk_norm", "head", NEW, added("attn.q_norm.weight", "attn.k_norm.weight")),
     Case(
-        "bias",
-        True,
+        "mixer.qk_norm",
+        "whole",
         NEW,
-        added(
-            *(f"{p}.bias" for p in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"))
-        ),
+        shaped(attn_to_q_norm=(32,), attn_to_k_norm=(32,)),
+        {"mixer.qk_norm": "head"},
     ),
-    Case("qkv_bias", True, NEW, added("attn.q.bias", "attn.k.bias", "attn.v.bias")),
-    Case("qk_norm", True, NEW, added("attn.q_norm.weight", "attn.k_norm.weight")),
-    Case("qk_norm_whole", True, NEW, shaped(attn_to_q_norm=(32,), attn_to_k_norm=(32,)), {"qk_norm": True}),
     Case(
-        "kv_rank",
-        12,
+        "mixer.kind",
+        "latent",
         NEW,
         added("attn.kv_a", "attn.kv_b", "attn.kv_norm", gone=("attn.k.", "attn.v.")),
-        {**LATENT, "kv_rank": None},
+        also=LATENT_SIZES,
     ),
-    Case("q_rank", 20, NEW, added("attn.q_a", "attn.q_b", "attn.q_norm", gone=("attn.q.",)), LATENT),
-    Case("nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
-    Case("rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
-    Case("v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
-    Case("mtp", 1, {"shapes", "gradients"}, further),
-    Case("mtp_weight", 0.6, {"gradients"}, twice_the_module, {"mtp": 1}),
-    Case("window", 4, VALUES, far_tokens_alone),
+    Case(
+        "mixer.kv_rank",
+        16,
+        NEW,
+        shaped(attn_to_kv_a=(20, 32), attn_to_kv_b=(56, 16), attn_to_kv_norm=(16,)),
+        LATENT,
+    ),
+    Case("mixer.q_rank", 20, NEW, added("attn.q_a", "attn.q_b", "attn.q_norm", gone=("attn.q.",)), LATENT),
+    Case("mixer.nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
+    Case("mixer.rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
+    Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
+    Case("mtp", {"modules": 1}, {"shapes", "gradients"}, further),
+    Case("mtp.modules", 2, {"shapes", "gradients"}, added("layers.3."), {"mtp.modules": 1}),
+    Case("mtp.weight", 0.6, {"gradients"}, twice_the_module, {"mtp.modules": 1}),
+    Case("mixer.window", 4, VALUES, far_tokens_alone),
     Case("dropout", 0.2, TRAINED),
     Case("init_std", 0.05, {"start"}, std_times(2.5)),
-    Case("mup_base", 16, {*VALUES, "start", "rates"}, mup),
-    Case("mup_head_dim", 4, VALUES, base={"mup_base": 16}),
-    Case("attention", "reference", {"kernels"}, only("reference")),
-    Case("attention", "sdpa", {"kernels"}, only("sdpa")),
+    Case("mup", {"base": 16}, {*VALUES, "start", "rates"}, mup),
+    Case("mup.base", 8, {*VALUES, "start", "rates"}, narrower_base, {"mup.base": 16}),
+    Case("mup.head_dim", 4, VALUES, base={"mup.base": 16}),
+    Case("mixer.kernel", "reference", {"kernels"}, only("reference")),
+    Case("mixer.kernel", "sdpa", {"kernels"}, only("sdpa")),
     Case(
         "experts",
         4,
@@ -461,19 +491,26 @@ CASES = [
     Case("pad", True, {"rows"}, filled_up, FULL),
 ]
 ELSEWHERE = {"preset": "below: it says where the others start from"}
-NEEDS_A_GPU = {("attention", "flash"), ("attention", "triton")}  # tests/kernels/test_attention.py
+NEEDS_A_GPU = {("mixer.kernel", "flash"), ("mixer.kernel", "triton")}  # tests/kernels/test_attention.py
+
+
+def choices(cls: type, prefix: str = "") -> set[tuple[str, str]]:
+    """(path, word) of every word that a key may have."""
+    found: set[tuple[str, str]] = set()
+    for name, hint in hints_of(cls).items():
+        for member in members_of(hint):
+            found |= {(prefix + name, word) for word in typing.get_args(member)}
+        for part in part_types(hint):
+            found |= choices(part, f"{prefix}{name}.")
+    return found
 
 
 def test_no_key_and_no_choice_is_forgotten():
-    assert {case.key for case in CASES} | ELSEWHERE.keys() == {
-        field.name for field in dataclasses.fields(ModelConfig)
-    }
-    for key, kind in typing.get_type_hints(ModelConfig).items():
-        if typing.get_origin(kind) is typing.Literal:
-            tried = {(key, case.to) for case in CASES if case.key == key}
-            assert tried | {c for c in NEEDS_A_GPU if c[0] == key} == {
-                (key, c) for c in typing.get_args(kind)
-            } - {(key, getattr(ModelConfig, key))}
+    paths = every_path(ModelConfig)
+    assert {case.key for case in CASES} | ELSEWHERE.keys() == paths.keys()
+    defaults = {(path, getattr(owner, name, None)) for path, (owner, name) in paths.items()}
+    tried = {(case.key, case.to) for case in CASES if isinstance(case.to, str)}
+    assert tried | NEEDS_A_GPU == choices(ModelConfig) - defaults
 
 
 @pytest.fixture(scope="module")
@@ -482,7 +519,7 @@ def seen():
     known = {}
 
     def get(model: dict) -> Seen:
-        key = tuple(sorted(model.items(), key=str))
+        key = str(sorted(model.items()))
         if key not in known:
             known[key] = look(model)
         return known[key]
@@ -490,10 +527,10 @@ def seen():
     return get
 
 
-@pytest.mark.slow(every=4, core=["qk_norm_whole=True-qk_norm=True"])
+@pytest.mark.slow(every=4, core=["mixer.qk_norm=whole-mixer.qk_norm=head"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_does_what_it_says_and_nothing_else(seen, case):
-    before, after = seen(case.base), seen({**case.base, case.key: case.to})
+    before, after = seen(case.base), seen(case.changed(case.base))
     changed = {
         f.name for f in dataclasses.fields(Seen) if not same(getattr(before, f.name), getattr(after, f.name))
     }
@@ -506,9 +543,15 @@ def test_it_does_what_it_says_and_nothing_else(seen, case):
 # Other kinds of models than the one that CASES start from. A key that one of their modules does not read
 # must be refused there, or named as one without effect.
 OTHER_KINDS = {
-    "latent attention": {**LATENT, "q_rank": 20},
+    "latent attention": {**LATENT, "mixer.q_rank": 20},
     "mixture": {**MIXTURE, "shared_experts": 1},
-    "learned positions": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
+    "learned positions": {
+        **LEARNED,
+        "norm.kind": "layernorm",
+        "mlp.activation": "gelu",
+        "mlp.bias": True,
+        "mixer.bias": "all",
+    },
 }
 
 
@@ -517,10 +560,10 @@ OTHER_KINDS = {
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_acts_in_every_kind_of_model_or_is_refused(seen, case, kind):
     base = {**OTHER_KINDS[kind], **case.base}
-    keyed = {**base, case.key: case.to}
+    keyed = case.changed(base)
     if keyed == base:
         return  # it is what this kind is made of
-    if (kind, case.key) == ("mixture", "ffn"):
+    if (kind, case.key) == ("mixture", "mlp.width"):
         return  # every layer has experts: it is what an export gives as the width of dense layers
     try:
         before, after = seen(base), seen(keyed)
@@ -541,7 +584,12 @@ def test_it_acts_in_every_kind_of_model_or_is_refused(seen, case, kind):
 @pytest.mark.parametrize("name", ["gpt2-tiny", "deepseek-v3-tiny"])
 def test_a_preset_is_what_models_yaml_has(name):
     entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
-    model = dataclasses.asdict(config.from_tree({"model": {"preset": name}}).model)
-    assert model == {**dataclasses.asdict(ModelConfig()), **entry, "preset": name} and len(entry) > 5
+    model = config.from_tree({"model": {"preset": name}}).model
+    has = {path: None if value == "none" else value for path, value in config.flatten_tree(entry).items()}
+    for path, value in leaves(model):
+        part, _, key = path.rpartition(".")
+        default = getattr(type(value_at(model, part) if part else model), key, None)
+        assert value == {"preset": name, **has}.get(path, default), path
+    assert len(entry) > 5 and has.keys() <= {path for path, _ in leaves(model)}
     over = config.from_tree({"model": {"preset": name, "layers": 7}}).model
     assert over.layers == 7 and over.hidden == entry["hidden"]

@@ -124,12 +124,14 @@ class NoDoubles(TorchDispatchMode):
 MPS_CASES = [
     "--train.dtype fp32",
     "--train.dtype bf16 --data.doc_mask true --model.dropout 0.1",
-    "--train.dtype fp16 --parallel.recompute full --model.window 8",
+    "--train.dtype fp16 --parallel.recompute full --model.mixer.window 8",
     "--optim.name muon --train.dtype bf16",
     "--optim.name lamb",
-    "--model.mtp 1 --model.positions learned --model.norm layernorm --model.activation gelu",
-    "--model.kv_rank 16 --model.kv_heads none --model.rope_kind yarn --model.rope_factor 4",
-    "--model.qk_norm true --log.noise_scale true --model.mup_base 16 --optim.states bf16",
+    "--model.mtp.modules 1 --model.positions learned --model.mixer.rope none --model.norm.kind layernorm "
+    "--model.mlp.activation gelu",
+    "--model.mixer.kind latent --model.mixer.kv_rank 16 --model.mixer.rope.scaling.kind yarn "
+    "--model.mixer.rope.scaling.factor 4",
+    "--model.mixer.qk_norm head --log.noise_scale true --model.mup.base 16 --optim.states bf16",
 ]
 
 
@@ -211,7 +213,7 @@ def test_an_evaluation_on_the_gpu_of_a_mac_has_no_fp64():
     ("--train.compile true", "train.compile"),
     ("--parallel.offload both", "parallel.offload=both"),
     ("--train.cuda_graphs true", "train.device=mps, which has no graphs"),
-    ("--model.attention triton", "train.device is mps"),
+    ("--model.mixer.kernel triton", "train.device is mps"),
     ("--parallel.tp 2", "2 ranks"),
 ])
 def test_what_the_gpu_of_a_mac_does_not_run_is_named(args, says):

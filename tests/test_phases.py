@@ -55,7 +55,7 @@ def home(tmp_path_factory):
 - after_steps: 3
   train.seq_len: 32
   train.micro_batch: 1
-  model.rope_theta: 2e5
+  model.mixer.rope.base: 2e5
   data.path: 0.4 {b} 0.6 {a}
 - after_tokens: {3 * 4 * 16 + 3 * 4 * 32}
   train.global_batch: 8
@@ -150,7 +150,7 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
     cpu, tokens = torch.device("cpu"), torch.arange(97, 113)[None]
     positions = torch.arange(16)[None]
     rows = [
-        {"after_steps": 2, "model.rope_theta": 100.0, "train.global_batch": 8, "train.micro_batch": 4},
+        {"after_steps": 2, "model.mixer.rope.base": 100.0, "train.global_batch": 8, "train.micro_batch": 4},
         {"after_steps": 4, "train.seq_len": 32, "optim.lr": 5e-2, "optim.decay": "constant"},
     ]
     train = {"steps": 6, "phases": json.dumps(rows)}
@@ -386,7 +386,10 @@ CONTINUED = [{"after_steps": 4, "train.global_batch": 8}, {"after_steps": 9, "tr
         # others
         ([{"after_steps": 3, "train.global_batch": 8}, CONTINUED[1]], "phase 2: train.global_batch 4, not 8"),
         ([{**CONTINUED[0], "optim.lr": 1e-2}, CONTINUED[1]], "phase 2: optim.lr as before, not 0.01"),
-        ([{**CONTINUED[0], "model.window": 8}, CONTINUED[1]], "phase 2: model.window None, not 8"),
+        (
+            [{**CONTINUED[0], "model.mixer.window": 8}, CONTINUED[1]],
+            "phase 2: model.mixer.window None, not 8",
+        ),
         ([CONTINUED[0]], "phase 1: data.span 64, not 16"),
         ([CONTINUED[0], {"after_steps": 10, "train.seq_len": 64}],
          "phase 2: another length or blend comes after step 9 (to another train.seq_len), not after step 10"),
@@ -453,7 +456,7 @@ def test_every_layout_runs_the_same_phases(ranks, tmp_path, name, parallel, chan
     cfg = tiny_config(name, 2)
     rows = [
         {"after_steps": 1, "train.seq_len": 16, "optim.lr": 2e-3, "optim.decay": "linear", **changed},
-        {"after_steps": 3, "train.seq_len": 32, "train.global_batch": 4, "model.rope_theta": 3e4},
+        {"after_steps": 3, "train.seq_len": 32, "train.global_batch": 4, "model.mixer.rope.base": 3e4},
     ]
     cfg = dataclasses.replace(
         cfg,
@@ -516,7 +519,8 @@ def test_what_is_refused(tmp_path, text, words):
 def test_a_phase_keeps_the_number_of_learned_positions(tmp_path):
     """Refused before the first step, and not where the phase begins, where the checkpoint would not fit."""
     path = write_phases(tmp_path, "- after_steps: 3\n  model.context: 64\n")
-    more = ("--data.path", corpus(tmp_path), "--model.positions", "learned", "--model.context", "32")
+    learned = "--model.positions learned --model.mixer.rope none --model.context 32"
+    more = ("--data.path", corpus(tmp_path), *learned.split())
     assert run(tmp_path, "learned", "", (*more, "--train.phases", path)) == 2
     told = (tmp_path / "learned.log").read_text().splitlines()
     assert told[-1].startswith("error: train.phases: phase 2: model.context: 32 -> 64 "), told[-1]

@@ -183,18 +183,20 @@ def test_a_flipped_bit_is_named_under_other_layouts(tmp_path, args, name):
 # that each rank repeats, rounding by chance, averages, and updates that ranks share
 SOUND = [
     "--parallel.tp 2 --parallel.sp true --parallel.zero 0",
-    "--parallel.tp 4 --model.kv_heads 2 --train.global_batch 2",
+    "--parallel.tp 4 --model.mixer.kv_heads 2 --train.global_batch 2",
     "--parallel.tp 2 --parallel.pp 2 --train.ema 0.9",
-    "--parallel.tp 2 --parallel.cp 2 --model.positions learned --model.bias true --model.norm layernorm",
+    "--parallel.tp 2 --parallel.cp 2 --model.positions learned --model.mixer.rope none "
+    "--model.mixer.bias all --model.mlp.bias true --model.norm.kind layernorm",
     "--parallel.pp 2 --model.tied true --parallel.zero 1 --train.dtype bf16 --optim.states bf16",
-    "--parallel.pp 2 --model.tied true --parallel.tp 2 --model.mtp 1",
+    "--parallel.pp 2 --model.tied true --parallel.tp 2 --model.mtp.modules 1",
     "--parallel.dp_rep 2 --parallel.zero 3 --train.dtype bf16",
     "--parallel.zero 0 --optim.name muon --parallel.reduce hierarchy --parallel.node 2",
     "--parallel.zero 0 --optim.name muon --parallel.tp 2",
     "--parallel.zero 0 --parallel.compress int8 --parallel.tp 2",
     "--parallel.zero 0 --parallel.compress powersgd --parallel.powersgd_rank 2 --checkpoint.async_save true",
     "--parallel.zero 2 --train.dtype bf16 --parallel.compress_weights fp8 --checkpoint.async_save true",
-    "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --parallel.tp 2 --model.hidden 64 --model.ffn 64",
+    "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --parallel.tp 2 --model.hidden 64 "
+    "--model.mlp.width 64",
     "--parallel.zero 1 --parallel.offload optimizer --train.dtype fp16 --parallel.tp 2",
     "--model.experts 4 --model.top_k 2 --parallel.ep 2 --parallel.tp 2 --model.router_bias true",
     "--model.experts 4 --model.top_k 2 --parallel.ep 2 --parallel.zero 1 --optim.name muon",

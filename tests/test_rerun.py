@@ -32,7 +32,9 @@ LAYOUTS = {  # (ranks, words)
     "dp2 zero1": (2, "--parallel.zero 1 --train.dtype bf16 --optim.states bf16"),
     "dp2 zero2": (2, "--parallel.zero 2 --log.noise_scale true"),
     "dp2 zero3": (2, "--parallel.zero 3 --model.tied true --eval.every 2"),
-    "fp8": (2, "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --model.hidden 64 --model.ffn 64"),
+    "fp8": (
+        2, "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --model.hidden 64 --model.mlp.width 64"
+    ),
     "int8": (2, "--parallel.zero 0 --parallel.compress int8"),
     "powersgd": (2, "--parallel.zero 0 --parallel.compress powersgd --parallel.powersgd_rank 2"),
     "ring": (2, "--parallel.zero 1 --parallel.reduce ring"),

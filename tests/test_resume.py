@@ -26,11 +26,11 @@ ARGS = [
     "1",
     "--model.hidden",
     "32",
-    "--model.heads",
+    "--model.mixer.heads",
     "4",
-    "--model.kv_heads",
+    "--model.mixer.kv_heads",
     "2",
-    "--model.ffn",
+    "--model.mlp.width",
     "48",
     "--model.dropout",
     "0.1",
@@ -330,7 +330,7 @@ def test_settings_that_would_spoil_the_run_are_refused(home):
     for extra, word in (
         (("--train.seed", "5"), "train.seed"),
         (("--train.global_batch", "8"), "train.global_batch"),
-        (("--model.ffn", "64"), "model.ffn"),
+        (("--model.mlp.width", "64"), "model.mlp.width"),
         (("--data.tokenizer", "bytes"), "model.vocab"),
         (("--checkpoint.resume", "none"), "checkpoint.resume"),
     ):

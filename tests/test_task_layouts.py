@@ -49,7 +49,7 @@ def home(tmp_path_factory):
 
 def arguments(home, name, recipe, more=""):
     files = [str(home / f"text{number}.jsonl") for number in range(len(TEXTS))]
-    size = [] if recipe != "gpt2-tiny" else ["--model.kv_heads", "none"]
+    size = [] if recipe != "gpt2-tiny" else ["--model.mixer.kv_heads", "none"]
     return [
         recipe,
         *MODEL,

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from build import build_run, load_run
 from config import Config
+from config.tree import with_values
 from model.sharding import parallel_dims
 from parallel.sharding.boxes import Box
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from plan.search import set_keys
 from proof import lattice
 from proof.random_tokens import RandomTokens
 from proof.verify.cells import chosen
@@ -132,7 +132,8 @@ def test_two_steps_are_those_of_one_process(ranks, name, world, words):
 
 @pytest.mark.parametrize("sp", [True, False])
 def test_two_steps_of_ranks_that_share_key_heads(ranks, sp):
-    cfg = set_keys(tiny_config("llama3-tiny", 4), {"model.kv_heads": 2, "parallel.tp": 4, "parallel.sp": sp})
+    values = {"model.mixer.kv_heads": 2, "parallel.tp": 4, "parallel.sp": sp}
+    cfg = with_values(tiny_config("llama3-tiny", 4), values)
     check_two_steps(ranks(4), cfg)
 
 

@@ -9,8 +9,8 @@ MEMORY_EVERY = 2
 MEMORY_SAVES = (2, 4, 6, 8)  # a save on the disk takes the place of one in memory
 EVALUATE_EVERY = 4
 MODEL = (
-    "--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2",
-    "--model.ffn", "48", "--model.dropout", "0.1",
+    "--model.layers", "2", "--model.hidden", "32", "--model.mixer.heads", "4", "--model.mixer.kv_heads", "2",
+    "--model.mlp.width", "48", "--model.dropout", "0.1",
 )
 MIXTURE = ("--model.experts", "4", "--model.top_k", "2")
 RUN = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import kernels.grad
-from config import Config, has_experts
+from config import Config, has_experts, modules_ahead
 from model.block import BlockOutput
 from model.context import ForwardContext, LossInputs
 from model.describe import mesh_of_one_stage
@@ -280,7 +280,7 @@ class PartRunner:
 
     def __init__(self, form: PartForm, mesh: Mesh, device: torch.device, recorder: Recorder) -> None:
         cfg = form.cfg
-        self.facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.window))
+        self.facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.mixer.window))
         self.recorder = recorder
         first, last = layers_of_part(cfg, form.layer)
         self.stage = PipelineStage(cfg, mesh, first, last)
@@ -300,7 +300,7 @@ class PartRunner:
 
         # a microbatch, and the hidden states before and after
         lengths = (cfg.train.seq_len,) if cfg.data.doc_mask else ()
-        whole = microbatch(cfg, device, 1, lengths).with_tokens_ahead(cfg.model.mtp)
+        whole = microbatch(cfg, device, 1, lengths).with_tokens_ahead(modules_ahead(cfg.model))
         self.microbatch = shard_batch(whole, mesh.cp)
         b, s = self.microbatch.tokens.shape
         shape = (b, s // mesh.tp.size if cfg.parallel.sp else s, cfg.model.hidden)

@@ -338,8 +338,8 @@ TABLE = (
     Mutation(
         what="ring attention ignores document boundaries (axolotl 4002)",
         file="parallel/context/zigzag.py",
-        old="if documents is not None:",
-        new="if documents is not None and pair.distance == 0:",
+        old="visible = make_attention_mask(*place, window, documents, device,",
+        new="visible = make_attention_mask(*place, window, None if pair.distance else documents, device,",
         model="llama3-tiny",
         world=2,
         layout="cp2 zero0 mb1 cp-ring docs",
@@ -347,8 +347,8 @@ TABLE = (
     Mutation(
         what="the window is counted in local places",
         file="parallel/context/zigzag.py",
-        old="tokens_back = pair.distance * chunk_size + inside",
-        new="tokens_back = min(pair.distance, 1) * chunk_size + inside",
+        old="place = (pair.query_chunk * chunk_size, chunk_size, pair.key_chunk * chunk_size, chunk_size)",
+        new="place = (min(pair.distance, 1) * chunk_size, chunk_size, 0, chunk_size)",
         model="mistral-tiny",
         world=2,
         layout="cp2 zero0 mb1 cp-ring",
@@ -627,7 +627,7 @@ TABLE = (
     Mutation(
         what="the embedding of further tokens on the last stage is a table of its own",
         file="model/embedding.py",
-        old="is_shared = cfg.model.tied or cfg.model.mtp > 0",
+        old="is_shared = cfg.model.tied or cfg.model.mtp is not None",
         new="is_shared = cfg.model.tied",
         model="deepseek-v3-tiny",
         world=2,

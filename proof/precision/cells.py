@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
-from config import Config, ConfigError
+from config import Config, ConfigError, MTPConfig
 from model.schedules import plan_pipeline
 from proof.precision.job import DTYPES, LEARNING_RATES, precision_config
 from proof.verify.overrides import Overrides
@@ -48,7 +48,7 @@ EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, train.fp8 and model.mtp
     {"fp8": "blockwise"},
     {"recompute": "selective"},
     {"recompute": "full"},
-    {"mtp": 1},
+    {"mtp": MTPConfig()},
 )
 PREFIXES = {  # of the values of keys in the name of a cell
     "schedule": "",
@@ -95,6 +95,8 @@ class Cell:
         if dp > 1:
             named.append(f"dp{dp}")
 
+        if "mtp" in keys:
+            keys["mtp"] = keys["mtp"].modules
         for key, value in keys.items():
             named.append(key.replace("_", "-") if value is True else f"{PREFIXES.get(key, key)}{value}")
         return " ".join(named)

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 import config
-from config import Config, ConfigError
+from config import Config, ConfigError, with_original_context
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from proof.verify.overrides import Overrides
-from proof.verify.tiny_config import arguments
+from proof.verify.tiny_config import arguments, shrunk_mixer
 
 STEPS = 6
 FP16_STEPS = 10  # enough for a loss scale that falls and grows
@@ -58,6 +58,18 @@ NEEDED = {
     "model.jitter": "the bounds of --precision hold without random masks",
 }
 
+MIXER_SIZES = {
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "window": 11,
+    "kv_rank": 32,
+    "q_rank": 32,
+    "nope_dim": 16,
+    "rope_dim": 16,
+    "v_dim": 16,
+}
+
 
 def write_corpus(folder: Path) -> str:
     """Writes a data set of 80 documents as scripts.tokenize does, and returns its prefix.
@@ -99,24 +111,16 @@ def precision_config(
     cfg = config.resolve(name, None, arguments(settings))
 
     model = cfg.model
+    mixer = shrunk_mixer(model.mixer, MIXER_SIZES)
     shrunk = replace(
         model,
         layers=4,
         hidden=64,
-        heads=4,
-        kv_heads=None if model.kv_heads is None else 2,
-        head_dim=None if model.head_dim is None else 16,
-        ffn=64,
+        mixer=with_original_context(mixer, 16),
+        mlp=replace(model.mlp, width=64),
         vocab=None,
         vocab_multiple=32,
         context=32,
-        rope_original=16,
-        window=None if model.window is None else 11,
-        kv_rank=model.kv_rank and 32,
-        q_rank=model.q_rank and 32,
-        nope_dim=16,
-        rope_dim=16,
-        v_dim=16,
     )
     if model.experts:
         shrunk = replace(

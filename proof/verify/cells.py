@@ -47,7 +47,7 @@ def words(values: Values, world: int) -> list[str]:
         ("fp8", values["fp8"] is not None),
         (values["fp8"], values["fp8"] is not None),
         (values["name"], values["name"] != "adamw"),
-        ("mup", values["mup_base"] is not None),
+        ("mup", values["mup"] is not None),
         (values["recompute"], values["recompute"] != "none"),
         ("ema", values["ema"] is not None),
         ("async", values["async_save"]),

@@ -20,9 +20,9 @@ result is NaN until it is awaited, and nothing may be written meanwhile (paralle
 stage, within bounds that follow from the dtype (proof/precision/__init__.py).
 `--coord` proves no layout, but muP: how far training moves activations, by width (proof/mup.py).
 
-Overrides, as train.py takes them, prove an edit of the model without a new recipe: `--model.activation gelu`
-is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells vary
-(--only chooses those) and keys that the proof needs.
+Overrides, as train.py takes them, prove an edit of the model without a new recipe: `--model.mlp.activation
+gelu` is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells
+vary (--only chooses those) and keys that the proof needs.
 """
 import difflib
 import json
@@ -31,7 +31,6 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
-from dataclasses import fields
 from pathlib import Path
 
 import config
@@ -39,6 +38,7 @@ from config import ConfigError
 from config.command_line import CommandParser
 from config.parts import part_of
 from config.terminal import hanging_lines, output_width
+from config.tree import every_path
 from model.schedules import plan_pipeline
 from proof import lattice, mup, precision
 from proof.lattice import Lattice, Values
@@ -161,7 +161,7 @@ def parse_options(argv: list[str]) -> Namespace:
 def refuse_unknown(words: list[str], options: list[str]) -> None:
     """Raises ConfigError for words that are neither one of the command's options nor an override."""
     option = words[0].partition("=")[0]
-    keys = {field.name for section in config.sections().values() for field in fields(section)}
+    keys = {path.rpartition(".")[2] for path in every_path(config.Config)}
     near = difflib.get_close_matches(option, options, 1)
     if near and option.removeprefix("--") not in keys:
         raise ConfigError(f"{option}: no such option; did you mean {near[0]}?")

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 
 import config
 from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree, unused
-from config.phases import phases_text, value_of
+from config.phases import phases_text
+from config.tree import value_at
 
 # {key that the cells vary: the words of --only that choose its values}
 CELL_WORDS = {
@@ -40,8 +41,9 @@ CELL_WORDS = {
     "model.context": "wide or no-wide",
     "model.capacity": "capacity, padded, no-capacity or no-padded",
     "model.pad": "padded or no-padded",
-    "model.mup_base": "mup or no-mup",
-    "model.mup_head_dim": "mup or no-mup",
+    "model.mup": "mup or no-mup",
+    "model.mup.base": "mup or no-mup",
+    "model.mup.head_dim": "mup or no-mup",
     "optim.name": " or ".join(name for name in OPTIMIZERS if name != OptimConfig.name),
     "optim.states": "adamw-bf16 or no-adamw-bf16",
     "model.vocab_multiple": "vocab128 or no-vocab128",
@@ -85,7 +87,7 @@ class Overrides:
     settings: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        """`model.activation=gelu model.qk_norm=true`"""
+        """`model.mlp.activation=gelu model.mixer.qk_norm=head`"""
         return " ".join(f"{key}={value}" for key, value in self.settings)
 
     def title(self, name: str) -> str:
@@ -104,10 +106,9 @@ class Overrides:
             return cfg
         changed: Tree = {}
         for path, value in self.settings:
-            section, _, key = path.partition(".")
             if path == "train.phases":
-                value = phases_text(value, config.parse_phase_key)
-            changed.setdefault(section, {})[key] = value
+                value = phases_text(value)
+            changed[path] = value
         return config.build_tree(Config, config.merge(asdict(cfg), changed))
 
 
@@ -138,10 +139,7 @@ def read_overrides(words: list[str]) -> Overrides:
 
     Raises ConfigError, as train.py does, if a key is unknown, or a value is missing or of the wrong type.
     """
-    settings: list[tuple[str, str]] = []
-    for section, keys in config.dotted_overrides(words).items():
-        settings += [(f"{section}.{key}", value) for key, value in keys.items()]
-    overrides = Overrides(tuple(settings))
+    overrides = Overrides(tuple(config.dotted_overrides(words).items()))
     overrides.apply(Config())
     return overrides
 
@@ -186,8 +184,8 @@ def check_reached(overrides: Overrides, cfgs: list[Config], world: int, program:
     for cfg in cfgs:
         kept = overrides.apply(cfg)
         for path in overrides.keys():
-            if value_of(cfg, path) != value_of(kept, path):
-                raise ConfigError(f"{path}: {program} sets it to {value_of(cfg, path)}; leave it out")
+            if value_at(cfg, path) != value_at(kept, path):
+                raise ConfigError(f"{path}: {program} sets it to {value_at(cfg, path)}; leave it out")
     for path in overrides.keys():
         rows = [unused_row(cfg, path, world) for cfg in cfgs]
         row = rows[0] if rows and None not in rows else None

@@ -9,7 +9,9 @@ import tokenizers
 
 import config
 from checkpoint.branch import NOT_INHERITED, branch_config
-from config import CheckpointConfig, Config
+from config import CheckpointConfig, Config, with_original_context
+from config.schema import Mixer
+from config.tree import with_values
 from data import fim, tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import Tokenizer
@@ -58,6 +60,25 @@ def arguments(settings: Mapping[str, object]) -> list[str]:
     return words
 
 
+MIXER_SIZES = {
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 8,
+    "window": 11,
+    "kv_rank": 12,
+    "q_rank": 20,
+    "nope_dim": 8,
+    "rope_dim": 4,
+    "v_dim": 6,
+}
+
+
+def shrunk_mixer(mixer: Mixer, sizes: Mapping[str, int]) -> Mixer:
+    """The mixer with these sizes, in the place of those that it states."""
+    stated = {name: size for name, size in sizes.items() if getattr(mixer, name, None) is not None}
+    return replace(mixer, **stated)
+
+
 def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -> Config:
     """The recipe `name`, shrunk so that a laptop proves a layout in seconds; its features stay.
 
@@ -70,24 +91,16 @@ def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -
     cfg = config.resolve(name, None, arguments({**SETTINGS, "train.global_batch": global_batch}))
 
     model = cfg.model
+    mixer = shrunk_mixer(model.mixer, MIXER_SIZES)
     shrunk = replace(
         model,
         layers=8,
         hidden=32,
-        heads=8,
-        kv_heads=None if model.kv_heads is None else 4,
-        head_dim=None if model.head_dim is None else 8,
-        ffn=48,
+        mixer=with_original_context(mixer, 16),
+        mlp=replace(model.mlp, width=48),
         vocab=257,
         vocab_multiple=32,
         context=32,
-        rope_original=16,
-        window=None if model.window is None else 11,
-        kv_rank=model.kv_rank and 12,
-        q_rank=model.q_rank and 20,
-        nope_dim=8,
-        rope_dim=4,
-        v_dim=6,
     )
     if model.experts:
         shrunk = replace(
@@ -213,4 +226,4 @@ def trunk_of(cfg: Config) -> Config:
     trunk = without_start(cfg)
     if cfg.checkpoint.init_from is None:
         return trunk
-    return replace(trunk, model=replace(trunk.model, norm_eps=10 * trunk.model.norm_eps))
+    return with_values(trunk, {"model.norm.eps": 10 * trunk.model.norm.eps})

@@ -45,15 +45,12 @@ def args(tmp_path, **more):
 
 def test_the_models_are_those_of_the_targets():
     shapes = Shape.gpu_models(False)
-    sizes = {name: parameters(config.ModelConfig(**s.model_keys())) for name, s in shapes.items()}
+    models = {name: config.build_tree(config.ModelConfig, s.model_keys()) for name, s in shapes.items()}
+    sizes = {name: parameters(model) for name, model in models.items()}
     assert [round(sizes[n]["total"] / 1e9, 2) for n in ("dense", "moe", "8b")] == [1.57, 3.87, 8.03]
     assert round(sizes["moe"]["active"] / 1e9, 1) == 0.7 and shapes["dense-128k"].vocab > 128000
-    assert flops_per_token(config.ModelConfig(**shapes["dense"].model_keys()), 4096) == pytest.approx(
-        10.43e9, rel=2e-3
-    )
-    assert flops_per_token(config.ModelConfig(**shapes["moe"].model_keys()), 4096) == pytest.approx(
-        4.53e9, rel=2e-3
-    )
+    assert flops_per_token(models["dense"], 4096) == pytest.approx(10.43e9, rel=2e-3)
+    assert flops_per_token(models["moe"], 4096) == pytest.approx(4.53e9, rel=2e-3)
     assert {e.model for e in PLAN} == set(shapes)
 
 
@@ -67,7 +64,8 @@ def test_packed_documents_cost_what_unpacked_ones_do(tiny):
         assert shape.model_keys() == dense.model_keys()
 
     def flops(shape):
-        return flops_per_token(config.ModelConfig(**shape.model_keys()), shape.seq, shape.documents)
+        model = config.build_tree(config.ModelConfig, shape.model_keys())
+        return flops_per_token(model, shape.seq, shape.documents)
 
     assert flops(packed) == flops(dense) > flops(uneven)
     row = {"ms": 100.0}

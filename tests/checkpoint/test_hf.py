@@ -10,19 +10,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoint import hf
-from config import ConfigError, ModelConfig
+from config import ConfigError, ModelConfig, build_tree, merge
 from parallel.sharding.boxes import Box
 
 D, F, V, PADDED = 12, 20, 37, 128
+SIZES = {"layers": 2, "hidden": D, "mixer.heads": 3, "mlp.width": F, "vocab": V, "context": 9}
+GPT2 = {
+    "mixer": {"bias": "all", "rope": None},
+    "mlp": {"activation": "gelu", "bias": True},
+    "norm.kind": "layernorm",
+    "positions": "learned",
+}
 
 
 def model(kind, tied):
-    m = {"layers": 2, "hidden": D, "heads": 3, "ffn": F, "vocab": V, "context": 9, "tied": tied}
-    return (
-        ModelConfig(**m, norm="layernorm", activation="gelu", positions="learned", bias=True)
-        if kind == "gpt2"
-        else ModelConfig(**m, kv_heads=1)
-    )
+    rest = GPT2 if kind == "gpt2" else {"mixer.kv_heads": 1}
+    return build_tree(ModelConfig, merge(SIZES | {"tied": tied}, rest, ModelConfig))
 
 
 def pieces(kind, tied, fill=None):

@@ -11,7 +11,9 @@ import torch
 import config
 from checkpoint import hf_config
 from checkpoint.hf_families import FAMILIES
-from config import ConfigError, ModelConfig
+from checkpoint.hf_rules import spell_out
+from config import ConfigError, Llama3Scaling, ModelConfig, RopeConfig
+from config.tree import value_at
 from plan.count import parameters
 
 NONE = {"bos_token_id": None, "eos_token_id": None}
@@ -85,11 +87,9 @@ SCALED = {
 }
 
 
-def preset(name):
-    entry = config.presets()[name]
-    return config.build_tree(
-        ModelConfig, {"vocab": 1000, **{k: v for k, v in entry.items() if k != "recipe"}}
-    )
+def preset(name, change={}):
+    entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
+    return config.build_tree(ModelConfig, config.merge({"vocab": 1000, **entry}, change, ModelConfig))
 
 
 def read(tmp_path, said):
@@ -99,13 +99,7 @@ def read(tmp_path, said):
 
 def full(m):
     plain = {key: getattr(ModelConfig(), key) for key in config.TRAINING_ONLY_KEYS}  # theirs are others
-    return replace(
-        m,
-        kv_heads=config.kv_heads(m),
-        head_dim=config.head_dim(m),
-        moe_ffn=config.expert_ffn_size(m),
-        **plain,
-    )
+    return replace(spell_out(m), **plain)
 
 
 @pytest.mark.parametrize("name", config.presets())
@@ -153,13 +147,8 @@ def test_both_spellings_mean_the_same(tmp_path):
     v5 = {**LLAMA, "rope_parameters": {"rope_theta": 5e5, **SCALED}, "dtype": "float32"}
     assert read(tmp_path, v4) == read(tmp_path, v5)
     m = read(tmp_path, v5)[1]
-    assert (m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original) == (
-        5e5,
-        8.0,
-        1.0,
-        4.0,
-        64,
-    )
+    scaling = Llama3Scaling(factor=8.0, low_freq=1.0, high_freq=4.0, original=64)
+    assert m.mixer.rope == RopeConfig(base=5e5, scaling=scaling)
 
 
 QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
@@ -168,26 +157,35 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
 @pytest.mark.parametrize(
     "said, field, value",
     [
-        ({}, "norm_eps", 1e-6),
+        ({}, "norm.eps", 1e-6),
         ({}, "tied", False),
-        ({}, "kv_heads", None),
-        ({}, "rope_theta", 10000.0),
+        ({}, "mixer.kv_heads", None),
+        ({}, "mixer.rope.base", 10000.0),
         ({}, "context", 2048),  # transformers' defaults
-        ({"rope_scaling": None}, "rope_factor", None),
-        ({"rope_scaling": {"type": "default"}}, "rope_factor", None),
+        ({"rope_scaling": None}, "mixer.rope.scaling", None),
+        ({"rope_scaling": {"type": "default"}}, "mixer.rope.scaling", None),
         (
             {"rope_scaling": {k: v for k, v in SCALED.items() if k[0] != "o"}, "max_position_embeddings": 77},
-            "rope_original",
+            "mixer.rope.scaling.original",
             77,
         ),
-        ({"attention_bias": True, "mlp_bias": True}, "bias", True),
-        ({"head_dim": 8}, "head_dim", None),
-        ({"head_dim": 10}, "head_dim", 10),
-        ({"model_type": "mistral", "num_key_value_heads": 2}, "window", 4096),
-        ({"model_type": "mistral", "sliding_window": None}, "window", None),
-        ({**QWEN, "sliding_window": 7, "max_window_layers": 0}, "window", None),
-        ({**QWEN, "use_sliding_window": True, "sliding_window": 7}, "window", None),
-        ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, "window", 7),
+        ({"attention_bias": True, "mlp_bias": True}, "mixer.bias", "all"),
+        ({"attention_bias": True, "mlp_bias": True}, "mlp.bias", True),
+        ({"attention_bias": True}, "mixer.bias", "all"),
+        ({"attention_bias": True}, "mlp.bias", False),
+        ({"mlp_bias": True}, "mixer.bias", None),
+        ({"mlp_bias": True}, "mlp.bias", True),
+        ({"head_dim": 8}, "mixer.head_dim", None),
+        ({"head_dim": 10}, "mixer.head_dim", 10),
+        ({"model_type": "mistral", "num_key_value_heads": 2}, "mixer.window", 4096),
+        ({"model_type": "mistral", "sliding_window": None}, "mixer.window", None),
+        ({**QWEN, "sliding_window": 7, "max_window_layers": 0}, "mixer.window", None),
+        ({**QWEN, "use_sliding_window": True, "sliding_window": 7}, "mixer.window", None),
+        (
+            {**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+            "mixer.window",
+            7,
+        ),
         (
             {
                 **QWEN,
@@ -195,7 +193,7 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
                 "sliding_window": 7,
                 "layer_types": ["sliding_attention"] * 2,
             },
-            "window",
+            "mixer.window",
             7,
         ),
         (
@@ -206,72 +204,85 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
                 "max_window_layers": 0,
                 "layer_types": ["full_attention"] * 2,
             },
-            "window",
+            "mixer.window",
             None,
         ),
-        ({**DEEPSEEK, "num_nextn_predict_layers": 0}, "kv_heads", None),
-        (DEEPSEEK_V2, "q_rank", 1536),
-        ({**DEEPSEEK, "q_lora_rank": None}, "q_rank", None),
-        (DEEPSEEK, "mtp", 1),
-        (DEEPSEEK, "rope_pairs", True),
-        ({**DEEPSEEK, "rope_interleave": False}, "rope_pairs", False),
-        ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope_mscale", 1.0),
+        ({**DEEPSEEK, "num_nextn_predict_layers": 0}, "mtp", None),
+        (DEEPSEEK_V2, "mixer.q_rank", 1536),
+        ({**DEEPSEEK, "q_lora_rank": None}, "mixer.q_rank", None),
+        (DEEPSEEK, "mtp.modules", 1),
+        (DEEPSEEK, "mixer.rope.pairs", True),
+        ({**DEEPSEEK, "rope_interleave": False}, "mixer.rope.pairs", False),
+        ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mixer.rope.scaling.mscale", 1.0),
         (
             {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.8}},
-            "rope_mscale_all",
+            "mixer.rope.scaling.mscale_all",
             0.8,
         ),
-        ({"rope_scaling": YARN}, "rope_high_freq", 32.0),
-        ({"rope_scaling": {**YARN, "beta_fast": 1.0}}, "rope_high_freq", 1.0),  # a step, as of Kimi K2
-        ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "rope_mscale", 0.0),
-        ({"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.0}}, "rope_mscale", 1.0),
-        ({**DEEPSEEK, "num_mtp_layers": 2}, "mtp", 2),
+        ({"rope_scaling": YARN}, "mixer.rope.scaling.high_freq", 32.0),
+        (
+            {"rope_scaling": {**YARN, "beta_fast": 1.0}},  # a step, as of Kimi K2
+            "mixer.rope.scaling.high_freq",
+            1.0,
+        ),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "mixer.rope.scaling.mscale", 0.0),
+        (
+            {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.0}},
+            "mixer.rope.scaling.mscale",
+            1.0,
+        ),
+        ({**DEEPSEEK, "num_mtp_layers": 2}, "mtp.modules", 2),
         ({**DEEPSEEK, **MIXTURE, "first_k_dense_replace": 0, "num_local_experts": 4}, "experts", 4),
         ({**LLAMA, "model_type": "mixtral", "num_experts": 4}, "experts", 4),
-        ({**QWEN, "model_type": "qwen2_moe", "layer_types": ["full_attention"] * 2}, "window", None),
-        ({**LLAMA, "model_type": "olmoe", "head_dim": 8}, "head_dim", None),
-        ({**QWEN, "model_type": "qwen3"}, "head_dim", 128),
-        ({**QWEN, "model_type": "qwen3"}, "qk_norm", True),
-        (SEED, "qkv_bias", True),
-        ({**SEED, "attention_bias": False}, "qkv_bias", False),
-        ({**SEED, "attention_out_bias": True, "mlp_bias": True}, "bias", True),
-        (SEED, "head_dim", 128),
+        ({**QWEN, "model_type": "qwen2_moe", "layer_types": ["full_attention"] * 2}, "mixer.window", None),
+        ({**LLAMA, "model_type": "olmoe", "head_dim": 8}, "mixer.head_dim", None),
+        ({**QWEN, "model_type": "qwen3"}, "mixer.head_dim", 128),
+        ({**QWEN, "model_type": "qwen3"}, "mixer.qk_norm", "head"),
+        (SEED, "mixer.bias", "qkv"),
+        ({**SEED, "attention_bias": False}, "mixer.bias", None),
+        ({**SEED, "attention_out_bias": True, "mlp_bias": True}, "mixer.bias", "all"),
+        ({**SEED, "attention_out_bias": True, "mlp_bias": True}, "mlp.bias", True),
+        ({**SEED, "attention_out_bias": True}, "mlp.bias", False),
+        ({**SEED, "mlp_bias": True}, "mixer.bias", "qkv"),
+        ({**SEED, "mlp_bias": True}, "mlp.bias", True),
+        (SEED, "mixer.head_dim", 128),
         (STARCODER, "tied", True),
-        (STARCODER, "window", None),
-        ({**STARCODER, "sliding_window": 4096}, "window", 4096),
-        (STARCODER, "norm_eps", 1e-5),
-        (SOLAR, "rope_theta", 1e6),
-        (SOLAR, "ffn", 100),
-        ({**SOLAR, "intermediate_size": None}, "ffn", 20),
-        ({**SOLAR, "attention_bias": True}, "qkv_bias", True),
+        (STARCODER, "mixer.window", None),
+        ({**STARCODER, "sliding_window": 4096}, "mixer.window", 4096),
+        (STARCODER, "norm.eps", 1e-5),
+        (SOLAR, "mixer.rope.base", 1e6),
+        (SOLAR, "mlp.width", 100),
+        ({**SOLAR, "intermediate_size": None}, "mlp.width", 20),
+        ({**SOLAR, "attention_bias": True}, "mixer.bias", "qkv"),
         (SOLAR, "first_dense", 0),
         (SARVAM, "first_dense", 1),
-        (SARVAM, "rope_theta", 8e6),
-        ({**SARVAM, "use_qkv_bias": True}, "qkv_bias", True),
-        ({**SARVAM, "use_qk_norm": False}, "qk_norm", False),
+        (SARVAM, "mixer.rope.base", 8e6),
+        ({**SARVAM, "use_qkv_bias": True}, "mixer.bias", "qkv"),
+        ({**SARVAM, "use_qk_norm": False}, "mixer.qk_norm", None),
         (HUNYUAN, "first_dense", 1),
         ({**HUNYUAN, "mlp_layer_types": ["sparse", "sparse"]}, "first_dense", 0),
         (HUNYUAN, "router_scale", 2.826),
-        (HUNYUAN, "rope_theta", 11158840.0),
+        (HUNYUAN, "mixer.rope.base", 11158840.0),
         ({**HUNYUAN, "expert_hidden_dim": 24}, "moe_ffn", 24),
         (GLM, "first_dense", 1),
-        (GLM, "mtp", 0),
-        ({**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1}, "mtp", 1),
-        (GLM, "rope_pairs", True),
-        ({**GLM, "head_dim": 48, "qk_rope_head_dim": 48}, "rope_dim", 48),
+        (GLM, "mtp", None),
+        ({**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1}, "mtp.modules", 1),
+        (GLM, "mixer.rope.pairs", True),
+        ({**GLM, "head_dim": 48, "qk_rope_head_dim": 48}, "mixer.rope_dim", 48),
         (YOUTU, "tied", True),
         (YOUTU, "init_std", 2 / 240**0.5),
         ({**YOUTU, "initializer_range": 0.02}, "init_std", 0.02),
         (YOUTU, "experts", None),
-        ({**INTERN, "qkv_bias": True, "bias": True}, "bias", True),
-        (INTERN, "kv_heads", 2),
-        (PHI, "kv_heads", None),
-        (PHI, "window", None),
-        ({**PHI, "sliding_window": 2047, "original_max_position_embeddings": 4096}, "window", 2047),
+        ({**INTERN, "qkv_bias": True, "bias": True}, "mixer.bias", "all"),
+        ({**INTERN, "qkv_bias": True, "bias": True}, "mlp.bias", True),
+        (INTERN, "mixer.kv_heads", 2),
+        (PHI, "mixer.kv_heads", None),
+        (PHI, "mixer.window", None),
+        ({**PHI, "sliding_window": 2047, "original_max_position_embeddings": 4096}, "mixer.window", 2047),
     ],
 )
 def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
-    assert getattr(read(tmp_path, {**LLAMA, **said})[1], field) == value
+    assert value_at(read(tmp_path, {**LLAMA, **said})[1], field) == value
 
 
 @pytest.mark.parametrize(
@@ -344,7 +355,8 @@ def test_what_a_config_may_spell_out(tmp_path, model, key, ours, other):
 
 def test_gpt2_leaves_out_almost_everything(tmp_path):
     kind, m = read(tmp_path, GPT2)
-    assert (kind, m.ffn, m.tied, m.context, m.norm_eps, m.dropout) == ("gpt2", 144, True, 1024, 1e-5, 0.0)
+    assert (kind, m.mlp.width, m.tied, m.context) == ("gpt2", 144, True, 1024)
+    assert (m.norm.eps, m.dropout) == (1e-5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +399,6 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({**LLAMA, "attention_bias": True}, "attention_bias and mlp_bias differ"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
         (
             {**QWEN, "use_sliding_window": True, "max_window_layers": 1},
@@ -459,9 +470,13 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads = 0 is below 1"),
         ({**LLAMA, "rms_norm_eps": -1.0}, "rms_norm_eps = -1.0 is below 0"),
         # the families added last
-        ({**SEED, "attention_out_bias": True}, "attention_out_bias and mlp_bias = True, True, False are not"),
-        ({**SEED, "mlp_bias": True}, "mlp_bias = True, False, True are not supported"),
+        (
+            {**SEED, "attention_bias": False, "attention_out_bias": True},
+            "attention_out_bias without attention_bias is not supported",
+        ),
         ({**SEED, "attention_out_bias": None}, "attention_out_bias = None is not a number"),
+        ({**INTERN, "qkv_bias": True}, "attention_bias and mlp_bias differ"),
+        ({**INTERN, "bias": True}, "attention_bias and mlp_bias differ"),
         ({**SOLAR, "n_shared_experts": None}, "n_shared_experts = None is not a number"),
         (
             {**SARVAM, "num_shared_experts": 2},
@@ -491,42 +506,51 @@ def test_what_is_another_model_is_refused(tmp_path, said, words):
     "change, words",
     [
         (
-            {"positions": "learned"},
+            {"positions": "learned", "mixer.rope": None},
             "model.positions: learned has no form in llama, the nearest Hugging Face family",
         ),
-        ({"qkv_bias": True, "qk_norm": True}, "model.qk_norm: true has no form in qwen2"),
-        ({"norm": "layernorm"}, "model.norm: layernorm has no form in llama"),
-        ({"activation": "gelu", "bias": True}, "model.activation: gelu has no form in llama"),
+        ({"mixer.bias": "qkv", "mixer.qk_norm": "head"}, "model.mixer.qk_norm: head has no form in qwen2"),
+        ({"norm.kind": "layernorm"}, "model.norm.kind: layernorm has no form in llama"),
         (
-            {"qk_norm": True, "norm": "layernorm", "activation": "gelu"},
+            {"mlp": {"activation": "gelu", "bias": True}, "mixer.bias": "all"},
+            "model.mlp.activation: gelu has no form in llama",
+        ),
+        (
+            {"mixer.qk_norm": "head", "norm.kind": "layernorm", "mlp.activation": "gelu"},
             "has no form in qwen3, the nearest Hugging Face family; nor has model.",
         ),
         ({"vocab": None}, "model.vocab: none has no form in llama"),
-        ({"rope_low_freq": 8.0}, "model.rope_low_freq: 8.0 has no form in llama"),
-        ({"rope_low_freq": 4.0}, "model.rope_low_freq: 4.0 has no form in llama"),
-        ({"rope_low_freq": 0.0}, "model.rope_low_freq: 0.0 has no form in llama"),
-        ({"rope_low_freq": -1.0}, "model.rope_low_freq: -1.0 has no form in llama"),
-        ({"rope_theta": -2.0}, "model.rope_theta: -2.0 has no form in llama"),
-        ({"rope_kind": "yarn", "rope_theta": 1.0}, "model.rope_theta: 1.0 has no form in llama"),
+        ({"mixer.rope.scaling.low_freq": 8.0}, "model.mixer.rope.scaling.low_freq: 8.0 has no form in llama"),
+        ({"mixer.rope.scaling.low_freq": 4.0}, "model.mixer.rope.scaling.low_freq: 4.0 has no form in llama"),
+        ({"mixer.rope.scaling.low_freq": 0.0}, "model.mixer.rope.scaling.low_freq: 0.0 has no form in llama"),
         (
-            {"rope_kind": "yarn", "rope_low_freq": 3.9, "rope_original": 1},
-            "model.rope_original: 1 has no form in llama",
+            {"mixer.rope.scaling.low_freq": -1.0},
+            "model.mixer.rope.scaling.low_freq: -1.0 has no form in llama",
+        ),
+        ({"mixer.rope.base": -2.0}, "model.mixer.rope.base: -2.0 has no form in llama"),
+        (
+            {"mixer.rope": {"base": 1.0, "scaling.kind": "yarn"}},
+            "model.mixer.rope.base: 1.0 has no form in llama",
         ),
         (
-            {"rope_kind": "yarn", "rope_factor": 0.5, "rope_mscale": 0.7},
-            "model.rope_mscale: 0.7 has no form in llama",
+            {"mixer.rope.scaling": {"kind": "yarn", "low_freq": 3.9, "original": 1}},
+            "model.mixer.rope.scaling.original: 1 has no form in llama",
         ),
-        ({"norm_eps": -1e-6}, "model.norm_eps: -1e-06 has no form in"),
+        (
+            {"mixer.rope.scaling": {"kind": "yarn", "factor": 0.5, "mscale": 0.7}},
+            "model.mixer.rope.scaling.mscale: 0.7 has no form in llama",
+        ),
+        ({"norm.eps": -1e-6}, "model.norm.eps: -1e-06 has no form in"),
     ],
 )
 def test_what_no_family_has_is_not_exported(change, words):
     with pytest.raises(ConfigError) as e:
-        hf_config.to_hf_config(replace(preset("llama3-tiny"), **change), "float32", NONE)
+        hf_config.to_hf_config(preset("llama3-tiny", change), "float32", NONE)
     assert words in str(e.value) and "\n" not in str(e.value)
 
 
 def test_the_error_says_what_helps():
-    model = replace(preset("llama3-tiny"), norm="layernorm")
+    model = preset("llama3-tiny", {"norm.kind": "layernorm"})
     way_out = "; train with values that llama has, or add a family that has these"
     with pytest.raises(ConfigError, match=way_out):
         hf_config.to_hf_config(model, "float32", NONE)
@@ -535,11 +559,11 @@ def test_the_error_says_what_helps():
 @pytest.mark.parametrize(
     "change",
     [
-        {"hidden": 40, "heads": 3, "kv_heads": 1, "head_dim": 10},  # LlamaConfig wants hidden % heads == 0
+        # LlamaConfig wants hidden % heads == 0
+        {"hidden": 40, "mixer": {"heads": 3, "kv_heads": 1, "head_dim": 10}},
         {"init_std": 2.0},  # and 0 <= initializer_range <= 1
     ],
 )
 def test_mistral_stands_in_where_transformers_refuses_llama(change):
-    m = replace(preset("llama2-7b"), **change)
-    said = hf_config.to_hf_config(m, "float32", NONE)
+    said = hf_config.to_hf_config(preset("llama2-7b", change), "float32", NONE)
     assert (said["model_type"], said["sliding_window"]) == ("mistral", None)

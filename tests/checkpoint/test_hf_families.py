@@ -5,24 +5,24 @@ import ast
 import dataclasses
 import json
 import lzma
-import math
 import typing
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from hf_models import LACKED, PATHS, changed, differences, without_meaning
 
 import config
 from checkpoint import hf, hf_config
-from checkpoint.hf_families import FAMILIES, FOLDED, NOT_THE_MODEL
+from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import FieldGroup, Fixed, spell_out
-from config import ConfigError, ModelConfig
+from config import AttentionConfig, ConfigError, LatentConfig, Llama3Scaling, ModelConfig
+from config.tree import has_path, hints_of, is_below, members_of, part_types, value_at, with_values
 from parallel.sharding.boxes import Box
 
 ROOT = Path(__file__).parent.parent.parent
 WRITTEN = Path(__file__).parent / "config_json.txt.xz"  # NAME CONFIG_JSON of each preset, as first published
-TYPES = typing.get_type_hints(ModelConfig)
 FAMILY_PRESETS = {
     "gpt2": "gpt2-tiny",
     "llama": "llama3-tiny",
@@ -48,85 +48,87 @@ FAMILY_PRESETS = {
     "kimi_k2": "deepseek-v3-tiny",
 }
 CHANGED = {  # of the preset
-    "seed_oss": {"bias": True, "heads": 3, "kv_heads": 1, "head_dim": 40},
-    "starcoder2": {"positions": "rope"},
-    "solar_open": {"qk_norm": False, "first_dense": 0},
-    "sarvam_moe": {"qkv_bias": True},
+    "seed_oss": {"mixer": {"bias": "all", "heads": 3, "kv_heads": 1, "head_dim": 40}, "mlp.bias": True},
+    "starcoder2": {"positions": None, "mixer.rope": {}},
+    "solar_open": {"mixer.qk_norm": None, "first_dense": 0},
+    "sarvam_moe": {"mixer.bias": "qkv"},
     "hy_v3": {"router_groups": 1, "router_group_top_k": 1, "router_renorm": True},
-    "youtu": {"experts": None, "mtp": 0},
+    "youtu": {"experts": None, "mtp": None},
 }
 
 
 def preset(name):
-    entry = config.presets()[name]
-    return config.build_tree(
-        ModelConfig, {"vocab": 1000, **{k: v for k, v in entry.items() if k != "recipe"}}
-    )
+    entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
+    return config.build_tree(ModelConfig, {"vocab": 1000, **entry})
 
 
 def start_of(model_type):
     """A model of the family."""
-    return replace(preset(FAMILY_PRESETS[model_type]), **CHANGED.get(model_type, {}))
+    return changed(preset(FAMILY_PRESETS[model_type]), CHANGED.get(model_type, {}))
 
 
 def models(model_type):
     """Models of a family, with and without what it may have."""
     plain = start_of(model_type)
-    yarn = {
-        "rope_factor": 4.0,
-        "rope_kind": "yarn",
-        "rope_low_freq": 0.5,
-        "rope_high_freq": 30.0,
-        "rope_original": 16,
-    }
+    yarn = {"kind": "yarn", "factor": 4.0, "low_freq": 0.5, "high_freq": 30.0, "original": 16}
     changes = [
         {},
         {"tied": True},
-        {"window": 64},
-        {"rope_factor": 8.0, "rope_original": 16},
-        yarn,
-        {**yarn, "rope_mscale": 0.7},
-        {**yarn, "rope_mscale": 0.7, "rope_mscale_all": 0.9},
-        {"head_dim": 40},
-        {"kv_heads": 1},
-        {"bias": True},
-        {"ffn": 36},
+        {"mixer.window": 64},
+        {"mixer.rope.scaling": {"kind": "llama3", "factor": 8.0, "original": 16}},
+        {"mixer.rope.scaling": yarn},
+        {"mixer.rope.scaling": {**yarn, "mscale": 0.7}},
+        {"mixer.rope.scaling": {**yarn, "mscale": 0.7, "mscale_all": 0.9}},
+        {"mlp.bias": True},
+        {"mlp.width": 36},
         {"first_dense": 1},
         {"moe_every": 2},
         {"shared_experts": 3},
         {"router_groups": 2, "router_group_top_k": 2},
         {"experts": None},
-        {"q_rank": None},
-        {"mtp": 0},
-        {"rope_pairs": False},
-        {"qkv_bias": False},
+        {"mtp": None},
+        {"mixer.rope.pairs": False},
     ]
-    found = [replace(plain, **change) for change in changes]
+    of_latent = [{"mixer.q_rank": None}]
+    of_attention = [
+        {"mixer.head_dim": 40},
+        {"mixer.kv_heads": 1},
+        {"mixer.bias": "all"},
+        {"mixer.bias": "all", "mlp.bias": True},
+        {"mixer.bias": None},
+    ]
+    changes += of_latent if isinstance(plain.mixer, LatentConfig) else of_attention
+    found = [changed(plain, change) for change in changes]
     return [model for model in found if not FAMILIES[model_type].obstacles(model)]
 
 
-def effective(model):
-    """{field: value} of what counts in this model."""
-    ignored = {*NOT_THE_MODEL, *FOLDED, *config.no_effect(model)}
-    return {
-        item.name: getattr(spell_out(model), item.name) for item in fields(model) if item.name not in ignored
-    }
+def other_changes(model, path):
+    """Changes of the model by which this key has another value; none of a part that no model lacks."""
+    place, _, name = path.rpartition(".")
+    owner = value_at(model, place) if place else model
+    hint, value = hints_of(type(owner))[name], getattr(owner, name)
+    if path == "mixer.kind":
+        return [LACKED[LatentConfig if value == "attention" else AttentionConfig]]
+    if path == "mixer.rope.scaling.kind":
+        return [{path: {"llama3": "yarn", "yarn": "llama3"}[value]}]
+    if part_types(hint) and type(None) not in members_of(hint):
+        return []
+    if part_types(hint):
+        return [LACKED[part_types(hint)[0]] if value is None else {path: None}]
+    return [{path: other} for other in other_values(hint, value)]
 
 
-def same(a, b):
-    return math.isclose(a, b, rel_tol=1e-12) if isinstance(a, float) and isinstance(b, float) else a == b
-
-
-def other_value(name, value):
-    """A value of the field that is not this one."""
-    kinds = typing.get_args(TYPES[name])
-    if typing.get_origin(TYPES[name]) is typing.Literal:
-        return next(kind for kind in kinds if kind != value)
+def other_values(hint, value):
+    """Values of a key that are not this one: each other word, or one of another kind."""
+    kinds = members_of(hint)
+    words = [word for kind in kinds for word in typing.get_args(kind)]
+    if words:
+        return [word for word in [*words, *[None] * (type(None) in kinds)] if word != value]
     if isinstance(value, bool):
-        return not value
+        return [not value]
     if value is None:
-        return next(kind for kind in kinds if kind is not type(None))(2)
-    return f"{value}-other" if isinstance(value, str) else value * 2 or type(value)(1)
+        return [next(kind for kind in kinds if kind is not type(None))(2)]
+    return [f"{value}-other" if isinstance(value, str) else value * 2 or type(value)(1)]
 
 
 def written_lines():
@@ -155,11 +157,12 @@ def test_each_group_reads_what_it_writes(model_type):
     assert groups
     for model in models(model_type):
         keys = {**family.defaults, **family.write(model)}
+        blank = LatentConfig(kv_rank=1) if isinstance(model.mixer, LatentConfig) else AttentionConfig()
         for group in groups:
-            got = {**{name: getattr(ModelConfig(), name) for name in group.fields}, **group.read(keys)}
-            back = spell_out(replace(model, **got))
-            for name in set(group.fields) & effective(model).keys():
-                assert same(getattr(back, name), getattr(spell_out(model), name)), (group, name, model)
+            plain = {name: value_at(ModelConfig(mixer=blank), name) for name in group.fields}
+            back = changed(changed(model, plain), group.read(keys))
+            lost = [path for path in differences(model, back) if is_below(path, group.fields)]
+            assert not lost, (group, lost, model)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -170,22 +173,25 @@ def test_two_rules_never_write_one_key(model_type):
 
 
 @pytest.mark.slow(every=6)
-@pytest.mark.parametrize("name", [item.name for item in fields(ModelConfig)])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_field_is_written_without_effect_or_refused(model_type, name):
+def test_every_field_is_written_without_effect_or_refused(model_type, path):
     family = FAMILIES[model_type]
     base = start_of(model_type)
-    model = replace(base, **{name: other_value(name, getattr(base, name))})
-    ignored = {*NOT_THE_MODEL, *FOLDED, *config.no_effect(model)}
-    lost = family.obstacles(model)
-    if lost:
-        assert not set(lost) & ignored
-        covered = any(name in rule.fields for rule in family.rules)
-        assert name in lost or covered  # heads, say, which makes a head_dim that has no key
-        return
-    back = config.build_tree(ModelConfig, family.read(family.write(model)))
-    for key, value in effective(model).items():
-        assert same(getattr(spell_out(back), key), value), key
+    if not has_path(base, path):
+        base = changed(base, LACKED[PATHS[path][0]])
+    for change in other_changes(base, path):
+        model = changed(base, change)
+        lost = family.obstacles(model)
+        if lost:
+            assert not any(is_below(name, without_meaning(model)) for name in lost)
+            place = path if has_path(start_of(model_type), path) else path.rpartition(".")[0]
+            covered = any(is_below(path, rule.fields) for rule in family.rules)
+            # heads, say, which makes a head_dim that has no key
+            assert covered or any(is_below(name, [place]) for name in lost)
+            continue
+        back = config.build_tree(ModelConfig, family.read(family.write(model)))
+        assert not differences(model, back)
 
 
 @pytest.mark.slow(every=3)
@@ -277,42 +283,47 @@ def test_no_other_file_knows_a_family():
         assert not named, f"{file.name} names {named}"
 
 
-ROPE_WORDS = {
-    "rope_factor": 4.0,
-    "rope_kind": "yarn",
-    "rope_low_freq": 1.0,
-    "rope_high_freq": 30.0,
-    "rope_original": 16,
-}
+YARN = {"kind": "yarn", "factor": 4.0, "low_freq": 1.0, "high_freq": 30.0, "original": 16}
 
 
 @pytest.mark.parametrize(
     "model_type, change, name",
     [
-        ("llama", {**ROPE_WORDS, "rope_kind": "longrope"}, "rope_kind"),  # a kind that somebody adds
-        ("llama", {**ROPE_WORDS, "rope_mscale": 0.7, "rope_mscale_all": 0.7}, "rope_mscale_all"),
-        ("deepseek_v3", {**ROPE_WORDS, "rope_mscale": 0.0, "rope_mscale_all": 0.7}, "rope_mscale"),
         (
             "llama",
-            {**ROPE_WORDS, "rope_low_freq": 0.0},
-            "rope_low_freq",
-        ),  # transformers reads 0 as its default
+            {"mixer.rope.scaling": {**YARN, "mscale": 0.7, "mscale_all": 0.7}},
+            "mixer.rope.scaling.mscale_all",
+        ),
+        (
+            "deepseek_v3",
+            {"mixer.rope.scaling": {**YARN, "mscale": 0.0, "mscale_all": 0.7}},
+            "mixer.rope.scaling.mscale",
+        ),
+        (
+            "llama",
+            {"mixer.rope.scaling": {**YARN, "low_freq": 0.0}},  # transformers reads 0 as its default
+            "mixer.rope.scaling.low_freq",
+        ),
         ("deepseek_v2", {"router_groups": 1, "router_group_top_k": 2}, "router_group_top_k"),
-        ("deepseek_v2", {"kv_heads": 1}, "kv_heads"),
-        ("deepseek_v2", {"heads": 3}, "heads"),  # transformers wants hidden % heads == 0
+        ("deepseek_v2", {"mixer.heads": 3}, "mixer.heads"),  # transformers wants hidden % heads == 0
         ("deepseek_v3", {"experts": None}, "mtp"),  # in transformers every such module has experts
-        ("dots1", {"window": 5}, "window"),
+        ("deepseek_v2", {"experts": None, "mtp": {}}, "mtp.modules"),
+        ("llama", {"mtp": {}}, "mtp.modules"),
+        ("dots1", {"mixer.window": 5}, "mixer.window"),
+        ("qwen2", {"mixer.bias": "all"}, "mixer.bias"),
+        ("internlm3", {"mixer.bias": "all"}, "mixer.bias"),
+        ("internlm3", {"mlp.bias": True}, "mixer.bias"),
         ("qwen2_moe", {"shared_experts": 0}, "shared_experts"),
         ("mixtral", {"moe_ffn": 7}, "moe_ffn"),
-        ("olmoe", {"head_dim": 40}, "head_dim"),
-        ("gpt2", {"kv_heads": 1}, "kv_heads"),
+        ("olmoe", {"mixer.head_dim": 40}, "mixer.head_dim"),
+        ("gpt2", {"mixer.kv_heads": 1}, "mixer.kv_heads"),
         ("llama", {"router": "sigmoid", "experts": 4}, "router"),
         ("mixtral", {"experts": None}, "experts"),
     ],
 )
 def test_what_a_group_cannot_express_is_refused(model_type, change, name):
     """Each would come back as another value, or as another model."""
-    assert name in FAMILIES[model_type].obstacles(replace(start_of(model_type), **change))
+    assert name in FAMILIES[model_type].obstacles(changed(start_of(model_type), change))
 
 
 def test_fixed_fields_are_those_of_the_family():
@@ -320,7 +331,21 @@ def test_fixed_fields_are_those_of_the_family():
     for model_type in FAMILIES:
         for rule in FAMILIES[model_type].rules:
             if isinstance(rule, Fixed):
-                model = replace(start_of(model_type), **{rule.name: other_value(rule.name, rule.value)})
-                assert rule.name in FAMILIES[model_type].obstacles(model) or rule.name in config.no_effect(
-                    model
-                )
+                base = start_of(model_type)
+                for change in other_changes(base, rule.name):
+                    model = changed(base, change)
+                    lost = FAMILIES[model_type].obstacles(model)
+                    assert rule.name in lost or rule.name in config.no_effect(model)
+
+
+def test_a_part_of_a_kind_that_somebody_adds_is_refused():
+    """Nothing else of it is looked at: its keys are not those of the kinds that the rules know."""
+    words = [("kind", typing.Literal["other"], "other")]
+    model = start_of("llama")
+    other_mixer = replace(model, mixer=make_dataclass("Other", words, frozen=True)())
+    longer = make_dataclass("Longer", words, bases=(Llama3Scaling,), frozen=True)
+    other_scaling = with_values(model, {"mixer.rope.scaling": longer(factor=4.0)})
+    for family in FAMILIES.values():
+        assert "mixer.kind" in family.obstacles(other_mixer)
+        assert family.obstacles(other_scaling)
+    assert FAMILIES["llama"].obstacles(other_scaling) == ["mixer.rope.scaling.kind"]

@@ -1,6 +1,6 @@
 """checkpoint/state.py: what is said of a run that goes on from a checkpoint of other settings or data."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +8,8 @@ import torch
 
 from checkpoint.origin import UNKNOWN
 from checkpoint.state import check_same_run
-from config import Config, ConfigError, phases_of
+from config import Config, ConfigError, YarnScaling, phases_of
+from config.tree import with_values
 
 STEP = 3
 WHERE = "runs/one/checkpoints/step_00000003"
@@ -18,11 +19,7 @@ NEW_RUN = "start a new run from its weights: --log.name OTHER --checkpoint.init_
 
 def config_with(**settings):
     """{section__key: value}"""
-    cfg = Config()
-    for name, value in settings.items():
-        section, key = name.split("__")
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
-    return cfg
+    return with_values(Config(), {name.replace("__", "."): value for name, value in settings.items()})
 
 
 def compared(old=(), new=(), *, in_memory=False, **meta):
@@ -69,12 +66,31 @@ def test_what_decides_the_samples_is_refused(key, old, new, in_memory):
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_another_model_is_refused_with_what_to_state(in_memory):
-    old, new = ({"model__layers": layers, "model__rope_theta": layers / 2} for layers in (2, 3))
+    old, new = ({"model__layers": layers, "model__mixer__rope__base": layers / 2} for layers in (2, 3))
     told = refused(old, new, in_memory=in_memory)
     source = "CHECKPOINT" if in_memory else WHERE
     assert "trained with " in told and NEW_RUN in told
     words = told.split(f"{source} --checkpoint.init_changes ")[1]
-    assert sorted(words.split(",")) == ["model.layers", "model.rope_theta"]
+    assert sorted(words.split(",")) == ["model.layers", "model.mixer.rope.base"]
+
+
+def test_a_scaling_that_is_gone_is_another_model():
+    old = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
+    told = refused(old, {})
+    assert "model.mixer.rope.scaling: " in told and "not None" in told
+    assert "trained with {kind: yarn, factor: 8.0, " in told
+    assert "model.mixer.rope.scaling: " in refused({}, old)
+
+
+def test_a_checkpoint_of_before_is_the_same_run():
+    """Its keys were flat."""
+    model = {"heads": 4, "ffn": 352, "rope_theta": 10000.0, "positions": "rope"}
+    model |= {"kv_heads": None, "head_dim": None, "window": None, "attention": "auto", "bias": False}
+    model |= {"qkv_bias": False, "qk_norm": False, "rope_factor": None, "activation": "swiglu"}
+    model |= {"norm": "rmsnorm", "norm_eps": 1e-5, "layers": 2}
+    tree = {**asdict(Config()), "model": model}
+    assert compared({}, {"model__layers": 2}, config=tree) == []
+    assert "model.mixer.heads: " in refused({}, {"model__layers": 2, "model__mixer__heads": 8}, config=tree)
 
 
 def test_another_batch_may_go_on_in_a_branch():

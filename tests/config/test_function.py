@@ -14,6 +14,7 @@ import config
 from build import weights_only
 from config import ConfigError, ModelConfig, function
 from config.suggestions import check_rules
+from config.tree import every_path, has_path, is_below
 
 TOKENS = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(4))
 KINDS = {"plain": {}, **OTHER_KINDS}
@@ -45,7 +46,7 @@ def fill(key: str, tensor: torch.Tensor) -> None:
 @torch.no_grad()
 def look(model: dict, **sections) -> Seen:
     """The model with weights that follow from their names. Raises ConfigError where it is refused."""
-    model = {"preset": "llama2-tiny", **SIZE, "rope_original": 16, **model}
+    model = {"preset": "llama2-tiny", **SIZE, **model}
     tree = {"model": model, "train": TRAIN, "log": {"name": "function"}}
     cfg = config.from_tree(config.merge(tree, sections))
     if not sections:
@@ -60,10 +61,10 @@ def look(model: dict, **sections) -> Seen:
 @pytest.fixture(scope="module")
 def seen():
     """The same settings are looked at once."""
-    known: dict[tuple, Seen] = {}
+    known: dict[str, Seen] = {}
 
     def get(model: dict) -> Seen:
-        key = tuple(sorted(model.items(), key=str))
+        key = str(sorted(model.items()))
         if key not in known:
             known[key] = look(model)
         return known[key]
@@ -75,36 +76,39 @@ def seen():
 def test_a_key_is_named_if_and_only_if_the_function_changes(seen, case: Case):
     """In the model where it acts, and in every kind of model."""
     for base in (case.base, *({**kind, **case.base} for kind in KINDS.values()), *KINDS.values()):
-        if base.get(case.key, getattr(ModelConfig, case.key)) == case.to:
+        changed = case.changed(base)
+        if changed == base:
             continue
         try:
-            before, after = seen(base), seen({**base, case.key: case.to})
+            before, after = seen(base), seen(changed)
         except ConfigError:  # there is no such model
             continue
         named = function.differences(before.model, after.model)
-        expected = {f"model.{case.key}"} if after.differs_from(before) else set()
+        # of a part that was not there, the part is named
+        key = case.key if has_path(before.model, case.key) else case.key.rpartition(".")[0]
+        expected = {f"model.{key}"} if after.differs_from(before) else set()
         assert set(named) == expected, (case.key, base)
         if before.shapes != after.shapes:
-            assert f"model.{case.key}" not in function.VALUES_ALONE
+            assert not function.leaves_weights_alone(f"model.{case.key}")
 
 
 def test_every_key_of_the_model_is_tried():
-    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    names = every_path(ModelConfig).keys()
     assert {case.key for case in CASES} == names - {"preset"}
     assert function.FUNCTION_KEYS.isdisjoint(f"model.{key}" for key in function.NOT_THE_FUNCTION)
     assert len(function.FUNCTION_KEYS) + len(function.NOT_THE_FUNCTION) == len(names)
-    assert function.VALUES_ALONE < function.FUNCTION_KEYS
+    for part in function.VALUES_ALONE:
+        assert any(is_below(path, (part,)) for path in function.FUNCTION_KEYS), part
 
 
 @pytest.mark.parametrize(
     "model, same",
     [
-        ({"kv_heads": 4}, {}),  # as many as heads
-        ({"head_dim": 8}, {}),  # hidden / heads
-        ({"mup_base": 32}, {}),  # as wide as the base
+        ({"mixer.kv_heads": 4}, {}),  # as many as heads
+        ({"mixer.head_dim": 8}, {}),  # hidden / heads
+        ({"mup.base": 32}, {}),  # as wide as the base
         ({"vocab_multiple": 64}, {}),  # 100 ids take 128 rows either way
-        ({"experts": 4, "moe_ffn": 48}, {"experts": 4}),  # ffn
-        ({"rope_factor": 4.0, "rope_mscale": 0.5}, {"rope_factor": 4.0}),  # without YaRN
+        ({"experts": 4, "moe_ffn": 48}, {"experts": 4}),  # mlp.width
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ def test_precedence(tmp_path):
     f.write_text("optim: {lr: 3e-4}\ntrain: {seed: 7}\n")
     cfg = config.resolve("llama3-tiny", str(f), ["--train.seed", "8", "--optim.beta1=0.8"])
     assert cfg.optim.lr == 3e-4 and cfg.train.seed == 8 and cfg.optim.beta1 == 0.8
-    assert cfg.model.rope_factor == 8.0 and cfg.model.kv_heads == 4  # from the preset
+    assert cfg.model.mixer.rope.scaling.factor == 8.0 and cfg.model.mixer.kv_heads == 4  # from the preset
     assert cfg.log.name == "llama3-tiny"
 
 
@@ -64,28 +64,28 @@ def test_a_horizon_replaces_the_one_below():
         (["--train.steps", "2.5"], r"^train\.steps: expected a whole number"),
         (["--train.dtype", "fp12"], r"train\.dtype: 'fp12' is not one of fp64, fp32, bf16"),
         (
-            ["--model.heads", "5"],
-            r"^model\.heads: 5 does not divide model\.hidden=128.*; try model.heads .*4",
+            ["--model.mixer.heads", "5"],
+            r"^model\.mixer\.heads: 5 does not divide model\.hidden=128.*; try model.mixer.heads .*4",
         ),
         (
-            ["--model.heads", "8", "--model.kv_heads", "3"],
-            r"^model\.kv_heads: 3 does not divide model\.heads=8; try",
+            ["--model.mixer.heads", "8", "--model.mixer.kv_heads", "3"],
+            r"^model\.mixer\.kv_heads: 3 does not divide model\.mixer\.heads=8; try",
         ),
         (
             ["--train.global_batch", "17"],
             r"^train\.global_batch: 17 is not a multiple .*try train.global_batch .*16",
         ),
         (
-            ["--model.attention", "triton", "--train.device", "cpu"],
-            r"^model\.attention: triton needs a CUDA GPU, and train\.device is cpu; take auto",
+            ["--model.mixer.kernel", "triton", "--train.device", "cpu"],
+            r"^model\.mixer\.kernel: triton needs a CUDA GPU, and train\.device is cpu; take auto",
         ),
         (
-            ["--model.attention", "flash", "--train.dtype", "fp32"],
-            r"^model\.attention: flash-attn has no fp32; set train\.dtype bf16",
+            ["--model.mixer.kernel", "flash", "--train.dtype", "fp32"],
+            r"^model\.mixer\.kernel: flash-attn has no fp32; set train\.dtype bf16",
         ),
         (
-            ["--model.attention", "triton", "--train.dtype", "fp64"],
-            r"^model\.attention: the Triton kernels have no fp64",
+            ["--model.mixer.kernel", "triton", "--train.dtype", "fp64"],
+            r"^model\.mixer\.kernel: the Triton kernels have no fp64",
         ),
         (["--train.micro_batch", "0"], r"^train\.micro_batch: 0 must be above 0"),
         (["--log.name", "../x"], r"^log\.name: '\.\./x' must be a plain folder name"),
@@ -95,7 +95,7 @@ def test_a_horizon_replaces_the_one_below():
         ),
         (["stray"], r"^stray: unexpected"),
         (
-            ["--model.positions", "learned", "--train.seq_len", "4096"],
+            ["--model.positions", "learned", "--model.mixer.rope", "none", "--train.seq_len", "4096"],
             r"^train\.seq_len: 4096 is longer than the 2048 learned positions",
         ),
         (["--optim.min_lr", "1"], r"^optim\.min_lr: 1\.0 must lie in"),

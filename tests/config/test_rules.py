@@ -2,20 +2,18 @@
 and ranks that were started differently are told which of them is the odd one, in one line for the whole job.
 """
 
-import dataclasses
 import errno
 import re
 import shutil
-import typing
 
 import pytest
 from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import ConfigError
+from config import AttentionConfig, ConfigError, LatentConfig, MTPConfig, MupConfig, YarnScaling
 from config.rules import divisors
-from config.schema import RANGES
+from config.tree import every_path, has_path, hints_of, members_of, ranges_of, with_values
 from model.schedules import plan_pipeline
 from runtime.failure import code_of
 
@@ -36,8 +34,7 @@ BASE = config.resolve(
 
 
 def changed(cfg, key: str, value):
-    section, name = key.split(".")
-    return dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **{name: value})})
+    return with_values(cfg, {key: value})
 
 
 def having(**keys):
@@ -47,25 +44,36 @@ def having(**keys):
     return cfg
 
 
+LATENT = {"model__mixer": LatentConfig(kv_rank=8)}
+YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
+
+
+# {part: settings with which a config has it}
+WITH_PART = {
+    "model.mixer": LATENT,
+    "model.mixer.rope.scaling": YARN,
+    "model.mtp": {"model__mtp": MTPConfig()},
+    "model.mup": {"model__mup": MupConfig(base=64)},
+}
 # numbers whose ranges other rules have
 OTHER_RANGES = {"train.loss_scale", "train.ema", "optim.decay_fraction"}
 NUMBERS = {
-    f"{section.name}.{key}"
-    for section in dataclasses.fields(config.Config)
-    for key, kind in typing.get_type_hints(section.default_factory).items()
-    if {kind, *typing.get_args(kind)} & {int, float}
+    path: part
+    for path, (part, key) in every_path(config.Config).items()
+    if {*members_of(hints_of(part)[key])} & {int, float}
 }
 
 
 def test_every_number_has_one_range():
-    ranged = [f"{name}.{key}" for r in RANGES for name, keys in r.keys.items() for key in keys.split()]
-    assert sorted(ranged) == sorted(NUMBERS - OTHER_RANGES) and OTHER_RANGES <= NUMBERS
+    ranged = {path for path, part in NUMBERS.items() if path.rpartition(".")[2] in ranges_of(part)}
+    assert ranged == NUMBERS.keys() - OTHER_RANGES and OTHER_RANGES <= NUMBERS.keys()
 
 
 @pytest.mark.parametrize("key", sorted(NUMBERS))
 def test_a_number_below_its_range_is_refused_first(key):
+    keys = {} if has_path(BASE, key) else WITH_PART[key.rpartition(".")[0]]
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: -1(\.0)? must "):
-        train.plan_pipeline(changed(BASE, key, -1), 1)
+        train.plan_pipeline(changed(having(**keys), key, -1), 1)
 
 
 EIGHT = {"train__dtype": "fp8"}
@@ -80,20 +88,20 @@ CASES = [
     (having(train__ema=1.0), 1, "train.ema", False),
     (having(train__ema=0.0), 1, "train.ema", False),
     (having(train__loss_scale_window=0), 1, "train.loss_scale_window", False),
-    (having(model__heads=5), 1, "model.heads", True),
-    (having(model__kv_heads=3), 1, "model.kv_heads", True),
-    (having(model__head_dim=7), 1, "model.head_dim", True),
+    (having(model__mixer__heads=5), 1, "model.mixer.heads", True),
+    (having(model__mixer__kv_heads=3), 1, "model.mixer.kv_heads", True),
+    (having(model__mixer__head_dim=7), 1, "model.mixer.head_dim", True),
     (having(model__positions="learned", model__context=64), 1, "train.seq_len", True),
     (having(parallel__tp=4), 6, "parallel.tp", True),
     (having(parallel__pp=3), 4, "parallel.pp", True),
-    (having(parallel__tp=3), 3, "model.heads", True),
+    (having(parallel__tp=3), 3, "model.mixer.heads", True),
     (
-        having(parallel__tp=4, model__heads=12, model__kv_heads=6, model__head_dim=16),
+        having(parallel__tp=4, model__mixer=AttentionConfig(heads=12, kv_heads=6, head_dim=16)),
         4,
-        "model.kv_heads",
+        "model.mixer.kv_heads",
         True,
     ),
-    (having(parallel__tp=4, model__ffn=386), 4, "model.ffn", True),
+    (having(parallel__tp=4, model__mlp__width=386), 4, "model.mlp.width", True),
     (having(parallel__tp=4, model__vocab_multiple=2), 4, "model.vocab_multiple", True),
     (having(parallel__tp=4, parallel__sp=True, train__seq_len=98), 4, "train.seq_len", True),
     (having(parallel__cp=4, train__seq_len=100), 4, "train.seq_len", True),
@@ -126,17 +134,17 @@ CASES = [
     (having(**MIXTURE, model__aux_loss=-1.0), 1, "model.aux_loss", False),
     (having(**MIXTURE, model__first_dense=4), 1, "model.first_dense", True),
     (having(**MIXTURE, model__shared_gate=True), 1, "model.shared_gate", False),
-    (having(**MIXTURE, model__activation="gelu"), 1, "model.experts", False),
-    (having(**MIXTURE, model__bias=True), 1, "model.bias", False),
+    (having(**MIXTURE, model__mlp__activation="gelu"), 1, "model.experts", False),
+    (having(**MIXTURE, model__mlp__bias=True), 1, "model.mlp.bias", False),
     (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
-    (having(model__qk_norm_whole=True), 1, "model.qk_norm_whole", False),
-    (having(model__kv_rank=8), 1, "model.kv_heads", False),
-    (having(model__kv_rank=8, model__kv_heads=None, model__qk_norm=True), 1, "model.qk_norm", False),
-    (having(model__kv_rank=8, model__kv_heads=None, model__positions="learned"), 1, "model.positions", False),
-    (having(model__kv_rank=8, model__kv_heads=None, model__rope_dim=5), 1, "model.rope_dim", True),
-    (having(model__q_rank=8), 1, "model.kv_rank", False),
-    (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
-    (having(model__mtp=-1), 1, "model.mtp", False),
+    (having(**LATENT, model__mixer__rope_dim=5), 1, "model.mixer.rope_dim", True),
+    (
+        having(**YARN, model__mixer__rope__scaling__low_freq=33.0),
+        1,
+        "model.mixer.rope.scaling.low_freq",
+        False,
+    ),
+    (having(model__mtp=MTPConfig(modules=-1)), 1, "model.mtp.modules", False),
     (having(train__cuda_graphs=True), 2, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__pp=2), 2, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, log__noise_scale=True), 1, "train.cuda_graphs", False),
@@ -152,11 +160,10 @@ CASES = [
         "train.cuda_graphs",
         False,
     ),
-    (having(model__mup_base=0), 1, "model.mup_base", False),
-    (having(model__mup_base=-64), 1, "model.mup_base", False),
-    (having(model__mup_head_dim=8), 1, "model.mup_head_dim", False),
+    (having(model__mup=MupConfig(base=0)), 1, "model.mup.base", False),
+    (having(model__mup=MupConfig(base=-64)), 1, "model.mup.base", False),
     *(
-        (having(model__mup_base=64, optim__name=name), 1, "model.mup_base", False)
+        (having(model__mup=MupConfig(base=64), optim__name=name), 1, "model.mup", False)
         for name in ("sgd", "lamb", "lars")
     ),
     (having(train__fp8="rowwise"), 1, "train.fp8", False),
@@ -176,13 +183,18 @@ CASES = [
         "train.fp8_block",
         True,
     ),
-    (having(**EIGHT, model__kv_heads=2, parallel__tp=4), 4, "parallel.tp", True),
+    (having(**EIGHT, model__mixer__kv_heads=2, parallel__tp=4), 4, "parallel.tp", True),
     (having(**EIGHT, train__seq_len=100), 1, "train.seq_len", True),
-    (having(**EIGHT, model__ffn=384, parallel__tp=4, model__head_dim=24), 4, "parallel.tp", False),
+    (
+        having(**EIGHT, model__mlp__width=384, parallel__tp=4, model__mixer__head_dim=24),
+        4,
+        "parallel.tp",
+        False,
+    ),
     (having(**EIGHT, train__fp8="blockwise", train__fp8_block=24), 1, "train.fp8_block", True),
     (having(**EIGHT, train__fp8="blockwise", train__fp8_block=64), 1, "train.fp8_block", True),
     (having(log__noise_scale=True, parallel__cp=2), 2, "log.noise_scale", False),
-    (having(log__noise_scale=True, model__kv_heads=1, parallel__tp=2), 2, "log.noise_scale", False),
+    (having(log__noise_scale=True, model__mixer__kv_heads=1, parallel__tp=2), 2, "log.noise_scale", False),
     (having(train__ramp="8,8"), 4, "train.ramp", True),
     (having(train__ramp="8,0,100"), 4, "train.ramp", True),
     (having(train__ramp="8,7,100"), 4, "train.ramp", True),

@@ -6,8 +6,10 @@ import pytest
 
 import config
 from config import ConfigError
-from config.loading import CONFIG_FOLDER, build_tree, sections, synonyms
+from config.earlier import NEW_NAMES
+from config.parse import CONFIG_FOLDER, build_tree, synonyms
 from config.strict import read_yaml
+from config.tree import every_path
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 
@@ -24,8 +26,8 @@ def refusal(*argv):
     [
         ("--train.bf16", "train.dtype bf16"),
         ("--checkpoint.load", "checkpoint.init_from"),
-        ("--model.num_attention_heads", "model.heads"),
-        ("--model.ffn_hidden_size", "model.ffn"),
+        ("--model.num_attention_heads", "model.mixer.heads"),
+        ("--model.ffn_hidden_size", "model.mlp.width"),
         ("--train.max_iters", "train.steps"),
         ("--train.batch_size", "train.micro_batch"),
         ("--optim.learning_rate", "optim.lr"),
@@ -44,19 +46,23 @@ def test_what_is_offered_is_accepted():
     assert sorted(words) == sorted(set(words)), "a word with two meanings"
     for setting in synonyms().values():
         path, _, value = setting.partition(" ")
-        section, key = path.split(".")
-        assert key in {field for field in sections()[section].__dataclass_fields__}, setting
+        assert path in every_path(config.Config), setting
         if value:
-            build_tree(sections()[section], {key: value})
+            build_tree(config.Config, {path: value})
 
 
 def glossary_rows():
     """(our keys, the settings of others) of each row that has both."""
     for line in GLOSSARY.read_text().splitlines():
         ours, *theirs = (re.findall(r"`([^`]+)`", cell) for cell in line.strip("| ").split(" | "))
-        keys = [word.split()[0] for word in ours if re.fullmatch(r"[a-z]+\.\w+( \w+)?", word)]
+        keys = [word.split()[0] for word in ours if re.fullmatch(r"[a-z]+(\.\w+)+( \w+)?", word)]
         if keys and theirs:
             yield keys, [word for cell in theirs for word in cell]
+
+
+def test_the_glossary_has_old_names_beside_new():
+    rows = re.findall(r"^\| `(model\.\w+)` \| `(model\.[^|]+)` \|$", GLOSSARY.read_text(), re.MULTILINE)
+    assert dict(rows) == {old: new.replace(" and ", "`, `") for old, new in NEW_NAMES.items()}
 
 
 def test_the_settings_of_the_glossary_are_known():
@@ -68,12 +74,14 @@ def test_the_settings_of_the_glossary_are_known():
             if re.fullmatch(r"[a-z0-9_]+", name):
                 keys_of.setdefault(name, set()).update(keys)
 
-    own = {key for section in sections().values() for key in section.__dataclass_fields__}
+    own = {path.rpartition(".")[2] for path in every_path(config.Config)}
     too_general = {"type", "interval", "freq", "enabled", "mode"}  # outside of the section of their framework
     wrong = {}
     for name in sorted(keys_of.keys() - own - too_general):
         answer = refusal(f"--{name}", "2")
-        if not any(f"did you mean {key}" in answer for key in keys_of[name]):
+        if not any(
+            f"did you mean {key}" in answer or f"it is {key} now" in answer for key in keys_of[name]
+        ):
             wrong[name] = answer
     assert not wrong
     assert len(keys_of) > 100

@@ -2,7 +2,6 @@
 they count, and is right: with all of them set a run writes the same bytes.
 """
 
-import dataclasses
 import json
 import shlex
 import typing
@@ -15,10 +14,10 @@ import config
 import train
 from config import Config, ConfigError, rules, unused
 from config.schema import OptimConfig
+from config.tree import every_path, has_path, is_below, value_at
 from data.blend import parse_blend
 
 OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
-SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
 MIXTURE = {
     "top_k": 1,
     "moe_ffn": 64,
@@ -40,10 +39,7 @@ MIXTURE = {
     "drop": "position",
     "pad": "true",
 }
-SCALED = {"rope_kind": "yarn", "rope_low_freq": 2, "rope_high_freq": 5, "rope_original": 16}
-YARN = {"rope_mscale": 2, "rope_mscale_all": 2}
 EXPERTS = "--model.experts 4 --model.aux_loss 0.1 --model.capacity 1 --model.router_bias true"
-LONG = "--model.rope_factor 2 --model.rope_kind yarn"
 # of each row of unused.TABLE, found by its keys: a value of each; settings with which they do nothing;
 # settings with which they do something, and on how many ranks
 CASES = (
@@ -51,14 +47,8 @@ CASES = (
     ({"router_bias_rate": 0.1}, "--model.experts 4", EXPERTS, 1),
     ({"aux_kind": "global"}, "--model.experts 4", EXPERTS, 1),
     ({"drop": "position"}, "--model.experts 4", EXPERTS, 1),
-    ({"rope_theta": 5, "rope_factor": 2, **SCALED, **YARN}, "--model.positions learned", LONG, 1),
-    ({**SCALED, **YARN}, "", LONG, 1),
-    (YARN, "--model.rope_factor 2", LONG, 1),
     ({"context": 128}, "--train.seq_len 256", "--train.seq_len 128", 1),
-    ({"nope_dim": 8, "rope_dim": 8, "v_dim": 8}, "", "--model.kv_rank 8", 1),
-    ({"qkv_bias": "true"}, "--model.bias true", "", 1),
-    ({"mtp_weight": 1}, "", "--model.mtp 1", 1),
-    ({"attention": "sdpa"}, "--parallel.cp 2", "--parallel.cp 2 --parallel.cp_kind ulysses", 2),
+    ({"mixer.kernel": "sdpa"}, "--parallel.cp 2", "--parallel.cp 2 --parallel.cp_kind ulysses", 2),
     ({"fp8_keep": 0, "fp8_block": 64}, "--train.dtype bf16", "--train.dtype fp8 --train.fp8 blockwise", 1),
     ({"fp8_block": 64}, "--train.dtype fp8", "--train.dtype fp8 --train.fp8 blockwise", 1),
     ({"loss_scale": 1024.0, "loss_scale_window": 100}, "--train.dtype bf16", "--train.dtype fp16", 1),
@@ -93,7 +83,7 @@ CASES = (
     ),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
     ({"mirror_failures": 2}, "", "--checkpoint.mirror s3://bucket/runs", 1),
-    ({"init_changes": "model.window"}, "", "--checkpoint.init_from runs/other", 1),
+    ({"init_changes": "model.mixer.window"}, "", "--checkpoint.init_from runs/other", 1),
     ({"replicas": 1, "memory_dir": "/tmp"}, "", "--checkpoint.memory_every 10", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
@@ -103,11 +93,9 @@ CASES = (
     ({"slow_window": 20}, "", "", 2),
     ({"noise_scale": "true"}, "--train.global_batch 8", "--train.global_batch 16", 1),
 )
-# keys that every run reads, whatever the other keys are (if a mixture has no dense layers, only exports read
-# model.ffn; a preset has the published value)
+# keys that every run reads, whatever the other keys are
 READ = {
-    "model": "preset layers hidden heads kv_heads head_dim ffn vocab vocab_multiple norm norm_eps "
-    "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
+    "model": "preset layers hidden vocab vocab_multiple positions tied dropout init_std experts",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay decay_steps weight_decay clip spike_sigma",
@@ -122,10 +110,6 @@ READ = {
 # of the keys that config/rules.py or build.py refuses where they do nothing, for any world size and in every
 # program: settings with which they do
 RULED = {
-    "model.qk_norm_whole": "true",
-    "model.q_rank": "8",
-    "model.rope_pairs": "true",
-    "model.mup_head_dim": "8",
     "model.capacity": "1",
     "train.fp8": "rowwise",
     "optim.spike_rewind": "2",
@@ -136,16 +120,21 @@ RULED = {
 }
 
 
+# parts: every key of one is read where the part is, but for those of a row (if a mixture has no dense layers,
+# only exports read model.mlp.width; a preset has the published value)
+PARTS = ("model.mixer", "model.mlp", "model.norm", "model.mtp", "model.mup")
+
+
 def resolved(words: str, section: str = "", **keys) -> Config:
     argv = [f"--{section}.{key}={value}" for key, value in keys.items()]
     return config.resolve("llama2-tiny", None, [*shlex.split(words), *argv])
 
 
 def test_every_key_has_a_row_or_is_always_read():
-    every = [f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
     table = {f"{row.section}.{key}" for row in unused.TABLE for key in row.keys.split()}
     read = [f"{section}.{key}" for section, keys in READ.items() for key in keys.split()]
     named = [*table, *read, *RULED]
+    every = [path for path in every_path(Config) if path in table or not is_below(path, PARTS)]
     missing = sorted(set(every) - set(named))
     assert not missing, (
         f"when has {missing} no effect? never: add it to READ in this file; else: a row of config/unused.py"
@@ -232,15 +221,27 @@ def test_train_refuses_before_it_makes_anything_and_notes_in_one_line(tmp_path, 
 
 
 @pytest.mark.parametrize("words, stays, follow", [
-    ("--model.hidden 256", "model.heads 8, model.kv_heads 4, model.ffn 384, optim.lr 0.002",
-     "--model.heads 16 --model.kv_heads 8 --model.ffn 768 --model.mup_base 128"),
-    ("--model.hidden 256 --model.ffn 512 --optim.lr 1e-3", "model.heads 8, model.kv_heads 4",
-     "--model.heads 16 --model.kv_heads 8"),
-    ("--model.hidden 256 --model.heads 12 --model.mup_base 128", "model.kv_heads 4, model.ffn 384",
-     "--model.kv_heads 6 --model.head_dim 16 --model.ffn 768"),
-    ("--model.hidden 100 --optim.name lamb", "model.heads 8, model.kv_heads 4, model.ffn 384, optim.lr 0.002",
-     "--model.heads 6 --model.kv_heads 3 --model.head_dim 16 --model.ffn 304"),
-    ("--model.hidden 256 --model.ffn 768 --model.heads 16 --model.kv_heads 8", None, None),
+    (
+        "--model.hidden 256",
+        "model.mixer.heads 8, model.mixer.kv_heads 4, model.mlp.width 384, optim.lr 0.002",
+        "--model.mixer.heads 16 --model.mixer.kv_heads 8 --model.mlp.width 768 --model.mup.base 128",
+    ),
+    (
+        "--model.hidden 256 --model.mlp.width 512 --optim.lr 1e-3",
+        "model.mixer.heads 8, model.mixer.kv_heads 4",
+        "--model.mixer.heads 16 --model.mixer.kv_heads 8",
+    ),
+    (
+        "--model.hidden 256 --model.mixer.heads 12 --model.mup.base 128",
+        "model.mixer.kv_heads 4, model.mlp.width 384",
+        "--model.mixer.kv_heads 6 --model.mixer.head_dim 16 --model.mlp.width 768",
+    ),
+    (
+        "--model.hidden 100 --optim.name lamb",
+        "model.mixer.heads 8, model.mixer.kv_heads 4, model.mlp.width 384, optim.lr 0.002",
+        "--model.mixer.heads 6 --model.mixer.kv_heads 3 --model.mixer.head_dim 16 --model.mlp.width 304",
+    ),
+    ("--model.hidden 256 --model.mlp.width 768 --model.mixer.heads 16 --model.mixer.kv_heads 8", None, None),
     ("--model.hidden 128", None, None),
     ("--model.layers 8", None, None),
 ])
@@ -252,6 +253,9 @@ def test_what_does_not_follow_another_width_is_named(words, stays, follow):
     assert note.endswith(told) if stays else note == ""
 
 
+SIZES = ("mixer.heads", "mixer.kv_heads", "mixer.kv_rank", "mlp.width", "moe_ffn")
+
+
 @pytest.mark.parametrize("name", config.recipes())
 def test_what_is_to_be_added_keeps_the_proportions(name):
     base = config.resolve(name, None, []).model
@@ -261,8 +265,9 @@ def test_what_is_to_be_added_keeps_the_proportions(name):
         cfg = config.resolve(name, None, argv)
         assert unused.kept_sizes(cfg, argv) == "" and rules.validate(cfg) is None
         assert config.head_dim(cfg.model) == config.head_dim(base)
-        for key in ("heads", "ffn", "kv_heads", "moe_ffn", "kv_rank") if share == 2 else ():
-            assert (getattr(cfg.model, key) or 0) == 2 * (getattr(base, key) or 0)
+        for key in SIZES if share == 2 else ():
+            if has_path(base, key):
+                assert (value_at(cfg.model, key) or 0) == 2 * (value_at(base, key) or 0)
 
 
 def kept(folder) -> tuple[list, list[tuple[str, bytes]]]:
@@ -279,12 +284,7 @@ WHOLE = (
         "llama2-tiny",
         "--optim.decay linear",
         {
-            **{f"model.{key}": value for key, value in {**MIXTURE, **SCALED}.items()},
-            "model.rope_mscale": 2,
-            "model.nope_dim": 8,
-            "model.rope_dim": 8,
-            "model.v_dim": 8,
-            "model.mtp_weight": 1,
+            **{f"model.{key}": value for key, value in MIXTURE.items()},
             "train.fp8_keep": 0,
             "train.fp8_block": 64,
             "optim.decay_fraction": 0.5,
@@ -312,11 +312,6 @@ WHOLE = (
         "gpt2-tiny",
         "--optim.decay constant --optim.name sgd --parallel.recompute_stages selective",
         {
-            **{f"model.{key}": value for key, value in SCALED.items()},
-            "model.rope_theta": 5,
-            "model.rope_factor": 2,
-            "model.rope_mscale": 2,
-            "model.qkv_bias": "true",
             "optim.min_lr": 1e-5,
             "optim.beta1": 0.5,
             "optim.beta2": 0.5,

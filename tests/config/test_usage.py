@@ -6,24 +6,25 @@ import dataclasses
 import re
 import shlex
 import tokenize
-import typing
 
 import pytest
 import yaml
 
 import config
 import train
-from config import Config, ConfigError, loading, schema, strict, usage
+from config import Config, ConfigError, loading, model_parts, parse, schema, strict, usage
+from config.tree import every_path, has_path, hints_of, kind_of, leaves, value_at
 
-SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-EVERY = [(s, f.name) for s, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
+EVERY = every_path(Config)
 
 
 def comments() -> dict[str, str]:
     """{"ModelConfig.layers": its comment}, by Python's own tokenizer: every comment up to the next key."""
     out, section, key = {}, "", ""
-    with open(schema.__file__, "rb") as f:
-        tokens = list(tokenize.tokenize(f.readline))
+    tokens = []
+    for module in (schema, model_parts):
+        with open(module.__file__, "rb") as f:
+            tokens += tokenize.tokenize(f.readline)
     for i, token in enumerate(tokens):
         if token.type == tokenize.NAME and token.string == "class":
             section, key = tokens[i + 1].string, ""
@@ -43,10 +44,10 @@ def shown(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def parsed(section: str, key: str, argument: str):
-    """What train.py makes of --section.key ARGUMENT."""
-    tree = config.build_tree(Config, config.dotted_overrides([f"--{section}.{key}={argument}"]))
-    return getattr(getattr(tree, section), key)
+def parsed(cfg: Config, path: str, argument: str):
+    """What train.py makes of --section.key ARGUMENT over a config."""
+    tree = config.merge(dataclasses.asdict(cfg), config.dotted_overrides([f"--{path}={argument}"]))
+    return value_at(config.build_tree(Config, tree), path)
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -54,11 +55,16 @@ def test_help_says_all_of_every_comment(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = shown(capsys, "llama3-tiny", "--help")
     whole, said = " ".join(out.split()), comments()
-    for section, key in EVERY:
-        meaning = " ".join(said[f"{SECTIONS[section].__name__}.{key}"].split())
-        kind = re.escape(usage.type_name(typing.get_type_hints(SECTIONS[section])[key]))
-        line = rf"--{section}\.{key} {kind} {re.escape(meaning)} \(default: "
-        assert re.search(line, whole), (section, key)
+    for path, _ in leaves(config.resolve("llama3-tiny", None, [])):
+        part, key = EVERY[path]
+        if key == "kind" and kind_of(part):  # its meaning is that of the field that has the part
+            where, key = path.split(".")[-2:]
+            assert re.search(rf"--{re.escape(path)} (\w+\|)+\w+ \w+", whole), path
+            continue
+        meaning = " ".join(said[f"{part.__name__}.{key}"].split())
+        kind = re.escape(usage.type_name(hints_of(part)[key]))
+        line = rf"--{re.escape(path)} {kind} {re.escape(meaning)} \((no default|default: )"
+        assert re.search(line, whole), path
     assert all(len(line) <= width for line in out.splitlines() if not line.startswith("  --"))
 
 
@@ -66,15 +72,24 @@ def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")
     cfg = config.resolve("deepseek-v3-tiny", None, [])
     out = shown(capsys, "deepseek-v3-tiny", "--help")
-    found = re.findall(r"--(\w+)\.(\w+) (\S+)\s.*\(default: (.*?)(?:; here: (.*))?\)$", out, re.MULTILINE)
-    assert [(s, k) for s, k, *_ in found] == EVERY
-    for section, key, kind, usual, here in found:
+    entry = r"--([\w.]+) (\S+)\s.*\((?:no default|default: (.*?))(?:; here: (.*))?\)$"
+    found = re.findall(entry, out, re.MULTILINE)
+    assert [path for path, *_ in found] == [path for path, _ in leaves(cfg)]
+    for path, kind, usual, here in found:
         for text, tree in ((usual, Config()), (here or usual, cfg)):
-            value = getattr(getattr(tree, section), key)
-            argument = shlex.split(text)[0]
-            assert parsed(section, key, argument) == value, (section, key, text)
+            if text and has_path(tree, path):
+                argument = shlex.split(text)[0]
+                assert parsed(tree, path, argument) == value_at(tree, path), (path, text)
         for word in ("none", "None") if kind.endswith("|none") else ():  # the help's word, and Python's
-            assert parsed(section, key, word) is None
+            assert parsed(cfg, path, word) is None
+
+
+def test_a_word_finds_keys_of_parts_that_a_model_does_not_have(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    out = shown(capsys, "llama3-tiny", "--help", "kv_rank")
+    assert re.search(r"--model.mixer.kv_rank INT .*\(no default; of model.mixer latent\)$", out, re.MULTILINE)
+    assert "--model.mtp.weight" in shown(capsys, "llama3-tiny", "--help", "mtp.weight")
+    assert "kv_rank" not in shown(capsys, "llama3-tiny", "--help", "model")
 
 
 def test_help_of_a_section_of_a_word_and_of_nothing(capsys, monkeypatch):
@@ -93,8 +108,8 @@ def test_help_of_a_section_of_a_word_and_of_nothing(capsys, monkeypatch):
 
 def test_list_parses_each_file_once(capsys, monkeypatch):
     read = []
-    monkeypatch.setattr(loading, "read_yaml", lambda path: read.append(path.name) or strict.read_yaml(path))
-    loading.parse_yaml_cached.cache_clear()
+    monkeypatch.setattr(parse, "read_yaml", lambda path: read.append(path.name) or strict.read_yaml(path))
+    parse.parse_yaml_cached.cache_clear()
     out = shown(capsys, "--list")
     assert len(out.splitlines()) == 1 + len(config.recipes())
     assert sorted(read) == sorted({*read}) and "models.yaml" in read

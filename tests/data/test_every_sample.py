@@ -19,7 +19,7 @@ SMALL = (
     "2",
     "--model.hidden",
     "16",
-    "--model.ffn",
+    "--model.mlp.width",
     "16",
     "--train.global_batch",
     "64",

@@ -196,7 +196,7 @@ def test_mfu_counts_attention_within_documents(tmp_path):
             "1",
             "--model.vocab",
             "257",
-            "--model.window",
+            "--model.mixer.window",
             window,
             "--log.dir",
             str(tmp_path),
@@ -212,10 +212,10 @@ def test_mfu_counts_attention_within_documents(tmp_path):
         for step in range(reader.samples // 4):
             for batch in reader.microbatches(step):
                 for place in batch.positions[0].tolist():  # restarts with each document
-                    keys, queries = keys + min(place + 1, cfg.model.window or 99), queries + 1
+                    keys, queries = keys + min(place + 1, cfg.model.mixer.window or 99), queries + 1
         reader.close()
         m = cfg.model
-        attention = 6 * m.layers * m.heads * (8 + 8) * keys / queries
+        attention = 6 * m.layers * m.mixer.heads * (8 + 8) * keys / queries
         matrices = 6 * (m.layers * (32 * 8 * 2 * (4 + 2) + 3 * 32 * 48) + 257 * 32)
         rate = row["tokens_per_s"] * (matrices + attention) / 1e12
         assert row["tflops_per_gpu"] == pytest.approx(rate, rel=2e-3)  # an epoch ends within a step

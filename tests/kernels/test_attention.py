@@ -259,7 +259,7 @@ def test_a_kind_that_cannot_says_so_and_auto_picks(capfd):
     for kind in ("triton", "flash", "flash"):
         assert torch.equal(attention(q, k, v, None, kind), attention(q, k, v, None))
     assert capfd.readouterr().err.splitlines() == [
-        f"model.attention={kind}: not for float32 on cpu, head dims 4 and 4, as installed here; auto picks"
+        f"model.mixer.kernel={kind}: not for float32 on cpu, head dims 4 and 4, as installed here; auto picks"
         for kind in ("triton", "flash")
     ]
 

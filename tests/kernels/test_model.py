@@ -59,7 +59,7 @@ def test_trains_alike(interpreted, monkeypatch, name, dtype, bound):
     cfg = replace(
         cfg,
         train=replace(cfg.train, dtype=dtype, global_batch=2, seq_len=16),
-        model=replace(cfg.model, layers=2, jitter=0.0, attention="triton"),
+        model=replace(cfg.model, layers=2, jitter=0.0, mixer=replace(cfg.model.mixer, kernel="triton")),
         data=replace(cfg.data, doc_mask=name == "mistral-tiny"),
     )
     for module, table in ((linear, "TILE"), (grouped_gemm, "TILE"), (grouped_gemm, "WGRAD")):

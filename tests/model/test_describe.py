@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import config
+from config.tree import with_values
 from model.describe import describe_stage, keys_of_modules, mesh_of_one_stage
 from model.flops import flops_of_parts, keys_seen, mean_keys
 from model.mlp import MLP
@@ -179,7 +180,7 @@ class GatedMLP(MLP):
 
     def __init__(self, cfg, mesh, layer, name="mlp", width=None):
         super().__init__(cfg, mesh, layer, name, width)
-        box = Box.whole(f"layers.{layer}.mlp.more.weight", (cfg.model.ffn, cfg.model.hidden))
+        box = Box.whole(f"layers.{layer}.mlp.more.weight", (cfg.model.mlp.width, cfg.model.hidden))
         self.more = parameter(ParameterSpec((box,), "hidden", cfg.model.init_std))
 
 
@@ -192,15 +193,15 @@ def test_a_new_projection_is_counted_everywhere(monkeypatch):
         flops_per_token(replace(model, init_std=0.124), 256),
     )
     monkeypatch.setattr("model.block.MLP", GatedMLP)
-    more = model.ffn * model.hidden
+    more = model.mlp.width * model.hidden
     assert parameters(model)["total"] == plain["total"] + model.layers * more
     assert flops_per_token(model, 256) == plain_flops + 6 * model.layers * more
 
 
 def test_a_gated_activation_counts_three_matrices():
     model = shrunk("gpt2-tiny").model
-    gated = replace(model, activation="swiglu")
-    rows = model.ffn * model.hidden + (model.ffn if model.bias else 0)
+    gated = with_values(model, {"mlp.activation": "swiglu"})
+    rows = model.mlp.width * model.hidden + (model.mlp.width if model.mlp.bias else 0)
     assert parameters(gated)["total"] == parameters(model)["total"] + model.layers * rows
     assert split_by_cost(model, 2, 256) and split_by_cost(gated, 2, 256)
 
@@ -218,20 +219,22 @@ def test_keys_that_a_query_sees(window):
 
 def test_flops_of_a_dense_model_whose_head_is_the_table():
     m = shrunk("llama3-tiny", vocab_multiple=1, tied=True).model
-    width = m.hidden // m.heads  # of a head
-    attention = m.hidden * (m.heads + 2 * m.kv_heads) * width + m.heads * width * m.hidden
-    scores = 2 * m.heads * width * 7.5  # with keys, and with values
-    block = 2 * (attention + scores + 3 * m.hidden * m.ffn)
+    mixer = m.mixer
+    width = m.hidden // mixer.heads  # of a head
+    attention = m.hidden * (mixer.heads + 2 * mixer.kv_heads) * width + mixer.heads * width * m.hidden
+    scores = 2 * mixer.heads * width * 7.5  # with keys, and with values
+    block = 2 * (attention + scores + 3 * m.hidden * m.mlp.width)
     head = 2 * m.hidden * m.vocab
     assert flops_of_parts(m, 7.5, 14) == pytest.approx([0, *[block] * 4, head], rel=1e-12)
 
 
 def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_has():
     m = shrunk("qwen2-moe-tiny", vocab_multiple=1).model
-    width = m.hidden // m.heads
-    attention = m.hidden * (m.heads + 2 * m.kv_heads) * width + m.heads * width * m.hidden
-    attention += 2 * m.heads * width * 7.5
-    dense = 3 * m.hidden * m.ffn
+    mixer = m.mixer
+    width = m.hidden // mixer.heads
+    attention = m.hidden * (mixer.heads + 2 * mixer.kv_heads) * width + mixer.heads * width * m.hidden
+    attention += 2 * mixer.heads * width * 7.5
+    dense = 3 * m.hidden * m.mlp.width
     expert = 3 * m.hidden * m.moe_ffn
     mixture = (m.top_k + m.shared_experts) * expert + m.hidden * m.experts + m.hidden  # and router, and gate
     blocks = [2 * (attention + mlp) for mlp in (dense, mixture, dense, mixture)]
@@ -240,18 +243,21 @@ def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_has():
 
 
 def test_flops_of_latent_attention_with_a_module_ahead_and_a_window():
-    m = shrunk("deepseek-v3-tiny", vocab_multiple=1, window=3).model
+    m = with_values(shrunk("deepseek-v3-tiny", vocab_multiple=1).model, {"mixer.window": 3})
+    mixer = m.mixer
     keys = (1 + 2 + 3 * 8) / 10  # the mean of ten tokens
-    query = m.nope_dim + m.rope_dim
-    attention = m.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
-    attention += m.q_rank * m.heads * query + m.kv_rank * m.heads * (m.nope_dim + m.v_dim)
-    attention += m.heads * m.v_dim * m.hidden
-    attention += m.heads * (query + m.v_dim) * keys
-    dense = 3 * m.hidden * m.ffn
+    query = mixer.nope_dim + mixer.rope_dim
+    attention = m.hidden * (mixer.q_rank + mixer.kv_rank + mixer.rope_dim)
+    attention += mixer.q_rank * mixer.heads * query
+    attention += mixer.kv_rank * mixer.heads * (mixer.nope_dim + mixer.v_dim)
+    attention += mixer.heads * mixer.v_dim * m.hidden
+    attention += mixer.heads * (query + mixer.v_dim) * keys
+    dense = 3 * m.hidden * m.mlp.width
     mixture = (m.top_k + m.shared_experts) * 3 * m.hidden * m.moe_ffn + m.hidden * m.experts
     head = m.hidden * m.vocab
     ahead = 2 * m.hidden * m.hidden + attention + mixture + head  # a join, a block, the head once more
     parts = [0, attention + dense, *[attention + mixture] * 3, head + ahead]
     want = [2 * one for one in parts]
-    assert m.mtp == 1 and flops_of_parts(m, keys_seen((10,), m.window), 10) == pytest.approx(want, rel=1e-12)
+    assert m.mtp.modules == 1
+    assert flops_of_parts(m, keys_seen((10,), 3), 10) == pytest.approx(want, rel=1e-12)
     assert flops_per_token(m, 10) == pytest.approx(3 * sum(want), rel=1e-12)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from build import build_run
+from config.tree import with_values
 from kernels import rope
 from model.context import KeyValueCache, forward_context
 from model.generate import generate
@@ -18,9 +19,10 @@ from proof.verify.tiny_config import tiny_config
 TWINS = ("deepseek-v2-lite-tiny", "deepseek-v3-tiny")  # without and with a latent of the queries
 
 
-def made(name, **model):
+def made(name, **mixer):
     cfg = tiny_config(name)
-    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None, **model))
+    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None))
+    cfg = with_values(cfg, {f"model.mixer.{key}": value for key, value in mixer.items()})
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
 
 
@@ -63,13 +65,13 @@ def definition(mla, m, x, freq, grow):
 
 @pytest.mark.parametrize("name", TWINS)
 def test_it_is_the_definition(name):
-    run = made(name, rope_mscale=0.7, rope_mscale_all=0.7)
-    m, mla, x = run.cfg.model, attention_of(run), torch.randn(1, 11, 32, dtype=torch.float64)
+    run = made(name, **{"rope.scaling.mscale": 0.7, "rope.scaling.mscale_all": 0.7})
+    m, mla, x = run.cfg.model.mixer, attention_of(run), torch.randn(1, 11, 32, dtype=torch.float64)
     got = mla(x, forward_context(run.cfg, torch.arange(11)[None], None))
-    freq = rope.frequencies(
-        m.rope_dim, m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original, "yarn"
-    )
-    want = definition(mla, m, x[0], freq, 1 + 0.07 * torch.tensor(m.rope_factor).log().item())
+    scaling = m.rope.scaling
+    limits = scaling.low_freq, scaling.high_freq
+    freq = rope.frequencies(m.rope_dim, m.rope.base, scaling.factor, *limits, scaling.original, "yarn")
+    want = definition(mla, m, x[0], freq, 1 + 0.07 * torch.tensor(scaling.factor).log().item())
     torch.testing.assert_close(got[0], want, rtol=1e-7, atol=1e-9)
 
 
@@ -91,8 +93,8 @@ def test_the_input_is_kept_once(name):
 
 @pytest.mark.parametrize("name", TWINS)
 def test_neighbours_as_pairs_are_halves_of_reordered_weights(name):
-    pairs, plain = made(name), made(name, rope_pairs=False)
-    m, x = pairs.cfg.model, torch.randn(2, 9, 32, dtype=torch.float64)
+    pairs, plain = made(name), made(name, **{"rope.pairs": False})
+    m, x = pairs.cfg.model.mixer, torch.randn(2, 9, 32, dtype=torch.float64)
     a, b = attention_of(pairs), attention_of(plain)
     order = rope.pairs_to_halves(torch.arange(m.rope_dim))
 
@@ -130,8 +132,8 @@ def test_the_cache_holds_the_latent_and_changes_nothing(name):
         got = run.logits(ids[:, first:last], place[:, first:last], cache, last - first - 1)
         want = run.logits(ids, place, None, last - 1)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    assert {tuple(t.shape) for t in cache.keys.values()} == {(1, 20, m.kv_rank)}
-    assert {tuple(t.shape) for t in cache.values.values()} == {(1, 20, m.rope_dim)}
+    assert {tuple(t.shape) for t in cache.keys.values()} == {(1, 20, m.mixer.kv_rank)}
+    assert {tuple(t.shape) for t in cache.values.values()} == {(1, 20, m.mixer.rope_dim)}
     assert len(cache.keys) == m.layers
 
 
@@ -144,7 +146,7 @@ def test_generation_with_the_cache_is_generation_without(name):
 
 @pytest.mark.parametrize("kind", ["reference", "sdpa", "auto"])
 def test_every_kernel_takes_other_values(kind):
-    a, b = made(TWINS[0]), made(TWINS[0], attention=kind)
+    a, b = made(TWINS[0]), made(TWINS[0], kernel=kind)
     x, ctx = (
         torch.randn(2, 9, 32, dtype=torch.float64),
         forward_context(a.cfg, torch.arange(9).expand(2, -1), None),

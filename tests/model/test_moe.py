@@ -24,7 +24,7 @@ E, K, D = 8, 3, 12
 
 def router(dtype=torch.float64, **model) -> Router:
     tree = {
-        "model": {"hidden": D, "heads": 2, "experts": E, "top_k": K, "vocab": 64, **model},
+        "model": {"hidden": D, "mixer.heads": 2, "experts": E, "top_k": K, "vocab": 64, **model},
         "train": {"steps": 1, "dtype": "fp64"},
     }
     r = Router(config.build_tree(config.Config, tree), Mesh.single(), 0)
@@ -301,7 +301,7 @@ def test_generation_one_token_at_a_time():
 def test_a_mixture_of_one_expert_is_an_mlp():
     """One expert, always chosen with probability one: the dense block's output, from the same weights."""
     tree = {
-        "model": {"hidden": D, "heads": 2, "ffn": 20, "vocab": 64},
+        "model": {"hidden": D, "mixer.heads": 2, "mlp.width": 20, "vocab": 64},
         "train": {"steps": 1, "dtype": "fp64"},
     }
     cfg = config.build_tree(config.Config, tree)

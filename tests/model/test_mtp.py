@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from build import build_run
+from config import MTPConfig
 from parallel.context.zigzag import shard_batch, token_positions
 from parallel.microbatch import Microbatch
 from parallel.sharding.views import boxes_of
@@ -59,9 +60,10 @@ def test_a_cut_carries_what_is_ahead_of_the_whole_sequence():
 
 def run_of(depth, weight=0.3, dtype="fp64", **model):
     cfg = tiny_config("deepseek-v3-tiny")
+    mtp = MTPConfig(modules=depth, weight=weight) if depth else None
     cfg = replace(
         cfg,
-        model=replace(cfg.model, layers=2, experts=None, mtp=depth, mtp_weight=weight, dropout=0.0, **model),
+        model=replace(cfg.model, layers=2, experts=None, mtp=mtp, dropout=0.0, **model),
         train=replace(cfg.train, global_batch=2, dtype=dtype),
     )
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 50)
@@ -115,7 +117,7 @@ def test_gradients_are_those_of_transformers_modules(tied):
             + (part.dim() == 1)
         )
     # dense layers, as config.json can describe them without further tokens; the modules come below
-    said = hf_config.to_hf_config(replace(m, mtp=0), "float32", {})
+    said = hf_config.to_hf_config(replace(m, mtp=None), "float32", {})
     main = transformers.DeepseekV3ForCausalLM(
         transformers.DeepseekV3Config(**{k: v for k, v in said.items() if k != "torch_dtype"})
     ).double()
@@ -174,17 +176,20 @@ def test_gradients_are_those_of_transformers_modules(tied):
         )  # their norms and softmax are in fp32
 
 
+TWO = MTPConfig(modules=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name,model,layout,docs",
     [
-        ("deepseek-v3-tiny", dict(mtp=2, tied=True), dict(pp=2, zero=2), True),
-        ("deepseek-v3-tiny", dict(mtp=2, tied=True), dict(pp=2, schedule="zb-v", zero=3), False),
-        ("deepseek-v3-tiny", dict(mtp=2), dict(pp=2, schedule="zb-h1", zero=1), True),
-        ("deepseek-v3-tiny", dict(mtp=3, mtp_weight=5.0), dict(cp=2, cp_kind="ulysses"), True),
-        ("llama3-tiny", dict(mtp=2), dict(cp=2), True),
-        ("gpt2-tiny", dict(mtp=1), dict(tp=2, sp=True), False),
-        ("gpt2-tiny", dict(mtp=1), dict(pp=2), False),
+        ("deepseek-v3-tiny", dict(mtp=TWO, tied=True), dict(pp=2, zero=2), True),
+        ("deepseek-v3-tiny", dict(mtp=TWO, tied=True), dict(pp=2, schedule="zb-v", zero=3), False),
+        ("deepseek-v3-tiny", dict(mtp=TWO), dict(pp=2, schedule="zb-h1", zero=1), True),
+        ("deepseek-v3-tiny", dict(mtp=MTPConfig(modules=3, weight=5.0)), dict(cp=2, cp_kind="ulysses"), True),
+        ("llama3-tiny", dict(mtp=TWO), dict(cp=2), True),
+        ("gpt2-tiny", dict(mtp=MTPConfig()), dict(tp=2, sp=True), False),
+        ("gpt2-tiny", dict(mtp=MTPConfig()), dict(pp=2), False),
     ],
     ids=str,
 )

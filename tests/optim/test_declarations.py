@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from build import build_run, optimizer_class
-from config import OPTIMIZERS, Config, ConfigError
+from config import OPTIMIZERS, Config, ConfigError, MupConfig
 from config.optimizers import in_words, optimizers_that
 from config.suggestions import check_rules
 from optim.base import Optimizer
@@ -70,7 +70,7 @@ def test_offload_and_bf16_states_are_as_the_row_says(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_mup_is_as_the_row_says(name):
     cfg = with_optimizer(name)
-    cfg = replace(cfg, model=replace(cfg.model, mup_base=16))
+    cfg = replace(cfg, model=replace(cfg.model, mup=MupConfig(base=16)))
     if OPTIMIZERS[name].why_no_mup:
         others = in_words(optimizers_that(lambda spec: not spec.why_no_mup), "or")
         with pytest.raises(ConfigError, match=f"^optim.name: {name} does not support muP .*; take {others}$"):

@@ -11,7 +11,7 @@ import torch
 import build
 from build import weights_only
 from checkpoint import hf
-from config import OPTIMIZERS, ConfigError, ParallelConfig
+from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig
 from model import head as loss
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec
@@ -25,10 +25,11 @@ CPU = torch.device("cpu")
 LR, DECAY, M = 0.01, 0.1, 4.0
 
 
-def wide(name, base=8, **more):
+def wide(name, base=8, head_dim=None, **more):
     """tiny_config's hidden is 32: four times the base."""
     cfg = tiny_config(name)
-    return replace(cfg, model=replace(cfg.model, mup_base=base, dropout=0.0, jitter=0.0, **more))
+    mup = MupConfig(base=base, head_dim=head_dim) if base else None
+    return replace(cfg, model=replace(cfg.model, mup=mup, dropout=0.0, jitter=0.0, **more))
 
 
 def made(cfg):
@@ -151,12 +152,12 @@ def test_an_export_holds_the_factors(name, more):
     """What the muP model computes, a plain model with the folded weights computes; and folding back
     restores.
     """
-    cfg = wide(name, mup_head_dim=3, **more)
+    cfg = wide(name, head_dim=3, **more)
     stage, pieces = filled(cfg)
     before = [t.clone() for _, t in pieces]
     ours = stage.logits(TOKENS, PLACES)
     plain, theirs = weights_only(
-        replace(cfg, model=replace(cfg.model, mup_base=None, mup_head_dim=None)), CPU, "fp64"
+        replace(cfg, model=replace(cfg.model, mup=None)), CPU, "fp64"
     )
     hf.fold_mup(cfg.model, pieces)
     for (box, t), (other, source) in zip(theirs, pieces, strict=True):
@@ -172,7 +173,7 @@ def test_an_export_holds_the_factors(name, more):
 
 def test_what_no_folder_can_hold_is_refused():
     cfg = wide("deepseek-v3-tiny", tied=True)
-    with pytest.raises(ConfigError, match="^model.mup_base: .*multi-token") as e:
+    with pytest.raises(ConfigError, match="^model.mup: .*multi-token") as e:
         hf.fold_mup(cfg.model, [])
     assert "\n" not in str(e.value)
 

@@ -6,15 +6,16 @@ from theirs import Family, Recipe, Router
 
 STD = 0.12  # of the initial weights: large enough that attention is not the mean of all
 SMALL = (
-    f"--model.init_std {STD} --model.layers 2 --model.hidden 32 --model.heads 4 --model.ffn 48 "
+    f"--model.init_std {STD} --model.layers 2 --model.hidden 32 --model.mixer.heads 4 --model.mlp.width 48 "
     "--model.context 32"
 )
-GROUPED = f"{SMALL} --model.kv_heads 2"
+GROUPED = f"{SMALL} --model.mixer.kv_heads 2"
 LATENT = (
-    f"{SMALL} --model.kv_rank 12 --model.nope_dim 6 --model.rope_dim 8 --model.v_dim 10 "
-    "--model.rope_original 16 --model.rope_factor 4 --model.rope_high_freq 2 --model.rope_low_freq 0.3"
+    f"{SMALL} --model.mixer.kv_rank 12 --model.mixer.nope_dim 6 --model.mixer.rope_dim 8 "
+    "--model.mixer.v_dim 10 --model.mixer.rope.scaling.original 16 --model.mixer.rope.scaling.factor 4 "
+    "--model.mixer.rope.scaling.high_freq 2 --model.mixer.rope.scaling.low_freq 0.3"
 )
-LLAMA3 = "--model.rope_original 16"
+LLAMA3 = "--model.mixer.rope.scaling.original 16"
 
 BASE = {
     "hidden_size": 32,
@@ -93,7 +94,7 @@ DENSE = (
     ),
     Family(
         "llama3.2",
-        f"llama3.2-tiny {GROUPED} {LLAMA3} --model.head_dim 12",
+        f"llama3.2-tiny {GROUPED} {LLAMA3} --model.mixer.head_dim 12",
         "Llama",
         {**BASE, "head_dim": 12, "rms_norm_eps": 1e-5, "rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}},
         recipe=LINEAR,
@@ -101,7 +102,7 @@ DENSE = (
     ),
     Family(
         "mistral",
-        f"mistral-tiny {GROUPED} --model.window 7",
+        f"mistral-tiny {GROUPED} --model.mixer.window 7",
         "Mistral",
         {**BASE, "head_dim": 8, "rms_norm_eps": 1e-5, "sliding_window": 7, "rope_parameters": PLAIN_ROPE},
         recipe=COSINE,
@@ -116,7 +117,7 @@ DENSE = (
     ),
     Family(
         "qwen3",
-        f"qwen3-tiny {GROUPED} --model.head_dim 10",
+        f"qwen3-tiny {GROUPED} --model.mixer.head_dim 10",
         "Qwen3",
         {
             **BASE,
@@ -165,7 +166,7 @@ MIXTURES = (
     ),
     Family(
         "qwen3-moe",
-        f"qwen3-moe-tiny {GROUPED} --model.head_dim 10 --model.experts 7 --model.top_k 3 "
+        f"qwen3-moe-tiny {GROUPED} --model.mixer.head_dim 10 --model.experts 7 --model.top_k 3 "
         "--model.moe_ffn 20 --model.aux_loss 0.05",
         "Qwen3Moe",
         {
@@ -247,7 +248,7 @@ LATENTS = (
     ),
     Family(
         "deepseek-v3",
-        f"deepseek-v3-tiny {LATENT} --model.q_rank 14 --model.experts 8 --model.top_k 3 "
+        f"deepseek-v3-tiny {LATENT} --model.mixer.q_rank 14 --model.experts 8 --model.top_k 3 "
         "--model.moe_ffn 20 --model.aux_loss 0.05 --model.router_bias_rate 0.02",
         "DeepseekV3",
         {

@@ -37,8 +37,8 @@ MUP = {"llama": (LLAMA, 0.5), "tied": (replace(LLAMA, tied=True), 1.0), "qwen2-m
 @pytest.mark.parametrize("base,scores", MUP.values(), ids=MUP)
 def test_mup(place, note, base, scores):
     """Scores grow as 1 / head_dim from the tuned head_dim on: sqrt(2 / 8) of the usual ones."""
-    more = "--model.mup_base 16"
-    more += " --model.mup_head_dim 2" * (scores != 1.0) + " --model.tied true" * base.tied
+    more = "--model.mup.base 16"
+    more += " --model.mup.head_dim 2" * (scores != 1.0) + " --model.tied true" * base.tied
     family = replace(base, name=f"muP {base.name}{' tied' * base.tied}", logits=1 / WIDER, scores=scores)
     row, run, *_ = compare.prove(*place, family, more, mup_rate)
     compare.check_first(run.first, families.STD, 2, WIDER)
@@ -297,7 +297,7 @@ def test_mup_of_other_optimizers(place, note, name, power):
     row, *_ = compare.prove(
         *place,
         family,
-        f"--optim.name {name} --model.mup_base 16",
+        f"--optim.name {name} --model.mup.base 16",
         lambda weight: mup_rate(weight) ** power,
         alone,
     )

@@ -81,7 +81,8 @@ def test_the_largest_holding_comes_first():
 
 def test_what_train_refuses_is_not_named():
     """Three heads are not divided by two, one layer not by two stages, and a dense model has no experts."""
-    shape = ["--model.heads", "3", "--model.kv_heads", "3", "--model.hidden", "48", "--model.vocab", "500"]
+    heads = ["--model.mixer.heads", "3", "--model.mixer.kv_heads", "3"]
+    shape = [*heads, "--model.hidden", "48", "--model.vocab", "500"]
     cfg = resolve("llama3-tiny", *shape, "--model.layers", "1")
     keys = {key for saving in find_savings(cfg, 2, None) for key in saving.values}
     assert keys and not keys & {"parallel.tp", "parallel.pp", "parallel.ep"}

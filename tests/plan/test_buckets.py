@@ -9,6 +9,7 @@ import torch
 
 import config
 from build import make_buckets, make_stages
+from config import MupConfig
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
@@ -65,7 +66,7 @@ def compared(cfg: config.Config, world: int, rank: int):
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_the_planned_buckets_are_the_runs(name, optimizer, mup, parallel):
     cfg = tiny_config(name)
-    model = replace(cfg.model, mup_base=cfg.model.hidden // 2 if mup else None, dropout=0.0)
+    model = replace(cfg.model, mup=MupConfig(base=cfg.model.hidden // 2) if mup else None, dropout=0.0)
     if optimizer == "muon" and parallel.get("compress"):
         parallel = dict(zero=1)
     cfg = replace(
@@ -83,11 +84,11 @@ def test_rates_of_mup_divide_buckets():
     cfg = config.resolve(
         "deepseek-v3-tiny",
         None,
-        ["--model.mup_base", "32", "--parallel.bucket_mb", "0.05", "--model.vocab", "512"],
+        ["--model.mup.base", "32", "--parallel.bucket_mb", "0.05", "--model.vocab", "512"],
     )
     (mup, ours), (plain, _) = (
         compared(cfg, 1, 0),
-        compared(replace(cfg, model=replace(cfg.model, mup_base=None)), 1, 0),
+        compared(replace(cfg, model=replace(cfg.model, mup=None)), 1, 0),
     )
     assert mup == ours and [bucket[-1] for bucket in mup] != [bucket[-1] for bucket in plain]
     assert len({rate for bucket in mup for _, _, rate, *_ in bucket[-1]}) > 1

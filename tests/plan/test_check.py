@@ -14,8 +14,9 @@ from plan.record.events import PostedExchange, Wait
 from scripts.dry_run import program_of
 
 SIZE = (
-    "--model.vocab 64 --model.layers 8 --model.hidden 16 --model.heads 2 --model.kv_heads none "
-    "--model.ffn 16 --train.seq_len 8 --train.micro_batch 1 --train.global_batch 8 --model.vocab_multiple 32"
+    "--model.vocab 64 --model.layers 8 --model.hidden 16 --model.mixer.heads 2 --model.mixer.kv_heads none "
+    "--model.mlp.width 16 --train.seq_len 8 --train.micro_batch 1 --train.global_batch 8 "
+    "--model.vocab_multiple 32"
 ).split()
 LANE = ("", (0, 1))
 

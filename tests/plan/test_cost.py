@@ -11,7 +11,8 @@ import pytest
 from scipy.stats import spearmanr
 
 import config
-from config import CONFIG_FOLDER, has_experts, read_yaml
+from config import CONFIG_FOLDER, has_experts, modules_ahead, read_yaml
+from config.tree import with_values
 from model.describe import describe_stage
 from model.flops import attention_flops, mean_keys
 from model.schedules import plan_pipeline
@@ -33,7 +34,7 @@ from plan.efficiency import (
 )
 from plan.job import Job
 from plan.parts import records_of_part
-from plan.search import job_of, set_keys
+from plan.search import job_of
 
 FREE = cost.Efficiency(1, 1, 1, 1, 1, 1, 0, 0, 0)
 IDEAL = cost.Cluster(
@@ -42,7 +43,7 @@ IDEAL = cost.Cluster(
 
 
 def config_of(name, **keys):
-    return set_keys(
+    return with_values(
         config.resolve(
             name, None, ["--train.micro_batch", "2", "--train.seq_len", "256", "--train.global_batch", "64"]
         ),
@@ -84,7 +85,7 @@ def test_the_products_of_all_ranks_are_the_models(name, keys):
     attention = ranks * sum(one.forward.work.attention for one in records)
 
     # a router's gradients are multiplied as two numbers of 16 bits, by each rank
-    routers = sum(has_experts(model, layer) for layer in range(model.layers + model.mtp))
+    routers = sum(has_experts(model, layer) for layer in range(model.layers + modules_ahead(model)))
     tokens = train.micro_batch * train.seq_len
     of_routers = 2 * 2 * tokens * model.hidden * (model.experts or 0) * routers
     assert products - of_routers + 3 * attention == pytest.approx(
@@ -213,14 +214,14 @@ def test_offloading_the_optimizer_takes_the_time_of_its_copies():
     job, microbatches = job_of(cfg, 8)
     found = cost.forecast(job, microbatches, IDEAL, replace(FREE, host=25e9))
     assert found.optimizer == pytest.approx(12 * parameters(cfg.model)["total"] / 8 / 25e9, rel=1e-3)
-    kept = job_of(set_keys(cfg, {"parallel.offload": "none"}), 8)[0]
+    kept = job_of(with_values(cfg, {"parallel.offload": "none"}), 8)[0]
     assert cost.forecast(kept, microbatches, IDEAL, FREE).optimizer < 1e-12
 
 
 def test_offloaded_activations_wait_for_what_no_computation_hides():
     cfg = config_of("llama3-8b", parallel__zero=1)
     kept, microbatches = job_of(cfg, 8)
-    moved, _ = job_of(set_keys(cfg, {"parallel.offload": "activations"}), 8)
+    moved, _ = job_of(with_values(cfg, {"parallel.offload": "activations"}), 8)
     times = cost.stage_times(kept, 0, microbatches, IDEAL, FREE)
     record = records_of_part(moved.parts[0][1], 2)[0]
     assert moved.parts[0][1].layer == 0

@@ -38,7 +38,7 @@ def test_the_given_axes_stay(world, words, changed):
     layout = layout_for(cfg, world, RankDevice())
     assert (layout.changed, layout.by_planner) == (changed, False)
     plan_pipeline(layout.cfg, world)
-    assert elastic.set_keys(cfg, changed) == layout.cfg
+    assert elastic.with_values(cfg, changed) == layout.cfg
     line = elastic.describe(layout, world)
     assert (line == "") == (not changed)
     assert all(f"--{key} {value}" in line for key, value in changed.items())
@@ -154,7 +154,7 @@ def test_a_phase_that_sets_what_should_follow_is_named(tmp_path):
     [
         (3, {"train.global_batch": 6, "train.micro_batch": 2, "parallel.tp": 1}, {}),
         (3, {"train.global_batch": 6, "train.micro_batch": 4, "parallel.tp": 1}, {"train.micro_batch": 2}),
-        (3, {"train.global_batch": 6, "parallel.tp": 2, "model.window": 8}, None),
+        (3, {"train.global_batch": 6, "parallel.tp": 2, "model.mixer.window": 8}, None),
         (1, {"train.seq_len": 64}, None),
     ],
 )
@@ -166,6 +166,6 @@ def test_a_phase_that_is_past_has_no_word(world, row, changed):
     assert layout.by_planner is (changed is None) and (changed is None or layout.changed == changed)
     first, second = config.phases_of(layout.cfg).all
     assert first.cfg == config.phases_of(cfg).all[0].cfg
-    assert second.cfg == layout.phase == elastic.set_keys(config.phases_of(cfg).all[1].cfg, layout.changed)
+    assert second.cfg == layout.phase == elastic.with_values(config.phases_of(cfg).all[1].cfg, layout.changed)
     plan_pipeline(layout.cfg, world, after=9)
     assert elastic.most_ranks(cfg, world, world, 9) == world

@@ -10,7 +10,8 @@ import torch
 
 import config
 from build import build_run
-from config import OPTIMIZERS
+from config import OPTIMIZERS, MLPConfig
+from config.tree import with_values
 from model.describe import describe_stage
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
@@ -21,7 +22,6 @@ from plan.record.events import OpBegins
 from plan.record.launches import CHIPS
 from plan.record.memory import curve_of
 from plan.record.role import record_role
-from plan.search import set_keys
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
@@ -83,7 +83,7 @@ def held(world, cfg):
 
 def laid(name, parallel, **train):
     cfg = tiny_config(name)
-    cfg = replace(cfg, model=replace(cfg.model, layers=4, hidden=64, ffn=96, context=64))
+    cfg = replace(cfg, model=replace(cfg.model, layers=4, hidden=64, mlp=MLPConfig(width=96), context=64))
     return replace(
         cfg,
         parallel=replace(cfg.parallel, **parallel),
@@ -218,7 +218,7 @@ def test_sharding_saves_what_the_paper_says():
 # ---- activations -------------------------------------------------------------------------------------------
 
 SIZE = (
-    "--model.vocab 4096 --model.hidden 256 --model.ffn 512 --model.layers 8 --model.context 1024 "
+    "--model.vocab 4096 --model.hidden 256 --model.mlp.width 512 --model.layers 8 --model.context 1024 "
     "--train.seq_len 1024 --train.micro_batch 4 --train.global_batch 16 --train.dtype bf16"
 ).split()
 EVERY = {"parallel.recompute": "selective", "parallel.recompute_parts": "core,norm,act"}
@@ -291,7 +291,7 @@ def recorded_activations(cfg, world, rank):
 @pytest.mark.parametrize("name, keys", CASES, ids=IDS)
 def test_activations_are_those_of_a_recorded_step(name, keys):
     """To 1.5 % below, and to 6 % above: what passes is added, though it may not be there at the peak."""
-    cfg = set_keys(config.resolve(name, None, SIZE), keys)
+    cfg = with_values(config.resolve(name, None, SIZE), keys)
     world = 2 if cfg.parallel.zero else math.prod((cfg.parallel.tp, cfg.parallel.cp, cfg.parallel.pp))
     world = max(world, cfg.parallel.ep)
     for rank in sorted({0, world - 1}):
@@ -304,7 +304,7 @@ def test_activations_are_those_of_a_recorded_step(name, keys):
 @pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, zero=3)], ids=str)
 def test_shared_key_heads(ranks, parallel):
     cfg = laid("llama3-tiny", parallel)
-    cfg = replace(cfg, model=replace(cfg.model, kv_heads=2))
+    cfg = with_values(cfg, {"model.mixer.kv_heads": 2})
     for rank, state in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
@@ -313,10 +313,10 @@ def test_shared_key_heads(ranks, parallel):
 @pytest.mark.parametrize("keys", [{}, SP, PP | {"parallel.recompute": "full"}], ids=str)
 def test_what_is_offloaded_is_not_on_the_device(keys):
     """Eight blocks are in flight: eight of one microbatch, or four of two. One computes, one is fetched."""
-    cfg = set_keys(config.resolve("llama3-tiny", None, SIZE), keys)
+    cfg = with_values(config.resolve("llama3-tiny", None, SIZE), keys)
     world = cfg.parallel.tp * cfg.parallel.pp
     (block,) = records_of_part(describe_stage(cfg, 1, 2).parts[0], cfg.train.micro_batch)
-    away = set_keys(cfg, {"parallel.offload": "activations"})
+    away = with_values(cfg, {"parallel.offload": "activations"})
     least, most = (recorded_activations(one, world, 0) for one in (away, cfg))
     assert 5.9 * block.kept < most - least < 7 * block.kept
 
@@ -327,7 +327,7 @@ def test_what_lowers_the_peak():
 
     def peaks(ranks, **parallel):
         cfg = config.resolve("llama3-tiny", None, [*SIZE, "--train.global_batch", "32"])
-        cfg = set_keys(cfg, {f"parallel.{key}": value for key, value in parallel.items()})
+        cfg = with_values(cfg, {f"parallel.{key}": value for key, value in parallel.items()})
         return [recorded_activations(cfg, 4, rank) for rank in ranks]
 
     assert peaks([0], tp=4, sp=True) < [0.8 * peak for peak in peaks([0], tp=4)]

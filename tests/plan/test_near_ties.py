@@ -4,21 +4,11 @@ from dataclasses import replace
 import pytest
 
 import config
+from config.tree import with_values
 from plan.cost import Forecast, cluster
 from plan.efficiency import efficiency_of
 from plan.near_ties import NEAR, difference, near_groups
-from plan.search import (
-    LAYOUT_KEYS,
-    Best,
-    Candidate,
-    Found,
-    Held,
-    Target,
-    compute_axes,
-    layout_axes,
-    search,
-    set_keys,
-)
+from plan.search import LAYOUT_KEYS, Best, Candidate, Found, Held, Target, compute_axes, layout_axes, search
 
 CFG = config.resolve("llama3-8b", None, [])
 GIB = 2**30
@@ -26,7 +16,7 @@ GIB = 2**30
 
 def found(step: float, *, nbytes: int = 0, exposed: dict[str, float] | None = None, **keys) -> Found:
     """A layout with keys of parallel. Its step is compute, but for what is exposed."""
-    cfg = set_keys(CFG, {f"parallel.{key}": value for key, value in keys.items()})
+    cfg = with_values(CFG, {f"parallel.{key}": value for key, value in keys.items()})
     waits = exposed or {}
     forecast = Forecast(step, compute=step - sum(waits.values()), exposed=waits)
     return Found(cfg, 8, forecast, Held(nbytes, 0, 0, 0))
@@ -95,7 +85,7 @@ def test_the_keys_of_a_layout_are_those_that_are_searched():
 def test_the_first_does_not_depend_on_how_many_are_asked_for(memory):
     """Of the near ties only those that could come first are looked at."""
     fixed = {"parallel.cp": 1, "train.micro_batch": 2}
-    cfg, target = set_keys(SMALL, fixed), Target(4, replace(NODE, memory=memory), efficiency_of(NODE))
+    cfg, target = with_values(SMALL, fixed), Target(4, replace(NODE, memory=memory), efficiency_of(NODE))
     few, all_of_them = (search(cfg, target, fixed, top, near=NEAR) for top in (1, 10_000))
     assert few.counts["priced"] < all_of_them.counts["priced"]
     assert near_groups(few.found)[0][0].cfg == near_groups(all_of_them.found)[0][0].cfg

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 import config
+from config.tree import with_values
 from kernels import triton_
 from model.attention import Attention
 from model.block import TransformerBlock
@@ -21,10 +22,9 @@ from parallel.tensor.layers import ColumnLinear, RowLinear
 from plan.count import flops_per_token
 from plan.record.launches import CHIPS
 from plan.record.part import PartForm, PartRecord, on_the_line, record_of, record_part
-from plan.search import set_keys
 
 ROOT = Path(__file__).parents[2]
-DENSE = "--model.vocab 4096 --model.hidden 512 --model.ffn 1024".split()
+DENSE = "--model.vocab 4096 --model.hidden 512 --model.mlp.width 1024".split()
 SIZE = "--train.seq_len 1024 --train.micro_batch 2 --model.vocab 4096".split()
 SP = {"parallel.tp": 2, "parallel.sp": True}
 PARTS = {"parallel.recompute": "selective", "parallel.recompute_parts": "core,norm,act"}
@@ -62,13 +62,13 @@ CORE = ["llama3-tiny tp 2 sp true async_tp true", "deepseek-v3-tiny tp 2 ep 4 dt
 
 def config_of(name, layout):
     cfg = config.resolve(name, None, [*SIZE, *(DENSE if name == "llama3-tiny" else [])])
-    return set_keys(cfg, layout)
+    return with_values(cfg, layout)
 
 
 @pytest.mark.slow(every=3, core=CORE)
 @pytest.mark.parametrize("name, layout", CASES, ids=IDS)
 def test_the_record_of_a_block_grows_by_the_same_with_each_sequence(name, layout):
-    cfg = set_keys(config_of(name, layout), {"train.micro_batch": 5})
+    cfg = with_values(config_of(name, layout), {"train.micro_batch": 5})
     form = PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"], is_split=True)
     assert_like(record_of(form), record_part(form))
     assert record_of(form).kept_for_weights == record_part(form).kept_for_weights
@@ -80,14 +80,14 @@ def test_the_record_of_a_mixture_is_on_a_line_by_the_experts_of_a_rank(layout):
     cfg = config_of("deepseek-v3-tiny", layout | {"train.dtype": "bf16", "model.experts": 64})
     for ranks in (2, 16, 32):
         keys = {"parallel.ep": ranks}
-        form = PartForm(set_keys(cfg, keys), cfg.model.layers - 1, CHIPS["h100"], is_split=True)
+        form = PartForm(with_values(cfg, keys), cfg.model.layers - 1, CHIPS["h100"], is_split=True)
         assert_like(record_of(form), record_part(form))
 
 
 def test_a_part_without_experts_has_one_record_for_all_numbers_of_expert_ranks():
-    cfg = config_of("deepseek-v3-tiny", {"model.mtp": 0})
+    cfg = config_of("deepseek-v3-tiny", {"model.mtp": None})
     for layer in ("embedding", 0, "head"):
-        forms = [PartForm(set_keys(cfg, {"parallel.ep": ranks}), layer, CHIPS["h100"]) for ranks in (2, 4)]
+        forms = [PartForm(with_values(cfg, {"parallel.ep": ranks}), layer, CHIPS["h100"]) for ranks in (2, 4)]
         assert record_of(forms[0]) is record_of(forms[1])
 
 
@@ -155,7 +155,7 @@ class LinearAttention(nn.Module):
     def __init__(self, cfg, mesh, layer):
         super().__init__()
         hidden = cfg.model.hidden
-        self.heads = cfg.model.heads // mesh.tp.size
+        self.heads = cfg.model.mixer.heads // mesh.tp.size
         key = f"layers.{layer}.attn"
         options = {"std": cfg.model.init_std, "bias": False, "sp": cfg.parallel.sp, "async_tp": False}
         self.qkv = ColumnLinear(mesh, {f"{key}.{name}": hidden for name in "qkv"}, hidden, **options)
@@ -176,10 +176,10 @@ def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute
     cfg = config_of("llama3-tiny", SP | {"parallel.recompute": recompute, "train.dtype": "bf16"})
     record = record_part(PartForm(cfg, 1, chip))
     model, tokens = cfg.model, cfg.train.micro_batch * cfg.train.seq_len
-    d = model.hidden // model.heads
+    d = model.hidden // model.mixer.heads
 
     # of a rank: half of the features of each product
-    projections = 2 * tokens * model.hidden * (4 * model.hidden + 3 * model.ffn) // 2
+    projections = 2 * tokens * model.hidden * (4 * model.hidden + 3 * model.mlp.width) // 2
     states = 2 * 2 * tokens * model.hidden * d // 2
     forward, backward = record.forward.work, record.backward.work
     assert forward.products == projections + states and forward.attention == 0
@@ -204,8 +204,8 @@ def test_the_products_of_a_mixer_that_nobody_described_are_counted(monkeypatch):
     """By hand: linear attention has no products with keys, and two with a state of d x d a head."""
     model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0131)  # none of it is cached
     monkeypatch.setattr("model.block.Attention", LinearAttention)
-    d = model.hidden // model.heads
-    block = 4 * model.hidden**2 + 3 * model.hidden * model.ffn
+    d = model.hidden // model.mixer.heads
+    block = 4 * model.hidden**2 + 3 * model.hidden * model.mlp.width
     matrices = model.layers * block + model.hidden * model.vocab
     states = model.layers * 2 * model.hidden * d
     for seq_len in (64, 4096):

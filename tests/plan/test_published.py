@@ -67,7 +67,7 @@ def test_activations_are_those_of_the_paper():
         )
         peak = framework_activation_bytes(even, MEGATRON)
         if row["parallel.recompute"] == "selective":  # its working set is not in the figure
-            core = 5 * job.cfg.model.heads * job.cfg.train.seq_len**2 * job.cfg.train.micro_batch // 8
+            core = 5 * job.cfg.model.mixer.heads * job.cfg.train.seq_len**2 * job.cfg.train.micro_batch // 8
             peak -= core
         assert peak / 2**30 == pytest.approx(float(row["activations_gib"]), rel=0.002), row["row"]
 

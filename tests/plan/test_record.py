@@ -18,7 +18,8 @@ from plan.record.work import Facts, judge
 from scripts.dry_run import program_of, what_others_say
 
 SIZE = (
-    "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 "
+    "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
+    "--model.mlp.width 48 "
     "--train.seq_len 32 --train.micro_batch 2 --train.global_batch 8 --model.vocab_multiple 32"
 ).split()
 EXCHANGE = dispatch.exchange_departures

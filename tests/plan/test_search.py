@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import config
+from config.tree import with_values
 from config.values import combinations
 from model.schedules import plan_pipeline
 from plan.communicators import Gpu
@@ -24,7 +25,6 @@ from plan.search import (
     least_bytes,
     price,
     search,
-    set_keys,
     step_with_bubble,
     with_fixed,
 )
@@ -47,7 +47,7 @@ def brute(cfg, world, c, fixed):
         ):
             continue
         one = price(
-            set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), target(world, c), result
+            with_values(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), target(world, c), result
         )
         out += [one] if one else []
     return sorted(x.forecast.step for x in out)
@@ -59,7 +59,7 @@ def test_nothing_faster_is_left_out(memory):
     cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
     c = replace(cluster("h100-ib"), memory=memory, node=4)
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.recompute": "none", "parallel.cp": 1}
-    cfg = set_keys(cfg, fixed)
+    cfg = with_values(cfg, fixed)
     result = search(cfg, target(8, c), fixed, 5)
     found, counts = result.found, result.counts
     every = brute(cfg, 8, c, fixed)
@@ -72,7 +72,7 @@ def test_nothing_faster_is_left_out(memory):
 def test_what_is_set_stays_and_what_is_found_fits():
     cfg = config.resolve("mixtral-8x7b", None, ["--train.global_batch", "64", "--parallel.ep", "8"])
     fixed = {"parallel.ep": 8, "train.micro_batch": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
-    found = search(set_keys(cfg, fixed), target(32, cluster("h100-ib")), fixed, 3).found
+    found = search(with_values(cfg, fixed), target(32, cluster("h100-ib")), fixed, 3).found
     assert len(found) == 3 and [x.forecast.step for x in found] == sorted(x.forecast.step for x in found)
     for x in found:
         assert x.cfg.parallel.ep == 8 and x.cfg.parallel.schedule == "1f1b" and x.cfg.train.micro_batch == 1
@@ -83,7 +83,7 @@ def test_what_is_set_stays_and_what_is_found_fits():
 def test_the_margin_is_left_where_a_layout_leaves_it():
     cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.pp": 1, "parallel.cp": 1}
-    cfg, hardware = set_keys(cfg, fixed), cluster("h100-ib")
+    cfg, hardware = with_values(cfg, fixed), cluster("h100-ib")
     every = search(cfg, target(8, hardware), fixed, 10_000).found
     fastest = every[0]
 
@@ -176,7 +176,7 @@ def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
         {"parallel.pp": 2, "parallel.zero": 3},
         {"parallel.pp": 2, "parallel.zero": 2, "parallel.schedule": "interleaved", "parallel.vpp": 2},
     ):
-        one = set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.zero": 1} | more)
+        one = with_values(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.zero": 1} | more)
         assert (
             least_bytes(one, here, bound)
             <= sum(held_bytes(job_of(one, 16)[0], here.gpu))
@@ -189,7 +189,7 @@ def test_gpipe_holds_all_microbatches_and_other_schedules_need_only_a_few_to_sho
     )
     held = {}
     for kind in ("gpipe", "1f1b"):
-        job, microbatches = job_of(set_keys(cfg, {"parallel.schedule": kind}), 4)
+        job, microbatches = job_of(with_values(cfg, {"parallel.schedule": kind}), 4)
         held[kind] = held_bytes(job, Gpu())
         assert microbatches == 64 // cfg.train.micro_batch
     assert held["gpipe"].activations == pytest.approx(microbatches / 4 * held["1f1b"].activations, rel=0.3)

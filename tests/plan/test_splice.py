@@ -15,7 +15,8 @@ from plan.record.role import RoleRecord, record_role
 from scripts.dry_run import program_of, what_others_say
 
 SIZE = (
-    "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 "
+    "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
+    "--model.mlp.width 48 "
     "--train.seq_len 32 --train.micro_batch 1 --model.vocab_multiple 32 --parallel.zero 0"
 ).split()
 SIZES = {
@@ -117,7 +118,7 @@ LAYOUTS = [  # recipe, ranks, the rank, and the least share that is copied
     ("llama3-tiny", 4, 0, f"{PP} --parallel.zero 2 --train.global_batch 24 --parallel.schedule zb-h1", 0.0),
     ("llama3-tiny", 4, 2, f"{PP} --parallel.zero 3 {OF_TWO} --parallel.schedule dualpipe-v", 0.0),
     ("llama3-tiny", 2, 0, "--train.dtype fp8 --train.fp8 blockwise --train.fp8_keep 0 --train.fp8_block 32 "
-     f"--model.hidden 64 --model.ffn 96 {PP}", 0.5),
+     f"--model.hidden 64 --model.mlp.width 96 {PP}", 0.5),
     ("mixtral-tiny", 1, 0, "--train.global_batch 10", 0.4),
     ("mixtral-tiny", 2, 0, "--parallel.ep 2 --parallel.zero 1 --train.global_batch 24", 0.5),
     ("mixtral-tiny", 2, 1, f"{EP} --parallel.ep_chunks 2 --parallel.recompute full {OF_TWO}", 0.5),

@@ -7,9 +7,10 @@ import pytest
 
 import config
 from config import ConfigError
+from config.tree import with_values
 from plan.cost import Efficiency, cluster, forecast
 from plan.near_ties import NEAR
-from plan.search import SearchResult, Target, job_of, price, search, set_keys
+from plan.search import SearchResult, Target, job_of, price, search
 from plan.what_if import WhatIf, cluster_under, expected_largest, forecast_under, parse_what_if, waiting_ranks
 
 H100 = cluster("h100-ib")
@@ -28,7 +29,7 @@ LAYOUTS = [  # of parallel
 def priced(keys, **what):
     """(job, microbatches, step) of a layout; what: of WhatIf."""
     cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "64", "--train.micro_batch", "1"])
-    cfg = set_keys(cfg, {f"parallel.{key}": value for key, value in keys.items()})
+    cfg = with_values(cfg, {f"parallel.{key}": value for key, value in keys.items()})
     job, microbatches = job_of(cfg, WORLD)
     what_if = WhatIf(**what)
     under = forecast_under(job, microbatches, cluster_under(H100, what_if), Efficiency(), what_if)

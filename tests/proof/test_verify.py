@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import config
 from config import Config, ConfigError
+from config.tree import every_path, has_path, value_at, with_values
 from parallel.wire.world import World
 from proof import lattice, mup
 from proof.precision.cells import Cell
@@ -28,7 +29,6 @@ from proof.verify.overrides import (
     check_free,
     read_overrides,
     split_overrides,
-    value_of,
 )
 from proof.verify.tiny_config import placed, tiny_config, write_corpora
 from proof.verify.trial import (
@@ -117,11 +117,7 @@ def test_an_error_without_words_is_named_by_its_class(monkeypatch, capfd):
 
 # ---- overrides ----
 
-EVERY_KEY = [
-    f"{name}.{field.name}"
-    for name, section in config.sections().items()
-    for field in dataclasses.fields(section)
-]
+EVERY_KEY = every_path(Config)
 
 
 def first_loss(tmp_path, *words: str, name: str = "llama3-tiny") -> float:
@@ -136,10 +132,10 @@ def first_loss(tmp_path, *words: str, name: str = "llama3-tiny") -> float:
 def test_an_override_of_the_model_changes_what_is_trained(tmp_path):
     losses = [
         first_loss(tmp_path),
-        first_loss(tmp_path, "--model.activation", "gelu"),
-        first_loss(tmp_path, "--model.qk_norm=true"),
-        first_loss(tmp_path, "--model.positions", "learned"),
-        first_loss(tmp_path, "--model.window", "5"),
+        first_loss(tmp_path, "--model.mlp.activation", "gelu"),
+        first_loss(tmp_path, "--model.mixer.qk_norm=head"),
+        first_loss(tmp_path, "--model.positions", "learned", "--model.mixer.rope", "none"),
+        first_loss(tmp_path, "--model.mixer.window", "5"),
         first_loss(tmp_path, "--model.hidden=64"),
     ]
     for one, other in itertools.combinations(losses, 2):
@@ -157,31 +153,31 @@ def test_a_proof_with_overrides_trains_them_on_every_rank_and_says_them(monkeypa
 
     monkeypatch.setattr(command, "prove", recorded)
     argv = [
-        "--model.activation=gelu",
+        "--model.mlp.activation=gelu",
         "llama3-tiny",
         "--world",
         "2",
         "--layouts",
         "2",
-        "--model.qk_norm",
-        "true",
+        "--model.mixer.qk_norm",
+        "head",
         "--only",
         "no-wide",
         "no-ramp",
     ]
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("llama3-tiny model.activation=gelu model.qk_norm=true: 2 cells of")
+    assert lines[0].startswith("llama3-tiny model.mlp.activation=gelu model.mixer.qk_norm=head: 2 cells of")
     assert lines[-1].startswith("2 of 2 layouts train like one process")
-    assert jobs == [[("gelu", True)] * 2] * 2
+    assert jobs == [[("gelu", "head")] * 2] * 2
 
     assert main(argv[:5] + ["1", "--only", "mb1", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 1 and rows[0]["ok"] and rows[0]["layout"].endswith(" model.activation=gelu")
+    assert len(rows) == 1 and rows[0]["ok"] and rows[0]["layout"].endswith(" model.mlp.activation=gelu")
 
 
-def run_and_report(world, cfg: Config) -> tuple[str, bool]:
-    return cfg.model.activation, cfg.model.qk_norm
+def run_and_report(world, cfg: Config) -> tuple[str, str]:
+    return cfg.model.mlp.activation, cfg.model.mixer.qk_norm
 
 
 @pytest.mark.slow
@@ -192,16 +188,13 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
     def plain(pool, cfgs, home):
         return make(
             pool,
-            [
-                dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, activation="swiglu"))
-                for cfg in cfgs
-            ],
+            [with_values(cfg, {"model.mlp.activation": "swiglu"}) for cfg in cfgs],
             home,
         )
 
     monkeypatch.setattr("proof.verify.trial.make_references", plain)
     assert (
-        main(["llama3-tiny", "--world", "1", "--layouts", "1", "--only", "mb1", "--model.activation", "gelu"])
+        main([*"llama3-tiny --world 1 --layouts 1 --only mb1 --model.mlp.activation gelu".split()])
         == 1
     )
     assert "WRONG" in capsys.readouterr().out
@@ -210,18 +203,18 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["--model.activation", "x"], "model.activation: 'x' is not one of swiglu, gelu"),
-        (["--model.activatio", "gelu"], "model.activatio: no such key; did you mean model.activation?"),
-        (["--model.activatio=gelu"], "model.activatio: no such key; did you mean model.activation?"),
+        (["--model.mlp.activation", "x"], "model.mlp.activation: 'x' is not one of swiglu, gelu"),
+        (["--model.activatio", "gelu"], "model.activatio: no such key; did you mean model.mlp.activation?"),
+        (["--model.activatio=gelu"], "model.activatio: no such key; did you mean model.mlp.activation?"),
         (["--modle.qk_norm", "true"], "modle: no such key; did you mean model?"),
-        (["--model.qk_norm", "perhaps"], "model.qk_norm: expected true or false, got 'perhaps'"),
-        (["--model.activation"], "model.activation: needs a value"),
-        (["--model.activation", "--seed", "1"], "model.activation: needs a value"),
-        (["--heads", "4"], "heads: no such key; did you mean model.heads?"),
+        (["--model.tied", "perhaps"], "model.tied: expected true or false, got 'perhaps'"),
+        (["--model.mlp.activation"], "model.mlp.activation: needs a value"),
+        (["--model.mlp.activation", "--seed", "1"], "model.mlp.activation: needs a value"),
+        (["--heads", "4"], "heads: no such key; it is model.mixer.heads now"),
         (["--sede", "4"], "--sede: no such option; did you mean --seed?"),
         (["gelu"], "gelu: unexpected; a setting is written --section.field VALUE"),
-        (["--model.heads", "5"], "model.heads: 5 does not divide model.hidden=32"),
-        (["--model.v_dim", "7"], "model.v_dim: does nothing: it belongs to latent attention"),
+        (["--model.mixer.heads", "5"], "model.mixer.heads: 5 does not divide model.hidden=32"),
+        (["--model.mixer.v_dim", "7"], "model.mixer.v_dim: no such key of attention; it belongs to model"),
         (["--parallel.tp", "2"], "parallel.tp: the cells vary it; choose among them with --only tp2"),
         (["--optim.name", "lion"], "optim.name: the cells vary it; choose among them with --only muon"),
         (["--train.dtype", "bf16"], "train.dtype: layouts are proved in fp64; --precision"),
@@ -235,7 +228,7 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
         (["--coord", "--model.hidden", "64"], "model.hidden: --coord sets it to 128"),
         (["--coord", "--optim.lr", "1"], "optim.lr: --coord sets every key but those of the model"),
         (["--precision", "--model.dropout", "0.2"], "model.dropout: the bounds of --precision hold without"),
-        (["--precision", "--model.heads", "5"], "model.heads: 5 does not divide model.hidden=64"),
+        (["--precision", "--model.mixer.heads", "5"], "model.mixer.heads: 5 does not divide model.hidden=64"),
         (
             ["--precision", "--train.seed", "1"],
             "train.seed: --precision sets every key but those of the model",
@@ -297,18 +290,19 @@ def test_what_the_rules_refuse_is_shorter_than_the_answers(capsys, monkeypatch):
 
 def changed_by_cells(kept: frozenset[str]) -> set[str]:
     cfg = tiny_config("mixtral-tiny", 8)
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, window=11))
+    cfg = with_values(cfg, {"model.mixer.window": 11})
     found = lattice.Lattice(cfg, 8, layouts=[], refused={}, kept=kept)
     cells = [DEFAULT_CELL | {key: value} for key, values in AXES.items() for value in values]
     cells.append(DEFAULT_CELL | {"pp": 2, "stages": "uneven", "recompute": "mixed"})
     cfgs = [found.config(values) for values in cells]
-    return {path for path in EVERY_KEY for one in cfgs if value_of(one, path) != value_of(cfg, path)}
+    keys = [path for path in EVERY_KEY if has_path(cfg, path)]
+    return {path for path in keys for one in cfgs if value_at(one, path) != value_at(cfg, path)}
 
 
 def test_every_key_that_a_cell_sets_is_refused_or_stays_as_it_is_set():
     """Else one that no table names would be overridden in silence."""
     changed = changed_by_cells(kept=frozenset())
-    assert {"parallel.tp", "model.pad", "optim.states", "train.seq_len", "model.window"} <= changed
+    assert {"parallel.tp", "model.pad", "optim.states", "train.seq_len", "model.mixer.window"} <= changed
     free = set()
     for path in changed:
         try:
@@ -318,7 +312,8 @@ def test_every_key_that_a_cell_sets_is_refused_or_stays_as_it_is_set():
         else:
             free.add(path)
     bundled = {path for keys in lattice.BUNDLES.values() for path in keys}
-    assert {"model.window", "optim.beta1", "eval.tasks"} <= free <= {*bundled, "model.window", "train.phases"}
+    assert {"model.mixer.window", "optim.beta1", "eval.tasks"} <= free
+    assert free <= {*bundled, "model.mixer.window", "train.phases"}
     assert not free & changed_by_cells(kept=frozenset(free))
     for path in set(CELL_WORDS) | {name for name in NEEDED if "." in name}:
         assert path in EVERY_KEY
@@ -383,29 +378,29 @@ def test_words_of_the_command_and_of_overrides_are_told_apart():
         "--only",
         "mb1",
         "sp",
-        "--model.window",
+        "--model.mixer.window",
         "7",
         "--out=a.png",
-        "--model.bias=true",
+        "--model.mlp.bias=true",
         "--table",
         "docs/x.md",
     ]
     own, settings = split_overrides(argv)
     assert own == ["llama3-tiny", "--only", "mb1", "sp", "--out=a.png", "--table", "docs/x.md"]
-    assert str(read_overrides(settings)) == "model.window=7 model.bias=true"
+    assert str(read_overrides(settings)) == "model.mixer.window=7 model.mlp.bias=true"
 
 
 def test_a_window_of_ones_own_stays_in_the_wide_cells():
-    cfg = tiny_config("llama3-tiny", 1, Overrides((("model.window", "7"),)))
-    found = lattice.find_layouts(cfg, 1, kept=frozenset({"model.window"}))
+    cfg = tiny_config("llama3-tiny", 1, Overrides((("model.mixer.window", "7"),)))
+    found = lattice.find_layouts(cfg, 1, kept=frozenset({"model.mixer.window"}))
     wide = found.layouts[0] | lattice.default_switches() | {"geometry": "wide"}
-    assert found.config(wide).model.window == 7 and found.config(wide).train.seq_len == 240
+    assert found.config(wide).model.mixer.window == 7 and found.config(wide).train.seq_len == 240
 
 
 def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, capsys):
-    overrides = Overrides((("model.activation", "gelu"),))
+    overrides = Overrides((("model.mlp.activation", "gelu"),))
     cell = Cell("bf16", "adamw", 0, 0, 0)
-    assert cell.config("llama3-tiny", 1, "none", overrides).model.activation == "gelu"
+    assert cell.config("llama3-tiny", 1, "none", overrides).model.mlp.activation == "gelu"
     judged = []
 
     def rows_of(cells, world):
@@ -419,17 +414,17 @@ def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, cap
 
     monkeypatch.setattr("proof.precision.command.choose_cells", lambda *of_proof: [cell])
     monkeypatch.setattr("proof.precision.command.rows_of", rows_of)
-    assert main(["llama3-tiny", "--precision", "--world", "1", "--model.activation=gelu"]) == 0
-    assert capsys.readouterr().out.startswith("llama3-tiny model.activation=gelu: 1 cells of 1 ranks")
-    assert [cfg.model.activation for cfg in judged] == ["gelu"]
+    assert main(["llama3-tiny", "--precision", "--world", "1", "--model.mlp.activation=gelu"]) == 0
+    assert capsys.readouterr().out.startswith("llama3-tiny model.mlp.activation=gelu: 1 cells of 1 ranks")
+    assert [cfg.model.mlp.activation for cfg in judged] == ["gelu"]
 
     seen = []
-    monkeypatch.setattr(mup, "rows", lambda cfg, widths, is_mup: seen.append(cfg.model.activation) or [])
+    monkeypatch.setattr(mup, "rows", lambda cfg, widths, is_mup: seen.append(cfg.model.mlp.activation) or [])
     monkeypatch.setattr(mup, "verdict", lambda standard, of_mup: [])
-    assert main(["llama3-tiny", "--coord", "--json", "--model.activation", "gelu"]) == 0
+    assert main(["llama3-tiny", "--coord", "--json", "--model.mlp.activation", "gelu"]) == 0
     assert (
         seen == ["gelu", "gelu"]
-        and json.loads(capsys.readouterr().out)["name"] == "llama3-tiny model.activation=gelu"
+        and json.loads(capsys.readouterr().out)["name"] == "llama3-tiny model.mlp.activation=gelu"
     )
 
 

@@ -14,10 +14,10 @@ from runtime.plot import LivePicture, loss_png
 from runtime.tensorboard_sink import TensorboardSink, check_tensorboard
 
 SMALL = [
-    "--model.preset", "llama-mini", "--model.layers", "1", "--model.hidden", "32", "--model.heads", "2",
-    "--model.kv_heads", "2", "--model.ffn", "64", "--data.tokenizer", "bytes", "--train.seq_len", "32",
-    "--train.global_batch", "4", "--train.micro_batch", "4", "--eval.batches", "1", "--eval.sample", "8",
-    "--eval.prompt", "def ",
+    "--model.preset", "llama-mini", "--model.layers", "1", "--model.hidden", "32", "--model.mixer.heads", "2",
+    "--model.mixer.kv_heads", "2", "--model.mlp.width", "64", "--data.tokenizer", "bytes",
+    "--train.seq_len", "32", "--train.global_batch", "4", "--train.micro_batch", "4", "--eval.batches", "1",
+    "--eval.sample", "8", "--eval.prompt", "def ",
     "--log.tensorboard", "true",
 ]
 

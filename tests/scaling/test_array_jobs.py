@@ -33,7 +33,8 @@ exit "$CODE"
 """
 SMALL = [
     "--data.tokenizer", "bytes", "--model.vocab", "257", "--model.layers", "1", "--model.hidden", "32",
-    "--model.heads", "2", "--model.kv_heads", "2", "--model.head_dim", "16", "--model.ffn", "64",
+    "--model.mixer.heads", "2", "--model.mixer.kv_heads", "2",
+    "--model.mixer.head_dim", "16", "--model.mlp.width", "64",
     "--train.seq_len", "32", "--train.micro_batch", "1", "--train.global_batch", "4",
 ]
 

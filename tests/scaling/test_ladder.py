@@ -125,9 +125,9 @@ def test_the_family_grows_with_its_dial(tmp_path):
     models = [config_of(runs_of(LADDER, depth)[0], tmp_path).model for depth in LADDER.depths]
     assert [model.layers for model in models] == [1, 2, 3]
     assert [model.hidden for model in models] == [16, 32, 48]
-    assert [model.heads * model.head_dim for model in models] == [16, 32, 48]
-    assert [model.ffn for model in models] == [48, 96, 128]
-    assert {model.mup_base for model in models} == {16}
+    assert [model.mixer.heads * model.mixer.head_dim for model in models] == [16, 32, 48]
+    assert [model.mlp.width for model in models] == [48, 96, 128]
+    assert {model.mup.base for model in models} == {16}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from scaling.sweep import (
 
 SMALL = [
     "--data.tokenizer", "bytes", "--model.vocab", "257", "--model.layers", "1", "--model.hidden", "16",
-    "--model.heads", "1", "--model.kv_heads", "1", "--model.head_dim", "16", "--model.ffn", "32",
+    "--model.mixer.heads", "1", "--model.mixer.kv_heads", "1",
+    "--model.mixer.head_dim", "16", "--model.mlp.width", "32",
     "--train.seq_len", "16", "--train.micro_batch", "2", "--eval.batches", "2", "--optim.warmup", "3",
 ]
 SETTINGS = tuple((key[2:], value) for key, value in zip(SMALL[::2], SMALL[1::2]))
@@ -195,5 +196,5 @@ def test_a_real_sweep(tmp_path, capsys):
             main(["sweep", "--out", str(tmp_path), option, text])
 
     # with other settings its results would be those of another sweep
-    with pytest.raises(ConfigError, match="a sweep with model.ffn 32, not 48; its runs could not be"):
-        main([*argv, "--model.ffn", "48"])
+    with pytest.raises(ConfigError, match="a sweep with model.mlp.width 32, not 48; its runs could not be"):
+        main([*argv, "--model.mlp.width", "48"])

@@ -61,11 +61,13 @@ def test_by_hand(home, tmp_path, words, steps):
 
 
 def test_models_that_compute_otherwise_are_refused_and_others_are_not(home, tmp_path):
-    for name, model in (("theta", {"rope_theta": 7.0}), ("dropped", {"dropout": 0.1, "attention": "sdpa"})):
+    models = {"theta": {"mixer.rope.base": 7.0}, "dropped": {"dropout": 0.1, "mixer.kernel": "sdpa"}}
+    for name, model in models.items():
         path = str(home / "text")
         cfg = settings(path, train={"steps": 1, "dtype": "fp32"}, checkpoint={"every": 1}, model=model)
         assert trained(World(), cfg, str(home / name), lambda *_, **__: None) == 0
-    with pytest.raises(ConfigError, match="^model.rope_theta: .*theta.* has 7.0, and .*one.* has 500000.0"):
+    wanted = "^model.mixer.rope.base: .*theta.* has 7.0, and .*one.* has 500000.0"
+    with pytest.raises(ConfigError, match=wanted):
         average.main([str(home / "one"), str(home / "theta"), str(tmp_path / "out")])
     assert average.main([str(home / "one"), str(home / "dropped"), str(tmp_path / "out")]) == 0
 

@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 import config
 from build import build_run, load_run
 from checkpoint import hf, hf_tokenizer, state, store
+from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer_files import write_files
@@ -115,6 +116,8 @@ CASES = {
         {**ROPE, "rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
     ),
     "llama-biased": ("Llama", {**ROPE, "attention_bias": True, "mlp_bias": True}),
+    "llama-biased-attention": ("Llama", {**ROPE, "attention_bias": True}),
+    "llama-biased-mlp": ("Llama", {**ROPE, "mlp_bias": True}),
     "mistral": ("Mistral", {**ROPE, "hidden_size": 50, "head_dim": 14, "sliding_window": 7}),
     "mistral-nowindow": ("Mistral", {**ROPE, "sliding_window": None}),
     "qwen2.5-tied": (
@@ -297,6 +300,8 @@ CASES = {
             "pad_token_id": None,
         },
     ),
+    "seed-oss-biased-output": ("SeedOss", {**ROPE, "attention_out_bias": True, "pad_token_id": None}),
+    "seed-oss-biased-mlp": ("SeedOss", {**ROPE, "mlp_bias": True, "pad_token_id": None}),
     "seed-oss-36b": ("SeedOss", {**ROPE, "head_dim": 12, "rope_theta": 1e7, "pad_token_id": None}),
     "starcoder2": ("Starcoder2", {**ROPE, "sliding_window": 7}),
     "starcoder2-untied": (
@@ -360,6 +365,7 @@ SAME = {  # written as the first family that computes the same
     "mistral-nowindow": "Llama",
     "deepseek-v3-dense": "DeepseekV2",
     "seed-oss-36b": "Qwen2",
+    "seed-oss-biased-output": "Llama",
     "sarvam": "Dots1",
     "hy-v3": "Dots1",
     "hy-v3-two-dense": "Dots1",
@@ -617,9 +623,9 @@ def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
     cfg = config.resolve(
         preset,
         None,
-        ["--train.steps", "1", "--model.layers", "2", "--model.hidden", "32", "--model.ffn", "40"],
+        ["--train.steps", "1", "--model.layers", "2", "--model.hidden", "32", "--model.mlp.width", "40"],
     )
-    cfg = replace(cfg, model=replace(cfg.model, vocab=tok.vocab, **model))
+    cfg = replace(cfg, model=with_values(cfg.model, {"vocab": tok.vocab, **model}))
     data = SimpleNamespace(tokenizer=tok, fingerprint="random", is_chat=False, has_start=False)
     made = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 1)
     path = save(made, folder / "checkpoints", 5)
@@ -823,14 +829,16 @@ def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys
     path = make_run(
         tmp_path / "run",
         "deepseek-v3-tiny",
-        mtp=2,
-        heads=2,
-        nope_dim=6,
-        rope_dim=4,
-        v_dim=5,
-        kv_rank=7,
-        q_rank=9,
-        moe_ffn=12,
+        **{
+            "mtp.modules": 2,
+            "mixer.heads": 2,
+            "mixer.nope_dim": 6,
+            "mixer.rope_dim": 4,
+            "mixer.v_dim": 5,
+            "mixer.kv_rank": 7,
+            "mixer.q_rank": 9,
+            "moe_ffn": 12,
+        },
     )
     code, _, err = run(capsys, "to-hf", path, tmp_path / "hf")
     assert code == 0, err
@@ -871,7 +879,7 @@ def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys
     assert code == 0 and any(
         "no weights for multi-token prediction" in n for n in json.loads(out)["notes"]
     ), err
-    assert config.resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp == 0
+    assert config.resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp is None
 
 
 @pytest.mark.slow
@@ -898,10 +906,20 @@ def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
         ("llama3-tiny", {}, "llama"),
         ("qwen2.5-tiny", {}, "qwen2"),
         ("mistral-tiny", {}, "mistral"),
-        ("gpt2-tiny", {"positions": "rope"}, "starcoder2"),
-        ("llama3-tiny", {"bias": True, "heads": 3, "kv_heads": 1, "head_dim": 8}, "seed_oss"),
-        ("dots1-tiny", {"qk_norm": False, "first_dense": 0}, "solar_open"),
-        ("dots1-tiny", {"qkv_bias": True}, "sarvam_moe"),
+        ("gpt2-tiny", {"positions": None, "mixer.rope": config.RopeConfig()}, "starcoder2"),
+        (
+            "llama3-tiny",
+            {
+                "mixer.bias": "all",
+                "mlp.bias": True,
+                "mixer.heads": 3,
+                "mixer.kv_heads": 1,
+                "mixer.head_dim": 8,
+            },
+            "seed_oss",
+        ),
+        ("dots1-tiny", {"mixer.qk_norm": None, "first_dense": 0}, "solar_open"),
+        ("dots1-tiny", {"mixer.bias": "qkv"}, "sarvam_moe"),
     ],
 )
 def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset, change, family):
@@ -969,7 +987,7 @@ def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tm
 
 @pytest.mark.slow
 def test_an_import_that_is_a_preset_has_its_name(alone, tmp_path, capsys):
-    make_run(tmp_path / "run", "qwen2.5-tiny", layers=4, hidden=128, ffn=384)
+    make_run(tmp_path / "run", "qwen2.5-tiny", layers=4, hidden=128, **{"mlp.width": 384})
     assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
     assert run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")[0] == 0
     assert config.resolve(None, str(tmp_path / "back" / "config.yaml"), []).model.preset == "qwen2.5-tiny"
@@ -1056,7 +1074,11 @@ def test_logits_are_compared_beyond_the_window(transformers, tmp_path, capsys, m
 
     # one token more in the window
     read = convert.hf_config.read_hf_config
-    wider = lambda folder: (read(folder)[0], replace(read(folder)[1], window=301))  # noqa: E731
+
+    def wider(folder):
+        family, model = read(folder)
+        return family, with_values(model, {"mixer.window": 301})
+
     monkeypatch.setattr(convert.hf_config, "read_hf_config", wider)
     code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "other")
     assert code == 1 and "logits from transformers differ by" in err and not (tmp_path / "other").exists()
@@ -1099,7 +1121,7 @@ def cut(folder):
         (edit(model_type="mamba"), "model_type 'mamba' is not supported"),
         (edit(model_type=["qwen2"]), "config.json: model_type ['qwen2'] is not"),
         (edit(model_type=None), "config.json: model_type None is not supported"),
-        (edit(num_attention_heads=7), "kv_heads: 2 does not divide model.heads=7"),
+        (edit(num_attention_heads=7), "kv_heads: 2 does not divide model.mixer.heads=7"),
         (edit(hidden_act="relu"), "hidden_act"),
         (cut, "truncated"),
         (edit(hidden_size=24), "has shape"),
@@ -1132,11 +1154,11 @@ def test_targets_that_exist_and_runs_that_do_not(alone, tmp_path, capsys):
 
 
 def test_a_model_that_no_family_has(alone, tmp_path, capsys):
-    make_run(tmp_path / "run", "llama3-tiny", qkv_bias=True, qk_norm=True)
+    make_run(tmp_path / "run", "llama3-tiny", **{"mixer.bias": "qkv", "mixer.qk_norm": "head"})
     code, _, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
     assert (
         code == 2
-        and "model.qk_norm: true has no form in qwen2, the nearest Hugging Face family" in err
+        and "model.mixer.qk_norm: head has no form in qwen2, the nearest Hugging Face family" in err
         and not (tmp_path / "hf").exists()
     )
 

@@ -13,8 +13,8 @@ from torch.cuda import _memory_viz
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = (
-    "--model.vocab 64 --model.layers 4 --model.hidden 16 --model.heads 2 --model.kv_heads none "
-    "--model.ffn 16 --train.seq_len 8 --train.micro_batch 1 --train.global_batch 8"
+    "--model.vocab 64 --model.layers 4 --model.hidden 16 --model.mixer.heads 2 --model.mixer.kv_heads none "
+    "--model.mlp.width 16 --train.seq_len 8 --train.micro_batch 1 --train.global_batch 8"
 ).split()
 
 
@@ -213,5 +213,5 @@ def test_ranks_that_are_alike_share_a_row():
 
 @pytest.mark.slow
 def test_a_job_that_is_too_large_is_said_to_be_so():
-    done = dry_run(*"--world 1 --model.hidden 32768 --model.ffn 65536".split())
+    done = dry_run(*"--world 1 --model.hidden 32768 --model.mlp.width 65536".split())
     assert done.returncode == 1 and "at its peak: too much" in done.stdout

@@ -156,11 +156,13 @@ def test_data_of_a_larger_tokenizer_is_refused_by_its_name(home, tmp_path):
         main([str(home / "run"), "--data", str(tmp_path / "large")])
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope"])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_sequences_beyond_the_context(home, capsys, positions):
     """There are no more learned positions; rotary ones go on, and are said not to be trained."""
     words = [*MODEL, "--train.steps", "1", "--data.path", str(home / "text"), "--log.dir", str(home)]
-    words += ["--model.positions", positions, "--model.context", str(SEQ), "--log.name", positions]
+    words += ["--model.context", str(SEQ), "--log.name", positions]
+    if positions == "learned":
+        words += ["--model.positions", "learned", "--model.mixer.rope", "none"]
     assert train.main(["llama2-tiny", *words]) == 0
     capsys.readouterr()
     run = [str(home / positions), "--seq-len", str(2 * SEQ), "--json"]

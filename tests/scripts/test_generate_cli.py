@@ -7,7 +7,7 @@ import json
 import pytest
 import tokenizers
 import torch
-from ranks import MODEL, corpus
+from ranks import MODEL, SIZES, corpus
 
 import train
 from build import load_run
@@ -17,10 +17,10 @@ from data.tokenizer import load_tokenizer
 from scripts.generate import main
 
 FAMILIES = {
-    "llama2-tiny": (),
-    "gpt2-tiny": ("--model.context", "32"),
-    "mistral-tiny": ("--model.window", "5"),
-    "deepseek-v2-lite-tiny": ("--model.kv_heads", "none", "--model.experts", "4", "--model.moe_ffn", "16"),
+    "llama2-tiny": MODEL,
+    "gpt2-tiny": (*MODEL, "--model.context", "32"),
+    "mistral-tiny": (*MODEL, "--model.mixer.window", "5"),
+    "deepseek-v2-lite-tiny": (*SIZES, "--model.experts", "4", "--model.moe_ffn", "16"),
 }
 PROMPT, NEW = "abc", 12
 
@@ -32,8 +32,8 @@ def home(tmp_path_factory):
     """
     home = tmp_path_factory.mktemp("generate")
     data = corpus(home)
-    for name, more in FAMILIES.items():
-        words = [*MODEL, *more, "--train.steps", "6", "--optim.lr", "0.03", "--train.dtype", "fp64"]
+    for name, model in FAMILIES.items():
+        words = [*model, "--train.steps", "6", "--optim.lr", "0.03", "--train.dtype", "fp64"]
         assert (
             train.main([name, *words, "--data.path", data, "--log.dir", str(home), "--log.name", name]) == 0
         )

@@ -11,6 +11,7 @@ import pytest
 import config
 from config import ConfigError, unused
 from config.suggestions import check_rules
+from config.tree import with_values
 from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
@@ -18,7 +19,7 @@ from plan.count import parameters
 from plan.efficiency import CLASSES, MEASURED_RANGE, OURS, Class, efficiency_of
 from plan.near_ties import NEAR, near_groups
 from plan.run_report import checkpoint_bytes
-from plan.search import Target, search, set_keys
+from plan.search import Target, search
 from plan.what_if import WhatIf
 from plan.whole_run import Reliability, whole_run
 from runtime.failure import fail_cleanly
@@ -566,7 +567,7 @@ def test_a_layout_that_is_as_fast_as_the_best_stays_the_best():
     hardware = cluster("h100-ib")
     fixed = {"parallel.cp": 1, "parallel.pp": 1}
     sizes = ["--train.global_batch", "64", "--train.seq_len", "4096"]
-    cfg = set_keys(config.resolve("qwen3-0.6b", None, sizes), fixed)
+    cfg = with_values(config.resolve("qwen3-0.6b", None, sizes), fixed)
     target = Target(8, hardware, efficiency_of(hardware))
     first, *others = near_groups(search(cfg, target, fixed, 10_000, near=NEAR).found)[0]
     assert others

@@ -209,8 +209,9 @@ def test_bytes_of_a_step_are_the_closed_form(pool, kind):
     cfg = with_layout("llama3-tiny", kind, cp=n)
     cfg = replace(cfg, train=replace(cfg.train, dtype="bf16"))
     m, times = cfg.model, cfg.model.layers * cfg.train.global_batch  # micro_batch 1, dp 1
-    tokens, dim = cfg.train.seq_len // n, m.hidden // m.heads
-    q, k, k_wide = tokens * m.heads * dim * 2, tokens * m.kv_heads * dim * 2, tokens * m.kv_heads * dim * 4
+    tokens, dim = cfg.train.seq_len // n, m.hidden // m.mixer.heads
+    heads, kv_heads = m.mixer.heads, m.mixer.kv_heads
+    q, k, k_wide = tokens * heads * dim * 2, tokens * kv_heads * dim * 2, tokens * kv_heads * dim * 4
     if kind == "ring":
         true = {
             ("send", "calls"): times * 3 * (n - 1),

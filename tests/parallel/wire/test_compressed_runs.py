@@ -15,6 +15,7 @@ import config
 from build import build_run
 from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
+from config import MLPConfig
 from config.suggestions import check_rules
 from model.sharding import parallel_dims
 from parallel.microbatch import Microbatch
@@ -262,7 +263,7 @@ def test_models_learn_all_the_same(ranks, capsys):
             cfg = replace(
                 cfg,
                 parallel=replace(cfg.parallel, compress_block=256),
-                model=replace(cfg.model, hidden=64, ffn=128),
+                model=replace(cfg.model, hidden=64, mlp=MLPConfig(width=128)),
                 optim=replace(cfg.optim, lr=3e-3),
                 train=replace(cfg.train, micro_batch=8, global_batch=16),
             )

@@ -9,6 +9,8 @@ import torch
 
 import config
 from build import build_run
+from config import MupConfig
+from config.tree import with_values
 from model import block
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
@@ -132,9 +134,9 @@ def counted(world, cfg):
     return ledger, slots
 
 
-def compare(pool, name, parallel, dropout=0.1, model=None, **train):
+def compare(pool, name, parallel, dropout=0.1, values=None, **train):
     cfg = laid(name, parallel, **train)
-    cfg = replace(cfg, model=replace(cfg.model, dropout=dropout, **(model or {})))
+    cfg = with_values(cfg, {"model.dropout": dropout, **(values or {})})
     found = pool.run(counted, cfg)
     for rank, (ledger, slots) in enumerate(found):
         job = job_of_rank(cfg, pool.size, rank)
@@ -244,7 +246,7 @@ def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
     ids=str,
 )
 def test_fewer_key_heads_than_ranks(ranks, parallel):
-    compare(ranks(4), "qwen2.5-tiny", parallel, model=dict(kv_heads=1))
+    compare(ranks(4), "qwen2.5-tiny", parallel, values={"model.mixer.kv_heads": 1})
 
 
 @pytest.mark.slow
@@ -471,4 +473,4 @@ def test_a_ring_sends_what_the_collective_counts():
 )
 def test_rates_of_mup(ranks, parallel):
     """Matrices of different rates lie apart."""
-    compare(ranks(4), "deepseek-v3-tiny", parallel, model=dict(mup_base=8))
+    compare(ranks(4), "deepseek-v3-tiny", parallel, values={"model.mup": MupConfig(base=8)})

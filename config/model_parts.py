@@ -1,0 +1,121 @@
+"""The keys of the parts of a model. The comment of a key is its help text (config/usage.py prints it)."""
+from dataclasses import dataclass
+from typing import Literal
+
+from config.tree import Count, NotNegative, Positive
+
+# ---- rotary positions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """RoPE for a longer context, as in Llama 3.1 (arXiv 2407.21783)."""
+    kind: Literal["llama3"] = "llama3"
+    factor: Positive  # context length / original
+    original: Count = 8192  # context length before scaling
+    low_freq: Positive = 1.0  # channels that rotate fewer times than this within `original` are slowed down
+    #   by the factor
+    high_freq: Positive = 4.0  # channels that rotate more often than this stay unchanged, with a ramp between
+    #   the two limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """RoPE for a longer context by YaRN (arXiv 2309.00071)."""
+    kind: Literal["yarn"] = "yarn"
+    factor: Positive  # context length / original
+    original: Count = 8192  # context length before scaling
+    low_freq: Positive = 1.0  # channels that rotate fewer times than this within `original` are slowed down
+    #   by the factor (beta_slow)
+    high_freq: Positive = 32.0  # channels that rotate more often than this stay unchanged, with a ramp
+    #   between the two limits (beta_fast)
+    mscale: NotNegative = 1.0  # cos and sin are multiplied by f(mscale) / f(mscale_all), where f(m) = 1 + m
+    #   ln(factor) / 10
+    mscale_all: NotNegative = 0.0  # latent attention multiplies its scores by f(mscale_all) squared
+    #   (DeepSeek)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions (arXiv 2104.09864)."""
+    base: Positive = 10000.0  # base of the rotary wavelengths
+    pairs: bool = False  # true: rotate channels 2i and 2i + 1 together; false: i and i + dim/2
+    scaling: Llama3Scaling | YarnScaling | None = None  # for a longer context than the model was trained on
+
+
+# ---- mixers of tokens --------------------------------------------------------------------------------------
+
+AttentionKernel = Literal["auto", "flash", "sdpa", "triton", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Grouped-query attention (arXiv 2305.13245)."""
+    kind: Literal["attention"] = "attention"
+    heads: Count = 4  # number of query heads
+    kv_heads: Count | None = None  # number of key and value heads (GQA); none: equal to heads
+    head_dim: Count | None = None  # channels of one head; none: hidden / heads
+    window: Count | None = None  # sliding-window attention (Mistral): a token attends to this many tokens,
+    #   itself included; none: to all tokens before it
+    bias: Literal["qkv", "all"] | None = None  # biases of the projections of q, k and v (Qwen2), or of all
+    #   four (GPT-2)
+    qk_norm: Literal["head", "whole"] | None = None  # RMSNorm of q and k before RoPE: of each head (Qwen3),
+    #   or over all heads of q together, and all heads of k together (OLMoE)
+    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: the scores know no positions
+    kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
+    #   device
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA, arXiv 2405.04434)."""
+    kind: Literal["latent"] = "latent"
+    heads: Count = 4  # number of heads
+    kv_rank: Count  # width of the latent vector of keys and values
+    q_rank: Count | None = None  # width of the latent vector of queries; none: queries are projected from the
+    #   hidden state directly
+    nope_dim: Count = 128  # channels of a query or key head that have no positions
+    rope_dim: Count = 64  # channels of a query or key head that have positions; all heads share this part of
+    #   the key
+    v_dim: Count = 128  # channels of a value head
+    window: Count | None = None  # sliding-window attention: a token attends to this many tokens, itself
+    #   included; none: to all tokens before it
+    rope: RopeConfig = RopeConfig()  # rotary positions
+    kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
+    #   device
+
+
+# ---- mixers of channels, norms -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """The MLP of a block."""
+    width: Count = 352  # inner width
+    activation: Literal["swiglu", "gelu"] = "swiglu"  # gelu is the tanh approximation (GPT-2)
+    bias: bool = False  # biases of its linear layers (GPT-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """Normalization of the residual stream."""
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm has biases
+    eps: Positive = 1e-5  # added to the variance
+
+
+# ---- around the blocks -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """Multi-token prediction (arXiv 2412.19437)."""
+    modules: Count = 1  # after the last block; each predicts one token further ahead
+    weight: NotNegative = 0.3  # of their mean loss, which is added to the next-token loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupConfig:
+    """muP (arXiv 2203.03466): MLP, heads and ranks grow with the width."""
+    base: Count  # width of the model whose learning rates and init_std are tuned
+    head_dim: Count | None = None  # head_dim of the tuned model; attention scores change as 1 / head_dim from
+    #   there; none: head_dim is the same as in the tuned model

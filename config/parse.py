@@ -1,0 +1,291 @@
+"""Plain data -> the dataclasses of the config.
+
+Recipes, files, the command line and saved configs all go through `build_tree`, so an unknown key or a value
+of the wrong type is the same one-line error, wherever it comes from:
+`error: parallel.tpp: no such key; did you mean parallel.tp?` (exit code 2).
+"""
+import dataclasses
+import difflib
+import functools
+import math
+import pathlib
+import pickle
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from config.earlier import NEW_NAMES
+from config.schema import Config
+from config.strict import ConfigError, Tree, read_yaml
+from config.tree import every_path, field_names, hints_of, kind_of, members_of, part_types
+
+Section = TypeVar("Section")  # a dataclass of config/schema.py
+CONFIG_FOLDER = pathlib.Path(__file__).parent.parent / "configs"
+NONE = ("none", "None")
+TRUE_WORDS = ("true", "on", "yes", "1")
+FALSE_WORDS = ("false", "off", "no", "0")
+HORIZONS = ("steps", "tokens", "flops")  # keys of train.* that set the length of a run
+
+
+# ---- plain data -> dataclasses ---------------------------------------------------------------------------
+
+def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") -> Section:
+    """A dataclass of config/schema.py from nested plain data.
+
+    prefix: dotted path of the dataclass, with a dot at its end; "" for the whole config.
+    Raises ConfigError, which names the dotted key, if a key is unknown or a value has the wrong type.
+    """
+    hints = hints_of(cls)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: expected keys and values, got {data!r}")
+    data = nested(data, prefix)
+    for key in data:
+        if key not in hints:
+            raise ConfigError(f"{prefix}{key}: no such key" + nearest_key(cls, prefix, str(key)))
+    for field in dataclasses.fields(cls):
+        is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if is_needed and field.name not in data:
+            part = kind_of(cls) or prefix.rstrip(".").rpartition(".")[2]
+            raise ConfigError(f"{prefix}{field.name}: missing, and {part} has no value of it that fits all "
+                              "models; set it")
+    return cls(**{key: parse_value(hints[key], value, prefix + key) for key, value in data.items()})
+
+
+def nested(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """The tree with an inner one for each key with dots: {"a.b": 1} -> {"a": {"b": 1}}.
+
+    Raises ConfigError where a key stands twice.
+    """
+    inner: Tree = {}
+    for path, value in tree.items():
+        name, dot, rest = str(path).partition(".")
+        new = {rest: value} if dot else value
+        if name not in inner:
+            inner[name] = new
+            continue
+        # a kind of part may stand beside its keys: mixer: latent, mixer.heads: 8
+        both = [{"kind": each} if isinstance(each, str) and each not in NONE else each
+                for each in (inner[name], new)]
+        if not all(isinstance(each, dict) for each in both) or both[0].keys() & both[1].keys():
+            raise ConfigError(f"{prefix}{path}: stands twice; keep one")
+        inner[name] = both[0] | both[1]
+    return inner
+
+
+def sections() -> dict[str, type[Any]]:
+    """{name: its dataclass} of each section of the config."""
+    return hints_of(Config)
+
+
+def nearest_key(cls: type[Any], prefix: str, key: str) -> str:
+    """The end of an error about an unknown key: the key that was probably meant, or the keys that exist."""
+    new_name = NEW_NAMES.get(prefix + key) or NEW_NAMES.get(f"model.{key}")
+    if new_name and new_name != prefix + key:
+        return f"; it is {new_name} now"
+    others = every_path(Config)
+    if prefix + key in others:  # of another kind of this part
+        part = prefix.rstrip(".")
+        return f" of {kind_of(cls)}; it belongs to {part}.kind {kind_of(others[prefix + key][0])}"
+    meant = synonyms()
+    foreign = meant.get(prefix + key) or meant.get(key.rsplit(".")[-1])
+    if foreign:
+        return f"; did you mean {foreign}?"
+
+    # the nearest name of this part, of those below it, and of all others
+    names = field_names(cls)
+    below = {path.rpartition(".")[2]: path for path in reversed(others) if path.startswith(prefix)}
+    below |= {name: prefix + name for name in names}
+    near = difflib.get_close_matches(key, below if prefix else names, 1, 0.5)
+    if near:
+        return f"; did you mean {below[near[0]]}?"
+    same_name = [path for path in others if path.rpartition(".")[2] == key]
+    candidates = same_name or difflib.get_close_matches(prefix + key, list(others), 1, 0.6)
+    if candidates:
+        return f"; did you mean {candidates[0]}?"
+    return f"; {prefix.rstrip('.') or 'the top level'} has {', '.join(names)}"
+
+
+def parse_value(hint: Any, value: Any, path: str) -> Any:
+    """The value as its type hint requires it.
+
+    Raises ConfigError, which names `path` (the dotted key), if the value has another type.
+    """
+    members = members_of(hint)
+    if type(None) in members and (value is None or value in NONE):
+        return None
+    if part_types(hint):
+        return parse_part(hint, value, path)
+    if len(members) > 1:
+        return parse_value(next(member for member in members if member is not type(None)), value, path)
+
+    if typing.get_origin(hint) is Literal:
+        return parse_choice(typing.get_args(hint), value, path)
+    if hint not in PARSERS:
+        raise TypeError(f"{path}: config type {hint}")
+    return PARSERS[hint](value, path)
+
+
+def parse_key(path: str, value: Any, name: str) -> Any:
+    """The typed value of section.key. name: its name in messages.
+
+    Raises ConfigError if there is no such key, or the value has the wrong type.
+    """
+    found = every_path(Config).get(path)
+    if found is None:
+        section, _, key = path.partition(".")
+        section_type = sections().get(section)
+        missing = nearest_key(section_type or Config, f"{section}." if section_type else "", key or path)
+        raise ConfigError(f"{name}: no such key{missing}")
+    owner, key = found
+    return parse_value(hints_of(owner)[key], value, name)
+
+
+def parse_part(hint: Any, value: Any, path: str) -> Any:
+    """The part that plain data describes: keys and values, or the name of a kind of part.
+
+    A section may be empty.
+    """
+    is_empty_section = value is None and path in sections()
+    data = part_tree(hint, {} if is_empty_section else value)
+    if not isinstance(data, dict) and path in NEW_NAMES:
+        raise ConfigError(f"{path}: has keys of its own now; write {NEW_NAMES[path]} {data}")
+    if not isinstance(data, dict):
+        names = [kind for kind in map(kind_of, part_types(hint)) if kind]
+        known = f", or one of {', '.join(names)}" if names else ""
+        raise ConfigError(f"{path}: expected keys and values{known}, got {data!r}")
+    return build_tree(part_type(hint, data, path), data, path + ".")
+
+
+def part_tree(hint: Any, value: Any) -> Any:
+    """The name of a kind of part as keys and values: latent -> {"kind": "latent"}. All else stays."""
+    is_kind = isinstance(value, str) and value in map(kind_of, part_types(hint))
+    return {"kind": value} if is_kind else value
+
+
+def part_type(hint: Any, data: Tree, path: str) -> type[Any]:
+    """The dataclass of the kind of part that the data describes. Raises ConfigError."""
+    kinds = {kind_of(part): part for part in part_types(hint)}
+    if len(kinds) == 1:
+        return next(iter(kinds.values()))
+    default = None if type(None) in members_of(hint) else next(iter(kinds))
+    kind = data.get("kind", default)
+    if kind not in kinds:
+        said = "missing" if kind is None else f"{kind!r}"
+        raise ConfigError(f"{path}.kind: {said}; it is one of {', '.join(map(str, kinds))}")
+    return kinds[kind]
+
+
+def parse_choice(choices: tuple[Any, ...], value: Any, path: str) -> Any:
+    """The choice that the value names; the text "2" of a command line names the integer 2."""
+    value = next((choice for choice in choices if str(choice) == str(value)), value)
+    if value not in choices:
+        raise ConfigError(f"{path}: {value!r} is not one of {', '.join(map(str, choices))}")
+    return value
+
+
+def parse_text(value: Any, path: str) -> str:
+    if value is None or isinstance(value, (dict, list)):
+        raise ConfigError(f"{path}: expected text, got {value!r}")
+    return str(value)
+
+
+def parse_integer(value: Any, path: str) -> int:
+    number = finite_number(value)
+    if number is None or number != int(number):
+        raise ConfigError(f"{path}: expected a whole number, got {value!r}")
+    return value if isinstance(value, int) else int(number)
+
+
+def parse_float(value: Any, path: str) -> float:
+    number = finite_number(value)
+    if number is None:
+        raise ConfigError(f"{path}: expected a finite number, got {value!r}")
+    return number
+
+
+def finite_number(value: Any) -> float | None:
+    """The value as a float; None if it is not a finite number. Text is accepted: YAML reads 3e-4 as text."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def parse_boolean(value: Any, path: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).lower()
+    if word not in TRUE_WORDS + FALSE_WORDS:
+        raise ConfigError(f"{path}: expected true or false, got {value!r}")
+    return word in TRUE_WORDS
+
+
+PARSERS: dict[type, Callable[[Any, str], Any]] = {
+    str: parse_text,
+    int: parse_integer,
+    float: parse_float,
+    bool: parse_boolean,
+}
+
+
+def flatten_tree(tree: Tree) -> Tree:
+    """Returns a tree without inner ones: {"a": {"b": 1}, "c": 2} -> {"a.b": 1, "c": 2}."""
+    flat: Tree = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in flatten_tree(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def merge(base: Tree, over: Tree, cls: type[Any] | None = Config) -> Tree:
+    """Both trees in one; for a key that both have, the value of `over`. cls: what they describe; None: any.
+
+    If `over` sets one of train.steps, train.tokens and train.flops, the other two of `base` are dropped. If
+    it sets another kind of a part, of `base` the keys stay that both kinds have.
+    """
+    hints = hints_of(cls) if cls else {}
+    merged = nested(base)
+    for key, value in nested(over).items():
+        hint = hints.get(key)
+        value, below = part_tree(hint, value), part_tree(hint, merged.get(key))
+        if not (isinstance(value, dict) and isinstance(below, dict)):
+            merged[key] = value
+            continue
+        if key == "train" and any(value.get(horizon) is not None for horizon in HORIZONS):
+            below = {name: kept for name, kept in below.items() if name not in HORIZONS}
+        inner = None
+        kinds = part_types(hint)
+        if kinds:
+            known = {kind_of(part): part for part in kinds}
+            inner = known.get(value.get("kind", below.get("kind")), kinds[0])
+        if inner and "kind" in value and value["kind"] != below.get("kind", kind_of(kinds[0])):
+            below = {name: kept for name, kept in nested(below).items() if name in field_names(inner)}
+        merged[key] = merge(below, value, inner)
+    return merged
+
+
+# ---- files of configs/ ------------------------------------------------------------------------------------
+
+@functools.lru_cache(maxsize=64)
+def parse_yaml_cached(path: pathlib.Path, mtime_ns: int) -> bytes:
+    """A file of configs/ as it was at that time, pickled: each caller gets a tree that it may change."""
+    return pickle.dumps(read_yaml(path))
+
+
+def shipped_configs(path: pathlib.Path) -> Tree:
+    """read_yaml of a file of configs/, parsed once: models.yaml takes longer than the rest of --list."""
+    return pickle.loads(parse_yaml_cached(path, path.stat().st_mtime_ns))
+
+
+def synonyms() -> dict[str, str]:
+    """{word of another framework: our setting}, from configs/synonyms.yaml."""
+    meant: dict[str, str] = {}
+    for setting, words in shipped_configs(CONFIG_FOLDER / "synonyms.yaml").items():
+        for word in words:
+            meant[word] = setting
+    return meant

@@ -1,0 +1,205 @@
+"""The tree of a config: keys by their dotted paths, the kinds of parts, the ranges of values.
+
+A field of a frozen dataclass is a key, a part, or one of several kinds of parts: then each of them has a key
+`kind`, and the first one is meant where it is left out. A part that may be none is absent then, and so are
+its keys. The range of a key stands in its type: `heads: Count = 4`.
+"""
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+Node = TypeVar("Node")  # a dataclass of the tree
+
+
+# ---- ranges ------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Range:
+    """An interval in which a value must lie. must: the end of the message, after "KEY: VALUE"."""
+    must: str
+    holds: Callable[[float], bool]
+
+
+ABOVE_ZERO = Range("must be above 0", lambda value: value > 0)
+NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0)
+BELOW_ONE = Range("must lie in [0, 1)", lambda value: 0 <= value < 1)
+SHARE = Range("must lie in [0, 1]", lambda value: 0 <= value <= 1)
+
+Count = Annotated[int, ABOVE_ZERO]
+CountOrZero = Annotated[int, NOT_NEGATIVE]
+Positive = Annotated[float, ABOVE_ZERO]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+BelowOne = Annotated[float, BELOW_ONE]
+Share = Annotated[float, SHARE]
+
+
+# ---- types -------------------------------------------------------------------------------------------------
+
+@functools.cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """{field: its type} of a dataclass, without ranges."""
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
+def ranges_of(cls: type) -> dict[str, Range]:
+    """{field: its range} of the fields that have one."""
+    found: dict[str, Range] = {}
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        for member in (hint, *typing.get_args(hint)):
+            if typing.get_origin(member) is Annotated:
+                found[name] = member.__metadata__[0]
+    return found
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows; of another type, itself alone."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def part_types(hint: Any) -> tuple[type, ...]:
+    """The dataclasses of which a field may hold one; () for a plain key."""
+    return tuple(member for member in members_of(hint) if dataclasses.is_dataclass(member))
+
+
+@functools.cache
+def kind_of(part: type) -> str | None:
+    """The name of a kind of part; None of a part that has no others beside it."""
+    names = typing.get_args(hints_of(part).get("kind"))
+    return names[0] if len(names) == 1 else None
+
+
+def field_names(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def every_path(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
+    """{path: (the dataclass that has the key, its name)} of every key that some config may have, and of every
+    part that may be none. A path that several kinds of a part have is listed once."""
+    found: dict[str, tuple[type, str]] = {}
+    for name, hint in hints_of(cls).items():
+        parts = part_types(hint)
+        if not parts or type(None) in members_of(hint):
+            found[prefix + name] = cls, name
+        for part in parts:
+            found = every_path(part, f"{prefix}{name}.") | found
+    return found
+
+
+# ---- values ------------------------------------------------------------------------------------------------
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every key that this tree has, in the order of the fields. A part that is none is a
+    key."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def ranged_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range]]:
+    """(path, value, range) of every key of this tree whose type has a range."""
+    ranges = ranges_of(type(node))
+    for name in field_names(type(node)):
+        value = getattr(node, name)
+        if dataclasses.is_dataclass(value):
+            yield from ranged_values(value, f"{prefix}{name}.")
+        elif name in ranges:
+            yield prefix + name, value, ranges[name]
+
+
+def stated_leaves(node: Any, prefix: str = "") -> list[str]:
+    """The paths of the keys whose value is not the default of their field; of a part of another kind than the
+    first, its key `kind`, too; all keys of a part that is none by default."""
+    found: list[str] = []
+    for field in dataclasses.fields(node):
+        value, default = getattr(node, field.name), field.default
+        path = prefix + field.name
+        if not dataclasses.is_dataclass(value):
+            found += [path] if value != default else []
+            continue
+        if default is None:
+            found += [inner for inner, _ in leaves(value, f"{path}.")]
+            continue
+        kinds = [kind_of(part) for part in part_types(hints_of(type(node))[field.name])]
+        found += [f"{path}.kind"] if kind_of(type(value)) != kinds[0] else []
+        found += stated_leaves(value, f"{path}.")
+    return found
+
+
+def is_below(path: str, parts: Collection[str]) -> bool:
+    """Whether a path is one of these, or of a key in one of these parts."""
+    return any(path == part or path.startswith(f"{part}.") for part in parts)
+
+
+def value_at(node: Any, path: str) -> Any:
+    """The key or part with this path. Raises AttributeError where the tree has none."""
+    for name in path.split("."):
+        node = getattr(node, name)
+    return node
+
+
+def plain_data(value: object) -> object:
+    """A part as nested keys and values; another value stays."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+
+def has_path(node: Any, path: str) -> bool:
+    """Whether the tree has this key or part."""
+    for name in path.split("."):
+        if not hasattr(node, name):
+            return False
+        node = getattr(node, name)
+    return True
+
+
+def with_values(node: Node, values: Mapping[str, Any]) -> Node:
+    """The tree with other values of keys and parts: {path: value}.
+
+    A part of another kind is given as a whole. Raises TypeError for a key that the tree does not have.
+    """
+    changed: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        name, dot, rest = path.partition(".")
+        if dot:
+            below.setdefault(name, {})[rest] = value
+        else:
+            changed[name] = value
+    for name, inner in below.items():
+        part = changed.get(name, getattr(node, name))
+        if not dataclasses.is_dataclass(part):
+            raise TypeError(f"{name} is {part}, and has no {', '.join(inner)}")
+        changed[name] = with_values(part, inner)
+    kind = kind_of(type(node))
+    if kind is not None and changed.get("kind", kind) != kind:
+        raise TypeError(f"kind: {kind} does not become {changed['kind']} key by key")
+    return dataclasses.replace(node, **changed)
+
+
+def differing_leaves(left: Any, right: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """{path: (value of left, value of right)} where two trees of the same type differ.
+
+    Of parts of two kinds, the key `kind`; of a part that one tree does not have, its path and the part.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in field_names(type(left)):
+        values = getattr(left, name), getattr(right, name)
+        if values[0] == values[1]:
+            continue
+        path = prefix + name
+        types_ = [type(value) if dataclasses.is_dataclass(value) else None for value in values]
+        if types_[0] is None or types_[1] is None:
+            found[path] = values
+        elif types_[0] is not types_[1]:
+            found[f"{path}.kind"] = kind_of(types_[0]), kind_of(types_[1])
+        else:
+            found |= differing_leaves(*values, f"{path}.")
+    return found

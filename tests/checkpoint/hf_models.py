@@ -1,0 +1,56 @@
+"""Models of the Hugging Face tests: with other keys, and compared key by key."""
+
+import math
+from dataclasses import asdict
+
+import config
+from checkpoint.hf_families import FOLDED, NOT_THE_MODEL
+from checkpoint.hf_rules import spell_out
+from config import AttentionConfig, LatentConfig, Llama3Scaling, ModelConfig, MTPConfig, MupConfig, RopeConfig
+from config import YarnScaling
+from config.tree import every_path, has_path, is_below, leaves
+
+PATHS = every_path(ModelConfig)
+LACKED = {  # what a model is given that lacks the part to which a key belongs
+    AttentionConfig: {"mixer.kind": "attention"},
+    LatentConfig: {"mixer": {"kind": "latent", "kv_rank": 12, "rope": {}}},
+    RopeConfig: {"mixer.rope": {}},
+    Llama3Scaling: {"mixer.rope.scaling": {"kind": "llama3", "factor": 2.0}},
+    YarnScaling: {"mixer.rope.scaling": {"kind": "yarn", "factor": 2.0}},
+    MTPConfig: {"mtp": {}},
+    MupConfig: {"mup.base": 8},
+}
+
+
+def changed(model, change):
+    """The model with other values: {path: value}."""
+    return config.build_tree(ModelConfig, config.merge(asdict(model), change, ModelConfig))
+
+
+def with_key(model, path, value):
+    """The model with this value of a key; it gets the part to which the key belongs."""
+    if not has_path(model, path):
+        model = changed(model, LACKED[PATHS[path][0]])
+    return changed(model, {path: value})
+
+
+def without_meaning(model):
+    """Keys whose values say nothing about the function of this model's weights, or are folded into them."""
+    return {*NOT_THE_MODEL, *FOLDED, *config.no_effect(model)}
+
+
+def same(a, b, tolerance):
+    is_float = isinstance(a, float) and isinstance(b, float)
+    return math.isclose(a, b, rel_tol=tolerance) if is_float else a == b
+
+
+def differences(first, second, tolerance=1e-12):
+    """{key: its two values} where they differ and count in one of the models. A key may be in one alone."""
+    values = [dict(leaves(spell_out(model))) for model in (first, second)]
+    ignored = without_meaning(first) & without_meaning(second)
+    found = {}
+    for path in values[0].keys() | values[1].keys():
+        pair = [of_model.get(path, "absent") for of_model in values]
+        if not is_below(path, ignored) and not same(*pair, tolerance):
+            found[path] = pair
+    return found
