@@ -35,7 +35,7 @@ from benchmarks.shape import Shape
 from build import build_run
 from config import Config, ConfigError, ModelConfig
 from config.provenance import commit_id
-from model.flops import keys_seen
+from model.flops import keys_of_layers
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from plan.count import flops_per_token, parameters
@@ -299,7 +299,7 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
     scenario = SCENARIOS[name]
     cfg = config_of(scenario, shape)
     documents = document_lengths(scenario, shape)
-    facts = Facts(keys_seen(documents or (shape.seq,), cfg.model.mixer.window))
+    facts = Facts(keys_of_layers(cfg.model, documents or (shape.seq,)))
     step = record(cfg, chip, documents, scenario.cudnn)
     works = [judge(launch, facts) for launch in step.launches]
     return RecordedStep(cfg, documents, works, host_counts(step.launches), step.host_reads)

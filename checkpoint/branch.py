@@ -6,7 +6,6 @@ change, and the same arithmetic where each source goes on.
 """
 import contextlib
 import copy
-import dataclasses
 import json
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     here = before.of_step(step)
 
     # the settings at that step, and what the branch states
-    tree = dataclasses.asdict(here.cfg)
+    tree = plain_data(here.cfg)
     for section, keys in NOT_INHERITED.items():
         for key in keys:
             del tree[section][key]

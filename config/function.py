@@ -16,13 +16,14 @@ from config.schema import (
     has_experts,
     head_dim,
     kv_heads,
+    layer_model,
     modules_ahead,
     mup_score_scale,
     mup_width_ratio,
     no_effect,
     padded_vocab,
 )
-from config.tree import differing_leaves, every_path, is_below, leaves
+from config.tree import differing_leaves, every_path, is_below, leaves, plain_data
 
 TOKENIZER = "data.tokenizer"
 BY_TEXT = "data.tokenizer=text"  # another tokenizer, and rows go to the tokens of the same text
@@ -30,7 +31,8 @@ START = "data.bos"  # whether documents begin with the tokenizer's start token
 
 # Keys of model.* that say how weights begin, how they are trained, and by which kernel they are used.
 NOT_THE_FUNCTION = (
-    "preset", "mixer.kernel", "dropout", "init_std", "mtp.weight", "router_bias_rate", "jitter", "aux_loss",
+    "preset", "blocks", "pattern",  # they say which layers have which values
+    "mixer.kernel", "dropout", "init_std", "mtp.weight", "router_bias_rate", "jitter", "aux_loss",
     "aux_kind", "z_loss", "capacity", "drop", "pad",
 )
 FUNCTION_KEYS = frozenset(
@@ -67,6 +69,10 @@ def differences(left: ModelConfig, right: ModelConfig) -> dict[str, tuple[Any, A
     A key that only one of the models reads is not among them: the key that makes the model read it is.
     """
     found: dict[str, tuple[Any, Any]] = {}
+    if left.layers == right.layers and (left.pattern or right.pattern):
+        for layer in range(left.layers):
+            found = differences(layer_model(left, layer), layer_model(right, layer)) | found
+        return found
     for key, values in differing_leaves(left, right).items():
         if f"model.{key}" not in FUNCTION_KEYS:
             continue
@@ -95,6 +101,10 @@ def is_read(key: str, model: ModelConfig) -> bool:
 
 def written(value: object) -> str:
     """A value as a config file has it."""
+    if isinstance(value, tuple):
+        value = plain_data(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
     if dataclasses.is_dataclass(value):
         return "{" + ", ".join(f"{key}: {written(item)}" for key, item in leaves(value)) + "}"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

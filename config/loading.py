@@ -3,7 +3,6 @@
 Precedence: command line > --config file > recipe > defaults of config/schema.py. config/parse.py reads keys
 and values, config/rules.py holds the rules that involve several keys.
 """
-import dataclasses
 import difflib
 import json
 
@@ -14,6 +13,7 @@ from config.parse import CONFIG_FOLDER, build_tree, flatten_tree, merge, nearest
 from config.phases import phases_of, phases_text, where_stated
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
+from config.tree import plain_data
 
 # Keys of model.* that have no effect after training.
 TRAINING_ONLY_KEYS = (
@@ -169,7 +169,7 @@ def saved_config(tree: Tree) -> Config:
 
 def dump(cfg: Config) -> str:
     """The config as YAML; reading it back gives the same config."""
-    tree = dataclasses.asdict(cfg)
+    tree = plain_data(cfg)
     if cfg.train.phases is not None:
         tree["train"]["phases"] = json.loads(cfg.train.phases)  # a list is easier to read
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=120)

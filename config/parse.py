@@ -10,14 +10,16 @@ import functools
 import math
 import pathlib
 import pickle
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 from config.earlier import NEW_NAMES
-from config.schema import Config
+from config.pattern import BLOCK_PARTS, PLAIN, BlockVariant
+from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
-from config.tree import every_path, field_names, hints_of, kind_of, members_of, part_types
+from config.tree import every_path, field_names, hints_of, kind_of, members_of, part_types, plain_data
 
 Section = TypeVar("Section")  # a dataclass of config/schema.py
 CONFIG_FOLDER = pathlib.Path(__file__).parent.parent / "configs"
@@ -48,7 +50,54 @@ def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") ->
             part = kind_of(cls) or prefix.rstrip(".").rpartition(".")[2]
             raise ConfigError(f"{prefix}{field.name}: missing, and {part} has no value of it that fits all "
                               "models; set it")
-    return cls(**{key: parse_value(hints[key], value, prefix + key) for key, value in data.items()})
+    kinds = data.pop("blocks", None) if cls is ModelConfig else None
+    node = cls(**{key: parse_value(hints[key], value, prefix + key) for key, value in data.items()})
+    if not kinds:
+        return node
+    return dataclasses.replace(node, blocks=parse_blocks(node, kinds, f"{prefix}blocks"))
+
+
+def parse_blocks(model: ModelConfig, kinds: Any, path: str) -> tuple[BlockVariant, ...]:
+    """The kinds of blocks that {name: {mixer, mlp, norm}} describes: each changes some of the model's own.
+
+    Raises ConfigError.
+    """
+    if kinds in NONE:
+        return ()
+    if not isinstance(kinds, dict):
+        raise ConfigError(f"{path}: expected kinds of blocks as {{NAME: {{mixer.window: 512}}}}, got {kinds!r}")
+    return tuple(
+        BlockVariant(name, parse_block(model, name, tree, f"{path}.{name}."))
+        for name, tree in nested(kinds, f"{path}.").items()
+    )
+
+
+def parse_block(model: ModelConfig, name: str, tree: Any, prefix: str) -> tuple[tuple[str, Any], ...]:
+    """The changes of one kind of block: (path, value). Raises ConfigError."""
+    where = prefix.rstrip(".")
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name) or name in (PLAIN, "x"):
+        raise ConfigError(f"{where}: {name!r} does not do as the name of a kind of block; take another")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where}: expected keys and values, got {tree!r}")
+    changes: dict[str, Any] = {}
+    for part, given in nested(tree, prefix).items():
+        if part not in BLOCK_PARTS:
+            raise ConfigError(f"{prefix}{part}: no such key; a kind of block has {', '.join(BLOCK_PARTS)}")
+        own = getattr(model, part)
+        merged = merge({part: plain_data(own)}, {part: given}, ModelConfig)[part]
+        value = parse_value(hints_of(ModelConfig)[part], merged, prefix + part)
+        changes |= changes_to(own, value, part_tree(hints_of(ModelConfig)[part], given), part)
+    return tuple(changes.items())
+
+
+def changes_to(own: Any, value: Any, stated: Any, path: str) -> dict[str, Any]:
+    """{path: value} of what is stated of a part; of a part of another kind, the part."""
+    if type(own) is not type(value) or not dataclasses.is_dataclass(value) or not isinstance(stated, dict):
+        return {path: value}
+    changes: dict[str, Any] = {}
+    for key, below in nested(stated).items():
+        changes |= changes_to(getattr(own, key), getattr(value, key), below, f"{path}.{key}")
+    return changes
 
 
 def nested(tree: Mapping[str, Any], prefix: str = "") -> Tree:

@@ -4,7 +4,9 @@ They are checked before any work starts. A config that breaks one is refused wit
 key, what is wrong with it and, where possible, values nearby that are accepted (config/suggestions.py).
 """
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from config import (
@@ -19,6 +21,8 @@ from config import (
     has_experts,
     head_dim,
     kv_heads,
+    layer_kinds,
+    layer_models,
     phases_of,
     positive_integers,
     profiled_steps,
@@ -30,7 +34,7 @@ from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, difference
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
 from config.model_parts import LatentConfig, YarnScaling
-from config.tree import every_path, ranged_values
+from config.tree import every_path, is_below, ranged_values
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
 RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
@@ -776,20 +780,55 @@ def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(is_plain, f"log.name: {name!r} must be a plain folder name; put the parent into log.dir")
 
 
+def of_each_kind(rules: Callable[[Config, int], Iterator[Rule]]) -> Callable[[Config, int], Iterator[Rule]]:
+    """Rules that hold for each kind of block of model.pattern. What a kind states is named as it is there."""
+    def of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
+        variants = {variant.name: variant.changes for variant in cfg.model.blocks}
+        for name, model in layer_models(cfg.model).items():
+            stated = [path for path, _ in variants.get(name, ())]
+            for rule in rules(replace(cfg, model=model), world):
+                yield named_in_kind(rule, name, stated)
+
+    return of_kinds
+
+
+def named_in_kind(rule: Rule, name: str, stated: list[str]) -> Rule:
+    """The rule with the keys that a kind of block states called model.blocks.NAME.KEY."""
+    if rule.holds:
+        return rule
+    message = rule.message
+    for path in stated:
+        message = re.sub(rf"\bmodel\.{re.escape(path)}\b", f"model.blocks.{name}.{path}", message)
+    kept = [key for key in rule.keys.split() if not is_below(key.removeprefix("model."), stated)]
+    return rule._replace(message=message, keys=" ".join(kept))
+
+
+def pattern_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Kinds of blocks and their order. Raises ConfigError for a pattern that does not fit the layers."""
+    model = cfg.model
+    names = ", ".join(variant.name for variant in model.blocks)
+    yield Rule(
+        model.pattern or not model.blocks,
+        f"model.blocks: no layer is of the kinds {names}, since model.pattern is none; set it, as "
+        f"({names}, block)...")
+    layer_kinds(model)
+
+
 # Those that look at train.phases: they are rules for the whole run, whatever of it is past.
 RULES_OF_PHASES = (phase_rules, spike_rules)
 # In this order: a rule may assume those before it.
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,
-    attention_rules,
+    pattern_rules,
+    of_each_kind(attention_rules),
     other_model_rules,
     run_length_rules,
     phase_rules,
-    layout_rules,
-    sequence_sharding_rules,
+    of_each_kind(layout_rules),
+    of_each_kind(sequence_sharding_rules),
     async_tensor_rules,
     moe_rules,
-    fp8_rules,
+    of_each_kind(fp8_rules),
     mps_rules,
     cuda_graph_rules,
     rerun_rules,
@@ -797,7 +836,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     spike_rules,
     data_parallel_rules,
     batch_rules,
-    noise_scale_rules,
+    of_each_kind(noise_scale_rules),
     ramp_rules,
     checkpoint_rules,
     task_rules,

@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from config.optimizers import OPTIMIZERS
 from config.model_parts import AttentionConfig, LatentConfig, MLPConfig, MTPConfig, MupConfig, NormConfig
+from config.pattern import BlockVariant, kinds_of_layers
 from config.strict import ConfigError
-from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share
+from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
 
 MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py)
 
@@ -44,6 +46,10 @@ class ModelConfig:
     mixer: Mixer = AttentionConfig()  # what mixes the tokens of a sequence
     mlp: MLPConfig = MLPConfig()  # what mixes the channels of a token
     norm: NormConfig = NormConfig()  # before the mixer and the MLP of every block, and after the last block
+    blocks: tuple[BlockVariant, ...] = ()  # kinds of blocks: {NAME: {mixer.KEY: VALUE, ...}}, what each has
+    #   otherwise than the mixer, mlp and norm above
+    pattern: str | None = None  # the kind of each layer, e.g. (5 local, full) x 3, local; `block` is one
+    #   without changes, and ... at the end fills the layers that are left; none: all layers are alike
 
     # ---- around the blocks
     positions: Literal["learned"] | None = None  # learned absolute positions, added to the embedding (GPT-2);
@@ -350,6 +356,37 @@ class Config:
 
 
 # ---- what follows from the keys: the model ----------------------------------------------------------------
+
+def layer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """The kind of block of each layer. Raises ConfigError for a pattern that does not fit the layers."""
+    return kinds_of_layers(model.pattern, tuple(variant.name for variant in model.blocks), model.layers)
+
+
+@lru_cache(maxsize=1 << 12)
+def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
+    """The model as one layer has it: with the mixer, MLP and norm of its kind, in the place of the model's.
+
+    The modules of multi-token prediction, which have indices after the last layer, are of its kind.
+    """
+    if model.pattern is None:
+        return model
+    name = layer_kinds(model)[min(layer, model.layers - 1)]
+    changes = next((variant.changes for variant in model.blocks if variant.name == name), ())
+    return with_values(replace(model, blocks=(), pattern=None), dict(changes))
+
+
+def layer_models(model: ModelConfig) -> dict[str, ModelConfig]:
+    """{kind: the model as its layers have it} of the kinds that some layer has, in the order of the layers."""
+    kinds = layer_kinds(model)
+    return {name: layer_model(model, kinds.index(name)) for name in dict.fromkeys(kinds)}
+
+
+def config_of_layer(cfg: Config, layer: int) -> Config:
+    """The config as one layer has it (layer_model)."""
+    if cfg.model.pattern is None:
+        return cfg
+    return replace(cfg, model=layer_model(cfg.model, layer))
+
 
 def head_dim(model: ModelConfig) -> int:
     """Channels of a query or key head."""

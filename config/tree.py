@@ -140,23 +140,44 @@ def is_below(path: str, parts: Collection[str]) -> bool:
 
 
 def value_at(node: Any, path: str) -> Any:
-    """The key or part with this path. Raises AttributeError where the tree has none."""
-    for name in path.split("."):
-        node = getattr(node, name)
-    return node
+    """The key or part with this path; of a kind of block (model.blocks.NAME), what it states. Raises
+    AttributeError where the tree has none."""
+    name, dot, rest = path.partition(".")
+    if isinstance(node, tuple):
+        return stated_value(node, name, rest)
+    value = getattr(node, name)
+    return value_at(value, rest) if dot else value
 
 
-def plain_data(value: object) -> object:
-    """A part as nested keys and values; another value stays."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+def stated_value(kinds: tuple[Any, ...], name: str, path: str) -> Any:
+    """What one of these kinds of blocks states under a path. Raises AttributeError."""
+    changes = {changed: value for kind in kinds if kind.name == name for changed, value in kind.changes}
+    for changed, value in changes.items():
+        if path == changed:
+            return value
+        if path.startswith(f"{changed}."):
+            return value_at(value, path.removeprefix(f"{changed}."))
+    raise AttributeError(f"{name}: it does not state {path}")
+
+
+def plain_data(value: Any) -> Any:
+    """A part, or a whole config, as nested keys and values; another value stays.
+
+    Kinds of blocks are {name: {path: value}}.
+    """
+    if isinstance(value, tuple):
+        return {kind.name: {path: plain_data(part) for path, part in kind.changes} for kind in value}
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {name: plain_data(getattr(value, name)) for name in field_names(type(value))}
 
 
 def has_path(node: Any, path: str) -> bool:
     """Whether the tree has this key or part."""
-    for name in path.split("."):
-        if not hasattr(node, name):
-            return False
-        node = getattr(node, name)
+    try:
+        value_at(node, path)
+    except AttributeError:
+        return False
     return True
 
 

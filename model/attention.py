@@ -13,7 +13,7 @@ from kernels import rope
 from kernels.attention import attention
 from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
-from model.context import ForwardContext
+from model.context import ForwardContext, rotation_of
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
 from model.recompute import checkpoint_activations
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.heads = model.mixer.heads // mesh.tp.size  # of this rank
         self.kv_heads = max(1, kv_heads(model) // mesh.tp.size)  # of this rank
         self.score_scale = mup_score_scale(model)  # of the softmax, beyond 1 / sqrt(head_dim)
-        self.has_rope = mixer.rope is not None
+        self.rotation = rotation_of(model)
         self.rope_in_pairs = mixer.rope is not None and mixer.rope.pairs
         self.compiled = cfg.train.compile
         self.core = AttentionCore.from_config(cfg, mesh)
@@ -96,8 +96,8 @@ class Attention(nn.Module):
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [b, s/cp, (h + 2g) d / tp] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
         rotated."""
-        if self.has_rope and not (self.has_qk_norm or self.rope_in_pairs):
-            cos, sin = context.rotation()
+        if self.rotation is not None and not (self.has_qk_norm or self.rope_in_pairs):
+            cos, sin = context.rotations[self.rotation]
             return rope.split_heads_and_apply_rope(
                 qkv, cos, sin, self.heads, self.kv_heads,
                 compiled=self.compiled,
@@ -105,8 +105,8 @@ class Attention(nn.Module):
             )
 
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
-        if self.has_rope and not (self.qk_norm_over_heads or self.rope_in_pairs):
-            cos, sin = context.rotation()
+        if self.rotation is not None and not (self.qk_norm_over_heads or self.rope_in_pairs):
+            cos, sin = context.rotations[self.rotation]
             return split_normalize_and_rotate(
                 qkv, self.q_norm, self.k_norm, cos, sin,
                 heads=self.heads,
@@ -123,8 +123,8 @@ class Attention(nn.Module):
         if self.rope_in_pairs:  # scores do not change where the channels of q and k move together
             q = rope.pairs_to_halves(q)
             k = rope.pairs_to_halves(k)
-        if self.has_rope:
-            cos, sin = context.rotation()
+        if self.rotation is not None:
+            cos, sin = context.rotations[self.rotation]
             q = rope.apply_rope(q, cos, sin, self.compiled)
             k = rope.apply_rope(k, cos, sin, self.compiled)
         return q, k, v
@@ -211,14 +211,16 @@ class AttentionCore:
                 q, k, v,
                 documents=context.documents,
                 window=self.window,
-                mask=context.mask,
+                mask=context.masks[self.window],
                 group=self.cp,
             )
 
+        mask = context.masks[self.window]
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.recompute and torch.is_grad_enabled():
-                return checkpoint_activations(attention, q, k, v, context.mask, self.kernel)
-            return attention(q, k, v, context.mask, self.kernel)
+                return checkpoint_activations(attention, q, k, v, mask, self.kernel)
+            return attention(q, k, v, mask, self.kernel)
 
         if context.sequence_is_sharded:
             return ulysses_attention(attend, q, k, v, self.cp)

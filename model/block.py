@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config import Config, LatentConfig, has_experts, layer_in_fp8
+from config import Config, LatentConfig, config_of_layer, has_experts, layer_in_fp8, layer_kinds, layer_model
 from kernels.norm import Fp8Readers
 from model.attention import Attention
 from model.context import ForwardContext
@@ -26,7 +26,9 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, stati
 
 
 class BlockKind(NamedTuple):
-    """Blocks of the same kind differ in nothing but the names of their parameters. mixer: of tokens."""
+    """Blocks of the same kind differ in nothing but the names of their parameters. name: in model.pattern.
+    mixer: of tokens."""
+    name: str
     mixer: type[nn.Module]
     has_experts: bool
     in_fp8: bool
@@ -62,6 +64,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
+        cfg = config_of_layer(cfg, layer)
         self.layer = layer
         key = f"layers.{layer}"
         self.has_experts = has_experts(cfg.model, layer)
@@ -109,9 +112,11 @@ class TransformerBlock(nn.Module):
 
     @staticmethod
     def mixer(cfg: Config, layer: int) -> type[nn.Module]:
-        return MultiLatentAttention if isinstance(cfg.model.mixer, LatentConfig) else Attention
+        mixer = layer_model(cfg.model, layer).mixer
+        return MultiLatentAttention if isinstance(mixer, LatentConfig) else Attention
 
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:
         mixer = TransformerBlock.mixer(cfg, layer)
-        return BlockKind(mixer, has_experts(cfg.model, layer), layer_in_fp8(cfg, layer))
+        name = layer_kinds(cfg.model)[min(layer, cfg.model.layers - 1)]
+        return BlockKind(name, mixer, has_experts(cfg.model, layer), layer_in_fp8(cfg, layer))

@@ -1,11 +1,12 @@
 """What all blocks of one forward pass share."""
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from config import Config, RopeConfig, YarnScaling, rotated_dim
+from config import Config, ModelConfig, RopeConfig, YarnScaling, layer_models, rotated_dim
 from kernels import rope
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.router import RouterInputs
@@ -37,31 +38,34 @@ class KeyValueCache:
         return k, v
 
 
+class Rotation(NamedTuple):
+    """What rotary tables depend on, beside positions. channels: of a head that are rotated."""
+    rope: RopeConfig
+    channels: int
+
+
+def rotation_of(model: ModelConfig) -> Rotation | None:
+    """Of the layers of a model that are like this (config.layer_model); None: they do not rotate."""
+    return None if model.mixer.rope is None else Rotation(model.mixer.rope, rotated_dim(model))
+
+
 @dataclass(frozen=True)
 class ForwardContext:
-    """cos, sin [b, s, 1, rope_dim / 2]: rotary tables; None with learned positions.
+    """rotations: {what rotates (rotation_of): (cos, sin) [b, s, 1, rotated / 2]} of all layers.
 
-    mask: which query sees which key, of full sequences; None: ring attention on a CPU, which computes it
-    chunk by chunk. dropout_rng: None in
+    masks: {window: which query sees which key}, of full sequences; None: ring attention on a CPU, which
+    computes it chunk by chunk. dropout_rng: None in
     evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
     sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
     router_inputs: None outside of training.
     """
-    cos: Tensor | None
-    sin: Tensor | None
-    mask: AttentionMask | None
+    rotations: Mapping[Rotation, tuple[Tensor, Tensor]]
+    masks: Mapping[int | None, AttentionMask | None]
     dropout_rng: DropoutRng | None = None
     cache: KeyValueCache | None = None
     sequence_is_sharded: bool = False
     documents: Tensor | None = None
     router_inputs: RouterInputs | None = None
-
-    def rotation(self) -> tuple[Tensor, Tensor]:
-        """cos and sin. Raises ValueError if positions are learned."""
-        if self.cos is None or self.sin is None:
-            raise ValueError("a pass without rotary positions has no cos and sin")
-        return self.cos, self.sin
-
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -79,30 +83,31 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     router_inputs: RouterInputs | None = None) -> ForwardContext:
     """positions [b, s] (sharded: [b, s/cp]); they restart where a document does. document_counts: of
     documents; None: the host does not know."""
-    cos = sin = None
-    if cfg.model.mixer.rope is not None:
-        cos, sin = rope_tables(cfg, positions)
+    models = layer_models(cfg.model).values()
+    rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
+    for rotation in filter(None, map(rotation_of, models)):
+        if rotation not in rotations:
+            rotations[rotation] = rope_tables(cfg, rotation, positions)
 
-    mask = None
+    masks: dict[int | None, AttentionMask | None] = {model.mixer.window: None for model in models}
     is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
     if not is_ring or positions.device.type == "cuda":
         past = cache.length if cache else 0
         s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
-        window = cfg.model.mixer.window
-        mask = make_attention_mask(
-            query_start=past,
-            s_q=s,
-            key_start=0,
-            s_k=past + s,
-            window=window,
-            docs=documents,
-            device=positions.device,
-            counts=None if is_ring else document_counts,
-        )
+        for window in masks:
+            masks[window] = make_attention_mask(
+                query_start=past,
+                s_q=s,
+                key_start=0,
+                s_k=past + s,
+                window=window,
+                docs=documents,
+                device=positions.device,
+                counts=None if is_ring else document_counts,
+            )
     return ForwardContext(
-        cos,
-        sin,
-        mask,
+        rotations,
+        masks,
         dropout_rng=dropout_rng,
         cache=cache,
         sequence_is_sharded=sequence_is_sharded,
@@ -111,16 +116,14 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     )
 
 
-def rope_tables(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [b, s] -> cos and sin [b, s, 1, rope_channels / 2] in fp32, or fp64 in an fp64 run.
+def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run.
 
     RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
     3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071). YaRN's tables are also multiplied by a number, which in
     DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
     """
-    settings = cfg.model.mixer.rope
-    assert isinstance(settings, RopeConfig)
-    scaling = settings.scaling
+    scaling = rotation.rope.scaling
     scaled: dict[str, Any] = {}
     if scaling is not None:
         scaled = {
@@ -131,8 +134,8 @@ def rope_tables(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
             "kind": scaling.kind,
         }
     frequencies = rope.frequencies(
-        rotated_dim(cfg.model),
-        settings.base,
+        rotation.channels,
+        rotation.rope.base,
         **scaled,
         device=positions.device,  # computed there: a copy from the host would make it wait
     )

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from config import Config, ModelConfig, head_dim, modules_ahead, value_dim
+from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
 from model.context import forward_context
@@ -29,32 +29,40 @@ def mean_keys(length: int, window: int | None) -> float:
     return (growing + (length - width) * width) / length
 
 
+def keys_of_layers(model: ModelConfig, documents: Sequence[int]) -> float:
+    """keys_seen, as the mean over all layers."""
+    windows = [layer_model(model, layer).mixer.window for layer in range(model.layers)]
+    return sum(keys_seen(documents, window) for window in windows) / len(windows)
+
+
 def keys_seen(documents: Sequence[int], window: int | None) -> float:
     """The mean number of keys that a query sees where tokens attend within documents of these lengths."""
     seen = sum(length * mean_keys(length, window) for length in documents)
     return seen / sum(documents)
 
 
-def flops_of_parts(model: ModelConfig, keys: float, seq_len: int) -> list[float]:
+def flops_of_parts(model: ModelConfig, documents: Sequence[int], seq_len: int) -> list[float]:
     """FLOPs of a token in the forward of the embedding, of each block, and of the head with multi-token
-    prediction. keys: that a query sees, on average. seq_len: tokens of a sequence. Padding of the vocabulary
-    counts if the model has it."""
+    prediction. documents: lengths of the runs of tokens that attend to each other. seq_len: tokens of a
+    sequence. Padding of the vocabulary counts if the model has it."""
     parts = describe_stage(Config(model=model), 0, model.layers).parts
-    return [flops_of_part(part, model, keys, seq_len) for part in parts]
+    return [flops_of_part(part, model, tuple(documents), seq_len) for part in parts]
 
 
-def flops_of_part(part: PartDescription, model: ModelConfig, keys: float, seq_len: int) -> float:
+def flops_of_part(
+    part: PartDescription, model: ModelConfig, documents: tuple[int, ...], seq_len: int
+) -> float:
     """FLOPs of a token in the forward of one part."""
     flops = sum(flops_of_matrix(param.spec, model) for param in part.params)
     if part.layer == "embedding":
         return flops
     if isinstance(part.layer, int):
-        return flops + mixer_flops(model, part.layer, keys, seq_len)
+        return flops + mixer_flops(model, part.layer, documents, seq_len)
     # each module that predicts further tokens has a block, and uses the head's matrix again
     table = part.shared_table if model.tied else next(one for one in part.params if one.spec.role == "head")
     used_again = modules_ahead(model) + model.tied
     ahead = range(model.layers, model.layers + modules_ahead(model))
-    mixers = sum(mixer_flops(model, layer, keys, seq_len) for layer in ahead)
+    mixers = sum(mixer_flops(model, layer, documents, seq_len) for layer in ahead)
     return flops + used_again * 2.0 * table.spec.numel + mixers
 
 
@@ -66,11 +74,12 @@ def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
     return 2.0 * used * spec.numel
 
 
-def mixer_flops(model: ModelConfig, layer: int, keys: float, seq_len: int) -> float:
+def mixer_flops(model: ModelConfig, layer: int, documents: tuple[int, ...], seq_len: int) -> float:
     """FLOPs of a token in the mixer of one layer, beside its matrices."""
     mixer = TransformerBlock.mixer(Config(model=model), layer)
+    model = layer_model(model, layer)
     if has_softmax(mixer, model, layer):
-        return attention_flops(model, keys)
+        return attention_flops(model, keys_seen(documents, model.mixer.window))
     return counted_flops(mixer, model, layer, seq_len)
 
 

@@ -25,7 +25,7 @@ from kernels.latent_heads import keys_and_values, rotate_heads
 from kernels.linear import linear
 from kernels.norm import rms_norm
 from model.attention import AttentionCore
-from model.context import ForwardContext
+from model.context import ForwardContext, rotation_of
 from model.init import residual_std
 from model.precision import fp8_of_layer
 from parallel.sharding.boxes import Box
@@ -55,6 +55,7 @@ class MultiLatentAttention(nn.Module):
         self.nope_dim = model.mixer.nope_dim
         self.rope_dim = model.mixer.rope_dim
         self.value_dim = model.mixer.v_dim
+        self.rotation = rotation_of(model)
         self.rope_in_pairs = model.mixer.rope.pairs
         self.score_scale = score_scale(model)
         self.core = AttentionCore.from_config(cfg, mesh)
@@ -107,7 +108,7 @@ class MultiLatentAttention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, latent, rope_key = self.project(x)
         s = q.shape[1]
-        cos, sin = context.rotation()
+        cos, sin = context.rotations[self.rotation]
         rotation = {"pairs": self.rope_in_pairs, "compiled": self.compiled}
         q = q.unflatten(-1, (self.heads, -1))  # [b, s, h/tp, nope + rope]
         q = rotate_heads(q, cos, sin, nope_dim=self.nope_dim, scale=self.score_scale, **rotation)
@@ -166,7 +167,7 @@ class MultiLatentAttention(nn.Module):
 
         k = torch.cat((latent, rope_key), -1)
         k, v = k[:, :, None], latent[:, :, None]  # one key head
-        out = attention(q, k, v, context.mask, self.core.kernel)  # [b, 1, h, kv_rank]
+        out = attention(q, k, v, context.masks[self.core.window], self.core.kernel)  # [b, 1, h, kv_rank]
         return torch.einsum("bshr,hvr->bshv", out, v_up)
 
 

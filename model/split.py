@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from config import Config, ModelConfig, positive_integers
-from model.flops import flops_of_parts, mean_keys
+from model.flops import flops_of_parts
 
 
 class Split(NamedTuple):
@@ -61,6 +61,6 @@ def with_one_more_stage(best: BestSplits, costs: list[float], extra: float) -> B
 
 def relative_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float]:
     """FLOPs of a token in each block, and in the head; those of the last block are 1."""
-    _, *blocks, head = flops_of_parts(model, mean_keys(seq_len, model.mixer.window), seq_len)
+    _, *blocks, head = flops_of_parts(model, (seq_len,), seq_len)
     unit = blocks[-1]
     return [block / unit for block in blocks], head / unit

@@ -7,7 +7,7 @@ from functools import lru_cache
 from config import Config, ModelConfig, kv_heads
 from config.terminal import table_lines
 from model.describe import describe_model
-from model.flops import flops_of_parts, keys_seen
+from model.flops import flops_of_parts
 from parallel.sharding.spec import ParameterSpec, ShardedParameter
 
 LOOKUP_ROLES = ("embedding", "positions", "head")  # of the parameters of embedding and output head
@@ -65,8 +65,7 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
     runs of tokens that attend to each other (data.doc_mask), by default full sequences.
     """
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
-    keys = keys_seen(documents or (seq_len,), model.mixer.window)
-    forward = sum(flops_of_parts(counted, keys, seq_len))
+    forward = sum(flops_of_parts(counted, documents or (seq_len,), seq_len))
     return 3.0 * forward
 
 

@@ -15,11 +15,12 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from config import OPTIMIZERS, Config, ConfigError, MupConfig, phases_of
 from config.optimizers import optimizers_that
+from config.pattern import BlockVariant
 from config.tree import has_path, with_values
 from config.values import Values, combinations
 from model.schedules import plan_pipeline
@@ -282,6 +283,10 @@ class Lattice:
             keys |= WIDE
             if self.cfg.model.mixer.window:
                 keys["model.mixer.window"] = WIDE_WINDOW
+            keys["model.blocks"] = tuple(
+                variant if f"model.blocks.{variant.name}.mixer.window" in self.kept else wide_variant(variant)
+                for variant in self.cfg.model.blocks
+            )
         if values["ramp"]:
             half = global_batch // 2
             keys["ramp"] = f"{half},{half},{half}"
@@ -401,6 +406,14 @@ def check_provable(cfg: Config) -> None:
             f"optim.name: {optimizer} takes the sign of a gradient, and that of a k bias without RoPE is "
             "noise around zero"
         )
+
+
+def wide_variant(variant: BlockVariant) -> BlockVariant:
+    """The kind of block with the window of the wide geometry, if it has one."""
+    changes = dict(variant.changes)
+    if changes.get("mixer.window"):
+        changes["mixer.window"] = WIDE_WINDOW
+    return replace(variant, changes=tuple(changes.items()))
 
 
 def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:

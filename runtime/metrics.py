@@ -31,6 +31,7 @@ from torch import Tensor
 
 from config import Config, ModelConfig, Phase, Tree, kv_heads, phases_of
 from config.phases import change_lines
+from config.tree import plain_data
 from config.version import VERSION
 from parallel.wire import clock
 from runtime.console import (
@@ -187,7 +188,7 @@ class MetricsLogger:
         if not is_writer:
             settings = dataclasses.replace(settings, mode="off")
         name = cfg.log.name or self.run_dir.name
-        tree = dataclasses.asdict(cfg)
+        tree = plain_data(cfg)
         made = self.env.provenance
         command = made.record["command"] if made else ""
         wandb = WandbSink(settings, self.run_dir, name, tree, command=command)
@@ -765,6 +766,8 @@ def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
     heads = f"{model.mixer.heads} heads"
     if kv_heads(model) != model.mixer.heads:
         heads += f" ({kv_heads(model)} kv)"
+    if model.pattern:
+        heads += f", blocks {model.pattern}"
     size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"
     parts = [
         f"{model.preset or 'its own shape'}   {size}",

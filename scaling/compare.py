@@ -14,7 +14,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import cycle, groupby, product
@@ -36,7 +36,7 @@ from config import (
     provenance,
     span_of,
 )
-from config.tree import value_at
+from config.tree import plain_data, value_at
 from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
@@ -285,7 +285,7 @@ def column(rows: Rows, name: str) -> Array:
 
 def flat_settings(cfg: Config) -> dict[str, Any]:
     """{section.key: value}, without those that say where a run is."""
-    settings = config.flatten_tree(asdict(cfg))
+    settings = config.flatten_tree(plain_data(cfg))
     return {key: value for key, value in settings.items() if not key.startswith(PLACES)}
 
 

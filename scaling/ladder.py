@@ -20,6 +20,7 @@ import config
 from config import AttentionConfig, Config, ConfigError, MLPConfig, ModelConfig
 from config.sizes import sizes_at_width
 from config.suggestions import check_rules
+from config.tree import plain_data
 from plan.count import flops_per_token, parameters
 from scaling.manifest import first_difference, refuse_other, write_manifest
 from scaling.settings import refuse_own_keys, words_of
@@ -239,7 +240,7 @@ def warmup_line(ladder: Ladder, depth: int) -> str | None:
 def config_of_depth(ladder: Ladder, depth: int) -> Config:
     """The recipe with the ladder's settings and the model of this depth."""
     cfg = config.resolve(ladder.recipe, None, words_of(ladder.settings))
-    tree = config.merge(asdict(cfg.model), model_keys(ladder, depth), ModelConfig)
+    tree = config.merge(plain_data(cfg.model), model_keys(ladder, depth), ModelConfig)
     return replace(cfg, model=config.build_tree(ModelConfig, tree, "model."))
 
 

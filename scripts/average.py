@@ -23,6 +23,7 @@ from checkpoint.files import remove
 from config import Config, ConfigError, Tree, provenance
 from config.command_line import CommandParser
 from config.function import differences
+from config.tree import plain_data
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
 
@@ -94,7 +95,7 @@ def average(paths: list[Path], folder: Path, made: Tree) -> None:
 
     meta: Tree = {
         **metas[-1],
-        "config": dataclasses.asdict(cfgs[-1]),
+        "config": plain_data(cfgs[-1]),
         "averaged": [str(path) for path in paths],
         "provenance": made,
         "layout": dataclasses.asdict(Mesh.single().dims),

@@ -45,6 +45,7 @@ from config import Config, ConfigError, ModelConfig, Tree, modules_ahead, proven
 from config.command_line import CommandParser
 from config.suggestions import check_rules
 from config.terminal import output_width, wrapped
+from config.tree import plain_data
 from data import tokenizer, tokenizer_files
 from data.contract import SpecialToken
 from data.prompts import added_start, start_token
@@ -209,7 +210,7 @@ def import_weights(
     meta = {
         "step": 0,
         "tokens": 0,
-        "config": asdict(cfg),
+        "config": plain_data(cfg),
         "tokenizer": tok.fingerprint if tok else "none",
         "data": f"none: weights imported from {family}",
         "torch": torch.__version__,
@@ -247,7 +248,7 @@ def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
     recipe = config.read_yaml(config.CONFIG_FOLDER / "runs" / "continue.yaml")
     seq_len = min(recipe["train"]["seq_len"], model.context)
     return config.from_tree(config.merge(recipe, {
-        "model": {**asdict(model), "preset": preset},
+        "model": {**plain_data(model), "preset": preset},
         "train": {"seq_len": seq_len},
         "checkpoint": {"init_from": str(run)},
         "data": {"tokenizer": str(run / "tokenizer")} if has_tokenizer else {},
@@ -492,19 +493,28 @@ def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
 # ---- models and logits -----------------------------------------------------------------------------------
 
 def probes(model: ModelConfig) -> list[Tensor]:
-    """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the attention window."""
+    """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the longest window of any
+    layer that is not too long."""
     shapes = [(2, min(PROBED, model.context))]
-    if model.mixer.window and model.mixer.window < min(model.context, MOST_PROBED):
-        shapes.append((1, min(model.mixer.window + PROBED, model.context)))
+    seen = [window for window in windows_of(model) if window < min(model.context, MOST_PROBED)]
+    if seen:
+        shapes.append((1, min(max(seen) + PROBED, model.context)))
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(config.vocab_size(model), shape, generator=generator) for shape in shapes]
 
 
 def window_notes(model: ModelConfig) -> list[str]:
     """[that the logits were compared within the window alone]; [] if they were compared beyond it."""
-    if not model.mixer.window or model.mixer.window < min(model.context, MOST_PROBED):
+    missed = [window for window in windows_of(model) if window >= min(model.context, MOST_PROBED)]
+    if not missed:
         return []
-    return [f"the logits were compared over {PROBED} tokens, within the window of {model.mixer.window:,}"]
+    return [f"no logits were compared beyond the window of {', '.join(f'{window:,}' for window in missed)}"]
+
+
+def windows_of(model: ModelConfig) -> list[int]:
+    """The attention windows that some layer has, in ascending order."""
+    windows = {like.mixer.window for like in config.layer_models(model).values()}
+    return sorted(windows - {None})
 
 
 @torch.no_grad()

@@ -44,10 +44,10 @@ from build import build_run, with_vocab
 from config import Config, ConfigError, phases_of, unused
 from config.command_line import CommandParser
 from config.terminal import output_width, table_lines, wrapped
-from config.tree import with_values
+from config.tree import plain_data, with_values
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
-from model.flops import mean_keys
+from model.flops import keys_of_layers
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
@@ -256,7 +256,7 @@ def record_one(
     cfg: Config, dims: ParallelDims, chip: Chip | None, answers: Mapping[int, object], rank: int
 ) -> RoleSummary:
     torch.set_num_threads(1)
-    facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.mixer.window))
+    facts = Facts(keys_of_layers(cfg.model, (cfg.train.seq_len,)))
     return summarize(record_role(cfg, dims, rank, chip, program_of(cfg), answers=answers), facts)
 
 
@@ -532,7 +532,7 @@ def write_json(
     nothing = {"steps": None, "memory": None}
     tree = {
         "cluster": hardware.name,
-        "config": asdict(cfg),
+        "config": plain_data(cfg),
         **results,
         "roles": [asdict(replace(role, **nothing)) | {"events": exchange_words(role)} for role in roles],
     }

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import kernels.grad
-from config import Config, has_experts, modules_ahead
+from config import Config, has_experts, layer_model, modules_ahead
 from model.block import BlockOutput
 from model.context import ForwardContext, LossInputs
 from model.describe import mesh_of_one_stage
@@ -280,7 +280,9 @@ class PartRunner:
 
     def __init__(self, form: PartForm, mesh: Mesh, device: torch.device, recorder: Recorder) -> None:
         cfg = form.cfg
-        self.facts = Facts(mean_keys(cfg.train.seq_len, cfg.model.mixer.window))
+        layer = form.layer if isinstance(form.layer, int) else 0
+        window = layer_model(cfg.model, layer).mixer.window
+        self.facts = Facts(mean_keys(cfg.train.seq_len, window))
         self.recorder = recorder
         first, last = layers_of_part(cfg, form.layer)
         self.stage = PipelineStage(cfg, mesh, first, last)

@@ -42,7 +42,8 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Facts:
-    """What a launch does not say. keys_seen: mean number of keys that a query attends to."""
+    """What a launch does not say. keys_seen: mean number of keys that a query attends to, of
+    all layers."""
 
     keys_seen: float
 

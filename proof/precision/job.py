@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 import config
-from config import Config, ConfigError, with_original_context
+from config import Config, ConfigError
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from proof.verify.overrides import Overrides
-from proof.verify.tiny_config import arguments, shrunk_mixer
+from proof.verify.tiny_config import arguments, with_sizes
 
 STEPS = 6
 FP16_STEPS = 10  # enough for a loss scale that falls and grows
@@ -111,13 +111,10 @@ def precision_config(
     cfg = config.resolve(name, None, arguments(settings))
 
     model = cfg.model
-    mixer = shrunk_mixer(model.mixer, MIXER_SIZES)
     shrunk = replace(
-        model,
+        with_sizes(model, MIXER_SIZES, 64),
         layers=4,
         hidden=64,
-        mixer=with_original_context(mixer, 16),
-        mlp=replace(model.mlp, width=64),
         vocab=None,
         vocab_multiple=32,
         context=32,

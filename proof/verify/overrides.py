@@ -4,12 +4,12 @@ They are written and parsed as for train.py, and set after the recipe is shrunk 
 refused if the cells vary it (CELL_WORDS), or if the proof needs a value of its own (NEEDED). A key
 of a bundle (lattice.BUNDLES) is not: all cells have the value that is given.
 """
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import config
 from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree, unused
 from config.phases import phases_text
-from config.tree import value_at
+from config.tree import plain_data, value_at
 
 # {key that the cells vary: the words of --only that choose its values}
 CELL_WORDS = {
@@ -109,7 +109,7 @@ class Overrides:
             if path == "train.phases":
                 value = phases_text(value)
             changed[path] = value
-        return config.build_tree(Config, config.merge(asdict(cfg), changed))
+        return config.build_tree(Config, config.merge(plain_data(cfg), changed))
 
 
 # ---- the command line --------------------------------------------------------------------------------------

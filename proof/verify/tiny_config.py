@@ -1,7 +1,7 @@
 """What scripts.verify trains: a recipe shrunk to a tiny twin of itself, and the data that it reads."""
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +9,15 @@ import tokenizers
 
 import config
 from checkpoint.branch import NOT_INHERITED, branch_config
-from config import CheckpointConfig, Config, with_original_context
+from config import CheckpointConfig, Config, ModelConfig, with_original_context
 from config.schema import Mixer
-from config.tree import with_values
+from config.tree import plain_data, with_values
 from data import fim, tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import Tokenizer
 from proof.lattice import NUM_STEPS, TRUNK_STEPS
 from proof.verify.overrides import Overrides
+from typing import Any
 
 LAST = 4  # steps of a proof
 SAVED = 3  # the step after which a layout is stopped, saves, and is started again
@@ -73,10 +74,46 @@ MIXER_SIZES = {
 }
 
 
+ORIGINAL_CONTEXT = 16  # of scaled rotary positions
+
+
+def with_sizes(model: ModelConfig, sizes: Mapping[str, int], width: int) -> ModelConfig:
+    """The model whose mixers, those of its kinds of blocks included, have these sizes in the place of those
+    that they state. width: of MLPs. A second window is half as long."""
+    blocks = [
+        replace(variant, changes=tuple(
+            (path, shrunk_value(path, value, sizes, width, model.mixer)) for path, value in variant.changes))
+        for variant in model.blocks
+    ]
+    return replace(
+        model,
+        mixer=shrunk_mixer(model.mixer, sizes),
+        mlp=replace(model.mlp, width=width),
+        blocks=tuple(blocks),
+    )
+
+
 def shrunk_mixer(mixer: Mixer, sizes: Mapping[str, int]) -> Mixer:
-    """The mixer with these sizes, in the place of those that it states."""
     stated = {name: size for name, size in sizes.items() if getattr(mixer, name, None) is not None}
-    return replace(mixer, **stated)
+    return with_original_context(replace(mixer, **stated), ORIGINAL_CONTEXT)
+
+
+def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], width: int, mixer: Mixer) -> Any:
+    """A value or part that a kind of block states."""
+    if path == "mixer":
+        return shrunk_mixer(value, sizes)
+    if path == "mlp":
+        return replace(value, width=width)
+    if path == "mlp.width":
+        return width
+    if path == "mixer.rope":
+        return value and with_original_context(replace(mixer, rope=value), ORIGINAL_CONTEXT).rope
+    if path == "mixer.rope.scaling":
+        return value and replace(value, original=ORIGINAL_CONTEXT)
+    size = sizes.get(path.removeprefix("mixer."))
+    if value is None or size is None:
+        return value
+    return size // 2 if path == "mixer.window" and mixer.window else size
 
 
 def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -> Config:
@@ -91,13 +128,10 @@ def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -
     cfg = config.resolve(name, None, arguments({**SETTINGS, "train.global_batch": global_batch}))
 
     model = cfg.model
-    mixer = shrunk_mixer(model.mixer, MIXER_SIZES)
     shrunk = replace(
-        model,
+        with_sizes(model, MIXER_SIZES, 48),
         layers=8,
         hidden=32,
-        mixer=with_original_context(mixer, 16),
-        mlp=replace(model.mlp, width=48),
         vocab=257,
         vocab_multiple=32,
         context=32,
@@ -200,7 +234,7 @@ def placed(cfg: Config, home: Path, name: str, trunk: Path | None = None) -> Con
     )
     if trunk is None or checkpoint.branch is None:
         return cfg
-    stated = asdict(cfg)
+    stated = plain_data(cfg)
     for section, keys in NOT_INHERITED.items():
         stated[section] = {key: value for key, value in stated[section].items() if key not in keys}
     stated["log"]["name"] = name

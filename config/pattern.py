@@ -1,0 +1,132 @@
+"""Kinds of blocks, and the pattern in which a model has them.
+
+    blocks:
+      local: {mixer.window: 512}
+      full: {mixer.rope.base: 1e6}
+    pattern: (5 local, full) x 3, local        # 19 layers
+
+A kind states what it has otherwise than `mixer`, `mlp` and `norm` of the model; `block` is the kind without
+changes. A pattern lists kinds in the order of the layers, each with a number before it or `x` and a number
+after it; brackets make a group. `...` after the last one fills the layers that are left: `3 dense, block...`,
+`(5 local, full)...`.
+"""
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from config.strict import ConfigError
+
+PLAIN = "block"  # the kind without changes
+BLOCK_PARTS = ("mixer", "mlp", "norm")  # of model.*: what a kind of block may have otherwise
+TOKEN = re.compile(r"\s*(?:(\d+)|(\.\.\.)|([A-Za-z][\w-]*)|([(),]))")
+MOST_LAYERS = 100_000  # that a pattern may make
+EXAMPLE = "(5 local, block)... or 3 dense, block..."
+
+
+@dataclass(frozen=True)
+class BlockVariant:
+    """A kind of block. changes: (path below the model, value or part) of what it has otherwise."""
+    name: str
+    changes: tuple[tuple[str, Any], ...]
+
+
+# ---- the pattern -------------------------------------------------------------------------------------------
+
+@functools.lru_cache(maxsize=1 << 10)
+def kinds_of_layers(pattern: str | None, names: tuple[str, ...], layers: int) -> tuple[str, ...]:
+    """The kind of each layer. names: of the kinds that model.blocks has. Raises ConfigError."""
+    if pattern is None:
+        return (PLAIN,) * layers
+    tokens = tokens_of(pattern)
+    kinds, rest = read_list(pattern, tokens, names, layers)
+    if rest:
+        raise wrong(pattern, f"{rest[0]!r} is not expected there")
+    if len(kinds) != layers:
+        raise ConfigError(
+            f"model.pattern: {pattern} makes {len(kinds)} layers, and model.layers is {layers}; set "
+            f"model.layers {len(kinds)}, or end the pattern with ... to fill what is left")
+    return tuple(kinds)
+
+
+def wrong(pattern: str, why: str) -> ConfigError:
+    return ConfigError(f"model.pattern: {pattern!r}: {why}; write it as {EXAMPLE}")
+
+
+def tokens_of(pattern: str) -> list[str]:
+    """The numbers, names, brackets, commas and dots of a pattern. Raises ConfigError."""
+    tokens: list[str] = []
+    place = 0
+    text = pattern.rstrip()
+    while place < len(text):
+        found = TOKEN.match(text, place)
+        if found is None:
+            raise wrong(pattern, f"{text[place:].strip()[0]!r} is not a part of a pattern")
+        tokens.append(found[0].strip())
+        place = found.end()
+    return tokens
+
+
+def read_list(
+    pattern: str, tokens: list[str], names: tuple[str, ...], layers: int
+) -> tuple[list[str], list[str]]:
+    """The kinds of a list with commas, and the tokens after it. layers: that its `...` fills."""
+    kinds: list[str] = []
+    while True:
+        unit, tokens = read_item(pattern, tokens, names, layers)
+        if tokens[:1] == ["..."]:
+            tokens = tokens[1:]
+            if tokens:
+                raise wrong(pattern, "... fills the layers that are left, so it ends the pattern")
+            missing = layers - len(kinds)
+            unit = (unit * -(-max(missing, 0) // len(unit)))[:max(missing, 0)]
+        kinds += unit
+        if len(kinds) > MOST_LAYERS:
+            raise wrong(pattern, f"more than {MOST_LAYERS:,} layers")
+        if tokens[:1] != [","]:
+            return kinds, tokens
+        tokens = tokens[1:]
+
+
+def read_item(
+    pattern: str, tokens: list[str], names: tuple[str, ...], layers: int
+) -> tuple[list[str], list[str]]:
+    """The kinds of `3 dense`, `dense x 3` or a group, and the tokens after it."""
+    count, tokens = read_count(pattern, tokens)
+    if not tokens:
+        raise wrong(pattern, "it ends where a kind of block is expected")
+    first, tokens = tokens[0], tokens[1:]
+    if first == "(":
+        unit, tokens = read_list(pattern, tokens, names, layers)
+        if tokens[:1] != [")"]:
+            raise wrong(pattern, "a bracket is not closed")
+        tokens = tokens[1:]
+    elif first in ("...", ",", ")") or first.isdigit():
+        raise wrong(pattern, f"{first!r} stands where a kind of block is expected")
+    else:
+        unit = [known_kind(first, names)]
+    if tokens[:1] == ["x"]:
+        more, tokens = read_count(pattern, tokens[1:])
+        count *= more
+    if count * len(unit) > MOST_LAYERS:
+        raise wrong(pattern, f"more than {MOST_LAYERS:,} layers")
+    return unit * count, tokens
+
+
+def read_count(pattern: str, tokens: list[str]) -> tuple[int, list[str]]:
+    if not tokens or not tokens[0].isdigit():
+        return 1, tokens
+    if not 0 < len(tokens[0]) <= 6 or int(tokens[0]) == 0:
+        raise wrong(pattern, f"{tokens[0]} is not a number of layers")
+    return int(tokens[0]), tokens[1:]
+
+
+def known_kind(name: str, names: tuple[str, ...]) -> str:
+    """The name, if there is such a kind. Raises ConfigError."""
+    every = (PLAIN, *names)
+    if name in every:
+        return name
+    near = difflib.get_close_matches(name, every, 1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
+    raise ConfigError(f"model.pattern: {name} is not a kind of model.blocks; {hint}")
