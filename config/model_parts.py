@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from config.tree import Count, NotNegative, Positive
+from config.tree import Count, NotNegative, Portion, Positive
 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
@@ -39,6 +39,7 @@ class YarnScaling:
 class RopeConfig:
     """Rotary positions (arXiv 2104.09864)."""
     base: Positive = 10000.0  # base of the rotary wavelengths
+    share: Portion = 1.0  # of the channels of a head, the first ones: those that are rotated (GPT-NeoX)
     pairs: bool = False  # true: rotate channels 2i and 2i + 1 together; false: i and i + dim/2
     scaling: Llama3Scaling | YarnScaling | None = None  # for a longer context than the model was trained on
 
@@ -57,11 +58,18 @@ class AttentionConfig:
     head_dim: Count | None = None  # channels of one head; none: hidden / heads
     window: Count | None = None  # sliding-window attention (Mistral): a token attends to this many tokens,
     #   itself included; none: to all tokens before it
+    chunk: Count | None = None  # chunked attention (Llama 4): a token attends to its chunk of this many
+    #   tokens, counted from the start of its document
     bias: Literal["qkv", "all"] | None = None  # biases of the projections of q, k and v (Qwen2), or of all
     #   four (GPT-2)
     qk_norm: Literal["head", "whole"] | None = None  # RMSNorm of q and k before RoPE: of each head (Qwen3),
     #   or over all heads of q together, and all heads of k together (OLMoE)
     rope: RopeConfig | None = RopeConfig()  # rotary positions; none: the scores know no positions
+    scale: Positive | None = None  # factor of the scores; none: 1 / sqrt(head_dim)
+    softcap: Positive | None = None  # scores are bounded: softcap tanh(score / softcap) (Gemma 2, arXiv
+    #   2408.00118)
+    sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
+    gate: bool = False  # the output is multiplied by sigmoid(x W), channel by channel (arXiv 2505.06708)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
 

@@ -123,9 +123,21 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
     key = "model.mixer.rope_dim" if is_latent else "model.mixer.head_dim"
     rotated = rotated_dim(model)
+    share = mixer.rope.share if mixer.rope else 1.0
     yield Rule(
-        mixer.rope is None or rotated % 2 == 0,
+        share != 1 or rotated % 2 == 0,
         f"{key}: {rotated} must be even for RoPE", key, (rotated - 1, rotated + 1))
+    yield Rule(
+        share == 1 or (rotated > 0 and rotated % 2 == 0 and rotated == head_dim(model) * share),
+        f"model.mixer.rope.share: {share} of {head_dim(model)} channels is not an even number of them; take "
+        f"{2 * max(1, round(head_dim(model) * share / 2)) / head_dim(model):g}")
+    yield Rule(
+        share == 1 or not is_latent,
+        f"model.mixer.rope.share: {share}, and of latent attention model.mixer.rope_dim says how many channels "
+        "are rotated; leave it out")
+    yield Rule(
+        is_latent or not (mixer.scale and model.mup and model.mup.head_dim),
+        "model.mixer.scale: says how scores are scaled, and so does model.mup.head_dim; leave one of them out")
     scaling = mixer.rope.scaling if mixer.rope else None
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,

@@ -408,8 +408,11 @@ def kv_heads(model: ModelConfig) -> int:
 
 
 def rotated_dim(model: ModelConfig) -> int:
-    """Channels of a head that rotary positions rotate."""
-    return model.mixer.rope_dim if isinstance(model.mixer, LatentConfig) else head_dim(model)
+    """Channels of a head that rotary positions rotate; 0 without such."""
+    mixer = model.mixer
+    if isinstance(mixer, LatentConfig):
+        return mixer.rope_dim
+    return round(head_dim(model) * mixer.rope.share) if mixer.rope else 0
 
 
 def with_original_context(mixer: Mixer, original: int) -> Mixer:

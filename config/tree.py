@@ -28,6 +28,7 @@ ABOVE_ZERO = Range("must be above 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0)
 BELOW_ONE = Range("must lie in [0, 1)", lambda value: 0 <= value < 1)
 SHARE = Range("must lie in [0, 1]", lambda value: 0 <= value <= 1)
+PORTION = Range("must lie in (0, 1]", lambda value: 0 < value <= 1)
 
 Count = Annotated[int, ABOVE_ZERO]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
@@ -35,6 +36,7 @@ Positive = Annotated[float, ABOVE_ZERO]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 BelowOne = Annotated[float, BELOW_ONE]
 Share = Annotated[float, SHARE]
+Portion = Annotated[float, PORTION]
 
 
 # ---- types -------------------------------------------------------------------------------------------------

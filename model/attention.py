@@ -13,7 +13,7 @@ from kernels import rope
 from kernels.attention import attention
 from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
-from model.context import ForwardContext, rotation_of
+from model.context import ForwardContext, View, rotation_of, view_of
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
 from model.recompute import checkpoint_activations
@@ -48,6 +48,7 @@ class Attention(nn.Module):
         self.score_scale = mup_score_scale(model)  # of the softmax, beyond 1 / sqrt(head_dim)
         self.rotation = rotation_of(model)
         self.rope_in_pairs = mixer.rope is not None and mixer.rope.pairs
+        self.rotates_in_part = mixer.rope is not None and mixer.rope.share < 1
         self.compiled = cfg.train.compile
         self.core = AttentionCore.from_config(cfg, mesh)
 
@@ -55,6 +56,8 @@ class Attention(nn.Module):
         self.qkv = qkv_projection(cfg, mesh, layer)
         has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
+        self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
+        self.sinks = head_vector(f"{key}.sinks", mixer.heads, mesh.tp, role="bias") if mixer.sinks else None
         self.out = RowLinear(
             mesh,
             f"{key}.o",
@@ -74,8 +77,8 @@ class Attention(nn.Module):
         if mixer.qk_norm == "whole":
             q_features = model.mixer.heads * self.head_dim
             k_features = kv_heads(model) * self.head_dim
-            self.q_norm = sharded_norm_weight(f"{key}.q_norm.weight", q_features, mesh.tp)
-            self.k_norm = sharded_norm_weight(f"{key}.k_norm.weight", k_features, mesh.tp)
+            self.q_norm = head_vector(f"{key}.q_norm.weight", q_features, mesh.tp, role="norm")
+            self.k_norm = head_vector(f"{key}.k_norm.weight", k_features, mesh.tp, role="norm")
         elif mixer.qk_norm == "head":
             # one weight for all heads; each tp rank applies it to other heads, so its gradient is partial
             # with and without sp
@@ -90,13 +93,16 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
 
-        out = self.core(q, k, v, context)  # [b, s/cp, h/tp, d]
-        return self.out(out.flatten(2))
+        out = self.core(q, k, v, context, self.sinks).flatten(2)  # [b, s/cp, h d / tp]
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.out(out)
 
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [b, s/cp, (h + 2g) d / tp] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
         rotated."""
-        if self.rotation is not None and not (self.has_qk_norm or self.rope_in_pairs):
+        is_plain_rope = self.rotation is not None and not (self.rope_in_pairs or self.rotates_in_part)
+        if is_plain_rope and not self.has_qk_norm:
             cos, sin = context.rotations[self.rotation]
             return rope.split_heads_and_apply_rope(
                 qkv, cos, sin, self.heads, self.kv_heads,
@@ -105,7 +111,7 @@ class Attention(nn.Module):
             )
 
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
-        if self.rotation is not None and not (self.qk_norm_over_heads or self.rope_in_pairs):
+        if is_plain_rope and not self.qk_norm_over_heads:
             cos, sin = context.rotations[self.rotation]
             return split_normalize_and_rotate(
                 qkv, self.q_norm, self.k_norm, cos, sin,
@@ -120,14 +126,18 @@ class Attention(nn.Module):
         if self.has_qk_norm:
             q = self.normalize_heads(q, self.q_norm)
             k = self.normalize_heads(k, self.k_norm)
-        if self.rope_in_pairs:  # scores do not change where the channels of q and k move together
-            q = rope.pairs_to_halves(q)
-            k = rope.pairs_to_halves(k)
         if self.rotation is not None:
-            cos, sin = context.rotations[self.rotation]
-            q = rope.apply_rope(q, cos, sin, self.compiled)
-            k = rope.apply_rope(k, cos, sin, self.compiled)
+            q = self.rotate(q, *context.rotations[self.rotation])
+            k = self.rotate(k, *context.rotations[self.rotation])
         return q, k, v
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [b, s/cp, heads, d]: its first channels, as many as cos and sin are for."""
+        turned, plain = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), -1)
+        if self.rope_in_pairs:  # scores do not change where the channels of q and k move together
+            turned = rope.pairs_to_halves(turned)
+        turned = rope.apply_rope(turned.contiguous(), cos, sin, self.compiled)
+        return torch.cat((turned, plain), -1) if self.rotates_in_part else turned
 
     def normalize_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [b, s/cp, heads, d]: each head on its own, or all heads of a token together, over tp."""
@@ -174,10 +184,26 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
     )
 
 
-def sharded_norm_weight(key: str, size: int, group: Group) -> ShardedParameter:
-    """The weight [size / group] of a norm over features that are divided over the group."""
+def gate_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear:
+    """x [b, s/cp, hidden] -> what gates the output of each channel [b, s/cp, h d / tp]."""
+    model = cfg.model
+    return ColumnLinear(
+        mesh,
+        {f"layers.{layer}.attn.gate": model.mixer.heads * head_dim(model)},
+        model.hidden,
+        std=model.init_std,
+        bias=model.mixer.bias == "all",
+        sp=cfg.parallel.sp,
+        async_tp=cfg.parallel.async_tp,
+        fp8=fp8_of_layer(cfg, layer),
+    )
+
+
+def head_vector(key: str, size: int, group: Group, role: str) -> ShardedParameter:
+    """A vector [size / group] of numbers for heads, or for their channels, which are divided over the
+    group."""
     box = row_shard(key, (size,), group)
-    return parameter(ParameterSpec((box,), "norm"))
+    return parameter(ParameterSpec((box,), role))
 
 
 @dataclass(frozen=True)
@@ -189,39 +215,52 @@ class AttentionCore:
     """
     cp: Group
     cp_kind: str
-    window: int | None
+    view: View
     kernel: str  # of kernels/attention.py
     recompute: bool
+    scale: float | None = None
+    softcap: float | None = None
 
     @staticmethod
     def from_config(cfg: Config, mesh: Mesh) -> "AttentionCore":
+        mixer = cfg.model.mixer
+        has_form = isinstance(mixer, AttentionConfig)
         return AttentionCore(
             cp=mesh.cp,
             cp_kind=cfg.parallel.cp_kind,
-            window=cfg.model.mixer.window,
-            kernel=cfg.model.mixer.kernel,
+            view=view_of(cfg.model),
+            kernel=mixer.kernel,
             recompute=recomputes(cfg, "core"),
+            scale=mixer.scale if has_form else None,
+            softcap=mixer.softcap if has_form else None,
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]. sinks [h]."""
+        mask = context.masks[self.view]
+        form = {"scale": self.scale, "softcap": self.softcap}
         if context.sequence_is_sharded and self.cp_kind == "ring":
             # it saves no probabilities, so there is nothing to recompute
             return ring_attention(
                 q, k, v,
                 documents=context.documents,
-                window=self.window,
-                mask=context.masks[self.window],
+                window=self.view.window,
+                chunk=self.view.chunk,
+                mask=mask,
                 group=self.cp,
+                sinks=sinks,
+                **form,
             )
 
-        mask = context.masks[self.window]
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            return attention(q, k, v, mask, self.kernel, sinks=sinks, **form)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if self.recompute and torch.is_grad_enabled():
-                return checkpoint_activations(attention, q, k, v, mask, self.kernel)
-            return attention(q, k, v, mask, self.kernel)
+        def attend_again(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            return checkpoint_activations(attend, q, k, v, sinks)
 
+        chosen = attend_again if self.recompute and torch.is_grad_enabled() else attend
         if context.sequence_is_sharded:
-            return ulysses_attention(attend, q, k, v, self.cp)
-        return attend(q, k, v)
+            return ulysses_attention(chosen, q, k, v, self.cp, sinks)
+        return chosen(q, k, v, sinks)

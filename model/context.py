@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, RopeConfig, YarnScaling, layer_models, rotated_dim
+from config import AttentionConfig, Config, ModelConfig, RopeConfig, YarnScaling, layer_models, rotated_dim
 from kernels import rope
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.router import RouterInputs
@@ -44,6 +44,18 @@ class Rotation(NamedTuple):
     channels: int
 
 
+class View(NamedTuple):
+    """What masks depend on, beside documents: which keys a query sees, in tokens before it."""
+    window: int | None
+    chunk: int | None = None
+
+
+def view_of(model: ModelConfig) -> View:
+    """Of the layers of a model that are like this (config.layer_model)."""
+    mixer = model.mixer
+    return View(mixer.window, mixer.chunk if isinstance(mixer, AttentionConfig) else None)
+
+
 def rotation_of(model: ModelConfig) -> Rotation | None:
     """Of the layers of a model that are like this (config.layer_model); None: they do not rotate."""
     return None if model.mixer.rope is None else Rotation(model.mixer.rope, rotated_dim(model))
@@ -53,14 +65,14 @@ def rotation_of(model: ModelConfig) -> Rotation | None:
 class ForwardContext:
     """rotations: {what rotates (rotation_of): (cos, sin) [b, s, 1, rotated / 2]} of all layers.
 
-    masks: {window: which query sees which key}, of full sequences; None: ring attention on a CPU, which
+    masks: {what a layer sees (view_of): which query sees which key}, of full sequences; None: ring attention on a CPU, which
     computes it chunk by chunk. dropout_rng: None in
     evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
     sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
     router_inputs: None outside of training.
     """
     rotations: Mapping[Rotation, tuple[Tensor, Tensor]]
-    masks: Mapping[int | None, AttentionMask | None]
+    masks: Mapping[View, AttentionMask | None]
     dropout_rng: DropoutRng | None = None
     cache: KeyValueCache | None = None
     sequence_is_sharded: bool = False
@@ -89,18 +101,19 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         if rotation not in rotations:
             rotations[rotation] = rope_tables(cfg, rotation, positions)
 
-    masks: dict[int | None, AttentionMask | None] = {model.mixer.window: None for model in models}
+    masks: dict[View, AttentionMask | None] = dict.fromkeys(map(view_of, models))
     is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
     if not is_ring or positions.device.type == "cuda":
         past = cache.length if cache else 0
         s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
-        for window in masks:
-            masks[window] = make_attention_mask(
+        for view in masks:
+            masks[view] = make_attention_mask(
                 query_start=past,
                 s_q=s,
                 key_start=0,
                 s_k=past + s,
-                window=window,
+                window=view.window,
+                chunk=view.chunk,
                 docs=documents,
                 device=positions.device,
                 counts=None if is_ring else document_counts,

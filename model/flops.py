@@ -15,7 +15,7 @@ from torch import nn
 from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
-from model.context import forward_context
+from model.context import View, forward_context, view_of
 from model.describe import PartDescription, describe_stage, mesh_of_one_stage
 from parallel.sharding.spec import ParameterSpec, sharded_parameters
 
@@ -31,8 +31,16 @@ def mean_keys(length: int, window: int | None) -> float:
 
 def keys_of_layers(model: ModelConfig, documents: Sequence[int]) -> float:
     """keys_seen, as the mean over all layers."""
-    windows = [layer_model(model, layer).mixer.window for layer in range(model.layers)]
-    return sum(keys_seen(documents, window) for window in windows) / len(windows)
+    views = [view_of(layer_model(model, layer)) for layer in range(model.layers)]
+    return sum(keys_in_view(documents, view) for view in views) / len(views)
+
+
+def keys_in_view(documents: Sequence[int], view: View) -> float:
+    """keys_seen, of a layer that sees no more than this."""
+    if view.chunk is None:
+        return keys_seen(documents, view.window)
+    pieces = [min(view.chunk, length - start) for length in documents for start in range(0, length, view.chunk)]
+    return keys_seen(pieces, view.window)
 
 
 def keys_seen(documents: Sequence[int], window: int | None) -> float:
@@ -79,7 +87,7 @@ def mixer_flops(model: ModelConfig, layer: int, documents: tuple[int, ...], seq_
     mixer = TransformerBlock.mixer(Config(model=model), layer)
     model = layer_model(model, layer)
     if has_softmax(mixer, model, layer):
-        return attention_flops(model, keys_seen(documents, model.mixer.window))
+        return attention_flops(model, keys_in_view(documents, view_of(model)))
     return counted_flops(mixer, model, layer, seq_len)
 
 

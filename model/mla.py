@@ -167,7 +167,7 @@ class MultiLatentAttention(nn.Module):
 
         k = torch.cat((latent, rope_key), -1)
         k, v = k[:, :, None], latent[:, :, None]  # one key head
-        out = attention(q, k, v, context.masks[self.core.window], self.core.kernel)  # [b, 1, h, kv_rank]
+        out = attention(q, k, v, context.masks[self.core.view], self.core.kernel)  # [b, 1, h, kv_rank]
         return torch.einsum("bshr,hvr->bshv", out, v_up)
 
 

@@ -21,9 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 import kernels.grad
 from config import Config, has_experts, layer_model, modules_ahead
 from model.block import BlockOutput
-from model.context import ForwardContext, LossInputs
+from model.context import ForwardContext, LossInputs, view_of
 from model.describe import mesh_of_one_stage
-from model.flops import mean_keys
+from model.flops import keys_in_view
 from model.precision import DTYPES
 from model.sharding import scale_for_mup, sharding_config
 from model.transformer import PipelineStage
@@ -281,8 +281,8 @@ class PartRunner:
     def __init__(self, form: PartForm, mesh: Mesh, device: torch.device, recorder: Recorder) -> None:
         cfg = form.cfg
         layer = form.layer if isinstance(form.layer, int) else 0
-        window = layer_model(cfg.model, layer).mixer.window
-        self.facts = Facts(mean_keys(cfg.train.seq_len, window))
+        view = view_of(layer_model(cfg.model, layer))
+        self.facts = Facts(keys_in_view((cfg.train.seq_len,), view))
         self.recorder = recorder
         first, last = layers_of_part(cfg, form.layer)
         self.stage = PipelineStage(cfg, mesh, first, last)

@@ -63,6 +63,7 @@ MIXER_SIZES = {
     "kv_heads": 2,
     "head_dim": 16,
     "window": 11,
+    "chunk": 13,
     "kv_rank": 32,
     "q_rank": 32,
     "nope_dim": 16,

@@ -66,6 +66,7 @@ MIXER_SIZES = {
     "kv_heads": 4,
     "head_dim": 8,
     "window": 11,
+    "chunk": 13,
     "kv_rank": 12,
     "q_rank": 20,
     "nope_dim": 8,
