@@ -24,10 +24,15 @@ from config import (
     expert_ffn_size,
     head_dim,
     kv_heads,
+    layer_model,
     modules_ahead,
     rotated_dim,
 )
+from config.pattern import PLAIN, pattern_text
 from config.tree import has_path, value_at, with_values
+
+
+LOCAL, NOPE = "local", "nope"  # kinds of blocks: with a window, without rotary positions
 
 
 class UnlikeFamily(ValueError):
@@ -426,10 +431,32 @@ MLA_ROPE = FieldGroup(
     write_rope,
     functools.partial(rope_obstacles, mla=True),
 )
+CWM_SCALING = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read_cwm_rope(keys: Tree) -> Tree:
+    """A folder that says nothing has the scaling of the published one."""
+    if keys.get("rope_scaling") or keys.get("rope_parameters"):
+        return read_rope(keys)
+    return read_rope({**keys, "rope_scaling": {**CWM_SCALING, "rope_theta": plain_number(keys, "rope_theta")}})
+
+
+def write_cwm_rope(model: ModelConfig) -> Tree:
+    keys = write_rope(model)
+    return keys | {"rope_scaling": keys["rope_scaling"] or {"rope_type": "default"}}
+
+
+CWM_ROPE = FieldGroup(ROPE_FIELDS, read_cwm_rope, write_cwm_rope, rope_obstacles)
 UNSCALED_ROPE = FieldGroup(ROPE_FIELDS, read_unscaled_rope, write_rope, unscaled_rope_obstacles)
 
 
-# ---- sliding window: it counts only if every layer has the same one ----------------------------------------
+# ---- sliding windows ---------------------------------------------------------------------------------------
 
 def sliding_layers(keys: Tree) -> list[bool]:
     """Whether each layer has a window, as layer_types says; [] without this key. Raises UnlikeFamily."""
@@ -455,6 +482,34 @@ def window_obstacle(model: ModelConfig) -> list[str]:
     return ["mixer.window"] if model.mixer.window is not None else []
 
 
+def windows_by_layer(slides: Sequence[bool], size: int | float | None) -> Tree:
+    """Of layers that slide over windows of `size`, and others that see all."""
+    if size is None or not any(slides) or all(slides):
+        return {"mixer.window": size if any(slides) else None}
+    kinds = [LOCAL if each else PLAIN for each in slides]
+    pattern = pattern_text(kinds)
+    return {"mixer.window": None, "blocks": {LOCAL: {"mixer.window": size}}, "pattern": pattern}
+
+
+def layer_windows(model: ModelConfig) -> list[int | None]:
+    return [layer_model(model, layer).mixer.window for layer in range(model.layers)]
+
+
+def windows_obstacle(model: ModelConfig) -> list[str]:
+    """Layers may differ in having the same window or none."""
+    changed = {path for variant in model.blocks for path, _ in variant.changes}
+    sizes = {*layer_windows(model)} - {None}
+    return ["blocks", "pattern"] if changed - {"mixer.window"} or len(sizes) > 1 else []
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    return ["full_attention" if window is None else "sliding_attention" for window in layer_windows(model)]
+
+
+def longest_window(model: ModelConfig) -> int | None:
+    return max((window for window in layer_windows(model) if window is not None), default=None)
+
+
 def read_qwen_window(keys: Tree) -> Tree:
     """use_sliding_window may turn the window off that sliding_window names."""
     size = number(keys, "sliding_window", nullable=True)
@@ -463,22 +518,38 @@ def read_qwen_window(keys: Tree) -> Tree:
     first = plain_number(keys, "max_window_layers")  # the first layer with a window
     slides = sliding_layers(keys)
     if not slides:
-        last = plain_number(keys, "num_hidden_layers") - 1
-        slides = [size is not None and layer >= first for layer in (0, last)]
-    if any(slides) and (not all(slides) or size is None):
+        layers = plain_number(keys, "num_hidden_layers")
+        slides = [size is not None and layer >= first for layer in range(int(layers))]
+    if any(slides) and size is None:
         raise UnlikeFamily(
-            "layers with and without a sliding window are mixed (max_window_layers, layer_types); "
-            "all or none are supported"
-        )
-    return {"mixer.window": size if any(slides) else None}
+            "layer_types = 'sliding_attention' without a window (use_sliding_window, sliding_window)")
+    return windows_by_layer(slides, size)
 
 
 def write_qwen_window(model: ModelConfig) -> Tree:
-    return {
-        "use_sliding_window": model.mixer.window is not None,
-        "sliding_window": model.mixer.window,
-        "max_window_layers": 0 if model.mixer.window else model.layers,  # the first layer with a window
+    """max_window_layers says nothing where layer_types stands beside it."""
+    size = longest_window(model)
+    slides = [window is not None for window in layer_windows(model)]
+    keys: Tree = {
+        "use_sliding_window": size is not None,
+        "sliding_window": size,
+        "max_window_layers": slides.index(True) if any(slides) else model.layers,
     }
+    is_mixed = any(slides) and not all(slides)
+    return keys | ({"layer_types": layer_types(model)} if is_mixed else {})
+
+
+def read_layer_types(keys: Tree) -> Tree:
+    """A family whose layers slide where layer_types says so; without that key, all of them."""
+    size = number(keys, "sliding_window", nullable=True)
+    slides = sliding_layers(keys) or [size is not None] * int(plain_number(keys, "num_hidden_layers"))
+    if any(slides) and size is None:
+        raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
+    return windows_by_layer(slides, size)
+
+
+def write_layer_types(model: ModelConfig) -> Tree:
+    return {"sliding_window": longest_window(model), "layer_types": layer_types(model)}
 
 
 def read_dots_window(keys: Tree) -> Tree:
@@ -495,7 +566,19 @@ def read_dots_window(keys: Tree) -> Tree:
     return {"mixer.window": None}
 
 
-QWEN_WINDOW = FieldGroup(("mixer.window",), read_qwen_window, write_qwen_window)
+def read_cwm_windows(keys: Tree) -> Tree:
+    """Without layer_types every fourth layer, the first one among them, sees all."""
+    layers = range(int(plain_number(keys, "num_hidden_layers")))
+    default = ["sliding_attention" if layer % 4 else "full_attention" for layer in layers]
+    stated = {key: keys.get(key) for key in ("layer_types", "sliding_window")}
+    stated["layer_types"] = stated["layer_types"] or default
+    return read_layer_types({**keys, **stated})
+
+
+WINDOWS = ("mixer.window", "blocks", "pattern")
+QWEN_WINDOW = FieldGroup(WINDOWS, read_qwen_window, write_qwen_window, windows_obstacle)
+CWM_WINDOWS = FieldGroup(WINDOWS, read_cwm_windows, write_layer_types, windows_obstacle)
+LAYER_WINDOWS = FieldGroup(WINDOWS, read_layer_types, write_layer_types, windows_obstacle)
 PLAIN_WINDOW = Field("mixer.window", "sliding_window", nullable=True)
 DOTS_NO_WINDOW = FieldGroup(
     ("mixer.window",),
@@ -504,6 +587,38 @@ DOTS_NO_WINDOW = FieldGroup(
     window_obstacle,
 )
 NO_WINDOW = FieldGroup(("mixer.window",), read_no_window, obstacles=window_obstacle)
+
+
+# ---- layers without rotary positions -----------------------------------------------------------------------
+
+def read_no_rope_layers(keys: Tree) -> Tree:
+    """no_rope_layers has 1 for a layer with rotary positions and 0 for one without; left out, every so many
+    layers are without."""
+    layers = int(plain_number(keys, "num_hidden_layers"))
+    rotates = list_of(int, keys, "no_rope_layers")
+    if not rotates:
+        every = int(plain_number(keys, "no_rope_layer_interval"))
+        if every < 1:
+            raise UnlikeFamily(f"no_rope_layer_interval = {every} is not above 0")
+        rotates = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if len(rotates) != layers:
+        raise UnlikeFamily(f"no_rope_layers names {len(rotates)} layers, num_hidden_layers is {layers}")
+    pattern = pattern_text([PLAIN if each else NOPE for each in rotates])
+    return {"blocks": {NOPE: {"mixer.rope": None}}, "pattern": pattern} if pattern else {}
+
+
+def write_no_rope_layers(model: ModelConfig) -> Tree:
+    ropes = [layer_model(model, layer).mixer.rope for layer in range(model.layers)]
+    return {"no_rope_layers": [int(rope is not None) for rope in ropes]}
+
+
+def no_rope_obstacle(model: ModelConfig) -> list[str]:
+    """Layers may differ in having the model's rotary positions or none."""
+    changes = [change for variant in model.blocks for change in variant.changes]
+    return [] if all(change == ("mixer.rope", None) for change in changes) else ["blocks", "pattern"]
+
+
+NO_ROPE_LAYERS = FieldGroup(("blocks", "pattern"), read_no_rope_layers, write_no_rope_layers, no_rope_obstacle)
 
 
 # ---- sizes, biases, dropout --------------------------------------------------------------------------------
@@ -642,6 +757,9 @@ HEADS_DIVIDE_HIDDEN = FieldGroup(
 INIT_STD_UP_TO_1 = FieldGroup(
     (), obstacles=lambda model: [] if 0 <= model.init_std <= 1 else ["init_std"]
 )
+
+# The class of the family has a default that a smaller vocabulary does not reach.
+NO_PADDING = FieldGroup((), write=lambda model: {"pad_token_id": None})
 
 # Dropout is not read, and does not change the logits. Ours has no dropout of the attention.
 NO_ATTENTION_DROPOUT = FieldGroup((), write=lambda model: {"attention_dropout": 0.0})

@@ -40,8 +40,8 @@ FUNCTION_KEYS = frozenset(
 )
 # Those that leave the names and shapes of the weights as they are.
 VALUES_ALONE = tuple(f"model.{key}" for key in (
-    "norm.eps", "mixer.rope", "mixer.window", "mup", "top_k", "router", "router_renorm", "router_groups",
-    "router_group_top_k", "router_scale",
+    "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap", "mup", "top_k",
+    "router", "router_renorm", "router_groups", "router_group_top_k", "router_scale",
 ))
 # Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,
 # and one that pads them.
@@ -101,8 +101,7 @@ def is_read(key: str, model: ModelConfig) -> bool:
 
 def written(value: object) -> str:
     """A value as a config file has it."""
-    if isinstance(value, tuple):
-        value = plain_data(value)
+    value = plain_data(value) if isinstance(value, tuple) else value
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
     if dataclasses.is_dataclass(value):

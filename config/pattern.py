@@ -12,7 +12,9 @@ after it; brackets make a group. `...` after the last one fills the layers that 
 """
 import difflib
 import functools
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,3 +132,19 @@ def known_kind(name: str, names: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, every, 1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
     raise ConfigError(f"model.pattern: {name} is not a kind of model.blocks; {hint}")
+
+
+def pattern_text(kinds: Sequence[str]) -> str | None:
+    """A pattern of these layers, which also fits other numbers of layers; None if all are `block`."""
+    if set(kinds) <= {PLAIN}:
+        return None
+    for size in range(1, len(kinds) // 2 + 1):
+        if all(kind == kinds[place % size] for place, kind in enumerate(kinds)):
+            return f"({runs_text(kinds[:size])})..." if size > 1 else f"{kinds[0]}..."
+    return f"{runs_text(kinds)}..."
+
+
+def runs_text(kinds: Sequence[str]) -> str:
+    """5 local, block"""
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+    return ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in runs)

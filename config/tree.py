@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+from config.pattern import BlockVariant
+
 Node = TypeVar("Node")  # a dataclass of the tree
 
 
@@ -167,7 +169,7 @@ def plain_data(value: Any) -> Any:
 
     Kinds of blocks are {name: {path: value}}.
     """
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and all(isinstance(kind, BlockVariant) for kind in value):
         return {kind.name: {path: plain_data(part) for path, part in kind.changes} for kind in value}
     if not dataclasses.is_dataclass(value):
         return value

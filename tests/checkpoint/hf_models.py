@@ -1,19 +1,30 @@
 """Models of the Hugging Face tests: with other keys, and compared key by key."""
 
 import math
-from dataclasses import asdict
 
 import config
 from checkpoint.hf_families import FOLDED, NOT_THE_MODEL
 from checkpoint.hf_rules import spell_out
-from config import AttentionConfig, LatentConfig, Llama3Scaling, ModelConfig, MTPConfig, MupConfig, RopeConfig
+from config import (
+    AttentionConfig,
+    LatentConfig,
+    Llama3Scaling,
+    MTPConfig,
+    ModelConfig,
+    MupConfig,
+    RopeConfig,
+    layer_model,
+)
 from config import YarnScaling
-from config.tree import every_path, has_path, is_below, leaves
+from config.tree import every_path, has_path, is_below, leaves, plain_data
 
 PATHS = every_path(ModelConfig)
 LACKED = {  # what a model is given that lacks the part to which a key belongs
     AttentionConfig: {"mixer.kind": "attention"},
-    LatentConfig: {"mixer": {"kind": "latent", "kv_rank": 12, "rope": {}}},
+    LatentConfig: {
+        "mixer": {"kind": "latent", "kv_rank": 12, "rope": {}},
+        "blocks": None, "pattern": None,  # a kind without rotary positions has no place there
+    },
     RopeConfig: {"mixer.rope": {}},
     Llama3Scaling: {"mixer.rope.scaling": {"kind": "llama3", "factor": 2.0}},
     YarnScaling: {"mixer.rope.scaling": {"kind": "yarn", "factor": 2.0}},
@@ -22,13 +33,18 @@ LACKED = {  # what a model is given that lacks the part to which a key belongs
 }
 
 
+PATTERN = {"blocks": {"local": {"mixer.window": 5}}, "pattern": "(local, block)..."}
+
+
 def changed(model, change):
     """The model with other values: {path: value}."""
-    return config.build_tree(ModelConfig, config.merge(asdict(model), change, ModelConfig))
+    return config.build_tree(ModelConfig, config.merge(plain_data(model), change, ModelConfig))
 
 
 def with_key(model, path, value):
     """The model with this value of a key; it gets the part to which the key belongs."""
+    if path in ("blocks", "pattern"):
+        return changed(model, {**PATTERN, path: value})
     if not has_path(model, path):
         model = changed(model, LACKED[PATHS[path][0]])
     return changed(model, {path: value})
@@ -46,6 +62,11 @@ def same(a, b, tolerance):
 
 def differences(first, second, tolerance=1e-12):
     """{key: its two values} where they differ and count in one of the models. A key may be in one alone."""
+    if first.layers == second.layers and (first.pattern or second.pattern):
+        found = {}
+        for layer in range(first.layers):
+            found |= differences(layer_model(first, layer), layer_model(second, layer), tolerance)
+        return found
     values = [dict(leaves(spell_out(model))) for model in (first, second)]
     ignored = without_meaning(first) & without_meaning(second)
     found = {}

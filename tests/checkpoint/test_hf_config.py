@@ -180,6 +180,11 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         ({"model_type": "mistral", "num_key_value_heads": 2}, "mixer.window", 4096),
         ({"model_type": "mistral", "sliding_window": None}, "mixer.window", None),
         ({**QWEN, "sliding_window": 7, "max_window_layers": 0}, "mixer.window", None),
+        (
+            {**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+            "pattern",
+            "block, local...",
+        ),
         ({**QWEN, "use_sliding_window": True, "sliding_window": 7}, "mixer.window", None),
         (
             {**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
@@ -400,10 +405,6 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
-        (
-            {**QWEN, "use_sliding_window": True, "max_window_layers": 1},
-            "with and without a sliding window are mixed",
-        ),
         ({**QWEN, "model_type": "qwen3", "attention_bias": True}, "attention_bias = True"),
         ({**QWEN, "layer_types": 3}, "layer_types = 3 is not a list of str"),
         (

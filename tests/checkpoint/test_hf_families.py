@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import LACKED, PATHS, changed, differences, without_meaning
+from hf_models import LACKED, PATHS, PATTERN, changed, differences, without_meaning
 
 import config
 from checkpoint import hf, hf_config
@@ -46,6 +46,9 @@ FAMILY_PRESETS = {
     "internlm3": "llama3-tiny",
     "phi3": "mistral-tiny",
     "kimi_k2": "deepseek-v3-tiny",
+    "smollm3": "llama3.2-tiny",
+    "ministral": "mistral-tiny",
+    "cwm": "llama3-tiny",
 }
 CHANGED = {  # of the preset
     "seed_oss": {"mixer": {"bias": "all", "heads": 3, "kv_heads": 1, "head_dim": 40}, "mlp.bias": True},
@@ -54,6 +57,9 @@ CHANGED = {  # of the preset
     "sarvam_moe": {"mixer.bias": "qkv"},
     "hy_v3": {"router_groups": 1, "router_group_top_k": 1, "router_renorm": True},
     "youtu": {"experts": None, "mtp": None},
+    "smollm3": {"blocks": {"nope": {"mixer.rope": None}}, "pattern": "(3 block, nope)..."},
+    "ministral": {"mixer.window": None, **PATTERN},
+    "cwm": PATTERN,
 }
 
 
@@ -107,6 +113,8 @@ def other_changes(model, path):
     place, _, name = path.rpartition(".")
     owner = value_at(model, place) if place else model
     hint, value = hints_of(type(owner))[name], getattr(owner, name)
+    if path in ("blocks", "pattern"):
+        return [{"blocks": {"other": {"norm.eps": 0.5}}, "pattern": "(block, other)..."}]
     if path == "mixer.kind":
         return [LACKED[LatentConfig if value == "attention" else AttentionConfig]]
     if path == "mixer.rope.scaling.kind":
@@ -201,7 +209,7 @@ def test_every_field_is_written_without_effect_or_refused(model_type, path):
         ("sinks", 4, 0),
         ("gated", True, False),
         ("gated", False, True),
-        ("pattern", (1, 2), ()),
+        ("places", (1, 2), ()),
         ("size", 3, dataclasses.MISSING),
     ],
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_models import PATHS, differences, with_key
+from hf_models import PATHS, PATTERN, differences, with_key
 
 from build import weights_only
 from checkpoint import hf, hf_config
@@ -33,6 +33,7 @@ OUT_AS = {  # families that are only read: the earlier one that their models are
     "internlm3": "llama",
     "phi3": "mistral",
     "kimi_k2": "deepseek_v3",
+    "cwm": "ministral",
 }
 WRITTEN = [model_type for model_type in FAMILIES if model_type not in OUT_AS]
 GELU = {"norm.kind": "layernorm", "mlp": {"activation": "gelu", "bias": True}}
@@ -63,6 +64,12 @@ GENERAL = {  # a model of each family
     "youtu": {"mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "tied": True},
     "internlm3": {"mixer": {"kv_heads": 2, "bias": "all"}, "mlp.bias": True},
     "phi3": {"mixer": {"kv_heads": 2, "window": 7}},
+    "smollm3": {
+        "mixer.kv_heads": 2, "blocks": {"nope": {"mixer.rope": None}}, "pattern": "(3 block, nope)...",
+        "layers": 5,
+    },
+    "ministral": {"mixer.kv_heads": 2, **PATTERN},
+    "cwm": {"mixer": {"kv_heads": 2, "head_dim": 8}, **PATTERN},
     "kimi_k2": {
         **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,
         "first_dense": 1,
@@ -81,6 +88,10 @@ MODEL_VALUES = {
     "mixer.kind": ("attention", "latent"), "mixer.heads": (1, 3, 4), "mixer.kv_heads": (None, 1, 2, 4),
     "mixer.head_dim": (None, 6, 8), "mixer.bias": (None, "qkv", "all"),
     "mixer.qk_norm": (None, "head", "whole"),
+    "blocks": ({}, {"local": {"mixer.window": 7}}, {"local": {"mixer.heads": 2}}),
+    "pattern": (None, "local...", "block, local..."),
+    "mixer.chunk": (None, 8), "mixer.scale": (None, 0.5), "mixer.softcap": (None, 20.0),
+    "mixer.sinks": (True, False), "mixer.gate": (True, False), "mixer.rope.share": (1.0, 0.5),
     "mixer.window": (None, 7, 64), "mixer.kernel": ("auto", "reference"), "mixer.kv_rank": (12,),
     "mixer.q_rank": (None, 14), "mixer.nope_dim": (6, 8), "mixer.rope_dim": (8, 4), "mixer.v_dim": (10, 14),
     "mixer.rope": (None, {}), "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),
@@ -142,7 +153,13 @@ def general_keys(model_type):
         "architectures": [family.architecture], "model_type": model_type, "torch_dtype": "float32",
         "use_cache": True,
     }  # fmt: skip
-    return {**header, **NO_SPECIAL_TOKENS, **family.write(general_model(model_type))}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2} if model_type == "cwm" else NO_SPECIAL_TOKENS
+    return {**header, **tokens, **family.write(general_model(model_type))}
+
+
+NO_ROPE_VALUES = {
+    "no_rope_layers": ([1, 0], [0, 1, 1], [1] * 5, [0] * 5, "x"), "no_rope_layer_interval": (1, 2, 0),
+}
 
 
 def random_model(rng, model_type):
@@ -166,12 +183,13 @@ def random_model(rng, model_type):
 def damaged_json(rng, model_type):
     """config.json of a model of the family with some keys changed or left out."""
     keys = general_keys(model_type)
+    values = JSON_VALUES | (NO_ROPE_VALUES if model_type == "smollm3" else {})
     for _ in range(rng.choice((1, 1, 2, 3))):
-        key = rng.choice([*keys, *JSON_VALUES])
+        key = rng.choice([*keys, *values])
         if key in keys and rng.random() < 0.1:
             del keys[key]
         else:
-            keys[key] = rng.choice(JSON_VALUES.get(key, ()) * 2 + ANY_KEY)
+            keys[key] = rng.choice(values.get(key, ()) * 2 + ANY_KEY)
     if rng.random() < 0.3:
         scaling = dict(rng.choice((YARN, LLAMA3)))
         for key in rng.sample(sorted(ROPE_VALUES), rng.choice((0, 1, 2))):

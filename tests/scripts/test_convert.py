@@ -131,6 +131,19 @@ CASES = {
             "max_window_layers": 1,
         },
     ),
+    "qwen2-two-windows": (
+        "Qwen2",
+        {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "smollm3": ("SmolLM3", {**ROPE, "no_rope_layer_interval": 2, "pad_token_id": None}),
+    "ministral": (
+        "Ministral",
+        {**ROPE, "head_dim": 14, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "cwm": (
+        "Cwm",
+        {**ROPE, "head_dim": 14, "sliding_window": 5, "rope_scaling": LLAMA3, "eos_token_id": 2},
+    ),
     "qwen2-window": (
         "Qwen2",
         {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
@@ -374,6 +387,7 @@ SAME = {  # written as the first family that computes the same
     "youtu": "DeepseekV2",
     "youtu-untied": "DeepseekV2",
     "youtu-halves": "DeepseekV3",
+    "cwm": "Ministral",
     "internlm3": "Llama",
     "internlm3-biased": "Llama",
     "phi4": "Llama",

@@ -1,0 +1,151 @@
+"""Attention with every form that a config gives it, against the formula, head by head in fp64, with the
+gradient of its input; and its cache of keys and values against the full pass."""
+
+import pytest
+import torch
+
+from build import build_run
+from config import AttentionConfig, Llama3Scaling, RopeConfig
+from config.tree import with_values
+from kernels import rope
+from model.context import KeyValueCache, forward_context
+from parallel.topology.mesh import Mesh
+from proof.verify.tiny_config import tiny_config
+
+S, D = 13, 8
+PLAIN = {"heads": 4, "kv_heads": 2, "head_dim": D}
+FORMS = {
+    "plain": {},
+    "no rope": {"rope": None},
+    "base": {"rope": RopeConfig(base=50.0)},
+    "scaling": {"rope": RopeConfig(base=50.0, scaling=Llama3Scaling(factor=4.0, original=8))},
+    "share": {"rope": RopeConfig(base=50.0, share=0.5)},
+    "pairs": {"rope": RopeConfig(base=50.0, pairs=True)},
+    "pairs of a share": {"rope": RopeConfig(base=50.0, pairs=True, share=0.75), "qk_norm": "head"},
+    "normed pairs": {"rope": RopeConfig(base=50.0, pairs=True), "qk_norm": "head"},
+    "norm of heads": {"qk_norm": "head"},
+    "norm of all": {"qk_norm": "whole"},
+    "window": {"window": 4},
+    "chunk": {"chunk": 5},
+    "chunk and window": {"chunk": 5, "window": 3},
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "gate": {"gate": True},
+    "biased gate": {"gate": True, "bias": "all"},
+    "all": {
+        "scale": 0.7, "softcap": 2.0, "sinks": True, "gate": True, "chunk": 5, "qk_norm": "head",
+        "rope": RopeConfig(base=50.0, share=0.5),
+    },
+}
+DOCUMENTS = {"one document": None, "documents": [0] * 6 + [1] * 7}
+
+
+def attention_of(form):
+    mixer = AttentionConfig(**{**PLAIN, **form})
+    cfg = with_values(tiny_config("llama3-tiny"), {"model.layers": 1, "model.mixer": mixer})
+    run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
+    attn = run.stages[0].blocks[0].attn
+    for number, p in enumerate(attn.parameters()):
+        numbers = torch.Generator().manual_seed(number)
+        p.data.copy_(0.4 * torch.randn(p.shape, generator=numbers, dtype=torch.float64) + (p.dim() == 1))
+    return run.cfg, attn, mixer
+
+
+def linear(layer, x):
+    bias = getattr(layer, "bias", None)
+    return x @ layer.weight.t() + (0 if bias is None else bias)
+
+
+def turned(x, settings, positions):
+    """x [s, d], one head: the first channels, as pairs of neighbours or as pairs of both halves."""
+    rotated = round(settings.share * D)
+    scaling = settings.scaling
+    limits = () if scaling is None else (scaling.factor, scaling.low_freq, scaling.high_freq, scaling.original)
+    angle = positions[:, None] * rope.frequencies(rotated, settings.base, *limits)
+    first, rest = x[:, :rotated], x[:, rotated:]
+    if settings.pairs:
+        pairs = first.unflatten(-1, (-1, 2))
+    else:
+        pairs = torch.stack(first.chunk(2, -1), -1)
+    cos, sin = angle.cos(), angle.sin()
+    left = pairs[..., 0] * cos - pairs[..., 1] * sin
+    right = pairs[..., 0] * sin + pairs[..., 1] * cos
+    return torch.cat((left, right, rest), -1)  # their order does not matter where q and k have the same
+
+
+def visible(mixer, documents):
+    """[s, s]: which query sees which key."""
+    document = torch.zeros(S, dtype=torch.int64) if documents is None else torch.tensor(documents)
+    positions = torch.tensor([int((document[:t] == document[t]).sum()) for t in range(S)])
+    back = positions[:, None] - positions
+    seen = (document[:, None] == document) & (back >= 0)
+    if mixer.window:
+        seen &= back < mixer.window
+    if mixer.chunk:
+        seen &= positions[:, None] // mixer.chunk == positions // mixer.chunk
+    return seen, positions
+
+
+def by_the_formula(attn, mixer, x, documents):
+    """x [s, hidden]."""
+    seen, positions = visible(mixer, documents)
+    heads = linear(attn.qkv, x).unflatten(-1, (-1, D))
+    q, k, v = heads.split((4, 2, 2), 1)
+
+    def norm(t, weight, dims):
+        return t / (t.square().mean(dims, keepdim=True) + attn.eps).sqrt() * weight.view(-1, D)
+
+    if mixer.qk_norm:
+        dims = -1 if mixer.qk_norm == "head" else (-2, -1)
+        q, k = norm(q, attn.q_norm, dims), norm(k, attn.k_norm, dims)
+    out = []
+    for number in range(4):
+        query, key = q[:, number], k[:, number // 2]
+        if mixer.rope:
+            query, key = turned(query, mixer.rope, positions), turned(key, mixer.rope, positions)
+        scores = query @ key.t() * (mixer.scale or D**-0.5)
+        if mixer.softcap:
+            scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
+        weights = scores.exp() * seen
+        total = weights.sum(-1, keepdim=True)
+        if mixer.sinks:
+            total = total + attn.sinks[number].exp()
+        out.append(weights / total @ v[:, number // 2])
+    out = torch.cat(out, -1)
+    if mixer.gate:
+        out = out * linear(attn.gate, x).sigmoid()
+    return linear(attn.out, out)
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_it_is_the_formula(form, documents):
+    cfg, attn, mixer = attention_of(form)
+    x = torch.randn(1, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    docs = None if documents is None else torch.tensor([documents])
+    positions = visible(mixer, documents)[1][None]
+    x.requires_grad_()
+    got = attn(x, forward_context(cfg, positions, docs))
+    want = by_the_formula(attn, mixer, x[0], documents)
+    torch.testing.assert_close(got[0], want, rtol=1e-10, atol=1e-12)
+
+    upstream = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    (mine,) = torch.autograd.grad((got[0] * upstream).sum(), x, retain_graph=True)
+    (theirs,) = torch.autograd.grad((want * upstream).sum(), x)
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_cache_changes_nothing(form):
+    cfg, attn, _ = attention_of(form)
+    x = torch.randn(1, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    positions = torch.arange(S)[None]
+    whole = attn(x, forward_context(cfg, positions, None))
+    cache, parts = KeyValueCache(), []
+    for first, last in ((0, 6), (6, 7), (7, 11), (11, 12), (12, S)):
+        context = forward_context(cfg, positions[:, first:last], None, cache=cache)
+        parts.append(attn(x[:, first:last], context))
+        cache.length = last
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
