@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from checkpoint.hf_rules import (
+    ALL_BIASES,
     ATTENTION_BIAS,
     CWM_ROPE,
     CWM_WINDOWS,
@@ -57,6 +58,7 @@ from checkpoint.hf_rules import (
     UnlikeFamily,
     bias_of_qkv,
     deepseek_experts,
+    share_of_rope,
     spell_out,
 )
 from config import TRAINING_ONLY_KEYS, ConfigError, ModelConfig, Tree, modules_ahead, no_effect
@@ -296,6 +298,9 @@ HUNYUAN_EXPERTS = in_layer("model.layers", {
     "mlp.shared.up": "mlp.shared_mlp.up_proj",
     "mlp.shared.down": "mlp.shared_mlp.down_proj",
 })
+MINIMAX_ROUTER_BIAS = in_layer(
+    "model.layers", {"mlp.router.bias": "block_sparse_moe.e_score_correction_bias"}
+)
 HUNYUAN_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "mlp.expert_bias"})
 STARCODER_MLP = in_layer("model.layers", {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
@@ -347,6 +352,11 @@ DECODER = (
     *ROTARY,
 )
 NO_MLP_BIAS = Fixed("mlp.bias", False)
+def without_rope_share(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The rules but for that all channels of a head are rotated."""
+    return tuple(rule for rule in rules if getattr(rule, "key", "") != "partial_rotary_factor")
+
+
 NO_BIAS = (Fixed("mixer.bias", None), NO_MLP_BIAS)
 NO_QK_NORM = Fixed("mixer.qk_norm", None)
 NO_ATTENTION_BIAS = Only("attention_bias", (False,))
@@ -1002,6 +1012,100 @@ FAMILIES = {family.model_type: family for family in (
             "max_position_embeddings": 131072,
         },
         tensors=LLAMA_TENSORS,
+    ),
+    Family(
+        model_type="ernie4_5",
+        architecture="Ernie4_5ForCausalLM",
+        rules=(
+            *SIZES,
+            ALL_BIASES,
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            ROPE,
+            Fixed("mixer.rope.pairs", True),
+            NO_PADDING,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "max_position_embeddings": 131072,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP),
+    ),
+    Family(
+        model_type="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        rules=(
+            *SIZES,
+            *SIGMOID_EXPERTS,
+            Field("first_dense", "first_k_dense_replace"),
+            STATED_MTP,
+            bias_of_qkv("attention_bias"),
+            QK_NORM_OF_HEADS,
+            Fixed("mlp.bias", False),
+            NO_WINDOW,
+            *without_rope_share(DECODER),
+            share_of_rope(0.5),
+            NO_ATTENTION_DROPOUT,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "num_nextn_predict_layers": 1,
+            "max_position_embeddings": 131072,
+        },
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        tensors=DOTS_TENSORS | with_leaf("bias", QKV) | with_leaf("weight", MTP),
+        copies=head_and_mtp,
+    ),
+    Family(
+        model_type="minimax_m2",
+        architecture="MiniMaxM2ForCausalLM",
+        rules=(
+            *SIZES,
+            Field("experts", "num_local_experts"),
+            EXPERTS_PER_TOKEN,
+            EXPERTS_OF_FFN,
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            Fixed("router_renorm", True),
+            *NO_BIAS,
+            Fixed("mixer.qk_norm", "whole"),
+            NO_WINDOW,
+            *without_rope_share(DECODER),
+            share_of_rope(1.0),
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 196608,
+        },
+        aliases={"num_experts": "num_local_experts"},
+        tensors=QWEN3_TENSORS | with_leaf("weight", MIXTRAL_EXPERTS) | MINIMAX_ROUTER_BIAS,
     ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.
     Family(

@@ -431,6 +431,43 @@ MLA_ROPE = FieldGroup(
     write_rope,
     functools.partial(rope_obstacles, mla=True),
 )
+def read_share_of_rope(keys: Tree, default: float) -> Tree:
+    """Rotary positions on the first channels of each head, as many as partial_rotary_factor says."""
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    scaling = keys.get(name) or {}
+    share = keys.get("partial_rotary_factor")
+    if isinstance(scaling, dict):
+        share = scaling.get("partial_rotary_factor", share)
+        scaling = {key: value for key, value in scaling.items() if key != "partial_rotary_factor"}
+    share = default if share is None else share
+    if not is_number(share) or not 0 < share <= 1:
+        raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")
+    keys.get("rope_theta")
+    fields = read_rope({**keys, name: scaling})
+    if share != 1 and "mixer.rope.scaling" in fields:
+        raise UnlikeFamily(f"rope scaling beside partial_rotary_factor = {share} is not supported")
+    return fields | {"mixer.rope.share": float(share)}
+
+
+def write_share_of_rope(model: ModelConfig) -> Tree:
+    assert model.mixer.rope is not None
+    return write_rope(model) | {"partial_rotary_factor": model.mixer.rope.share}
+
+
+def share_of_rope_obstacles(model: ModelConfig) -> list[str]:
+    is_lost = model.mixer.rope is not None and model.mixer.rope.share != 1 and model.mixer.rope.scaling
+    return rope_obstacles(model) + (["mixer.rope.scaling"] if is_lost else [])
+
+
+def share_of_rope(default: float) -> FieldGroup:
+    return FieldGroup(
+        (*ROPE_FIELDS, "mixer.rope.share"),
+        functools.partial(read_share_of_rope, default=default),
+        write_share_of_rope,
+        share_of_rope_obstacles,
+    )
+
+
 CWM_SCALING = {
     "rope_type": "llama3",
     "factor": 16.0,
@@ -696,6 +733,16 @@ def write_seed_biases(model: ModelConfig) -> Tree:
     return {"attention_bias": model.mixer.bias is not None, "attention_out_bias": model.mixer.bias == "all"}
 
 
+def read_all_biases(keys: Tree) -> Tree:
+    """Of all linear layers, or of none."""
+    has_bias = bool(number(keys, "use_bias"))
+    return {"mixer.bias": "all" if has_bias else None, "mlp.bias": has_bias}
+
+
+def all_biases_obstacles(model: ModelConfig) -> list[str]:
+    return [] if model.mixer.bias == ("all" if model.mlp.bias else None) else ["mixer.bias"]
+
+
 def read_qk_norm(keys: Tree) -> Tree:
     return {"mixer.qk_norm": "head" if number(keys, "use_qk_norm") else None}
 
@@ -735,6 +782,12 @@ EQUAL_BIASES = FieldGroup(
     lambda model: {"attention_bias": model.mlp.bias, "mlp_bias": model.mlp.bias},
     equal_bias_obstacles,
 )
+ALL_BIASES = FieldGroup(
+    ("mixer.bias", "mlp.bias"),
+    read_all_biases,
+    lambda model: {"use_bias": model.mlp.bias},
+    all_biases_obstacles,
+)
 SEED_BIASES = FieldGroup(("mixer.bias",), read_seed_biases, write_seed_biases)
 QK_NORM_OF_HEADS = FieldGroup(
     ("mixer.qk_norm",),
@@ -758,7 +811,7 @@ INIT_STD_UP_TO_1 = FieldGroup(
     (), obstacles=lambda model: [] if 0 <= model.init_std <= 1 else ["init_std"]
 )
 
-# The class of the family has a default that a smaller vocabulary does not reach.
+# The class of the family has a token of its own, which a smaller vocabulary lacks, and which does not train.
 NO_PADDING = FieldGroup((), write=lambda model: {"pad_token_id": None})
 
 # Dropout is not read, and does not change the logits. Ours has no dropout of the attention.

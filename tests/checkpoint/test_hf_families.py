@@ -46,6 +46,9 @@ FAMILY_PRESETS = {
     "internlm3": "llama3-tiny",
     "phi3": "mistral-tiny",
     "kimi_k2": "deepseek-v3-tiny",
+    "ernie4_5": "llama3.2-tiny",
+    "glm4_moe": "dots1-tiny",
+    "minimax_m2": "mixtral-tiny",
     "smollm3": "llama3.2-tiny",
     "ministral": "mistral-tiny",
     "cwm": "llama3-tiny",
@@ -60,6 +63,12 @@ CHANGED = {  # of the preset
     "smollm3": {"blocks": {"nope": {"mixer.rope": None}}, "pattern": "(3 block, nope)..."},
     "ministral": {"mixer.window": None, **PATTERN},
     "cwm": PATTERN,
+    "ernie4_5": {"mixer.rope": {"base": 500000.0, "pairs": True, "scaling": None}},
+    "glm4_moe": {"mixer.rope.share": 0.5},
+    "minimax_m2": {
+        "mixer.qk_norm": "whole", "mixer.rope.share": 0.5, "router": "sigmoid", "router_bias": True,
+        "aux_loss": 0.0,
+    },
 }
 
 

@@ -64,6 +64,14 @@ GENERAL = {  # a model of each family
     "youtu": {"mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "tied": True},
     "internlm3": {"mixer": {"kv_heads": 2, "bias": "all"}, "mlp.bias": True},
     "phi3": {"mixer": {"kv_heads": 2, "window": 7}},
+    "ernie4_5": {"mixer": {"kv_heads": 2, "head_dim": 8, "rope.pairs": True}},
+    "glm4_moe": {
+        **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5}, "first_dense": 1,
+        "shared_experts": 1,
+    },
+    "minimax_m2": {
+        "experts": 8, "top_k": 3, **SIGMOID, "mixer": {"qk_norm": "whole", "head_dim": 8, "rope.share": 0.5},
+    },
     "smollm3": {
         "mixer.kv_heads": 2, "blocks": {"nope": {"mixer.rope": None}}, "pattern": "(3 block, nope)...",
         "layers": 5,

@@ -135,6 +135,29 @@ CASES = {
         "Qwen2",
         {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
+    "ernie4.5": ("Ernie4_5", {**ROPE, "head_dim": 10, "pad_token_id": None}),
+    "ernie4.5-biased": (
+        "Ernie4_5",
+        {**ROPE, "head_dim": 10, "use_bias": True, "tie_word_embeddings": False, "pad_token_id": None},
+    ),
+    "glm4.5": (
+        "Glm4Moe",
+        {**SIGMOID, **GROUPED, "head_dim": 16, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    ),
+    "glm4.5-air": (
+        "Glm4Moe",
+        {
+            **SIGMOID, **GROUPED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True,
+            "partial_rotary_factor": 0.25, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            **ROPE, "head_dim": 16, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2,
+            "partial_rotary_factor": 0.5, "pad_token_id": None,
+        },
+    ),
     "smollm3": ("SmolLM3", {**ROPE, "no_rope_layer_interval": 2, "pad_token_id": None}),
     "ministral": (
         "Ministral",
