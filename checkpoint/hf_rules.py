@@ -24,6 +24,7 @@ from config import (
     expert_ffn_size,
     head_dim,
     kv_heads,
+    layer_kinds,
     layer_model,
     modules_ahead,
     rotated_dim,
@@ -40,8 +41,9 @@ class UnlikeFamily(ValueError):
 
 
 def spell_out(model: ModelConfig) -> ModelConfig:
-    """The model with a number in every field in which none stands for a number."""
-    values: Tree = {"moe_ffn": expert_ffn_size(model)}
+    """The model with a number in every field in which none stands for a number, and its pattern as
+    pattern_text writes it."""
+    values: Tree = {"moe_ffn": expert_ffn_size(model), "pattern": pattern_text(layer_kinds(model))}
     if isinstance(model.mixer, AttentionConfig):
         values |= {"mixer.kv_heads": kv_heads(model), "mixer.head_dim": head_dim(model)}
     return with_values(model, values)
@@ -481,7 +483,8 @@ def read_cwm_rope(keys: Tree) -> Tree:
     """A folder that says nothing has the scaling of the published one."""
     if keys.get("rope_scaling") or keys.get("rope_parameters"):
         return read_rope(keys)
-    return read_rope({**keys, "rope_scaling": {**CWM_SCALING, "rope_theta": plain_number(keys, "rope_theta")}})
+    scaling = CWM_SCALING | {"rope_theta": plain_number(keys, "rope_theta")}
+    return read_rope({**keys, "rope_scaling": scaling})
 
 
 def write_cwm_rope(model: ModelConfig) -> Tree:
@@ -655,7 +658,9 @@ def no_rope_obstacle(model: ModelConfig) -> list[str]:
     return [] if all(change == ("mixer.rope", None) for change in changes) else ["blocks", "pattern"]
 
 
-NO_ROPE_LAYERS = FieldGroup(("blocks", "pattern"), read_no_rope_layers, write_no_rope_layers, no_rope_obstacle)
+NO_ROPE_LAYERS = FieldGroup(
+    ("blocks", "pattern"), read_no_rope_layers, write_no_rope_layers, no_rope_obstacle
+)
 
 
 # ---- sizes, biases, dropout --------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class ModelConfig:
     mixer: Mixer = AttentionConfig()  # what mixes the tokens of a sequence
     mlp: MLPConfig = MLPConfig()  # what mixes the channels of a token
     norm: NormConfig = NormConfig()  # before the mixer and the MLP of every block, and after the last block
-    blocks: tuple[BlockVariant, ...] = ()  # kinds of blocks: {NAME: {mixer.KEY: VALUE, ...}}, what each has
+    blocks: tuple[BlockVariant, ...] = ()  # kinds of blocks: blocks.NAME.mixer.KEY VALUE, what each has
     #   otherwise than the mixer, mlp and norm above
     pattern: str | None = None  # the kind of each layer, e.g. (5 local, full) x 3, local; `block` is one
     #   without changes, and ... at the end fills the layers that are left; none: all layers are alike

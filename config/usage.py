@@ -54,6 +54,8 @@ def type_name(hint: Any) -> str:
         return "|".join(map(str, typing.get_args(hint)))
     if dataclasses.is_dataclass(hint):
         return kind_of(hint) or "KEYS"
+    if typing.get_origin(hint) is tuple:
+        return "KINDS"
     return TYPE_NAMES[hint]
 
 
@@ -61,6 +63,8 @@ def written_value(value: object) -> str:
     """A value as the command line takes it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(kind.name for kind in value) or "none"
     if dataclasses.is_dataclass(value):
         return str(kind_of(type(value)) or "on")
     return shlex.quote(value) if isinstance(value, str) else str(value)

@@ -557,9 +557,9 @@ TABLE = (
     Mutation(
         what="the shared rotary key's gradient counts once a group of heads",
         file="model/mla.py",
-        old="cos, sin = context.rotation()\n",
+        old="cos, sin = context.rotations[self.rotation]\n",
         new=(
-            "cos, sin = context.rotation()\n"
+            "cos, sin = context.rotations[self.rotation]\n"
             "        rope_key = rope_key * self.tp.size - rope_key.detach() * (self.tp.size - 1)\n"
         ),
         model="deepseek-v2-lite-tiny",

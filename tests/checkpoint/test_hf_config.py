@@ -33,6 +33,11 @@ FAMILY = {
     "dots1": "dots1",
     "deepseek-v2": "deepseek_v2",
     "deepseek-v3": "deepseek_v3",
+    "smollm3": "smollm3",
+    "ministral": "ministral",
+    "glm4.5": "glm4_moe",
+    "minimax-m2": "minimax_m2",
+    "ernie4.5": "ernie4_5",
 }  # start of a preset's name
 COUNTED = (
     "gpt2",
@@ -49,6 +54,9 @@ COUNTED = (
     "qwen3-235b-a22b",
     "olmoe-1b-7b",
     "dots1-142b",
+    "smollm3-3b",
+    "minimax-m2",
+    "ernie4.5-0.3b",
     "qwen2-moe-tiny",
 )
 LLAMA = {
