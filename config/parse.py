@@ -65,7 +65,8 @@ def parse_blocks(model: ModelConfig, kinds: Any, path: str) -> tuple[BlockVarian
     if kinds in NONE:
         return ()
     if not isinstance(kinds, dict):
-        raise ConfigError(f"{path}: expected kinds of blocks as {{NAME: {{mixer.window: 512}}}}, got {kinds!r}")
+        raise ConfigError(
+            f"{path}: expected kinds of blocks as {{NAME: {{mixer.window: 512}}}}, got {kinds!r}")
     return tuple(
         BlockVariant(name, parse_block(model, name, tree, f"{path}.{name}."))
         for name, tree in nested(kinds, f"{path}.").items()

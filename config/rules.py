@@ -133,11 +133,12 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"{2 * max(1, round(head_dim(model) * share / 2)) / head_dim(model):g}")
     yield Rule(
         share == 1 or not is_latent,
-        f"model.mixer.rope.share: {share}, and of latent attention model.mixer.rope_dim says how many channels "
-        "are rotated; leave it out")
+        f"model.mixer.rope.share: {share}, and of latent attention model.mixer.rope_dim says how many "
+        "channels are rotated; leave it out")
     yield Rule(
         is_latent or not (mixer.scale and model.mup and model.mup.head_dim),
-        "model.mixer.scale: says how scores are scaled, and so does model.mup.head_dim; leave one of them out")
+        "model.mixer.scale: says how scores are scaled, and so does model.mup.head_dim; leave one of them "
+        "out")
     scaling = mixer.rope.scaling if mixer.rope else None
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,

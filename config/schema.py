@@ -376,7 +376,7 @@ def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
 
 
 def layer_models(model: ModelConfig) -> dict[str, ModelConfig]:
-    """{kind: the model as its layers have it} of the kinds that some layer has, in the order of the layers."""
+    """{kind: the model as its layers have it} of the kinds that some layer has, in their order."""
     kinds = layer_kinds(model)
     return {name: layer_model(model, kinds.index(name)) for name in dict.fromkeys(kinds)}
 

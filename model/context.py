@@ -65,8 +65,8 @@ def rotation_of(model: ModelConfig) -> Rotation | None:
 class ForwardContext:
     """rotations: {what rotates (rotation_of): (cos, sin) [b, s, 1, rotated / 2]} of all layers.
 
-    masks: {what a layer sees (view_of): which query sees which key}, of full sequences; None: ring attention on a CPU, which
-    computes it chunk by chunk. dropout_rng: None in
+    masks: {what a layer sees (view_of): which query sees which key}, of full sequences; None: ring attention
+    on a CPU, which computes it chunk by chunk. dropout_rng: None in
     evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
     sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
     router_inputs: None outside of training.

@@ -39,7 +39,8 @@ def keys_in_view(documents: Sequence[int], view: View) -> float:
     """keys_seen, of a layer that sees no more than this."""
     if view.chunk is None:
         return keys_seen(documents, view.window)
-    pieces = [min(view.chunk, length - start) for length in documents for start in range(0, length, view.chunk)]
+    chunk = view.chunk
+    pieces = [min(chunk, length - start) for length in documents for start in range(0, length, chunk)]
     return keys_seen(pieces, view.window)
 
 

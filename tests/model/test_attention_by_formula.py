@@ -61,7 +61,9 @@ def turned(x, settings, positions):
     """x [s, d], one head: the first channels, as pairs of neighbours or as pairs of both halves."""
     rotated = round(settings.share * D)
     scaling = settings.scaling
-    limits = () if scaling is None else (scaling.factor, scaling.low_freq, scaling.high_freq, scaling.original)
+    limits = ()
+    if scaling is not None:
+        limits = (scaling.factor, scaling.low_freq, scaling.high_freq, scaling.original)
     angle = positions[:, None] * rope.frequencies(rotated, settings.base, *limits)
     first, rest = x[:, :rotated], x[:, rotated:]
     if settings.pairs:
