@@ -821,10 +821,16 @@ def pattern_rules(cfg: Config, world: int) -> Iterator[Rule]:
     model = cfg.model
     names = ", ".join(variant.name for variant in model.blocks)
     yield Rule(
-        model.pattern or not model.blocks,
+        model.pattern is not None or not model.blocks,
         f"model.blocks: no layer is of the kinds {names}, since model.pattern is none; set it, as "
         f"({names}, block)...")
     layer_kinds(model)
+
+
+def range_rules_of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
+    """Values that kinds of blocks state; those of the model have been looked at."""
+    if cfg.model.pattern is not None:
+        yield from of_each_kind(range_rules)(cfg, world)
 
 
 # Those that look at train.phases: they are rules for the whole run, whatever of it is past.
@@ -833,6 +839,7 @@ RULES_OF_PHASES = (phase_rules, spike_rules)
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,
     pattern_rules,
+    range_rules_of_kinds,
     of_each_kind(attention_rules),
     other_model_rules,
     run_length_rules,
