@@ -69,7 +69,6 @@ class AttentionConfig:
     softcap: Positive | None = None  # scores are bounded: softcap tanh(score / softcap) (Gemma 2, arXiv
     #   2408.00118)
     sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
-    gate: bool = False  # the output is multiplied by sigmoid(x W), channel by channel (arXiv 2505.06708)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
 

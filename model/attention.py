@@ -56,8 +56,6 @@ class Attention(nn.Module):
         self.qkv = qkv_projection(cfg, mesh, layer)
         has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
-        self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
-        self.sinks = head_vector(f"{key}.sinks", mixer.heads, mesh.tp, role="bias") if mixer.sinks else None
         self.out = RowLinear(
             mesh,
             f"{key}.o",
@@ -69,6 +67,8 @@ class Attention(nn.Module):
             async_tp=cfg.parallel.async_tp,
             fp8=fp8_of_layer(cfg, layer),
         )
+
+        self.sinks = head_vector(f"{key}.sinks", mixer.heads, mesh.tp, role="bias") if mixer.sinks else None
 
         # norms of queries and keys: over all heads of a token, or over each head
         self.eps = model.norm.eps
@@ -93,10 +93,8 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
 
-        out = self.core(q, k, v, context, self.sinks).flatten(2)  # [b, s/cp, h d / tp]
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.out(out)
+        out = self.core(q, k, v, context, self.sinks)  # [b, s/cp, h/tp, d]
+        return self.out(out.flatten(2))
 
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [b, s/cp, (h + 2g) d / tp] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
@@ -178,21 +176,6 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
         model.hidden,
         std=model.init_std,
         bias=bias,
-        sp=cfg.parallel.sp,
-        async_tp=cfg.parallel.async_tp,
-        fp8=fp8_of_layer(cfg, layer),
-    )
-
-
-def gate_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear:
-    """x [b, s/cp, hidden] -> what gates the output of each channel [b, s/cp, h d / tp]."""
-    model = cfg.model
-    return ColumnLinear(
-        mesh,
-        {f"layers.{layer}.attn.gate": model.mixer.heads * head_dim(model)},
-        model.hidden,
-        std=model.init_std,
-        bias=model.mixer.bias == "all",
         sp=cfg.parallel.sp,
         async_tp=cfg.parallel.async_tp,
         fp8=fp8_of_layer(cfg, layer),

@@ -417,7 +417,6 @@ CASES = [
     Case("mixer.scale", 0.5, VALUES),
     Case("mixer.softcap", 2.0, VALUES),
     Case("mixer.sinks", True, NEW, added("attn.sinks")),
-    Case("mixer.gate", True, NEW, added("attn.gate.weight")),
     Case("dropout", 0.2, TRAINED),
     Case("init_std", 0.05, {"start"}, std_times(2.5)),
     Case("mup", {"base": 16}, {*VALUES, "start", "rates"}, mup),

@@ -99,7 +99,7 @@ MODEL_VALUES = {
     "blocks": ({}, {"local": {"mixer.window": 7}}, {"local": {"mixer.heads": 2}}),
     "pattern": (None, "local...", "block, local..."),
     "mixer.chunk": (None, 8), "mixer.scale": (None, 0.5), "mixer.softcap": (None, 20.0),
-    "mixer.sinks": (True, False), "mixer.gate": (True, False), "mixer.rope.share": (1.0, 0.5),
+    "mixer.sinks": (True, False), "mixer.rope.share": (1.0, 0.5),
     "mixer.window": (None, 7, 64), "mixer.kernel": ("auto", "reference"), "mixer.kv_rank": (12,),
     "mixer.q_rank": (None, 14), "mixer.nope_dim": (6, 8), "mixer.rope_dim": (8, 4), "mixer.v_dim": (10, 14),
     "mixer.rope": (None, {}), "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),

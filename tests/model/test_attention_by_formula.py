@@ -31,10 +31,9 @@ FORMS = {
     "scale": {"scale": 0.7},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
-    "gate": {"gate": True},
-    "biased gate": {"gate": True, "bias": "all"},
+    "biased": {"bias": "all"},
     "all": {
-        "scale": 0.7, "softcap": 2.0, "sinks": True, "gate": True, "chunk": 5, "qk_norm": "head",
+        "scale": 0.7, "softcap": 2.0, "sinks": True, "chunk": 5, "qk_norm": "head",
         "rope": RopeConfig(base=50.0, share=0.5),
     },
 }
@@ -115,8 +114,6 @@ def by_the_formula(attn, mixer, x, documents):
             total = total + attn.sinks[number].exp()
         out.append(weights / total @ v[:, number // 2])
     out = torch.cat(out, -1)
-    if mixer.gate:
-        out = out * linear(attn.gate, x).sigmoid()
     return linear(attn.out, out)
 
 

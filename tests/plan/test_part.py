@@ -217,7 +217,7 @@ def test_layers_with_other_mixers_are_counted_and_divided_as_they_are(monkeypatc
     model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0132)
     mixers = [LinearAttention] * (model.layers - 1) + [Attention]
     monkeypatch.setattr(TransformerBlock, "mixer", staticmethod(lambda cfg, layer: mixers[layer]))
-    first, *_, last = flops_of_parts(model, 8192.5, 16384)[1:-1]
+    first, *_, last = flops_of_parts(model, (16384,), 16384)[1:-1]
     scores = 2 * 2 * model.hidden * 8192.5
     assert last - first > 0.9 * scores
     assert split_by_cost(model, 2, 16384) == (3, 1)
