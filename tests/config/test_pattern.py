@@ -77,7 +77,7 @@ def test_a_period_is_written_for_any_depth():
 @pytest.mark.parametrize(
     "pattern, said",
     [
-        ("(5 local, block) x 3", "makes 18 layers, and model.layers is 4; set model.layers 18, or end the pattern"),
+        ("(5 local, block) x 3", "makes 18 layers, and model.layers is 4; set model.layers 18, or end the"),
         ("lcal...", "lcal is not a kind of model.blocks; did you mean local?"),
         ("nothing...", "nothing is not a kind of model.blocks; there are block, local"),
         ("3 local,", "it ends where a kind of block is expected"),
