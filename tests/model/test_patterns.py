@@ -41,7 +41,8 @@ def run():
     cfg = config.resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in SETTINGS.items()])
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
     for number, p in enumerate(run.stages[0].parameters()):
-        p.data.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(number), dtype=p.dtype))
+        numbers = torch.Generator().manual_seed(number)
+        p.data.add_(0.3 * torch.randn(p.shape, generator=numbers, dtype=p.dtype))
     return run
 
 
@@ -85,7 +86,8 @@ def test_the_cache_changes_nothing(run):
 
 def test_flops_and_parameters_are_those_of_each_kind(run):
     model = run.cfg.model
-    seen = {"local": sum(min(place + 1, 5) for place in range(S)) / S, "block": (S + 1) / 2, "few": (S + 1) / 2}
+    near, all_before = sum(min(place + 1, 5) for place in range(S)) / S, (S + 1) / 2
+    seen = {"local": near, "block": all_before, "few": all_before}
     matrices = {  # heads of 8 channels
         kind: 32 * 8 * (4 + 2 * kv) + 32 * 32 + 3 * 32 * width
         for kind, kv, width in (("local", 2, 40), ("block", 2, 40), ("few", 1, 24))
