@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from config import AttentionConfig, Config, ModelConfig, RopeConfig, YarnScaling, layer_models, rotated_dim
+from config import AttentionConfig, Config, Llama3Scaling, ModelConfig, YarnScaling, layer_models, rotated_dim
 from kernels import rope
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.router import RouterInputs
@@ -40,7 +40,8 @@ class KeyValueCache:
 
 class Rotation(NamedTuple):
     """What rotary tables depend on, beside positions. channels: of a head that are rotated."""
-    rope: RopeConfig
+    base: float
+    scaling: Llama3Scaling | YarnScaling | None
     channels: int
 
 
@@ -58,7 +59,8 @@ def view_of(model: ModelConfig) -> View:
 
 def rotation_of(model: ModelConfig) -> Rotation | None:
     """Of the layers of a model that are like this (config.layer_model); None: they do not rotate."""
-    return None if model.mixer.rope is None else Rotation(model.mixer.rope, rotated_dim(model))
+    rope = model.mixer.rope
+    return None if rope is None else Rotation(rope.base, rope.scaling, rotated_dim(model))
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Ten
     3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071). YaRN's tables are also multiplied by a number, which in
     DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
     """
-    scaling = rotation.rope.scaling
+    scaling = rotation.scaling
     scaled: dict[str, Any] = {}
     if scaling is not None:
         scaled = {
@@ -148,7 +150,7 @@ def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Ten
         }
     frequencies = rope.frequencies(
         rotation.channels,
-        rotation.rope.base,
+        rotation.base,
         **scaled,
         device=positions.device,  # computed there: a copy from the host would make it wait
     )

@@ -49,7 +49,7 @@ def run():
 def test_each_block_is_of_its_kind(run):
     blocks = run.stages[0].blocks
     assert [block.attn.core.view.window for block in blocks] == [5, None, None, 5, None]
-    assert [block.attn.rotation and block.attn.rotation.rope.base for block in blocks] == [
+    assert [block.attn.rotation and block.attn.rotation.base for block in blocks] == [
         30.0, 500000.0, None, 30.0, 500000.0,
     ]
     assert [block.attn.kv_heads for block in blocks] == [2, 2, 1, 2, 2]
