@@ -39,12 +39,14 @@ from config.loading import (
 from config.machine import usable_cores
 from config.model_parts import (
     AttentionConfig,
+    GrowthConfig,
     LatentConfig,
+    LayerNormConfig,
     Llama3Scaling,
     MLPConfig,
     MTPConfig,
     MupConfig,
-    NormConfig,
+    RMSNormConfig,
     RopeConfig,
     YarnScaling,
 )

@@ -48,7 +48,6 @@ NEW_NAMES = {f"model.{old}": f"model.{new}" for old, new in {
     "rope_mscale_all": "mixer.rope.scaling.mscale_all",
     "ffn": "mlp.width",
     "activation": "mlp.activation",
-    "norm": "norm.kind",
     "norm_eps": "norm.eps",
     "mtp": "mtp.modules",
     "mtp_weight": "mtp.weight",

@@ -40,7 +40,8 @@ FUNCTION_KEYS = frozenset(
 )
 # Those that leave the names and shapes of the weights as they are.
 VALUES_ALONE = tuple(f"model.{key}" for key in (
-    "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap", "mup", "top_k",
+    "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap", "mixer.growth",
+    "residual_scale", "embed_scale", "logit_scale", "logit_cap", "mup", "top_k",
     "router", "router_renorm", "router_groups", "router_group_top_k", "router_scale",
 ))
 # Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,

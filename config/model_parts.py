@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from config.tree import Count, NotNegative, Portion, Positive
+from config.tree import Count, CountOrZero, NotNegative, Portion, Positive
 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
@@ -44,6 +44,14 @@ class RopeConfig:
     scaling: Llama3Scaling | YarnScaling | None = None  # for a longer context than the model was trained on
 
 
+@dataclass(frozen=True, kw_only=True)
+class GrowthConfig:
+    """Queries at position p are multiplied by 1 + rate ln(1 + floor((p + first) / every)) (Llama 4)."""
+    rate: Positive = 0.1  # of the growth
+    every: Count = 8192  # positions that share a factor
+    first: CountOrZero = 0  # number of the first position: 1 in Llama 4, 0 in Ministral 3
+
+
 # ---- mixers of tokens --------------------------------------------------------------------------------------
 
 AttentionKernel = Literal["auto", "flash", "sdpa", "triton", "reference"]
@@ -62,12 +70,16 @@ class AttentionConfig:
     #   tokens, counted from the start of its document
     bias: Literal["qkv", "all"] | None = None  # biases of the projections of q, k and v (Qwen2), or of all
     #   four (GPT-2)
-    qk_norm: Literal["head", "whole"] | None = None  # RMSNorm of q and k before RoPE: of each head (Qwen3),
-    #   or over all heads of q together, and all heads of k together (OLMoE)
+    qk_norm: Literal["head", "whole", "after_rope", "unweighted"] | None = None  # RMSNorm of q and k: of each
+    #   head (Qwen3); over all heads of q together, and all heads of k together (OLMoE); of each head after
+    #   RoPE instead of before it (Hunyuan); the same without a weight (Llama 4)
     rope: RopeConfig | None = RopeConfig()  # rotary positions; none: the scores know no positions
     scale: Positive | None = None  # factor of the scores; none: 1 / sqrt(head_dim)
+    growth: GrowthConfig | None = None  # scores grow with the position of their query
     softcap: Positive | None = None  # scores are bounded: softcap tanh(score / softcap) (Gemma 2, arXiv
     #   2408.00118)
+    gate: Literal["channel", "head"] | None = None  # the output is multiplied by sigmoid(x W): one number for
+    #   each channel, or for each head (arXiv 2505.06708)
     sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
@@ -88,6 +100,7 @@ class LatentConfig:
     window: Count | None = None  # sliding-window attention: a token attends to this many tokens, itself
     #   included; none: to all tokens before it
     rope: RopeConfig = RopeConfig()  # rotary positions
+    growth: GrowthConfig | None = None  # scores grow with the position of their query
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
 
@@ -95,19 +108,38 @@ class LatentConfig:
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
 
+ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
     """The MLP of a block."""
     width: Count = 352  # inner width
-    activation: Literal["swiglu", "gelu"] = "swiglu"  # gelu is the tanh approximation (GPT-2)
+    activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
+    #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron)
     bias: bool = False  # biases of its linear layers (GPT-2)
 
 
+NormPlace = Literal["before", "after", "around"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class NormConfig:
-    """Normalization of the residual stream."""
-    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm has biases
+class RMSNormConfig:
+    """RMSNorm (arXiv 1910.07467)."""
+    kind: Literal["rmsnorm"] = "rmsnorm"
+    eps: Positive = 1e-5  # added to the mean square
+    place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give (after:
+    #   OLMo 2); or both (around: Gemma 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormConfig:
+    """LayerNorm (arXiv 1607.06450)."""
+    kind: Literal["layernorm"] = "layernorm"
     eps: Positive = 1e-5  # added to the variance
+    place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give
+    #   (after); or both (around)
+    bias: bool = True  # it has one (GPT-2); false: a weight alone (Cohere)
 
 
 # ---- around the blocks -------------------------------------------------------------------------------------

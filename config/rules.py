@@ -139,6 +139,9 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
         is_latent or not (mixer.scale and model.mup and model.mup.head_dim),
         "model.mixer.scale: says how scores are scaled, and so does model.mup.head_dim; leave one of them "
         "out")
+    yield Rule(
+        is_latent or mixer.rope is not None or mixer.qk_norm != "after_rope",
+        "model.mixer.qk_norm: after_rope, and model.mixer.rope is none; take head")
     scaling = mixer.rope.scaling if mixer.rope else None
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
@@ -256,11 +259,9 @@ def mixture_rules(cfg: Config) -> Iterator[Rule]:
     yield Rule(
         not model.shared_gate or model.shared_experts,
         "model.shared_gate: there are no shared experts; set model.shared_experts, or leave it out")
-    with_biases = " with biases" if model.mlp.bias else ""
     yield Rule(
-        model.mlp.activation == "swiglu" and not model.mlp.bias,
-        f"model.experts: an expert is a SwiGLU without biases, not {model.mlp.activation}{with_biases}; "
-        "set model.mlp.activation swiglu and model.mlp.bias false")
+        not model.mlp.bias,
+        "model.mlp.bias: experts have no biases; set it false, or leave model.experts out")
 
     # layout
     shared_width = model.shared_experts * expert_ffn_size(model)

@@ -13,7 +13,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from config.optimizers import OPTIMIZERS
-from config.model_parts import AttentionConfig, LatentConfig, MLPConfig, MTPConfig, MupConfig, NormConfig
+from config.model_parts import (
+    AttentionConfig,
+    LatentConfig,
+    LayerNormConfig,
+    MLPConfig,
+    MTPConfig,
+    MupConfig,
+    RMSNormConfig,
+)
 from config.pattern import BlockVariant, kinds_of_layers
 from config.strict import ConfigError
 from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
@@ -27,6 +35,7 @@ else:
 
 
 Mixer = AttentionConfig | LatentConfig
+NormPart = RMSNormConfig | LayerNormConfig
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,11 @@ class ModelConfig:
     # ---- parts of a block
     mixer: Mixer = AttentionConfig()  # what mixes the tokens of a sequence
     mlp: MLPConfig = MLPConfig()  # what mixes the channels of a token
-    norm: NormConfig = NormConfig()  # before the mixer and the MLP of every block, and after the last block
+    norm: NormPart = RMSNormConfig()  # around the mixer and the MLP of every block, and after the last block
+    residual: Literal["sequential", "parallel"] = "sequential"  # a block adds its mixer's output to the
+    #   residual stream before the MLP reads it; parallel: both read the same norm, and are added together
+    #   (PaLM, arXiv 2204.02311)
+    residual_scale: Positive = 1.0  # factor of what mixer and MLP add to the residual stream (Granite)
     blocks: tuple[BlockVariant, ...] = ()  # kinds of blocks: blocks.NAME.mixer.KEY VALUE, what each has
     #   otherwise than the mixer, mlp and norm above
     pattern: str | None = None  # the kind of each layer, e.g. (5 local, full) x 3, local; `block` is one
@@ -54,6 +67,9 @@ class ModelConfig:
     # ---- around the blocks
     positions: Literal["learned"] | None = None  # learned absolute positions, added to the embedding (GPT-2);
     #   none: positions are the mixer's matter
+    embed_scale: Positive = 1.0  # factor of the embedding (Gemma: sqrt(hidden))
+    logit_scale: Positive = 1.0  # factor of the logits (Granite, Cohere)
+    logit_cap: Positive | None = None  # logits are bounded: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118)
     tied: bool = False  # the output head uses the weight of the embedding
     mtp: MTPConfig | None = None  # multi-token prediction (arXiv 2412.19437), in training only
     dropout: BelowOne = 0.0  # of embeddings and both residual branches; masks depend on (seed, step, layer,

@@ -39,6 +39,7 @@ def linear_cross_entropy(
     *,
     start: int = 0,
     merge: Merge | None = None,
+    cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """scale * sum over counted tokens of (logsumexp(logits) - logits[target]): a scalar, in fp32 or better.
@@ -47,6 +48,7 @@ def linear_cross_entropy(
     targets [t]: IGNORE_INDEX where a token is not counted.
     vocab: rows of the vocabulary from here on are padding, and have no probability.
     merge: combines the statistics of a vocabulary that is sharded over ranks; None: this rank has all of it.
+    cap: logits are bounded, cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118); None: they are not.
     chunk: rows at a time; None: as many as fill chunk_bytes.
     """
     if not chunk:
@@ -55,7 +57,7 @@ def linear_cross_entropy(
     count = -(-rows // chunk)
     even_chunk = -(-rows // count)  # the same number of chunks, none of them short
     return _LinearCrossEntropy.apply(
-        hidden, weight, targets, scale, vocab, start, merge, even_chunk, torch.is_grad_enabled())
+        hidden, weight, targets, scale, vocab, start, merge, cap, even_chunk, torch.is_grad_enabled())
 
 
 def chunk_bytes(device: torch.device) -> int:
@@ -68,13 +70,23 @@ def chunk_bytes(device: torch.device) -> int:
 
 
 def softmax_cross_entropy_block(
-    logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge: Merge | None
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor | float,
+    vocab: int,
+    start: int,
+    merge: Merge | None,
+    cap: float | None = None,
 ) -> Tensor:
     """The loss of each row [r], 0 where it is not counted. In plain torch.
 
     logits [r, v] become their gradient: scale * (softmax - one-hot), 0 where the row is not counted.
     """
     values = logits.to(accumulation_dtype(logits.dtype))
+    slope = None  # of the bounded logits
+    if cap is not None:
+        values = capped(values, cap)
+        slope = 1 - (values / cap).square()
     if start + values.shape[1] > vocab:
         values[:, max(vocab - start, 0):] = float("-inf")
 
@@ -96,26 +108,40 @@ def softmax_cross_entropy_block(
         probs.mul_((local_lse - lse).exp_()[:, None])
 
     probs.scatter_add_(1, column, -is_here.to(probs.dtype)[:, None])
-    logits.copy_(probs.mul_((counted * scale)[:, None]))
+    probs.mul_((counted * scale)[:, None])
+    if slope is not None:
+        probs.mul_(slope)
+    logits.copy_(probs)
     return (lse - target_logit).where(counted, 0.0)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Bounded logits: cap tanh(logits / cap). None: the logits as they are."""
+    return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def load_logits(LOGITS, column, columns):
-    """Logits [BLOCK] of one row in fp32, -inf in the padding."""
-    return load_fp32(LOGITS + column, column < columns, -float("inf"))
+def load_logits(LOGITS, column, columns, CAP: tl.constexpr):
+    """Logits [BLOCK] of one row in fp32, -inf in the padding. CAP: their bound; 0: they have none."""
+    x = load_fp32(LOGITS + column, column < columns, -float("inf"))
+    if CAP:
+        x = CAP * (2 * tl.sigmoid(2 * x / CAP) - 1)  # tanh
+        x = tl.where(column < columns, x, -float("inf"))
+    return x
 
 
 @triton.jit
-def online_softmax(LOGITS, columns, BLOCK: tl.constexpr) -> "tuple[tl.tensor, tl.tensor]":
+def online_softmax(
+    LOGITS, columns, BLOCK: tl.constexpr, CAP: tl.constexpr
+) -> "tuple[tl.tensor, tl.tensor]":
     """(base, total) of one row: its probabilities are exp(logits - base) / total (arXiv 1805.02867)."""
     # each place of a block has its own maximum and sum
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
-        x = load_logits(LOGITS, first + tl.arange(0, BLOCK), columns)
+        x = load_logits(LOGITS, first + tl.arange(0, BLOCK), columns, CAP=CAP)
         new_largest = tl.maximum(largest, x)
         base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
         total = total * tl.exp(largest - base) + tl.exp(x - base)
@@ -135,6 +161,7 @@ def softmax_kernel(
     GRADIENT: tl.constexpr,
     IGNORE: tl.constexpr,
     BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """One row of `stride` logits, of which `columns` are not padding.
 
@@ -149,8 +176,10 @@ def softmax_kernel(
     is_here = counted & (target_column >= 0) & (target_column < columns)
 
     if STATISTICS:
-        base, total = online_softmax(LOGITS, columns, BLOCK)
+        base, total = online_softmax(LOGITS, columns, BLOCK, CAP=CAP)
         target_logit = load_fp32(LOGITS + target_column, is_here)
+        if CAP:
+            target_logit = CAP * (2 * tl.sigmoid(2 * target_logit / CAP) - 1)
         tl.store(LSE + row, base + tl.log(total))
         tl.store(TARGET_LOGIT + row, target_logit)
     else:
@@ -161,15 +190,23 @@ def softmax_kernel(
         scale = tl.where(counted, tl.load(SCALE), 0.0)
         for first in range(0, stride, BLOCK):  # over the padding too, whose gradient is 0
             column = first + tl.arange(0, BLOCK)
-            x = load_logits(LOGITS, column, columns)
+            x = load_logits(LOGITS, column, columns, CAP=CAP)
             probs = tl.where(column < columns, tl.exp(x - base) / total, 0.0)
             dx = probs - tl.where(column == target_column, 1.0, 0.0)
+            if CAP:
+                dx = tl.where(column < columns, dx * (1 - (x / CAP) * (x / CAP)), 0.0)
             dx = (dx * scale).to(LOGITS.dtype.element_ty)
             tl.store(LOGITS + column, dx, column < stride)
 
 
 def launch_softmax(
-    logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge: Merge | None
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor | float,
+    vocab: int,
+    start: int,
+    merge: Merge | None,
+    cap: float | None = None,
 ) -> Tensor:
     """softmax_cross_entropy_block as one kernel, or two with `merge`. logits [r, v], contiguous."""
     rows, stride = logits.shape
@@ -188,6 +225,7 @@ def launch_softmax(
             GRADIENT=gradient,
             IGNORE=IGNORE_INDEX,
             BLOCK=COLUMNS,
+            CAP=cap or 0.0,
             num_warps=WARPS,
         )
 
@@ -211,6 +249,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab: int,
         start: int,
         merge: Merge | None,
+        cap: float | None,
         chunk: int,
         needs_grad: bool,
     ) -> Tensor:
@@ -228,11 +267,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             row_targets = targets[rows]  # [r]
             logits = torch.mm(row_hidden, weight.t(), out=logits_buffer[:len(row_hidden)])  # [r, v]
             if has_kernel:
-                losses = launch_softmax(logits, row_targets, scale, vocab, start, merge)
+                losses = launch_softmax(logits, row_targets, scale, vocab, start, merge, cap)
             else:
                 block_losses: list[Tensor] = []
                 for block in zip(logits.split(softmax_rows), row_targets.split(softmax_rows)):
-                    block_losses.append(softmax_cross_entropy_block(*block, scale, vocab, start, merge))
+                    block_losses.append(softmax_cross_entropy_block(*block, scale, vocab, start, merge, cap))
                 losses = torch.cat(block_losses)
             loss += scale * losses.sum()
 
@@ -257,4 +296,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = dhidden * dloss.to(dhidden.dtype)
         if dweight is not None:
             dweight = dweight * dloss.to(dweight.dtype)
-        return dhidden, dweight, None, None, None, None, None, None, None
+        return dhidden, dweight, None, None, None, None, None, None, None, None

@@ -1,8 +1,7 @@
-"""The activations of the MLP: SwiGLU (arXiv 2002.05202) on a merged [gate | up] input, and the tanh form of
+"""Two activations of the MLP: SwiGLU (arXiv 2002.05202) on a merged [gate | up] input, and the tanh form of
 GELU (arXiv 1606.08415). Arithmetic is in fp32 or better. Only the input is saved for the backward."""
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +29,8 @@ def swiglu(gate_up: Tensor, compiled: bool = False, reader: Reader | None = None
     if kernel_is_available("swiglu", gate_up):
         if reader is not None and reader.takes(gate_up) and halves_are_apart(gate_up, reader):
             return _UnwrittenSwiGLU.apply(gate_up)
-        return _Activation.apply(gate_up, launch_swiglu, launch_swiglu_backward)
-    return _Activation.apply(gate_up, jit(swiglu_forward, compiled), jit(swiglu_backward, compiled))
+        return SavedInput.apply(gate_up, launch_swiglu, launch_swiglu_backward)
+    return SavedInput.apply(gate_up, jit(swiglu_forward, compiled), jit(swiglu_backward, compiled))
 
 
 def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
@@ -46,21 +45,8 @@ def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
 def gelu(x: Tensor, compiled: bool = False) -> Tensor:
     """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
     if kernel_is_available("gelu", x):
-        return _Activation.apply(x, launch_gelu, launch_gelu_backward)
-    return _Activation.apply(x, jit(gelu_forward, compiled), jit(gelu_backward, compiled))
-
-
-class Activation(NamedTuple):
-    """function(input [..., f or 2f], compiled) -> [..., f]. is_gated: the input is [gate | up], twice as
-    wide."""
-    function: Callable[..., Tensor]
-    is_gated: bool
-
-
-ACTIVATIONS = {  # by model.mlp.activation
-    "swiglu": Activation(swiglu, is_gated=True),
-    "gelu": Activation(gelu, is_gated=False),
-}
+        return SavedInput.apply(x, launch_gelu, launch_gelu_backward)
+    return SavedInput.apply(x, jit(gelu_forward, compiled), jit(gelu_backward, compiled))
 
 
 # ---- the definition ----------------------------------------------------------------------------------------
@@ -317,7 +303,7 @@ def launch_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 # ---- autograd ----------------------------------------------------------------------------------------------
 
-class _Activation(torch.autograd.Function):
+class SavedInput(torch.autograd.Function):
     """Saves only the input: the backward recomputes what it needs of the output."""
 
     @staticmethod
@@ -343,7 +329,7 @@ def halves_are_apart(gate_up: Tensor, reader: Reader) -> bool:
 
 
 class _UnwrittenSwiGLU(torch.autograd.Function):
-    """_Activation whose result and gradient are computed by the fp8 linears that read them."""
+    """SavedInput whose result and gradient are computed by the fp8 linears that read them."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:

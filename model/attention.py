@@ -46,6 +46,7 @@ class Attention(nn.Module):
         self.heads = model.mixer.heads // mesh.tp.size  # of this rank
         self.kv_heads = max(1, kv_heads(model) // mesh.tp.size)  # of this rank
         self.score_scale = mup_score_scale(model)  # of the softmax, beyond 1 / sqrt(head_dim)
+        self.growth = mixer.growth
         self.rotation = rotation_of(model)
         self.rope_in_pairs = mixer.rope is not None and mixer.rope.pairs
         self.rotates_in_part = mixer.rope is not None and mixer.rope.share < 1
@@ -56,6 +57,7 @@ class Attention(nn.Module):
         self.qkv = qkv_projection(cfg, mesh, layer)
         has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
+        self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
         self.out = RowLinear(
             mesh,
             f"{key}.o",
@@ -72,14 +74,16 @@ class Attention(nn.Module):
 
         # norms of queries and keys: over all heads of a token, or over each head
         self.eps = model.norm.eps
-        self.has_qk_norm = mixer.qk_norm is not None
+        self.norms_first = mixer.qk_norm in ("head", "whole")
+        self.norms_last = mixer.qk_norm in ("after_rope", "unweighted")
         self.qk_norm_over_heads = mixer.qk_norm == "whole"
+        self.q_norm = self.k_norm = None
         if mixer.qk_norm == "whole":
             q_features = model.mixer.heads * self.head_dim
             k_features = kv_heads(model) * self.head_dim
             self.q_norm = head_vector(f"{key}.q_norm.weight", q_features, mesh.tp, role="norm")
             self.k_norm = head_vector(f"{key}.k_norm.weight", k_features, mesh.tp, role="norm")
-        elif mixer.qk_norm == "head":
+        elif mixer.qk_norm in ("head", "after_rope"):
             # one weight for all heads; each tp rank applies it to other heads, so its gradient is partial
             # with and without sp
             self.q_norm = replicated_vector(f"{key}.q_norm.weight", self.head_dim, "norm", is_partial=True)
@@ -90,17 +94,22 @@ class Attention(nn.Module):
         q, k, v = self.split_heads(qkv, context)
         if self.score_scale != 1:
             q = q * self.score_scale
+        if self.growth is not None:
+            q = q * context.growths[self.growth].to(q.dtype)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
 
         out = self.core(q, k, v, context, self.sinks)  # [b, s/cp, h/tp, d]
+        if self.gate is not None:
+            gate = self.gate(x).unflatten(-1, (self.heads, -1))  # [b, s/cp, h/tp, d or 1]
+            out = out * gate.sigmoid()
         return self.out(out.flatten(2))
 
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [b, s/cp, (h + 2g) d / tp] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
         rotated."""
         is_plain_rope = self.rotation is not None and not (self.rope_in_pairs or self.rotates_in_part)
-        if is_plain_rope and not self.has_qk_norm:
+        if is_plain_rope and not (self.norms_first or self.norms_last):
             cos, sin = context.rotations[self.rotation]
             return rope.split_heads_and_apply_rope(
                 qkv, cos, sin, self.heads, self.kv_heads,
@@ -109,7 +118,7 @@ class Attention(nn.Module):
             )
 
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
-        if is_plain_rope and not self.qk_norm_over_heads:
+        if is_plain_rope and self.norms_first and not self.qk_norm_over_heads:
             cos, sin = context.rotations[self.rotation]
             return split_normalize_and_rotate(
                 qkv, self.q_norm, self.k_norm, cos, sin,
@@ -121,12 +130,15 @@ class Attention(nn.Module):
 
         heads = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.split(heads, dim=2)
-        if self.has_qk_norm:
+        if self.norms_first:
             q = self.normalize_heads(q, self.q_norm)
             k = self.normalize_heads(k, self.k_norm)
         if self.rotation is not None:
             q = self.rotate(q, *context.rotations[self.rotation])
             k = self.rotate(k, *context.rotations[self.rotation])
+        if self.norms_last:
+            q = self.normalize_heads(q, self.q_norm)
+            k = self.normalize_heads(k, self.k_norm)
         return q, k, v
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -137,8 +149,10 @@ class Attention(nn.Module):
         turned = rope.apply_rope(turned.contiguous(), cos, sin, self.compiled)
         return torch.cat((turned, plain), -1) if self.rotates_in_part else turned
 
-    def normalize_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+    def normalize_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x [b, s/cp, heads, d]: each head on its own, or all heads of a token together, over tp."""
+        if weight is None:
+            weight = x.new_ones(self.head_dim)
         if not self.qk_norm_over_heads:
             return rms_norm(x, weight, self.eps, self.compiled)
         normalized = tensor_parallel_rms_norm(x.flatten(2), weight, self.eps, self.tp)
@@ -176,6 +190,24 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
         model.hidden,
         std=model.init_std,
         bias=bias,
+        sp=cfg.parallel.sp,
+        async_tp=cfg.parallel.async_tp,
+        fp8=fp8_of_layer(cfg, layer),
+    )
+
+
+def gate_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear:
+    """x [b, s/cp, hidden] -> what gates the output of each head [b, s/cp, h/tp], or of each of its channels
+    [b, s/cp, h d / tp]."""
+    model, mixer = cfg.model, cfg.model.mixer
+    assert isinstance(mixer, AttentionConfig)
+    numbers = head_dim(model) if mixer.gate == "channel" else 1
+    return ColumnLinear(
+        mesh,
+        {f"layers.{layer}.attn.gate": mixer.heads * numbers},
+        model.hidden,
+        std=model.init_std,
+        bias=mixer.bias == "all",
         sp=cfg.parallel.sp,
         async_tp=cfg.parallel.async_tp,
         fp8=fp8_of_layer(cfg, layer),

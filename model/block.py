@@ -1,4 +1,11 @@
-"""One block of the decoder: attention and MLP, each on the normalized residual stream (pre-norm).
+"""One block of the decoder: a mixer of tokens, mostly attention, and an MLP. Each adds what it gives to the
+residual stream x, with norms where model.norm.place says:
+
+    before   x += f(norm(x))
+    after    x += norm(f(x))                      OLMo 2 (arXiv 2501.00656)
+    around   x += norm_after(f(norm(x)))          Gemma 2 (arXiv 2408.00118)
+
+or, with model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)).
 
 A mixture of experts may stand in the place of the MLP (model/moe.py), and latent attention in that of
 attention (model/mla.py).
@@ -15,7 +22,7 @@ from model.context import ForwardContext
 from model.mla import MultiLatentAttention
 from model.mlp import MLP
 from model.moe import MoE
-from model.norm import Norm, add_residual
+from model.norm import SUM, Norm, add_residual
 from model.precision import fp8_reader_of_layer
 from model.recompute import checkpoint_activations
 from parallel.rng import dropout
@@ -37,10 +44,11 @@ class BlockKind(NamedTuple):
 def attention_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
     """Of the norm before attention. Latent attention reads its result in 16 bits, too. The gradient of its
     input goes to the MLP of the block before."""
-    reads_alone = mesh.tp.size == 1 and not isinstance(cfg.model.mixer, LatentConfig)
+    is_alone = mesh.tp.size == 1 and not isinstance(cfg.model.mixer, LatentConfig)
+    is_alone = is_alone and cfg.model.residual == "sequential"
     return Fp8Readers(
-        of_result=fp8_reader_of_layer(cfg, layer) if reads_alone else None,
-        of_gradient=fp8_reader_of_layer(cfg, layer - 1) if layer > 0 else None,
+        of_result=fp8_reader_of_layer(cfg, layer) if is_alone else None,
+        of_gradient=fp8_reader_of_layer(cfg, layer - 1) if layer > 0 and adds_directly(cfg) else None,
     )
 
 
@@ -49,7 +57,15 @@ def mlp_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
     to attention's last projection."""
     reads_alone = mesh.tp.size == 1 and not has_experts(cfg.model, layer)
     reader = fp8_reader_of_layer(cfg, layer)
-    return Fp8Readers(of_result=reader if reads_alone else None, of_gradient=reader)
+    return Fp8Readers(
+        of_result=reader if reads_alone else None,
+        of_gradient=reader if adds_directly(cfg) else None,
+    )
+
+
+def adds_directly(cfg: Config) -> bool:
+    """Whether what a mixer and an MLP give is added to the residual stream as it is."""
+    return cfg.model.norm.place == "before" and cfg.model.residual_scale == 1
 
 
 class TransformerBlock(nn.Module):
@@ -68,16 +84,23 @@ class TransformerBlock(nn.Module):
         self.layer = layer
         key = f"layers.{layer}"
         self.has_experts = has_experts(cfg.model, layer)
+        self.is_parallel = cfg.model.residual == "parallel"
+        self.residual_scale = cfg.model.residual_scale
         self.dropout = cfg.model.dropout
         self.attention_site = 1 + 2 * layer  # of dropout; the embedding's is 0
         self.mlp_site = 2 + 2 * layer
 
         self.recompute = cfg.parallel.recompute == "full"  # of the whole block, in the backward
 
-        self.attn_norm = Norm(cfg, f"{key}.attn_norm", attention_readers(cfg, mesh, layer))
+        before = cfg.model.norm.place != "after"
+        after = cfg.model.norm.place != "before"
+        self.attn_norm = Norm(cfg, f"{key}.attn_norm", attention_readers(cfg, mesh, layer)) if before else SUM
         self.attn = self.mixer(cfg, layer)(cfg, mesh, layer)
-        self.mlp_norm = Norm(cfg, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer))
+        self.attn_norm_after = Norm(cfg, f"{key}.attn_norm_after") if after else None
+        if not self.is_parallel:
+            self.mlp_norm = Norm(cfg, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer)) if before else SUM
         self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
+        self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
         exchange_weight_maxima_together(self, mesh.tp)
 
     def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
@@ -90,17 +113,24 @@ class TransformerBlock(nn.Module):
         """The computation of forward, which full recompute repeats in the backward."""
         rng = context.dropout_rng
         h, x = self.attn_norm.add_and_norm(x, residual)
-        attended = self.attn(h, context)
+        attended = self.to_residual(self.attn(h, context), self.attn_norm_after)
         attended = dropout(attended, self.dropout, rng, site=self.attention_site)
 
-        h, x = self.mlp_norm.add_and_norm(attended, x)
+        if not self.is_parallel:
+            h, x = self.mlp_norm.add_and_norm(attended, x)
         router_stats = None
         if self.has_experts:
             y, router_stats = self.mlp(h, context.router_inputs)
         else:
             y = self.mlp(h)
-        y = dropout(y, self.dropout, rng, site=self.mlp_site)
-        return y, x, router_stats
+        y = dropout(self.to_residual(y, self.mlp_norm_after), self.dropout, rng, site=self.mlp_site)
+        return (y + attended if self.is_parallel else y), x, router_stats
+
+    def to_residual(self, y: Tensor, norm: Norm | None) -> Tensor:
+        """What mixer or MLP give, as it is added to the residual stream."""
+        if norm is not None:
+            y = norm(y)
+        return y if self.residual_scale == 1 else y * self.residual_scale
 
     def add_router_stats(self, stats: Tensor | None) -> None:
         """Adds the statistics of a microbatch to those of the step.

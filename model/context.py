@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from config import AttentionConfig, Config, Llama3Scaling, ModelConfig, YarnScaling, layer_models, rotated_dim
+from config import (
+    AttentionConfig,
+    Config,
+    GrowthConfig,
+    Llama3Scaling,
+    ModelConfig,
+    YarnScaling,
+    layer_models,
+    rotated_dim,
+)
 from kernels import rope
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.router import RouterInputs
@@ -67,6 +76,8 @@ def rotation_of(model: ModelConfig) -> Rotation | None:
 class ForwardContext:
     """rotations: {what rotates (rotation_of): (cos, sin) [b, s, 1, rotated / 2]} of all layers.
 
+    growths: {growth of a mixer: factor of the queries [b, s, 1, 1]}.
+
     masks: {what a layer sees (view_of): which query sees which key}, of full sequences; None: ring attention
     on a CPU, which computes it chunk by chunk. dropout_rng: None in
     evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
@@ -75,11 +86,13 @@ class ForwardContext:
     """
     rotations: Mapping[Rotation, tuple[Tensor, Tensor]]
     masks: Mapping[View, AttentionMask | None]
+    growths: Mapping[GrowthConfig, Tensor] = field(default_factory=dict)
     dropout_rng: DropoutRng | None = None
     cache: KeyValueCache | None = None
     sequence_is_sharded: bool = False
     documents: Tensor | None = None
     router_inputs: RouterInputs | None = None
+
 
 @dataclass(frozen=True)
 class LossInputs:
@@ -103,6 +116,10 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         if rotation not in rotations:
             rotations[rotation] = rope_tables(cfg, rotation, positions)
 
+    growths: dict[GrowthConfig, Tensor] = {}
+    for growth in filter(None, (model.mixer.growth for model in models)):
+        growths[growth] = query_growth(cfg, growth, positions)
+
     masks: dict[View, AttentionMask | None] = dict.fromkeys(map(view_of, models))
     is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
     if not is_ring or positions.device.type == "cuda":
@@ -123,12 +140,20 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     return ForwardContext(
         rotations,
         masks,
+        growths,
         dropout_rng=dropout_rng,
         cache=cache,
         sequence_is_sharded=sequence_is_sharded,
         documents=documents,
         router_inputs=router_inputs,
     )
+
+
+def query_growth(cfg: Config, growth: GrowthConfig, positions: Tensor) -> Tensor:
+    """positions [b, s] -> the factor of the queries there [b, s, 1, 1], in fp32, or fp64 in an fp64 run."""
+    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
+    steps = torch.div(positions + growth.first, growth.every, rounding_mode="floor")
+    return (1 + growth.rate * torch.log1p(steps.to(dtype)))[..., None, None]
 
 
 def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ class Embedding(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, ends_are_apart: bool) -> None:
         super().__init__()
         model = cfg.model
+        self.scale = model.embed_scale
         self.dropout = model.dropout
         self.tp = mesh.tp
         self.sp = cfg.parallel.sp
@@ -53,6 +54,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, dropout_rng: DropoutRng | None) -> Tensor:
         x = vocab_embedding(tokens, self.weight, self.tp, self.sp)
+        if self.scale != 1:
+            x = x * self.scale
         if self.positions is not None:
             local_positions = local_chunk(positions, self.tp) if self.sp else positions
             x = x + embedding(local_positions, self.positions)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from config import Config, mup_width_ratio, vocab_size
-from kernels.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, linear_cross_entropy
+from kernels.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, capped, linear_cross_entropy
 from kernels.linear import linear
 from model.context import LossInputs
 from model.embedding import embedding_table, vocab_table
@@ -25,7 +25,8 @@ class OutputHead(nn.Module):
         self.tp = mesh.tp
         self.sp = cfg.parallel.sp
         self.vocab = vocab_size(cfg.model)
-        self.logit_scale = 1 / mup_width_ratio(cfg.model)  # muP
+        self.logit_scale = cfg.model.logit_scale / mup_width_ratio(cfg.model)
+        self.logit_cap = cfg.model.logit_cap
         self.norm = Norm(cfg, "norm")
         if not cfg.model.tied:
             self.weight = vocab_table(cfg, mesh, "head.weight", role="head")
@@ -78,7 +79,7 @@ class OutputHead(nn.Module):
             shards = comm.all_gather(logits[None], self.tp)  # [tp, b, s, padded vocab / tp]
             logits = torch.cat(shards.unbind(0), -1)
         logits = logits[..., :self.vocab]
-        return logits.to(torch.promote_types(x.dtype, torch.float32))
+        return capped(logits.to(torch.promote_types(x.dtype, torch.float32)), self.logit_cap)
 
     def logits_at(self, x: Tensor, position: int) -> Tensor:
         """x as for `logits` -> [vocab] in fp32 or better: of one position of the first sequence."""
@@ -108,7 +109,7 @@ class OutputHead(nn.Module):
         columns = self.weight.shape[0]
         first = self.tp.index * columns  # of the vocabulary, on this rank
         logits = linear(h, self.weight)  # [n, padded vocab / tp]
-        logits = logits.to(torch.promote_types(h.dtype, torch.float32))
+        logits = capped(logits.to(torch.promote_types(h.dtype, torch.float32)), self.logit_cap)
         logits[:, max(0, self.vocab - first):] = float("-inf")  # padding
 
         # what each rank has of its columns, and the same of all columns
@@ -136,12 +137,14 @@ class OutputHead(nn.Module):
             self.vocab,
             start=first_row,
             merge=merge_vocab_statistics(self.tp),
+            cap=self.logit_cap,
         )
 
     def projection_input(self, h: Tensor) -> Tensor:
         """h [b, s, d] (sp: [b, s/tp, d]) after the norm -> [b, s, d], what the table is multiplied by.
 
-        muP divides the logits by the ratio of widths (arXiv 2203.03466, table 8).
+        The logits have a factor: that of the model, and in muP the ratio of widths divides them (arXiv
+        2203.03466, table 8).
         """
         if self.logit_scale != 1:
             h = h * self.logit_scale

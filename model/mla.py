@@ -58,6 +58,7 @@ class MultiLatentAttention(nn.Module):
         self.rotation = rotation_of(model)
         self.rope_in_pairs = model.mixer.rope.pairs
         self.score_scale = score_scale(model)
+        self.growth = model.mixer.growth
         self.core = AttentionCore.from_config(cfg, mesh)
 
         self.down = down_projection(cfg, layer)
@@ -112,6 +113,8 @@ class MultiLatentAttention(nn.Module):
         rotation = {"pairs": self.rope_in_pairs, "compiled": self.compiled}
         q = q.unflatten(-1, (self.heads, -1))  # [b, s, h/tp, nope + rope]
         q = rotate_heads(q, cos, sin, nope_dim=self.nope_dim, scale=self.score_scale, **rotation)
+        if self.growth is not None:
+            q = q * context.growths[self.growth].to(q.dtype)
 
         angles = cos, sin
         if context.cache is not None:

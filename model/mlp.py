@@ -4,8 +4,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from config import Config, recomputes
+from kernels.activations import ACTIVATIONS
 from kernels.linear import recompute_output
-from kernels.swiglu import ACTIVATIONS
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
 from parallel.tensor.layers import ColumnLinear, RowLinear
@@ -24,13 +24,13 @@ class MLP(nn.Module):
         model = cfg.model
         key = f"layers.{layer}.{name}"
         width = width or model.mlp.width
-        activation, is_gated = ACTIVATIONS[model.mlp.activation]
-        self.activation = partial(activation, compiled=cfg.train.compile)
+        activation = ACTIVATIONS[model.mlp.activation]
+        self.activation = partial(activation.function, compiled=cfg.train.compile)
         if model.mlp.activation == "swiglu" and not model.mlp.bias:  # a bias sums gate_up's gradient
             self.activation = partial(self.activation, reader=fp8_reader_of_layer(cfg, layer))
         self.recompute_activation = recomputes(cfg, "act")
 
-        names = ("gate", "up") if is_gated else ("up",)
+        names = ("gate", "up") if activation.is_gated else ("up",)
         outputs = {f"{key}.{name}": width for name in names}
         fp8 = fp8_of_layer(cfg, layer)
         self.gate_up = ColumnLinear(

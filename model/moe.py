@@ -5,12 +5,12 @@ from functools import partial
 from torch import Tensor, nn
 
 from config import Config, expert_ffn_size
+from kernels.activations import ACTIVATIONS
 from kernels.fp8_grouped import scaled_grouped_linear
 from kernels.grad import LateWeightGrads, accumulation_dtype
 from kernels.grouped_gemm import grouped_linear
 from kernels.linear import linear
 from kernels.permute import permute, unpermute
-from kernels.swiglu import weighted_swiglu
 from model.init import residual_std
 from model.mlp import MLP
 from model.precision import fp8_of_layer
@@ -131,7 +131,8 @@ class SharedExpertGate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts that this rank has: gate and up as one grouped matrix product, then down.
+    """The routed experts that this rank has: gate and up (or up alone, see kernels/activations.py) as one
+    grouped matrix product, then down.
 
     Of E / ep experts each the part of one etp rank, 1 / etp of the inner width.
     """
@@ -145,6 +146,7 @@ class Experts(nn.Module):
         # in the backward they are computed beside the exchange of the rows' gradients (parallel/expert)
         self.late_grads = self.gate_up.late_grads = self.down.late_grads = LateWeightGrads()
 
+        self.activation = ACTIVATIONS[cfg.model.mlp.activation].weighted
         self.fp8 = fp8_of_layer(cfg, layer)
 
     def forward(self, rows: ExpertRows, rows_per_expert: list[int] | Tensor) -> Tensor:
@@ -153,7 +155,7 @@ class Experts(nn.Module):
             return self.forward_in_fp8(rows, rows_per_expert, *self.fp8)
         x, order, probs = rows
         gate_up = grouped_linear(x, self.gate_up, rows_per_expert, gather=order)  # [r, 2f/etp]
-        activated = weighted_swiglu(gate_up, probs)  # [r, f/etp]
+        activated = self.activation(gate_up, probs)  # [r, f/etp]
         return grouped_linear(activated, self.down, rows_per_expert, combine=order)
 
     def forward_in_fp8(
@@ -165,7 +167,7 @@ class Experts(nn.Module):
         if order is not None:
             x = permute(x, *order)
         gate_up = product(x, self.gate_up)
-        y = product(weighted_swiglu(gate_up, probs), self.down)
+        y = product(self.activation(gate_up, probs), self.down)
         return y if order is None else unpermute(y, *order)
 
 
@@ -179,11 +181,12 @@ def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[B
 
     num_local = expert_count(model) // cfg.parallel.ep
     first = mesh.ep_etp.index // etp * num_local
+    names = ("gate", "up") if ACTIVATIONS[model.mlp.activation].is_gated else ("up",)
     gate_up: list[Box] = []
     down: list[Box] = []
     for expert in range(first, first + num_local):
         key = f"layers.{layer}.mlp.experts.{expert}"
-        for name in ("gate", "up"):
+        for name in names:
             gate_up.append(Box(
                 f"{key}.{name}.weight",
                 shape=(width, model.hidden),

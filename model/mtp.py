@@ -76,6 +76,7 @@ class MultiTokenPrediction(nn.Module):
         self.cfg = cfg
         self.mesh = mesh
         self.table = table
+        self.embed_scale = cfg.model.embed_scale
         self.loss_weight = cfg.model.mtp.weight / cfg.model.mtp.modules
         first = cfg.model.layers
         layers = range(first, first + cfg.model.mtp.modules)
@@ -98,6 +99,8 @@ class MultiTokenPrediction(nn.Module):
                 router_inputs = make_router_inputs(self.cfg, self.mesh, targets, scale, context.dropout_rng)
                 context = replace(context, router_inputs=router_inputs)
             embedded = vocab_embedding(tokens, self.table, self.mesh.tp, sp)
+            if self.embed_scale != 1:
+                embedded = embedded * self.embed_scale
             h = module(h, embedded, context)
             losses.append(cross_entropy(h, targets, scale * self.loss_weight))
         return reduce(add, losses)

@@ -1,7 +1,8 @@
 """RMSNorm or LayerNorm, as the config says, with the addition of the residual in the same kernel."""
+import torch
 from torch import Tensor, nn
 
-from config import Config, recomputes
+from config import Config, LayerNormConfig, recomputes
 from kernels import norm
 from kernels.linear import recompute_output
 from parallel.tensor.layers import replicated_vector
@@ -19,8 +20,9 @@ class Norm(nn.Module):
         self.readers = readers
         self.recompute = recomputes(cfg, "norm")
         self.weight = replicated_vector(f"{key}.weight", hidden, "norm", is_partial=sp)
+        self.is_layer_norm = isinstance(cfg.model.norm, LayerNormConfig)
         self.bias = None
-        if cfg.model.norm.kind == "layernorm":
+        if isinstance(cfg.model.norm, LayerNormConfig) and cfg.model.norm.bias:
             self.bias = replicated_vector(f"{key}.bias", hidden, "bias", is_partial=sp)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,20 +31,35 @@ class Norm(nn.Module):
 
     def normalize(self, x: Tensor) -> Tensor:
         settings = (self.eps, self.compiled, self.readers)
-        if self.bias is None:
+        if not self.is_layer_norm:
             return norm.rms_norm(x, self.weight, *settings)
-        return norm.layer_norm(x, self.weight, self.bias, *settings)
+        return norm.layer_norm(x, self.weight, self.added(), *settings)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x). One pass, either way."""
         settings = (self.eps, self.compiled, self.readers)
-        if self.bias is None:
+        if not self.is_layer_norm:
             y, total = norm.add_rms_norm(x, residual, self.weight, *settings)
         else:
-            y, total = norm.add_layer_norm(x, residual, self.weight, self.bias, *settings)
+            y, total = norm.add_layer_norm(x, residual, self.weight, self.added(), *settings)
         if self.recompute:
             y = recompute_output(y, self.normalize, total)
         return y, total
+
+    def added(self) -> Tensor:
+        """The bias of LayerNorm [d]: zeros where it has none."""
+        return torch.zeros_like(self.weight) if self.bias is None else self.bias
+
+
+class PlainSum:
+    """In the place of a norm that a block does not have: the addition alone."""
+
+    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = add_residual(x, residual)
+        return total, total
+
+
+SUM = PlainSum()
 
 
 def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:

@@ -309,6 +309,10 @@ def loss_told(column: int, coefficient: float, low: float):
     return right
 
 
+def bounded(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(logits / cap)
+
+
 def dropped(before: Seen, after: Seen) -> bool:
     """No expert takes more than its fair share of a sequence, 16 * 2 / 4 = 8; what is left out is told."""
     rows = [n for counts in after.rows for n in counts]
@@ -332,6 +336,8 @@ ROUTED = {"told", "rows"}
 SCALED = {"kind": "llama3", "factor": 4.0, "original": 16}
 ROPE = {f"mixer.rope.scaling.{key}": value for key, value in SCALED.items()}
 YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
+EVERY_FOUR = {"mixer.growth.every": 4}
+GROWTH = {"mixer.growth.rate": 0.1, **EVERY_FOUR}
 LATENT_SIZES = {"mixer.kv_rank": 12, "mixer.nope_dim": 8, "mixer.rope_dim": 4, "mixer.v_dim": 6}
 LATENT = {"mixer.kind": "latent", **LATENT_SIZES}
 LEARNED = {"positions": "learned", "mixer.rope": None}
@@ -362,7 +368,18 @@ CASES = [
     Case("context", 128, {"shapes"}, shaped(positions=(128, 32)), LEARNED),
     Case("norm.kind", "layernorm", NEW, added("attn_norm.bias", "mlp_norm.bias", "norm.bias")),
     Case("norm.eps", 1e-2, VALUES),
+    Case("norm.bias", False, NEW, added(gone=("norm.bias",)), {"norm.kind": "layernorm"}),
+    Case("norm.place", "after", NEW, added("norm_after.weight", gone=("attn_norm.weight", "mlp_norm.weight"))),
+    Case("norm.place", "around", NEW, added("attn_norm_after.weight", "mlp_norm_after.weight")),
+    Case("residual", "parallel", NEW, added(gone=("mlp_norm.weight",))),
+    Case("residual_scale", 0.5, VALUES),
+    Case("embed_scale", 3.0, VALUES),
+    Case("logit_scale", 0.5, VALUES, lambda before, after: same(after.logits, 0.5 * before.logits)),
+    Case("logit_cap", 0.5, VALUES, lambda before, after: same(after.logits, bounded(before.logits, 0.5))),
     Case("mlp.activation", "gelu", NEW, added(gone=("mlp.gate",))),
+    Case("mlp.activation", "relu2", NEW, added(gone=("mlp.gate",))),
+    Case("mlp.activation", "geglu", VALUES),
+    Case("mlp.activation", "clamped_swiglu", VALUES),
     Case("positions", "learned", NEW, added("positions.weight")),
     Case("mixer.rope", None, VALUES),
     Case("mixer.rope.base", 500.0, VALUES),
@@ -389,6 +406,21 @@ CASES = [
         shaped(attn_to_q_norm=(32,), attn_to_k_norm=(32,)),
         {"mixer.qk_norm": "head"},
     ),
+    Case(
+        "mixer.qk_norm",
+        "unweighted",
+        NEW,
+        added(gone=("attn.q_norm.weight", "attn.k_norm.weight")),
+        {"mixer.qk_norm": "after_rope"},
+    ),
+    Case("mixer.qk_norm", "after_rope", VALUES, base={"mixer.qk_norm": "head"}),
+    Case("mixer.gate", "channel", NEW, added("attn.gate.weight")),
+    Case("mixer.gate", "head", NEW, shaped(attn_to_gate=(4, 32)), {"mixer.gate": "channel"}),
+    Case("mixer.growth", {"every": 4}, VALUES),
+    Case("mixer.growth.rate", 0.5, VALUES, base=GROWTH, also=EVERY_FOUR),
+    Case("mixer.growth.every", 8, VALUES, base=GROWTH),
+    Case("mixer.growth.first", 1, VALUES, base=GROWTH, also=EVERY_FOUR),
+    Case("mixer.growth.rate", 0.5, VALUES, base={**LATENT, **GROWTH}, also=EVERY_FOUR),
     Case(
         "mixer.kind",
         "latent",

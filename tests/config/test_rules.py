@@ -11,7 +11,7 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import AttentionConfig, ConfigError, LatentConfig, MTPConfig, MupConfig, YarnScaling
+from config import AttentionConfig, ConfigError, GrowthConfig, LatentConfig, MTPConfig, MupConfig, YarnScaling
 from config.rules import divisors
 from config.tree import every_path, has_path, hints_of, members_of, ranges_of, with_values
 from model.schedules import plan_pipeline
@@ -52,6 +52,7 @@ YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
 WITH_PART = {
     "model.mixer": LATENT,
     "model.mixer.rope.scaling": YARN,
+    "model.mixer.growth": {"model__mixer__growth": GrowthConfig()},
     "model.mtp": {"model__mtp": MTPConfig()},
     "model.mup": {"model__mup": MupConfig(base=64)},
 }
@@ -134,7 +135,7 @@ CASES = [
     (having(**MIXTURE, model__aux_loss=-1.0), 1, "model.aux_loss", False),
     (having(**MIXTURE, model__first_dense=4), 1, "model.first_dense", True),
     (having(**MIXTURE, model__shared_gate=True), 1, "model.shared_gate", False),
-    (having(**MIXTURE, model__mlp__activation="gelu"), 1, "model.experts", False),
+    (having(**MIXTURE, model__mlp__bias=True), 1, "model.mlp.bias", False),
     (having(**MIXTURE, model__mlp__bias=True), 1, "model.mlp.bias", False),
     (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
     (having(**LATENT, model__mixer__rope_dim=5), 1, "model.mixer.rope_dim", True),

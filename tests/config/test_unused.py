@@ -95,8 +95,8 @@ CASES = (
 )
 # keys that every run reads, whatever the other keys are
 READ = {
-    "model": "preset layers hidden vocab vocab_multiple blocks pattern positions tied dropout init_std "
-    "experts",
+    "model": "preset layers hidden vocab vocab_multiple blocks pattern residual residual_scale positions "
+    "embed_scale logit_scale logit_cap tied dropout init_std experts",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay decay_steps weight_decay clip spike_sigma",

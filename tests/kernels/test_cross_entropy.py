@@ -19,10 +19,13 @@ def case(t=11, d=6, v=13, dtype=torch.float64):
     return hidden, weight, torch.randint(0, v - 3, (t,))
 
 
-def definition(hidden, weight, targets, scale, vocab):
+def definition(hidden, weight, targets, scale, vocab, cap=None):
+    logits = (hidden @ weight.t())[:, :vocab]
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
     return (
         F.cross_entropy(
-            (hidden @ weight.t())[:, :vocab].to(torch.promote_types(hidden.dtype, torch.float32)),
+            logits.to(torch.promote_types(hidden.dtype, torch.float32)),
             targets,
             ignore_index=IGNORE_INDEX,
             reduction="sum",
@@ -38,6 +41,19 @@ def test_loss_and_gradients(chunk, ignored):
     y[{"none": slice(0), "some": slice(2, 5), "all": slice(None)}[ignored]] = IGNORE_INDEX
     got = linear_cross_entropy(hidden, weight, y, 0.3, 10, chunk=chunk)  # rows 10, 11, 12 are padding
     want = definition(hidden, weight, y, 0.3, 10)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), torch.autograd.grad(want, (hidden, weight))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("merge", [None, lambda *statistics: statistics])
+def test_bounded_logits(chunk, merge):
+    """Bounds of the size of the logits themselves, with padding of the vocabulary."""
+    hidden, weight, y = case()
+    y[3] = IGNORE_INDEX
+    got = linear_cross_entropy(hidden, weight, y, 0.3, 10, chunk=chunk, merge=merge, cap=1.5)
+    want = definition(hidden, weight, y, 0.3, 10, cap=1.5)
     torch.testing.assert_close(got, want)
     for a, b in zip(torch.autograd.grad(got, (hidden, weight)), torch.autograd.grad(want, (hidden, weight))):
         torch.testing.assert_close(a, b)

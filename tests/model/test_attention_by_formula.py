@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from build import build_run
-from config import AttentionConfig, Llama3Scaling, RopeConfig
+from config import AttentionConfig, GrowthConfig, Llama3Scaling, RopeConfig
 from config.tree import with_values
 from kernels import rope
 from model.context import KeyValueCache, forward_context
@@ -32,8 +32,15 @@ FORMS = {
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
     "biased": {"bias": "all"},
+    "norm after rope": {"qk_norm": "after_rope", "rope": RopeConfig(base=50.0, share=0.5)},
+    "norm without weight": {"qk_norm": "unweighted"},
+    "gate of channels": {"gate": "channel"},
+    "biased gate of heads": {"gate": "head", "bias": "all"},
+    "growth": {"growth": GrowthConfig(rate=0.7, every=3)},
+    "growth from one": {"growth": GrowthConfig(rate=0.7, every=3, first=1), "rope": None},
     "all": {
-        "scale": 0.7, "softcap": 2.0, "sinks": True, "chunk": 5, "qk_norm": "head",
+        "scale": 0.7, "softcap": 2.0, "sinks": True, "chunk": 5, "qk_norm": "head", "gate": "channel",
+        "growth": GrowthConfig(every=2),
         "rope": RopeConfig(base=50.0, share=0.5),
     },
 }
@@ -97,7 +104,7 @@ def by_the_formula(attn, mixer, x, documents):
     def norm(t, weight, dims):
         return t / (t.square().mean(dims, keepdim=True) + attn.eps).sqrt() * weight.view(-1, D)
 
-    if mixer.qk_norm:
+    if mixer.qk_norm in ("head", "whole"):
         dims = -1 if mixer.qk_norm == "head" else (-2, -1)
         q, k = norm(q, attn.q_norm, dims), norm(k, attn.k_norm, dims)
     out = []
@@ -105,6 +112,13 @@ def by_the_formula(attn, mixer, x, documents):
         query, key = q[:, number], k[:, number // 2]
         if mixer.rope:
             query, key = turned(query, mixer.rope, positions), turned(key, mixer.rope, positions)
+        if mixer.qk_norm == "after_rope":
+            query, key = norm(query, attn.q_norm, -1), norm(key, attn.k_norm, -1)
+        if mixer.qk_norm == "unweighted":
+            query, key = norm(query, torch.ones(D), -1), norm(key, torch.ones(D), -1)
+        if mixer.growth:
+            group = (positions + mixer.growth.first) // mixer.growth.every
+            query = query * (1 + mixer.growth.rate * torch.log(1 + group.double()))[:, None]
         scores = query @ key.t() * (mixer.scale or D**-0.5)
         if mixer.softcap:
             scores = mixer.softcap * torch.tanh(scores / mixer.softcap)
@@ -113,7 +127,10 @@ def by_the_formula(attn, mixer, x, documents):
         if mixer.sinks:
             total = total + attn.sinks[number].exp()
         out.append(weights / total @ v[:, number // 2])
-    out = torch.cat(out, -1)
+    out = torch.stack(out, 1)  # [s, h, d]
+    if mixer.gate:
+        out = out / (1 + torch.exp(-linear(attn.gate, x).view(S, 4, -1)))
+    out = out.flatten(1)
     return linear(attn.out, out)
 
 

@@ -1,0 +1,135 @@
+"""The activations of an MLP, by model.mlp.activation: SwiGLU and GELU (kernels/swiglu.py), and those of fewer
+models, in plain torch.
+
+    geglu            gelu(gate) up                                 arXiv 2002.05202, with the tanh form of GELU
+    clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)             gpt-oss: gate at most 7, up within -7 .. 7
+    relu2            relu(x)^2                                     arXiv 2109.08668
+
+A gated one reads [gate | up]. Arithmetic is in fp32 or better, and the input alone is saved for the backward.
+train.compile makes each a kernel, forward and backward.
+"""
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.grad import accumulation_dtype
+from kernels.jit import jit
+from kernels.swiglu import SavedInput, gelu, split_gate_up, swiglu, weighted_swiglu
+
+CLAMP = 7.0  # of gpt-oss
+SLOPE = 1.702  # of its sigmoid
+
+
+class Definition(NamedTuple):
+    """forward(x) and backward(dy, x), which gives the gradient of x; both in the dtype of x."""
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+class Activation(NamedTuple):
+    """function(x [..., f or 2f], compiled) -> [..., f].
+
+    weighted(x [m, f or 2f], weight [m]) -> [m, f]: each row times its weight, a router's probability.
+    is_gated: x is [gate | up], twice as wide.
+    """
+    function: Callable[..., Tensor]
+    weighted: Callable[[Tensor, Tensor], Tensor]
+    is_gated: bool
+
+
+# ---- definitions -------------------------------------------------------------------------------------------
+
+def geglu_forward(gate_up: Tensor) -> Tensor:
+    gate, up = split_gate_up(gate_up)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def geglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = split_gate_up(gate_up)
+    dy = dy.to(gate.dtype)
+    dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
+    dup = F.gelu(gate, approximate="tanh").mul_(dy)
+    return torch.cat((dgate, dup), -1).to(gate_up.dtype)
+
+
+def clamped_swiglu_forward(gate_up: Tensor) -> Tensor:
+    gate, up = split_gate_up(gate_up)
+    gate = gate.clamp(max=CLAMP)
+    up = up.clamp(-CLAMP, CLAMP)
+    return (gate * torch.sigmoid(SLOPE * gate) * (up + 1)).to(gate_up.dtype)
+
+
+def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = split_gate_up(gate_up)
+    gate_moves = gate <= CLAMP  # at the bound itself it still has a gradient, as clamp has
+    up_moves = up.abs() <= CLAMP
+    gate = gate.clamp(max=CLAMP)
+    up = up.clamp(-CLAMP, CLAMP)
+    dy = dy.to(gate.dtype)
+
+    sigmoid = torch.sigmoid(SLOPE * gate)
+    slope = sigmoid + SLOPE * gate * sigmoid * (1 - sigmoid)  # of gate sigmoid(SLOPE gate)
+    dgate = (dy * (up + 1) * slope).mul_(gate_moves)
+    dup = (dy * gate * sigmoid).mul_(up_moves)
+    return torch.cat((dgate, dup), -1).to(gate_up.dtype)
+
+
+def relu2_forward(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype)).relu().square().to(x.dtype)
+
+
+def relu2_backward(dy: Tensor, x: Tensor) -> Tensor:
+    values = x.to(accumulation_dtype(x.dtype))
+    return (2 * dy.to(values.dtype) * values.relu()).to(x.dtype)
+
+
+# ---- autograd ----------------------------------------------------------------------------------------------
+
+def activate(x: Tensor, compiled: bool = False, *, definition: Definition) -> Tensor:
+    return SavedInput.apply(x, jit(definition.forward, compiled), jit(definition.backward, compiled))
+
+
+def activate_weighted(x: Tensor, weight: Tensor, *, definition: Definition) -> Tensor:
+    """Never compiled, because the number of rows changes with each call."""
+    return _Weighted.apply(x, weight, definition)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, definition: Definition) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.definition = definition
+        values = definition.forward(x.to(accumulation_dtype(x.dtype)))
+        return (values * weight[:, None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        values = x.to(accumulation_dtype(x.dtype))
+        dy = dy.to(values.dtype)
+        dweight = torch.linalg.vecdot(dy, ctx.definition.forward(values))
+        dx = ctx.definition.backward(dy * weight[:, None].to(dy.dtype), values)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
+
+
+def defined(definition: Definition, is_gated: bool) -> Activation:
+    return Activation(
+        partial(activate, definition=definition), partial(activate_weighted, definition=definition), is_gated
+    )
+
+
+GELU = Definition(
+    lambda x: F.gelu(x, approximate="tanh"),
+    lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+)
+ACTIVATIONS = {  # by model.mlp.activation
+    "swiglu": Activation(swiglu, weighted_swiglu, is_gated=True),
+    "geglu": defined(Definition(geglu_forward, geglu_backward), is_gated=True),
+    "clamped_swiglu": defined(Definition(clamped_swiglu_forward, clamped_swiglu_backward), is_gated=True),
+    "gelu": Activation(gelu, partial(activate_weighted, definition=GELU), is_gated=False),
+    "relu2": defined(Definition(relu2_forward, relu2_backward), is_gated=False),
+}
