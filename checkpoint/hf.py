@@ -30,6 +30,7 @@ HEAD = "lm_head.weight"
 VOCAB_KEYS = ("embed.weight", "head.weight")  # ours are padded: [padded vocab, hidden]
 # Old files hold these buffers, which are no weights.
 BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+NORM_WEIGHT = re.compile(r"norm(_after)?\.weight$")
 FLOATS = ("F64", "F32", "F16", "BF16")
 SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; that of version 5 is ten times larger
 MAX_NAMED = 4  # differences that an error names; the rest is only counted
@@ -43,6 +44,7 @@ class HFTensor:
     name: str
     parts: list[Tensor]
     transpose: bool  # after the parts are stacked
+    above: float = 0.0  # what ours are above theirs: 1 of norms that are stored as w - 1
     exact: bool = False  # stays fp32, whatever the dtype of the others: it only chooses experts
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -72,7 +74,13 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
             tensor = tensor[:model.vocab]
         if name not in found:
             transpose = family.conv1d and tensor.dim() == 2 and box.key.startswith("layers.")
-            found[name] = HFTensor(name, [], transpose, exact=box.key.endswith(".router.bias"))
+            found[name] = HFTensor(
+                name,
+                [],
+                transpose,
+                above=1.0 if family.norms_below_one and NORM_WEIGHT.search(box.key) else 0.0,
+                exact=box.key.endswith(".router.bias"),
+            )
         found[name].parts.append(tensor)
     return list(found.values())
 
@@ -188,6 +196,8 @@ def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
     sources = value.split([len(part) for part in tensor.parts])
     for part, source in zip(tensor.parts, sources):
         part.copy_(source)
+        if tensor.above:
+            part.add_(tensor.above)
 
 
 def check_copy(name: str, stored: StoredHFTensor, key: str, original: Tensor) -> None:
@@ -303,6 +313,8 @@ def write_tensors(path: Path, group: list[HFTensor], dtype: torch.dtype) -> int:
             value = tensor.parts[0] if len(tensor.parts) == 1 else torch.cat(tensor.parts)
             if tensor.transpose:
                 value = value.t()
+            if tensor.above:
+                value = value - tensor.above
             data = raw_bytes(value.to(tensor.dtype(dtype))).data
             for start in range(0, len(data), CHUNK):
                 file.write(data[start:start + CHUNK])

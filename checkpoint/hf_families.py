@@ -12,19 +12,30 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from checkpoint.hf_layer_types import (
+    COHERE2_LAYERS,
+    EXAONE4_LAYERS,
+    GEMMA2_LAYERS,
+    GEMMA3_LAYERS,
+    OLMO3_LAYERS,
+)
 from checkpoint.hf_rules import (
     ALL_BIASES,
     ATTENTION_BIAS,
+    ATTENTION_MULTIPLIER,
     CWM_ROPE,
     CWM_WINDOWS,
+    DIVIDED_LOGITS,
     DOTS_NO_WINDOW,
     EQUAL_BIASES,
     EXPERTS_OF_FFN,
     GPT2_DROPOUT,
     GPT2_HEADS,
     GPT2_WIDTH,
+    GROWING_ROPE,
     HEADS_DIVIDE_HIDDEN,
     HEAD_DIM,
+    HUNYUAN_ROPE,
     INIT_STD_BY_WIDTH,
     INIT_STD_UP_TO_1,
     LAYER_WINDOWS,
@@ -39,9 +50,11 @@ from checkpoint.hf_rules import (
     NO_WINDOW,
     PLAIN_WINDOW,
     QK_NORM_OF_HEADS,
+    QUERY_SCALAR,
     QWEN_DENSE_LAYERS,
     QWEN_WINDOW,
     RESIDUAL_DROPOUT,
+    ROOT_OF_WIDTH,
     ROPE,
     SEED_BIASES,
     SHARED_WIDTH,
@@ -124,6 +137,7 @@ class Family:
     prefix: str = "model."  # of their names; base models without a head leave it out
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
+    norms_below_one: bool = False  # weights of norms are stored as w - 1
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
     def read(self, hf_config: Tree) -> Tree:
@@ -257,6 +271,20 @@ MTP = in_layer("model.layers", {
     "head_norm": "shared_head.norm",
 })
 
+NORMS_AFTER = in_layer("model.layers", {
+    "attn_norm_after": "post_attention_layernorm",
+    "mlp_norm_after": "post_feedforward_layernorm",
+})
+NORMS_AROUND = NORMS_AFTER | in_layer("model.layers", {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+})
+GLM4_NORMS = NORMS | in_layer("model.layers", {
+    "attn_norm_after": "post_self_attn_layernorm",
+    "mlp_norm_after": "post_mlp_layernorm",
+})
+UP_AND_DOWN = in_layer("model.layers", {"mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"})
+
 GPT2_OUTER = {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}
 GPT2_BIASED = {
     "norm": "transformer.ln_f",
@@ -292,6 +320,10 @@ SARVAM = {
     }),
 }
 SARVAM_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "mlp.gate.expert_bias"})
+HUNYUAN_QK_NORM = in_layer("model.layers", {
+    "attn.q_norm": "self_attn.query_layernorm",
+    "attn.k_norm": "self_attn.key_layernorm",
+})
 HUNYUAN_EXPERTS = in_layer("model.layers", {
     "mlp.router": "mlp.router.gate",
     "mlp.shared.gate": "mlp.shared_mlp.gate_proj",
@@ -316,6 +348,10 @@ DEEPSEEK_V2_TENSORS = with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | E
 
 
 # ---- rules that families share -----------------------------------------------------------------------------
+
+def without_name(names: dict[str, str], name: str) -> dict[str, str]:
+    return {ours: theirs for ours, theirs in names.items() if ours != name}
+
 
 def without(rules: tuple[Rule, ...], name: str) -> tuple[Rule, ...]:
     """The rules but for that of one field."""
@@ -436,6 +472,106 @@ DEEPSEEK_DEFAULTS: dict[str, object] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
     "num_key_value_heads": None,
+}
+
+
+# Gemma: norms of w - 1, GeGLU, an embedding times the root of its width.
+GELU_TANH = ("gelu_pytorch_tanh", "gelu")
+GEMMA = (
+    *SIZES,
+    ROOT_OF_WIDTH,
+    ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    Fixed("norm.kind", "rmsnorm"),
+    Fixed("mlp.activation", "geglu"),
+    *ROTARY,
+    NO_ATTENTION_DROPOUT,
+    NO_PADDING,
+    Only("use_bidirectional_attention", (None, False), written=False),
+    Idle(("hidden_act",)),  # published folders have both names, and hidden_activation counts
+)
+GEMMA_AROUND = (
+    *GEMMA,
+    HEADS_DIVIDE_HIDDEN,
+    Fixed("norm.place", "around"),
+    Only("hidden_activation", GELU_TANH[:1]),
+    QUERY_SCALAR,
+    Field("mixer.softcap", "attn_logit_softcapping", nullable=True),
+    Field("logit_cap", "final_logit_softcapping", nullable=True),
+)
+GEMMA_DEFAULTS = {
+    **ROPE_DEFAULTS,
+    "head_dim": 256,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+OLMO2 = (
+    *LAYERS_AND_WIDTH,
+    KV_HEADS,
+    NO_HEAD_DIM,
+    *REST_OF_SIZES,
+    ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    Fixed("mixer.qk_norm", "whole"),
+    Fixed("norm.place", "after"),
+    *DECODER,
+    NO_ATTENTION_DROPOUT,
+    NO_PADDING,
+)
+OLMO2_TENSORS = (
+    with_leaf("weight", OUTER | NORMS_AFTER | QKV | OUTPUT | QK_NORM | MLP) | with_leaf("bias", QKV | OUTPUT)
+)
+COHERE = (
+    *LAYERS_AND_WIDTH,
+    KV_HEADS,
+    NO_HEAD_DIM,
+    *without(REST_OF_SIZES, "norm.eps"),
+    Field("norm.eps", "layer_norm_eps", minimum=0),
+    Field("logit_scale", "logit_scale"),
+    ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    NO_QK_NORM,
+    Fixed("norm.kind", "layernorm"),
+    Fixed("norm.bias", False),
+    Fixed("residual", "parallel"),
+    Fixed("mlp.activation", "swiglu"),
+    Only("hidden_act", ("silu", "swish")),
+    *ROTARY,
+    NO_ATTENTION_DROPOUT,
+    NO_PADDING,
+    Idle(("rms_norm_eps",)),
+)
+COHERE_DEFAULTS = {
+    **without_key(ROPE_DEFAULTS, "rms_norm_eps"),
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+COHERE_TENSORS = (
+    with_leaf("weight", without_name(OUTER | NORMS, "layers.{layer}.mlp_norm") | QKV | OUTPUT | MLP)
+    | with_leaf("bias", QKV | OUTPUT)
+)
+GLM = (
+    *SIZES,
+    bias_of_qkv("attention_bias"),
+    NO_MLP_BIAS,
+    NO_QK_NORM,
+    NO_WINDOW,
+    *without_rope_share(DECODER),
+    share_of_rope(0.5),
+    Fixed("mixer.rope.pairs", True),
+    NO_ATTENTION_DROPOUT,
+    NO_PADDING,
+)
+GLM_DEFAULTS = {
+    **ROPE_DEFAULTS,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "max_position_embeddings": 131072,
 }
 
 
@@ -1106,6 +1242,244 @@ FAMILIES = {family.model_type: family for family in (
         },
         aliases={"num_experts": "num_local_experts"},
         tensors=QWEN3_TENSORS | with_leaf("weight", MIXTRAL_EXPERTS) | MINIMAX_ROUTER_BIAS,
+    ),
+    Family(
+        model_type="gemma",
+        architecture="GemmaForCausalLM",
+        rules=(
+            *GEMMA,
+            NO_QK_NORM,
+            NO_WINDOW,
+            Only("hidden_act", GELU_TANH),
+            Only("hidden_activation", (None, *GELU_TANH), written=False),
+            ROPE,
+        ),
+        defaults={**GEMMA_DEFAULTS, "num_key_value_heads": 16, "max_position_embeddings": 8192},
+        tensors=LLAMA_TENSORS,
+        norms_below_one=True,
+    ),
+    Family(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        rules=(*GEMMA_AROUND, NO_QK_NORM, GEMMA2_LAYERS),
+        defaults={
+            **GEMMA_DEFAULTS,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            "max_position_embeddings": 8192,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS_AROUND | QKV | OUTPUT | MLP) | with_leaf("bias", QKV | OUTPUT),
+        norms_below_one=True,
+    ),
+    Family(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        rules=(
+            *GEMMA_AROUND,
+            Fixed("mixer.qk_norm", "head"),
+            Idle(("_sliding_window_pattern",)),
+            GEMMA3_LAYERS,
+        ),
+        defaults={
+            **GEMMA_DEFAULTS,
+            "num_key_value_heads": 4,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "max_position_embeddings": 131072,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS_AROUND | QKV | OUTPUT | QK_NORM | MLP)
+        | with_leaf("bias", QKV | OUTPUT),
+        norms_below_one=True,
+    ),
+    Family(
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        rules=(*OLMO2, NO_WINDOW, ROPE),
+        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False,
+                  "max_position_embeddings": 2048},
+        tensors=OLMO2_TENSORS,
+    ),
+    Family(
+        model_type="olmo3",
+        architecture="Olmo3ForCausalLM",
+        rules=(*OLMO2, OLMO3_LAYERS),
+        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_bias": False,
+                  "sliding_window": 4096, "max_position_embeddings": 2048},
+        tensors=OLMO2_TENSORS,
+    ),
+    Family(
+        model_type="granite",
+        architecture="GraniteForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            KV_HEADS,
+            NO_HEAD_DIM,
+            *REST_OF_SIZES,
+            ATTENTION_BIAS,
+            Field("mlp.bias", "mlp_bias"),
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            ROPE,
+            ATTENTION_MULTIPLIER,
+            DIVIDED_LOGITS,
+            Field("embed_scale", "embedding_multiplier"),
+            Field("residual_scale", "residual_multiplier"),
+            NO_ATTENTION_DROPOUT,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "max_position_embeddings": 2048,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP),
+    ),
+    Family(
+        model_type="arcee",
+        architecture="ArceeForCausalLM",
+        rules=(
+            *SIZES,
+            HEADS_DIVIDE_HIDDEN,
+            ATTENTION_BIAS,
+            Field("mlp.bias", "mlp_bias"),
+            NO_QK_NORM,
+            NO_WINDOW,
+            Fixed("norm.kind", "rmsnorm"),
+            Fixed("mlp.activation", "relu2"),
+            Only("hidden_act", ("relu2",)),
+            *ROTARY,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+        ),
+        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
+                  "max_position_embeddings": 4096},
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | UP_AND_DOWN)
+        | with_leaf("bias", QKV | OUTPUT | UP_AND_DOWN),
+    ),
+    Family(
+        model_type="nemotron",
+        architecture="NemotronForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            KV_HEADS,
+            HEAD_DIM,
+            *without(REST_OF_SIZES, "norm.eps"),
+            Field("norm.eps", "norm_eps", minimum=0),
+            ATTENTION_BIAS,
+            Field("mlp.bias", "mlp_bias"),
+            NO_QK_NORM,
+            NO_WINDOW,
+            Fixed("norm.kind", "layernorm"),
+            Fixed("mlp.activation", "relu2"),
+            Only("hidden_act", ("relu2",)),
+            *without_rope_share(ROTARY),
+            share_of_rope(0.5),
+            NO_ATTENTION_DROPOUT,
+        ),
+        defaults={**without_key(ROPE_DEFAULTS, "rms_norm_eps"), "norm_eps": 1e-5, "initializer_range": 0.0134,
+                  "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 4096},
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | UP_AND_DOWN)
+        | with_leaf("bias", {"norm": OUTER["norm"]} | NORMS | QKV | OUTPUT | UP_AND_DOWN),
+        norms_below_one=True,
+    ),
+    Family(
+        model_type="cohere",
+        architecture="CohereForCausalLM",
+        rules=(*COHERE, NO_WINDOW, Only("use_qk_norm", (False,)), ROPE, Fixed("mixer.rope.pairs", True)),
+        defaults=COHERE_DEFAULTS,
+        tensors=COHERE_TENSORS,
+    ),
+    Family(
+        model_type="cohere2",
+        architecture="Cohere2ForCausalLM",
+        rules=(*COHERE, Idle(("head_dim", "cache_implementation", "order_of_interleaved_layers",
+                              "position_embedding_type", "rotary_pct", "use_embedding_sharing",
+                              "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
+                              "use_qk_norm")), COHERE2_LAYERS),
+        defaults={**COHERE_DEFAULTS, "sliding_window": 4096},
+        tensors=COHERE_TENSORS,
+    ),
+    Family(
+        model_type="glm",
+        architecture="GlmForCausalLM",
+        rules=GLM,
+        defaults=GLM_DEFAULTS,
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | PHI_MLP) | with_leaf("bias", QKV),
+    ),
+    Family(
+        model_type="glm4",
+        architecture="Glm4ForCausalLM",
+        rules=(*GLM, Fixed("norm.place", "around")),
+        defaults=GLM_DEFAULTS,
+        tensors=with_leaf("weight", OUTER | GLM4_NORMS | QKV | OUTPUT | PHI_MLP) | with_leaf("bias", QKV),
+    ),
+    Family(
+        model_type="exaone4",
+        architecture="Exaone4ForCausalLM",
+        rules=(
+            *SIZES,
+            *NO_BIAS,
+            Fixed("mixer.qk_norm", "head"),
+            Fixed("norm.place", "after"),
+            *DECODER,
+            NO_ATTENTION_DROPOUT,
+            EXAONE4_LAYERS,
+        ),
+        defaults={**ROPE_DEFAULTS, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+                  "max_position_embeddings": 2048},
+        tensors=with_leaf("weight", OUTER | NORMS_AFTER | QKV | OUTPUT | QK_NORM | MLP),
+    ),
+    Family(
+        model_type="hunyuan_v1_dense",
+        architecture="HunYuanDenseV1ForCausalLM",
+        rules=(
+            *SIZES,
+            ATTENTION_BIAS,
+            NO_MLP_BIAS,
+            Fixed("mixer.qk_norm", "after_rope"),
+            NO_WINDOW,
+            *DECODER,
+            HUNYUAN_ROPE,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            Idle(("eod_token_id", "org_vocab_size", "sep_token_id", "text_start_id", "text_end_id", "mask_init_id",
+                  "im_start_id", "im_end_id", "im_newline_id", "pad_id", "bos_id", "eos_id", "eod_id")),
+            Only("use_qk_norm", (True,), written=False),
+            Only("use_cla", (False,), written=False),
+        ),
+        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False,
+                  "max_position_embeddings": 2048},
+        aliases={"attention_head_dim": "head_dim"},
+        tensors=LLAMA_TENSORS | with_leaf("weight", HUNYUAN_QK_NORM) | with_leaf("bias", QKV | OUTPUT),
+    ),
+    Family(
+        model_type="ministral3",
+        architecture="Ministral3ForCausalLM",
+        rules=(
+            *SIZES, *NO_BIAS, NO_QK_NORM, *DECODER, GROWING_ROPE, NO_ATTENTION_DROPOUT, NO_PADDING,
+            PLAIN_WINDOW,
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "rope_theta"),
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "max_position_embeddings": 262144,
+        },
+        tensors=LLAMA_TENSORS,
     ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.
     Family(

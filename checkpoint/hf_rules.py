@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 
 from config import (
     AttentionConfig,
+    LinearScaling,
     Llama3Scaling,
     ModelConfig,
+    Scaling,
     Tree,
     YarnScaling,
     expert_ffn_size,
@@ -226,8 +228,9 @@ def read_rope(keys: Tree, mla: bool = False) -> Tree:
     # In the order of transformers 5.
     scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
-    if kind not in ("default", "llama3", "yarn") or not isinstance(scaling, dict):
-        raise UnlikeFamily(f"rope scaling {kind!r} is not supported, only llama3's, yarn's and none")
+    if kind not in ("default", "linear", "llama3", "yarn") or not isinstance(scaling, dict):
+        raise UnlikeFamily(
+            f"rope scaling {kind!r} is not supported, only linear, llama3's, yarn's and none")
     check_rope_parameters(scaling)
 
     theta = plain_number(scaling if "rope_theta" in scaling else keys, "rope_theta")
@@ -235,6 +238,9 @@ def read_rope(keys: Tree, mla: bool = False) -> Tree:
         raise UnlikeFamily(f"rope_theta = {theta} is not above 0")
     if kind == "default":
         return {"mixer.rope.base": theta}
+    if kind == "linear":
+        factor = number(scaling, "factor")
+        return {"mixer.rope.base": theta, "mixer.rope.scaling": {"kind": kind, "factor": factor}}
     scaled = read_rope_scaling(kind, scaling, keys)
     check_ramp(scaled, theta, rotated_channels(keys, mla))
     if kind == "yarn":
@@ -262,6 +268,8 @@ def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
         limits = {"low_freq": scaling["low_freq_factor"], "high_freq": scaling["high_freq_factor"]}
     else:
         limits = {"low_freq": scaling.get("beta_slow") or 1, "high_freq": scaling.get("beta_fast") or 32}
+        if not scaling.get("truncate", True):
+            limits["truncate"] = False
     return scaled | limits
 
 
@@ -277,7 +285,10 @@ def check_ramp(scaled: Tree, theta: float, channels: int | float) -> None:
     """Raises UnlikeFamily if the ramp between the two limits of the scaling has no form (ramp_obstacle)."""
     kind, original = scaled["kind"], scaled["original"]
     low, high = scaled["low_freq"], scaled["high_freq"]
-    if ramp_obstacle(kind, channels, theta=theta, low=low, high=high, original=original):
+    truncate = scaled.get("truncate", True)
+    if ramp_obstacle(
+        kind, channels, theta=theta, low=low, high=high, original=original, truncate=truncate
+    ):
         raise UnlikeFamily(
             f"{kind} rope scaling between {low} and {high} rotations in {original} positions, "
             f"with rope_theta = {theta}, is not supported: no channel lies between them"
@@ -285,7 +296,14 @@ def check_ramp(scaled: Tree, theta: float, channels: int | float) -> None:
 
 
 def ramp_obstacle(
-    kind: str, channels: int | float, *, theta: float, low: float, high: float, original: float
+    kind: str,
+    channels: int | float,
+    *,
+    theta: float,
+    low: float,
+    high: float,
+    original: float,
+    truncate: bool = True,
 ) -> str:
     """The field for which the ramp of a scaling differs between transformers and kernels/rope.py; else "".
 
@@ -304,14 +322,26 @@ def ramp_obstacle(
     def channel(rotations: float) -> float:
         return channels * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(channel(high)), 0)
-    last = min(math.ceil(channel(low)), channels - 1)
+    first, last = channel(high), channel(low)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, channels - 1)
     return "mixer.rope.scaling.original" if last < first else ""
 
 
+ROPE_PARAMETERS = frozenset(
+    """rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor
+    beta_fast beta_slow mscale mscale_all_dim attention_factor truncate partial_rotary_factor
+    max_position_embeddings finetuned""".split()
+)
+
+
 def check_rope_parameters(scaling: Tree) -> None:
-    """Raises UnlikeFamily for a parameter that is not a number, and for channels without rotation."""
+    """Raises UnlikeFamily for an unknown parameter, for one that is not a number, and for channels without
+    rotation."""
     for key, value in scaling.items():
+        if key not in ROPE_PARAMETERS and value is not None:
+            raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
         if key not in ("rope_type", "type") and not (value is None or is_number(value)):
             raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
     if (scaling.get("partial_rotary_factor") or 1.0) != 1.0:
@@ -324,14 +354,8 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
 
     mscale counts only beside mscale_all_dim. An attention_factor replaces both for cos and sin.
     """
-    if scaling.get("truncate", True) is not True:
-        raise UnlikeFamily(f"rope parameter truncate = {scaling['truncate']} is not supported, only true")
     mscale = scaling.get("mscale")
     mscale_all = scaling.get("mscale_all_dim")
-    if mscale_all and not mla:
-        raise UnlikeFamily(
-            f"rope parameter mscale_all_dim = {mscale_all} is supported with latent attention alone"
-        )
     if mscale_all and not mscale:
         raise UnlikeFamily(f"rope parameter mscale_all_dim = {mscale_all} without mscale is not supported")
 
@@ -368,9 +392,11 @@ def write_rope(model: ModelConfig) -> Tree:
     return {"rope_theta": model.mixer.rope.base, "rope_scaling": write_rope_scaling(model.mixer.rope.scaling)}
 
 
-def write_rope_scaling(scaling: Llama3Scaling | YarnScaling | None) -> Tree | None:
+def write_rope_scaling(scaling: Scaling | None) -> Tree | None:
     if scaling is None:
         return None
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
     written: Tree = {
         "rope_type": scaling.kind,
         "factor": scaling.factor,
@@ -379,6 +405,8 @@ def write_rope_scaling(scaling: Llama3Scaling | YarnScaling | None) -> Tree | No
     if isinstance(scaling, Llama3Scaling):
         return written | {"low_freq_factor": scaling.low_freq, "high_freq_factor": scaling.high_freq}
     written |= {"beta_slow": scaling.low_freq, "beta_fast": scaling.high_freq}
+    if not scaling.truncate:
+        written["truncate"] = False
     if scaling.mscale_all:
         return written | {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
     if scaling.mscale == 1.0:
@@ -396,6 +424,8 @@ def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
     scaling = settings.scaling
     if scaling is None:
         return []
+    if isinstance(scaling, LinearScaling):
+        return []
     if scaling.kind not in ("llama3", "yarn"):
         return ["mixer.rope.scaling.kind"]
 
@@ -407,13 +437,12 @@ def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
         low=scaling.low_freq,
         high=scaling.high_freq,
         original=scaling.original,
+        truncate=getattr(scaling, "truncate", True),
     )
     if ramp:
         lost.append(ramp)
     if isinstance(scaling, YarnScaling):
-        if scaling.mscale_all and not mla:
-            lost.append("mixer.rope.scaling.mscale_all")
-        elif scaling.mscale_all and not scaling.mscale:
+        if scaling.mscale_all and not scaling.mscale:
             lost.append("mixer.rope.scaling.mscale")
         elif not scaling.mscale_all and scaling.factor <= 1 and scaling.mscale != 1.0:
             lost.append("mixer.rope.scaling.mscale")  # without effect here, but not there
@@ -469,6 +498,162 @@ def share_of_rope(default: float) -> FieldGroup:
         share_of_rope_obstacles,
     )
 
+
+# ---- factors and caps --------------------------------------------------------------------------------------
+
+def close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-12)
+
+
+def inverse(value: float) -> float:
+    """1 / value, as it was before it was divided: 13.0 of 1 / 13."""
+    return float(f"{1 / value:.14g}")
+
+
+def score_scale(model: ModelConfig) -> float:
+    """Factor of attention's scores."""
+    assert isinstance(model.mixer, AttentionConfig)
+    return head_dim(model) ** -0.5 if model.mixer.scale is None else model.mixer.scale
+
+
+def own_head_dim(keys: Tree) -> int | float:
+    """Channels of a head."""
+    size = number({"head_dim": None, **keys}, "head_dim", nullable=True)
+    return size or plain_number(keys, "hidden_size") // plain_number(keys, "num_attention_heads")
+
+
+def read_attention_multiplier(keys: Tree) -> Tree:
+    value = plain_number(keys, "attention_multiplier")
+    return {"mixer.scale": None if close(value, own_head_dim(keys) ** -0.5) else value}
+
+
+def read_query_scalar(keys: Tree) -> Tree:
+    """Scores are divided by the root of query_pre_attn_scalar."""
+    value = plain_number(keys, "query_pre_attn_scalar")
+    if value <= 0:
+        raise UnlikeFamily(f"query_pre_attn_scalar = {value} is not above 0")
+    return {"mixer.scale": None if value == own_head_dim(keys) else value**-0.5}
+
+
+def query_scalar(model: ModelConfig) -> int:
+    return round(score_scale(model) ** -2)
+
+
+def read_root_of_width(keys: Tree) -> Tree:
+    """Gemma multiplies its embedding by the root of its width."""
+    return {"embed_scale": float(plain_number(keys, "hidden_size")) ** 0.5}
+
+
+def read_divided_logits(keys: Tree) -> Tree:
+    value = plain_number(keys, "logits_scaling")
+    if value <= 0:
+        raise UnlikeFamily(f"logits_scaling = {value} is not above 0")
+    return {"logit_scale": 1 / value}
+
+
+ATTENTION_MULTIPLIER = FieldGroup(
+    ("mixer.scale",),
+    read_attention_multiplier,
+    lambda model: {"attention_multiplier": score_scale(model)},
+)
+QUERY_SCALAR = FieldGroup(
+    ("mixer.scale",),
+    read_query_scalar,
+    lambda model: {"query_pre_attn_scalar": query_scalar(model)},
+    lambda model: [] if close(query_scalar(model) ** -0.5, score_scale(model)) else ["mixer.scale"],
+)
+ROOT_OF_WIDTH = FieldGroup(
+    ("embed_scale",),
+    read_root_of_width,
+    obstacles=lambda model: [] if close(model.embed_scale, model.hidden**0.5) else ["embed_scale"],
+)
+DIVIDED_LOGITS = FieldGroup(
+    ("logit_scale",),
+    read_divided_logits,
+    lambda model: {"logits_scaling": inverse(model.logit_scale)},
+    lambda model: [] if close(1 / inverse(model.logit_scale), model.logit_scale) else ["logit_scale"],
+)
+
+
+# Ministral 3: queries grow with their position, by groups of as many as the context before the scaling.
+
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def read_growing_rope(keys: Tree, mla: bool = False) -> Tree:
+    """A folder that says nothing has the values of the published one."""
+    given = keys.get("rope_scaling") or keys.get("rope_parameters") or MINISTRAL3_ROPE
+    if not isinstance(given, dict):
+        raise UnlikeFamily(f"rope_parameters = {given!r} is not supported")
+    rate = plain_number({"llama_4_scaling_beta": 0.0, **given}, "llama_4_scaling_beta")
+    rest = {key: value for key, value in given.items() if key != "llama_4_scaling_beta"}
+    fields = read_rope({**keys, "rope_scaling": None, "rope_parameters": rest}, mla)
+    if not rate:
+        return {**fields, "mixer.growth": None}
+    every = plain_number(given, "original_max_position_embeddings")
+    return {**fields, "mixer.growth": {"rate": rate, "every": every, "first": 0}}
+
+
+def write_growing_rope(model: ModelConfig) -> Tree:
+    rope, growth = model.mixer.rope, model.mixer.growth
+    assert rope is not None
+    original = growth.every if growth else model.context
+    return {"rope_parameters": {
+        "rope_type": "default",
+        "original_max_position_embeddings": original,
+        **(write_rope_scaling(rope.scaling) or {}),
+        "rope_theta": rope.base,
+        "llama_4_scaling_beta": growth.rate if growth else 0.0,
+    }}
+
+
+def growing_rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
+    lost = rope_obstacles(model, mla)
+    growth, rope = model.mixer.growth, model.mixer.rope
+    original = getattr(rope.scaling, "original", None) if rope else None
+    if growth and growth.first:
+        lost.append("mixer.growth.first")
+    if growth and original not in (None, growth.every):
+        lost.append("mixer.growth.every")
+    return lost
+
+
+GROWING_ROPE = FieldGroup(
+    (*ROPE_FIELDS, "mixer.growth"), read_growing_rope, write_growing_rope, growing_rope_obstacles
+)
+
+
+def read_hunyuan_rope(keys: Tree) -> Tree:
+    """Their alpha raises the base (NTK-aware scaling); it is read as the base that follows. Goes out as it."""
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    scaling = keys.get(name) or {}
+    keys.get("rope_theta")
+    alpha = scaling.get("alpha") if isinstance(scaling, dict) else None
+    if not alpha or scaling.get("rope_type", scaling.get("type")) != "dynamic":
+        if isinstance(scaling, dict):
+            scaling = {key: value for key, value in scaling.items() if key != "alpha"}
+        return read_rope({**keys, name: scaling})
+    base = plain_number(scaling if "rope_theta" in scaling else keys, "rope_theta")
+    channels = own_head_dim(keys)
+    if not is_number(alpha) or alpha <= 0 or channels <= 2:
+        raise UnlikeFamily(f"rope parameter alpha = {alpha!r} is not supported")
+    return {"mixer.rope.base": base * alpha ** (channels / (channels - 2))}
+
+
+HUNYUAN_ROPE = FieldGroup(ROPE_FIELDS, read_hunyuan_rope, write_rope, rope_obstacles)
+
+
+# ---- rotary positions of single families -------------------------------------------------------------------
 
 CWM_SCALING = {
     "rope_type": "llama3",

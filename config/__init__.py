@@ -42,12 +42,14 @@ from config.model_parts import (
     GrowthConfig,
     LatentConfig,
     LayerNormConfig,
+    LinearScaling,
     Llama3Scaling,
     MLPConfig,
     MTPConfig,
     MupConfig,
     RMSNormConfig,
     RopeConfig,
+    Scaling,
     YarnScaling,
 )
 from config.optimizers import OPTIMIZERS, OptimizerSpec

@@ -8,6 +8,13 @@ from config.tree import Count, CountOrZero, NotNegative, Portion, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """RoPE for a longer context by interpolation of positions (arXiv 2306.15595)."""
+    kind: Literal["linear"] = "linear"
+    factor: Positive  # all positions are divided by it
+
+
+@dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
     """RoPE for a longer context, as in Llama 3.1 (arXiv 2407.21783)."""
     kind: Literal["llama3"] = "llama3"
@@ -31,8 +38,12 @@ class YarnScaling:
     #   between the two limits (beta_fast)
     mscale: NotNegative = 1.0  # cos and sin are multiplied by f(mscale) / f(mscale_all), where f(m) = 1 + m
     #   ln(factor) / 10
+    truncate: bool = True  # the limits of the ramp are whole channels (false: gpt-oss)
     mscale_all: NotNegative = 0.0  # latent attention multiplies its scores by f(mscale_all) squared
     #   (DeepSeek)
+
+
+Scaling = Llama3Scaling | YarnScaling | LinearScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +52,7 @@ class RopeConfig:
     base: Positive = 10000.0  # base of the rotary wavelengths
     share: Portion = 1.0  # of the channels of a head, the first ones: those that are rotated (GPT-NeoX)
     pairs: bool = False  # true: rotate channels 2i and 2i + 1 together; false: i and i + dim/2
-    scaling: Llama3Scaling | YarnScaling | None = None  # for a longer context than the model was trained on
+    scaling: Scaling | None = None  # for a longer context than the model was trained on
 
 
 @dataclass(frozen=True, kw_only=True)

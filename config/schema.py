@@ -17,10 +17,12 @@ from config.model_parts import (
     AttentionConfig,
     LatentConfig,
     LayerNormConfig,
+    Llama3Scaling,
     MLPConfig,
     MTPConfig,
     MupConfig,
     RMSNormConfig,
+    YarnScaling,
 )
 from config.pattern import BlockVariant, kinds_of_layers
 from config.strict import ConfigError
@@ -434,7 +436,7 @@ def rotated_dim(model: ModelConfig) -> int:
 def with_original_context(mixer: Mixer, original: int) -> Mixer:
     """The mixer with another length of the context before the scaling of its rotary positions, if it has
     one."""
-    if mixer.rope is None or mixer.rope.scaling is None:
+    if mixer.rope is None or not isinstance(mixer.rope.scaling, (Llama3Scaling, YarnScaling)):
         return mixer
     scaling = replace(mixer.rope.scaling, original=original)
     return replace(mixer, rope=replace(mixer.rope, scaling=scaling))

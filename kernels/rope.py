@@ -36,6 +36,7 @@ def frequencies(
     high: float = 4.0,
     original: int = 8192,
     kind: str = "llama3",
+    truncate: bool = True,
     device: torch.device | None = None,
 ) -> Tensor:
     """Radians per position of each pair of channels, [dim/2] in angle_dtype.
@@ -43,14 +44,17 @@ def frequencies(
     factor: how many times longer than `original` tokens the context is; None: no scaling. With a factor, long
     waves are slowed by it, short waves are kept, and a linear ramp lies between. The ramp runs over the
     channels' number of rotations within the original context, from `low` to `high` (kind llama3), or over the
-    channels between those with `high` and `low` rotations (kind yarn).
+    channels between those with `high` and `low` rotations (kind yarn; truncate: between whole channels). Kind
+    linear slows all waves.
     """
     exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
     plain = theta ** -exponents
     if factor is None:
         return plain
+    if kind == "linear":
+        return plain / factor
     if kind == "yarn":
-        kept = yarn_kept_share(dim, theta, low, high, original, device)
+        kept = yarn_kept_share(dim, theta, low, high, original, truncate, device)
     else:
         rotations = original * plain / (2 * math.pi)  # within the original context
         kept = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -58,7 +62,13 @@ def frequencies(
 
 
 def yarn_kept_share(
-    dim: int, theta: float, low: float, high: float, original: int, device: torch.device | None
+    dim: int,
+    theta: float,
+    low: float,
+    high: float,
+    original: int,
+    truncate: bool,
+    device: torch.device | None,
 ) -> Tensor:
     """How much of its plain frequency each pair of channels keeps under YaRN: [dim/2] in [0, 1]."""
 
@@ -66,8 +76,10 @@ def yarn_kept_share(
         """The pair of channels, as a real number, that rotates this often within the original context."""
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(channel(high)), 0)
-    last = min(math.ceil(channel(low)), dim - 1)
+    first, last = channel(high), channel(low)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
     channels = torch.arange(dim // 2, dtype=angle_dtype(device), device=device)
     return 1 - ((channels - first) / max(last - first, 1e-3)).clamp(0, 1)
 

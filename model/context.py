@@ -12,6 +12,7 @@ from config import (
     GrowthConfig,
     Llama3Scaling,
     ModelConfig,
+    Scaling,
     YarnScaling,
     layer_models,
     rotated_dim,
@@ -50,7 +51,7 @@ class KeyValueCache:
 class Rotation(NamedTuple):
     """What rotary tables depend on, beside positions. channels: of a head that are rotated."""
     base: float
-    scaling: Llama3Scaling | YarnScaling | None
+    scaling: Scaling | None
     channels: int
 
 
@@ -160,19 +161,17 @@ def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Ten
     """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run.
 
     RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
-    3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071). YaRN's tables are also multiplied by a number, which in
+    3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071), or interpolated positions (arXiv 2306.15595). YaRN's tables are also multiplied by a number, which in
     DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
     """
     scaling = rotation.scaling
     scaled: dict[str, Any] = {}
     if scaling is not None:
-        scaled = {
-            "factor": scaling.factor,
-            "low": scaling.low_freq,
-            "high": scaling.high_freq,
-            "original": scaling.original,
-            "kind": scaling.kind,
-        }
+        scaled = {"factor": scaling.factor, "kind": scaling.kind}
+    if isinstance(scaling, (Llama3Scaling, YarnScaling)):
+        scaled |= {"low": scaling.low_freq, "high": scaling.high_freq, "original": scaling.original}
+    if isinstance(scaling, YarnScaling):
+        scaled |= {"truncate": scaling.truncate}
     frequencies = rope.frequencies(
         rotation.channels,
         rotation.base,

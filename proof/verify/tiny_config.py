@@ -110,7 +110,7 @@ def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], width: int, mi
     if path == "mixer.rope":
         return value and with_original_context(replace(mixer, rope=value), ORIGINAL_CONTEXT).rope
     if path == "mixer.rope.scaling":
-        return value and replace(value, original=ORIGINAL_CONTEXT)
+        return value and replace(value, **{"original": ORIGINAL_CONTEXT} if hasattr(value, "original") else {})
     size = sizes.get(path.removeprefix("mixer."))
     if value is None or size is None:
         return value

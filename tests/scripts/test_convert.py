@@ -95,6 +95,7 @@ SIGMOID = {
     "num_experts_per_tok": 3,
     "pad_token_id": None,  # a padding token would not train
 }
+FULL_LAYERS = ["full_attention", "full_attention"]
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
 CASES = {
     "gpt2": ("GPT2", GPT2),
@@ -156,6 +157,85 @@ CASES = {
         {
             **ROPE, "head_dim": 16, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2,
             "partial_rotary_factor": 0.5, "pad_token_id": None,
+        },
+    ),
+    "gemma": ("Gemma", {**ROPE, "head_dim": 10, "pad_token_id": None}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **ROPE, "head_dim": 10, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12,
+            "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "pad_token_id": None,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {
+            **ROPE, "head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 10, "attention_bias": True,
+            "final_logit_softcapping": None, "attn_logit_softcapping": None, "pad_token_id": None,
+            "layer_types": ["sliding_attention", "sliding_attention"], "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **ROPE, "head_dim": 10, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma3-1b": (
+        "Gemma3Text", {**ROPE, "head_dim": 16, "num_hidden_layers": 7, "sliding_window": 5, "pad_token_id": None},
+    ),
+    "olmo2": ("Olmo2", {**ROPE, "pad_token_id": None}),
+    "olmo2-biased": (
+        "Olmo2", {**ROPE, "attention_bias": True, "tie_word_embeddings": True, "pad_token_id": None},
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            **ROPE, "num_hidden_layers": 4, "sliding_window": 5, "pad_token_id": None,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **ROPE, "attention_multiplier": 0.2, "logits_scaling": 13.0, "embedding_multiplier": 5.0,
+            "residual_multiplier": 0.3, "tie_word_embeddings": True,
+        },
+    ),
+    "arcee": ("Arcee", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
+    "arcee-biased": ("Arcee", {**ROPE, "attention_bias": True, "mlp_bias": True}),
+    "nemotron": ("Nemotron", {**ROPE, "partial_rotary_factor": 0.5}),
+    "cohere": ("Cohere", {**ROPE, "logit_scale": 0.3, "pad_token_id": None}),
+    "cohere2": (
+        "Cohere2",
+        {**ROPE, "num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.3, "pad_token_id": None},
+    ),
+    "glm": ("Glm", {**ROPE, "head_dim": 16, "pad_token_id": None}),
+    "glm4-0414": ("Glm4", {**ROPE, "head_dim": 16, "pad_token_id": None}),
+    "exaone4": ("Exaone4", {**ROPE, "head_dim": 10, "num_hidden_layers": 4, "sliding_window": 5}),
+    "exaone4-full": ("Exaone4", {**ROPE, "sliding_window": None, "rope_scaling": LLAMA3, "layer_types": FULL_LAYERS}),
+    "hunyuan-v1": (
+        "HunYuanDenseV1",
+        {
+            **ROPE, "head_dim": 10, "rope_scaling": {"type": "dynamic", "alpha": 30.0, "factor": 1.0},
+            "attention_bias": True, "pad_token_id": None,
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **ROPE, "head_dim": 14, "pad_token_id": None,
+            "rope_parameters": {
+                **YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
         },
     ),
     "smollm3": ("SmolLM3", {**ROPE, "no_rope_layer_interval": 2, "pad_token_id": None}),
@@ -397,7 +477,8 @@ CASES = {
         {**ROPE, "sliding_window": 7, "tie_word_embeddings": True, "pad_token_id": None},
     ),
 }
-SAME = {  # written as the first family that computes the same
+BELOW_ONE = ("Gemma", "Gemma2", "Gemma3Text", "Nemotron")  # w - 1 of a folder in bf16 is w in fp32, exactly
+SAME = {  # written as the first family that computes the same, or under another name
     "mistral-nowindow": "Llama",
     "deepseek-v3-dense": "DeepseekV2",
     "seed-oss-36b": "Qwen2",
@@ -411,6 +492,8 @@ SAME = {  # written as the first family that computes the same
     "youtu-untied": "DeepseekV2",
     "youtu-halves": "DeepseekV3",
     "cwm": "Ministral",
+    "gemma3": "Gemma3",
+    "gemma3-1b": "Gemma3",
     "internlm3": "Llama",
     "internlm3-biased": "Llama",
     "phi4": "Llama",
@@ -463,6 +546,8 @@ def their_model(transformers, family, settings):
     )
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.1)
+        if family in BELOW_ONE and p.dim() == 1:
+            p.copy_(p.bfloat16())
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.add_(torch.randn_like(bias) * 0.1)

@@ -1,0 +1,226 @@
+"""Rules of families whose layers are of two types (layer_types): layers that see all tokens before, and layers
+that slide over a window, with other rotary positions.
+
+A model of both types has the layers that see all as its plain blocks, and a kind of blocks `local`.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from checkpoint.hf_rules import (
+    LOCAL,
+    FieldGroup,
+    UnlikeFamily,
+    number,
+    plain_number,
+    read_rope,
+    rope_obstacles,
+    sliding_layers,
+    write_rope_scaling,
+)
+from config import ConfigError, ModelConfig, RopeConfig, Tree, build_tree, layer_model, merge
+from config.pattern import PLAIN, pattern_text
+from config.tree import plain_data
+
+FIELDS = ("mixer.window", "mixer.rope", "blocks", "pattern")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """What a family has in each type of layer.
+
+    full, sliding: keys -> mixer.rope of a layer of the type. write: the rotary positions of a layer that sees
+    all, and of one that slides -> keys; None: the model has no such layer. every: of a config without
+    layer_types, every so many layers see all; a key that says it otherwise.
+    """
+    full: Callable[[Tree], Tree | None]
+    sliding: Callable[[Tree], Tree | None]
+    write: Callable[[RopeConfig | None, RopeConfig | None], Tree]
+    every: int
+    every_key: str = "sliding_window_pattern"
+    first_is_full: bool = False
+
+    def read(self, keys: Tree) -> Tree:
+        slides = sliding_layers(keys) or self.usual(keys)
+        size = number(keys, "sliding_window", nullable=True)
+        keys.get(self.every_key)  # says nothing beside layer_types
+        if any(slides) and size is None:
+            raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
+        full: Tree = {"mixer.window": None, "mixer.rope": self.full(keys)}
+        sliding: Tree = {"mixer.window": size, "mixer.rope": self.sliding(keys)}
+        if all(slides) or not any(slides):
+            return sliding if all(slides) else full
+        changes = {path: value for path, value in sliding.items() if value != full[path]}
+        pattern = pattern_text([LOCAL if each else PLAIN for each in slides])
+        return {**full, "blocks": {LOCAL: changes}, "pattern": pattern}
+
+    def usual(self, keys: Tree) -> list[bool]:
+        """Whether each layer slides in a config without layer_types."""
+        layers = int(plain_number(keys, "num_hidden_layers"))
+        every = keys.get(self.every_key)
+        if every is None:
+            every = self.every
+        if not isinstance(every, int) or every < 1:
+            raise UnlikeFamily(f"{self.every_key} = {every!r} is not supported without layer_types")
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+
+    def keys_of(self, model: ModelConfig) -> Tree:
+        mixers = [layer_model(model, layer).mixer for layer in range(model.layers)]
+        full = [mixer for mixer in mixers if mixer.window is None]
+        sliding = [mixer for mixer in mixers if mixer.window is not None]
+        return {
+            "sliding_window": sliding[0].window if sliding else None,
+            "layer_types": [FULL if mixer.window is None else SLIDING for mixer in mixers],
+            **self.write(
+                full[0].rope if full else None if sliding else model.mixer.rope,
+                sliding[0].rope if sliding else None,
+            ),
+        }
+
+    def obstacles(self, model: ModelConfig) -> list[str]:
+        """What is not the same once it was written and read."""
+        ropes = {layer_model(model, layer).mixer.rope for layer in range(model.layers)}
+        for rope in ropes:
+            lost = rope_obstacles(with_fields(model, {"mixer.rope": plain_data(rope)})) if rope else []
+            if lost:
+                return lost
+        sizes = {"num_hidden_layers": model.layers, "hidden_size": model.hidden,
+                 "num_attention_heads": model.mixer.heads, "head_dim": model.mixer.head_dim,
+                 "max_position_embeddings": model.context}
+        try:
+            again = with_fields(model, self.read({**sizes, **self.keys_of(model)}))
+        except (UnlikeFamily, ConfigError, AssertionError):
+            return ["mixer.rope"]
+        pairs = [(layer_model(model, layer), layer_model(again, layer)) for layer in range(model.layers)]
+        if all(before == after for before, after in pairs):
+            return []
+        return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
+
+
+def with_fields(model: ModelConfig, fields: Tree) -> ModelConfig:
+    """The model with these values, and without kinds of blocks beside those of `fields`."""
+    plain = {**plain_data(model), "blocks": None, "pattern": None}
+    return build_tree(ModelConfig, merge(plain, fields, ModelConfig))
+
+
+def layer_types_group(types: LayerTypes) -> FieldGroup:
+    return FieldGroup(FIELDS, types.read, types.keys_of, types.obstacles)
+
+
+# ---- rotary positions of each type -------------------------------------------------------------------------
+
+def rope_part(fields: Tree, pairs: bool = False) -> Tree:
+    """{mixer.rope.KEY: value} as the keys of the part."""
+    none = {"pairs": pairs, "scaling": None}  # stated, since a kind of block has what else the model has
+    return none | {path.removeprefix("mixer.rope."): value for path, value in fields.items()}
+
+
+def has_types(keys: Tree) -> bool:
+    """Whether rope_parameters has those of each type of layer, as transformers 5 writes it."""
+    parameters = keys.get("rope_parameters")
+    return isinstance(parameters, dict) and (FULL in parameters or SLIDING in parameters)
+
+
+def rope_of_type(keys: Tree, layer_type: str) -> Tree:
+    """The rotary positions that rope_parameters has for this type of layer."""
+    own = keys["rope_parameters"].get(layer_type)
+    if not isinstance(own, dict):
+        raise UnlikeFamily(f"rope_parameters has no {layer_type}")
+    keys.get("rope_theta")
+    return rope_part(read_rope({**keys, "rope_parameters": own, "rope_scaling": None}))
+
+
+def no_rope(keys: Tree) -> None:
+    return None
+
+
+def one_rope(keys: Tree, pairs: bool = False) -> Tree:
+    """The same in every layer."""
+    return rope_part(read_rope(keys), pairs)
+
+
+def written_rope(rope: RopeConfig | None) -> Tree:
+    """The base and the scaling, in the spelling of transformers 4."""
+    if rope is None:
+        return {}
+    return {"rope_theta": rope.base, "rope_scaling": write_rope_scaling(rope.scaling)}
+
+
+def written_parameters(rope: RopeConfig) -> Tree:
+    """The same as transformers 5 writes it, for one type of layer."""
+    return {"rope_type": "default", **(write_rope_scaling(rope.scaling) or {}), "rope_theta": rope.base}
+
+
+# OLMo 3: the layers that slide have no scaling.
+
+OLMO3_BASE = 500000.0
+
+
+def olmo3_full(keys: Tree) -> Tree:
+    return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
+
+
+def olmo3_sliding(keys: Tree) -> Tree:
+    if has_types(keys):
+        return rope_of_type(keys, SLIDING)
+    base = plain_number(keys, "rope_theta")
+    if base != OLMO3_BASE:  # transformers 5 gives it to the layers that see all alone, and 4 to all layers
+        raise UnlikeFamily(
+            f"rope_theta = {base} says nothing certain about layers that slide; write rope_parameters")
+    return rope_part({"mixer.rope.base": base})
+
+
+def write_olmo3(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    given = full or sliding
+    assert given is not None
+    parameters = {FULL: written_parameters(full or given), SLIDING: written_parameters(sliding or given)}
+    return {"rope_parameters": parameters}
+
+
+# Gemma 3: two bases.
+
+def gemma3_full(keys: Tree) -> Tree:
+    return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
+
+
+def gemma3_sliding(keys: Tree) -> Tree:
+    if has_types(keys):
+        return rope_of_type(keys, SLIDING)
+    return rope_part({"mixer.rope.base": plain_number(keys, "rope_local_base_freq")})
+
+
+def write_gemma3(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    assert sliding is None or sliding.scaling is None
+    local = {"rope_local_base_freq": sliding.base} if sliding else {}
+    return {**written_rope(full), **local}
+
+
+# Gemma 2: the same in all layers.
+
+def write_one_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    return written_rope(full or sliding)
+
+
+# Cohere 2, EXAONE 4: none in the layers that see all, beside others that slide.
+
+def write_sliding_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    assert sliding is not None and full is None
+    return written_rope(sliding)
+
+
+def exaone4_full(keys: Tree) -> Tree | None:
+    """None, but in models whose layers all see all."""
+    return one_rope(keys) if keys.get("sliding_window") is None else None
+
+
+def write_exaone4(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    return written_rope(sliding or full)
+
+
+OLMO3_LAYERS = layer_types_group(LayerTypes(olmo3_full, olmo3_sliding, write_olmo3, every=4))
+GEMMA2_LAYERS = layer_types_group(LayerTypes(one_rope, one_rope, write_one_rope, every=2))
+GEMMA3_LAYERS = layer_types_group(LayerTypes(gemma3_full, gemma3_sliding, write_gemma3, every=6))
+COHERE2_LAYERS = layer_types_group(
+    LayerTypes(no_rope, partial(one_rope, pairs=True), write_sliding_rope, every=4))
+EXAONE4_LAYERS = layer_types_group(LayerTypes(exaone4_full, one_rope, write_exaone4, every=4))
