@@ -75,7 +75,7 @@ from checkpoint.hf_rules import (
     spell_out,
 )
 from config import TRAINING_ONLY_KEYS, ConfigError, ModelConfig, Tree, modules_ahead, no_effect
-from config.tree import is_below, stated_leaves
+from config.tree import has_path, is_below, stated_leaves, value_at
 
 # Fields that change training or speed, and not the function of the weights.
 NOT_THE_MODEL = (*TRAINING_ONLY_KEYS, "mtp.weight", "preset", "mixer.kernel", "vocab_multiple", "dropout")
@@ -116,6 +116,14 @@ def head_and_mtp(model: ModelConfig) -> dict[str, str]:
         copies[f"model.layers.{layer}.embed_tokens.weight"] = "embed.weight"
         copies[f"model.layers.{layer}.shared_head.head.weight"] = head
     return copies
+
+
+def kind_before(model: ModelConfig, path: str) -> str:
+    """Of a key that the model lacks: the key that says which kind of part it has instead, or that none."""
+    part = path.rpartition(".")[0]
+    if not has_path(model, part):
+        return kind_before(model, part)
+    return part if value_at(model, part) is None else f"{part}.kind"
 
 
 def changes_nothing(key: str) -> bool:
@@ -192,7 +200,8 @@ class Family:
         found += [path for path in stated_leaves(model) if not is_below(path, covered)]
 
         ignored = {*NOT_THE_MODEL, *FOLDED, *no_effect(model)}
-        return [name for name in dict.fromkeys(found) if not is_below(name, ignored)]
+        named = dict.fromkeys(name if has_path(model, name) else kind_before(model, name) for name in found)
+        return [name for name in named if not is_below(name, ignored)]
 
     def hf_name(self, key: str) -> str:
         """Their name of our tensor `key`. Raises ConfigError if the family has no such tensor.
@@ -543,6 +552,7 @@ COHERE = (
 )
 COHERE_DEFAULTS = {
     **without_key(ROPE_DEFAULTS, "rms_norm_eps"),
+    "rope_theta": 500000.0,
     "layer_norm_eps": 1e-5,
     "logit_scale": 0.0625,
     "attention_bias": False,
@@ -1408,7 +1418,7 @@ FAMILIES = {family.model_type: family for family in (
                               "position_embedding_type", "rotary_pct", "use_embedding_sharing",
                               "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
                               "use_qk_norm")), COHERE2_LAYERS),
-        defaults={**COHERE_DEFAULTS, "sliding_window": 4096},
+        defaults={**COHERE_DEFAULTS, "rope_theta": 10000.0, "sliding_window": 4096},
         tensors=COHERE_TENSORS,
     ),
     Family(

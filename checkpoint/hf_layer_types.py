@@ -4,7 +4,7 @@ that slide over a window, with other rotary positions.
 A model of both types has the layers that see all as its plain blocks, and a kind of blocks `local`.
 """
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from checkpoint.hf_rules import (
@@ -18,9 +18,8 @@ from checkpoint.hf_rules import (
     sliding_layers,
     write_rope_scaling,
 )
-from config import ConfigError, ModelConfig, RopeConfig, Tree, build_tree, layer_model, merge
+from config import AttentionConfig, ModelConfig, RopeConfig, Tree, build_tree, head_dim, layer_model
 from config.pattern import PLAIN, pattern_text
-from config.tree import plain_data
 
 FIELDS = ("mixer.window", "mixer.rope", "blocks", "pattern")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -42,18 +41,22 @@ class LayerTypes:
     first_is_full: bool = False
 
     def read(self, keys: Tree) -> Tree:
+        slides, full, sliding = self.types_of(keys)
+        if all(slides) or not any(slides):
+            return sliding if all(slides) else full
+        changes = {path: value for path, value in sliding.items() if value != full[path]}
+        pattern = pattern_text([LOCAL if each else PLAIN for each in slides])
+        return {**full, "blocks": {LOCAL: changes}, "pattern": pattern}
+
+    def types_of(self, keys: Tree) -> tuple[list[bool], Tree, Tree]:
+        """Whether each layer slides; the fields of one that sees all, and of one that slides."""
         slides = sliding_layers(keys) or self.usual(keys)
         size = number(keys, "sliding_window", nullable=True)
         keys.get(self.every_key)  # says nothing beside layer_types
         if any(slides) and size is None:
             raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
         full: Tree = {"mixer.window": None, "mixer.rope": self.full(keys)}
-        sliding: Tree = {"mixer.window": size, "mixer.rope": self.sliding(keys)}
-        if all(slides) or not any(slides):
-            return sliding if all(slides) else full
-        changes = {path: value for path, value in sliding.items() if value != full[path]}
-        pattern = pattern_text([LOCAL if each else PLAIN for each in slides])
-        return {**full, "blocks": {LOCAL: changes}, "pattern": pattern}
+        return slides, full, {"mixer.window": size, "mixer.rope": self.sliding(keys)}
 
     def usual(self, keys: Tree) -> list[bool]:
         """Whether each layer slides in a config without layer_types."""
@@ -80,28 +83,41 @@ class LayerTypes:
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """What is not the same once it was written and read."""
-        ropes = {layer_model(model, layer).mixer.rope for layer in range(model.layers)}
-        for rope in ropes:
-            lost = rope_obstacles(with_fields(model, {"mixer.rope": plain_data(rope)})) if rope else []
+        layers = [layer_model(model, layer) for layer in range(model.layers)]
+        others = {(without_type(layer.mixer), layer.mlp, layer.norm) for layer in layers}
+        if len(others) > 1:
+            return ["blocks", "pattern"]
+        for layer in layers:
+            lost = rope_obstacles(layer) if layer.mixer.rope else []
             if lost:
                 return lost
-        sizes = {"num_hidden_layers": model.layers, "hidden_size": model.hidden,
-                 "num_attention_heads": model.mixer.heads, "head_dim": model.mixer.head_dim,
-                 "max_position_embeddings": model.context}
+        sizes = {
+            "num_hidden_layers": model.layers,
+            "hidden_size": model.hidden,
+            "num_attention_heads": model.mixer.heads,
+            "head_dim": head_dim(model),
+            "max_position_embeddings": model.context,
+        }
         try:
-            again = with_fields(model, self.read({**sizes, **self.keys_of(model)}))
-        except (UnlikeFamily, ConfigError, AssertionError):
-            return ["mixer.rope"]
-        pairs = [(layer_model(model, layer), layer_model(again, layer)) for layer in range(model.layers)]
-        if all(before == after for before, after in pairs):
-            return []
-        return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
+            _, full, sliding = self.types_of({**sizes, **self.keys_of(model)})
+        except (UnlikeFamily, AssertionError):
+            return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
+        for layer in layers:
+            again = full if layer.mixer.window is None else sliding
+            if again["mixer.window"] != layer.mixer.window:
+                return ["blocks", "pattern"]
+            if rope_from(again["mixer.rope"]) != layer.mixer.rope:
+                return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
+        return []
 
 
-def with_fields(model: ModelConfig, fields: Tree) -> ModelConfig:
-    """The model with these values, and without kinds of blocks beside those of `fields`."""
-    plain = {**plain_data(model), "blocks": None, "pattern": None}
-    return build_tree(ModelConfig, merge(plain, fields, ModelConfig))
+def without_type(mixer: AttentionConfig) -> AttentionConfig:
+    """What layers of both types have alike."""
+    return replace(mixer, window=None, rope=None)
+
+
+def rope_from(keys: Tree | None) -> RopeConfig | None:
+    return None if keys is None else build_tree(RopeConfig, keys, "mixer.rope.")
 
 
 def layer_types_group(types: LayerTypes) -> FieldGroup:

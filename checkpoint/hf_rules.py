@@ -523,8 +523,9 @@ def own_head_dim(keys: Tree) -> int | float:
 
 
 def read_attention_multiplier(keys: Tree) -> Tree:
-    value = plain_number(keys, "attention_multiplier")
-    return {"mixer.scale": None if close(value, own_head_dim(keys) ** -0.5) else value}
+    value, channels = plain_number(keys, "attention_multiplier"), own_head_dim(keys)
+    is_usual = channels > 0 and close(value, channels**-0.5)
+    return {"mixer.scale": None if is_usual else value}
 
 
 def read_query_scalar(keys: Tree) -> Tree:
@@ -537,6 +538,13 @@ def read_query_scalar(keys: Tree) -> Tree:
 
 def query_scalar(model: ModelConfig) -> int:
     return round(score_scale(model) ** -2)
+
+
+def query_scalar_obstacles(model: ModelConfig) -> list[str]:
+    """It is a whole number."""
+    scale = score_scale(model)
+    has_form = 0 < scale <= 1 and close(query_scalar(model) ** -0.5, scale)
+    return [] if has_form else ["mixer.scale"]
 
 
 def read_root_of_width(keys: Tree) -> Tree:
@@ -560,7 +568,7 @@ QUERY_SCALAR = FieldGroup(
     ("mixer.scale",),
     read_query_scalar,
     lambda model: {"query_pre_attn_scalar": query_scalar(model)},
-    lambda model: [] if close(query_scalar(model) ** -0.5, score_scale(model)) else ["mixer.scale"],
+    query_scalar_obstacles,
 )
 ROOT_OF_WIDTH = FieldGroup(
     ("embed_scale",),
@@ -983,7 +991,7 @@ QK_NORM_OF_HEADS = FieldGroup(
     ("mixer.qk_norm",),
     read_qk_norm,
     lambda model: {"use_qk_norm": model.mixer.qk_norm is not None},
-    lambda model: ["mixer.qk_norm"] if model.mixer.qk_norm == "whole" else [],
+    lambda model: [] if model.mixer.qk_norm in (None, "head") else ["mixer.qk_norm"],
 )
 UNUSED_WIDTH = FieldGroup(
     ("mlp.width",), read_unused_width, lambda model: {"intermediate_size": model.mlp.width}

@@ -7,12 +7,16 @@ from checkpoint.hf_families import FOLDED, NOT_THE_MODEL
 from checkpoint.hf_rules import spell_out
 from config import (
     AttentionConfig,
+    GrowthConfig,
     LatentConfig,
+    LayerNormConfig,
+    LinearScaling,
     Llama3Scaling,
     MTPConfig,
     ModelConfig,
     MupConfig,
     RopeConfig,
+    YarnScaling,
     layer_model,
 )
 from config import YarnScaling
@@ -28,6 +32,9 @@ LACKED = {  # what a model is given that lacks the part to which a key belongs
     RopeConfig: {"mixer.rope": {}},
     Llama3Scaling: {"mixer.rope.scaling": {"kind": "llama3", "factor": 2.0}},
     YarnScaling: {"mixer.rope.scaling": {"kind": "yarn", "factor": 2.0}},
+    LinearScaling: {"mixer.rope.scaling": {"kind": "linear", "factor": 2.0}},
+    GrowthConfig: {"mixer.growth": {}},
+    LayerNormConfig: {"norm.kind": "layernorm"},
     MTPConfig: {"mtp": {}},
     MupConfig: {"mup.base": 8},
 }

@@ -37,6 +37,8 @@ OUT_AS = {  # families that are only read: the earlier one that their models are
 }
 WRITTEN = [model_type for model_type in FAMILIES if model_type not in OUT_AS]
 GELU = {"norm.kind": "layernorm", "mlp": {"activation": "gelu", "bias": True}}
+GEGLU = {"mlp.activation": "geglu"}
+COHERE = {"norm": {"kind": "layernorm", "bias": False}, "residual": "parallel", "logit_scale": 0.25}
 GENERAL = {  # a model of each family
     "gpt2": {**GELU, "positions": "learned", "mixer": {"rope": None, "bias": "all"}, "tied": True},
     "llama": {"mixer.kv_heads": 2},
@@ -78,6 +80,41 @@ GENERAL = {  # a model of each family
     },
     "ministral": {"mixer.kv_heads": 2, **PATTERN},
     "cwm": {"mixer": {"kv_heads": 2, "head_dim": 8}, **PATTERN},
+    "gemma": {**GEGLU, "embed_scale": 24**0.5, "mixer": {"kv_heads": 2, "head_dim": 8}, "tied": True},
+    "gemma2": {
+        **GEGLU, "embed_scale": 24**0.5, "norm.place": "around", "logit_cap": 30.0, **PATTERN,
+        "mixer": {"kv_heads": 2, "head_dim": 8, "scale": 0.25, "softcap": 50.0},
+    },
+    "gemma3_text": {
+        **GEGLU, "embed_scale": 24**0.5, "norm.place": "around",
+        "mixer": {"kv_heads": 2, "head_dim": 8, "qk_norm": "head"},
+        "blocks": {"local": {"mixer.window": 5, "mixer.rope.base": 50.0}}, "pattern": "(local, block)...",
+    },
+    "olmo2": {"mixer.qk_norm": "whole", "norm.place": "after"},
+    "olmo3": {"mixer.qk_norm": "whole", "norm.place": "after", **PATTERN},
+    "granite": {
+        "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5, "embed_scale": 3.0, "logit_scale": 0.25,
+    },
+    "arcee": {"mixer.kv_heads": 2, "mlp.activation": "relu2"},
+    "nemotron": {
+        "norm.kind": "layernorm", "mlp.activation": "relu2",
+        "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5},
+    },
+    "cohere": {**COHERE, "mixer": {"kv_heads": 2, "rope.pairs": True}},
+    "cohere2": {
+        **COHERE, "mixer": {"kv_heads": 2, "rope": None}, "pattern": "(local, block)...",
+        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {"pairs": True}}},
+    },
+    "glm": {"mixer": {"kv_heads": 2, "head_dim": 8, "rope": {"share": 0.5, "pairs": True}}},
+    "glm4": {
+        "mixer": {"kv_heads": 2, "head_dim": 8, "rope": {"share": 0.5, "pairs": True}}, "norm.place": "around",
+    },
+    "exaone4": {
+        "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "norm.place": "after",
+        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
+    },
+    "hunyuan_v1_dense": {"mixer": {"kv_heads": 2, "qk_norm": "after_rope"}},
+    "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
     "kimi_k2": {
         **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,
         "first_dense": 1,
@@ -89,13 +126,18 @@ MODEL_VALUES = {
     "layers": (1, 3), "hidden": (24, 25), "mlp.width": (40, 20), "vocab": (50, None),
     "vocab_multiple": (1, 64), "context": (96, 30),
     "norm.kind": ("rmsnorm", "layernorm"), "norm.eps": (1e-5, 0.0, 1.0, -1e-9),
-    "mlp.activation": ("swiglu", "gelu"), "mlp.bias": (True, False), "positions": (None, "learned"),
+    "norm.place": ("before", "after", "around"), "norm.bias": (True, False),
+    "residual": ("sequential", "parallel"), "residual_scale": (1.0, 0.5), "embed_scale": (1.0, 3.0),
+    "logit_scale": (1.0, 0.3), "logit_cap": (None, 20.0),
+    "mlp.activation": ("swiglu", "gelu", "geglu", "clamped_swiglu", "relu2"), "mlp.bias": (True, False), "positions": (None, "learned"),
     "tied": (True, False), "dropout": (0.0, 0.1), "init_std": (0.02, 2.0, -0.5), "preset": ("llama-mini",),
     "mtp": (None, {}), "mtp.modules": (1, 2), "mtp.weight": (0.3, 0.0), "mup": (None, {"base": 8}),
     "mup.base": (8,), "mup.head_dim": (None, 4),
     "mixer.kind": ("attention", "latent"), "mixer.heads": (1, 3, 4), "mixer.kv_heads": (None, 1, 2, 4),
     "mixer.head_dim": (None, 6, 8), "mixer.bias": (None, "qkv", "all"),
-    "mixer.qk_norm": (None, "head", "whole"),
+    "mixer.qk_norm": (None, "head", "whole", "after_rope", "unweighted"),
+    "mixer.gate": (None, "channel", "head"), "mixer.growth": (None, {"every": 5}),
+    "mixer.growth.rate": (0.3,), "mixer.growth.every": (5, 32), "mixer.growth.first": (0, 1),
     "blocks": ({}, {"local": {"mixer.window": 7}}, {"local": {"mixer.heads": 2}}),
     "pattern": (None, "local...", "block, local..."),
     "mixer.chunk": (None, 8), "mixer.scale": (None, 0.5), "mixer.softcap": (None, 20.0),
@@ -104,7 +146,8 @@ MODEL_VALUES = {
     "mixer.q_rank": (None, 14), "mixer.nope_dim": (6, 8), "mixer.rope_dim": (8, 4), "mixer.v_dim": (10, 14),
     "mixer.rope": (None, {}), "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),
     "mixer.rope.pairs": (True, False), "mixer.rope.scaling": (None,),
-    "mixer.rope.scaling.kind": ("llama3", "yarn"), "mixer.rope.scaling.factor": (2.0, 1.0, 0.5),
+    "mixer.rope.scaling.kind": ("llama3", "yarn", "linear"), "mixer.rope.scaling.truncate": (True, False),
+    "mixer.rope.scaling.factor": (2.0, 1.0, 0.5),
     "mixer.rope.scaling.low_freq": (1.0, 0.5, 0.0, -1.0, 4.0, 8.0),
     "mixer.rope.scaling.high_freq": (4.0, 32.0, 0.5, 0.0), "mixer.rope.scaling.original": (8192, 32, 4, 1),
     "mixer.rope.scaling.mscale": (1.0, 0.7, 0.0), "mixer.rope.scaling.mscale_all": (0.0, 0.7),

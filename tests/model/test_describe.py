@@ -54,6 +54,12 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200 - 58 * 256,
     "smollm3-3b": 3_075_098_624,
+    "gemma2-2b": 2_614_341_888,
+    "gemma3-1b": 999_885_952,
+    "olmo2-7b": 7_298_617_344,
+    "granite-3.3-2b": 2_533_539_840,
+    "command-r7b": 8_028_033_024,
+    "exaone4-1.2b": 1_279_391_488,
     # of the folders, without router biases, the module ahead and its copies of the tables
     "glm4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 1_551_892_480,
     "glm4.5-air": 110_468_824_832 - 46 * 128 - 2_375_059_456 - 1_241_513_984,
@@ -64,6 +70,9 @@ ROUNDED = {  # as their model cards say
     "qwen2-57b-a14b": 57.4e9,
     "minimax-m2": 229e9,
     "ernie4.5-0.3b": 0.36e9,
+    "olmo3-7b": 7.3e9,
+    "glm4-9b": 9.4e9,
+    "exaone4-32b": 32e9,
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
