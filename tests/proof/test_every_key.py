@@ -9,6 +9,7 @@ from config import Config, unused
 from config.tree import every_path, has_path, value_at
 from proof import lattice
 from proof.precision.cells import choose_cells
+from proof.verify.overrides import Overrides
 from proof.verify.tiny_config import placed, tiny_config
 
 EVERY_KEY = list(every_path(Config))
@@ -30,7 +31,19 @@ WITHOUT_CELLS = {
 
 # Families whose cells have, together, every key of the model: of the last, only what all of their cells have.
 COVERED = ("gpt2-tiny", "qwen2-moe-tiny", "deepseek-v3-tiny")
-OTHERS = ("mistral-tiny", "qwen3-moe-tiny", "olmoe-tiny", "deepseek-v2-lite-tiny")
+OTHERS = (
+    "mistral-tiny", "qwen3-moe-tiny", "olmoe-tiny", "deepseek-v2-lite-tiny", "glm4.5-tiny", "gemma2-tiny",
+    "cohere2-tiny", "granite-tiny", "ministral3-tiny", "olmo3-tiny",
+)
+FORMS = Overrides((  # of llama3-tiny: what no recipe has
+    ("model.mixer.chunk", "9"),
+    ("model.mixer.sinks", "true"),
+    ("model.mixer.gate", "head"),
+    ("model.mixer.growth.every", "5"),
+    ("model.mixer.growth.first", "1"),
+    ("model.mixer.rope.scaling.kind", "yarn"),
+    ("model.mixer.rope.scaling.truncate", "false"),
+))
 
 
 def layout_of(values: lattice.Values) -> tuple:
@@ -39,8 +52,9 @@ def layout_of(values: lattice.Values) -> tuple:
 
 def jobs() -> Iterator[tuple[object, Config]]:
     """(a layout, the job of a cell in it)"""
-    for name in (*COVERED, *OTHERS):
-        found = lattice.find_layouts(tiny_config(name, WORLD), WORLD)
+    plain = [tiny_config(name, WORLD) for name in (*COVERED, *OTHERS)]
+    for name, cfg in zip((*COVERED, *OTHERS, "forms"), (*plain, tiny_config("llama3-tiny", WORLD, FORMS))):
+        found = lattice.find_layouts(cfg, WORLD)
         cells = [layout | lattice.default_switches() for layout in found.layouts[:2]]
         for values in lattice.covering_cells(found) if name in COVERED else cells:
             yield layout_of(values), placed(found.config(values), Path("/proof"), "run")
