@@ -397,6 +397,8 @@ DECODER = (
     *ROTARY,
 )
 NO_MLP_BIAS = Fixed("mlp.bias", False)
+
+
 def without_rope_share(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """The rules but for that all channels of a head are rotated."""
     return tuple(rule for rule in rules if getattr(rule, "key", "") != "partial_rotary_factor")
@@ -562,6 +564,15 @@ COHERE_DEFAULTS = {
 COHERE_TENSORS = (
     with_leaf("weight", without_name(OUTER | NORMS, "layers.{layer}.mlp_norm") | QKV | OUTPUT | MLP)
     | with_leaf("bias", QKV | OUTPUT)
+)
+COHERE2_SPELLINGS = (  # of published folders, which say again what the class computes
+    "head_dim", "cache_implementation", "order_of_interleaved_layers", "position_embedding_type",
+    "rotary_pct", "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
+    "use_parallel_embedding", "use_qk_norm",
+)
+HUNYUAN_TOKENS = (
+    "eod_token_id", "org_vocab_size", "sep_token_id", "text_start_id", "text_end_id", "mask_init_id",
+    "im_start_id", "im_end_id", "im_newline_id", "pad_id", "bos_id", "eos_id", "eod_id",
 )
 GLM = (
     *SIZES,
@@ -1281,7 +1292,8 @@ FAMILIES = {family.model_type: family for family in (
             "attn_logit_softcapping": 50.0,
             "max_position_embeddings": 8192,
         },
-        tensors=with_leaf("weight", OUTER | NORMS_AROUND | QKV | OUTPUT | MLP) | with_leaf("bias", QKV | OUTPUT),
+        tensors=with_leaf("weight", OUTER | NORMS_AROUND | QKV | OUTPUT | MLP)
+        | with_leaf("bias", QKV | OUTPUT),
         norms_below_one=True,
     ),
     Family(
@@ -1312,16 +1324,26 @@ FAMILIES = {family.model_type: family for family in (
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
         rules=(*OLMO2, NO_WINDOW, ROPE),
-        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False,
-                  "max_position_embeddings": 2048},
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "max_position_embeddings": 2048,
+        },
         tensors=OLMO2_TENSORS,
     ),
     Family(
         model_type="olmo3",
         architecture="Olmo3ForCausalLM",
         rules=(*OLMO2, OLMO3_LAYERS),
-        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_bias": False,
-                  "sliding_window": 4096, "max_position_embeddings": 2048},
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "attention_bias": False,
+            "sliding_window": 4096,
+            "max_position_embeddings": 2048,
+        },
         tensors=OLMO2_TENSORS,
     ),
     Family(
@@ -1373,8 +1395,13 @@ FAMILIES = {family.model_type: family for family in (
             ROPE,
             NO_ATTENTION_DROPOUT,
         ),
-        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
-                  "max_position_embeddings": 4096},
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": 4096,
+        },
         tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | UP_AND_DOWN)
         | with_leaf("bias", QKV | OUTPUT | UP_AND_DOWN),
     ),
@@ -1398,8 +1425,14 @@ FAMILIES = {family.model_type: family for family in (
             share_of_rope(0.5),
             NO_ATTENTION_DROPOUT,
         ),
-        defaults={**without_key(ROPE_DEFAULTS, "rms_norm_eps"), "norm_eps": 1e-5, "initializer_range": 0.0134,
-                  "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 4096},
+        defaults={
+            **without_key(ROPE_DEFAULTS, "rms_norm_eps"),
+            "norm_eps": 1e-5,
+            "initializer_range": 0.0134,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": 4096,
+        },
         tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | UP_AND_DOWN)
         | with_leaf("bias", {"norm": OUTER["norm"]} | NORMS | QKV | OUTPUT | UP_AND_DOWN),
         norms_below_one=True,
@@ -1414,10 +1447,7 @@ FAMILIES = {family.model_type: family for family in (
     Family(
         model_type="cohere2",
         architecture="Cohere2ForCausalLM",
-        rules=(*COHERE, Idle(("head_dim", "cache_implementation", "order_of_interleaved_layers",
-                              "position_embedding_type", "rotary_pct", "use_embedding_sharing",
-                              "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
-                              "use_qk_norm")), COHERE2_LAYERS),
+        rules=(*COHERE, Idle(COHERE2_SPELLINGS), COHERE2_LAYERS),
         defaults={**COHERE_DEFAULTS, "rope_theta": 10000.0, "sliding_window": 4096},
         tensors=COHERE_TENSORS,
     ),
@@ -1447,8 +1477,13 @@ FAMILIES = {family.model_type: family for family in (
             NO_ATTENTION_DROPOUT,
             EXAONE4_LAYERS,
         ),
-        defaults={**ROPE_DEFAULTS, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
-                  "max_position_embeddings": 2048},
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "max_position_embeddings": 2048,
+        },
         tensors=with_leaf("weight", OUTER | NORMS_AFTER | QKV | OUTPUT | QK_NORM | MLP),
     ),
     Family(
@@ -1464,13 +1499,16 @@ FAMILIES = {family.model_type: family for family in (
             HUNYUAN_ROPE,
             NO_ATTENTION_DROPOUT,
             NO_PADDING,
-            Idle(("eod_token_id", "org_vocab_size", "sep_token_id", "text_start_id", "text_end_id", "mask_init_id",
-                  "im_start_id", "im_end_id", "im_newline_id", "pad_id", "bos_id", "eos_id", "eod_id")),
+            Idle(HUNYUAN_TOKENS),
             Only("use_qk_norm", (True,), written=False),
             Only("use_cla", (False,), written=False),
         ),
-        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False,
-                  "max_position_embeddings": 2048},
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "max_position_embeddings": 2048,
+        },
         aliases={"attention_head_dim": "head_dim"},
         tensors=LLAMA_TENSORS | with_leaf("weight", HUNYUAN_QK_NORM) | with_leaf("bias", QKV | OUTPUT),
     ),

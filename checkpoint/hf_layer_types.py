@@ -1,5 +1,5 @@
-"""Rules of families whose layers are of two types (layer_types): layers that see all tokens before, and layers
-that slide over a window, with other rotary positions.
+"""Rules of families whose layers are of two types (layer_types): layers that see all tokens before, and
+layers that slide over a window, with other rotary positions.
 
 A model of both types has the layers that see all as its plain blocks, and a kind of blocks `local`.
 """

@@ -642,7 +642,7 @@ GROWING_ROPE = FieldGroup(
 
 
 def read_hunyuan_rope(keys: Tree) -> Tree:
-    """Their alpha raises the base (NTK-aware scaling); it is read as the base that follows. Goes out as it."""
+    """Their alpha raises the base (NTK-aware scaling): it is read, and written, as the base that follows."""
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     scaling = keys.get(name) or {}
     keys.get("rope_theta")

@@ -139,8 +139,8 @@ class RMSNormConfig:
     """RMSNorm (arXiv 1910.07467)."""
     kind: Literal["rmsnorm"] = "rmsnorm"
     eps: Positive = 1e-5  # added to the mean square
-    place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give (after:
-    #   OLMo 2); or both (around: Gemma 2)
+    place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give
+    #   (after: OLMo 2); or both (around: Gemma 2)
 
 
 @dataclass(frozen=True, kw_only=True)

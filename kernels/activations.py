@@ -1,9 +1,9 @@
 """The activations of an MLP, by model.mlp.activation: SwiGLU and GELU (kernels/swiglu.py), and those of fewer
 models, in plain torch.
 
-    geglu            gelu(gate) up                                 arXiv 2002.05202, with the tanh form of GELU
-    clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)             gpt-oss: gate at most 7, up within -7 .. 7
-    relu2            relu(x)^2                                     arXiv 2109.08668
+    geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
+    clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7
+    relu2            relu(x)^2                            arXiv 2109.08668
 
 A gated one reads [gate | up]. Arithmetic is in fp32 or better, and the input alone is saved for the backward.
 train.compile makes each a kernel, forward and backward.

@@ -161,8 +161,9 @@ def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Ten
     """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run.
 
     RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
-    3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071), or interpolated positions (arXiv 2306.15595). YaRN's tables are also multiplied by a number, which in
-    DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
+    3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071), or with interpolated positions (arXiv 2306.15595).
+    YaRN's tables are also multiplied by a number, which in DeepSeek's models is 1: there the scale of the
+    scores has it (model/mla.py).
     """
     scaling = rotation.scaling
     scaled: dict[str, Any] = {}

@@ -338,6 +338,9 @@ ROPE = {f"mixer.rope.scaling.{key}": value for key, value in SCALED.items()}
 YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
 EVERY_FOUR = {"mixer.growth.every": 4}
 GROWTH = {"mixer.growth.rate": 0.1, **EVERY_FOUR}
+RAMP = {  # begins and ends within channels
+    "mixer.rope.base": 10.0, "mixer.rope.scaling.low_freq": 0.5, "mixer.rope.scaling.high_freq": 2.0,
+}
 LATENT_SIZES = {"mixer.kv_rank": 12, "mixer.nope_dim": 8, "mixer.rope_dim": 4, "mixer.v_dim": 6}
 LATENT = {"mixer.kind": "latent", **LATENT_SIZES}
 LEARNED = {"positions": "learned", "mixer.rope": None}
@@ -369,7 +372,12 @@ CASES = [
     Case("norm.kind", "layernorm", NEW, added("attn_norm.bias", "mlp_norm.bias", "norm.bias")),
     Case("norm.eps", 1e-2, VALUES),
     Case("norm.bias", False, NEW, added(gone=("norm.bias",)), {"norm.kind": "layernorm"}),
-    Case("norm.place", "after", NEW, added("norm_after.weight", gone=("attn_norm.weight", "mlp_norm.weight"))),
+    Case(
+        "norm.place",
+        "after",
+        NEW,
+        added("norm_after.weight", gone=("attn_norm.weight", "mlp_norm.weight")),
+    ),
     Case("norm.place", "around", NEW, added("attn_norm_after.weight", "mlp_norm_after.weight")),
     Case("residual", "parallel", NEW, added(gone=("mlp_norm.weight",))),
     Case("residual_scale", 0.5, VALUES),
@@ -390,6 +398,13 @@ CASES = [
     Case("mixer.rope.scaling.high_freq", 6.0, VALUES, base=ROPE),
     Case("mixer.rope.scaling.original", 32, VALUES, base=ROPE),
     Case("mixer.rope.scaling.mscale", 0.5, VALUES, base=YARN),
+    Case("mixer.rope.scaling.truncate", False, VALUES, base={**YARN, **RAMP}, also=RAMP),
+    Case(
+        "mixer.rope.scaling.kind",
+        "linear",
+        VALUES,
+        base={"mixer.rope.scaling.kind": "llama3", "mixer.rope.scaling.factor": 4.0},
+    ),
     Case("mixer.rope.scaling.mscale_all", 1.0, VALUES, base={**YARN, **LATENT}),
     Case("mixer.rope.share", 0.5, VALUES),
     Case("mixer.rope.pairs", True, VALUES),

@@ -9,7 +9,7 @@ import tokenizers
 
 import config
 from checkpoint.branch import NOT_INHERITED, branch_config
-from config import CheckpointConfig, Config, ModelConfig, with_original_context
+from config import CheckpointConfig, Config, ModelConfig, RopeConfig, with_original_context
 from config.schema import Mixer
 from config.tree import plain_data, with_values
 from data import fim, tokenizer
@@ -110,7 +110,8 @@ def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], width: int, mi
     if path == "mixer.rope":
         return value and with_original_context(replace(mixer, rope=value), ORIGINAL_CONTEXT).rope
     if path == "mixer.rope.scaling":
-        return value and replace(value, **{"original": ORIGINAL_CONTEXT} if hasattr(value, "original") else {})
+        return value and with_original_context(replace(mixer, rope=RopeConfig(scaling=value)),
+                                               ORIGINAL_CONTEXT).rope.scaling
     size = sizes.get(path.removeprefix("mixer."))
     if value is None or size is None:
         return value

@@ -20,7 +20,16 @@ from checkpoint import hf, hf_config
 from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import FieldGroup, Fixed, spell_out
 from config import AttentionConfig, ConfigError, LatentConfig, Llama3Scaling, ModelConfig
-from config.tree import has_path, hints_of, is_below, members_of, part_types, plain_data, value_at, with_values
+from config.tree import (
+    has_path,
+    hints_of,
+    is_below,
+    members_of,
+    part_types,
+    plain_data,
+    value_at,
+    with_values,
+)
 from parallel.sharding.boxes import Box
 
 ROOT = Path(__file__).parent.parent.parent

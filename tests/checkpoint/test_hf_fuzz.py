@@ -93,7 +93,8 @@ GENERAL = {  # a model of each family
     "olmo2": {"mixer.qk_norm": "whole", "norm.place": "after"},
     "olmo3": {"mixer.qk_norm": "whole", "norm.place": "after", **PATTERN},
     "granite": {
-        "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5, "embed_scale": 3.0, "logit_scale": 0.25,
+        "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5, "embed_scale": 3.0,
+        "logit_scale": 0.25,
     },
     "arcee": {"mixer.kv_heads": 2, "mlp.activation": "relu2"},
     "nemotron": {
@@ -107,7 +108,8 @@ GENERAL = {  # a model of each family
     },
     "glm": {"mixer": {"kv_heads": 2, "head_dim": 8, "rope": {"share": 0.5, "pairs": True}}},
     "glm4": {
-        "mixer": {"kv_heads": 2, "head_dim": 8, "rope": {"share": 0.5, "pairs": True}}, "norm.place": "around",
+        "mixer": {"kv_heads": 2, "head_dim": 8, "rope": {"share": 0.5, "pairs": True}},
+        "norm.place": "around",
     },
     "exaone4": {
         "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "norm.place": "after",
@@ -129,7 +131,8 @@ MODEL_VALUES = {
     "norm.place": ("before", "after", "around"), "norm.bias": (True, False),
     "residual": ("sequential", "parallel"), "residual_scale": (1.0, 0.5), "embed_scale": (1.0, 3.0),
     "logit_scale": (1.0, 0.3), "logit_cap": (None, 20.0),
-    "mlp.activation": ("swiglu", "gelu", "geglu", "clamped_swiglu", "relu2"), "mlp.bias": (True, False), "positions": (None, "learned"),
+    "mlp.activation": ("swiglu", "gelu", "geglu", "clamped_swiglu", "relu2"),
+    "mlp.bias": (True, False), "positions": (None, "learned"),
     "tied": (True, False), "dropout": (0.0, 0.1), "init_std": (0.02, 2.0, -0.5), "preset": ("llama-mini",),
     "mtp": (None, {}), "mtp.modules": (1, 2), "mtp.weight": (0.3, 0.0), "mup": (None, {"base": 8}),
     "mup.base": (8,), "mup.head_dim": (None, 4),

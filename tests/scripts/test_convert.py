@@ -187,7 +187,8 @@ CASES = {
         },
     ),
     "gemma3-1b": (
-        "Gemma3Text", {**ROPE, "head_dim": 16, "num_hidden_layers": 7, "sliding_window": 5, "pad_token_id": None},
+        "Gemma3Text",
+        {**ROPE, "head_dim": 16, "num_hidden_layers": 7, "sliding_window": 5, "pad_token_id": None},
     ),
     "olmo2": ("Olmo2", {**ROPE, "pad_token_id": None}),
     "olmo2-biased": (
@@ -221,7 +222,10 @@ CASES = {
     "glm": ("Glm", {**ROPE, "head_dim": 16, "pad_token_id": None}),
     "glm4-0414": ("Glm4", {**ROPE, "head_dim": 16, "pad_token_id": None}),
     "exaone4": ("Exaone4", {**ROPE, "head_dim": 10, "num_hidden_layers": 4, "sliding_window": 5}),
-    "exaone4-full": ("Exaone4", {**ROPE, "sliding_window": None, "rope_scaling": LLAMA3, "layer_types": FULL_LAYERS}),
+    "exaone4-full": (
+        "Exaone4",
+        {**ROPE, "sliding_window": None, "rope_scaling": LLAMA3, "layer_types": FULL_LAYERS},
+    ),
     "hunyuan-v1": (
         "HunYuanDenseV1",
         {
