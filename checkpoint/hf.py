@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
-from checkpoint.hf_families import FAMILIES
+from checkpoint.hf_families import FAMILIES, Family
 from checkpoint.tensors_by_name import weight_files
 from config import AttentionConfig, ConfigError, LatentConfig, ModelConfig, mup_score_scale, mup_width_ratio
 from parallel.sharding.boxes import Box
@@ -44,6 +44,7 @@ class HFTensor:
     name: str
     parts: list[Tensor]
     transpose: bool  # after the parts are stacked
+    leading: int | None = None  # the size of a first dim in front of ours
     above: float = 0.0  # what ours are above theirs: 1 of norms that are stored as w - 1
     exact: bool = False  # stays fp32, whatever the dtype of the others: it only chooses experts
 
@@ -56,8 +57,10 @@ class HFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = (sum(len(part) for part in self.parts), *self.parts[0].shape[1:])
-        return shape[::-1] if self.transpose else shape
+        rows, *rest = sum(len(part) for part in self.parts), *self.parts[0].shape[1:]
+        if self.leading is not None:
+            return (self.leading, rows // self.leading, *rest)
+        return (rows, *rest)[::-1] if self.transpose else (rows, *rest)
 
 
 def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list[HFTensor]:
@@ -78,11 +81,18 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
                 name,
                 [],
                 transpose,
+                leading=leading_dim(family, model, box.key),
                 above=1.0 if family.norms_below_one and NORM_WEIGHT.search(box.key) else 0.0,
                 exact=box.key.endswith(".router.bias"),
             )
         found[name].parts.append(tensor)
     return list(found.values())
+
+
+def leading_dim(family: Family, model: ModelConfig, key: str) -> int | None:
+    """The size of the dim that their tensor has in front of our rows; None: it has none."""
+    size = next((size for end, size in family.leading.items() if key.endswith(f".{end}")), None)
+    return size(model) if size else None
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -193,6 +203,8 @@ def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
     """Copies a tensor of theirs into our views."""
     if tensor.transpose:
         value = value.t()
+    if tensor.leading is not None:
+        value = value.flatten(0, 1)
     sources = value.split([len(part) for part in tensor.parts])
     for part, source in zip(tensor.parts, sources):
         part.copy_(source)

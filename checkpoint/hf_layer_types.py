@@ -231,6 +231,8 @@ def exaone4_full(keys: Tree) -> Tree | None:
 
 
 def write_exaone4(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    if full is None and sliding is None:
+        return {"sliding_window": 4096}  # of no layer: it takes the positions from the others
     return written_rope(sliding or full)
 
 
@@ -239,4 +241,6 @@ GEMMA2_LAYERS = layer_types_group(LayerTypes(one_rope, one_rope, write_one_rope,
 GEMMA3_LAYERS = layer_types_group(LayerTypes(gemma3_full, gemma3_sliding, write_gemma3, every=6))
 COHERE2_LAYERS = layer_types_group(
     LayerTypes(no_rope, partial(one_rope, pairs=True), write_sliding_rope, every=4))
+AFMOE_LAYERS = layer_types_group(
+    LayerTypes(no_rope, one_rope, write_sliding_rope, every=4, every_key="global_attn_every_n_layers"))
 EXAONE4_LAYERS = layer_types_group(LayerTypes(exaone4_full, one_rope, write_exaone4, every=4))

@@ -1097,6 +1097,45 @@ EXPERTS_OF_FFN = FieldGroup(
 )
 
 
+def read_moe_topk(keys: Tree) -> Tree:
+    """A number, or a list with one for each layer."""
+    value = keys.get("moe_topk")
+    if isinstance(value, list) and len(set(map(repr, value))) == 1:
+        value = value[0]
+    return {"top_k": plain_number({"moe_topk": value}, "moe_topk")}
+
+
+def read_ernie_layers(keys: Tree) -> Tree:
+    """Layers with experts go on to the last one."""
+    last = keys.get("moe_layer_end_index", -1)
+    if last not in (-1, plain_number(keys, "num_hidden_layers") - 1):
+        raise UnlikeFamily(f"moe_layer_end_index = {last!r} is not supported, only the last layer")
+    return {"first_dense": plain_number(keys, "moe_layer_start_index")}
+
+
+def read_mup_enabled(keys: Tree) -> Tree:
+    return read_root_of_width(keys) if number(keys, "mup_enabled") else {"embed_scale": 1.0}
+
+
+def mup_enabled_obstacles(model: ModelConfig) -> list[str]:
+    is_root = close(model.embed_scale, model.hidden**0.5)
+    return [] if model.embed_scale == 1.0 or is_root else ["embed_scale"]
+
+
+MOE_TOPK = FieldGroup(("top_k",), read_moe_topk, lambda model: {"moe_topk": model.top_k})
+ERNIE_LAYERS = FieldGroup(
+    ("first_dense",),
+    read_ernie_layers,
+    lambda model: {"moe_layer_start_index": model.first_dense, "moe_layer_end_index": model.layers - 1},
+)
+MUP_ENABLED = FieldGroup(
+    ("embed_scale",),
+    read_mup_enabled,
+    lambda model: {"mup_enabled": model.embed_scale != 1.0},
+    mup_enabled_obstacles,
+)
+
+
 # ---- DeepSeek ----------------------------------------------------------------------------------------------
 
 def all_layers_dense(keys: Tree) -> bool:

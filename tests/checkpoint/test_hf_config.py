@@ -52,6 +52,7 @@ FAMILY = {
     "glm4-": "glm4",
     "exaone4": "exaone4",
     "hunyuan": "hunyuan_v1_dense",
+    "trinity": "afmoe",
 }  # start of a preset's name
 COUNTED = (
     "gpt2",

@@ -78,6 +78,11 @@ FAMILY_PRESETS = {
     "exaone4": "exaone4-tiny",
     "hunyuan_v1_dense": "hunyuan-tiny",
     "ministral3": "ministral3-tiny",
+    "hunyuan_v1_moe": "mixtral-tiny",
+    "ernie4_5_moe": "qwen3-moe-tiny",
+    "afmoe": "trinity-tiny",
+    "exaone_moe": "dots1-tiny",
+    "granitemoe": "mixtral-tiny",
 }
 CHANGED = {  # of the preset
     "seed_oss": {"mixer": {"bias": "all", "heads": 3, "kv_heads": 1, "head_dim": 40}, "mlp.bias": True},
@@ -97,6 +102,16 @@ CHANGED = {  # of the preset
     },
     "cohere": {"blocks": None, "pattern": None, "mixer.rope": {"pairs": True}},
     "glm": {"norm.place": "before"},
+    "hunyuan_v1_moe": {"mixer.qk_norm": "after_rope", "shared_experts": 1},
+    "ernie4_5_moe": {
+        "mixer": {"qk_norm": None, "head_dim": None, "rope.pairs": True}, "shared_experts": 2,
+        "router_bias": True,
+    },
+    "exaone_moe": {
+        "mixer.rope": None, "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}},
+        "pattern": "(local, block)...",
+    },
+    "granitemoe": {"embed_scale": 3.0},
     "minimax_m2": {
         "mixer.qk_norm": "whole", "mixer.rope.share": 0.5, "router": "sigmoid", "router_bias": True,
         "aux_loss": 0.0,

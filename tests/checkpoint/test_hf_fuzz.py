@@ -116,6 +116,25 @@ GENERAL = {  # a model of each family
         "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
     },
     "hunyuan_v1_dense": {"mixer": {"kv_heads": 2, "qk_norm": "after_rope"}},
+    "hunyuan_v1_moe": {
+        "experts": 8, "top_k": 3, "mixer": {"kv_heads": 2, "qk_norm": "after_rope"}, "shared_experts": 1,
+    },
+    "ernie4_5_moe": {
+        **MIXTURE, "router_bias": True, "mixer": {"kv_heads": 2, "rope.pairs": True}, "shared_experts": 2,
+    },
+    "afmoe": {
+        **MIXTURE, **SIGMOID, "norm.place": "around", "shared_experts": 1, "first_dense": 1,
+        "mixer": {"kv_heads": 2, "qk_norm": "head", "gate": "channel", "rope": None},
+        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
+    },
+    "exaone_moe": {
+        **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "shared_experts": 1,
+        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
+    },
+    "granitemoe": {
+        "experts": 8, "top_k": 3, "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5,
+        "embed_scale": 3.0, "logit_scale": 0.25,
+    },
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
     "kimi_k2": {
         **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,

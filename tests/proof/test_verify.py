@@ -203,7 +203,7 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["--model.mlp.activation", "x"], "model.mlp.activation: 'x' is not one of swiglu, gelu"),
+        (["--model.mlp.activation", "x"], "model.mlp.activation: 'x' is not one of swiglu, geglu"),
         (["--model.activatio", "gelu"], "model.activatio: no such key; did you mean model.mlp.activation?"),
         (["--model.activatio=gelu"], "model.activatio: no such key; did you mean model.mlp.activation?"),
         (["--modle.qk_norm", "true"], "modle: no such key; did you mean model?"),

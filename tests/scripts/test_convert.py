@@ -233,6 +233,38 @@ CASES = {
             "attention_bias": True, "pad_token_id": None,
         },
     ),
+    "hunyuan-v1-moe": (
+        "HunYuanMoEV1",
+        {**ROPE, "head_dim": 10, "num_experts": 6, "moe_topk": [2, 2], "pad_token_id": None},
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            **ROPE, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20,
+            "moe_layer_start_index": 1, "moe_layer_interval": 2, "pad_token_id": None,
+        },
+    ),
+    "trinity": (
+        "Afmoe",
+        {
+            **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 5,
+            "route_scale": 1.7, "mup_enabled": True,
+        },
+    ),
+    "k-exaone": (
+        "ExaoneMoe",
+        {
+            **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "n_group": 4, "topk_group": 2,
+            "sliding_window": 5,
+        },
+    ),
+    "granite-moe": (
+        "GraniteMoe",
+        {
+            **ROPE, "attention_multiplier": 0.2, "logits_scaling": 0.7, "embedding_multiplier": 5.0,
+            "residual_multiplier": 0.3, "num_local_experts": 6, "num_experts_per_tok": 3,
+        },
+    ),
     "ministral3": (
         "Ministral3",
         {
