@@ -25,13 +25,17 @@ class ScriptJob:
     words: Sequence[str]
 
     @property
+    def size(self) -> int:
+        return self.peers.size
+
+    @property
     def ranks_on_node(self) -> int:
         """Of the job, on this rank's machine."""
         return setup.rank_and_world()[3]
 
-    def join(self, threads: int | None = None) -> World:
-        """Connects the ranks. threads: see setup.script_device. Collective. Raises ConfigError."""
-        device = setup.script_device(threads)
+    def join(self, threads: int | None = None, kind: str = "auto") -> World:
+        """Connects the ranks. threads, kind: see setup.script_device. Collective. Raises ConfigError."""
+        device = setup.script_device(threads, kind)
         world = join_job(
             device,
             self.peers.rank,

@@ -255,8 +255,8 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def script_device(threads: int | None) -> torch.device:
-    """Prepares a process of a script, and returns its device. threads: of --threads.
+def script_device(threads: int | None, kind: str = "auto") -> torch.device:
+    """Prepares a process of a script, and returns its device. threads: of --threads. kind: auto, or cpu.
 
     Of one process the threads are those of set_threads; ranks divide the cores of their node, as train.py's
     do. Raises ConfigError.
@@ -264,12 +264,12 @@ def script_device(threads: int | None) -> torch.device:
     _, world, local_rank, local_world = rank_and_world()
     set_threads(threads)
     if world == 1:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if kind == "auto" and torch.cuda.is_available() else "cpu")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     if threads is None:
         torch.set_num_threads(spare_threads(local_world))
-    return pick_device("auto", local_rank)
+    return pick_device(kind, local_rank)
 
 
 def spare_threads(local_world: int = 1) -> int:

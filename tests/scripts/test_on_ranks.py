@@ -3,17 +3,23 @@ what one process says of it, whatever layout trained it.
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
+import os
 import shutil
+import signal
 import sys
 
 import pytest
+import torch
 from ranks import MODEL, SIZES, corpus, job
 
 import build
-from scripts import evaluate, generate
+from checkpoint import hf, hf_ranks
+from checkpoint.files import StorageError
+from scripts import convert, evaluate, generate
 
 MIXTURE = (*SIZES, "--model.experts", "4", "--model.moe_ffn", "16")
 RUNS = {  # recipe, its model, what trains it
@@ -138,6 +144,97 @@ def check_tasks(home, tmp_path, words: list[str], count: int) -> None:
         for name in want:
             assert found[name] == pytest.approx(want[name], abs=1e-6)
 
+
+# ---- export ------------------------------------------------------------------------------------------------
+
+
+def files_of(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+EXPORTS = {  # run, words, ranks
+    "one file": ("dense", "", 2),
+    "files of fewer ranks": ("dense", "--shard-size 20KB --weights ema", 3),
+    "bf16": ("mixture", "--shard-size 30KB --dtype bf16", 2),
+    "transposed": ("tied", "--shard-size 0.02MB", 2),
+}
+
+
+@pytest.mark.slow(core=["bf16"])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_the_same_folder(home, tmp_path, name):
+    run, words, world = EXPORTS[name]
+    alone(convert.main, "to-hf", str(home / run), str(tmp_path / "alone"), *words.split())
+    words = ["to-hf", str(home / run), str(tmp_path / "ranks"), *words.split()]
+    said = printed(together(tmp_path / "job", convert.main, *words, world=world))
+    want, found = files_of(tmp_path / "alone"), files_of(tmp_path / "ranks")
+    assert list(found) == list(want) and all(found[file] == want[file] for file in want)
+    shards = [file for file in found if file.endswith(".safetensors")]
+    assert (len(shards) == 1) == (name == "one file")
+    assert f"note: {world} ranks wrote {len(shards)} file" in said and "no logits were compared" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "job", "ranks"]
+    if name == "bf16":
+        transformers = pytest.importorskip("transformers")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ranks", local_files_only=True)
+
+
+def test_a_rank_that_cannot_write_leaves_no_folder(home, tmp_path):
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("file", 100, "No space left on device (ENOSPC)")
+
+    def before(rank: int) -> None:
+        if rank == 1:
+            hf_ranks.check_file = full
+
+    words = ("to-hf", str(home / "dense"), str(tmp_path / "out"), "--shard-size", "20KB")
+    end = together(tmp_path / "job", convert.main, *words, before=before)
+    assert 82 in end.codes and end.seconds < 30
+    assert "file: cannot read or write 100 bytes: No space left" in end.errors()[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]
+
+
+def test_what_is_on_the_disk_is_read_back(tmp_path):
+    tensor = hf.HFTensor("a", [torch.arange(8.0)], transpose=False)
+    seen = []
+    hf.write_tensors(tmp_path / "file", [tensor], torch.float32, note=lambda data: seen.append(bytes(data)))
+    checksum = hashlib.sha256(seen[0]).hexdigest()
+    hf_ranks.check_file(tmp_path / "file", [tensor], [f"sha256:{checksum}"])
+    data = bytearray((tmp_path / "file").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(StorageError, match="reads back differently: .*file: a is not what was written"):
+        hf_ranks.check_file(tmp_path / "file", [tensor], [f"sha256:{checksum}"])
+
+
+def test_a_rank_that_is_killed_leaves_no_folder(home, tmp_path):
+    def dies(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(rank: int) -> None:
+        if rank == 1:
+            hf_ranks.check_file = dies
+
+    words = ("to-hf", str(home / "dense"), str(tmp_path / "out"), "--shard-size", "20KB")
+    end = together(tmp_path / "job", convert.main, *words, before=before)
+    assert end.codes[1] == -signal.SIGKILL and end.codes[0] != 0 and end.seconds < 30
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]
+
+
+def test_what_an_export_refuses_is_one_line(home, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for words, says in (
+        (("to-hf", str(home / "dense"), str(tmp_path / "full")), f"{tmp_path}/full: exists already; choose"),
+        (("from-hf", str(home), str(tmp_path / "run")), "from-hf: one process imports, and here are 2 ranks"),
+        (("to-hf", "a", "b", "--shard-size", "5"), "--shard-size: expected a size as 5GB or 200MB, got '5'"),
+    ):
+        end = together(tmp_path / "job", convert.main, *words)
+        assert 2 in end.codes
+        (line,) = [line for log in end.logs for line in log.splitlines()]
+        assert line.startswith(f"error: {says}")
+
+
+# ---- what is refused, and failures -------------------------------------------------------------------------
 
 REFUSED = [  # script, words, ranks, what is said
     ("generate", "--parallel.tp 3", 3, "parallel.tp: 3 does not divide model.mixer.heads=4"),
