@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 
 import pytest
 import torch
@@ -206,17 +207,20 @@ def test_what_is_on_the_disk_is_read_back(tmp_path):
         hf_ranks.check_file(tmp_path / "file", [tensor], [f"sha256:{checksum}"])
 
 
-def test_a_rank_that_is_killed_leaves_no_folder(home, tmp_path):
-    def dies(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
+def test_an_end_from_outside_leaves_no_folder(home, tmp_path):
+    """As torchrun ends the first rank where another one is lost."""
     def before(rank: int) -> None:
-        if rank == 1:
-            hf_ranks.check_file = dies
+        hf_ranks.check_file = lambda *_: time.sleep(60)
+
+    def meanwhile(pids: dict[int, int]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not list(tmp_path.glob(".out.tmp-*/*.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(pids[0], signal.SIGTERM)
 
     words = ("to-hf", str(home / "dense"), str(tmp_path / "out"), "--shard-size", "20KB")
-    end = together(tmp_path / "job", convert.main, *words, before=before)
-    assert end.codes[1] == -signal.SIGKILL and end.codes[0] != 0 and end.seconds < 30
+    end = together(tmp_path / "job", convert.main, *words, before=before, meanwhile=meanwhile)
+    assert all(end.codes) and end.seconds < 30
     assert [path.name for path in tmp_path.iterdir()] == ["job"]
 
 
