@@ -41,7 +41,8 @@ def layout_of_weights(cfg: Config, world: int, layout: AskedLayout) -> Config:
 
     found = default_layout(cfg, world, on_node)
     if found is None:
-        fewer = next(size for size in range(world - 1, 0, -1) if default_layout(cfg, size, on_node))
+        sizes = range(world - 1, 0, -1)
+        fewer = next(size for size in sizes if default_layout(cfg, size, min(size, on_node)))
         raise ConfigError(
             f"parallel.tp: no degree divides a node's ranks and the model so that the rest of {world} ranks "
             f"are stages (model.mixer.heads={cfg.model.mixer.heads}, model.layers={cfg.model.layers}); "

@@ -323,10 +323,10 @@ def to_hf_on_ranks(
     run: str,
     folder: Path,
     dtype: str,
+    *,
     spec: str | None,
     weights: str,
     eod: str | None,
-    *,
     shard_bytes: int,
     world: World,
 ) -> dict:
@@ -832,11 +832,16 @@ def import_folder(args: argparse.Namespace, argv: list[str], job: ScriptJob) -> 
 
 def export_run(args: argparse.Namespace, world: World) -> dict:
     """to-hf."""
-    words = (args.run, args.folder, args.dtype, args.tokenizer, args.weights, args.eod)
+    options = {
+        "spec": args.tokenizer,
+        "weights": args.weights,
+        "eod": args.eod,
+        "shard_bytes": args.shard_size,
+    }
     if world.size == 1:
-        return to_hf(*words, args.shard_size)
+        return to_hf(args.run, args.folder, args.dtype, **options)
     with interrupted_by_sigterm():
-        return to_hf_on_ranks(*words, shard_bytes=args.shard_size, world=world)
+        return to_hf_on_ranks(args.run, args.folder, args.dtype, **options, world=world)
 
 
 @contextlib.contextmanager

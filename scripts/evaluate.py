@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from build import TrainedModel, load_run
-from checkpoint.state import TRAINED, WEIGHTS
+from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from data.blend import parse_blend
@@ -136,6 +136,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
                           ".bin/.idx")
     batch_size = args.micro_batch or run.cfg.train.micro_batch
+    if run.mesh.world.size > 1:  # the first opening may write beside the data
+        first_rank_does(lambda: open_validation(cfg, batch_size).close(), run.mesh.world, math.inf)
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
     if args.data and data.tokenizer is None and run.known_tokenizer and run.prompts.start:

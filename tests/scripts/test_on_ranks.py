@@ -22,11 +22,12 @@ from checkpoint import hf, hf_ranks
 from checkpoint.files import StorageError
 from scripts import convert, evaluate, generate
 
-MIXTURE = (*SIZES, "--model.experts", "4", "--model.moe_ffn", "16")
+# latents, biases of routers, a module that predicts further ahead
+MIXTURE = (*SIZES, "--model.experts", "8", "--model.moe_ffn", "16")
 RUNS = {  # recipe, its model, what trains it
     "dense": ("llama2-tiny", MODEL, "--parallel.tp 2 --parallel.pp 2"),
     "tied": ("gpt2-tiny", (*MODEL, "--model.mixer.kv_heads", "none"), "--parallel.zero 3"),
-    "mixture": ("deepseek-v2-lite-tiny", MIXTURE, "--parallel.ep 4 --parallel.zero 1"),
+    "mixture": ("deepseek-v3-tiny", MIXTURE, "--parallel.ep 4 --parallel.zero 1"),
 }
 LIMIT = 120.0  # seconds of a job
 
