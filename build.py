@@ -16,6 +16,7 @@ from checkpoint.folder import StoredPiece
 from checkpoint.state import TRAINED
 from config import (
     OPTIMIZERS,
+    CheckpointConfig,
     Config,
     ConfigError,
     ModelConfig,
@@ -33,11 +34,12 @@ from data.task_scores import Score, TextRow, score_rows
 from data.tokenizer import Tokenizer
 from model.context import KeyValueCache
 from model.generate import pipeline_logits
+from model.layout import AskedLayout, layout_of_weights
 from model.precision import DTYPES
 from model.router_states import RouterStates
-from model.schedules import make_schedules
-from model.score import pipeline_scores, score_positions
-from model.sharding import scale_for_mup, sharding_config
+from model.schedules import make_schedules, schedule_of
+from model.score import pipeline_scores
+from model.sharding import parallel_dims, scale_for_mup, sharding_config
 from model.split import layers_of_stages
 from model.transformer import PipelineStage
 from optim.base import Optimizer
@@ -54,6 +56,7 @@ from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
+from parallel.wire.world import World
 from runtime.graphs import RecordedPipeline
 from runtime.rerun import StepReruns
 
@@ -331,16 +334,31 @@ def check_device(cfg: Config, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights of a checkpoint in a stage, with the tokenizer that they were trained with.
+    """The weights of a checkpoint in stages, with the tokenizer that they were trained with.
 
-    known_tokenizer: None of weights that were imported without one. is_chat: was it trained on conversations?
+    stages: of this rank, by number; one process has the only one. known_tokenizer: None of weights that were
+    imported without one. is_chat: was it trained on conversations?
     """
     cfg: Config
-    stage: PipelineStage
+    mesh: Mesh
+    stages: dict[int, PipelineStage]
+    pipeline: Pipeline
+    device: torch.device
     known_tokenizer: Tokenizer | None
     path: Path
     step: int
     is_chat: bool = False
+
+    @property
+    def stage(self) -> PipelineStage:
+        """The whole model. Raises ValueError where ranks hold parts of it."""
+        if self.mesh.world.size > 1:
+            raise ValueError(f"{self.mesh.world.size} ranks hold parts of the model")
+        return self.stages[0]
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.mesh.rank == 0
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -356,28 +374,32 @@ class TrainedModel:
         contradicts the tokenizer."""
         return open_prompts(self.tokenizer, self.cfg.data.bos)
 
-    @torch.no_grad()
-    def logits(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
-        """Logits [vocab] of the token at `position` of tokens [1, s]."""
-        out = self.stage.logits(tokens, positions, cache=cache, position=position)
-        if cache is not None:
-            cache.length += tokens.shape[1]
-        return out
+    def logits(
+        self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int | None
+    ) -> Tensor:
+        """What pipeline_logits gives: logits [vocab] of a position, or [b, s, vocab]. Collective."""
+        return pipeline_logits(
+            self.pipeline,
+            self.stages,
+            tokens,
+            positions,
+            cache=cache,
+            position=position,
+        )
 
     def score(self, rows: Sequence[TextRow]) -> list[Score]:
-        """The scores of texts."""
-        stage = self.stage
-        if stage.head is None:
-            raise ValueError("the model has no head")
-        head = stage.head
-
-        def forward(tokens: Tensor, targets: Tensor) -> Tensor:
-            x = stage.hidden_states(tokens, score_positions(tokens, self.cfg.model.context))
-            return head(x, targets=targets)
+        """The scores of texts, the same on every rank. Collective."""
+        def forward(tokens: Tensor, targets: Tensor) -> Tensor | None:
+            return pipeline_scores(self.pipeline, self.stages, tokens, targets)
 
         train = self.cfg.train
-        device = next(stage.parameters()).device
-        return score_rows(rows, forward, batch_tokens=train.micro_batch * train.seq_len, device=device)
+        return score_rows(
+            rows,
+            forward,
+            batch_tokens=train.micro_batch * train.seq_len,
+            device=self.device,
+            stages=self.mesh.pp,
+        )
 
 
 @torch.no_grad()
@@ -389,15 +411,30 @@ def weights_only(
     It has no gradients and no master weights.
     """
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
-    mesh = Mesh.single()
-    stage = PipelineStage(cfg, mesh, 0, cfg.model.layers).requires_grad_(False)
+    stages, boxes = weights_of_rank(cfg, Mesh.single(), device, rank_of_stage=(0,))
+    return stages[0], boxes
 
+
+@torch.no_grad()
+def weights_of_rank(
+    cfg: Config, mesh: Mesh, device: torch.device, rank_of_stage: tuple[int, ...]
+) -> tuple[dict[int, PipelineStage], list[tuple[Box, Tensor]]]:
+    """This rank's stages with zeros for weights, and [(box, tensor)] of all of them; of those of a mixture's
+    routers, also the biases. No rank has more than one stage.
+
+    On the device "meta" the tensors have shapes alone, and the stages none.
+    """
+    stages = make_stages(cfg, mesh, rank_of_stage)
     boxes: list[tuple[Box, Tensor]] = []
-    for weight in sharded_parameters(stage):  # each once, in the order of the forward pass
-        weight.data = torch.zeros(weight.spec.shape, dtype=DTYPES[dtype], device=device)
-        boxes += weight.spec.split(weight.data)
-    routers = RouterStates(cfg, mesh, [stage], device)
-    return stage, boxes + routers.boxes(weights=True)
+    for stage in stages.values():
+        stage.requires_grad_(False)
+        for weight in sharded_parameters(stage):  # each once, in the order of the forward pass
+            values = torch.zeros(weight.spec.shape, dtype=DTYPES[cfg.train.dtype], device=device)
+            if device.type != "meta":
+                weight.data = values
+            boxes += weight.spec.split(values)
+    routers = RouterStates(cfg, mesh, list(stages.values()), device)
+    return stages, boxes + routers.boxes(weights=True)
 
 
 def check_size(model: ModelConfig, pieces: list[StoredPiece], where: str) -> None:
@@ -434,28 +471,67 @@ def load_run(
     weights: str = TRAINED,
     tokenizer_spec: str | None = None,
     eod: str | None = None,
+    *,
+    world: World | None = None,
+    layout: AskedLayout = AskedLayout(),
 ) -> TrainedModel:
     """The model of a run folder, or of one of its checkpoint folders. dtype: by default the run's own.
 
     weights: one of checkpoint.state.WEIGHTS. tokenizer_spec: by default that of the run, if it has one.
     eod: the token that ends documents; by default the one that the files of the tokenizer name.
+    world: the ranks that hold the model together, whatever layout has saved it; None: this process.
+    Collective. layout: how they do.
 
-    Raises ConfigError if `where` has no model, and IntegrityError if the checkpoint is damaged.
+    Raises ConfigError if `where` has no model, or the ranks cannot hold it; IntegrityError, on all ranks, if
+    the checkpoint is damaged.
     """
-    index = state.find_index(where, [])
-    path, meta = index.path, index.meta
+    world = world or World(device=device)
+    everyone = world.all_ranks()
+
+    def load(index: store.StoredIndex) -> TrainedModel:
+        path, meta = index.path, index.meta
+        cfg = layout_of_weights(config_to_compute(meta, dtype), world.size, layout)
+        check_size(cfg.model, index.pieces, str(path))
+        known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec, eod)
+
+        # this rank's stage, and its weights
+        mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+        schedule = schedule_of("gpipe", cfg.parallel.pp, 1, None)
+        stages, boxes = weights_of_rank(cfg, mesh, device, schedule.rank_of_stage)
+        state.fill_boxes(index, state.stored_as(index, boxes, weights), everyone, cfg.checkpoint.timeout_s)
+
+        pipeline = Pipeline(
+            mesh,
+            schedule,
+            stages=stages,
+            zero_schedulers={number: ZeroScheduler.without_buckets() for number in stages},
+            weight_grad_stores={},
+            hidden_shape=HiddenShape(cfg.model.hidden, DTYPES[cfg.train.dtype], 1),
+        )
+        return TrainedModel(
+            cfg,
+            mesh,
+            stages=stages,
+            pipeline=pipeline,
+            device=device,
+            known_tokenizer=known_tokenizer,
+            path=path,
+            step=meta["step"],
+            is_chat=meta.get("chat", False),
+        )
+
+    if world.size == 1:
+        return load(state.find_index(where, []))
+    return state.load_found(where, [], load, everyone, CheckpointConfig().timeout_s)
+
+
+def config_to_compute(meta: Tree, dtype: str | None) -> Config:
+    """The config of a checkpoint, for a model that only computes. dtype: None for the run's own."""
     cfg = state.config_of(meta)
     if dtype is None:
         dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # the weights of fp8 are bf16
     train = replace(cfg.train, dtype=dtype, fp8=None)
-    cfg = replace(cfg, train=train, parallel=ParallelConfig())
-
-    check_size(cfg.model, index.pieces, str(path))
-    known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec, eod)
-    stage, boxes = weights_only(cfg, device, cfg.train.dtype)
-    store.load(index, state.stored_as(index, boxes, weights), strict=False, allow_cast=True)
-    return TrainedModel(cfg, stage, known_tokenizer, path=path, step=meta["step"],
-                        is_chat=meta.get("chat", False))
+    return replace(cfg, train=train, parallel=ParallelConfig())
 
 
 def tokenizer_of_run(

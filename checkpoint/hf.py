@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -273,21 +273,31 @@ def write_weights(
 
     pieces: whole tensors under our keys. Returns the bytes of all tensors. Raises StorageError.
     """
-    groups = split_into_files(hf_tensors(model_type, model, pieces), dtype, shard_bytes)
-    if len(groups) == 1:
-        return write_tensors(folder / "model.safetensors", groups[0], dtype)
+    files = divide_into_files(hf_tensors(model_type, model, pieces), dtype, shard_bytes)
+    total_bytes = sum(write_tensors(folder / file, group, dtype) for file, group in files.items())
+    write_index(folder, files, total_bytes)
+    return total_bytes
 
-    total_bytes = 0
-    weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        total_bytes += write_tensors(folder / file, group, dtype)
-        weight_map |= {tensor.name: file for tensor in group}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2)
+
+def divide_into_files(
+    tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int
+) -> dict[str, list[HFTensor]]:
+    """{file: its tensors}, in their order, with the names that transformers gives."""
+    groups = split_into_files(tensors, dtype, shard_bytes)
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    of = len(groups)
+    return {f"model-{number:05d}-of-{of:05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def write_index(folder: Path, files: dict[str, list[HFTensor]], total_bytes: int) -> None:
+    """Writes the index; of a single file there is none. Raises StorageError."""
+    if len(files) == 1:
+        return
+    weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
+    text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
     with storage_errors(folder, len(text)):
         write_file(folder / "model.safetensors.index.json", text.encode())
-    return total_bytes
 
 
 def split_into_files(tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int) -> list[list[HFTensor]]:
@@ -304,9 +314,17 @@ def split_into_files(tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: i
     return groups
 
 
-def write_tensors(path: Path, group: list[HFTensor], dtype: torch.dtype) -> int:
-    """Writes one safetensors file and flushes it to disk. Converts one tensor at a time.
+def write_tensors(
+    path: Path,
+    group: list[HFTensor],
+    dtype: torch.dtype,
+    *,
+    read: Callable[[HFTensor], HFTensor] = lambda tensor: tensor,
+    note: Callable[[memoryview], object] = lambda data: None,
+) -> int:
+    """Writes one safetensors file and flushes it to disk. Reads and converts one tensor at a time.
 
+    read: gives a tensor of the group its values, where it has none yet. note: called with the bytes of each.
     Returns the bytes of its tensors.
     """
     # Old versions of transformers refuse a file without this format.
@@ -321,13 +339,14 @@ def write_tensors(path: Path, group: list[HFTensor], dtype: torch.dtype) -> int:
 
     with storage_errors(path, end), open(path, "xb") as file:
         file.write(header_bytes(table))
-        for tensor in group:
+        for tensor in map(read, group):
             value = tensor.parts[0] if len(tensor.parts) == 1 else torch.cat(tensor.parts)
             if tensor.transpose:
                 value = value.t()
             if tensor.above:
                 value = value - tensor.above
             data = raw_bytes(value.to(tensor.dtype(dtype))).data
+            note(data)
             for start in range(0, len(data), CHUNK):
                 file.write(data[start:start + CHUNK])
         file.flush()

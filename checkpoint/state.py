@@ -537,6 +537,39 @@ def kept_in(indexes: Indexes, check: Check) -> Check:
     return keep
 
 
+def load_found(
+    path: str,
+    log: list[str],
+    load: Callable[[store.StoredIndex], Result],
+    world: comm.Group,
+    timeout_s: float | None = None,
+) -> Result:
+    """load(index) of the checkpoint that find_index finds, on many ranks. Collective.
+
+    Rank 0 looks for it, and checks its small files alone; load verifies what this rank reads, and raises on
+    all ranks what one of them finds. Then the checkpoint before it is tried, or a copy repaired.
+    Raises ConfigError if there is no checkpoint; IntegrityError if none is good.
+    """
+    bad: dict[pathlib.Path, str] = {}
+    repaired: list[str] = []
+
+    def look() -> StartingPoint:
+        if bad and is_url(path) and not repaired:
+            repaired.append(mirror.repair_copy(path, DOWNLOADS))
+            bad.clear()
+        indexes: Indexes = {}
+        found = find_checkpoint(path, log, bad, kept_in(indexes, store.quick_check))
+        return StartingPoint(None, indexes[found], repaired)
+
+    while True:
+        start = choose_together(look, world, timeout_s)
+        assert start.weights is not None  # find_checkpoint has raised without one
+        try:
+            return load(start.weights)
+        except store.IntegrityError as error:  # raised on every rank
+            bad[start.weights.path] = str(error)
+
+
 def load_weights(
     buckets: list[Bucket],
     source: pathlib.Path | store.StoredIndex,
@@ -563,6 +596,21 @@ def load_weights(
     meet(lambda: started.pop().fill())
     pass_on_all(buckets, {})
     load_buckets(buckets)
+
+
+def fill_boxes(
+    index: store.StoredIndex, wants: BoxedTensors, world: comm.Group, timeout_s: float | None = None
+) -> None:
+    """Fills tensors of a model that only computes. No rank does before all have verified what they read.
+    Collective. Raises IntegrityError, on all ranks; ConfigError if the checkpoint does not fit."""
+    sharers = ranks_on_this_host(world)
+    started: list[store.StartedLoad] = []
+
+    def verify() -> None:
+        started.append(store.start_load(index, wants, strict=False, allow_cast=True, sharers=sharers))
+
+    all_ranks_do(verify, world, timeout_s)
+    all_ranks_do(lambda: started.pop().fill(), world, timeout_s)
 
 
 def weight_boxes(buckets: list[Bucket], more: Sequence[tuple[Box, Tensor]] = ()) -> BoxedTensors:

@@ -836,6 +836,7 @@ def range_rules_of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
 
 # Those that look at train.phases: they are rules for the whole run, whatever of it is past.
 RULES_OF_PHASES = (phase_rules, spike_rules)
+RULES_OF_WEIGHTS = (of_each_kind(layout_rules), moe_rules)  # which ranks can hold a model that only computes
 # In this order: a rule may assume those before it.
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,

@@ -96,10 +96,11 @@ def sample_token(
 
 @torch.no_grad()
 def pipeline_logits(pipeline: Pipeline, stages: Mapping[int, PipelineStage], tokens: Tensor,
-                    positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
+                    positions: Tensor, cache: KeyValueCache | None, position: int | None) -> Tensor:
     """Logits [vocab] of the token at `position` of tokens [1, s], on every rank: one pass through all stages.
 
-    cache: keys and values of earlier tokens; None: none are kept.
+    cache: keys and values of earlier tokens; None: none are kept. position: None for the logits
+    [b, s, vocab] of all tokens [b, s].
     """
     x = tokens
     last = pipeline.schedule.n_stages - 1
@@ -117,6 +118,7 @@ def pipeline_logits(pipeline: Pipeline, stages: Mapping[int, PipelineStage], tok
     if last not in stages:
         dtype = torch.promote_types(pipeline.hidden_shape.dtype, torch.float32)
         vocab = vocab_size(next(iter(stages.values())).cfg.model)
-        x = torch.empty(vocab, dtype=dtype, device=tokens.device)
+        shape = (vocab,) if position is not None else (*tokens.shape, vocab)
+        x = torch.empty(shape, dtype=dtype, device=tokens.device)
     source = pipeline.schedule.rank_of_stage[last]
     return comm.broadcast(x.contiguous(), pipeline.mesh.pp, source)

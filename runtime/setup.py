@@ -255,6 +255,23 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
+def script_device(threads: int | None, kind: str = "auto") -> torch.device:
+    """Prepares a process of a script, and returns its device. threads: of --threads. kind: auto, or cpu.
+
+    Of one process the threads are those of set_threads; ranks divide the cores of their node, as train.py's
+    do. Raises ConfigError.
+    """
+    _, world, local_rank, local_world = rank_and_world()
+    set_threads(threads)
+    if world == 1:
+        return torch.device("cuda" if kind == "auto" and torch.cuda.is_available() else "cpu")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    if threads is None:
+        torch.set_num_threads(spare_threads(local_world))
+    return pick_device(kind, local_rank)
+
+
 def spare_threads(local_world: int = 1) -> int:
     """CPU threads for one of `local_world` processes: at most 4, and one core of more than 2 stays free.
 

@@ -116,7 +116,8 @@ def score_end(logits: Tensor, row: Tensor, num_scored: int) -> tuple[float, bool
 
 def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = None, limit: int | None = None,
               folder: str | None = None) -> dict[str, dict[str, float]]:
-    """Returns {task: {metric: value, metric_stderr: value}}.
+    """Returns {task: {metric: value, metric_stderr: value}}. Of several ranks the first has them, and each
+    asks the model the same in one order.
 
     shots: examples in the prompt, or None for as many as the task says. limit: documents per task, or None
     for all.
@@ -152,6 +153,8 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"--tasks: lm-eval cannot read the data of {', '.join(names)} ({reason}); fetch it "
                           "where there is a network, or give files of tasks") from error
+    if found is None:  # lm-eval under torchrun, on all ranks but the first of a node
+        return {}
     return {task: numbers_of(values) for task, values in found["results"].items()}
 
 

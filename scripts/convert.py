@@ -2,11 +2,14 @@
 
     python -m scripts.convert from-hf DIR RUN                      a folder of save_pretrained -> a run folder
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
+    torchrun --nproc-per-node 8 -m scripts.convert to-hf RUN DIR   the same, a tensor at a time in memory
 
 Models: those of checkpoint/hf_families.py, which docs/checkpoints.md names.
 
 The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
-installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind.
+installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind. Ranks of
+torchrun write the same folder without a model in memory, each some of its files: they compare no logits, but
+what they have written with what is on the disk.
 
 An imported RUN holds weights at step 0 and no optimizer state. scripts.generate and scripts.evaluate accept
 it; training continues from it in a folder of its own: `python train.py --config RUN/config.yaml --data.path
@@ -25,7 +28,9 @@ import gc
 import json
 import math
 import os
+import re
 import shlex
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -36,12 +41,12 @@ import torch
 from torch import Tensor
 
 import config
-from build import check_counts, check_size, tokenizer_of_run, weights_only
-from checkpoint import hf, hf_config, hf_tokenizer, state, store
+from build import check_counts, check_size, tokenizer_of_run, weights_of_rank, weights_only
+from checkpoint import hf, hf_config, hf_ranks, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import spell_out
-from config import Config, ConfigError, ModelConfig, Tree, modules_ahead, provenance
+from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
 from config.command_line import CommandParser
 from config.suggestions import check_rules
 from config.terminal import output_width, wrapped
@@ -54,8 +59,11 @@ from data.tokenizer import Tokenizer
 from model.precision import DTYPES
 from model.transformer import PipelineStage
 from parallel.topology.mesh import Mesh
+from parallel.wire.comm import PeerError
+from parallel.wire.world import World
 from plan.count import parameters
-from runtime.failure import fail_cleanly
+from runtime.failure import exit_process, fail_cleanly
+from runtime.script_job import ScriptJob, script_job
 
 # Largest accepted difference / largest logit. Two correct implementations in fp32 differ by 1e-7 to 1e-5 (80
 # layers of rounding); a swapped head, a wrong base of RoPE or a missing bias differs by 1e-2 and more.
@@ -67,6 +75,7 @@ DROPOUTS = (
     "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "output_dropout",
     "resid_pdrop", "embd_pdrop", "attn_pdrop",
 )
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}  # of --shard-size
 MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
 
 
@@ -281,47 +290,171 @@ def to_hf(
     spec: str | None = None,
     weights: str = state.TRAINED,
     eod: str | None = None,
+    shard_bytes: int = hf.SHARD_BYTES,
 ) -> dict:
     """Writes the Hugging Face folder from a run or checkpoint folder; returns the report.
 
     dtype: of the weights on disk. spec: the tokenizer; by default that of the run, if it has one. weights:
-    one of state.WEIGHTS. eod: as of from_hf.
+    one of state.WEIGHTS. eod: as of from_hf. shard_bytes: of the tensors of a file, at most.
     Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
     """
     notes: list[str] = []
     index = state.find_index(run, notes)
-    path, meta = index.path, index.meta
-    cfg = state.config_of(meta)
+    cfg = state.config_of(index.meta)
     model = cfg.model
     family = hf_config.family_of(model)
 
-    source = Path(spec) if spec else path.parent.parent / "tokenizer"
-    tok = tokenizer_of_run(path, meta["tokenizer"], spec, eod) if spec or source.is_dir() else None
-    if not tok:
-        notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
-    notes += vocab_notes(tok, model)
+    tok, source = tokenizer_to_export(index, spec, eod, notes)
 
     with new_folder(folder) as temp:
         ours, num_tensors = export_weights(
-            index, cfg, family, target=temp, dtype=DTYPES[dtype], weights=weights
+            index, cfg, family, target=temp, dtype=DTYPES[dtype], weights=weights, shard_bytes=shard_bytes
         )
         gc.collect()  # one model in memory at a time
-        with storage_errors(temp, 0):
-            write_settings(temp, model, tok, source=source, dtype=DTYPES[dtype])
-            write_json(temp / "provenance.json", origin_of(path, meta, weights))
-            if tok:
-                notes += export_json(tok, family, temp, start_token(tok, cfg.data.bos))
+        notes += write_small_files(temp, index, tok, source=source, dtype=DTYPES[dtype], weights=weights)
         match = compare(ours, their_logits(temp, model), model, "from transformers")
         if match is None:
             match = compare(ours, read_back(temp), model, "read back by ourselves")
         notes += window_notes(model)
+    return export_report(index, folder, num_tensors=num_tensors, logits=match, notes=notes)
+
+
+def to_hf_on_ranks(
+    run: str,
+    folder: Path,
+    dtype: str,
+    *,
+    spec: str | None,
+    weights: str,
+    eod: str | None,
+    shard_bytes: int,
+    world: World,
+) -> dict:
+    """to_hf, by many ranks without a model in memory: each writes files of the folder. Collective.
+
+    No rank goes on before all have written theirs, and the first renames the folder at the end. Raises as
+    to_hf does, on all ranks; after an error the folder is not there.
+    """
+    everyone, timeout_s = world.all_ranks(), config.CheckpointConfig().timeout_s
+    sharers = state.ranks_on_this_host(everyone)
+    notes: list[str] = []
+
+    def export(index: store.StoredIndex) -> dict:
+        cfg = state.config_of(index.meta)
+        family = hf_config.family_of(cfg.model)
+        check_size(cfg.model, index.pieces, str(index.path))
+
+        # the tensors of the folder, without values, and their files
+        like = replace(cfg, train=replace(cfg.train, dtype=dtype_in_memory(cfg)), parallel=ParallelConfig())
+        _, pieces = weights_of_rank(like, Mesh.single(), torch.device("meta"), rank_of_stage=(0,))
+        tensors = hf.hf_tensors(family, cfg.model, pieces)
+        hf.fold_mup(cfg.model, pieces)  # refuses a model that no folder can hold
+        files = hf.divide_into_files(tensors, DTYPES[dtype], shard_bytes)
+        own = hf_ranks.files_of_rank(files, DTYPES[dtype], world.rank, world.size)
+
+        def begin() -> list[str]:
+            found: list[str] = []
+            tok, source = tokenizer_to_export(index, spec, eod, found)
+            temp = begun.enter_context(new_folder(folder))
+            small = write_small_files(temp, index, tok, source=source, dtype=DTYPES[dtype], weights=weights)
+            return [str(temp), *found, *small]
+
+        def finish() -> None:
+            total_bytes = sum(tensor.num_bytes(DTYPES[dtype]) for tensor in tensors)
+            hf.write_index(temp, files, total_bytes)
+            begun.close()  # renames it
+
+        with contextlib.ExitStack() as begun:  # of the first rank
+            name, *of_folder = state.first_rank_does(begin, everyone, timeout_s)
+            temp = Path(name)
+            try:
+                state.all_ranks_do(
+                    lambda: hf_ranks.write_files(
+                        temp,
+                        own,
+                        files,
+                        index=index,
+                        model_type=family,
+                        model=cfg.model,
+                        pieces=pieces,
+                        weights=weights,
+                        dtype=DTYPES[dtype],
+                        sharers=sharers,
+                    ),
+                    everyone,
+                    timeout_s,
+                )
+                state.first_rank_does(finish, everyone, timeout_s)
+            except PeerError:
+                raise
+            except Exception:  # raised on all ranks: none ends before the folder is gone
+                state.first_rank_does(lambda: remove(temp), everyone, timeout_s)
+                raise
+        plural = "s" if len(files) > 1 else ""
+        said = (f"{world.size} ranks wrote {len(files)} file{plural} of weights and read back every bit; no "
+                "logits were compared, as one process does")
+        return export_report(
+            index,
+            folder,
+            num_tensors=len(tensors),
+            logits=None,
+            notes=[*notes, *of_folder, said],
+        )
+
+    return state.load_found(run, notes, export, everyone, timeout_s)
+
+
+def dtype_in_memory(cfg: Config) -> str:
+    """Of the weights of a checkpoint, while they are converted."""
+    return "fp64" if cfg.train.dtype == "fp64" else "fp32"
+
+
+def tokenizer_to_export(
+    index: store.StoredIndex, spec: str | None, eod: str | None, notes: list[str]
+) -> tuple[Tokenizer | None, Path]:
+    """(the tokenizer of the folder, if there is one; its folder or file). Adds to the notes. See to_hf."""
+    path, meta = index.path, index.meta
+    source = Path(spec) if spec else path.parent.parent / "tokenizer"
+    tok = tokenizer_of_run(path, meta["tokenizer"], spec, eod) if spec or source.is_dir() else None
+    if not tok:
+        notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
+    notes += vocab_notes(tok, state.config_of(meta).model)
+    return tok, source
+
+
+def write_small_files(
+    target: Path,
+    index: store.StoredIndex,
+    tok: Tokenizer | None,
+    *,
+    source: Path,
+    dtype: torch.dtype,
+    weights: str,
+) -> list[str]:
+    """Writes all but the weights into `target`; returns notes. source: of the tokenizer. Raises StorageError.
+    """
+    cfg = state.config_of(index.meta)
+    with storage_errors(target, 0):
+        write_settings(target, cfg.model, tok, source=source, dtype=dtype)
+        write_json(target / "provenance.json", origin_of(index.path, index.meta, weights))
+        if tok:
+            family = hf_config.family_of(cfg.model)
+            return export_json(tok, family, target, start_token(tok, cfg.data.bos))
+    return []
+
+
+def export_report(
+    index: store.StoredIndex, folder: Path, *, num_tensors: int, logits: dict | None, notes: list[str]
+) -> dict:
+    """The report of an export."""
+    model = state.config_of(index.meta).model
     return {
-        "family": family,
+        "family": hf_config.family_of(model),
         "parameters": parameters(model)["total"],
         "tensors": num_tensors,
-        "from": str(path),
+        "from": str(index.path),
         "to": str(folder),
-        "logits": match,
+        "logits": logits,
         "notes": notes,
         "next": f'AutoModelForCausalLM.from_pretrained("{folder}")',
     }
@@ -343,19 +476,26 @@ def origin_of(path: Path, meta: Tree, weights: str) -> Tree:
 
 
 def export_weights(
-    index: store.StoredIndex, cfg: Config, family: str, *, target: Path, dtype: torch.dtype, weights: str
+    index: store.StoredIndex,
+    cfg: Config,
+    family: str,
+    *,
+    target: Path,
+    dtype: torch.dtype,
+    weights: str,
+    shard_bytes: int,
 ) -> tuple[list[Tensor], int]:
-    """Writes the weights of a checkpoint into `target`, in `dtype`. weights: see to_hf.
+    """Writes the weights of a checkpoint into `target`, in `dtype`. weights, shard_bytes: see to_hf.
 
     Returns our logits of the probes with the weights as written, and the number of tensors.
     """
     model = cfg.model
     check_size(model, index.pieces, str(index.path))
-    stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
+    stage, pieces = weights_only(cfg, CPU, dtype_in_memory(cfg))
     tensors = hf.hf_tensors(family, model, pieces)  # refuses a tensor that the family does not have
     store.load(index, state.stored_as(index, pieces, weights), strict=False)
     hf.fold_mup(model, pieces)
-    hf.write_weights(target, family, model, pieces, dtype=dtype)
+    hf.write_weights(target, family, model, pieces, dtype=dtype, shard_bytes=shard_bytes)
 
     # The comparison is about the written values, not about those before rounding.
     for tensor in tensors:
@@ -645,6 +785,9 @@ def arguments() -> argparse.ArgumentParser:
     exporter.add_argument("--weights", choices=state.WEIGHTS, default=state.TRAINED,
                           help="ema: their moving average (train.ema)")
 
+    exporter.add_argument("--shard-size", type=shard_size, default=hf.SHARD_BYTES, metavar="SIZE",
+                          help="of a file of weights, at most, as 5GB or 200MB (default 5GB)")
+
     for command in (importer, exporter):
         command.add_argument("--tokenizer", metavar="SPEC",
                              help="bytes, a .model, a tokenizer.json or a folder; none: that of the source")
@@ -654,19 +797,65 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def shard_size(text: str) -> int:
+    """Bytes of a size as transformers writes it: 5GB. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(GB|MB|KB)", text.upper())
+    size = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected a size as 5GB or 200MB, got {text!r}")
+    return size
+
+
 def main(argv: list[str]) -> int:
-    args = arguments().parse_args(argv)
-    try:
-        if args.command == "from-hf":
-            made = provenance.of_script("scripts.convert", argv)
-            report = from_hf(args.folder, args.run, args.tokenizer, args.eod, made)
-        else:
-            report = to_hf(args.run, args.folder, args.dtype, args.tokenizer, args.weights, args.eod)
-    except LogitsDiffer as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(report) if args.json else report_text(report))
+    with script_job(argv) as job:
+        args = arguments().parse_args(argv)
+        try:
+            if args.command == "from-hf":
+                report = import_folder(args, argv, job)
+            else:
+                report = export_run(args, job.join(kind="cpu"))
+        except LogitsDiffer as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        print(json.dumps(report) if args.json else report_text(report))
     return 0
+
+
+def import_folder(args: argparse.Namespace, argv: list[str], job: ScriptJob) -> dict:
+    """from-hf. Raises ConfigError on many ranks."""
+    if job.size > 1:
+        raise ConfigError(f"from-hf: one process imports, and here are {job.size} ranks; start it without "
+                          "torchrun")
+    made = provenance.of_script("scripts.convert", argv)
+    return from_hf(args.folder, args.run, args.tokenizer, args.eod, made)
+
+
+def export_run(args: argparse.Namespace, world: World) -> dict:
+    """to-hf."""
+    options = {
+        "spec": args.tokenizer,
+        "weights": args.weights,
+        "eod": args.eod,
+        "shard_bytes": args.shard_size,
+    }
+    if world.size == 1:
+        return to_hf(args.run, args.folder, args.dtype, **options)
+    with interrupted_by_sigterm():
+        return to_hf_on_ranks(args.run, args.folder, args.dtype, **options, world=world)
+
+
+@contextlib.contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """A SIGTERM inside, which torchrun sends where another rank is lost, ends this one as Ctrl-C does, so
+    that it leaves no folder behind."""
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def report_text(report: dict) -> str:
@@ -689,4 +878,4 @@ def report_text(report: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))
+    exit_process(fail_cleanly(main, sys.argv[1:]))

@@ -1,6 +1,7 @@
 """Loss, perplexity and bits per byte of a run.
 
     python -m scripts.evaluate RUN [--data PREFIX] [--tasks PATH | arc_easy ...]
+    torchrun --nproc-per-node 8 -m scripts.evaluate RUN
 
 Without --data: the validation split of the run, each sample once. With it: all of PREFIX.bin, whose tokens
 must come from the tokenizer of the run (python -m scripts.prepare_data --tokenizer RUN/tokenizer makes such
@@ -9,11 +10,15 @@ without, such as an imported one.
 
 With --tasks instead: files and folders as eval.tasks takes them, with the numbers of the training loop; and
 by their names, tasks of lm-evaluation-harness (pip install lm-eval).
+
+Ranks of torchrun hold the model together, in any layout.
 """
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +28,7 @@ from pathlib import Path
 import torch
 
 from build import TrainedModel, load_run
-from checkpoint.state import TRAINED, WEIGHTS
+from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from data.blend import parse_blend
@@ -33,13 +38,15 @@ from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
 from model.generate import generate
+from model.layout import AskedLayout
 from parallel.microbatch import Microbatch
 from runtime.evaluate import loss_report
-from runtime.failure import fail_cleanly
-from runtime.setup import set_threads
+from runtime.failure import exit_process, fail_cleanly
+from runtime.script_job import add_layout_options, check_layout_options, script_job
 from runtime.tasks import EvaluationModel, run_tasks
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
+BATCHES_A_STAGE = 4  # that a pipeline has under way: it is idle for a fifth of the time at most
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -66,34 +73,46 @@ def arguments() -> argparse.ArgumentParser:
     add("--special", action="store_true",
         help="--tasks: control tokens that texts spell are such, as in lm-eval, and not text")
     add("--threads", type=int, metavar="N",
-        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
+        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores; under torchrun a "
+             "share of the cores")
+    add_layout_options(parser)
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    args = arguments().parse_args(argv)
-    set_threads(args.threads)
-    tasks = file_tasks(args)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, args.dtype, args.weights, args.tokenizer, args.eod)
-    if args.tasks:
-        evaluate_tasks(run, args, tasks, device)
-    else:
-        evaluate_loss(run, args, device)
+    with script_job(argv) as job:
+        args = arguments().parse_args(argv)
+        check_layout_options(args)
+        world = job.join(args.threads)
+        tasks = file_tasks(args)
+        run = load_run(
+            args.run,
+            world.device,
+            args.dtype,
+            args.weights,
+            args.tokenizer,
+            args.eod,
+            world=world,
+            layout=AskedLayout(args.tp, args.pp, job.ranks_on_node),
+        )
+        if args.tasks:
+            evaluate_tasks(run, args, tasks)
+        else:
+            evaluate_loss(run, args)
     return 0
 
 
 # ---- loss ------------------------------------------------------------------------------------------------
 
-def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
+def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
     """Prints loss, perplexity and bits per byte of the data that --data, --samples and --seq-len select.
 
     Raises ConfigError if the data was made with another tokenizer, or the model has too few positions.
     """
     # the data
     seq_len = args.seq_len or run.cfg.train.seq_len
-    check_context(run.cfg, seq_len)
+    check_context(run, seq_len)
     # no span: the same sequences, whatever was shuffled together in training
     cfg = replace(
         run.cfg, train=replace(run.cfg.train, seq_len=seq_len), data=replace(run.cfg.data, span=None)
@@ -117,6 +136,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
                           ".bin/.idx")
     batch_size = args.micro_batch or run.cfg.train.micro_batch
+    if run.mesh.world.size > 1:  # the first opening may write beside the data
+        first_rank_does(lambda: open_validation(cfg, batch_size).close(), run.mesh.world, math.inf)
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
     if args.data and data.tokenizer is None and run.known_tokenizer and run.prompts.start:
@@ -132,17 +153,18 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     done = 0
     num_tokens = num_bytes = 0
     full_batches = batches(data, 0, samples // batch_size)
-    with torch.no_grad():
-        for batch in itertools.chain(full_batches, remaining_samples(cfg, samples, batch_size)):
-            batch = batch.to(device)
-            loss_sum = loss_sum + run.stage(batch.tokens, batch, 1.0).double()
+    all_batches = itertools.chain(full_batches, remaining_samples(cfg, samples, batch_size))
+    at_once = 1 if run.mesh.pp.size == 1 else BATCHES_A_STAGE * run.mesh.pp.size
+    while group := [batch.to(run.device) for batch in itertools.islice(all_batches, at_once)]:
+        loss_sum = loss_sum + run.pipeline.evaluate(group).double()
+        for batch in group:
             num_tokens = num_tokens + batch.num_counted()
             num_bytes = num_bytes + data.text_bytes(batch)
             done += len(batch.tokens)
-            if time.perf_counter() > last_line + SECONDS_BETWEEN_LINES:
-                last_line = time.perf_counter()
-                mean = float(loss_sum) / max(int(num_tokens), 1)
-                print(f"{done:,} of {samples:,} sequences, loss {mean:.4f}", file=sys.stderr)
+        if run.is_first_rank and time.perf_counter() > last_line + SECONDS_BETWEEN_LINES:
+            last_line = time.perf_counter()
+            mean = float(loss_sum) / max(int(num_tokens), 1)
+            print(f"{done:,} of {samples:,} sequences, loss {mean:.4f}", file=sys.stderr)
     name = args.data or f"{cfg.data.valid or cfg.data.path} (valid)"
     if int(num_tokens) == 0:
         raise ConfigError(f"{name}: no token of these samples counts in the loss; raise --samples or "
@@ -164,16 +186,16 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
               f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}{bits}")
 
 
-def check_context(cfg: Config, seq_len: int) -> None:
+def check_context(run: TrainedModel, seq_len: int) -> None:
     """Says that sequences are longer than model.context. Raises ConfigError where positions are learned."""
-    model = cfg.model
+    model = run.cfg.model
     if seq_len <= model.context:
         return
     if model.positions == "learned":
         raise ConfigError(f"--seq-len: {seq_len} is longer than the {model.context} learned positions of the "
                           "model; lower it")
-    print(f"--seq-len: {seq_len} is beyond model.context {model.context}, for which its positions were made",
-          file=sys.stderr)
+    note(run, f"--seq-len: {seq_len} is beyond model.context {model.context}, for which its positions were "
+              "made")
 
 
 def open_validation(cfg: Config, batch_size: int) -> BatchLoader:
@@ -226,9 +248,7 @@ def file_tasks(args: argparse.Namespace) -> list[ScoredTask]:
     return read_tasks("--tasks", ",".join(paths), args.limit, args.shots) if paths else []
 
 
-def evaluate_tasks(
-    run: TrainedModel, args: argparse.Namespace, tasks: list[ScoredTask], device: torch.device
-) -> None:
+def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, tasks: list[ScoredTask]) -> None:
     """Prints the metrics of the tasks; those of lm-eval with their standard errors.
 
     tasks: of files and folders.
@@ -241,13 +261,14 @@ def evaluate_tasks(
     if tasks:
         encoded = encode_tasks("--tasks", tasks, run.prompts, run.cfg.model.context, args.special)
         if encoded.lost:
-            print(f"--tasks: of {len(encoded.rows):,} texts, {encoded.lost}", file=sys.stderr)
+            note(run, f"--tasks: of {len(encoded.rows):,} texts, {encoded.lost}")
         report = score_tasks(encoded, run.score)
         results, core = report.metrics, report.core
     names = [task for task in args.tasks if not is_path(task)]
     if names:
-        model = evaluation_model(run, args, device)
-        results |= run_tasks(names, model, shots=args.shots, limit=args.limit, folder=args.task_folder)
+        model = evaluation_model(run, args)
+        with heard_from(run):
+            results |= run_tasks(names, model, shots=args.shots, limit=args.limit, folder=args.task_folder)
 
     if args.json:
         of_core = {} if core is None else {"core": core}
@@ -260,19 +281,18 @@ def evaluate_tasks(
         print(f"{'CORE':<24} {core:.4f}")
 
 
-def evaluation_model(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> EvaluationModel:
-    """The functions of the run that lm-eval needs."""
+def evaluation_model(run: TrainedModel, args: argparse.Namespace) -> EvaluationModel:
+    """The functions of the run that lm-eval needs. Each of several ranks asks them the same in one order."""
     prompts, tok = run.prompts, run.tokenizer
     bare = replace(prompts, start=None)
 
-    @torch.no_grad()
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-        return run.stage.logits(tokens.to(device), positions)
+        positions = torch.arange(tokens.shape[1], device=run.device).expand_as(tokens)
+        return run.logits(tokens.to(run.device), positions, cache=None, position=None)
 
     def write(ids: list[int], max_new: int) -> Iterator[int]:
         return generate(run.logits, ids, max_new, temperature=0, stops=prompts.stops, vocab=tok.vocab,
-                        device=device)
+                        device=run.device)
 
     return EvaluationModel(
         logits=logits,
@@ -286,5 +306,21 @@ def evaluation_model(run: TrainedModel, args: argparse.Namespace, device: torch.
     )
 
 
+@contextlib.contextmanager
+def heard_from(run: TrainedModel) -> Iterator[None]:
+    """lm-eval inside: it runs on every rank, and the first alone prints what it says on its way."""
+    if run.is_first_rank:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def note(run: TrainedModel, text: str) -> None:
+    """Prints a line that is no result."""
+    if run.is_first_rank:
+        print(text, file=sys.stderr)
+
+
 if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))
+    exit_process(fail_cleanly(main, sys.argv[1:]))

@@ -3,30 +3,31 @@
     python -m scripts.generate RUN --prompt "def " --max-new-tokens 100
     python -m scripts.generate RUN --chat "What is 2 + 2?"
     python -m scripts.generate RUN --chat
+    torchrun --nproc-per-node 8 -m scripts.generate RUN --prompt "def "
 
 RUN is a run folder, or one of its checkpoint folders. --chat writes messages with the chat template of the
 tokenizer, as the run has read conversations, and prints the answers alone. Without a message it reads them
-from the terminal, a line each; Ctrl-D ends.
+from the terminal, a line each; Ctrl-D ends. Ranks of torchrun hold the model together, in any layout.
 """
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-import torch
-
 from build import TrainedModel, load_run
-from checkpoint.state import TRAINED, WEIGHTS
+from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
 from config import ConfigError
 from config.command_line import CommandParser
 from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
 from data.tokenizer import continuation
 from model.generate import generate
-from runtime.failure import fail_cleanly
-from runtime.setup import set_threads
+from model.layout import AskedLayout
+from runtime.failure import exit_process, fail_cleanly
+from runtime.script_job import add_layout_options, check_layout_options, script_job
 
 FROM_TERMINAL = "-"
 NEW_TOKENS, NEW_TOKENS_OF_ANSWER = 100, 500
@@ -67,7 +68,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the first sample; the next has the next number")
     add("--samples", type=int, default=1, help="texts of --prompt")
     add("--threads", type=int, metavar="N",
-        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores")
+        help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores; under torchrun a "
+             "share of the cores")
+    add_layout_options(parser)
     add("--json", action="store_true", help="print one JSON object for each sample, or for each answer")
     return parser
 
@@ -100,36 +103,44 @@ def check_together(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str]) -> int:
-    args = arguments().parse_args(argv)
-    check_ranges(args)
-    check_together(args)
-    set_threads(args.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, weights=args.weights, tokenizer_spec=args.tokenizer, eod=args.eod)
-    if args.chat:
-        chat(run, args, device)
-    else:
-        continue_text(run, args, device)
+    with script_job(argv) as job:
+        args = arguments().parse_args(argv)
+        check_ranges(args)
+        check_together(args)
+        check_layout_options(args)
+        world = job.join(args.threads)
+        run = load_run(
+            args.run,
+            world.device,
+            weights=args.weights,
+            tokenizer_spec=args.tokenizer,
+            eod=args.eod,
+            world=world,
+            layout=AskedLayout(args.tp, args.pp, job.ranks_on_node),
+        )
+        if args.chat:
+            chat(run, args)
+        else:
+            continue_text(run, args)
     return 0
 
 
 # ---- a text ------------------------------------------------------------------------------------------------
 
-def continue_text(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
+def continue_text(run: TrainedModel, args: argparse.Namespace) -> None:
     """Prints samples of a text that begins with --prompt."""
     text = args.prompt or ""
     prompt = run.prompts.prompt(text, args.special)
     note_unknown(run, prompt, "--prompt", texts=[text])
     spelled = [] if args.special else run.prompts.spelled(text)
     if spelled:
-        note(f"{spelled[0]} in --prompt is read as text; --special reads control tokens, --chat writes them")
+        note(run, f"{spelled[0]} in --prompt is read as text; --special reads control tokens, --chat writes "
+                  "them")
     elif run.is_chat and not args.special:
-        note("this run was trained on conversations; --chat asks as they do")
+        note(run, "this run was trained on conversations; --chat asks as they do")
 
     for number in range(args.samples):
-        sample = take_sample(
-            run, prompt, args, stops=run.prompts.stops, seed=args.seed + number, device=device
-        )
+        sample = take_sample(run, prompt, args, stops=run.prompts.stops, seed=args.seed + number)
         written = text + continuation(run.tokenizer, prompt, sample.ids)
         if args.json:
             print_json(written, prompt, sample)
@@ -139,12 +150,12 @@ def continue_text(run: TrainedModel, args: argparse.Namespace, device: torch.dev
 
 # ---- a chat ------------------------------------------------------------------------------------------------
 
-def chat(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
+def chat(run: TrainedModel, args: argparse.Namespace) -> None:
     """Prints the answers to the messages of --chat."""
     prompts = run.prompts
     messages: list[Message] = [] if args.system is None else [{"role": SYSTEM, "content": args.system}]
     noted: set[str] = set()
-    for number, question in enumerate(questions(args.chat)):
+    for number, question in enumerate(questions(args.chat, run)):
         messages.append({"role": USER, "content": question})
         prompt = prompts.chat(messages)
         texts = [message["content"] for message in messages if message["role"] != ASSISTANT]
@@ -153,7 +164,11 @@ def chat(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> N
             raise ConfigError(f"--chat: the conversation has {len(prompt)} tokens, and the model's context "
                               f"is {run.cfg.model.context}; begin another")
         sample = take_sample(
-            run, prompt, args, stops=prompts.turn_stops, seed=args.seed + number, device=device,
+            run,
+            prompt,
+            args,
+            stops=prompts.turn_stops,
+            seed=args.seed + number,
             stop_text=prompts.stop_text,
         )
         answer = run.tokenizer.decode(sample.ids)
@@ -166,20 +181,28 @@ def chat(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> N
             print(answer, flush=True)
 
 
-def questions(words: Iterable[str]) -> Iterator[str]:
-    """The messages of the user; FROM_TERMINAL: the lines of the terminal, up to its end."""
+def questions(words: Iterable[str], run: TrainedModel) -> Iterator[str]:
+    """The messages of the user; FROM_TERMINAL: the lines of the terminal, up to its end.
+
+    Of several ranks, the first reads them, and the others hear of them, however long that takes.
+    """
     for word in words:
         if word != FROM_TERMINAL:
             yield word
             continue
         while True:
-            if sys.stdin.isatty():
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            line = first_rank_does(read_line, run.mesh.world, math.inf)
             if not line:
                 break
             if line.strip():
                 yield line.removesuffix("\n")
+
+
+def read_line() -> str:
+    """The next line of the terminal; "" at its end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
 
 
 # ---- sampling ----------------------------------------------------------------------------------------------
@@ -191,7 +214,6 @@ def take_sample(
     *,
     stops: Collection[int],
     seed: int,
-    device: torch.device,
     stop_text: str | None = None,
 ) -> Sample:
     """One sample after the ids of a prompt. stops, stop_text: end it, the text once it is written.
@@ -217,7 +239,7 @@ def take_sample(
         seed=seed,
         limit=model.context if is_learned else None,
         vocab=run.tokenizer.vocab,
-        device=device,
+        device=run.device,
     ):
         ids.append(token)
         if stop_text is not None and stop_text in run.tokenizer.decode(ids):
@@ -225,10 +247,10 @@ def take_sample(
     length = len(prompt) + len(ids)
     is_first = seed == args.seed
     if is_first and is_learned and length > model.context:
-        note(f"the text ends where the {model.context:,} learned positions of the model do")
+        note(run, f"the text ends where the {model.context:,} learned positions of the model do")
     elif is_first and length > model.context:
-        note(f"the text has {length:,} tokens, and the model's positions were made for {model.context:,} "
-             "(model.context); what lies beyond may be worse")
+        note(run, f"the text has {length:,} tokens, and the model's positions were made for "
+                  f"{model.context:,} (model.context); what lies beyond may be worse")
     return Sample(ids, time.perf_counter() - started)
 
 
@@ -254,15 +276,16 @@ def note_unknown(
     new = [part for part in unknown or [OF_THE_FORMAT] if count and part not in noted]
     if new:
         named = ", ".join(map(repr, filter(None, new[:MOST_NAMED])))
-        note(f"{count:,} of the {len(prompt):,} tokens of {option} are unknown to the tokenizer "
-             f"{run.tokenizer.name}: the model does not see what they say{named and f' ({named})'}")
+        note(run, f"{count:,} of the {len(prompt):,} tokens of {option} are unknown to the tokenizer "
+                  f"{run.tokenizer.name}: the model does not see what they say{named and f' ({named})'}")
     return {*noted, *new}
 
 
-def note(text: str) -> None:
+def note(run: TrainedModel, text: str) -> None:
     """Prints a line that does not belong to the text."""
-    print(f"note: {text}", file=sys.stderr)
+    if run.is_first_rank:
+        print(f"note: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))
+    exit_process(fail_cleanly(main, sys.argv[1:]))

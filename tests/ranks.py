@@ -88,9 +88,10 @@ def job(
     limit: float = 240.0,  # seconds; a loaded machine takes a minute
     before=lambda rank: None,
     meanwhile=lambda pids: None,
+    main=train.main,
 ) -> End:
-    """Run train.py on `world` ranks. rank_args: {rank: more arguments}; before: called in each rank;
-    meanwhile: in the launcher, with the ranks' process ids.
+    """Run train.py on `world` ranks, or the `main` of a script. rank_args: {rank: more arguments}; before:
+    called in each rank; meanwhile: in the launcher, with the ranks' process ids.
     """
     home.mkdir(parents=True, exist_ok=True)
     logs = [home / f"rank{rank}.log" for rank in range(world)]
@@ -101,7 +102,8 @@ def job(
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            child(home, rank, world, port, [*args, *(rank_args or {}).get(rank, ())], fault, before)
+            words = [*args, *(rank_args or {}).get(rank, ())]
+            child(home, rank, world, port, words, fault=fault, before=before, main=main)
         pids[rank] = pid
     meanwhile(pids)
     codes: dict[int, int] = {}
@@ -147,7 +149,9 @@ def keep_store() -> tuple[int, int]:
     return pid, port
 
 
-def child(home: pathlib.Path, rank: int, world: int, port: int, args: list[str], fault: str, before) -> None:
+def child(
+    home: pathlib.Path, rank: int, world: int, port: int, args: list[str], *, fault: str, before, main
+) -> None:
     code = 99
     try:
         os.environ.update(
@@ -164,7 +168,7 @@ def child(home: pathlib.Path, rank: int, world: int, port: int, args: list[str],
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         before(rank)
-        code = fail_cleanly(train.main, args)
+        code = fail_cleanly(main, args)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -4,6 +4,7 @@ listed with its reason.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -372,6 +373,9 @@ def parse(words: list[str]) -> None:
     program, *rest = words
     if program == "torchrun":
         options = torch.distributed.run.get_args_parser().parse_args(rest)
+        if options.module:
+            parse_script(options.training_script, options.training_script_args)
+            return
         parse_train(options.training_script, options.training_script_args, int(options.nproc_per_node))
     elif program == "pip":
         assert rest[0] == "install", rest
@@ -604,6 +608,17 @@ def run(command: Command, folder: pathlib.Path) -> tuple[int, str]:
             ],
         )
         return max(map(abs, end.codes)), "\n".join(end.logs)
+    if words[0] == "torchrun":
+        options = torch.distributed.run.get_args_parser().parse_args(words[1:])
+        main = importlib.import_module(options.training_script).main
+        end = job(
+            folder / "job",
+            int(options.nproc_per_node),
+            options.training_script_args,
+            before=lambda rank: os.chdir(folder),
+            main=main,
+        )
+        return max(map(abs, end.codes)), "\n".join(end.logs)
     main = WITH_RANKS.get(words[2]) if len(words) > 2 else None
     return run_in_fork(words, folder) if main is None else run_here(main, words[3:], folder)
 
@@ -820,6 +835,7 @@ WRONG_COMMANDS = (
     "pip install -r requirement.txt",
     "torchrun --nproc-per-nodes 4 train.py llama3-tiny",
     "torchrun --nproc-per-node 4 train.py llama3-tiny --parallel.tp 3",
+    "torchrun --nproc-per-node 4 -m scripts.generates runs/quickstart",
     "python -m scripts.plan llama3-8b --gpu-count 64 --cluster h100-ib",
     "python -m scripts.verify llama3-tiny --world 2 --layouts 3 --model.qk_norms true",
     "python -m scripts.verify llama3-tiny --world 2 --layouts 3 --parallel.tp 2",

@@ -53,6 +53,11 @@ class ZeroScheduler:
             for bucket in buckets:
                 bucket.num_users += 1
 
+    @classmethod
+    def without_buckets(cls) -> "ZeroScheduler":
+        """Of a stage whose weights are in no bucket: one that only computes. It does nothing."""
+        return cls([], first_is_embedding=False, last_is_head=False)
+
     # ---- hooks ---------------------------------------------------------------------------------------------
 
     def attach(self, modules: Sequence[nn.Module]) -> None:

@@ -1,0 +1,85 @@
+"""The layout of a model that only computes: which ranks hold what of its weights."""
+import math
+from typing import NamedTuple
+
+from config import Config, ConfigError, ParallelConfig, divisors, expert_ffn_size
+from config.rules import RULES_OF_WEIGHTS
+from config.tree import with_values
+
+
+class AskedLayout(NamedTuple):
+    """Degrees that are given, and how many ranks of the job a node has.
+
+    Of tp and pp, one follows from the other. Without both: the largest tp that divides the model and the
+    ranks of a node, and as many stages as ranks are left.
+    """
+    tp: int | None = None
+    pp: int | None = None
+    on_node: int = 1
+
+
+def layout_of_weights(cfg: Config, world: int, layout: AskedLayout) -> Config:
+    """The config with a layout in which `world` ranks hold one model together. Raises ConfigError for ranks
+    that cannot."""
+    tp, pp, on_node = layout
+    if world == 1 and tp in (None, 1) and pp in (None, 1):
+        return with_values(cfg, {"parallel": ParallelConfig()})
+    if tp is not None or pp is not None:
+        tp = max(1, world // (pp or 1)) if tp is None else tp
+        pp = max(1, world // tp) if pp is None else pp
+        if tp * pp != world:
+            plural = "s" if world > 1 else ""
+            raise ConfigError(
+                f"parallel.tp*pp = {tp}*{pp} = {tp * pp} on {world} rank{plural}: each rank holds another "
+                f"part of the model; start {tp * pp} ranks, or choose degrees whose product is {world}"
+            )
+        asked = with_degrees(cfg, tp, pp)
+        problem = problem_of(asked, world)
+        if problem is not None:
+            raise ConfigError(problem)
+        return asked
+
+    found = default_layout(cfg, world, on_node)
+    if found is None:
+        sizes = range(world - 1, 0, -1)
+        fewer = next(size for size in sizes if default_layout(cfg, size, min(size, on_node)))
+        raise ConfigError(
+            f"parallel.tp: no degree divides a node's ranks and the model so that the rest of {world} ranks "
+            f"are stages (model.mixer.heads={cfg.model.mixer.heads}, model.layers={cfg.model.layers}); "
+            f"start {fewer} rank{'s' if fewer > 1 else ''}"
+        )
+    return found
+
+
+def default_layout(cfg: Config, world: int, on_node: int) -> Config | None:
+    """The layout with the largest tp that is possible; None without one."""
+    for tp in reversed(divisors(math.gcd(world, on_node))):
+        candidate = with_degrees(cfg, tp, world // tp)
+        if problem_of(candidate, world) is None:
+            return candidate
+    return None
+
+
+def with_degrees(cfg: Config, tp: int, pp: int) -> Config:
+    """The config with these degrees. Of a mixture, the ranks of tp divide the experts, and what is left of
+    them the inner width of each."""
+    ep = etp = 1
+    if cfg.model.experts is not None:
+        ep = math.gcd(cfg.model.experts, tp)
+        etp = tp // ep if expert_ffn_size(cfg.model) % (tp // ep) == 0 else 1
+    return with_values(cfg, {"parallel": ParallelConfig(tp=tp, pp=pp, ep=ep, etp=etp)})
+
+
+def problem_of(cfg: Config, world: int) -> str | None:
+    """What a layout asks of a model that it cannot have, in words; None if nothing."""
+    divisible = with_values(cfg, {"train.seq_len": cfg.parallel.tp})  # tokens are padded where they must be
+    for rules in RULES_OF_WEIGHTS:
+        for rule in rules(divisible, world):
+            if not rule.holds:
+                return rule.message
+    if cfg.parallel.pp > cfg.model.layers:
+        return (
+            f"parallel.pp: {cfg.parallel.pp} stages, and model.layers is {cfg.model.layers}; lower it, or "
+            "raise parallel.tp"
+        )
+    return None

@@ -1,0 +1,106 @@
+"""A script in one process, or on ranks that torchrun or srun has started: it joins them as train.py does.
+
+The first rank prints what is meant for stdout, the others print nothing there. A rank that fails ends all of
+them with its message (runtime/peers.py).
+"""
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from config import ConfigError, ParallelConfig, code_hash
+from parallel.wire import comm
+from parallel.wire.world import World, join_job
+from runtime import setup
+from runtime.peers import PeerWatch
+
+
+@dataclass(frozen=True)
+class ScriptJob:
+    """The ranks of a script, before they are connected. words: of its command line."""
+    peers: PeerWatch
+    words: Sequence[str]
+
+    @property
+    def size(self) -> int:
+        return self.peers.size
+
+    @property
+    def ranks_on_node(self) -> int:
+        """Of the job, on this rank's machine."""
+        return setup.rank_and_world()[3]
+
+    def join(self, threads: int | None = None, kind: str = "auto") -> World:
+        """Connects the ranks. threads, kind: see setup.script_device. Collective. Raises ConfigError."""
+        device = setup.script_device(threads, kind)
+        world = join_job(
+            device,
+            self.peers.rank,
+            self.peers.size,
+            ParallelConfig().timeout_s,
+            store=self.peers.store,
+            activity=self.peers.activity,
+        )
+        if device.type == "cuda":
+            self.peers.start_device_watch()
+        check_same_start(world, self.words)
+        return world
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a script whose ranks hold one model together."""
+    for axis, what in (("tp", "tensor"), ("pp", "pipeline")):
+        parser.add_argument(
+            f"--parallel.{axis}", dest=axis, type=int, metavar="N",
+            help=f"under torchrun: the {what}-parallel degree; none: what suits the ranks, tp before pp",
+        )
+
+
+def check_layout_options(args: argparse.Namespace) -> None:
+    """Raises ConfigError if a degree is out of range."""
+    for axis in ("tp", "pp"):
+        degree = getattr(args, axis)
+        if degree is not None and degree < 1:
+            raise ConfigError(f"--parallel.{axis}: {degree} must be above 0")
+
+
+@contextlib.contextmanager
+def script_job(words: Sequence[str]) -> Iterator[ScriptJob]:
+    """The job of a script: all that it does is inside."""
+    rank, size = setup.rank_and_world()[:2]
+    leaving: SystemExit | None = None  # of --help, which is no failure
+    with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
+        with silent_unless(rank == 0):
+            try:
+                yield ScriptJob(peers, words)
+            except SystemExit as end:
+                leaving = end
+    if leaving is not None:
+        raise leaving
+
+
+@contextlib.contextmanager
+def silent_unless(speaks: bool) -> Iterator[None]:
+    """Prints nothing to stdout inside, unless this rank speaks."""
+    if speaks:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def check_same_start(world: World, words: Sequence[str]) -> None:
+    """Raises ConfigError, which names the rank, if one has other words, code or another torch than the first.
+
+    Collective: gathers a few hundred bytes from each rank.
+    """
+    own = {"command": list(words), "code": code_hash(), "torch": str(torch.__version__)}
+    first, *others = comm.all_gather_objects(own, world.all_ranks())
+    for rank, theirs in enumerate(others, 1):
+        for what in own:
+            if theirs[what] != first[what]:
+                raise ConfigError(f"rank {rank} was started with another {what} than rank 0; start every "
+                                  "rank with the same command, from the same checkout")

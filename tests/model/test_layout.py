@@ -1,0 +1,52 @@
+"""model/layout.py: which layout ranks take where none is given, and which they cannot have."""
+
+from dataclasses import replace
+
+import pytest
+
+import config
+from config import ConfigError
+from model.layout import AskedLayout, layout_of_weights
+
+
+def layout(name: str, world: int, asked: AskedLayout):
+    cfg = config.from_tree(config.recipe(name), name)
+    parallel = layout_of_weights(replace(cfg, model=replace(cfg.model, vocab=32000)), world, asked).parallel
+    return parallel.tp, parallel.pp, parallel.ep, parallel.etp
+
+
+@pytest.mark.parametrize(
+    "name, world, on_node, want",
+    [
+        ("llama3-8b", 1, 1, (1, 1, 1, 1)),
+        ("llama3-8b", 8, 8, (8, 1, 1, 1)),
+        ("llama3-8b", 64, 8, (8, 8, 1, 1)),  # tp stays in a node
+        ("llama3-8b", 12, 4, (4, 3, 1, 1)),
+        ("llama3-8b", 6, 6, (2, 3, 1, 1)),  # 6 and 3 do not divide 32 heads
+        ("mixtral-8x7b", 16, 8, (8, 2, 8, 1)),
+        ("mixtral-8x7b", 16, 16, (16, 1, 8, 2)),  # two ranks an expert
+        ("deepseek-v3", 64, 8, (8, 8, 8, 1)),
+    ],
+)
+def test_tp_first_then_pp(name, world, on_node, want):
+    assert layout(name, world, AskedLayout(on_node=on_node)) == want
+
+
+def test_of_two_degrees_one_follows_from_the_other():
+    assert layout("llama3-8b", 8, AskedLayout(tp=2, on_node=8))[:2] == (2, 4)
+    assert layout("llama3-8b", 8, AskedLayout(pp=2, on_node=8))[:2] == (4, 2)
+    assert layout("llama3-8b", 8, AskedLayout(tp=1, on_node=8))[:2] == (1, 8)
+
+
+@pytest.mark.parametrize(
+    "world, asked, says",
+    [
+        (8, AskedLayout(tp=2, pp=2), r"parallel.tp\*pp = 2\*2 = 4 on 8 ranks: .*; start 4 ranks, or choose"),
+        (3, AskedLayout(tp=3), "parallel.tp: 3 does not divide model.mixer.heads=32"),
+        (64, AskedLayout(pp=64), "parallel.pp: 64 stages, and model.layers is 32; lower it"),
+        (37, AskedLayout(), r"the rest of 37 ranks are stages .*; start 36 ranks$"),
+    ],
+)
+def test_what_ranks_cannot_have(world, asked, says):
+    with pytest.raises(ConfigError, match=says):
+        layout("llama3-8b", world, asked._replace(on_node=world))
