@@ -20,6 +20,7 @@ import torch
 import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
+from checkpoint.foreign import ForeignIndex
 from checkpoint.memory import MemoryCheckpoints, has_record
 from config import Config, ConfigError, Phase, Tree, is_due, phases_of, provenance
 from config.optimizers import EMA
@@ -507,6 +508,8 @@ def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
     if index is None or start.memory or index.path.parent == root:
         return {}
     key = "init_from" if start.weights else "branch" if cfg.checkpoint.branch else "resume"
+    if isinstance(index, ForeignIndex):
+        return {f"checkpoint.{key}": {"path": str(index.path.absolute()), "config_sha256": index.sealed}}
     sealed = (index.path / "index.sha256").read_text().split()[0]
     return {f"checkpoint.{key}": {"path": str(index.path.absolute()), "index_sha256": sealed}}
 

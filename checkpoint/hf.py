@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -138,7 +138,7 @@ def open_safetensors(file: Path) -> safe_open:
         raise ConfigError(f"{file}: {why}; download it again") from None
 
 
-def tie_embeddings(model: ModelConfig, found: dict[str, StoredHFTensor]) -> ModelConfig:
+def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
     """The model that the tensors are of, whatever config.json says or leaves out.
 
     A folder without lm_head has a tied head. A folder without the modules of multi-token prediction has none:

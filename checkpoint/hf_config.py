@@ -12,6 +12,7 @@ rope_parameters and dtype. Both are read. Version 4's is written: version 4 sile
 rope_theta=10000 on version 5's spelling, and version 5 reads version 4's exactly.
 """
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint.hf_families import FAMILIES
@@ -21,10 +22,13 @@ from config.function import written
 from config.tree import value_at
 
 
-def read_hf_config(folder: Path) -> tuple[str, ModelConfig]:
-    """(model_type, ModelConfig) of folder/config.json. Raises ConfigError naming the file and the key."""
+def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelConfig]:
+    """(model_type, ModelConfig) of folder/config.json. but: keys that the caller reads.
+
+    Raises ConfigError naming the file and the key.
+    """
     path = Path(folder) / "config.json"
-    hf_config = read_json(path)
+    hf_config = {key: value for key, value in read_json(path).items() if key not in but}
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(FAMILIES)

@@ -107,7 +107,7 @@ class WeightOrigin:
 
 def compare(
     index: StoredIndex,
-    source: Config,
+    source: ModelConfig,
     cfg: Config,
     *,
     fingerprint: str,
@@ -116,14 +116,14 @@ def compare(
 ) -> WeightOrigin:
     """Compares the function and the tokenizer of stored weights with those of a run.
 
-    source: the config of index. fingerprint: of the run's tokenizer. has_start: whether its documents begin
+    source: the model of index. fingerprint: of the run's tokenizer. has_start: whether its documents begin
     with the start token. ids_by_text: of the folder of another tokenizer, and of its
     fingerprint (WeightOrigin.same_ids).
 
     Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if it states what
     does not differ.
     """
-    keys: dict[str, tuple[Any, Any]] = differences(source.model, cfg.model)
+    keys: dict[str, tuple[Any, Any]] = differences(source, cfg.model)
     there = index.meta["tokenizer"]
     if there not in (fingerprint, UNKNOWN):
         keys[TOKENIZER] = there[:FINGERPRINT_DIGITS], fingerprint[:FINGERPRINT_DIGITS]
@@ -159,10 +159,10 @@ def compare(
         index=index,
         keys=keys,
         names=[word for word in stated if word not in stated_keys],
-        source=source.model,
+        source=source,
         target=cfg.model,
         shapes=shapes,
-        same_ids=same_ids_of(index, source.model, ids_by_text) if is_by_text else None,
+        same_ids=same_ids_of(index, source, ids_by_text) if is_by_text else None,
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint import mirror, store
+from checkpoint import foreign, hf_config, mirror, store
 from checkpoint.folder import parse_index
 from checkpoint.origin import (
     FINGERPRINT_DIGITS,
@@ -41,6 +41,7 @@ from config import (
     CheckpointConfig,
     Config,
     ConfigError,
+    ModelConfig,
     Phase,
     Phases,
     TrainConfig,
@@ -587,9 +588,12 @@ def load_weights(
     wants = weight_boxes(buckets, more)
     if origin is not None:
         wants = stored_boxes(origin, wants)
-    started: list[store.StartedLoad] = []
+    started: list[store.StartedLoad | foreign.ForeignLoad] = []
 
     def verify() -> None:
+        if isinstance(source, foreign.ForeignIndex):
+            started.append(foreign.ForeignLoad(source, wants))
+            return
         started.append(store.start_load(source, wants, strict=False, allow_cast=True, sharers=sharers))
 
     meet(verify)
@@ -805,6 +809,7 @@ class PackedStart:
     text_bytes: int  # of index.json
     meta: Tree
     notes: list[str]
+    is_foreign: bool = False  # each rank opens the folder itself
 
 
 def pack_start(start: StartingPoint) -> PackedStart:
@@ -816,6 +821,7 @@ def pack_start(start: StartingPoint) -> PackedStart:
         text_bytes=0 if index is None else len(index.text),
         meta={} if index is None else index.meta,
         notes=start.notes,
+        is_foreign=isinstance(index, foreign.ForeignIndex),
     )
 
 
@@ -823,6 +829,8 @@ def unpack_start(packed: PackedStart, text: bytes) -> StartingPoint:
     """The start that another rank makes of it. text: of index.json, compressed. Raises MessageError."""
     if packed.path is None:
         return StartingPoint(None, None, packed.notes)
+    if packed.is_foreign:
+        return StartingPoint(None, foreign.open_hf_folder(packed.path), packed.notes)
     if packed.text_bytes > messages.MAX_TOTAL_BYTES:
         raise messages.MessageError(
             f"{packed.path}/index.json is announced with {packed.text_bytes:,} bytes; the limit is "
@@ -858,7 +866,8 @@ def choose_together(
 
     packed = first_rank_does(look, world, timeout_s)
     text = comm.broadcast_bytes(texts[0] if texts else b"", world)
-    return own[0] if own else unpack_start(packed, text)
+    unpack = lambda: own[0] if own else unpack_start(packed, text)  # noqa: E731
+    return all_ranks_do(unpack, world, timeout_s) if packed.is_foreign else unpack()
 
 
 def resume(
@@ -939,7 +948,7 @@ def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
     compare_here = functools.partial(  # it may read the tokenizer of the weights
         compare,
         index,
-        config_of(index.meta),
+        source_model(index),
         run.cfg,
         fingerprint=fingerprints(run.data)["tokenizer"],
         has_start=run.data.has_start,
@@ -963,6 +972,11 @@ def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
     if run.ema is not None:
         run.ema.start()
     return notes
+
+
+def source_model(index: store.StoredIndex) -> ModelConfig:
+    """The model that stored weights are of."""
+    return index.model if isinstance(index, foreign.ForeignIndex) else config_of(index.meta).model
 
 
 def layout_change(meta: Tree, dims: ParallelDims) -> list[str]:
@@ -1001,6 +1015,12 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
         resumed = find_checkpoint(str(path), notes, bad, check)
     if resumed is not None:
         return StartingPoint(indexes[resumed], None, notes)
+    if checkpoint.init_from and not is_url(checkpoint.init_from):
+        folder = pathlib.Path(checkpoint.init_from)
+        if foreign.is_hf_folder(folder):
+            index = foreign.open_hf_folder(folder)
+            foreign.check_copies(index, hf_config.read_json(folder / "config.json")["model_type"])
+            return StartingPoint(None, index, notes)
     if checkpoint.init_from:
         weights = find_checkpoint(checkpoint.init_from, notes, bad, check, downloads_of(cfg))
         return StartingPoint(None, indexes[weights], notes)

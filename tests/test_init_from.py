@@ -3,6 +3,7 @@ by name (checkpoint.init_changes). All from the files on, with train.py as a pro
 """
 
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import corpus, job
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizer_families import make_tokenizer
 
 from checkpoint import store
@@ -491,6 +492,41 @@ def test_a_resume_with_a_start_token_advises_what_works(pieces):
 
 
 @pytest.mark.slow
+def test_a_hugging_face_folder_is_taken_in_pieces_by_each_rank(pieces):
+    """The same weights as through an import, on one rank and on shards; what is damaged is refused."""
+    home, imported, folder = pieces, pieces / "runs" / "of-a-in", pieces / "folder"
+    code, told = program("-m", "scripts.convert", "to-hf", home / "runs" / "of-a", folder)
+    assert code == 0, told
+    code, told = program("-m", "scripts.convert", "from-hf", folder, imported)
+    assert code == 0, told
+    of = {"data__path": text(home, "folder-text", imported / "tokenizer"), "model__vocab_multiple": 128,
+          "checkpoint__init_from": folder}
+
+    told = trains(home, "direct", **of)
+    assert f"weights  from {folder} (step 0)" in told and "not known" in told
+    source, found = weights(imported), weights(home / "runs" / "direct")
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    for key, value in source.items():
+        kept = slice(0, rows) if key in ("embed.weight", "head.weight") else slice(None)
+        assert torch.equal(found[key][kept], value[kept]), key
+    end = job(home, 2, words(home, "sharded", {**of, "parallel__zero": 3, "train__micro_batch": 1}))
+    assert end.codes == [0, 0], end.logs
+    sharded = weights(home / "runs" / "sharded")
+    assert all(torch.equal(sharded[key][:rows], found[key][:rows]) for key in source)
+
+    assert "model.norm.eps 1e-05 there and 0.01 here" in refused(home, **of, model__norm__eps=0.01)
+    weight_file = folder / "model.safetensors"
+    whole = load_file(weight_file)
+    save_file({**whole, "model.norm.weight": whole["model.norm.weight"] * torch.nan}, weight_file)
+    assert "model.norm.weight holds NaN or Inf" in refused(home, **of)
+    save_file({**whole, "model.extra.weight": torch.zeros(2)}, weight_file)
+    assert "model.extra.weight is not a weight of" in refused(home, **of)
+    save_file({name: value for name, value in whole.items() if name != "model.norm.weight"}, weight_file)
+    assert "weights here that are not there: 1 (norm.weight)" in refused(home, **of)
+    weight_file.write_bytes(weight_file.read_bytes()[:-8])
+    assert f"{weight_file}: truncated" in refused(home, **of)
+
+
 def test_an_imported_model(pieces):
     """Out and in again: its function and its tokenizer are known, and asked for as those of a run of ours."""
     home, imported = pieces, pieces / "runs" / "imported"
@@ -501,7 +537,6 @@ def test_an_imported_model(pieces):
 
     own = text(home, "imported-text", imported / "tokenizer")
     of = {"data__path": own, "checkpoint__init_from": imported, "model__vocab_multiple": 128}
-    assert "scripts.convert from-hf" in refused(home, **{**of, "checkpoint__init_from": home / "hf"})
     told = trains(home, "tuned", **of)
     assert f"weights  from {checkpoint(imported)} (step 0)" in told
     source, found = weights(imported), weights(home / "runs" / "tuned")
