@@ -39,6 +39,7 @@ from config.loading import (
 from config.machine import usable_cores
 from config.model_parts import (
     AttentionConfig,
+    DeltaConfig,
     LatentConfig,
     Llama3Scaling,
     MLPConfig,
@@ -84,6 +85,7 @@ from config.schema import (
     global_batch_at,
     global_batch_sizes,
     has_experts,
+    has_softmax,
     head_dim,
     is_due,
     is_permanent_step,
@@ -103,6 +105,7 @@ from config.schema import (
     rest_of_ramp,
     rotated_dim,
     sequences_seen,
+    shared_heads,
     steps_to_see,
     value_dim,
     vocab_size,

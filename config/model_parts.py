@@ -92,6 +92,17 @@ class LatentConfig:
     #   device
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Gated delta net (arXiv 2412.06464): linear attention with a state for each head, which forgets."""
+    kind: Literal["delta"] = "delta"
+    heads: Count  # number of value heads, each with a state [key_dim, v_dim]
+    key_heads: Count | None = None  # number of query and key heads; none: equal to heads
+    key_dim: Count = 128  # channels of a query or key head
+    v_dim: Count = 128  # channels of a value head
+    conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+
+
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
 

@@ -210,6 +210,17 @@ def std_times(factor: float):
     return right
 
 
+def sinks_learn(before: Seen, after: Seen) -> bool:
+    """A score for each head, each with a gradient."""
+    return added("attn.sinks")(before, after) and bool(after.gradients["layers.0.attn.sinks"].all())
+
+
+def grown_keys(features: int):
+    """Projections and convolutions of queries and keys have so many features."""
+    projections = {f"attn_to_{name}": (features, 32) for name in "qk"}
+    return shaped(**projections, **{f"attn_to_{name}_conv": (features, 4) for name in "qk"})
+
+
 def deeper(before: Seen, after: Seen) -> bool:
     """One more block; output projections start smaller by sqrt(2/3)."""
     o = "layers.0.attn.o.weight"
@@ -334,6 +345,8 @@ ROPE = {f"mixer.rope.scaling.{key}": value for key, value in SCALED.items()}
 YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
 LATENT_SIZES = {"mixer.kv_rank": 12, "mixer.nope_dim": 8, "mixer.rope_dim": 4, "mixer.v_dim": 6}
 LATENT = {"mixer.kind": "latent", **LATENT_SIZES}
+DELTA_SIZES = {"mixer.key_heads": 2, "mixer.key_dim": 6, "mixer.v_dim": 8}
+DELTA = {"mixer.kind": "delta", "mixer.heads": 4, **DELTA_SIZES}
 LEARNED = {"positions": "learned", "mixer.rope": None}
 MIXTURE = {"experts": 4, "top_k": 2, "moe_ffn": 16}
 FULL = {**MIXTURE, "capacity": 1.0}
@@ -407,6 +420,19 @@ CASES = [
     Case("mixer.nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
     Case("mixer.rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
     Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
+    Case(
+        "mixer.kind",
+        "delta",
+        {*NEW, "kernels"},
+        added(
+            *(f"attn.{name}" for name in ("z", "b.", "a.", "q_conv", "k_conv", "v_conv")),
+            *("attn.A_log", "attn.dt_bias", "attn.norm.weight"),
+        ),
+        also={"mixer.heads": 4, **DELTA_SIZES},
+    ),
+    Case("mixer.key_heads", 4, NEW, grown_keys(24), DELTA),
+    Case("mixer.key_dim", 10, NEW, grown_keys(20), DELTA),
+    Case("mixer.conv", 3, NEW, lambda _, after: after.shapes["layers.0.attn.q_conv.weight"] == (12, 3), DELTA),
     Case("mtp", {"modules": 1}, {"shapes", "gradients"}, further),
     Case("mtp.modules", 2, {"shapes", "gradients"}, added("layers.3."), {"mtp.modules": 1}),
     Case("mtp.weight", 0.6, {"gradients"}, twice_the_module, {"mtp.modules": 1}),
@@ -416,7 +442,7 @@ CASES = [
     Case("mixer.chunk", 4, VALUES, far_tokens_alone),
     Case("mixer.scale", 0.5, VALUES),
     Case("mixer.softcap", 2.0, VALUES),
-    Case("mixer.sinks", True, NEW, added("attn.sinks")),
+    Case("mixer.sinks", True, NEW, sinks_learn),
     Case("dropout", 0.2, TRAINED),
     Case("init_std", 0.05, {"start"}, std_times(2.5)),
     Case("mup", {"base": 16}, {*VALUES, "start", "rates"}, mup),

@@ -1,0 +1,158 @@
+"""Linear attention by the delta rule (kernels/delta_rule.py): the gated delta net (arXiv 2412.06464), in the
+form of Qwen3-Next.
+
+Shapes: b sequences of s tokens, h heads of values, g of queries and keys, d channels of a key, e of a value.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import Config, DeltaConfig, recomputes, shared_heads
+from kernels.delta_rule import delta_rule, delta_rule_effect, recurrent_delta_rule, zero_state
+from kernels.grad import accumulation_dtype, read_weight
+from kernels.norm import rms_norm
+from model.attention import head_vector
+from model.context import ForwardContext
+from model.init import residual_std
+from model.precision import fp8_of_layer
+from model.recompute import checkpoint_activations
+from model.recurrence import ShortConvolution, TokenStretch
+from parallel.tensor.layers import ColumnLinear, RowLinear, replicated_vector
+from parallel.topology.mesh import Mesh
+
+UNIT_EPS = 1e-6  # below the root of the length of queries and keys
+
+
+class GatedDeltaNet(nn.Module):
+    """x [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]) -> the same."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+        super().__init__()
+        model, mixer = cfg.model, cfg.model.mixer
+        assert isinstance(mixer, DeltaConfig)
+        key = f"layers.{layer}.attn"
+        tp = mesh.tp.size
+        self.layer = layer
+        self.cp = mesh.cp
+        self.width = mixer.conv
+        self.eps = model.norm.eps
+        self.compiled = cfg.train.compile
+        self.recompute = recomputes(cfg, "core")
+        self.key_dim, self.value_dim = mixer.key_dim, mixer.v_dim
+        self.heads = mixer.heads // tp  # of this rank
+        self.key_features = shared_heads(mixer)["key_heads"] * mixer.key_dim // tp
+        self.value_features = self.heads * mixer.v_dim
+
+        # projections
+        keys, values = self.key_features * tp, self.value_features * tp
+        self.projection = SplitProjection(
+            cfg, mesh, layer,
+            features={"q": keys, "k": keys, "v": values, "z": values},
+            numbers={"b": mixer.heads, "a": mixer.heads},
+        )
+        self.conv = ShortConvolution(
+            mesh, {f"{key}.q_conv": keys, f"{key}.k_conv": keys, f"{key}.v_conv": values}, mixer.conv
+        )
+        self.out = output_projection(cfg, mesh, layer, values)
+
+        # how fast heads forget, and the norm of what they read: one weight for all heads, of which a tp rank
+        # has some
+        self.rate = head_vector(f"{key}.A_log", mixer.heads, mesh.tp, role="rate")
+        self.step = head_vector(f"{key}.dt_bias", mixer.heads, mesh.tp, role="step")
+        self.norm = replicated_vector(f"{key}.norm.weight", mixer.v_dim, "norm", is_partial=True)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        projected = self.projection(x)
+        if self.recompute and torch.is_grad_enabled():
+            return self.out(checkpoint_activations(self.read_and_write, *projected, context))
+        return self.out(self.read_and_write(*projected, context))
+
+    def read_and_write(self, features: Tensor, numbers: Tensor, context: ForwardContext) -> Tensor:
+        """features [b, s/cp, (2g d + 2h e)/tp], numbers [b, s/cp, 2h/tp] -> [b, s/cp, h e/tp]."""
+        stretch = TokenStretch.of(context, self.layer, self.cp, self.width)
+        features, numbers = stretch.split(features), stretch.split(numbers)
+        qkv, z = features.split((2 * self.key_features + self.value_features, self.value_features), -1)
+        widths = (self.key_features, self.key_features, self.value_features)
+        q, k, v = self.conv(qkv, stretch).split(widths, -1)
+        q, k = (unit(y.unflatten(-1, (-1, self.key_dim))) for y in (q, k))
+        v = v.unflatten(-1, (-1, self.value_dim))
+
+        b, a = numbers.to(accumulation_dtype(numbers.dtype)).chunk(2, -1)
+        g = -read_weight(self.rate).exp() * F.softplus(a + read_weight(self.step))  # [b, s, h/tp]
+        out = run_delta_rule(q, k, v, g, b.sigmoid(), stretch)
+
+        out = rms_norm(out, self.norm, self.eps, self.compiled)
+        out = out * F.silu(z.unflatten(-1, (-1, self.value_dim)))
+        return stretch.join(out.flatten(2))
+
+
+class SplitProjection(nn.Module):
+    """x [b, s, hidden] (sp: [b, s/tp, hidden]) -> features [b, s, sum/tp], numbers [b, s, sum/tp].
+
+    features, numbers: {name: size} of projections, each divided over tp on its own. In fp8 the numbers, one
+    for each head, stay in the compute dtype; else all are one product.
+    """
+
+    def __init__(
+        self, cfg: Config, mesh: Mesh, layer: int, *, features: dict[str, int], numbers: dict[str, int]
+    ) -> None:
+        super().__init__()
+        fp8 = fp8_of_layer(cfg, layer)
+        parts = [features | numbers] if fp8 is None else [features, numbers]
+        self.sizes = [sum(sizes.values()) // mesh.tp.size for sizes in (features, numbers)]
+        self.parts = nn.ModuleList(
+            ColumnLinear(
+                mesh,
+                {f"layers.{layer}.attn.{name}": size for name, size in part.items()},
+                cfg.model.hidden,
+                std=cfg.model.init_std,
+                bias=False,
+                sp=cfg.parallel.sp,
+                async_tp=cfg.parallel.async_tp,
+                fp8=fp8 if part is parts[0] else None,
+            )
+            for part in parts
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self.parts) == 1:
+            features, numbers = self.parts[0](x).split(self.sizes, -1)
+            return features, numbers
+        features, numbers = (part(x) for part in self.parts)
+        return features, numbers
+
+
+def output_projection(cfg: Config, mesh: Mesh, layer: int, features: int) -> RowLinear:
+    """[b, s, features/tp] -> the residual stream."""
+    return RowLinear(
+        mesh,
+        f"layers.{layer}.attn.o",
+        features,
+        cfg.model.hidden,
+        std=residual_std(cfg.model),
+        bias=False,
+        sp=cfg.parallel.sp,
+        async_tp=cfg.parallel.async_tp,
+        fp8=fp8_of_layer(cfg, layer),
+    )
+
+
+def run_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretch: TokenStretch) -> Tensor:
+    """delta_rule from the state before the stretch, whose last state is kept. Shapes: as there."""
+    documents = stretch.state_documents()
+    state = stretch.state_before(
+        lambda b: zero_state(k[:b], v[:b]),
+        lambda: delta_rule_effect(k, v, g, beta, counts=stretch.counts, **documents),
+    )
+    if stretch.is_one_token(q):
+        out, state = recurrent_delta_rule(q, k, v, g, beta, state=state, **documents)
+    else:
+        out, state = delta_rule(q, k, v, g, beta, state=state, counts=stretch.counts, **documents)
+    stretch.keep_state(state)
+    return out
+
+
+def unit(x: Tensor) -> Tensor:
+    """x [..., d], of length 1. Arithmetic in fp32 or better."""
+    values = x.to(accumulation_dtype(x.dtype))
+    return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + UNIT_EPS)).to(x.dtype)
