@@ -40,6 +40,7 @@ from config.machine import usable_cores
 from config.model_parts import (
     AttentionConfig,
     DeltaConfig,
+    KimiConfig,
     LatentConfig,
     Llama3Scaling,
     MLPConfig,

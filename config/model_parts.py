@@ -103,6 +103,15 @@ class DeltaConfig:
     conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
 
 
+@dataclass(frozen=True, kw_only=True)
+class KimiConfig:
+    """Kimi delta attention (arXiv 2510.26692): as delta, but each channel of a key forgets on its own."""
+    kind: Literal["kimi"] = "kimi"
+    heads: Count  # number of heads, each with a state [dim, dim]
+    dim: Count = 128  # channels of a query, key or value head, and the rank of both gates' matrices
+    conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+
+
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ from config import (
 from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
-from config.model_parts import AttentionConfig, DeltaConfig, LatentConfig, YarnScaling
+from config.model_parts import AttentionConfig, DeltaConfig, KimiConfig, LatentConfig, YarnScaling
 from config.tree import every_path, is_below, ranged_values
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
@@ -511,6 +511,8 @@ def fp8_mixer_features(model: ModelConfig) -> dict[str, int]:
     if isinstance(mixer, DeltaConfig):
         key_heads = shared_heads(mixer)["key_heads"]
         return {"heads": mixer.heads * mixer.v_dim, "key_heads": key_heads * mixer.key_dim}
+    if isinstance(mixer, KimiConfig):
+        return {"heads": mixer.heads * mixer.dim}
     features = {"heads": mixer.heads * value_dim(model)}
     if isinstance(mixer, AttentionConfig):
         features["kv_heads"] = kv_heads(model) * head_dim(model)
@@ -716,9 +718,10 @@ def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
     kv = shared_heads(model.mixer).get("kv_heads", parallel.tp)
     heads_are_shared = kv % parallel.tp != 0
-    replicated = (isinstance(model.mixer, LatentConfig) or model.mtp) and parallel.sp and parallel.tp > 1
+    has_low_ranks = isinstance(model.mixer, (LatentConfig, KimiConfig))
+    replicated = (has_low_ranks or model.mtp) and parallel.sp and parallel.tp > 1
     if replicated:
-        cause = "with parallel.sp the matrices after latents and those of multi-token prediction have"
+        cause = "with parallel.sp the matrices around latents and those of multi-token prediction have"
     else:
         cause = f"the matrices of model.mixer.kv_heads={kv} have"
     yield Rule(

@@ -16,6 +16,7 @@ from config.optimizers import OPTIMIZERS
 from config.model_parts import (
     AttentionConfig,
     DeltaConfig,
+    KimiConfig,
     LatentConfig,
     MLPConfig,
     MTPConfig,
@@ -34,7 +35,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
 
-Mixer = AttentionConfig | LatentConfig | DeltaConfig
+Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from config import (
     AttentionConfig,
     Config,
     DeltaConfig,
+    KimiConfig,
     LatentConfig,
     config_of_layer,
     has_experts,
@@ -22,7 +23,7 @@ from config import (
 from kernels.norm import Fp8Readers
 from model.attention import Attention
 from model.context import ForwardContext
-from model.delta import GatedDeltaNet
+from model.delta import GatedDeltaNet, KimiDeltaAttention
 from model.mla import MultiLatentAttention
 from model.mlp import MLP
 from model.moe import MoE
@@ -37,6 +38,7 @@ MIXERS: dict[type, type[nn.Module]] = {  # by the class of model.mixer
     AttentionConfig: Attention,
     LatentConfig: MultiLatentAttention,
     DeltaConfig: GatedDeltaNet,
+    KimiConfig: KimiDeltaAttention,
 }
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, statistics), see TransformerBlock

@@ -30,10 +30,14 @@ def mean_keys(length: int, window: int | None) -> float:
 
 
 def keys_of_layers(model: ModelConfig, documents: Sequence[int]) -> float:
-    """keys_seen, as the mean over all layers; one without softmax attention sees none."""
-    models = [layer_model(model, layer) for layer in range(model.layers)]
-    views = [view_of(like) for like in models if has_softmax(like.mixer)]
-    return sum(keys_in_view(documents, view) for view in views) / len(models)
+    """keys_of_layer, as the mean over all layers."""
+    return sum(keys_of_layer(model, layer, documents) for layer in range(model.layers)) / model.layers
+
+
+def keys_of_layer(model: ModelConfig, layer: int, documents: Sequence[int]) -> float:
+    """keys_seen, of one layer; 0 without softmax attention."""
+    model = layer_model(model, layer)
+    return keys_in_view(documents, view_of(model)) if has_softmax(model.mixer) else 0.0
 
 
 def keys_in_view(documents: Sequence[int], view: View) -> float:

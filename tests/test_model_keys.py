@@ -433,6 +433,23 @@ CASES = [
     Case("mixer.key_heads", 4, NEW, grown_keys(24), DELTA),
     Case("mixer.key_dim", 10, NEW, grown_keys(20), DELTA),
     Case("mixer.conv", 3, NEW, lambda _, after: after.shapes["layers.0.attn.q_conv.weight"] == (12, 3), DELTA),
+    Case(
+        "mixer.kind",
+        "kimi",
+        {*NEW, "kernels"},
+        added(
+            *(f"attn.{name}" for name in ("f_a", "f_b", "g_a", "g_b", "b.", "q_conv", "k_conv", "v_conv")),
+            *("attn.A_log", "attn.dt_bias", "attn.norm.weight"),
+        ),
+        also={"mixer.heads": 4, "mixer.dim": 8},
+    ),
+    Case(
+        "mixer.dim",
+        10,
+        NEW,
+        lambda _, after: after.shapes["layers.0.attn.f_b.weight"] == (40, 10),
+        {"mixer.kind": "kimi", "mixer.heads": 4, "mixer.dim": 8},
+    ),
     Case("mtp", {"modules": 1}, {"shapes", "gradients"}, further),
     Case("mtp.modules", 2, {"shapes", "gradients"}, added("layers.3."), {"mtp.modules": 1}),
     Case("mtp.weight", 0.6, {"gradients"}, twice_the_module, {"mtp.modules": 1}),

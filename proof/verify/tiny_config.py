@@ -67,6 +67,7 @@ MIXER_SIZES = {
     "head_dim": 8,
     "key_heads": 4,
     "key_dim": 6,
+    "dim": 6,
     "window": 11,
     "chunk": 13,
     "kv_rank": 12,

@@ -11,7 +11,7 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import AttentionConfig, ConfigError, DeltaConfig, LatentConfig, MTPConfig, MupConfig, YarnScaling
+from config import AttentionConfig, ConfigError, DeltaConfig, KimiConfig, LatentConfig, MTPConfig, MupConfig, YarnScaling
 from config.rules import divisors
 from config.tree import every_path, has_path, hints_of, members_of, ranges_of, with_values
 from model.schedules import plan_pipeline
@@ -44,6 +44,7 @@ def having(**keys):
     return cfg
 
 
+KIMI = {"model__mixer": KimiConfig(heads=4)}
 DELTA = {"model__mixer": DeltaConfig(heads=4)}
 LATENT = {"model__mixer": LatentConfig(kv_rank=8)}
 YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
@@ -53,6 +54,7 @@ YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
 WITH_PART = {
     "model.mixer": LATENT,
     **dict.fromkeys((f"model.mixer.{key}" for key in ("key_heads", "key_dim", "conv")), DELTA),
+    "model.mixer.dim": KIMI,
     "model.mixer.rope.scaling": YARN,
     "model.mtp": {"model__mtp": MTPConfig()},
     "model.mup": {"model__mup": MupConfig(base=64)},

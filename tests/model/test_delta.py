@@ -30,9 +30,9 @@ SETTINGS = {
 KEY, VALUE = 2 * 6, 4 * 8  # features
 
 
-def made(**settings):
+def made_of(settings):
     """A run whose tensors are far from their initial values."""
-    words = [f"--{key}={value}" for key, value in (SETTINGS | settings).items()]
+    words = [f"--{key}={value}" for key, value in settings.items()]
     run = build_run(config.resolve("llama2-tiny", None, words), Mesh.single(), torch.device("cpu"), None, 1)
     for number, param in enumerate(run.stages[0].parameters()):
         numbers = torch.Generator().manual_seed(number)
@@ -88,7 +88,7 @@ def test_gated_delta_net_is_that_of_qwen3_next(documents):
     from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-    run = made()
+    run = made_of(SETTINGS)
     settings = Qwen3NextConfig(
         hidden_size=HIDDEN,
         linear_num_value_heads=4,
@@ -143,12 +143,7 @@ BESIDE_ATTENTION = {
 
 @torch.no_grad()
 def test_the_cache_changes_nothing_and_does_not_grow():
-    words = [f"--{key}={value}" for key, value in BESIDE_ATTENTION.items()]
-    run = build_run(config.resolve("llama2-tiny", None, words), Mesh.single(), torch.device("cpu"), None, 1)
-    stage = run.stages[0]
-    for number, param in enumerate(stage.parameters()):
-        numbers = torch.Generator().manual_seed(number)
-        param.data.add_(0.3 * torch.randn(param.shape, generator=numbers, dtype=param.dtype))
+    stage = made_of(BESIDE_ATTENTION).stages[0]
     ids = torch.randint(50, (1, S), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(S)[None]
     whole = stage.logits(ids, positions)
@@ -187,3 +182,44 @@ def test_a_layout_that_cannot_divide_it_is_refused():
     cfg = config.resolve("llama2-tiny", None, [*words, "--model.mlp.width=48", "--parallel.tp=4"])
     with pytest.raises(ConfigError, match="parallel.tp: 4 does not divide model.mixer.key_heads=2"):
         train.plan_pipeline(cfg, 4)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=("whole", "documents"))
+def test_kimi_delta_attention_is_that_of_kimi_linear(documents):
+    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+
+    kimi = {"model.mixer.kind": "kimi", "model.mixer.heads": 4, "model.mixer.dim": 6}
+    dropped = ("model.mixer.key_heads", "model.mixer.key_dim", "model.mixer.v_dim")
+    run = made_of({key: value for key, value in (SETTINGS | kimi).items() if key not in dropped})
+    settings = KimiLinearConfig(
+        hidden_size=HIDDEN,
+        linear_num_heads=4,
+        linear_head_dim=6,
+        linear_conv_kernel_dim=4,
+        rms_norm_eps=1e-6,
+        num_hidden_layers=1,
+    )
+    theirs = KimiLinearDeltaAttention(settings, 0).double()
+    forget, numbers = theirs.forget_gate, ("f_a", "f_b")
+    matrices = {
+        **{f"{name}.weight": getattr(theirs, f"{name}_proj").weight for name in (*"qkvbo", "g_a", "g_b")},
+        **{f"{name}.weight": getattr(forget, f"{name}_proj").weight for name in numbers},
+        "A_log": forget.A_log,
+        "dt_bias": forget.dt_bias,
+        "norm.weight": theirs.o_norm.weight,
+    }
+    w = {key: value for key, (value, _) in weights_and_gradients(run).items()}
+    assert w.keys() == matrices.keys() | {f"{name}_conv.weight" for name in "qkv"}
+    with torch.no_grad():
+        for key, weight in matrices.items():
+            weight.copy_(w[key].view(weight.shape))
+        theirs.conv1d.weight.copy_(torch.cat([w[f"{name}_conv.weight"] for name in "qkv"])[:, None])
+    run_both(run, theirs, documents)
+
+    conv = theirs.conv1d.weight.grad[:, 0].chunk(3)
+    want = {key: weight.grad for key, weight in matrices.items()}
+    want |= {f"{name}_conv.weight": x for name, x in zip("qkv", conv)}
+    for key, (_, gradient) in weights_and_gradients(run).items():
+        bound = 3e-5 * float(want[key].abs().max())
+        torch.testing.assert_close(gradient, want[key].view(gradient.shape), rtol=0, atol=bound, msg=key)
