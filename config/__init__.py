@@ -43,11 +43,13 @@ from config.model_parts import (
     KimiConfig,
     LatentConfig,
     Llama3Scaling,
+    MambaConfig,
     MLPConfig,
     MTPConfig,
     MupConfig,
     NormConfig,
     RopeConfig,
+    ShortConvConfig,
     YarnScaling,
 )
 from config.optimizers import OPTIMIZERS, OptimizerSpec

@@ -112,6 +112,25 @@ class KimiConfig:
     conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
 
 
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig:
+    """The state space layer of Mamba-2 (arXiv 2405.21060)."""
+    kind: Literal["mamba"] = "mamba"
+    heads: Count  # number of heads, each with a state [dim, state]
+    dim: Count = 64  # channels of a head
+    groups: Count = 1  # number of groups of heads; a group shares what is written by (B) and read by (C), and
+    #   the norm of its outputs
+    state: Count = 128  # channels of B and C
+    conv: Count = 4  # tokens that the convolution of x, B and C sees, the token itself included
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvConfig:
+    """A gated short convolution (LFM2): out(C conv(B x)), of as many channels as the residual stream has."""
+    kind: Literal["short_conv"] = "short_conv"
+    conv: Count = 3  # tokens that the convolution sees, the token itself included
+
+
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
 

@@ -36,7 +36,15 @@ from config import (
 from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
-from config.model_parts import AttentionConfig, DeltaConfig, KimiConfig, LatentConfig, YarnScaling
+from config.model_parts import (
+    AttentionConfig,
+    DeltaConfig,
+    KimiConfig,
+    LatentConfig,
+    MambaConfig,
+    ShortConvConfig,
+    YarnScaling,
+)
 from config.tree import every_path, is_below, ranged_values
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
@@ -356,6 +364,7 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
     sizes = {
         **{f"model.mixer.{name}": heads for name, heads in shared_heads(model.mixer).items()},
+        **({"model.hidden": model.hidden} if isinstance(model.mixer, ShortConvConfig) else {}),
         "model.mlp.width": model.mlp.width,
         "model.vocab_multiple": model.vocab_multiple,
     }
@@ -502,6 +511,8 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
         features["model.moe_ffn"] = (expert_ffn_size(model), etp)
     if model.experts and model.shared_experts:
         features["model.shared_experts"] = (model.shared_experts * expert_ffn_size(model), tp)
+    if isinstance(model.mixer, ShortConvConfig):
+        return features | {"model.hidden": (model.hidden, tp)}
     return features | {f"model.mixer.{name}": (size, tp) for name, size in fp8_mixer_features(model).items()}
 
 
@@ -513,6 +524,8 @@ def fp8_mixer_features(model: ModelConfig) -> dict[str, int]:
         return {"heads": mixer.heads * mixer.v_dim, "key_heads": key_heads * mixer.key_dim}
     if isinstance(mixer, KimiConfig):
         return {"heads": mixer.heads * mixer.dim}
+    if isinstance(mixer, MambaConfig):
+        return {"heads": mixer.heads * mixer.dim, "groups": mixer.groups * mixer.state}
     features = {"heads": mixer.heads * value_dim(model)}
     if isinstance(mixer, AttentionConfig):
         features["kv_heads"] = kv_heads(model) * head_dim(model)

@@ -18,10 +18,12 @@ from config.model_parts import (
     DeltaConfig,
     KimiConfig,
     LatentConfig,
+    MambaConfig,
     MLPConfig,
     MTPConfig,
     MupConfig,
     NormConfig,
+    ShortConvConfig,
 )
 from config.pattern import BlockVariant, kinds_of_layers
 from config.strict import ConfigError
@@ -35,7 +37,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
 
-Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig
+Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig | ShortConvConfig
 
 
 @dataclass(frozen=True)
@@ -404,11 +406,15 @@ def has_softmax(mixer: Mixer) -> bool:
 
 def shared_heads(mixer: Mixer) -> dict[str, int]:
     """{key of the mixer: its number} of what a layout divides over tp: heads, and what several share."""
+    if isinstance(mixer, ShortConvConfig):
+        return {}
     found = {"heads": mixer.heads}
     if isinstance(mixer, AttentionConfig):
         found["kv_heads"] = mixer.kv_heads or mixer.heads
     elif isinstance(mixer, DeltaConfig):
         found["key_heads"] = mixer.key_heads or mixer.heads
+    elif isinstance(mixer, MambaConfig):
+        found["groups"] = mixer.groups
     return found
 
 

@@ -14,6 +14,8 @@ from config import (
     DeltaConfig,
     KimiConfig,
     LatentConfig,
+    MambaConfig,
+    ShortConvConfig,
     config_of_layer,
     has_experts,
     layer_in_fp8,
@@ -24,6 +26,7 @@ from kernels.norm import Fp8Readers
 from model.attention import Attention
 from model.context import ForwardContext
 from model.delta import GatedDeltaNet, KimiDeltaAttention
+from model.mamba import GatedShortConvolution, Mamba
 from model.mla import MultiLatentAttention
 from model.mlp import MLP
 from model.moe import MoE
@@ -39,6 +42,8 @@ MIXERS: dict[type, type[nn.Module]] = {  # by the class of model.mixer
     LatentConfig: MultiLatentAttention,
     DeltaConfig: GatedDeltaNet,
     KimiConfig: KimiDeltaAttention,
+    MambaConfig: Mamba,
+    ShortConvConfig: GatedShortConvolution,
 }
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, statistics), see TransformerBlock

@@ -14,14 +14,12 @@ from kernels.linear import linear
 from kernels.norm import rms_norm
 from model.attention import head_vector
 from model.context import ForwardContext
-from model.init import residual_std
 from model.mla import up_projection
-from model.precision import fp8_of_layer
 from model.recompute import checkpoint_activations
-from model.recurrence import ShortConvolution, TokenStretch
+from model.recurrence import ShortConvolution, SplitProjection, TokenStretch, output_projection
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, parameter
-from parallel.tensor.layers import ColumnLinear, RowLinear, partial_over_tp, replicated_vector
+from parallel.tensor.layers import partial_over_tp, replicated_vector
 from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 
@@ -154,57 +152,6 @@ class KimiDeltaAttention(nn.Module):
         out = rms_norm(out, self.norm, self.eps, self.compiled)
         out = out * gate.unflatten(-1, (-1, self.dim)).sigmoid()
         return stretch.join(out.flatten(2))
-
-
-class SplitProjection(nn.Module):
-    """x [b, s, hidden] (sp: [b, s/tp, hidden]) -> features [b, s, sum/tp], numbers [b, s, sum/tp].
-
-    features, numbers: {name: size} of projections, each divided over tp on its own. In fp8 the numbers, one
-    for each head, stay in the compute dtype; else all are one product.
-    """
-
-    def __init__(
-        self, cfg: Config, mesh: Mesh, layer: int, *, features: dict[str, int], numbers: dict[str, int]
-    ) -> None:
-        super().__init__()
-        fp8 = fp8_of_layer(cfg, layer)
-        parts = [features | numbers] if fp8 is None else [features, numbers]
-        self.sizes = [sum(sizes.values()) // mesh.tp.size for sizes in (features, numbers)]
-        self.parts = nn.ModuleList(
-            ColumnLinear(
-                mesh,
-                {f"layers.{layer}.attn.{name}": size for name, size in part.items()},
-                cfg.model.hidden,
-                std=cfg.model.init_std,
-                bias=False,
-                sp=cfg.parallel.sp,
-                async_tp=cfg.parallel.async_tp,
-                fp8=fp8 if part is parts[0] else None,
-            )
-            for part in parts
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if len(self.parts) == 1:
-            features, numbers = self.parts[0](x).split(self.sizes, -1)
-            return features, numbers
-        features, numbers = (part(x) for part in self.parts)
-        return features, numbers
-
-
-def output_projection(cfg: Config, mesh: Mesh, layer: int, features: int) -> RowLinear:
-    """[b, s, features/tp] -> the residual stream."""
-    return RowLinear(
-        mesh,
-        f"layers.{layer}.attn.o",
-        features,
-        cfg.model.hidden,
-        std=residual_std(cfg.model),
-        bias=False,
-        sp=cfg.parallel.sp,
-        async_tp=cfg.parallel.async_tp,
-        fp8=fp8_of_layer(cfg, layer),
-    )
 
 
 def run_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretch: TokenStretch) -> Tensor:

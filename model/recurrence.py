@@ -1,5 +1,5 @@
-"""What mixers of tokens with a state share (model/delta.py): where a sequence comes from and goes on, and the
-short convolution before the state.
+"""What mixers of tokens with a state share (model/delta.py, mamba.py): where a sequence comes from and goes
+on, the short convolution before the state, and projections.
 
 A state begins with zeros where a document does. It comes from the tokens before: of other ranks under context
 parallelism (parallel/context/parts.py, with either parallel.cp_kind), of earlier passes in generation.
@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from config import Config
 from kernels.attention_mask import DocumentCounts
 from kernels.short_conv import inputs_to_pass, short_conv
 from model.context import ForwardContext, GenerationCache
+from model.init import residual_std
+from model.precision import fp8_of_layer
 from parallel.context.parts import (
     Effect,
     inputs_before,
@@ -23,7 +26,7 @@ from parallel.context.parts import (
     states_before,
 )
 from parallel.sharding.spec import ParameterSpec, parameter
-from parallel.tensor.layers import row_shard
+from parallel.tensor.layers import ColumnLinear, RowLinear, row_shard
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
 
@@ -128,3 +131,54 @@ class ShortConvolution(nn.Module):
     def forward(self, x: Tensor, stretch: TokenStretch) -> Tensor:
         """x [b, s, c/tp], as the stretch reads it -> the same."""
         return stretch.convolve(x, self.weight, self.bias, self.silu)
+
+
+class SplitProjection(nn.Module):
+    """x [b, s, hidden] (sp: [b, s/tp, hidden]) -> features [b, s, sum/tp], numbers [b, s, sum/tp].
+
+    features, numbers: {name: size} of projections, each divided over tp on its own. In fp8 the numbers, one
+    for each head, stay in the compute dtype; else all are one product.
+    """
+
+    def __init__(
+        self, cfg: Config, mesh: Mesh, layer: int, *, features: dict[str, int], numbers: dict[str, int]
+    ) -> None:
+        super().__init__()
+        fp8 = fp8_of_layer(cfg, layer)
+        parts = [features | numbers] if fp8 is None else [features, numbers]
+        self.sizes = [sum(sizes.values()) // mesh.tp.size for sizes in (features, numbers)]
+        self.parts = nn.ModuleList(
+            ColumnLinear(
+                mesh,
+                {f"layers.{layer}.attn.{name}": size for name, size in part.items()},
+                cfg.model.hidden,
+                std=cfg.model.init_std,
+                bias=False,
+                sp=cfg.parallel.sp,
+                async_tp=cfg.parallel.async_tp,
+                fp8=fp8 if part is parts[0] else None,
+            )
+            for part in parts
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self.parts) == 1:
+            features, numbers = self.parts[0](x).split(self.sizes, -1)
+            return features, numbers
+        features, numbers = (part(x) for part in self.parts)
+        return features, numbers
+
+
+def output_projection(cfg: Config, mesh: Mesh, layer: int, features: int) -> RowLinear:
+    """[b, s, features/tp] -> the residual stream."""
+    return RowLinear(
+        mesh,
+        f"layers.{layer}.attn.o",
+        features,
+        cfg.model.hidden,
+        std=residual_std(cfg.model),
+        bias=False,
+        sp=cfg.parallel.sp,
+        async_tp=cfg.parallel.async_tp,
+        fp8=fp8_of_layer(cfg, layer),
+    )

@@ -210,6 +210,12 @@ def std_times(factor: float):
     return right
 
 
+def states_of_mamba(features: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of what makes B and C of so many features."""
+    projections = {f"attn_to_{name}": (features, 32) for name in "BC"}
+    return {**projections, **{f"attn_to_{name}_conv": (features, 4) for name in "BC"}}
+
+
 def sinks_learn(before: Seen, after: Seen) -> bool:
     """A score for each head, each with a gradient."""
     return added("attn.sinks")(before, after) and bool(after.gradients["layers.0.attn.sinks"].all())
@@ -346,6 +352,7 @@ YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
 LATENT_SIZES = {"mixer.kv_rank": 12, "mixer.nope_dim": 8, "mixer.rope_dim": 4, "mixer.v_dim": 6}
 LATENT = {"mixer.kind": "latent", **LATENT_SIZES}
 DELTA_SIZES = {"mixer.key_heads": 2, "mixer.key_dim": 6, "mixer.v_dim": 8}
+MAMBA = {"mixer.kind": "mamba", "mixer.heads": 4, "mixer.dim": 8, "mixer.state": 6}
 DELTA = {"mixer.kind": "delta", "mixer.heads": 4, **DELTA_SIZES}
 LEARNED = {"positions": "learned", "mixer.rope": None}
 MIXTURE = {"experts": 4, "top_k": 2, "moe_ffn": 16}
@@ -449,6 +456,25 @@ CASES = [
         NEW,
         lambda _, after: after.shapes["layers.0.attn.f_b.weight"] == (40, 10),
         {"mixer.kind": "kimi", "mixer.heads": 4, "mixer.dim": 8},
+    ),
+    Case(
+        "mixer.kind",
+        "mamba",
+        {*NEW, "kernels"},
+        added(
+            *(f"attn.{name}" for name in ("z", "x.", "B.", "C.", "dt.", "x_conv", "B_conv", "C_conv")),
+            *("attn.A_log", "attn.dt_bias", "attn.D", "attn.norm.weight"),
+            gone=("attn.q.", "attn.k.", "attn.v."),
+        ),
+        also={"mixer.heads": 4, "mixer.dim": 8, "mixer.state": 6},
+    ),
+    Case("mixer.groups", 2, NEW, shaped(**states_of_mamba(12)), MAMBA),
+    Case("mixer.state", 8, NEW, shaped(**states_of_mamba(8)), MAMBA),
+    Case(
+        "mixer.kind",
+        "short_conv",
+        {*NEW, "kernels"},
+        added("attn.B.", "attn.C.", "attn.x.", "attn.conv", gone=("attn.q.", "attn.k.", "attn.v.")),
     ),
     Case("mtp", {"modules": 1}, {"shapes", "gradients"}, further),
     Case("mtp.modules", 2, {"shapes", "gradients"}, added("layers.3."), {"mtp.modules": 1}),

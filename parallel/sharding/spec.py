@@ -42,6 +42,7 @@ ROLES = {
     # of layers with a state
     "convolution": Role("normal", has_decay=False),  # a few weights for each channel
     "rate": Role("rate", has_decay=False),  # the logarithm of how fast a head forgets
+    "skip": Role("ones", has_decay=False),  # what of its input a head adds to its output
     "step": Role("step", has_decay=False),  # a bias below the softplus whose result is the size of a step
 }
 

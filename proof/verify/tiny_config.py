@@ -68,6 +68,8 @@ MIXER_SIZES = {
     "key_heads": 4,
     "key_dim": 6,
     "dim": 6,
+    "groups": 4,
+    "state": 10,
     "window": 11,
     "chunk": 13,
     "kv_rank": 12,

@@ -11,7 +11,17 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import AttentionConfig, ConfigError, DeltaConfig, KimiConfig, LatentConfig, MTPConfig, MupConfig, YarnScaling
+from config import (
+    AttentionConfig,
+    ConfigError,
+    DeltaConfig,
+    KimiConfig,
+    LatentConfig,
+    MambaConfig,
+    MTPConfig,
+    MupConfig,
+    YarnScaling,
+)
 from config.rules import divisors
 from config.tree import every_path, has_path, hints_of, members_of, ranges_of, with_values
 from model.schedules import plan_pipeline
@@ -45,6 +55,7 @@ def having(**keys):
 
 
 KIMI = {"model__mixer": KimiConfig(heads=4)}
+MAMBA = {"model__mixer": MambaConfig(heads=4)}
 DELTA = {"model__mixer": DeltaConfig(heads=4)}
 LATENT = {"model__mixer": LatentConfig(kv_rank=8)}
 YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
@@ -55,6 +66,8 @@ WITH_PART = {
     "model.mixer": LATENT,
     **dict.fromkeys((f"model.mixer.{key}" for key in ("key_heads", "key_dim", "conv")), DELTA),
     "model.mixer.dim": KIMI,
+    "model.mixer.groups": MAMBA,
+    "model.mixer.state": MAMBA,
     "model.mixer.rope.scaling": YARN,
     "model.mtp": {"model__mtp": MTPConfig()},
     "model.mup": {"model__mup": MupConfig(base=64)},
@@ -87,6 +100,8 @@ RECORDED_MIXTURE = {**MIXTURE, "train__dtype": "bf16"}
 CASES = [
     (having(model__mixer=DeltaConfig(heads=4, key_heads=3)), 1, "model.mixer.key_heads", True),
     (having(model__mixer=DeltaConfig(heads=4, key_heads=1), parallel__tp=2), 2, "parallel.tp", True),
+    (having(model__mixer=MambaConfig(heads=4, groups=3)), 1, "model.mixer.groups", True),
+    (having(model__mixer=MambaConfig(heads=4), parallel__tp=2), 2, "parallel.tp", True),
     (having(checkpoint__memory_every=100), 1, "checkpoint.memory_every", False),
     (having(log__name=""), 1, "log.name", False),
     (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),
