@@ -1,5 +1,5 @@
-"""Two mixers of tokens after a short convolution: the state space layer of Mamba-2 (arXiv 2405.21060), and the
-gated convolution of LFM2, which has no other state.
+"""Two mixers of tokens with a short convolution: the state space layer of Mamba-2 (arXiv 2405.21060), and
+the gated convolution of LFM2, which has no other state.
 
 Shapes: b sequences of s tokens, h heads of p channels, g groups that share B and C of n channels.
 """
@@ -82,7 +82,7 @@ class Mamba(nn.Module):
         return out
 
     def gate_and_normalize(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z [b, s, h p/tp] -> the same: RMSNorm of x SiLU(z), of each group of heads. In fp32 or better."""
+        """x, z [b, s, h p/tp] -> the same: RMSNorm of x SiLU(z), of each group. In fp32 or better."""
         dtype = accumulation_dtype(x.dtype)
         gated = (x.to(dtype) * F.silu(z.to(dtype))).unflatten(-1, (self.groups, -1))
         scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
