@@ -453,7 +453,13 @@ CASES = [
     ),
     Case("mixer.key_heads", 4, NEW, grown_keys(24), DELTA),
     Case("mixer.key_dim", 10, NEW, grown_keys(20), DELTA),
-    Case("mixer.conv", 3, NEW, lambda _, after: after.shapes["layers.0.attn.q_conv.weight"] == (12, 3), DELTA),
+    Case(
+        "mixer.conv",
+        3,
+        NEW,
+        lambda _, after: after.shapes["layers.0.attn.q_conv.weight"] == (12, 3),
+        DELTA,
+    ),
     Case(
         "mixer.kind",
         "kimi",
