@@ -466,7 +466,9 @@ def mup_width_ratio(model: ModelConfig) -> float:
 
 def mup_score_scale(model: ModelConfig) -> float:
     """Factor of the attention scores that muP adds to 1 / sqrt(head_dim)."""
-    if model.mup is None or model.mup.head_dim is None or not has_softmax(model.mixer):
+    if model.mup is None or model.mup.head_dim is None:
+        return 1.0
+    if not has_softmax(model.mixer):
         return 1.0
     return (model.mup.head_dim / head_dim(model)) ** 0.5
 
