@@ -26,13 +26,14 @@ from config import (
     Tree,
     config_of_stage,
     phases_of,
+    shared_heads,
 )
 from data import tokenizer
 from data.loader import BatchLoader
 from data.prompts import Prompts, open_prompts
 from data.task_scores import Score, TextRow, score_rows
 from data.tokenizer import Tokenizer
-from model.context import KeyValueCache
+from model.context import GenerationCache
 from model.generate import pipeline_logits
 from model.layout import AskedLayout, layout_of_weights
 from model.precision import DTYPES
@@ -106,7 +107,9 @@ class TrainingRun:
         """Of step number `step` (from 1), before the factors of single parameters."""
         return learning_rate_of_run(schedules_of(self.phases, self.steps), step)
 
-    def logits(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
+    def logits(
+        self, tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int
+    ) -> Tensor:
         """Logits [vocab] of the token at `position` of tokens [1, s], on every rank."""
         return pipeline_logits(
             self.pipeline,
@@ -375,7 +378,7 @@ class TrainedModel:
         return open_prompts(self.tokenizer, self.cfg.data.bos)
 
     def logits(
-        self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int | None
+        self, tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int | None
     ) -> Tensor:
         """What pipeline_logits gives: logits [vocab] of a position, or [b, s, vocab]. Collective."""
         return pipeline_logits(
@@ -454,7 +457,7 @@ def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, whe
         "layers": (model.layers, num_tensors),
         "layers x hidden": (model.layers * width, num_elements),
         "hidden x vocab": (width * (model.vocab or 1), num_elements),
-        "hidden x heads": (width * model.mixer.heads, num_elements),
+        "hidden x heads": (width * max(shared_heads(model.mixer).values(), default=1), num_elements),
         "hidden x ffn": (width * (model.mlp.width or 1), num_elements),
         "hidden x experts": (width * (model.experts or 1), num_elements),
     }

@@ -34,6 +34,7 @@ class WeightPlace:
     name: str
     first: int
     transpose: bool
+    above: float = 0.0  # what ours is above theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,8 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
     if not is_finite(raw_bytes(value), value.dtype):
         raise ConfigError(f"{index.path}: {place.name} holds NaN or Inf; these weights are damaged")
     target.copy_(value.t() if place.transpose else value)
+    if place.above:
+        target.add_(place.above)
 
 
 # ---- the folder --------------------------------------------------------------------------------------------
@@ -103,6 +106,10 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     quantization = hf_config.read_json(path).get(QUANTIZATION)
     model_type, model = hf_config.read_hf_config(folder, but=(QUANTIZATION,))
     family = FAMILIES[model_type]
+    if family.leading:
+        raise ConfigError(
+            f"{folder}: {model_type} stacks what our model has apart; convert it first: "
+            f"python -m scripts.convert from-hf {folder} RUN, then checkpoint.init_from RUN")
     tensors = open_safetensors_folder(folder)
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
@@ -129,7 +136,7 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
         shape = info.shape[::-1] if transpose else info.shape
         first = 0
         for key, rows in zip(own_keys, rows_of(model, own_keys, shape, f"{folder}: {name}")):
-            places[key] = WeightPlace(name, first, transpose)
+            places[key] = WeightPlace(name, first, transpose, above=hf.above_theirs(family, key))
             first += rows
             if key in hf.VOCAB_KEYS:
                 if rows != model.vocab:

@@ -82,11 +82,16 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
                 [],
                 transpose,
                 leading=leading_dim(family, model, box.key),
-                above=1.0 if family.norms_below_one and NORM_WEIGHT.search(box.key) else 0.0,
+                above=above_theirs(family, box.key),
                 exact=box.key.endswith(".router.bias"),
             )
         found[name].parts.append(tensor)
     return list(found.values())
+
+
+def above_theirs(family: Family, key: str) -> float:
+    """How much our tensor is above theirs: 1 for norms that are stored as w - 1."""
+    return 1.0 if family.norms_below_one and NORM_WEIGHT.search(key) else 0.0
 
 
 def leading_dim(family: Family, model: ModelConfig, key: str) -> int | None:

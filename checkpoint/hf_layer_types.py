@@ -84,6 +84,8 @@ class LayerTypes:
     def obstacles(self, model: ModelConfig) -> list[str]:
         """What is not the same once it was written and read."""
         layers = [layer_model(model, layer) for layer in range(model.layers)]
+        if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
+            return ["blocks", "pattern"]
         others = {(without_type(layer.mixer), layer.mlp, layer.norm) for layer in layers}
         if len(others) > 1:
             return ["blocks", "pattern"]

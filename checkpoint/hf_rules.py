@@ -725,7 +725,8 @@ def windows_by_layer(slides: Sequence[bool], size: int | float | None) -> Tree:
 
 
 def layer_windows(model: ModelConfig) -> list[int | None]:
-    return [layer_model(model, layer).mixer.window for layer in range(model.layers)]
+    layers = (layer_model(model, layer) for layer in range(model.layers))
+    return [getattr(like.mixer, "window", None) for like in layers]
 
 
 def windows_obstacle(model: ModelConfig) -> list[str]:

@@ -39,17 +39,21 @@ from config.loading import (
 from config.machine import usable_cores
 from config.model_parts import (
     AttentionConfig,
+    DeltaConfig,
     GrowthConfig,
+    KimiConfig,
     LatentConfig,
     LayerNormConfig,
     LinearScaling,
     Llama3Scaling,
+    MambaConfig,
     MLPConfig,
     MTPConfig,
     MupConfig,
     RMSNormConfig,
     RopeConfig,
     Scaling,
+    ShortConvConfig,
     YarnScaling,
 )
 from config.optimizers import OPTIMIZERS, OptimizerSpec
@@ -88,6 +92,7 @@ from config.schema import (
     global_batch_at,
     global_batch_sizes,
     has_experts,
+    has_softmax,
     head_dim,
     is_due,
     is_permanent_step,
@@ -107,6 +112,7 @@ from config.schema import (
     rest_of_ramp,
     rotated_dim,
     sequences_seen,
+    shared_heads,
     steps_to_see,
     value_dim,
     vocab_size,

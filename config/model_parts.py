@@ -116,6 +116,45 @@ class LatentConfig:
     #   device
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Gated delta net (arXiv 2412.06464): linear attention with a state for each head, which forgets."""
+    kind: Literal["delta"] = "delta"
+    heads: Count  # number of value heads, each with a state [key_dim, v_dim]
+    key_heads: Count | None = None  # number of query and key heads; none: equal to heads
+    key_dim: Count = 128  # channels of a query or key head
+    v_dim: Count = 128  # channels of a value head
+    conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiConfig:
+    """Kimi delta attention (arXiv 2510.26692): as delta, but each channel of a key forgets on its own."""
+    kind: Literal["kimi"] = "kimi"
+    heads: Count  # number of heads, each with a state [dim, dim]
+    dim: Count = 128  # channels of a query, key or value head, and the rank of both gates' matrices
+    conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig:
+    """The state space layer of Mamba-2 (arXiv 2405.21060)."""
+    kind: Literal["mamba"] = "mamba"
+    heads: Count  # number of heads, each with a state [dim, state]
+    dim: Count = 64  # channels of a head
+    groups: Count = 1  # number of groups of heads; a group shares what is written by (B) and read by (C), and
+    #   the norm of its outputs
+    state: Count = 128  # channels of B and C
+    conv: Count = 4  # tokens that the convolution of x, B and C sees, the token itself included
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvConfig:
+    """A gated short convolution (LFM2): out(C conv(B x)), of as many channels as the residual stream has."""
+    kind: Literal["short_conv"] = "short_conv"
+    conv: Count = 3  # tokens that the convolution sees, the token itself included
+
+
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
 

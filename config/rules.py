@@ -14,11 +14,13 @@ from config import (
     MAX_LOSS_SCALE,
     OPTIMIZERS,
     Config,
+    ModelConfig,
     comma_separated,
     divisors,
     expert_ffn_size,
     fp8_recipe,
     has_experts,
+    has_softmax,
     head_dim,
     kv_heads,
     layer_kinds,
@@ -28,12 +30,21 @@ from config import (
     profiled_steps,
     rotated_dim,
     sections,
+    shared_heads,
     value_dim,
 )
 from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
-from config.model_parts import LatentConfig, YarnScaling
+from config.model_parts import (
+    AttentionConfig,
+    DeltaConfig,
+    KimiConfig,
+    LatentConfig,
+    MambaConfig,
+    ShortConvConfig,
+    YarnScaling,
+)
 from config.tree import every_path, is_below, ranged_values
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
@@ -99,6 +110,8 @@ def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
 def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Heads, attention kernels and positions."""
     model, mixer, train = cfg.model, cfg.model.mixer, cfg.train
+    if not has_softmax(mixer):
+        return
     is_latent = isinstance(mixer, LatentConfig)
     yield Rule(
         is_latent or mixer.head_dim or model.hidden % mixer.heads == 0,
@@ -146,6 +159,18 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
         "model.mixer.rope.scaling.low_freq: must not lie above high_freq of the same scaling")
+
+
+def state_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Heads of mixers with a state: several share the keys, as the mixer's module has them."""
+    mixer = cfg.model.mixer
+    if has_softmax(mixer):
+        return
+    for name, shared in shared_heads(mixer).items():
+        yield Rule(
+            mixer.heads % shared == 0,
+            f"model.mixer.{name}: {shared} does not divide model.mixer.heads={mixer.heads}",
+            f"model.mixer.{name}", divisors(mixer.heads))
 
 
 def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -339,8 +364,8 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
             f"parallel.{key}: {unknown!r} is not one of {', '.join(known)}; separate them by commas")
 
     sizes = {
-        "model.mixer.heads": model.mixer.heads,
-        "model.mixer.kv_heads": kv_heads(model),
+        **{f"model.mixer.{name}": heads for name, heads in shared_heads(model.mixer).items()},
+        **({"model.hidden": model.hidden} if isinstance(model.mixer, ShortConvConfig) else {}),
         "model.mlp.width": model.mlp.width,
         "model.vocab_multiple": model.vocab_multiple,
     }
@@ -381,11 +406,12 @@ def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
         train.seq_len % unit == 0,
         f"train.seq_len: {train.seq_len} is not a multiple of {unit}, as parallel.cp={cp}{cause}",
         "train.seq_len", nearby_multiples(train.seq_len, unit))
-    for key, heads in (("model.mixer.heads", model.mixer.heads), ("model.mixer.kv_heads", kv_heads(model))):
+    exchanged = shared_heads(model.mixer) if has_softmax(model.mixer) else {}  # the others pass states on
+    for name, heads in exchanged.items():
         yield Rule(
             cp == 1 or parallel.cp_kind == "ring" or heads % (tp * cp) == 0,
             f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {tp}*{cp} does not divide "
-            f"{key}={heads}; take ring, or another degree",
+            f"model.mixer.{name}={heads}; take ring, or another degree",
             "parallel.cp", divisors(heads))
 
 
@@ -426,11 +452,12 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
         model.experts is None or parallel.etp == 1 or recipe == "blockwise",
         f"parallel.etp: {parallel.etp} ranks share an expert, and a {recipe} scale would cover all of them; "
         "take train.fp8 blockwise, or parallel.ep")
+    kv = shared_heads(model.mixer).get("kv_heads", parallel.tp)
     yield Rule(
-        kv_heads(model) % parallel.tp == 0,
-        f"parallel.tp: {parallel.tp} ranks share model.mixer.kv_heads={kv_heads(model)}, and shared heads do "
-        "not support fp8; use at most that many ranks, or bf16",
-        "parallel.tp", divisors(kv_heads(model)))
+        kv % parallel.tp == 0,
+        f"parallel.tp: {parallel.tp} ranks share model.mixer.kv_heads={kv}, and shared heads do not support "
+        "fp8; use at most that many ranks, or bf16",
+        "parallel.tp", divisors(kv))
     yield from fp8_shape_rules(cfg, recipe)
 
 
@@ -478,22 +505,33 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
 def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
     """{key that sets the size: (features of a matrix in fp8, degree that shards them)}."""
     model, tp, etp = cfg.model, cfg.parallel.tp, cfg.parallel.etp
-    mixer = model.mixer
-    features = {
-        "model.hidden": (model.hidden, 1),
-        "model.mixer.heads": (mixer.heads * value_dim(model), tp),
-    }
+    features = {"model.hidden": (model.hidden, 1)}
     if not all(has_experts(model, layer) for layer in range(model.layers)):
         features["model.mlp.width"] = (model.mlp.width, tp)
     if model.experts:
         features["model.moe_ffn"] = (expert_ffn_size(model), etp)
     if model.experts and model.shared_experts:
         features["model.shared_experts"] = (model.shared_experts * expert_ffn_size(model), tp)
-    if not isinstance(mixer, LatentConfig):
-        features["model.mixer.kv_heads"] = (kv_heads(model) * head_dim(model), tp)
+    if isinstance(model.mixer, ShortConvConfig):
+        return features | {"model.hidden": (model.hidden, tp)}
+    return features | {f"model.mixer.{name}": (size, tp) for name, size in fp8_mixer_features(model).items()}
+
+
+def fp8_mixer_features(model: ModelConfig) -> dict[str, int]:
+    """{key of the mixer that sets the size: features of a matrix in fp8 that tp divides}."""
+    mixer = model.mixer
+    if isinstance(mixer, DeltaConfig):
+        key_heads = shared_heads(mixer)["key_heads"]
+        return {"heads": mixer.heads * mixer.v_dim, "key_heads": key_heads * mixer.key_dim}
+    if isinstance(mixer, KimiConfig):
+        return {"heads": mixer.heads * mixer.dim}
+    if isinstance(mixer, MambaConfig):
+        return {"heads": mixer.heads * mixer.dim, "groups": mixer.groups * mixer.state}
+    features = {"heads": mixer.heads * value_dim(model)}
+    if isinstance(mixer, AttentionConfig):
+        features["kv_heads"] = kv_heads(model) * head_dim(model)
     elif not mixer.q_rank:
-        common = math.gcd(head_dim(model), value_dim(model))
-        features["model.mixer.heads"] = (mixer.heads * common, tp)
+        features["heads"] = mixer.heads * math.gcd(head_dim(model), value_dim(model))
     return features
 
 
@@ -692,12 +730,14 @@ def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"log.noise_scale: needs the gradient of some sequences only, and parallel.cp={parallel.cp} ranks "
         "share each sequence; set parallel.cp 1, or leave it out")
 
-    heads_are_shared = kv_heads(model) % parallel.tp != 0
-    replicated = (isinstance(model.mixer, LatentConfig) or model.mtp) and parallel.sp and parallel.tp > 1
+    kv = shared_heads(model.mixer).get("kv_heads", parallel.tp)
+    heads_are_shared = kv % parallel.tp != 0
+    has_low_ranks = isinstance(model.mixer, (LatentConfig, KimiConfig))
+    replicated = (has_low_ranks or model.mtp) and parallel.sp and parallel.tp > 1
     if replicated:
-        cause = "with parallel.sp the matrices after latents and those of multi-token prediction have"
+        cause = "with parallel.sp the matrices around latents and those of multi-token prediction have"
     else:
-        cause = f"the matrices of model.mixer.kv_heads={kv_heads(model)} have"
+        cause = f"the matrices of model.mixer.kv_heads={kv} have"
     yield Rule(
         not cfg.log.noise_scale or not (heads_are_shared or replicated),
         f"log.noise_scale: at parallel.tp={parallel.tp} {cause} gradients that are summed over tp after the "
@@ -843,6 +883,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     pattern_rules,
     range_rules_of_kinds,
     of_each_kind(attention_rules),
+    of_each_kind(state_rules),
     other_model_rules,
     run_length_rules,
     phase_rules,

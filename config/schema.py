@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from config.optimizers import OPTIMIZERS
 from config.model_parts import (
     AttentionConfig,
+    DeltaConfig,
+    KimiConfig,
     LatentConfig,
     LayerNormConfig,
     Llama3Scaling,
+    MambaConfig,
     MLPConfig,
     MTPConfig,
     MupConfig,
     RMSNormConfig,
+    ShortConvConfig,
     YarnScaling,
 )
 from config.pattern import BlockVariant, kinds_of_layers
@@ -36,7 +40,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
 
-Mixer = AttentionConfig | LatentConfig
+Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig | ShortConvConfig
 NormPart = RMSNormConfig | LayerNormConfig
 
 
@@ -406,8 +410,27 @@ def config_of_layer(cfg: Config, layer: int) -> Config:
     return replace(cfg, model=layer_model(cfg.model, layer))
 
 
+def has_softmax(mixer: Mixer) -> bool:
+    """Whether each token sees all tokens before it; the others see a state."""
+    return isinstance(mixer, (AttentionConfig, LatentConfig))
+
+
+def shared_heads(mixer: Mixer) -> dict[str, int]:
+    """{key of the mixer: its number} of what a layout divides over tp: heads, and what several share."""
+    if isinstance(mixer, ShortConvConfig):
+        return {}
+    found = {"heads": mixer.heads}
+    if isinstance(mixer, AttentionConfig):
+        found["kv_heads"] = mixer.kv_heads or mixer.heads
+    elif isinstance(mixer, DeltaConfig):
+        found["key_heads"] = mixer.key_heads or mixer.heads
+    elif isinstance(mixer, MambaConfig):
+        found["groups"] = mixer.groups
+    return found
+
+
 def head_dim(model: ModelConfig) -> int:
-    """Channels of a query or key head."""
+    """Channels of a query or key head of attention."""
     mixer = model.mixer
     if isinstance(mixer, LatentConfig):
         return mixer.nope_dim + mixer.rope_dim
@@ -436,7 +459,8 @@ def rotated_dim(model: ModelConfig) -> int:
 def with_original_context(mixer: Mixer, original: int) -> Mixer:
     """The mixer with another length of the context before the scaling of its rotary positions, if it has
     one."""
-    if mixer.rope is None or not isinstance(mixer.rope.scaling, (Llama3Scaling, YarnScaling)):
+    rope = getattr(mixer, "rope", None)
+    if rope is None or not isinstance(rope.scaling, (Llama3Scaling, YarnScaling)):
         return mixer
     scaling = replace(mixer.rope.scaling, original=original)
     return replace(mixer, rope=replace(mixer.rope, scaling=scaling))
@@ -455,6 +479,8 @@ def mup_width_ratio(model: ModelConfig) -> float:
 def mup_score_scale(model: ModelConfig) -> float:
     """Factor of the attention scores that muP adds to 1 / sqrt(head_dim)."""
     if model.mup is None or model.mup.head_dim is None:
+        return 1.0
+    if not has_softmax(model.mixer):
         return 1.0
     return (model.mup.head_dim / head_dim(model)) ** 0.5
 

@@ -18,8 +18,10 @@ def sizes_at_width(model: ModelConfig, hidden: int, heads: int | None = None) ->
     """
     mixer = model.mixer
     ratio = Fraction(hidden, model.hidden)
-    heads = heads or max(1, round(mixer.heads * ratio))
-    sizes = {"mixer.heads": heads}
+    sizes: dict[str, int] = {}
+    if has_path(model, "mixer.heads"):
+        heads = heads or max(1, round(mixer.heads * ratio))
+        sizes["mixer.heads"] = heads
     if isinstance(mixer, AttentionConfig):
         if mixer.kv_heads is not None:
             most = max(1, round(Fraction(mixer.kv_heads * heads, mixer.heads)))

@@ -135,6 +135,24 @@ def accumulate_summed_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
     return accumulate_grad(weight, compute)
 
 
+def read_weight(weight: Tensor) -> Tensor:
+    """The weight in fp32 or better, as a tensor that any operation may read: its gradient goes where
+    accumulate_grad puts it. For a few numbers; torch would keep a parameter's gradient to itself."""
+    return _ReadWeight.apply(weight)
+
+
+class _ReadWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        dtype = accumulation_dtype(weight.dtype)
+        return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
+
+    @staticmethod
+    def backward(ctx, dweight: Tensor) -> Tensor | None:
+        return accumulate_summed_grad(ctx.weight, dweight)
+
+
 def write_or_add(into: Tensor, grad: Tensor, add: bool) -> Tensor:
     """into = grad, or (add) into += grad. Returns `into`."""
     return into.add_(grad) if add else into.copy_(grad)

@@ -59,8 +59,8 @@ class _Segments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        starts = ctx.saved_tensors[:ctx.number]
-        tensors = ctx.saved_tensors[ctx.number:]
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them no second time
+        starts, tensors = saved[:ctx.number], saved[ctx.number:]
         needed = ctx.needs_input_grad[3:]
         gradients = [torch.empty_like(x) if needs else None for x, needs in zip(tensors, needed)]
         segments = zip(

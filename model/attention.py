@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from config import AttentionConfig, Config, head_dim, kv_heads, mup_score_scale, recomputes
 from kernels import rope
 from kernels.attention import attention
+from kernels.grad import read_weight
 from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
 from model.context import ForwardContext, View, rotation_of, view_of
@@ -99,7 +100,8 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
 
-        out = self.core(q, k, v, context, self.sinks)  # [b, s/cp, h/tp, d]
+        sinks = None if self.sinks is None else read_weight(self.sinks).to(self.sinks.dtype)
+        out = self.core(q, k, v, context, sinks)  # [b, s/cp, h/tp, d]
         if self.gate is not None:
             gate = self.gate(x).unflatten(-1, (self.heads, -1))  # [b, s/cp, h/tp, d or 1]
             out = out * gate.sigmoid()

@@ -7,18 +7,33 @@ residual stream x, with norms where model.norm.place says:
 
 or, with model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)).
 
-A mixture of experts may stand in the place of the MLP (model/moe.py), and latent attention in that of
-attention (model/mla.py).
+A mixture of experts may stand in the place of the MLP (model/moe.py), and another of MIXERS in that of
+attention.
 """
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from config import Config, LatentConfig, config_of_layer, has_experts, layer_in_fp8, layer_kinds, layer_model
+from config import (
+    AttentionConfig,
+    Config,
+    DeltaConfig,
+    KimiConfig,
+    LatentConfig,
+    MambaConfig,
+    ShortConvConfig,
+    config_of_layer,
+    has_experts,
+    layer_in_fp8,
+    layer_kinds,
+    layer_model,
+)
 from kernels.norm import Fp8Readers
 from model.attention import Attention
 from model.context import ForwardContext
+from model.delta import GatedDeltaNet, KimiDeltaAttention
+from model.mamba import GatedShortConvolution, Mamba
 from model.mla import MultiLatentAttention
 from model.mlp import MLP
 from model.moe import MoE
@@ -28,6 +43,15 @@ from model.recompute import checkpoint_activations
 from parallel.rng import dropout
 from parallel.tensor.layers import exchange_weight_maxima_together
 from parallel.topology.mesh import Mesh
+
+MIXERS: dict[type, type[nn.Module]] = {  # by the class of model.mixer
+    AttentionConfig: Attention,
+    LatentConfig: MultiLatentAttention,
+    DeltaConfig: GatedDeltaNet,
+    KimiConfig: KimiDeltaAttention,
+    MambaConfig: Mamba,
+    ShortConvConfig: GatedShortConvolution,
+}
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, statistics), see TransformerBlock
 
@@ -42,9 +66,9 @@ class BlockKind(NamedTuple):
 
 
 def attention_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
-    """Of the norm before attention. Latent attention reads its result in 16 bits, too. The gradient of its
-    input goes to the MLP of the block before."""
-    is_alone = mesh.tp.size == 1 and not isinstance(cfg.model.mixer, LatentConfig)
+    """Of the norm before the mixer. Mixers beside attention read its result in 16 bits, too. The gradient of
+    its input goes to the MLP of the block before."""
+    is_alone = mesh.tp.size == 1 and isinstance(cfg.model.mixer, AttentionConfig)
     is_alone = is_alone and cfg.model.residual == "sequential"
     return Fp8Readers(
         of_result=fp8_reader_of_layer(cfg, layer) if is_alone else None,
@@ -142,8 +166,7 @@ class TransformerBlock(nn.Module):
 
     @staticmethod
     def mixer(cfg: Config, layer: int) -> type[nn.Module]:
-        mixer = layer_model(cfg.model, layer).mixer
-        return MultiLatentAttention if isinstance(mixer, LatentConfig) else Attention
+        return MIXERS[type(layer_model(cfg.model, layer).mixer)]
 
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:

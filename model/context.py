@@ -14,6 +14,7 @@ from config import (
     ModelConfig,
     Scaling,
     YarnScaling,
+    has_softmax,
     layer_models,
     rotated_dim,
 )
@@ -25,27 +26,25 @@ from parallel.rng import DropoutRng
 
 
 @dataclass
-class KeyValueCache:
-    """Keys and values of earlier tokens, by layer, for generation.
+class GenerationCache:
+    """What layers keep of earlier tokens, for generation: {(layer, name): tensor}.
 
-    [b, s_past, kv_heads, head_dim] each. For latent attention: the latent [b, s_past, kv_rank], and the
-    rotated key that all heads share [b, s_past, rope_dim].
+    Attention: keys and values [b, s_past, kv_heads, head_dim] each. Latent attention: as keys the latent [b,
+    s_past, kv_rank], as values the rotated key that all heads share [b, s_past, rope_dim]. Mixers with a
+    state (model/recurrence.py): the state, and the last inputs of their convolution, whatever s_past is.
 
     length: tokens that every layer has seen. It grows after a pass through all stages (model/generate.py):
     they all start from the same length, and a rank may have several of them.
     """
     length: int = 0
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends the keys and values of new tokens; returns those of all tokens."""
-        if layer in self.keys:
-            k = torch.cat((self.keys[layer], k), 1)
-            v = torch.cat((self.values[layer], v), 1)
-        self.keys[layer] = k
-        self.values[layer] = v
-        return k, v
+        for name, new in (("keys", k), ("values", v)):
+            earlier = self.kept.get((layer, name))
+            self.kept[layer, name] = new if earlier is None else torch.cat((earlier, new), 1)
+        return self.kept[layer, "keys"], self.kept[layer, "values"]
 
 
 class Rotation(NamedTuple):
@@ -62,14 +61,14 @@ class View(NamedTuple):
 
 
 def view_of(model: ModelConfig) -> View:
-    """Of the layers of a model that are like this (config.layer_model)."""
+    """Of the layers of a model that are like this (config.layer_model), with softmax attention."""
     mixer = model.mixer
     return View(mixer.window, mixer.chunk if isinstance(mixer, AttentionConfig) else None)
 
 
 def rotation_of(model: ModelConfig) -> Rotation | None:
     """Of the layers of a model that are like this (config.layer_model); None: they do not rotate."""
-    rope = model.mixer.rope
+    rope = getattr(model.mixer, "rope", None)
     return None if rope is None else Rotation(rope.base, rope.scaling, rotated_dim(model))
 
 
@@ -83,15 +82,17 @@ class ForwardContext:
     on a CPU, which computes it chunk by chunk. dropout_rng: None in
     evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
     sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
-    router_inputs: None outside of training.
+    document_counts: of documents, where the sequences are not sharded and the host knows. router_inputs: None
+    outside of training.
     """
     rotations: Mapping[Rotation, tuple[Tensor, Tensor]]
     masks: Mapping[View, AttentionMask | None]
     growths: Mapping[GrowthConfig, Tensor] = field(default_factory=dict)
     dropout_rng: DropoutRng | None = None
-    cache: KeyValueCache | None = None
+    cache: GenerationCache | None = None
     sequence_is_sharded: bool = False
     documents: Tensor | None = None
+    document_counts: DocumentCounts | None = None
     router_inputs: RouterInputs | None = None
 
 
@@ -105,7 +106,7 @@ class LossInputs:
 
 def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     dropout_rng: DropoutRng | None = None,
-                    cache: KeyValueCache | None = None,
+                    cache: GenerationCache | None = None,
                     sequence_is_sharded: bool = False,
                     document_counts: DocumentCounts | None = None,
                     router_inputs: RouterInputs | None = None) -> ForwardContext:
@@ -118,10 +119,11 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
             rotations[rotation] = rope_tables(cfg, rotation, positions)
 
     growths: dict[GrowthConfig, Tensor] = {}
-    for growth in filter(None, (model.mixer.growth for model in models)):
+    for growth in filter(None, (getattr(model.mixer, "growth", None) for model in models)):
         growths[growth] = query_growth(cfg, growth, positions)
 
-    masks: dict[View, AttentionMask | None] = dict.fromkeys(map(view_of, models))
+    with_softmax = [model for model in models if has_softmax(model.mixer)]
+    masks: dict[View, AttentionMask | None] = dict.fromkeys(map(view_of, with_softmax))
     is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
     if not is_ring or positions.device.type == "cuda":
         past = cache.length if cache else 0
@@ -146,6 +148,7 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         cache=cache,
         sequence_is_sharded=sequence_is_sharded,
         documents=documents,
+        document_counts=None if sequence_is_sharded else document_counts,
         router_inputs=router_inputs,
     )
 

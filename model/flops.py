@@ -3,7 +3,7 @@
 Each matrix multiplies every token once, but for the tables that are looked up; a routed expert those tokens
 that choose it. Softmax attention multiplies each query head with the keys that it sees, and their values with
 the result. The products of another mixer of tokens are counted while it runs on a sequence without storage.
-Norms, activations and what is computed again do not count.
+Norms, activations, short convolutions and what is computed again do not count.
 """
 import warnings
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
+from config import Config, ModelConfig, has_softmax, head_dim, layer_model, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
 from model.context import View, forward_context, view_of
 from model.describe import PartDescription, describe_stage, mesh_of_one_stage
 from parallel.sharding.spec import ParameterSpec, sharded_parameters
 
-LOOKUPS = ("embedding", "positions")  # roles of parameters
+NO_PRODUCTS = ("embedding", "positions", "convolution")  # roles of parameters
 
 
 def mean_keys(length: int, window: int | None) -> float:
@@ -30,9 +30,14 @@ def mean_keys(length: int, window: int | None) -> float:
 
 
 def keys_of_layers(model: ModelConfig, documents: Sequence[int]) -> float:
-    """keys_seen, as the mean over all layers."""
-    views = [view_of(layer_model(model, layer)) for layer in range(model.layers)]
-    return sum(keys_in_view(documents, view) for view in views) / len(views)
+    """keys_of_layer, as the mean over all layers."""
+    return sum(keys_of_layer(model, layer, documents) for layer in range(model.layers)) / model.layers
+
+
+def keys_of_layer(model: ModelConfig, layer: int, documents: Sequence[int]) -> float:
+    """keys_seen, of one layer; 0 without softmax attention."""
+    model = layer_model(model, layer)
+    return keys_in_view(documents, view_of(model)) if has_softmax(model.mixer) else 0.0
 
 
 def keys_in_view(documents: Sequence[int], view: View) -> float:
@@ -77,7 +82,7 @@ def flops_of_part(
 
 def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
     """FLOPs of a token in the product with one parameter, which may be no matrix."""
-    if len(spec.shape) < 2 or spec.role in LOOKUPS:
+    if len(spec.shape) < 2 or spec.role in NO_PRODUCTS:
         return 0.0
     used = model.top_k / model.experts if spec.is_expert else 1.0
     return 2.0 * used * spec.numel
@@ -87,7 +92,7 @@ def mixer_flops(model: ModelConfig, layer: int, documents: tuple[int, ...], seq_
     """FLOPs of a token in the mixer of one layer, beside its matrices."""
     mixer = TransformerBlock.mixer(Config(model=model), layer)
     model = layer_model(model, layer)
-    if has_softmax(mixer, model, layer):
+    if has_softmax_core(mixer, model, layer):
         return attention_flops(model, keys_in_view(documents, view_of(model)))
     return counted_flops(mixer, model, layer, seq_len)
 
@@ -98,7 +103,7 @@ def attention_flops(model: ModelConfig, keys: float) -> float:
 
 
 @lru_cache(maxsize=1 << 12)
-def has_softmax(mixer: type[nn.Module], model: ModelConfig, layer: int) -> bool:
+def has_softmax_core(mixer: type[nn.Module], model: ModelConfig, layer: int) -> bool:
     cfg = Config(model=model)
     modules = mixer(cfg, mesh_of_one_stage(cfg), layer).modules()
     return any(isinstance(value, AttentionCore) for module in modules for value in vars(module).values())

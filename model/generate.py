@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from config import vocab_size
-from model.context import KeyValueCache
+from model.context import GenerationCache
 from model.transformer import PipelineStage
 from parallel.pipeline.executor import Pipeline
 from parallel.wire import comm
 
 # (tokens [1, s], positions [1, s], cache, position) -> logits [vocab] of the token at that position
-LogitsOf = Callable[[Tensor, Tensor, KeyValueCache | None, int], Tensor]
+LogitsOf = Callable[[Tensor, Tensor, GenerationCache | None, int], Tensor]
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def generate(
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
-    cache = KeyValueCache() if multiple == 1 else None
+    cache = GenerationCache() if multiple == 1 else None
     num_cached = 0
     for _ in range(max_new):
         if limit is not None and len(ids) > limit:
@@ -96,7 +96,7 @@ def sample_token(
 
 @torch.no_grad()
 def pipeline_logits(pipeline: Pipeline, stages: Mapping[int, PipelineStage], tokens: Tensor,
-                    positions: Tensor, cache: KeyValueCache | None, position: int | None) -> Tensor:
+                    positions: Tensor, cache: GenerationCache | None, position: int | None) -> Tensor:
     """Logits [vocab] of the token at `position` of tokens [1, s], on every rank: one pass through all stages.
 
     cache: keys and values of earlier tokens; None: none are kept. position: None for the logits

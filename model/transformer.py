@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from config import Config
 from model.block import TransformerBlock
-from model.context import ForwardContext, KeyValueCache, LossInputs, forward_context
+from model.context import ForwardContext, GenerationCache, LossInputs, forward_context
 from model.embedding import Embedding
 from model.head import OutputHead
 from model.modules import ModuleList
@@ -137,7 +137,7 @@ class PipelineStage(nn.Module):
         return x, residual
 
     def hidden_states(self, x: Tensor, positions: Tensor, documents: Tensor | None = None, *,
-                      dropout_rng: DropoutRng | None = None, cache: KeyValueCache | None = None) -> Tensor:
+                      dropout_rng: DropoutRng | None = None, cache: GenerationCache | None = None) -> Tensor:
         """Token ids [b, s] on the first stage, else hidden states of the stage before -> [b, s, d] after the
         last block here.
 
@@ -146,7 +146,7 @@ class PipelineStage(nn.Module):
         context = forward_context(self.cfg, positions, documents, dropout_rng=dropout_rng, cache=cache)
         return add_residual(*self.run_blocks(x, positions, context))
 
-    def logits(self, tokens: Tensor, positions: Tensor, *, cache: KeyValueCache | None = None,
+    def logits(self, tokens: Tensor, positions: Tensor, *, cache: GenerationCache | None = None,
                position: int | None = None) -> Tensor:
         """[b, s, vocab] in fp32 or better; with `position` the logits [vocab] of that one of the first
         sequence.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from config import Config, ModelConfig, kv_heads
+from config import Config, ModelConfig, shared_heads
 from config.terminal import table_lines
 from model.describe import describe_model
 from model.flops import flops_of_parts
@@ -85,12 +85,18 @@ def table(configs: Mapping[str, Config], width: int | None = None) -> str:
             "active": size_text(counted["active"]),
             "layers": str(model.layers),
             "width": str(model.hidden),
-            "heads/kv": f"{model.mixer.heads}/{kv_heads(model)}",
+            "heads/kv": heads_text(model),
             "experts": f"{model.experts}:{model.top_k}" if model.experts else "-",
             "vocab": str(model.vocab or "data"),
             "context": str(model.context),
         })
     return "\n".join(table_lines(rows, to_left=["recipe"], first_to_go=["vocab", "context"], width=width))
+
+
+def heads_text(model: ModelConfig) -> str:
+    """32/8: heads, and those of keys or groups that several share; "-" without heads."""
+    heads = [*shared_heads(model.mixer).values()]
+    return f"{heads[0]}/{heads[-1]}" if heads else "-"
 
 
 def size_text(count: int) -> str:

@@ -114,7 +114,7 @@ def live_bytes(job: Job, every: list[PlannedBucket], how: Framework) -> int:
 def framework_activation_bytes(job: Job, how: Framework) -> int:
     """With flash attention as ours; without, as Megatron-LM's."""
     cfg = job.cfg
-    if cfg.model.mixer.kernel != "reference":
+    if getattr(cfg.model.mixer, "kernel", None) != "reference":
         return peak_activation_bytes(job)
     stages = {number: megatron_stage(job, number, how) for number in job.stages()}
     return peak_of_ops(job.schedule.order[job.pp], stages)

@@ -281,7 +281,7 @@ class Lattice:
 
         if keys.pop("geometry", "small") == "wide":
             keys |= WIDE
-            if self.cfg.model.mixer.window:
+            if getattr(self.cfg.model.mixer, "window", None):
                 keys["model.mixer.window"] = WIDE_WINDOW
             keys["model.blocks"] = tuple(
                 variant if f"model.blocks.{variant.name}.mixer.window" in self.kept else wide_variant(variant)
@@ -349,7 +349,9 @@ class Lattice:
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
         if global_batch % (2 * dp * values["micro_batch"]) == 0:
             second["train.global_batch"] = global_batch // 2
-        third = {"after_steps": 3, "train.seq_len": seq_len, "model.mixer.rope.base": 3e4}
+        third = {"after_steps": 3, "train.seq_len": seq_len}
+        if getattr(self.cfg.model.mixer, "rope", None):
+            third["model.mixer.rope.base"] = 3e4
         return json.dumps([second, third])
 
     def is_legal(self, values: Values) -> bool:
@@ -401,7 +403,7 @@ def check_provable(cfg: Config) -> None:
             f"optim.name: {optimizer} takes the sign of a gradient, and where that is zero PowerSGD's "
             "factors leave their rounding errors"
         )
-    if model.mixer.rope is None and getattr(model.mixer, "bias", None):
+    if getattr(model.mixer, "bias", None) and model.mixer.rope is None:
         raise ConfigError(
             f"optim.name: {optimizer} takes the sign of a gradient, and that of a k bias without RoPE is "
             "noise around zero"

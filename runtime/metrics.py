@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Phase, Tree, kv_heads, phases_of
+from config import Config, ModelConfig, Phase, Tree, has_softmax, phases_of, shared_heads
 from config.phases import change_lines
 from config.tree import plain_data
 from config.version import VERSION
@@ -763,9 +763,10 @@ def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
 def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
     """parameters: (all, without embeddings)."""
     total, without_embeddings = parameters
-    heads = f"{model.mixer.heads} heads"
-    if kv_heads(model) != model.mixer.heads:
-        heads += f" ({kv_heads(model)} kv)"
+    all_heads, *shared = shared_heads(model.mixer).values() or (0,)
+    heads = f"{all_heads} heads"
+    if shared and shared[0] != all_heads:
+        heads += f" ({shared[0]} {'kv' if has_softmax(model.mixer) else 'shared'})"
     if model.pattern:
         heads += f", blocks {model.pattern}"
     size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"

@@ -653,7 +653,7 @@ def window_notes(model: ModelConfig) -> list[str]:
 
 def windows_of(model: ModelConfig) -> list[int]:
     """The attention windows that some layer has, in ascending order."""
-    windows = {like.mixer.window for like in config.layer_models(model).values()}
+    windows = {getattr(like.mixer, "window", None) for like in config.layer_models(model).values()}
     return sorted(windows - {None})
 
 

@@ -83,10 +83,16 @@ def called(names: set[str]):
     return stack
 
 
+def sized(model: dict) -> dict:
+    """The model in SIZE; a convolution has no heads."""
+    has_heads = model.get("mixer.kind") != "short_conv"
+    return {key: value for key, value in SIZE.items() if has_heads or key != "mixer.heads"} | model
+
+
 def look(model: dict) -> Seen:
     preset = model.get("preset", "llama2-tiny")
     cfg = config.from_tree(
-        {"model": {"preset": preset, **SIZE, **model}, "train": TRAIN, "log": {"name": "keys"}}
+        {"model": {"preset": preset, **sized(model)}, "train": TRAIN, "log": {"name": "keys"}}
     )
     run = build_run(cfg, Mesh.single(), CPU, None, 9)
     start = {box.key: x.clone() for b in run.buckets for box, x in boxes_of(b, b.weights.master)}
@@ -208,6 +214,31 @@ def std_times(factor: float):
         )
 
     return right
+
+
+def states_of_mamba(features: int):
+    """What makes B and C has so many features."""
+
+    def right(before: Seen, after: Seen) -> bool:
+        ends = [f"layers.1.attn.{name}" for name in ("B", "C")]
+        return all(
+            after.shapes[f"{end}.weight"] == (features, 32)
+            and after.shapes[f"{end}_conv.weight"] == (features, 4)
+            for end in ends
+        )
+
+    return right
+
+
+def sinks_learn(before: Seen, after: Seen) -> bool:
+    """A score for each head, each with a gradient."""
+    return added("attn.sinks")(before, after) and bool(after.gradients["layers.0.attn.sinks"].all())
+
+
+def grown_keys(features: int):
+    """Projections and convolutions of queries and keys have so many features."""
+    projections = {f"attn_to_{name}": (features, 32) for name in "qk"}
+    return shaped(**projections, **{f"attn_to_{name}_conv": (features, 4) for name in "qk"})
 
 
 def deeper(before: Seen, after: Seen) -> bool:
@@ -343,6 +374,9 @@ RAMP = {  # begins and ends within channels
 }
 LATENT_SIZES = {"mixer.kv_rank": 12, "mixer.nope_dim": 8, "mixer.rope_dim": 4, "mixer.v_dim": 6}
 LATENT = {"mixer.kind": "latent", **LATENT_SIZES}
+DELTA_SIZES = {"mixer.key_heads": 2, "mixer.key_dim": 6, "mixer.v_dim": 8}
+MAMBA = {"mixer.kind": "mamba", "mixer.heads": 4, "mixer.dim": 8, "mixer.state": 6}
+DELTA = {"mixer.kind": "delta", "mixer.heads": 4, **DELTA_SIZES}
 LEARNED = {"positions": "learned", "mixer.rope": None}
 MIXTURE = {"experts": 4, "top_k": 2, "moe_ffn": 16}
 FULL = {**MIXTURE, "capacity": 1.0}
@@ -454,6 +488,61 @@ CASES = [
     Case("mixer.nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
     Case("mixer.rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
     Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
+    Case(
+        "mixer.kind",
+        "delta",
+        {*NEW, "kernels"},
+        added(
+            *(f"attn.{name}" for name in ("z", "b.", "a.", "q_conv", "k_conv", "v_conv")),
+            *("attn.A_log", "attn.dt_bias", "attn.norm.weight"),
+        ),
+        also={"mixer.heads": 4, **DELTA_SIZES},
+    ),
+    Case("mixer.key_heads", 4, NEW, grown_keys(24), DELTA),
+    Case("mixer.key_dim", 10, NEW, grown_keys(20), DELTA),
+    Case(
+        "mixer.conv",
+        3,
+        NEW,
+        lambda _, after: after.shapes["layers.0.attn.q_conv.weight"] == (12, 3),
+        DELTA,
+    ),
+    Case(
+        "mixer.kind",
+        "kimi",
+        {*NEW, "kernels"},
+        added(
+            *(f"attn.{name}" for name in ("f_a", "f_b", "g_a", "g_b", "b.", "q_conv", "k_conv", "v_conv")),
+            *("attn.A_log", "attn.dt_bias", "attn.norm.weight"),
+        ),
+        also={"mixer.heads": 4, "mixer.dim": 8},
+    ),
+    Case(
+        "mixer.dim",
+        10,
+        NEW,
+        lambda _, after: after.shapes["layers.0.attn.f_b.weight"] == (40, 10),
+        {"mixer.kind": "kimi", "mixer.heads": 4, "mixer.dim": 8},
+    ),
+    Case(
+        "mixer.kind",
+        "mamba",
+        {*NEW, "kernels"},
+        added(
+            *(f"attn.{name}" for name in ("z", "x.", "B.", "C.", "dt.", "x_conv", "B_conv", "C_conv")),
+            *("attn.A_log", "attn.dt_bias", "attn.D", "attn.norm.weight"),
+            gone=("attn.q.", "attn.k.", "attn.v."),
+        ),
+        also={"mixer.heads": 4, "mixer.dim": 8, "mixer.state": 6},
+    ),
+    Case("mixer.groups", 2, NEW, states_of_mamba(12), MAMBA),
+    Case("mixer.state", 8, NEW, states_of_mamba(8), MAMBA),
+    Case(
+        "mixer.kind",
+        "short_conv",
+        {*NEW, "kernels"},
+        added("attn.B.", "attn.C.", "attn.x.", "attn.conv", gone=("attn.q.", "attn.k.", "attn.v.")),
+    ),
     Case("mtp", {"modules": 1}, {"shapes", "gradients"}, further),
     Case("mtp.modules", 2, {"shapes", "gradients"}, added("layers.3."), {"mtp.modules": 1}),
     Case("mtp.weight", 0.6, {"gradients"}, twice_the_module, {"mtp.modules": 1}),
@@ -463,7 +552,7 @@ CASES = [
     Case("mixer.chunk", 4, VALUES, far_tokens_alone),
     Case("mixer.scale", 0.5, VALUES),
     Case("mixer.softcap", 2.0, VALUES),
-    Case("mixer.sinks", True, NEW, added("attn.sinks")),
+    Case("mixer.sinks", True, NEW, sinks_learn),
     Case("dropout", 0.2, TRAINED),
     Case("init_std", 0.05, {"start"}, std_times(2.5)),
     Case("mup", {"base": 16}, {*VALUES, "start", "rates"}, mup),
@@ -624,7 +713,7 @@ def test_it_acts_in_every_kind_of_model_or_is_refused(seen, case, kind):
         before, after = seen(base), seen(keyed)
     except config.ConfigError:
         return
-    tree = {"model": {"preset": "llama2-tiny", **SIZE, **keyed}, "train": TRAIN, "log": {"name": "keys"}}
+    tree = {"model": {"preset": "llama2-tiny", **sized(keyed)}, "train": TRAIN, "log": {"name": "keys"}}
     without_effect = {path for path, _, _ in unused.find_unused(config.from_tree(tree), 1)}
     if f"model.{case.key}" in without_effect:
         return

@@ -5,7 +5,8 @@ parameters.
 """
 import contextlib
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -25,7 +26,7 @@ DRAWN_AHEAD = 32  # blocks that several threads draw before the first is stored:
 @dataclass(frozen=True)
 class Role:
     """What holds for all parameters of a role."""
-    init: str  # normal, ones or zeros
+    init: str  # normal, a key of DRAWS, ones or zeros
     has_decay: bool  # weight decay applies
 
 
@@ -38,6 +39,11 @@ ROLES = {
     "gate": Role("normal", has_decay=True),  # from the hidden state to a few numbers
     "norm": Role("ones", has_decay=False),
     "bias": Role("zeros", has_decay=False),
+    # of layers with a state
+    "convolution": Role("normal", has_decay=False),  # a few weights for each channel
+    "rate": Role("rate", has_decay=False),  # the logarithm of how fast a head forgets
+    "skip": Role("ones", has_decay=False),  # what of its input a head adds to its output
+    "step": Role("step", has_decay=False),  # a bias below the softplus whose result is the size of a step
 }
 
 
@@ -151,6 +157,23 @@ def sharded_parameters(module: nn.Module) -> Iterator[ShardedParameter]:
 # ---- initial values ----------------------------------------------------------------------------------------
 
 
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]  # (shape, generator) -> numbers
+
+
+def draw_rate(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """The logarithm of uniform numbers from 1 to 16, as Mamba-2 begins (arXiv 2405.21060)."""
+    return torch.empty(shape).uniform_(1, 16, generator=generator).log_()
+
+
+def draw_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers whose softplus is log-uniform from 0.001 to 0.1, as Mamba begins (arXiv 2312.00752)."""
+    step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+    return step + torch.log(-torch.expm1(-step))
+
+
+DRAWS: dict[str, Draw] = {"rate": draw_rate, "step": draw_step}
+
+
 @torch.no_grad()
 def initialize(spec: ParameterSpec, local: Tensor, seed: int, needed: range | None = None) -> None:
     """Fills `local` [spec.shape] with initial values.
@@ -173,12 +196,22 @@ def initialize(spec: ParameterSpec, local: Tensor, seed: int, needed: range | No
         rows = part[first_row:end_row]
         if init == "normal":
             draw_normal(box.rows(first_row, end_row), rows, seed, spec.std)
+        elif init in DRAWS:
+            draw_numbers(box.rows(first_row, end_row), rows, seed, DRAWS[init])
         else:
             rows.fill_({"ones": 1.0, "zeros": 0.0}[init])
 
 
 def draw_normal(box: Box, out: Tensor, seed: int, std: float) -> None:
-    """Fills `out` [box.size] with normal numbers.
+    """Fills `out` [box.size] with normal numbers."""
+    def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        return torch.randn(shape, generator=generator).mul_(std)
+
+    draw_numbers(box, out, seed, normal)
+
+
+def draw_numbers(box: Box, out: Tensor, seed: int, numbers: Draw) -> None:
+    """Fills `out` [box.size] with random numbers.
 
     A global tensor is drawn in blocks of full rows, each from a generator of its own. A rank draws only the
     blocks that its box touches, as many at a time as it has threads.
@@ -197,8 +230,8 @@ def draw_normal(box: Box, out: Tensor, seed: int, std: float) -> None:
             return None
         digest = hashlib.sha256(f"{seed}/{box.key}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = torch.randn(drawn.size, generator=generator)
-        return mine, (values[mine.slices_in(drawn)] * std).to(out.dtype)
+        values = numbers(drawn.size, generator)
+        return mine, values[mine.slices_in(drawn)].to(out.dtype)
 
     threads = min(torch.get_num_threads(), end_block - first_block)
     with ThreadPoolExecutor(threads) if threads > 1 else contextlib.nullcontext() as pool:

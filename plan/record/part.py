@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import kernels.grad
-from config import Config, has_experts, layer_model, modules_ahead
+from config import Config, has_experts, modules_ahead
 from model.block import BlockOutput
-from model.context import ForwardContext, LossInputs, view_of
+from model.context import ForwardContext, LossInputs
 from model.describe import mesh_of_one_stage
-from model.flops import keys_in_view
+from model.flops import keys_of_layer
 from model.precision import DTYPES
 from model.sharding import scale_for_mup, sharding_config
 from model.transformer import PipelineStage
@@ -281,8 +281,7 @@ class PartRunner:
     def __init__(self, form: PartForm, mesh: Mesh, device: torch.device, recorder: Recorder) -> None:
         cfg = form.cfg
         layer = form.layer if isinstance(form.layer, int) else 0
-        view = view_of(layer_model(cfg.model, layer))
-        self.facts = Facts(keys_in_view((cfg.train.seq_len,), view))
+        self.facts = Facts(keys_of_layer(cfg.model, layer, (cfg.train.seq_len,)))
         self.recorder = recorder
         first, last = layers_of_part(cfg, form.layer)
         self.stage = PipelineStage(cfg, mesh, first, last)

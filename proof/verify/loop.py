@@ -11,7 +11,7 @@ from torch import Tensor
 
 import train
 from config import Config
-from model.context import KeyValueCache
+from model.context import GenerationCache
 from model.generate import LogitsOf, generate
 from parallel.wire.world import World
 from runtime.experts import ExpertLoadMap
@@ -37,7 +37,7 @@ def observed_sampling(observe_logits: Callable[[Tensor], object]) -> Iterator[No
         logits_of: LogitsOf, prompt: list[int], max_new: int, **options: Any
     ) -> Iterator[int]:
         def observed_logits(
-            tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int
+            tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int
         ) -> Tensor:
             logits = logits_of(tokens, positions, cache, position)
             observe_logits(logits)

@@ -65,6 +65,11 @@ MIXER_SIZES = {
     "heads": 8,
     "kv_heads": 4,
     "head_dim": 8,
+    "key_heads": 4,
+    "key_dim": 6,
+    "dim": 6,
+    "groups": 4,
+    "state": 10,
     "window": 11,
     "chunk": 13,
     "kv_rank": 12,
@@ -115,7 +120,7 @@ def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], width: int, mi
     size = sizes.get(path.removeprefix("mixer."))
     if value is None or size is None:
         return value
-    return size // 2 if path == "mixer.window" and mixer.window else size
+    return size // 2 if path == "mixer.window" and getattr(mixer, "window", None) else size
 
 
 def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -> Config:

@@ -11,7 +11,18 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import AttentionConfig, ConfigError, GrowthConfig, LatentConfig, MTPConfig, MupConfig, YarnScaling
+from config import (
+    AttentionConfig,
+    ConfigError,
+    DeltaConfig,
+    GrowthConfig,
+    KimiConfig,
+    LatentConfig,
+    MambaConfig,
+    MTPConfig,
+    MupConfig,
+    YarnScaling,
+)
 from config.rules import divisors
 from config.tree import every_path, has_path, hints_of, members_of, ranges_of, with_values
 from model.schedules import plan_pipeline
@@ -44,13 +55,20 @@ def having(**keys):
     return cfg
 
 
+KIMI = {"model__mixer": KimiConfig(heads=4)}
+MAMBA = {"model__mixer": MambaConfig(heads=4)}
+DELTA = {"model__mixer": DeltaConfig(heads=4)}
 LATENT = {"model__mixer": LatentConfig(kv_rank=8)}
 YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
 
 
-# {part: settings with which a config has it}
+# {part, or key of one: settings with which a config has it}
 WITH_PART = {
     "model.mixer": LATENT,
+    **dict.fromkeys((f"model.mixer.{key}" for key in ("key_heads", "key_dim", "conv")), DELTA),
+    "model.mixer.dim": KIMI,
+    "model.mixer.groups": MAMBA,
+    "model.mixer.state": MAMBA,
     "model.mixer.rope.scaling": YARN,
     "model.mixer.growth": {"model__mixer__growth": GrowthConfig()},
     "model.mtp": {"model__mtp": MTPConfig()},
@@ -72,7 +90,7 @@ def test_every_number_has_one_range():
 
 @pytest.mark.parametrize("key", sorted(NUMBERS))
 def test_a_number_below_its_range_is_refused_first(key):
-    keys = {} if has_path(BASE, key) else WITH_PART[key.rpartition(".")[0]]
+    keys = {} if has_path(BASE, key) else WITH_PART.get(key) or WITH_PART[key.rpartition(".")[0]]
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: -1(\.0)? must "):
         train.plan_pipeline(changed(having(**keys), key, -1), 1)
 
@@ -82,6 +100,10 @@ MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
 RECORDED_MIXTURE = {**MIXTURE, "train__dtype": "bf16"}
 # (settings that break one rule, world, the key that the line names, whether a value must be offered)
 CASES = [
+    (having(model__mixer=DeltaConfig(heads=4, key_heads=3)), 1, "model.mixer.key_heads", True),
+    (having(model__mixer=DeltaConfig(heads=4, key_heads=1), parallel__tp=2), 2, "parallel.tp", True),
+    (having(model__mixer=MambaConfig(heads=4, groups=3)), 1, "model.mixer.groups", True),
+    (having(model__mixer=MambaConfig(heads=4), parallel__tp=2), 2, "parallel.tp", True),
     (having(checkpoint__memory_every=100), 1, "checkpoint.memory_every", False),
     (having(log__name=""), 1, "log.name", False),
     (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),

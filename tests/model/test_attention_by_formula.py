@@ -8,7 +8,7 @@ from build import build_run
 from config import AttentionConfig, GrowthConfig, Llama3Scaling, RopeConfig
 from config.tree import with_values
 from kernels import rope
-from model.context import KeyValueCache, forward_context
+from model.context import GenerationCache, forward_context
 from parallel.topology.mesh import Mesh
 from proof.verify.tiny_config import tiny_config
 
@@ -159,7 +159,7 @@ def test_the_cache_changes_nothing(form):
     x = torch.randn(1, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     positions = torch.arange(S)[None]
     whole = attn(x, forward_context(cfg, positions, None))
-    cache, parts = KeyValueCache(), []
+    cache, parts = GenerationCache(), []
     for first, last in ((0, 6), (6, 7), (7, 11), (11, 12), (12, S)):
         context = forward_context(cfg, positions[:, first:last], None, cache=cache)
         parts.append(attn(x[:, first:last], context))

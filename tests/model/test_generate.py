@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from build import build_run
-from model.context import KeyValueCache
+from model.context import GenerationCache
 from model.generate import generate, sample_token
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
@@ -32,9 +32,9 @@ def written(world, cfg) -> tuple[list[int], list[float]]:
         generate(run.logits, PROMPT, NEW, temperature=0.0, multiple=run.pipeline.hidden_shape.sequence_shards)
     )
     places = torch.arange(len(PROMPT))[None]
-    part = run.logits(torch.tensor([PROMPT[:3]]), places[:, :3], KeyValueCache(), 2)
+    part = run.logits(torch.tensor([PROMPT[:3]]), places[:, :3], GenerationCache(), 2)
     whole = run.logits(
-        torch.tensor([PROMPT]), places, KeyValueCache(), 2
+        torch.tensor([PROMPT]), places, GenerationCache(), 2
     )  # the same place, with tokens behind it
     return ids, float((part - whole).abs().max())
 

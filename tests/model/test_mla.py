@@ -10,7 +10,7 @@ import torch
 from build import build_run
 from config.tree import with_values
 from kernels import rope
-from model.context import KeyValueCache, forward_context
+from model.context import GenerationCache, forward_context
 from model.generate import generate
 from model.mla import LATENT_EPS
 from parallel.topology.mesh import Mesh
@@ -119,7 +119,7 @@ def test_the_cache_holds_the_latent_and_changes_nothing(name):
     for stage in run.stages.values():
         for p in stage.parameters():
             p.data.mul_(5 if p.dim() > 1 else 1)
-    m, ids, cache = run.cfg.model, torch.randint(125, (1, 20)), KeyValueCache()
+    m, ids, cache = run.cfg.model, torch.randint(125, (1, 20)), GenerationCache()
     place = torch.arange(20)[None]
     for first, last in (
         (0, 7),
@@ -132,9 +132,11 @@ def test_the_cache_holds_the_latent_and_changes_nothing(name):
         got = run.logits(ids[:, first:last], place[:, first:last], cache, last - first - 1)
         want = run.logits(ids, place, None, last - 1)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    assert {tuple(t.shape) for t in cache.keys.values()} == {(1, 20, m.mixer.kv_rank)}
-    assert {tuple(t.shape) for t in cache.values.values()} == {(1, 20, m.mixer.rope_dim)}
-    assert len(cache.keys) == m.layers
+    widths = (("keys", m.mixer.kv_rank), ("values", m.mixer.rope_dim))
+    shapes = {name: (1, 20, width) for name, width in widths}
+    assert {place: tuple(t.shape) for place, t in cache.kept.items()} == {
+        (layer, name): shape for layer in range(m.layers) for name, shape in shapes.items()
+    }
 
 
 @pytest.mark.parametrize("name", TWINS)

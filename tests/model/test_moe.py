@@ -285,10 +285,10 @@ def test_biases_move_against_the_load_and_loads_are_kept():
 
 def test_generation_one_token_at_a_time():
     """The cache gives what the whole sequence gives: routing looks at no other token."""
-    from model.context import KeyValueCache
+    from model.context import GenerationCache
 
     run, _ = made("mixtral-tiny", capacity=1.0)
-    tokens, cache = torch.arange(1, 13)[None], KeyValueCache()
+    tokens, cache = torch.arange(1, 13)[None], GenerationCache()
     positions = torch.arange(12)[None]
     whole = run.stages[0].logits(tokens, positions)
     parts = [

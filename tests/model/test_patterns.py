@@ -7,7 +7,7 @@ import torch
 import config
 from build import build_run
 from model.block import TransformerBlock
-from model.context import KeyValueCache, forward_context
+from model.context import GenerationCache, forward_context
 from model.describe import describe_stage
 from model.flops import flops_of_parts
 from parallel.sharding.spec import sharded_parameters
@@ -77,7 +77,7 @@ def test_the_cache_changes_nothing(run):
     ids = torch.randint(50, (1, S), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(S)[None]
     whole = stage.logits(ids, positions)
-    cache = KeyValueCache()
+    cache = GenerationCache()
     for first, last in ((0, 9), (9, 10), (10, 16), (16, 17), (17, S)):
         got = stage.logits(ids[:, first:last], positions[:, first:last], cache=cache)
         cache.length = last
