@@ -149,8 +149,8 @@ class Family:
     prefix: str = "model."  # of their names; base models without a head leave it out
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
-    leading: dict[str, Callable[[ModelConfig], int]] = field(default_factory=dict)  # {end of our name: size of a
-    #   first dim that theirs has in front}
+    # {end of our name: size of a first dim that theirs has in front}
+    leading: dict[str, Callable[[ModelConfig], int]] = field(default_factory=dict)
     norms_below_one: bool = False  # weights of norms are stored as w - 1
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 

@@ -7,28 +7,36 @@ from checkpoint.hf_families import FOLDED, NOT_THE_MODEL
 from checkpoint.hf_rules import spell_out
 from config import (
     AttentionConfig,
+    DeltaConfig,
     GrowthConfig,
+    KimiConfig,
     LatentConfig,
     LayerNormConfig,
     LinearScaling,
     Llama3Scaling,
     MTPConfig,
+    MambaConfig,
     ModelConfig,
     MupConfig,
     RopeConfig,
+    ShortConvConfig,
     YarnScaling,
     layer_model,
 )
-from config import YarnScaling
 from config.tree import every_path, has_path, is_below, leaves, plain_data
 
 PATHS = every_path(ModelConfig)
+NO_KINDS = {"blocks": None, "pattern": None}
 LACKED = {  # what a model is given that lacks the part to which a key belongs
     AttentionConfig: {"mixer.kind": "attention"},
     LatentConfig: {
         "mixer": {"kind": "latent", "kv_rank": 12, "rope": {}},
-        "blocks": None, "pattern": None,  # a kind without rotary positions has no place there
+        **NO_KINDS,  # a kind without rotary positions has no place there
     },
+    DeltaConfig: {"mixer": {"kind": "delta", "heads": 4, "key_dim": 8, "v_dim": 8}, **NO_KINDS},
+    KimiConfig: {"mixer": {"kind": "kimi", "heads": 4, "dim": 8}, **NO_KINDS},
+    MambaConfig: {"mixer": {"kind": "mamba", "heads": 4, "dim": 8, "state": 8}, **NO_KINDS},
+    ShortConvConfig: {"mixer": {"kind": "short_conv"}, **NO_KINDS},
     RopeConfig: {"mixer.rope": {}},
     Llama3Scaling: {"mixer.rope.scaling": {"kind": "llama3", "factor": 2.0}},
     YarnScaling: {"mixer.rope.scaling": {"kind": "yarn", "factor": 2.0}},

@@ -54,6 +54,7 @@ FAMILY = {
     "hunyuan": "hunyuan_v1_dense",
     "trinity": "afmoe",
 }  # start of a preset's name
+WITHOUT_FAMILY = ("delta-tiny", "kimi-delta-tiny", "mamba-tiny", "short-conv-tiny")
 COUNTED = (
     "gpt2",
     "llama3-8b",
@@ -132,7 +133,13 @@ def full(m):
     return replace(spell_out(m), **plain)
 
 
-@pytest.mark.parametrize("name", config.presets())
+@pytest.mark.parametrize("name", WITHOUT_FAMILY)
+def test_a_mixer_without_a_family_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=r"model\.blocks: .*|nor has model\.blocks: "):
+        hf_config.to_hf_config(preset(name), "bfloat16", NONE)
+
+
+@pytest.mark.parametrize("name", [name for name in config.presets() if name not in WITHOUT_FAMILY])
 def test_every_preset_comes_back(tmp_path, name):
     m = preset(name)
     kind, back = read(tmp_path, hf_config.to_hf_config(m, "bfloat16", NONE))
