@@ -1,11 +1,12 @@
 """Every key of the config is on in two layouts of the cells that scripts.verify --layouts all draws."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from config import Config, unused
+from config import Config, layer_models, unused
 from config.tree import every_path, has_path, value_at
 from proof import lattice
 from proof.precision.cells import choose_cells
@@ -33,7 +34,8 @@ WITHOUT_CELLS = {
 COVERED = ("gpt2-tiny", "qwen2-moe-tiny", "deepseek-v3-tiny")
 OTHERS = (
     "mistral-tiny", "qwen3-moe-tiny", "olmoe-tiny", "deepseek-v2-lite-tiny", "glm4.5-tiny", "gemma2-tiny",
-    "cohere2-tiny", "granite-tiny", "ministral3-tiny", "olmo3-tiny",
+    "cohere2-tiny", "granite-tiny", "ministral3-tiny", "olmo3-tiny", "delta-tiny",
+    "kimi-delta-tiny", "mamba-tiny", "short-conv-tiny",
 )
 FORMS = Overrides((  # of llama3-tiny: what no recipe has
     ("model.mixer.chunk", "9"),
@@ -62,6 +64,15 @@ def jobs() -> Iterator[tuple[object, Config]]:
         yield cell.layout, cell.config("llama3-tiny", WORLD, "data")
 
 
+def kinds_of(cfg: Config) -> list[Config]:
+    """The config, and as each of its kinds of blocks has it."""
+    return [cfg, *(replace(cfg, model=model) for model in layer_models(cfg.model).values())]
+
+
+def has_another_value(cfg: Config, key: str, usual: Config) -> bool:
+    return has_path(cfg, key) and not (has_path(usual, key) and value_at(cfg, key) == value_at(usual, key))
+
+
 @pytest.mark.slow
 def test_every_key_is_on_in_two_layouts():
     """A key counts where it has another value than the default, or the default config does not have its part,
@@ -71,8 +82,7 @@ def test_every_key_is_on_in_two_layouts():
     assert len(layouts) + len(WITHOUT_CELLS) == len(EVERY_KEY), "a key of WITHOUT_CELLS is not in the schema"
     for layout, cfg in jobs():
         wanted = [key for key, where in layouts.items() if len(where) < 2 and layout not in where]
-        on = {key for key in wanted if has_path(cfg, key)}
-        on -= {key for key in on if has_path(usual, key) and value_at(cfg, key) == value_at(usual, key)}
+        on = {key for key in wanted for kind in kinds_of(cfg) if has_another_value(kind, key, usual)}
         on -= {key for key, _, _ in unused.find_unused(cfg, WORLD)} if on else set()
         for key in on:
             layouts[key].add(layout)
