@@ -81,6 +81,7 @@ MIXER_SIZES = {
 
 
 ORIGINAL_CONTEXT = 16  # of scaled rotary positions
+GROWTH_EVERY = 5  # positions of growing scores that share a factor
 
 
 def with_sizes(model: ModelConfig, sizes: Mapping[str, int], width: int) -> ModelConfig:
@@ -101,6 +102,9 @@ def with_sizes(model: ModelConfig, sizes: Mapping[str, int], width: int) -> Mode
 
 def shrunk_mixer(mixer: Mixer, sizes: Mapping[str, int]) -> Mixer:
     stated = {name: size for name, size in sizes.items() if getattr(mixer, name, None) is not None}
+    growth = getattr(mixer, "growth", None)
+    if growth is not None:
+        stated["growth"] = replace(growth, every=GROWTH_EVERY)
     return with_original_context(replace(mixer, **stated), ORIGINAL_CONTEXT)
 
 
