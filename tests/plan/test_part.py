@@ -12,10 +12,11 @@ import pytest
 from torch import nn
 
 import config
+from config import AttentionConfig
 from config.tree import with_values
 from kernels import triton_
 from model.attention import Attention
-from model.block import TransformerBlock
+from model.block import MIXERS, TransformerBlock
 from model.flops import flops_of_parts
 from model.split import split_by_cost
 from parallel.tensor.layers import ColumnLinear, RowLinear
@@ -172,7 +173,7 @@ class LinearAttention(nn.Module):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute):
     """By hand: its FLOPs, what it exchanges, and that it keeps all but what full recompute makes again."""
-    monkeypatch.setattr("model.block.Attention", LinearAttention)
+    monkeypatch.setitem(MIXERS, AttentionConfig, LinearAttention)
     cfg = config_of("llama3-tiny", SP | {"parallel.recompute": recompute, "train.dtype": "bf16"})
     record = record_part(PartForm(cfg, 1, chip))
     model, tokens = cfg.model, cfg.train.micro_batch * cfg.train.seq_len
@@ -203,7 +204,7 @@ def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute
 def test_the_products_of_a_mixer_that_nobody_described_are_counted(monkeypatch):
     """By hand: linear attention has no products with keys, and two with a state of d x d a head."""
     model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0131)  # none of it is cached
-    monkeypatch.setattr("model.block.Attention", LinearAttention)
+    monkeypatch.setitem(MIXERS, AttentionConfig, LinearAttention)
     d = model.hidden // model.mixer.heads
     block = 4 * model.hidden**2 + 3 * model.hidden * model.mlp.width
     matrices = model.layers * block + model.hidden * model.vocab
@@ -229,6 +230,6 @@ def test_a_mixer_that_does_not_run_without_values_is_named(monkeypatch):
             return super().forward(x, context) * x.sum().item()
 
     model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0133)
-    monkeypatch.setattr("model.block.Attention", Reading)
+    monkeypatch.setitem(MIXERS, AttentionConfig, Reading)
     with pytest.warns(UserWarning, match="FLOPs of Reading beside its matrices are not counted"):
         assert flops_per_token(model, 64) > 0
