@@ -124,9 +124,9 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 @triton.jit
 def load_logits(LOGITS, column, columns, CAP: tl.constexpr):
-    """Logits [BLOCK] of one row in fp32, -inf in the padding. CAP: their bound; 0: they have none."""
+    """Logits [BLOCK] of one row in fp32, -inf in the padding. CAP: their bound; None: they have none."""
     x = load_fp32(LOGITS + column, column < columns, -float("inf"))
-    if CAP:
+    if CAP is not None:
         x = CAP * (2 * tl.sigmoid(2 * x / CAP) - 1)  # tanh
         x = tl.where(column < columns, x, -float("inf"))
     return x
@@ -178,7 +178,7 @@ def softmax_kernel(
     if STATISTICS:
         base, total = online_softmax(LOGITS, columns, BLOCK, CAP=CAP)
         target_logit = load_fp32(LOGITS + target_column, is_here)
-        if CAP:
+        if CAP is not None:
             target_logit = CAP * (2 * tl.sigmoid(2 * target_logit / CAP) - 1)
         tl.store(LSE + row, base + tl.log(total))
         tl.store(TARGET_LOGIT + row, target_logit)
@@ -193,7 +193,7 @@ def softmax_kernel(
             x = load_logits(LOGITS, column, columns, CAP=CAP)
             probs = tl.where(column < columns, tl.exp(x - base) / total, 0.0)
             dx = probs - tl.where(column == target_column, 1.0, 0.0)
-            if CAP:
+            if CAP is not None:
                 dx = tl.where(column < columns, dx * (1 - (x / CAP) * (x / CAP)), 0.0)
             dx = (dx * scale).to(LOGITS.dtype.element_ty)
             tl.store(LOGITS + column, dx, column < stride)
@@ -225,7 +225,7 @@ def launch_softmax(
             GRADIENT=gradient,
             IGNORE=IGNORE_INDEX,
             BLOCK=COLUMNS,
-            CAP=cap or 0.0,
+            CAP=cap,
             num_warps=WARPS,
         )
 

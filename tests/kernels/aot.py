@@ -215,7 +215,7 @@ CE = {"TARGETS": "*i64", "SCALE": "*fp32", "LSE": "*fp32", "TARGET_LOGIT": "*fp3
 CE_META = {
     "IGNORE": cross_entropy.IGNORE_INDEX,
     "BLOCK": cross_entropy.COLUMNS,
-    "CAP": 0.0,
+    "CAP": None,
     "num_warps": cross_entropy.WARPS,
 }
 
