@@ -380,7 +380,7 @@ class TrainedModel:
     def logits(
         self, tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int | None
     ) -> Tensor:
-        """What pipeline_logits gives: logits [vocab] of a position, or [b, s, vocab]. Collective."""
+        """Logits [vocab] of a position of tokens [1, s], or [b, s, vocab] without one. Collective."""
         return pipeline_logits(
             self.pipeline,
             self.stages,

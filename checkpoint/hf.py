@@ -95,7 +95,7 @@ def above_theirs(family: Family, key: str) -> float:
 
 
 def leading_dim(family: Family, model: ModelConfig, key: str) -> int | None:
-    """The size of the dim that their tensor has in front of our rows; None: it has none."""
+    """The size of the dim that their tensor has in front of our rows, if it has one."""
     size = next((size for end, size in family.leading.items() if key.endswith(f".{end}")), None)
     return size(model) if size else None
 

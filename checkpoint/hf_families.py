@@ -123,7 +123,7 @@ def head_and_mtp(model: ModelConfig) -> dict[str, str]:
 
 
 def kind_before(model: ModelConfig, path: str) -> str:
-    """Of a key that the model lacks: the key that says which kind of part it has instead, or that none."""
+    """The key that says why the model lacks a key: the kind of its part, or the part that is none."""
     part = path.rpartition(".")[0]
     if not has_path(model, part):
         return kind_before(model, part)
@@ -294,6 +294,7 @@ NORMS_AROUND = NORMS_AFTER | in_layer("model.layers", {
     "attn_norm": "input_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
 })
+ONE_NORM = in_layer("model.layers", {"attn_norm": "input_layernorm"})  # of attention and MLP side by side
 GLM4_NORMS = NORMS | in_layer("model.layers", {
     "attn_norm_after": "post_self_attn_layernorm",
     "mlp_norm_after": "post_mlp_layernorm",
@@ -390,10 +391,6 @@ DEEPSEEK_V2_TENSORS = with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | E
 
 
 # ---- rules that families share -----------------------------------------------------------------------------
-
-def without_name(names: dict[str, str], name: str) -> dict[str, str]:
-    return {ours: theirs for ours, theirs in names.items() if ours != name}
-
 
 def without(rules: tuple[Rule, ...], name: str) -> tuple[Rule, ...]:
     """The rules but for that of one field."""
@@ -595,7 +592,7 @@ COHERE_DEFAULTS = {
     "max_position_embeddings": 8192,
 }
 COHERE_TENSORS = (
-    with_leaf("weight", without_name(OUTER | NORMS, "layers.{layer}.mlp_norm") | QKV | OUTPUT | MLP)
+    with_leaf("weight", OUTER | ONE_NORM | QKV | OUTPUT | MLP)
     | with_leaf("bias", QKV | OUTPUT)
 )
 COHERE2_SPELLINGS = (  # of published folders, which say again what the class computes

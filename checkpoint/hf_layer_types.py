@@ -30,15 +30,14 @@ class LayerTypes:
     """What a family has in each type of layer.
 
     full, sliding: keys -> mixer.rope of a layer of the type. write: the rotary positions of a layer that sees
-    all, and of one that slides -> keys; None: the model has no such layer. every: of a config without
-    layer_types, every so many layers see all; a key that says it otherwise.
+    all, and of one that slides, or None for a type that the model lacks -> keys. every, every_key: in a
+    config without layer_types each layer with a multiple of this number sees all; the key that states it.
     """
     full: Callable[[Tree], Tree | None]
     sliding: Callable[[Tree], Tree | None]
     write: Callable[[RopeConfig | None, RopeConfig | None], Tree]
     every: int
     every_key: str = "sliding_window_pattern"
-    first_is_full: bool = False
 
     def read(self, keys: Tree) -> Tree:
         slides, full, sliding = self.types_of(keys)
@@ -82,7 +81,7 @@ class LayerTypes:
         }
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """What is not the same once it was written and read."""
+        """Fields that differ once they were written and read."""
         layers = [layer_model(model, layer) for layer in range(model.layers)]
         if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
             return ["blocks", "pattern"]
@@ -114,7 +113,7 @@ class LayerTypes:
 
 
 def without_type(mixer: AttentionConfig) -> AttentionConfig:
-    """What layers of both types have alike."""
+    """The part of the mixer that both types of layers share."""
     return replace(mixer, window=None, rope=None)
 
 
@@ -170,13 +169,14 @@ def written_parameters(rope: RopeConfig) -> Tree:
     return {"rope_type": "default", **(write_rope_scaling(rope.scaling) or {}), "rope_theta": rope.base}
 
 
+def typed_full(keys: Tree) -> Tree:
+    """Rotary positions of layers that see all, in either spelling."""
+    return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
+
+
 # OLMo 3: the layers that slide have no scaling.
 
 OLMO3_BASE = 500000.0
-
-
-def olmo3_full(keys: Tree) -> Tree:
-    return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
 
 
 def olmo3_sliding(keys: Tree) -> Tree:
@@ -197,10 +197,6 @@ def write_olmo3(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
 
 
 # Gemma 3: two bases.
-
-def gemma3_full(keys: Tree) -> Tree:
-    return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
-
 
 def gemma3_sliding(keys: Tree) -> Tree:
     if has_types(keys):
@@ -238,9 +234,9 @@ def write_exaone4(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     return written_rope(sliding or full)
 
 
-OLMO3_LAYERS = layer_types_group(LayerTypes(olmo3_full, olmo3_sliding, write_olmo3, every=4))
+OLMO3_LAYERS = layer_types_group(LayerTypes(typed_full, olmo3_sliding, write_olmo3, every=4))
 GEMMA2_LAYERS = layer_types_group(LayerTypes(one_rope, one_rope, write_one_rope, every=2))
-GEMMA3_LAYERS = layer_types_group(LayerTypes(gemma3_full, gemma3_sliding, write_gemma3, every=6))
+GEMMA3_LAYERS = layer_types_group(LayerTypes(typed_full, gemma3_sliding, write_gemma3, every=6))
 COHERE2_LAYERS = layer_types_group(
     LayerTypes(no_rope, partial(one_rope, pairs=True), write_sliding_rope, every=4))
 AFMOE_LAYERS = layer_types_group(

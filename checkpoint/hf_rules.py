@@ -277,6 +277,11 @@ def rotated_channels(keys: Tree, mla: bool) -> int | float:
     """The channels of a head that have positions."""
     if mla:
         return plain_number(keys, "qk_rope_head_dim")
+    return head_size(keys)
+
+
+def head_size(keys: Tree) -> int | float:
+    """The channels of a head of attention."""
     size = number({"head_dim": None, **keys}, "head_dim", nullable=True)
     return size or plain_number(keys, "hidden_size") // plain_number(keys, "num_attention_heads")
 
@@ -516,14 +521,8 @@ def score_scale(model: ModelConfig) -> float:
     return head_dim(model) ** -0.5 if model.mixer.scale is None else model.mixer.scale
 
 
-def own_head_dim(keys: Tree) -> int | float:
-    """Channels of a head."""
-    size = number({"head_dim": None, **keys}, "head_dim", nullable=True)
-    return size or plain_number(keys, "hidden_size") // plain_number(keys, "num_attention_heads")
-
-
 def read_attention_multiplier(keys: Tree) -> Tree:
-    value, channels = plain_number(keys, "attention_multiplier"), own_head_dim(keys)
+    value, channels = plain_number(keys, "attention_multiplier"), head_size(keys)
     is_usual = channels > 0 and close(value, channels**-0.5)
     return {"mixer.scale": None if is_usual else value}
 
@@ -533,7 +532,7 @@ def read_query_scalar(keys: Tree) -> Tree:
     value = plain_number(keys, "query_pre_attn_scalar")
     if value <= 0:
         raise UnlikeFamily(f"query_pre_attn_scalar = {value} is not above 0")
-    return {"mixer.scale": None if value == own_head_dim(keys) else value**-0.5}
+    return {"mixer.scale": None if value == head_size(keys) else value**-0.5}
 
 
 def query_scalar(model: ModelConfig) -> int:
@@ -652,7 +651,7 @@ def read_hunyuan_rope(keys: Tree) -> Tree:
             scaling = {key: value for key, value in scaling.items() if key != "alpha"}
         return read_rope({**keys, name: scaling})
     base = plain_number(scaling if "rope_theta" in scaling else keys, "rope_theta")
-    channels = own_head_dim(keys)
+    channels = head_size(keys)
     if not is_number(alpha) or alpha <= 0 or channels <= 2:
         raise UnlikeFamily(f"rope parameter alpha = {alpha!r} is not supported")
     return {"mixer.rope.base": base * alpha ** (channels / (channels - 2))}
@@ -1107,7 +1106,7 @@ def read_moe_topk(keys: Tree) -> Tree:
 
 
 def read_ernie_layers(keys: Tree) -> Tree:
-    """Layers with experts go on to the last one."""
+    """The layers with experts end with the last one."""
     last = keys.get("moe_layer_end_index", -1)
     if last not in (-1, plain_number(keys, "num_hidden_layers") - 1):
         raise UnlikeFamily(f"moe_layer_end_index = {last!r} is not supported, only the last layer")

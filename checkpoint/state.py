@@ -866,7 +866,10 @@ def choose_together(
 
     packed = first_rank_does(look, world, timeout_s)
     text = comm.broadcast_bytes(texts[0] if texts else b"", world)
-    unpack = lambda: own[0] if own else unpack_start(packed, text)  # noqa: E731
+
+    def unpack() -> StartingPoint:
+        return own[0] if own else unpack_start(packed, text)
+
     return all_ranks_do(unpack, world, timeout_s) if packed.is_foreign else unpack()
 
 

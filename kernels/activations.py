@@ -18,7 +18,15 @@ from torch import Tensor
 
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
-from kernels.swiglu import SavedInput, gelu, split_gate_up, swiglu, weighted_swiglu
+from kernels.swiglu import (
+    SavedInput,
+    gelu,
+    gelu_backward,
+    gelu_forward,
+    split_gate_up,
+    swiglu,
+    weighted_swiglu,
+)
 
 CLAMP = 7.0  # of gpt-oss
 SLOPE = 1.702  # of its sigmoid
@@ -122,14 +130,14 @@ def defined(definition: Definition, is_gated: bool) -> Activation:
     )
 
 
-GELU = Definition(
-    lambda x: F.gelu(x, approximate="tanh"),
-    lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
-)
 ACTIVATIONS = {  # by model.mlp.activation
     "swiglu": Activation(swiglu, weighted_swiglu, is_gated=True),
     "geglu": defined(Definition(geglu_forward, geglu_backward), is_gated=True),
     "clamped_swiglu": defined(Definition(clamped_swiglu_forward, clamped_swiglu_backward), is_gated=True),
-    "gelu": Activation(gelu, partial(activate_weighted, definition=GELU), is_gated=False),
+    "gelu": Activation(
+        gelu,
+        partial(activate_weighted, definition=Definition(gelu_forward, gelu_backward)),
+        is_gated=False,
+    ),
     "relu2": defined(Definition(relu2_forward, relu2_backward), is_gated=False),
 }

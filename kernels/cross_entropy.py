@@ -48,7 +48,7 @@ def linear_cross_entropy(
     targets [t]: IGNORE_INDEX where a token is not counted.
     vocab: rows of the vocabulary from here on are padding, and have no probability.
     merge: combines the statistics of a vocabulary that is sharded over ranks; None: this rank has all of it.
-    cap: logits are bounded, cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118); None: they are not.
+    cap: the bound of the logits, if they have one: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118).
     chunk: rows at a time; None: as many as fill chunk_bytes.
     """
     if not chunk:
@@ -116,7 +116,7 @@ def softmax_cross_entropy_block(
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Bounded logits: cap tanh(logits / cap). None: the logits as they are."""
+    """cap tanh(logits / cap); the logits as they are if there is no cap."""
     return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
 
@@ -124,12 +124,17 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 @triton.jit
 def load_logits(LOGITS, column, columns, CAP: tl.constexpr):
-    """Logits [BLOCK] of one row in fp32, -inf in the padding. CAP: their bound; None: they have none."""
+    """Logits [BLOCK] of one row in fp32, -inf in the padding. CAP: their bound, or None."""
     x = load_fp32(LOGITS + column, column < columns, -float("inf"))
     if CAP is not None:
-        x = CAP * (2 * tl.sigmoid(2 * x / CAP) - 1)  # tanh
-        x = tl.where(column < columns, x, -float("inf"))
+        x = tl.where(column < columns, bounded(x, CAP=CAP), -float("inf"))
     return x
+
+
+@triton.jit
+def bounded(x, CAP: tl.constexpr):
+    """CAP tanh(x / CAP)."""
+    return CAP * (2 * tl.sigmoid(2 * x / CAP) - 1)
 
 
 @triton.jit
@@ -179,7 +184,7 @@ def softmax_kernel(
         base, total = online_softmax(LOGITS, columns, BLOCK, CAP=CAP)
         target_logit = load_fp32(LOGITS + target_column, is_here)
         if CAP is not None:
-            target_logit = CAP * (2 * tl.sigmoid(2 * target_logit / CAP) - 1)
+            target_logit = bounded(target_logit, CAP=CAP)
         tl.store(LSE + row, base + tl.log(total))
         tl.store(TARGET_LOGIT + row, target_logit)
     else:

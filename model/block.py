@@ -151,7 +151,7 @@ class TransformerBlock(nn.Module):
         return (y + attended if self.is_parallel else y), x, router_stats
 
     def to_residual(self, y: Tensor, norm: Norm | None) -> Tensor:
-        """What mixer or MLP give, as it is added to the residual stream."""
+        """The output of mixer or MLP, normalized and scaled, as the residual stream takes it."""
         if norm is not None:
             y = norm(y)
         return y if self.residual_scale == 1 else y * self.residual_scale

@@ -9,6 +9,7 @@ from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import partial_over_tp, row_shard, vocab_embedding
 from parallel.tensor.regions import local_chunk
 from parallel.topology.mesh import Mesh
+from parallel.wire.comm import Group
 
 EMBEDDING_SITE = 0  # of dropout; 1 + 2 layer and 2 + 2 layer: branches of a block; -1 - layer: its router
 
@@ -33,6 +34,12 @@ def vocab_table(cfg: Config, mesh: Mesh, key: str, *, role: str,
     return parameter(spec)
 
 
+def embed_tokens(tokens: Tensor, table: ShardedParameter, tp: Group, *, sp: bool, scale: float) -> Tensor:
+    """tokens [b, s/cp] -> their rows of the table times the scale [b, s/cp, d] (sp: [b, s/cp/tp, d])."""
+    x = vocab_embedding(tokens, table, tp, sp)
+    return x if scale == 1 else x * scale
+
+
 class Embedding(nn.Module):
     """tokens, positions [b, s/cp] -> [b, s/cp, d] (sp: [b, s/cp/tp, d])."""
 
@@ -53,9 +60,7 @@ class Embedding(nn.Module):
             self.positions = parameter(spec)
 
     def forward(self, tokens: Tensor, positions: Tensor, dropout_rng: DropoutRng | None) -> Tensor:
-        x = vocab_embedding(tokens, self.weight, self.tp, self.sp)
-        if self.scale != 1:
-            x = x * self.scale
+        x = embed_tokens(tokens, self.weight, self.tp, sp=self.sp, scale=self.scale)
         if self.positions is not None:
             local_positions = local_chunk(positions, self.tp) if self.sp else positions
             x = x + embedding(local_positions, self.positions)

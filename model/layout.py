@@ -71,7 +71,7 @@ def with_degrees(cfg: Config, tp: int, pp: int) -> Config:
 
 
 def problem_of(cfg: Config, world: int) -> str | None:
-    """What a layout asks of a model that it cannot have, in words; None if nothing."""
+    """Why the ranks cannot hold a model in this layout, or None."""
     divisible = with_values(cfg, {"train.seq_len": cfg.parallel.tp})  # tokens are padded where they must be
     for rules in RULES_OF_WEIGHTS:
         for rule in rules(divisible, world):

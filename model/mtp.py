@@ -26,12 +26,13 @@ from config import Config
 from kernels.linear import linear
 from model.block import TransformerBlock
 from model.context import ForwardContext, LossInputs
+from model.embedding import embed_tokens
 from model.modules import ModuleList
 from model.norm import Norm
 from model.router import make_router_inputs
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
-from parallel.tensor.layers import partial_over_tp, vocab_embedding
+from parallel.tensor.layers import partial_over_tp
 from parallel.topology.mesh import Mesh
 
 CrossEntropy = Callable[[Tensor, Tensor, Tensor | float], Tensor]  # (states, targets, scale) -> a scalar
@@ -98,9 +99,7 @@ class MultiTokenPrediction(nn.Module):
             if self.cfg.model.experts:
                 router_inputs = make_router_inputs(self.cfg, self.mesh, targets, scale, context.dropout_rng)
                 context = replace(context, router_inputs=router_inputs)
-            embedded = vocab_embedding(tokens, self.table, self.mesh.tp, sp)
-            if self.embed_scale != 1:
-                embedded = embedded * self.embed_scale
+            embedded = embed_tokens(tokens, self.table, self.mesh.tp, sp=sp, scale=self.embed_scale)
             h = module(h, embedded, context)
             losses.append(cross_entropy(h, targets, scale * self.loss_weight))
         return reduce(add, losses)

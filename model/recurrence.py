@@ -78,8 +78,8 @@ class TokenStretch:
         return self.cache is not None and x.shape[1] == 1
 
     def state_before(self, zeros: Callable[[int], Tensor], effect: Callable[[], Effect]) -> Tensor | None:
-        """The state before the tokens; None: zeros. zeros: those of so many sequences; effect: of the
-        tokens."""
+        """The state before the tokens, or None for zeros. zeros(b): the state of b sequences at their start;
+        effect(): that of the tokens."""
         if self.cp is not None:
             made = effect()
             return states_before(made, zeros(made[0].shape[0] // 2), self.cp)

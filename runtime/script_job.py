@@ -30,7 +30,7 @@ class ScriptJob:
 
     @property
     def ranks_on_node(self) -> int:
-        """Of the job, on this rank's machine."""
+        """Number of the job's ranks on this rank's machine."""
         return setup.rank_and_world()[3]
 
     def join(self, threads: int | None = None, kind: str = "auto") -> World:
@@ -71,7 +71,7 @@ def check_layout_options(args: argparse.Namespace) -> None:
 def script_job(words: Sequence[str]) -> Iterator[ScriptJob]:
     """The job of a script: all that it does is inside."""
     rank, size = setup.rank_and_world()[:2]
-    leaving: SystemExit | None = None  # of --help, which is no failure
+    leaving: SystemExit | None = None  # --help ends so, without a failure
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
         with silent_unless(rank == 0):
             try:

@@ -332,7 +332,7 @@ def to_hf_on_ranks(
 ) -> dict:
     """to_hf, by many ranks without a model in memory: each writes files of the folder. Collective.
 
-    No rank goes on before all have written theirs, and the first renames the folder at the end. Raises as
+    Each rank waits until all have written theirs, and the first renames the folder at the end. Raises as
     to_hf does, on all ranks; after an error the folder is not there.
     """
     everyone, timeout_s = world.all_ranks(), config.CheckpointConfig().timeout_s

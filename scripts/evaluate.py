@@ -317,7 +317,7 @@ def heard_from(run: TrainedModel) -> Iterator[None]:
 
 
 def note(run: TrainedModel, text: str) -> None:
-    """Prints a line that is no result."""
+    """Prints a line beside the results, on stderr."""
     if run.is_first_rank:
         print(text, file=sys.stderr)
 

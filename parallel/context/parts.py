@@ -43,7 +43,7 @@ def join_parts(x: Tensor) -> Tensor:
 
 def split_documents(documents: Tensor, tokens_before: int, group: Group) -> tuple[Tensor, Tensor]:
     """[b, s] of full sequences -> those of this rank's parts [2b, s/2n], and of the tokens before each part
-    [2b, tokens_before]. Before the sequence the first document goes on."""
+    [2b, tokens_before]. Tokens before the sequence count as its first document."""
     size = documents.shape[1] // (2 * group.size)
     first = documents[:, :1].expand(-1, tokens_before)
     padded = torch.cat((first, documents), 1)

@@ -55,7 +55,7 @@ class ZeroScheduler:
 
     @classmethod
     def without_buckets(cls) -> "ZeroScheduler":
-        """Of a stage whose weights are in no bucket: one that only computes. It does nothing."""
+        """A scheduler without work, for a stage that only computes: its weights are in no bucket."""
         return cls([], first_is_embedding=False, last_is_head=False)
 
     # ---- hooks ---------------------------------------------------------------------------------------------

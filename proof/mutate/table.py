@@ -2213,7 +2213,7 @@ TABLE = (
         layout="cp2 zero0 mb1 cp-ring",
     ),
     Mutation(
-        what="a state goes on beyond the end of its document on another rank",
+        what="a state is carried beyond the end of its document to another rank",
         file="model/recurrence.py",
         old="documents, before = split_documents(documents, max(1, conv - 1), cp)",
         new="documents, before = split_documents(documents, max(1, conv - 1), cp)[0], None",
