@@ -595,10 +595,14 @@ COHERE_TENSORS = (
     with_leaf("weight", OUTER | ONE_NORM | QKV | OUTPUT | MLP)
     | with_leaf("bias", QKV | OUTPUT)
 )
-COHERE2_SPELLINGS = (  # of published folders, which say again what the class computes
-    "head_dim", "cache_implementation", "order_of_interleaved_layers", "position_embedding_type",
-    "rotary_pct", "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
-    "use_parallel_embedding", "use_qk_norm",
+COHERE2_SPELLINGS = (  # published folders say again what the class computes
+    Only("use_qk_norm", (False,), written=False),
+    Only("use_gated_activation", (True,), written=False),
+    Only("use_parallel_block", (True,), written=False),
+    Only("rotary_pct", (1.0,), written=False),
+    Only("position_embedding_type", ("rope_gptj",), written=False),
+    Only("order_of_interleaved_layers", ("local_attn_first",), written=False),
+    Idle(("head_dim", "cache_implementation", "use_embedding_sharing", "use_parallel_embedding")),
 )
 HUNYUAN_TOKENS = (
     "eod_token_id", "org_vocab_size", "sep_token_id", "text_start_id", "text_end_id", "mask_init_id",
@@ -1493,7 +1497,7 @@ FAMILIES = {family.model_type: family for family in (
     Family(
         model_type="cohere2",
         architecture="Cohere2ForCausalLM",
-        rules=(*COHERE, Idle(COHERE2_SPELLINGS), COHERE2_LAYERS),
+        rules=(*COHERE, *COHERE2_SPELLINGS, COHERE2_LAYERS),
         defaults={**COHERE_DEFAULTS, "rope_theta": 10000.0, "sliding_window": 4096},
         tensors=COHERE_TENSORS,
     ),
@@ -1560,7 +1564,9 @@ FAMILIES = {family.model_type: family for family in (
             Fixed("router_renorm", True),
             Fixed("router", "softmax"),
             Only("use_mixed_mlp_moe", (True,), written=False),
-            Idle(("num_shared_expert", "moe_intermediate_size", "moe_layer_num_skipped", "norm_topk_prob")),
+            Only("norm_topk_prob", (True,), written=False),
+            Only("moe_layer_num_skipped", (0,), written=False),
+            Idle(("num_shared_expert", "moe_intermediate_size")),  # the shapes of the weights say them, too
             *HUNYUAN,
         ),
         defaults={

@@ -424,6 +424,12 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ),
         ({**LLAMA, "hidden_act": "relu"}, "hidden_act = 'relu' is not supported, only 'silu'"),
         ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        ({**LLAMA, "model_type": "cohere2", "use_qk_norm": True}, "use_qk_norm = True is not supported"),
+        ({**LLAMA, "model_type": "cohere2", "rotary_pct": 0.5}, "rotary_pct = 0.5 is not supported"),
+        (
+            {**LLAMA, "model_type": "hunyuan_v1_moe", "norm_topk_prob": False},
+            "norm_topk_prob = False is not supported",
+        ),
         ({**LLAMA, "rope_scaling": {**YARN, "beta_mid": 3}}, "rope parameter beta_mid = 3 is not supported"),
         ({**LLAMA, "rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn"}}, "yarn rope scaling without factor"),
