@@ -7,7 +7,7 @@ transposed; quantized weights are read as plain ones (checkpoint/quantized.py).
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +17,20 @@ from torch import Tensor
 from checkpoint import hf, hf_config
 from checkpoint.files import is_finite, raw_bytes
 from checkpoint.folder import StoredIndex, StoredPiece
-from checkpoint.hf_families import FAMILIES, Family
+from checkpoint.hf_families import FAMILIES, Arrangement, Family
 from checkpoint.quantized import dequantized, pieces_of
 from checkpoint.tensors_by_name import NamedTensors, open_safetensors_folder
-from config import ConfigError, ModelConfig, head_dim, kv_heads, layer_model, padded_vocab
+from config import (
+    AttentionConfig,
+    ConfigError,
+    DeltaConfig,
+    MambaConfig,
+    ModelConfig,
+    head_dim,
+    kv_heads,
+    layer_model,
+    padded_vocab,
+)
 from config.tree import plain_data
 from parallel.sharding.boxes import Box
 
@@ -28,13 +38,20 @@ QUANTIZATION = "quantization_config"
 NUMBER = re.compile(r"\\\{(layer|expert)\\\}")  # in an escaped name of Family.tensors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightPlace:
-    """Where one of our tensors lies: in their tensor `name`, from row `first` on, before it is transposed."""
+    """Where one of our tensors lies: in their tensor `name`, `rows` from row `first` of each group on.
+
+    of: rows of a group. stack: the place in their first dim, if they have one in front of ours. above: what
+    ours is above theirs.
+    """
     name: str
+    arrangement: Arrangement
     first: int
-    transpose: bool
-    above: float = 0.0  # what ours is above theirs
+    rows: int
+    of: int
+    stack: int | None
+    above: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +96,36 @@ def place_in(piece: Box, box: Box) -> tuple[slice, ...]:
 def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
     """Reads one piece of one of our tensors. Raises ConfigError, also for NaN and Inf."""
     place = index.places[piece.key]
-    slices = [slice(start, start + size) for start, size in zip(piece.start, piece.size)]
-    slices[0] = slice(slices[0].start + place.first, slices[0].stop + place.first)
-    value = index.tensors.read(place.name, tuple(slices[::-1] if place.transpose else slices))
+    arrangement = place.arrangement
+
+    # the groups that the piece's rows lie in; of a single group the rows alone
+    begin, end = piece.start[0], piece.start[0] + piece.size[0]
+    first_group, last_group = begin // place.rows, -(-end // place.rows)
+    if arrangement.groups == 1:
+        rows = slice(place.first + begin, place.first + end)
+    else:
+        rows = slice(first_group * place.of, last_group * place.of)
+    slices = [rows, *(slice(start, start + size) for start, size in zip(piece.start[1:], piece.size[1:]))]
+    if arrangement.inner:
+        slices.insert(1, slice(0, 1))
+    if arrangement.transpose:
+        slices.reverse()
+    if place.stack is not None:
+        slices.insert(0, slice(place.stack, place.stack + 1))
+
+    value = index.tensors.read(place.name, tuple(slices))
     if not is_finite(raw_bytes(value), value.dtype):
         raise ConfigError(f"{index.path}: {place.name} holds NaN or Inf; these weights are damaged")
-    target.copy_(value.t() if place.transpose else value)
+    if place.stack is not None:
+        value = value.squeeze(0)
+    if arrangement.transpose:
+        value = value.t()
+    if arrangement.inner:
+        value = value.squeeze(1)
+    if arrangement.groups > 1:
+        grouped = value.unflatten(0, (-1, place.of))[:, place.first:place.first + place.rows]
+        value = grouped.flatten(0, 1)[begin - first_group * place.rows:][:end - begin]
+    target.copy_(value)
     if place.above:
         target.add_(place.above)
 
@@ -106,10 +147,6 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     quantization = hf_config.read_json(path).get(QUANTIZATION)
     model_type, model = hf_config.read_hf_config(folder, but=(QUANTIZATION,))
     family = FAMILIES[model_type]
-    if family.leading:
-        raise ConfigError(
-            f"{folder}: {model_type} stacks what our model has apart; convert it first: "
-            f"python -m scripts.convert from-hf {folder} RUN, then checkpoint.init_from RUN")
     tensors = open_safetensors_folder(folder)
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
@@ -131,18 +168,17 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
         )
         if match is None:
             raise ConfigError(f"{folder}: {name} is not a weight of {model_type}")
-        own_keys = [key.format(**match.groupdict()) for key in keys]
-        transpose = family.conv1d and len(info.shape) == 2 and own_keys[0].startswith("layers.")
-        shape = info.shape[::-1] if transpose else info.shape
-        first = 0
-        for key, rows in zip(own_keys, rows_of(model, own_keys, shape, f"{folder}: {name}")):
-            places[key] = WeightPlace(name, first, transpose, above=hf.above_theirs(family, key))
-            first += rows
-            if key in hf.VOCAB_KEYS:
-                if rows != model.vocab:
-                    raise ConfigError(f"{folder}: {name} has {rows:,} rows, config.json {model.vocab:,}")
-                rows = padded_vocab(model)
-            box = Box.whole(key, (rows, *shape[1:]))
+        found = places_in(
+            family,
+            model,
+            name=name,
+            shape=info.shape,
+            keys=keys,
+            numbers=match.groupdict(),
+            where=f"{folder}: {name}",
+        )
+        for box, place in found:
+            places[box.key] = place
             pieces.append(StoredPiece(box, "F32", file="", name=name, checksum=""))
     return ForeignIndex(
         path=folder,
@@ -178,18 +214,89 @@ def patterns_of(family: Family) -> dict[str, list[str]]:
     return found
 
 
-def rows_of(model: ModelConfig, keys: list[str], shape: tuple[int, ...], where: str) -> list[int]:
-    """The rows of each of our tensors that one of theirs stacks: q, k and v, or gate and up."""
+def places_in(
+    family: Family,
+    model: ModelConfig,
+    *,
+    name: str,
+    shape: tuple[int, ...],
+    keys: list[str],
+    numbers: dict[str, str],
+    where: str,
+) -> Iterator[tuple[Box, WeightPlace]]:
+    """Our tensors, whole, that one of theirs holds. keys: our names, with {layer} and {expert}; numbers: the
+    values of those that their name has.
+
+    Raises ConfigError, beginning with `where`, for a shape that config.json makes another one.
+    """
+    arrangement = family.arrangement(keys[0].format(**{"expert": "0", **numbers}), model)
+    has_shape = f"{where} has shape {list(shape)}"
+    inner = shape
+    if arrangement.leading is not None:
+        if shape[0] != arrangement.leading:
+            raise ConfigError(f"{has_shape}, config.json makes its first dim {arrangement.leading:,}")
+        inner = shape[1:]
+    if len(inner) > 1 + arrangement.inner and arrangement.transpose:
+        inner = inner[::-1]
+    total, *rest = inner
+    if arrangement.inner:
+        if rest[:1] != [1]:
+            raise ConfigError(f"{has_shape}, and its second dim should be 1")
+        rest = rest[1:]
+    of_each = rows_of(model, [key.format(**{"expert": "0", **numbers}) for key in keys], total, has_shape)
+    if any(rows % arrangement.groups for rows in of_each):
+        raise ConfigError(f"{has_shape}, and its rows are not {arrangement.groups:,} groups")
+
+    for stack in range(arrangement.leading or 1):
+        first = 0
+        for key, rows in zip(keys, of_each):
+            own = key.format(**{"expert": str(stack), **numbers})
+            place = WeightPlace(
+                name=name,
+                arrangement=arrangement,
+                first=first,
+                rows=rows // arrangement.groups,
+                of=total // arrangement.groups,
+                stack=None if arrangement.leading is None else stack,
+                above=hf.above_theirs(family, own),
+            )
+            first += place.rows
+            if own in hf.VOCAB_KEYS:
+                if rows != model.vocab:
+                    raise ConfigError(f"{where} has {rows:,} rows, config.json {model.vocab:,}")
+                rows = padded_vocab(model)
+            yield Box.whole(own, (rows, *rest)), place
+
+
+def rows_of(model: ModelConfig, keys: list[str], total: int, where: str) -> list[int]:
+    """The rows of each of our tensors that one of theirs stacks. Raises ConfigError, beginning with `where`,
+    unless they are `total`."""
     if len(keys) == 1:
-        return [shape[0]]
-    if len(keys) == 2:
-        rows = [shape[0] // 2] * 2
-    else:
-        like = layer_model(model, int(keys[0].split(".")[1]))
-        rows = [head_dim(like) * heads for heads in (like.mixer.heads, kv_heads(like), kv_heads(like))]
-    if sum(rows) != shape[0]:
-        raise ConfigError(f"{where} has {shape[0]:,} rows, config.json makes it {sum(rows):,}")
+        return [total]
+    sizes = {}
+    if ".attn." in keys[0]:
+        sizes = mixer_rows(layer_model(model, int(keys[0].split(".")[1])))
+    rows = [sizes.get(key.split(".")[3].removesuffix("_conv"), total // len(keys)) for key in keys]
+    if sum(rows) != total:
+        raise ConfigError(f"{where}, config.json makes it {sum(rows):,} rows")
     return rows
+
+
+def mixer_rows(model: ModelConfig) -> dict[str, int]:
+    """{what a mixer projects its input to, as in our names: rows of its matrix}, where they differ."""
+    mixer = model.mixer
+    match mixer:
+        case AttentionConfig():
+            queries, keys = mixer.heads * head_dim(model), kv_heads(model) * head_dim(model)
+            gate = mixer.heads if mixer.gate == "head" else queries
+            return {"q": queries, "k": keys, "v": keys, "gate": gate}
+        case DeltaConfig():
+            keys = (mixer.key_heads or mixer.heads) * mixer.key_dim
+            return {"q": keys, "k": keys, "v": mixer.heads * mixer.v_dim, "z": mixer.heads * mixer.v_dim}
+        case MambaConfig():
+            inner, shared = mixer.heads * mixer.dim, mixer.groups * mixer.state
+            return {"z": inner, "x": inner, "B": shared, "C": shared, "dt": mixer.heads}
+    return {}
 
 
 def check_copies(index: ForeignIndex, model_type: str) -> None:

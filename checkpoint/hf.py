@@ -1,9 +1,9 @@
 """Reads and writes the weights of a Hugging Face folder, one tensor at a time.
 
-Our tensors are not fused, and our RoPE rotates halves as theirs does, so a conversion only renames. GPT-2
-alone fuses q, k, v and stores its matrices transposed (Conv1D). hf_tensors describes their tensors as views
-of ours: reading copies into the views, writing copies out of them. Nothing else of the size of the model is
-ever held. No pickle is opened.
+Our tensors are not fused, and our RoPE rotates halves as theirs does, so most conversions only rename. Some
+families stack several of ours in one tensor, in groups of rows, transposed, or all experts of a layer
+(hf_families.Arrangement). hf_tensors describes their tensors as views of ours: reading copies into the views,
+writing copies out of them. Nothing else of the size of the model is ever held. No pickle is opened.
 """
 import json
 import os
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
-from checkpoint.hf_families import FAMILIES, Family
+from checkpoint.hf_families import FAMILIES, Arrangement, Family
 from checkpoint.tensors_by_name import weight_files
 from config import AttentionConfig, ConfigError, LatentConfig, ModelConfig, mup_score_scale, mup_width_ratio
 from parallel.sharding.boxes import Box
@@ -40,11 +40,10 @@ Piece = tuple[Box, Tensor]
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the Hugging Face folder: `parts`, which are views of ours, stacked along dim 0."""
+    """A tensor of the Hugging Face folder. parts: views of ours that it holds, in their order."""
     name: str
     parts: list[Tensor]
-    transpose: bool  # after the parts are stacked
-    leading: int | None = None  # the size of a first dim in front of ours
+    arrangement: Arrangement
     above: float = 0.0  # what ours are above theirs: 1 of norms that are stored as w - 1
     exact: bool = False  # stays fp32, whatever the dtype of the others: it only chooses experts
 
@@ -57,10 +56,16 @@ class HFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows, *rest = sum(len(part) for part in self.parts), *self.parts[0].shape[1:]
-        if self.leading is not None:
-            return (self.leading, rows // self.leading, *rest)
-        return (rows, *rest)[::-1] if self.transpose else (rows, *rest)
+        rows = sum(len(part) for part in self.parts) // (self.arrangement.leading or 1)
+        inner = (1,) if self.arrangement.inner else ()
+        shape = (rows, *inner, *self.parts[0].shape[1:])
+        shape = shape[::-1] if self.arrangement.transpose else shape
+        return shape if self.arrangement.leading is None else (self.arrangement.leading, *shape)
+
+    def stacks(self) -> list[list[Tensor]]:
+        """The parts of each stack: one for each place in a first dim."""
+        size = len(self.parts) // (self.arrangement.leading or 1)
+        return [self.parts[first:first + size] for first in range(0, len(self.parts), size)]
 
 
 def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list[HFTensor]:
@@ -70,34 +75,28 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
     Raises ConfigError naming a tensor that the family does not have.
     """
     family = FAMILIES[model_type]
-    found: dict[str, HFTensor] = {}
+    parts_of: dict[str, list[Piece]] = defaultdict(list)
     for box, tensor in pieces:
-        name = family.hf_name(box.key)
-        if box.key in VOCAB_KEYS:
-            tensor = tensor[:model.vocab]
-        if name not in found:
-            transpose = family.conv1d and tensor.dim() == 2 and box.key.startswith("layers.")
-            found[name] = HFTensor(
-                name,
-                [],
-                transpose,
-                leading=leading_dim(family, model, box.key),
-                above=above_theirs(family, box.key),
-                exact=box.key.endswith(".router.bias"),
-            )
-        found[name].parts.append(tensor)
-    return list(found.values())
+        whole = tensor[:model.vocab] if box.key in VOCAB_KEYS else tensor
+        parts_of[family.hf_name(box.key)].append((box, whole))
+
+    found: list[HFTensor] = []
+    for name, parts in parts_of.items():
+        parts.sort(key=lambda part: family.place_in_stack(part[0].key))
+        key = parts[0][0].key
+        found.append(HFTensor(
+            name,
+            [tensor for _, tensor in parts],
+            family.arrangement(key, model),
+            above=above_theirs(family, key),
+            exact=key.endswith(".router.bias"),
+        ))
+    return found
 
 
 def above_theirs(family: Family, key: str) -> float:
     """How much our tensor is above theirs: 1 for norms that are stored as w - 1."""
     return 1.0 if family.norms_below_one and NORM_WEIGHT.search(key) else 0.0
-
-
-def leading_dim(family: Family, model: ModelConfig, key: str) -> int | None:
-    """The size of the dim that their tensor has in front of our rows, if it has one."""
-    size = next((size for end, size in family.leading.items() if key.endswith(f".{end}")), None)
-    return size(model) if size else None
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -206,15 +205,30 @@ def check_names_and_shapes(
 
 def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
     """Copies a tensor of theirs into our views."""
-    if tensor.transpose:
+    arrangement = tensor.arrangement
+    stacked = value if arrangement.leading is not None else value[None]
+    for parts, one in zip(tensor.stacks(), stacked):
+        rows = one.t() if arrangement.transpose else one
+        if arrangement.inner:
+            rows = rows.squeeze(1)
+        shares = [len(part) // arrangement.groups for part in parts]
+        sources = rows.unflatten(0, (arrangement.groups, -1)).split(shares, 1)
+        for part, source in zip(parts, sources):
+            part.copy_(source.flatten(0, 1))
+            if tensor.above:
+                part.add_(tensor.above)
+
+
+def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
+    """One stack of a tensor of theirs out of our parts: the opposite of copy_to_parts."""
+    arrangement = tensor.arrangement
+    grouped = [part.unflatten(0, (arrangement.groups, -1)) for part in parts]
+    value = torch.cat(grouped, 1).flatten(0, 1) if len(parts) > 1 else parts[0]
+    if arrangement.inner:
+        value = value.unsqueeze(1)
+    if arrangement.transpose:
         value = value.t()
-    if tensor.leading is not None:
-        value = value.flatten(0, 1)
-    sources = value.split([len(part) for part in tensor.parts])
-    for part, source in zip(tensor.parts, sources):
-        part.copy_(source)
-        if tensor.above:
-            part.add_(tensor.above)
+    return value - tensor.above if tensor.above else value
 
 
 def check_copy(name: str, stored: StoredHFTensor, key: str, original: Tensor) -> None:
@@ -325,11 +339,12 @@ def write_tensors(
     dtype: torch.dtype,
     *,
     read: Callable[[HFTensor], HFTensor] = lambda tensor: tensor,
-    note: Callable[[memoryview], object] = lambda data: None,
+    note: Callable[[str, memoryview], object] = lambda name, data: None,
 ) -> int:
-    """Writes one safetensors file and flushes it to disk. Reads and converts one tensor at a time.
+    """Writes one safetensors file and flushes it to disk. Reads one tensor at a time, and converts one stack.
 
-    read: gives a tensor of the group its values, where it has none yet. note: called with the bytes of each.
+    read: gives a tensor of the group its values, where it has none yet. note: called with the name of each
+    and its next bytes.
     Returns the bytes of its tensors.
     """
     # Old versions of transformers refuse a file without this format.
@@ -345,15 +360,11 @@ def write_tensors(
     with storage_errors(path, end), open(path, "xb") as file:
         file.write(header_bytes(table))
         for tensor in map(read, group):
-            value = tensor.parts[0] if len(tensor.parts) == 1 else torch.cat(tensor.parts)
-            if tensor.transpose:
-                value = value.t()
-            if tensor.above:
-                value = value - tensor.above
-            data = raw_bytes(value.to(tensor.dtype(dtype))).data
-            note(data)
-            for start in range(0, len(data), CHUNK):
-                file.write(data[start:start + CHUNK])
+            for parts in tensor.stacks():
+                data = raw_bytes(stack_of_parts(parts, tensor).to(tensor.dtype(dtype))).data
+                note(tensor.name, data)
+                for start in range(0, len(data), CHUNK):
+                    file.write(data[start:start + CHUNK])
         file.flush()
         os.fsync(file.fileno())
     return end

@@ -78,7 +78,15 @@ from checkpoint.hf_rules import (
     share_of_rope,
     spell_out,
 )
-from config import TRAINING_ONLY_KEYS, ConfigError, ModelConfig, Tree, modules_ahead, no_effect
+from config import (
+    TRAINING_ONLY_KEYS,
+    ConfigError,
+    ModelConfig,
+    Tree,
+    layer_model,
+    modules_ahead,
+    no_effect,
+)
 from config.tree import has_path, is_below, stated_leaves, value_at
 
 # Fields that change training or speed, and not the function of the weights.
@@ -130,6 +138,22 @@ def kind_before(model: ModelConfig, path: str) -> str:
     return part if value_at(model, part) is None else f"{part}.kind"
 
 
+@dataclass(frozen=True)
+class Arrangement:
+    """How a tensor of theirs holds ours, which are stacked along their rows.
+
+    Rows come in groups. In each group the first of ours has its share of the rows, then the second.
+    """
+    groups: int = 1
+    transpose: bool = False  # of the matrix that they make
+    inner: bool = False  # with a dim of size 1 after the rows (torch.nn.Conv1d)
+    leading: int | None = None  # with a first dim in front, for so many stacks
+
+
+PLAIN_ARRANGEMENT = Arrangement()
+ArrangementOf = Callable[[ModelConfig], Arrangement]  # of the model as the tensor's layer has it
+
+
 def changes_nothing(key: str) -> bool:
     """Whether a key of any config.json changes no logits. Those that begin with _ are of transformers
     itself."""
@@ -145,12 +169,11 @@ class Family:
     defaults: dict[str, object]  # of transformers' config class: a config.json may leave out what equals them
     tensors: dict[str, str]  # {our name: their name}; {layer} and {expert} stand for numbers
     aliases: dict[str, str] = field(default_factory=dict)  # {second name of a key: key} (attribute_map)
-    conv1d: bool = False  # matrices of layers are stored transposed
     prefix: str = "model."  # of their names; base models without a head leave it out
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
+    # {their name in `tensors`: how it holds ours}, where it is more than ours one after the other
+    arrangements: dict[str, ArrangementOf] = field(default_factory=dict)
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
-    # {end of our name: size of a first dim that theirs has in front}
-    leading: dict[str, Callable[[ModelConfig], int]] = field(default_factory=dict)
     norms_below_one: bool = False  # weights of norms are stored as w - 1
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
@@ -214,11 +237,31 @@ class Family:
 
         layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight
         """
-        numbers = dict(NUMBERED.findall(key))
+        return self.template(key).format(**numbers_in(key))
+
+    def template(self, key: str) -> str:
+        """Their name of our tensor `key`, with {layer} and {expert}. Raises ConfigError as hf_name."""
         name = self.tensors.get(NUMBERED.sub(r"\1s.{\1}.", key))
         if name is None:
             raise ConfigError(f"{key}: this tensor has no form in {self.model_type} (Family.tensors)")
-        return name.format(**numbers)
+        return name
+
+    def arrangement(self, key: str, model: ModelConfig) -> Arrangement:
+        """How theirs holds our tensor `key`."""
+        arrangement_of = self.arrangements.get(self.template(key))
+        if arrangement_of is None:
+            return PLAIN_ARRANGEMENT
+        return arrangement_of(layer_model(model, int(numbers_in(key).get("layer", 0))))
+
+    def place_in_stack(self, key: str) -> tuple[int, int]:
+        """What orders ours in a tensor of theirs: the experts, and in each the order of `tensors`."""
+        names = list(self.tensors)
+        return int(numbers_in(key).get("expert", 0)), names.index(NUMBERED.sub(r"\1s.{\1}.", key))
+
+
+def numbers_in(key: str) -> dict[str, str]:
+    """{"layer": "3"}: the numbers in our name of a tensor."""
+    return dict(NUMBERED.findall(key))
 
 
 # ---- names of tensors --------------------------------------------------------------------------------------
@@ -302,18 +345,18 @@ GLM4_NORMS = NORMS | in_layer("model.layers", {
 UP_AND_DOWN = in_layer("model.layers", {"mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"})
 
 GPT2_OUTER = {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}
+GPT2_MATRICES = in_layer("transformer.h", {
+    "attn.q": "attn.c_attn",  # q, k and v are stacked
+    "attn.k": "attn.c_attn",
+    "attn.v": "attn.c_attn",
+    "attn.o": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+})
 GPT2_BIASED = {
     "norm": "transformer.ln_f",
-    **in_layer("transformer.h", {
-        "attn_norm": "ln_1",
-        "attn.q": "attn.c_attn",  # q, k and v are stacked
-        "attn.k": "attn.c_attn",
-        "attn.v": "attn.c_attn",
-        "attn.o": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj",
-    }),
+    **in_layer("transformer.h", {"attn_norm": "ln_1", "mlp_norm": "ln_2"}),
+    **GPT2_MATRICES,
 }
 
 # Their names of tensors that are stacked: q, k and v, or gate and up.
@@ -361,12 +404,12 @@ AFMOE_NORMS = in_layer("model.layers", {
     "attn.gate": "self_attn.gate_proj",
 })
 AFMOE_EXPERTS = EXPERTS | in_layer("model.layers", {"mlp.router": "mlp.router.gate"})
-GRANITE_EXPERTS = in_layer("model.layers", {  # the experts of a layer are stacked
-    "mlp.router": "block_sparse_moe.router.layer",
+GRANITE_STACKS = in_layer("model.layers", {  # the experts of a layer are stacked
     "mlp.experts.{expert}.gate": "block_sparse_moe.input_linear",
     "mlp.experts.{expert}.up": "block_sparse_moe.input_linear",
     "mlp.experts.{expert}.down": "block_sparse_moe.output_linear",
 })
+GRANITE_EXPERTS = GRANITE_STACKS | in_layer("model.layers", {"mlp.router": "block_sparse_moe.router.layer"})
 HUNYUAN_EXPERTS = in_layer("model.layers", {
     "mlp.router": "mlp.router.gate",
     "mlp.shared.gate": "mlp.shared_mlp.gate_proj",
@@ -765,7 +808,9 @@ FAMILIES = {family.model_type: family for family in (
             "num_hidden_layers": "n_layer",
         },
         tensors=GPT2_TENSORS,
-        conv1d=True,
+        arrangements=dict.fromkeys(
+            with_leaf("weight", GPT2_MATRICES).values(), lambda model: Arrangement(transpose=True)
+        ),
         prefix="transformer.",
     ),
     Family(
@@ -1623,7 +1668,7 @@ FAMILIES = {family.model_type: family for family in (
             "max_position_embeddings": 131072,
         },
         tensors=LLAMA_TENSORS | with_leaf("weight", EXPERTS | SHARED_EXPERTS) | ERNIE_ROUTER_BIAS,
-        leading={"mlp.router.bias": lambda model: 1},
+        arrangements=dict.fromkeys(ERNIE_ROUTER_BIAS.values(), lambda model: Arrangement(leading=1)),
     ),
     Family(
         model_type="afmoe",
@@ -1732,10 +1777,9 @@ FAMILIES = {family.model_type: family for family in (
         defaults={**GRANITE_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
         tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | GRANITE_EXPERTS)
         | with_leaf("bias", QKV | OUTPUT),
-        leading={
-            name: lambda model: model.experts or 1
-            for name in ("gate.weight", "up.weight", "down.weight")
-        },
+        arrangements=dict.fromkeys(
+            with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.experts)
+        ),
     ),
     Family(
         model_type="ministral3",

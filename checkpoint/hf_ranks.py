@@ -73,7 +73,7 @@ def write_files(
     for name in names:
         keys = {box.key for tensor in files[name] for _, box in parts_of[tensor.name]}
         of_file = dataclasses.replace(index, pieces=[piece for key in keys for piece in stored.get(key, [])])
-        checksums: list[str] = []
+        digests = {tensor.name: DIGESTS[WRITTEN_DIGEST]() for tensor in files[name]}
 
         def read(tensor: HFTensor) -> HFTensor:
             parts = parts_of[tensor.name]
@@ -84,23 +84,22 @@ def write_files(
             (found,) = hf.hf_tensors(model_type, model, values)
             return found
 
-        def note(data: memoryview) -> None:
-            digest = DIGESTS[WRITTEN_DIGEST]()
-            digest.update(data)
-            checksums.append(checksum_text(WRITTEN_DIGEST, digest))  # noqa: B023
+        def note(tensor: str, data: memoryview) -> None:
+            digests[tensor].update(data)  # noqa: B023
 
         hf.write_tensors(folder / name, files[name], dtype, read=read, note=note)
-        check_file(folder / name, files[name], checksums)
+        checksums = {key: checksum_text(WRITTEN_DIGEST, digest) for key, digest in digests.items()}
+        check_file(folder / name, checksums)
 
 
-def check_file(path: Path, group: list[HFTensor], checksums: list[str]) -> None:
-    """Raises StorageError unless the tensors of a file, in their order, have these checksums."""
+def check_file(path: Path, checksums: dict[str, str]) -> None:
+    """Raises StorageError unless the tensors of a file, by their names, have these checksums."""
     try:
         with open_shard(path) as fd:
             header, table = read_header(fd, path)
-            for tensor, checksum in zip(group, checksums):
-                begin, end = table[tensor.name]["data_offsets"]
+            for name, checksum in checksums.items():
+                begin, end = table[name]["data_offsets"]
                 if not range_is(fd, len(header) + begin, end - begin, checksum):
-                    raise IntegrityError(f"{path}: {tensor.name} is not what was written")
+                    raise IntegrityError(f"{path}: {name} is not what was written")
     except IntegrityError as error:
         raise StorageError(path, 0, f"what was written reads back differently: {error}") from error

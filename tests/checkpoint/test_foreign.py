@@ -3,15 +3,19 @@ every family; in parts of tensors, as ranks hold them, too."""
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
 
 from build import weights_only
 from checkpoint import foreign, hf, hf_config
-from checkpoint.hf_families import FAMILIES
-from config import Config, ConfigError
+from checkpoint.hf_families import FAMILIES, Arrangement
+from checkpoint.tensors_by_name import open_safetensors_folder
+from config import Config, ConfigError, ModelConfig
+from parallel.sharding.boxes import Box
 
 
 def folder_of(folder, model_type):
@@ -27,7 +31,7 @@ def folder_of(folder, model_type):
     return pieces
 
 
-@pytest.mark.parametrize("model_type", [name for name in WRITTEN if not FAMILIES[name].leading])
+@pytest.mark.parametrize("model_type", WRITTEN)
 def test_pieces_are_what_the_whole_is(tmp_path, model_type):
     pieces = folder_of(tmp_path, model_type)
     index = foreign.open_hf_folder(tmp_path)
@@ -35,8 +39,12 @@ def test_pieces_are_what_the_whole_is(tmp_path, model_type):
 
     wants, expected = [], []
     for box, whole in pieces:
-        half = box.rows(box.size[0] // 2, box.size[0])  # as one of two ranks has it
-        for part, value in ((box, whole), (half, whole[box.size[0] // 2:])):
+        row, column = box.size[0] // 2, box.size[-1] // 3
+        half = box.rows(row, box.size[0])  # as one of two ranks has it
+        rest = len(box.size) - 1
+        corner = Box(box.key, box.shape, (1, *[column] * rest), (row, *[1] * rest))
+        for part in (box, half, corner):
+            value = whole[foreign.place_in(part, box)]
             wants.append((part, torch.zeros(part.size, dtype=whole.dtype)))
             expected.append(value)
     foreign.ForeignLoad(index, wants).fill()
@@ -44,8 +52,68 @@ def test_pieces_are_what_the_whole_is(tmp_path, model_type):
         assert torch.equal(read, value), box
 
 
-@pytest.mark.parametrize("model_type", [name for name in WRITTEN if FAMILIES[name].leading])
-def test_a_family_that_stacks_is_refused_with_the_way_out(tmp_path, model_type):
-    folder_of(tmp_path, model_type)
-    with pytest.raises(ConfigError, match=f"{model_type} stacks .*scripts.convert from-hf"):
-        foreign.open_hf_folder(tmp_path)
+ROWS = {"a": 4, "b": 6, "c": 2}  # of ours, in two groups
+
+
+def interleaved(parts):
+    """Rows as they should lie: in each of two groups two of a, three of b, one of c."""
+    a, b, c = parts
+    return torch.cat([a[:2], b[:3], c[:1], a[2:], b[3:], c[1:]])
+
+
+@pytest.mark.parametrize(
+    "arrangement, theirs",
+    [
+        (Arrangement(), torch.cat),
+        (Arrangement(groups=2), interleaved),
+        (Arrangement(groups=2, transpose=True), lambda parts: interleaved(parts).t()),
+        (Arrangement(groups=2, inner=True), lambda parts: interleaved(parts)[:, None]),
+        (Arrangement(leading=1, transpose=True), lambda parts: torch.cat(parts).t()[None]),
+    ],
+    ids=str,
+)
+def test_an_arrangement_holds_rows_where_it_says(arrangement, theirs):
+    parts = [torch.randn(rows, 5) for rows in ROWS.values()]
+    tensor = hf.HFTensor("x", parts, arrangement)
+    value = torch.cat([hf.stack_of_parts(stack, tensor).contiguous() for stack in tensor.stacks()])
+    assert torch.equal(value.view(tensor.shape), theirs(parts))
+
+    read = hf.HFTensor("x", [torch.zeros_like(part) for part in parts], arrangement)
+    hf.copy_to_parts(theirs(parts), read)
+    assert all(torch.equal(one, other) for one, other in zip(read.parts, parts))
+
+
+def test_boxes_are_read_out_of_groups_of_a_stack(tmp_path):
+    """gate and up of two experts: their rows alternate, and both matrices lie transposed in one tensor."""
+    names = ("gate", "up")
+    pairs = torch.randn(2, 2, 6, 4)  # [expert, name, row, column]
+    values = {
+        f"layers.0.mlp.experts.{expert}.{name}.weight": value
+        for expert, pair in enumerate(pairs)
+        for name, value in zip(names, pair)
+    }
+    stack = torch.stack([torch.stack([*pair], 1).flatten(0, 1).t() for pair in pairs])  # [expert, 4, 12]
+    save_file({"stack": stack.contiguous()}, tmp_path / "model.safetensors")
+
+    keys = [f"layers.{{layer}}.mlp.experts.{{expert}}.{name}.weight" for name in names]
+    arrangement = Arrangement(leading=2, groups=6, transpose=True)
+    family = replace(
+        FAMILIES["mixtral"],
+        tensors=dict.fromkeys(keys, "stack"),
+        arrangements={"stack": lambda model: arrangement},
+    )
+    model = ModelConfig(experts=2)
+    said = {"name": "stack", "keys": keys, "numbers": {"layer": "0"}, "where": "file: stack"}
+    found = list(foreign.places_in(family, model, shape=tuple(stack.shape), **said))
+    assert {box.key: box.shape for box, _ in found} == {key: (6, 4) for key in values}
+    index = foreign.ForeignIndex(
+        path=tmp_path, save_id="", step=0, files={}, pieces=[], model=model, sealed="",
+        tensors=open_safetensors_folder(tmp_path), places={box.key: place for box, place in found},
+    )
+    for key, value in values.items():
+        target = torch.zeros(3, 2)
+        foreign.read_piece(index, Box(key, (6, 4), (1, 2), (3, 2)), target)
+        assert torch.equal(target, value[1:4, 2:4]), key
+
+    with pytest.raises(ConfigError, match=r"stack has shape \[3, 4, 12\], config.json makes its first dim 2"):
+        list(foreign.places_in(family, model, shape=(3, 4, 12), **said))

@@ -20,6 +20,7 @@ from ranks import MODEL, SIZES, corpus, job
 import build
 from checkpoint import hf, hf_ranks
 from checkpoint.files import StorageError
+from checkpoint.hf_families import Arrangement
 from scripts import convert, evaluate, generate
 
 # latents, biases of routers, a module that predicts further ahead
@@ -196,16 +197,18 @@ def test_a_rank_that_cannot_write_leaves_no_folder(home, tmp_path):
 
 
 def test_what_is_on_the_disk_is_read_back(tmp_path):
-    tensor = hf.HFTensor("a", [torch.arange(8.0)], transpose=False)
-    seen = []
-    hf.write_tensors(tmp_path / "file", [tensor], torch.float32, note=lambda data: seen.append(bytes(data)))
-    checksum = hashlib.sha256(seen[0]).hexdigest()
-    hf_ranks.check_file(tmp_path / "file", [tensor], [f"sha256:{checksum}"])
+    tensor = hf.HFTensor("a", [torch.arange(8.0)], Arrangement())
+    seen = {}
+    hf.write_tensors(
+        tmp_path / "file", [tensor], torch.float32, note=lambda name, data: seen.update({name: bytes(data)})
+    )
+    checksums = {"a": f"sha256:{hashlib.sha256(seen['a']).hexdigest()}"}
+    hf_ranks.check_file(tmp_path / "file", checksums)
     data = bytearray((tmp_path / "file").read_bytes())
     data[-1] ^= 1
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(StorageError, match="reads back differently: .*file: a is not what was written"):
-        hf_ranks.check_file(tmp_path / "file", [tensor], [f"sha256:{checksum}"])
+        hf_ranks.check_file(tmp_path / "file", checksums)
 
 
 def test_an_end_from_outside_leaves_no_folder(home, tmp_path):
