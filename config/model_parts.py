@@ -146,6 +146,7 @@ class MambaConfig:
     #   the norm of its outputs
     state: Count = 128  # channels of B and C
     conv: Count = 4  # tokens that the convolution of x, B and C sees, the token itself included
+    dt_min: NotNegative = 0.0  # the steps dt of all tokens are at least this (Nemotron-H: 0.001)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +156,14 @@ class ShortConvConfig:
     conv: Count = 3  # tokens that the convolution sees, the token itself included
 
 
-# ---- mixers of channels, norms -----------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class NoPart:
+    """A block without this part: with an MLP alone, or a mixer of tokens alone (Nemotron-H, arXiv
+    2504.03624)."""
+    kind: Literal["none"] = "none"
 
+
+# ---- mixers of channels, norms -----------------------------------------------------------------------------
 
 ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"]
 
@@ -164,6 +171,7 @@ ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"]
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
     """The MLP of a block."""
+    kind: Literal["mlp"] = "mlp"
     width: Count = 352  # inner width
     activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
     #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron)

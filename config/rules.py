@@ -41,7 +41,9 @@ from config.model_parts import (
     DeltaConfig,
     KimiConfig,
     LatentConfig,
+    MLPConfig,
     MambaConfig,
+    NoPart,
     ShortConvConfig,
     YarnScaling,
 )
@@ -106,6 +108,18 @@ def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 # ---- the model -------------------------------------------------------------------------------------------
+
+def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """A block has a mixer of tokens, an MLP, or both."""
+    model = cfg.model
+    absent = [part for part in ("mixer", "mlp") if isinstance(getattr(model, part), NoPart)]
+    yield Rule(
+        len(absent) < 2,
+        "model.mlp.kind: none, and so is model.mixer.kind; a block has one of them, or both")
+    yield Rule(
+        model.residual != "parallel" or not absent,
+        f"model.residual: parallel, and model.{''.join(absent[:1])}.kind is none; take sequential")
+
 
 def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Heads, attention kernels and positions."""
@@ -194,6 +208,10 @@ def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
     if cfg.model.experts is None:
         yield from without_experts_rules(cfg)
         return
+    yield Rule(
+        not isinstance(cfg.model.mlp, NoPart),
+        "model.mlp.kind: none, and model.experts puts experts in the place of MLPs; let the kinds of "
+        "model.blocks say which layers have none")
     yield from expert_parallel_rules(cfg, world)
     yield from router_rules(cfg)
     yield from mixture_rules(cfg)
@@ -363,10 +381,11 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
             unknown is None,
             f"parallel.{key}: {unknown!r} is not one of {', '.join(known)}; separate them by commas")
 
+    has_mlp = isinstance(model.mlp, MLPConfig)
     sizes = {
         **{f"model.mixer.{name}": heads for name, heads in shared_heads(model.mixer).items()},
         **({"model.hidden": model.hidden} if isinstance(model.mixer, ShortConvConfig) else {}),
-        "model.mlp.width": model.mlp.width,
+        **({"model.mlp.width": model.mlp.width} if has_mlp else {}),
         "model.vocab_multiple": model.vocab_multiple,
     }
     for key, size in sizes.items():
@@ -506,11 +525,12 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
     """{key that sets the size: (features of a matrix in fp8, degree that shards them)}."""
     model, tp, etp = cfg.model, cfg.parallel.tp, cfg.parallel.etp
     features = {"model.hidden": (model.hidden, 1)}
-    if not all(has_experts(model, layer) for layer in range(model.layers)):
+    has_mlp = isinstance(model.mlp, MLPConfig)
+    if has_mlp and not all(has_experts(model, layer) for layer in range(model.layers)):
         features["model.mlp.width"] = (model.mlp.width, tp)
-    if model.experts:
+    if model.experts and has_mlp:
         features["model.moe_ffn"] = (expert_ffn_size(model), etp)
-    if model.experts and model.shared_experts:
+    if model.experts and has_mlp and model.shared_experts:
         features["model.shared_experts"] = (model.shared_experts * expert_ffn_size(model), tp)
     if isinstance(model.mixer, ShortConvConfig):
         return features | {"model.hidden": (model.hidden, tp)}
@@ -520,6 +540,8 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
 def fp8_mixer_features(model: ModelConfig) -> dict[str, int]:
     """{key of the mixer that sets the size: features of a matrix in fp8 that tp divides}."""
     mixer = model.mixer
+    if isinstance(mixer, NoPart):
+        return {}
     if isinstance(mixer, DeltaConfig):
         key_heads = shared_heads(mixer)["key_heads"]
         return {"heads": mixer.heads * mixer.v_dim, "key_heads": key_heads * mixer.key_dim}
@@ -882,6 +904,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,
     pattern_rules,
     range_rules_of_kinds,
+    of_each_kind(part_rules),
     of_each_kind(attention_rules),
     of_each_kind(state_rules),
     other_model_rules,

@@ -20,10 +20,11 @@ from config.model_parts import (
     LatentConfig,
     LayerNormConfig,
     Llama3Scaling,
-    MambaConfig,
     MLPConfig,
     MTPConfig,
+    MambaConfig,
     MupConfig,
+    NoPart,
     RMSNormConfig,
     ShortConvConfig,
     YarnScaling,
@@ -40,7 +41,8 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
 
-Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig | ShortConvConfig
+Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig | ShortConvConfig | NoPart
+ChannelMixer = MLPConfig | NoPart
 NormPart = RMSNormConfig | LayerNormConfig
 
 
@@ -59,7 +61,7 @@ class ModelConfig:
 
     # ---- parts of a block
     mixer: Mixer = AttentionConfig()  # what mixes the tokens of a sequence
-    mlp: MLPConfig = MLPConfig()  # what mixes the channels of a token
+    mlp: ChannelMixer = MLPConfig()  # what mixes the channels of a token
     norm: NormPart = RMSNormConfig()  # around the mixer and the MLP of every block, and after the last block
     residual: Literal["sequential", "parallel"] = "sequential"  # a block adds its mixer's output to the
     #   residual stream before the MLP reads it; parallel: both read the same norm, and are added together
@@ -417,7 +419,7 @@ def has_softmax(mixer: Mixer) -> bool:
 
 def shared_heads(mixer: Mixer) -> dict[str, int]:
     """{key of the mixer: its number} of what a layout divides over tp: heads, and what several share."""
-    if isinstance(mixer, ShortConvConfig):
+    if isinstance(mixer, (ShortConvConfig, NoPart)):
         return {}
     found = {"heads": mixer.heads}
     if isinstance(mixer, AttentionConfig):
@@ -493,6 +495,8 @@ def expert_ffn_size(model: ModelConfig) -> int:
 def has_experts(model: ModelConfig, layer: int) -> bool:
     """Whether the layer with this index has experts instead of a dense MLP."""
     if model.experts is None or layer < model.first_dense:
+        return False
+    if isinstance(layer_model(model, layer).mlp, NoPart):
         return False
     return (layer + 1) % model.moe_every == 0
 

@@ -8,7 +8,7 @@ residual stream x, with norms where model.norm.place says:
 or, with model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)).
 
 A mixture of experts may stand in the place of the MLP (model/moe.py), and another of MIXERS in that of
-attention.
+attention. A kind of block may have one of the two alone (Nemotron-H, arXiv 2504.03624).
 """
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from config import (
     KimiConfig,
     LatentConfig,
     MambaConfig,
+    MLPConfig,
     ShortConvConfig,
     config_of_layer,
     has_experts,
@@ -58,9 +59,9 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, stati
 
 class BlockKind(NamedTuple):
     """Blocks of the same kind differ in nothing but the names of their parameters. name: in model.pattern.
-    mixer: of tokens."""
+    mixer: of tokens; None: they have an MLP alone."""
     name: str
-    mixer: type[nn.Module]
+    mixer: type[nn.Module] | None
     has_experts: bool
     in_fp8: bool
 
@@ -118,13 +119,18 @@ class TransformerBlock(nn.Module):
 
         before = cfg.model.norm.place != "after"
         after = cfg.model.norm.place != "before"
-        self.attn_norm = Norm(cfg, f"{key}.attn_norm", attention_readers(cfg, mesh, layer)) if before else SUM
-        self.attn = self.mixer(cfg, layer)(cfg, mesh, layer)
-        self.attn_norm_after = Norm(cfg, f"{key}.attn_norm_after") if after else None
-        if not self.is_parallel:
-            self.mlp_norm = Norm(cfg, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer)) if before else SUM
-        self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
-        self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
+        mixer = self.mixer(cfg, layer)
+        self.attn = self.mlp = None
+        if mixer is not None:
+            readers = attention_readers(cfg, mesh, layer)
+            self.attn_norm = Norm(cfg, f"{key}.attn_norm", readers) if before else SUM
+            self.attn = mixer(cfg, mesh, layer)
+            self.attn_norm_after = Norm(cfg, f"{key}.attn_norm_after") if after else None
+        if isinstance(cfg.model.mlp, MLPConfig):
+            if not self.is_parallel:
+                self.mlp_norm = Norm(cfg, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer)) if before else SUM
+            self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
+            self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
         exchange_weight_maxima_together(self, mesh.tp)
 
     def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
@@ -136,19 +142,23 @@ class TransformerBlock(nn.Module):
     def attention_and_mlp(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         """The computation of forward, which full recompute repeats in the backward."""
         rng = context.dropout_rng
-        h, x = self.attn_norm.add_and_norm(x, residual)
-        attended = self.to_residual(self.attn(h, context), self.attn_norm_after)
-        attended = dropout(attended, self.dropout, rng, site=self.attention_site)
-
-        if not self.is_parallel:
-            h, x = self.mlp_norm.add_and_norm(attended, x)
         router_stats = None
+        if self.attn is not None:
+            h, residual = self.attn_norm.add_and_norm(x, residual)
+            x = self.to_residual(self.attn(h, context), self.attn_norm_after)
+            x = dropout(x, self.dropout, rng, site=self.attention_site)
+        if self.mlp is None:
+            return x, residual, None
+
+        attended = x
+        if not self.is_parallel:
+            h, residual = self.mlp_norm.add_and_norm(attended, residual)
         if self.has_experts:
             y, router_stats = self.mlp(h, context.router_inputs)
         else:
             y = self.mlp(h)
         y = dropout(self.to_residual(y, self.mlp_norm_after), self.dropout, rng, site=self.mlp_site)
-        return (y + attended if self.is_parallel else y), x, router_stats
+        return (y + attended if self.is_parallel else y), residual, router_stats
 
     def to_residual(self, y: Tensor, norm: Norm | None) -> Tensor:
         """The output of mixer or MLP, normalized and scaled, as the residual stream takes it."""
@@ -165,8 +175,8 @@ class TransformerBlock(nn.Module):
             self.mlp.router.stats += stats
 
     @staticmethod
-    def mixer(cfg: Config, layer: int) -> type[nn.Module]:
-        return MIXERS[type(layer_model(cfg.model, layer).mixer)]
+    def mixer(cfg: Config, layer: int) -> type[nn.Module] | None:
+        return MIXERS.get(type(layer_model(cfg.model, layer).mixer))
 
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:

@@ -91,6 +91,8 @@ def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
 def mixer_flops(model: ModelConfig, layer: int, documents: tuple[int, ...], seq_len: int) -> float:
     """FLOPs of a token in the mixer of one layer, beside its matrices."""
     mixer = TransformerBlock.mixer(Config(model=model), layer)
+    if mixer is None:
+        return 0.0
     model = layer_model(model, layer)
     if has_softmax_core(mixer, model, layer):
         return attention_flops(model, keys_in_view(documents, view_of(model)))

@@ -34,6 +34,7 @@ class Mamba(nn.Module):
         self.eps = cfg.model.norm.eps
         self.recompute = recomputes(cfg, "core")
         self.dim = mixer.dim
+        self.dt_min = mixer.dt_min
         self.groups = mixer.groups // tp  # of this rank
         inner, shared = mixer.heads * mixer.dim, mixer.groups * mixer.state
         self.widths = (inner // tp, shared // tp, shared // tp)  # of x, B and C
@@ -66,6 +67,7 @@ class Mamba(nn.Module):
         x, B, C = self.conv(convolved, stretch).split(self.widths, -1)
         B, C = (y.unflatten(-1, (self.groups, -1)) for y in (B, C))
         dt = F.softplus(numbers.to(accumulation_dtype(numbers.dtype)) + read_weight(self.step))
+        dt = dt.clamp(min=self.dt_min) if self.dt_min else dt
         out = self.run_state_space(x.unflatten(-1, (-1, self.dim)), dt, B, C, stretch)
         return stretch.join(self.gate_and_normalize(out.flatten(2), z))
 

@@ -84,9 +84,13 @@ def called(names: set[str]):
 
 
 def sized(model: dict) -> dict:
-    """The model in SIZE; a convolution has no heads."""
-    has_heads = model.get("mixer.kind") != "short_conv"
-    return {key: value for key, value in SIZE.items() if has_heads or key != "mixer.heads"} | model
+    """The model in SIZE; a convolution has no heads, and a part that is none has no keys."""
+    lacks = set()
+    if model.get("mixer.kind") in ("short_conv", "none"):
+        lacks.add("mixer.heads")
+    if model.get("mlp.kind") == "none":
+        lacks.add("mlp.width")
+    return {key: value for key, value in SIZE.items() if key not in lacks} | model
 
 
 def look(model: dict) -> Seen:
@@ -536,6 +540,9 @@ CASES = [
         also={"mixer.heads": 4, "mixer.dim": 8, "mixer.state": 6},
     ),
     Case("mixer.groups", 2, NEW, states_of_mamba(12), MAMBA),
+    Case("mixer.dt_min", 1.0, VALUES, base=MAMBA),
+    Case("mixer.kind", "none", {*NEW, "kernels"}, added(gone=("attn",))),
+    Case("mlp.kind", "none", NEW, added(gone=("mlp",))),
     Case("mixer.state", 8, NEW, states_of_mamba(8), MAMBA),
     Case(
         "mixer.kind",

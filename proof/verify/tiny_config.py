@@ -9,7 +9,7 @@ import tokenizers
 
 import config
 from checkpoint.branch import NOT_INHERITED, branch_config
-from config import CheckpointConfig, Config, ModelConfig, RopeConfig, with_original_context
+from config import CheckpointConfig, Config, MLPConfig, ModelConfig, RopeConfig, with_original_context
 from config.schema import Mixer
 from config.tree import plain_data, with_values
 from data import fim, tokenizer
@@ -95,7 +95,7 @@ def with_sizes(model: ModelConfig, sizes: Mapping[str, int], width: int) -> Mode
     return replace(
         model,
         mixer=shrunk_mixer(model.mixer, sizes),
-        mlp=replace(model.mlp, width=width),
+        mlp=replace(model.mlp, width=width) if isinstance(model.mlp, MLPConfig) else model.mlp,
         blocks=tuple(blocks),
     )
 
@@ -113,7 +113,7 @@ def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], width: int, mi
     if path == "mixer":
         return shrunk_mixer(value, sizes)
     if path == "mlp":
-        return replace(value, width=width)
+        return replace(value, width=width) if isinstance(value, MLPConfig) else value
     if path == "mlp.width":
         return width
     if path == "mixer.rope":

@@ -69,6 +69,7 @@ WITH_PART = {
     "model.mixer.dim": KIMI,
     "model.mixer.groups": MAMBA,
     "model.mixer.state": MAMBA,
+    "model.mixer.dt_min": MAMBA,
     "model.mixer.rope.scaling": YARN,
     "model.mixer.growth": {"model__mixer__growth": GrowthConfig()},
     "model.mtp": {"model__mtp": MTPConfig()},

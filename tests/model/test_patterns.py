@@ -5,12 +5,15 @@ import pytest
 import torch
 
 import config
+import train
 from build import build_run
 from model.block import TransformerBlock
 from model.context import GenerationCache, forward_context
 from model.describe import describe_stage
 from model.flops import flops_of_parts
+from parallel.microbatch import Microbatch
 from parallel.sharding.spec import sharded_parameters
+from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from plan.count import parameters
 
@@ -105,3 +108,57 @@ def test_blocks_of_one_kind_are_described_once(run):
     assert parts[0] is parts[3] and parts[1] is parts[4] and len({id(part) for part in parts}) == 3
     for part, block in zip(parts, run.stages[0].blocks):
         assert [p.spec.shape for p in part.params] == [p.spec.shape for p in sharded_parameters(block)]
+
+
+def halves_of(key):
+    """Our name of a tensor of whole blocks -> its name where mixers and MLPs are blocks by themselves."""
+    start, layer, rest = key.split(".", 2) if key.startswith("layers.") else (key, None, "")
+    if layer is None:
+        return key
+    return f"{start}.{2 * int(layer) + rest.startswith('mlp')}.{rest}"
+
+
+def gradients(run):
+    """{our name: gradient} of the loss of two sequences, and their logits."""
+    ids = torch.randint(50, (2, S + 1), generator=torch.Generator().manual_seed(3))
+    place = torch.arange(S).expand(2, S)
+    batch = [Microbatch(ids[:, :-1], ids[:, 1:].clone(), place, sequence_ids=torch.arange(2))]
+    with torch.no_grad():
+        logits = run.stages[0].logits(batch[0].tokens, place)
+    train.forward_backward(run, train.shard_microbatches(run, batch), run.scaler.scale)
+    return {box.key: x.clone() for b in run.buckets for box, x in boxes_of(b, b.grads.local)}, logits
+
+
+@pytest.mark.parametrize("place", ["before", "after", "around"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_mixer_alone_and_an_mlp_alone_are_a_block(place, recompute):
+    settings = {**SETTINGS, "model.norm.place": place, "parallel.recompute": recompute}
+    settings |= {"train.seq_len": S, "train.micro_batch": 2, "train.global_batch": 2}
+    settings = {key: value for key, value in settings.items() if "blocks" not in key}
+    whole = settings | {"model.layers": 3, "model.pattern": "none"}
+    halves = settings | {
+        "model.layers": 6,
+        "model.blocks.first.mlp": "none",
+        "model.blocks.second.mixer": "none",
+        "model.pattern": "(first, second)...",
+    }
+    runs = []
+    for keys in (whole, halves):
+        cfg = config.resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in keys.items()])
+        runs.append(build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1))
+    weights = [{box.key: x for b in run.buckets for box, x in boxes_of(b, b.weights.master)} for run in runs]
+    for number, (key, x) in enumerate(weights[0].items()):
+        x.add_(0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(number), dtype=x.dtype))
+        weights[1][halves_of(key)].copy_(x)
+    assert {halves_of(key) for key in weights[0]} == weights[1].keys()
+
+    (want, logits), (got, same_logits) = map(gradients, runs)
+    torch.testing.assert_close(same_logits, logits, rtol=1e-12, atol=1e-13)
+    for key, gradient in want.items():
+        torch.testing.assert_close(got[halves_of(key)], gradient, rtol=1e-11, atol=1e-13, msg=key)
+    kinds = [TransformerBlock.kind(runs[1].cfg, layer) for layer in range(2)]
+    assert kinds[1].mixer is None and kinds[0].mixer is TransformerBlock.mixer(runs[0].cfg, 0)
+    assert parameters(runs[0].cfg.model) == parameters(runs[1].cfg.model)
+    assert sum(flops_of_parts(runs[0].cfg.model, (S,), S)) == pytest.approx(
+        sum(flops_of_parts(runs[1].cfg.model, (S,), S)), rel=1e-12
+    )
