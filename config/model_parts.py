@@ -110,7 +110,7 @@ class LatentConfig:
     v_dim: Count = 128  # channels of a value head
     window: Count | None = None  # sliding-window attention: a token attends to this many tokens, itself
     #   included; none: to all tokens before it
-    rope: RopeConfig = RopeConfig()  # rotary positions
+    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: no channel has any (Kimi Linear)
     growth: GrowthConfig | None = None  # scores grow with the position of their query
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
@@ -125,6 +125,10 @@ class DeltaConfig:
     key_dim: Count = 128  # channels of a query or key head
     v_dim: Count = 128  # channels of a value head
     conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+    negative_eigenvalues: bool = False  # the rate at which a state learns is twice as high, in (0, 2), so
+    #   that a key may turn its value around (arXiv 2411.12537)
+    norm_eps: Positive | None = None  # added to the mean square in the norm of the output; none: that of
+    #   model.norm
 
 
 @dataclass(frozen=True, kw_only=True)

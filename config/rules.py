@@ -149,7 +149,7 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "model.mixer.kernel: the Triton kernels have no fp64; take auto or reference")
 
     key = "model.mixer.rope_dim" if is_latent else "model.mixer.head_dim"
-    rotated = rotated_dim(model)
+    rotated = mixer.rope_dim if is_latent else rotated_dim(model)
     share = mixer.rope.share if mixer.rope else 1.0
     yield Rule(
         share != 1 or rotated % 2 == 0,

@@ -453,9 +453,9 @@ def kv_heads(model: ModelConfig) -> int:
 def rotated_dim(model: ModelConfig) -> int:
     """Channels of a head that rotary positions rotate; 0 without such."""
     mixer = model.mixer
-    if isinstance(mixer, LatentConfig):
-        return mixer.rope_dim
-    return round(head_dim(model) * mixer.rope.share) if mixer.rope else 0
+    if mixer.rope is None:
+        return 0
+    return mixer.rope_dim if isinstance(mixer, LatentConfig) else round(head_dim(model) * mixer.rope.share)
 
 
 def with_original_context(mixer: Mixer, original: int) -> Mixer:

@@ -38,7 +38,8 @@ class GatedDeltaNet(nn.Module):
         self.layer = layer
         self.cp = mesh.cp
         self.width = mixer.conv
-        self.eps = model.norm.eps
+        self.eps = model.norm.eps if mixer.norm_eps is None else mixer.norm_eps
+        self.largest_rate = 2 if mixer.negative_eigenvalues else 1
         self.compiled = cfg.train.compile
         self.recompute = recomputes(cfg, "core")
         self.key_dim, self.value_dim = mixer.key_dim, mixer.v_dim
@@ -82,7 +83,7 @@ class GatedDeltaNet(nn.Module):
 
         b, a = numbers.to(accumulation_dtype(numbers.dtype)).chunk(2, -1)
         g = -read_weight(self.rate).exp() * F.softplus(a + read_weight(self.step))  # [b, s, h/tp]
-        out = run_delta_rule(q, k, v, g, b.sigmoid(), stretch)
+        out = run_delta_rule(q, k, v, g, self.largest_rate * b.sigmoid(), stretch)
 
         out = rms_norm(out, self.norm, self.eps, self.compiled)
         out = out * F.silu(z.unflatten(-1, (-1, self.value_dim)))

@@ -56,7 +56,7 @@ class MultiLatentAttention(nn.Module):
         self.rope_dim = model.mixer.rope_dim
         self.value_dim = model.mixer.v_dim
         self.rotation = rotation_of(model)
-        self.rope_in_pairs = model.mixer.rope.pairs
+        self.rope_in_pairs = model.mixer.rope is not None and model.mixer.rope.pairs
         self.score_scale = score_scale(model)
         self.growth = model.mixer.growth
         self.core = AttentionCore.from_config(cfg, mesh)
@@ -109,17 +109,20 @@ class MultiLatentAttention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, latent, rope_key = self.project(x)
         s = q.shape[1]
-        cos, sin = context.rotations[self.rotation]
+        angles = None if self.rotation is None else context.rotations[self.rotation]  # cos and sin
         rotation = {"pairs": self.rope_in_pairs, "compiled": self.compiled}
         q = q.unflatten(-1, (self.heads, -1))  # [b, s, h/tp, nope + rope]
-        q = rotate_heads(q, cos, sin, nope_dim=self.nope_dim, scale=self.score_scale, **rotation)
+        if angles is not None:
+            q = rotate_heads(q, *angles, nope_dim=self.nope_dim, scale=self.score_scale, **rotation)
+        elif self.score_scale != 1:
+            q = q * self.score_scale
         if self.growth is not None:
             q = q * context.growths[self.growth].to(q.dtype)
 
-        angles = cos, sin
         if context.cache is not None:
-            rope_key = rotate_heads(rope_key[:, :, None], cos, sin, nope_dim=0, **rotation)[:, :, 0]
-            angles = None
+            if angles is not None:
+                rope_key = rotate_heads(rope_key[:, :, None], *angles, nope_dim=0, **rotation)[:, :, 0]
+                angles = None
             latent, rope_key = context.cache.extend(self.layer, latent, rope_key)
             if s == 1:
                 out = self.absorbed_attention(q, latent, rope_key, context)
@@ -180,9 +183,9 @@ def score_scale(model: ModelConfig) -> float:
     It is that of muP (arXiv 2203.03466, definition 4.1), times that of YaRN (arXiv 2309.00071, section 3.4).
     """
     scale = mup_score_scale(model)
-    scaling = model.mixer.rope.scaling
-    if isinstance(scaling, YarnScaling):
-        scale *= rope.yarn_mscale(scaling.factor, scaling.mscale_all) ** 2
+    settings = model.mixer.rope
+    if settings is not None and isinstance(settings.scaling, YarnScaling):
+        scale *= rope.yarn_mscale(settings.scaling.factor, settings.scaling.mscale_all) ** 2
     return scale
 
 

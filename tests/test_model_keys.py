@@ -511,6 +511,8 @@ CASES = [
         lambda _, after: after.shapes["layers.0.attn.q_conv.weight"] == (12, 3),
         DELTA,
     ),
+    Case("mixer.negative_eigenvalues", True, VALUES, base=DELTA),
+    Case("mixer.norm_eps", 0.1, VALUES, base=DELTA),
     Case(
         "mixer.kind",
         "kimi",

@@ -54,7 +54,9 @@ FAMILY = {
     "hunyuan": "hunyuan_v1_dense",
     "trinity": "afmoe",
 }  # start of a preset's name
-WITHOUT_FAMILY = ("delta-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny", "short-conv-tiny")
+WITHOUT_FAMILY = (
+    "delta-tiny", "olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny", "short-conv-tiny",
+)
 COUNTED = (
     "gpt2",
     "llama3-8b",

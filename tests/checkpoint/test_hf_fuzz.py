@@ -157,6 +157,7 @@ MODEL_VALUES = {
     "mup.base": (8,), "mup.head_dim": (None, 4),
     "mixer.kind": ("attention", "latent", "short_conv"), "mixer.key_heads": (2,), "mixer.key_dim": (8,),
     "mixer.conv": (2,), "mixer.dim": (8,), "mixer.groups": (2,), "mixer.state": (8,),
+    "mixer.negative_eigenvalues": (True, False), "mixer.norm_eps": (None, 1e-5),
     "mixer.heads": (1, 3, 4), "mixer.kv_heads": (None, 1, 2, 4),
     "mixer.head_dim": (None, 6, 8), "mixer.bias": (None, "qkv", "all"),
     "mixer.qk_norm": (None, "head", "whole", "after_rope", "unweighted"),

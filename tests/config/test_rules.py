@@ -65,7 +65,7 @@ YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
 # {part, or key of one: settings with which a config has it}
 WITH_PART = {
     "model.mixer": LATENT,
-    **dict.fromkeys((f"model.mixer.{key}" for key in ("key_heads", "key_dim", "conv")), DELTA),
+    **dict.fromkeys((f"model.mixer.{key}" for key in ("key_heads", "key_dim", "conv", "norm_eps")), DELTA),
     "model.mixer.dim": KIMI,
     "model.mixer.groups": MAMBA,
     "model.mixer.state": MAMBA,

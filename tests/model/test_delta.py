@@ -132,6 +132,43 @@ def test_gated_delta_net_is_that_of_qwen3_next(documents):
         torch.testing.assert_close(ours[key], gradient, rtol=0, atol=bound, msg=key)
 
 
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=("whole", "documents"))
+def test_negative_eigenvalues_and_another_eps_are_those_of_olmo_hybrid(documents):
+    from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+    run = made_of({
+        **SETTINGS, "model.norm.eps": 1e-2, "model.mixer.norm_eps": 1e-5,
+        "model.mixer.negative_eigenvalues": "true",
+    })
+    theirs = OlmoHybridGatedDeltaNet(OlmoHybridConfig(
+        hidden_size=HIDDEN, num_attention_heads=4, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=6, linear_value_head_dim=8, num_hidden_layers=2, rms_norm_eps=1e-2,
+        layer_types=["linear_attention", "full_attention"],
+    ), 0).double()
+    names = {**dict(zip("qkvabzo", (f"{letter}_proj" for letter in "qkvabgo"))), "norm": "o_norm"}
+    w = weights_and_gradients(run)
+    theirs.conv1d.weight.data.copy_(torch.cat([w[f"{name}_conv.weight"][0] for name in "qkv"])[:, None])
+    theirs.A_log.data.copy_(w["A_log"][0])
+    theirs.dt_bias.data.copy_(w["dt_bias"][0])
+    for name, other in names.items():
+        getattr(theirs, other).weight.data.copy_(w[f"{name}.weight"][0])
+    run_both(run, theirs, documents)
+
+    conv = theirs.conv1d.weight.grad[:, 0].split([KEY, KEY, VALUE])
+    want = {
+        **{f"{name}.weight": getattr(theirs, other).weight.grad for name, other in names.items()},
+        **{f"{name}_conv.weight": x for name, x in zip("qkv", conv)},
+        "A_log": theirs.A_log.grad,
+        "dt_bias": theirs.dt_bias.grad,
+    }
+    found = weights_and_gradients(run)
+    assert found.keys() == want.keys()
+    for key, (_, gradient) in found.items():
+        bound = 3e-5 * float(want[key].abs().max())
+        torch.testing.assert_close(gradient, want[key], rtol=0, atol=bound, msg=key)
+
+
 BESIDE_ATTENTION = {
     **{key: value for key, value in SETTINGS.items() if not key.startswith("model.mixer")},
     **{key.replace("mixer", "blocks.linear.mixer"): v for key, v in SETTINGS.items() if "mixer" in key},

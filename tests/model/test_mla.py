@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_delta import weights_and_gradients
 
 from build import build_run
 from config.tree import with_values
@@ -17,6 +18,7 @@ from parallel.topology.mesh import Mesh
 from proof.verify.tiny_config import tiny_config
 
 TWINS = ("deepseek-v2-lite-tiny", "deepseek-v3-tiny")  # without and with a latent of the queries
+ROPE = pytest.mark.parametrize("mixer", [{}, {"rope": None}], ids=("rope", "without positions"))
 
 
 def made(name, **mixer):
@@ -76,6 +78,41 @@ def test_it_is_the_definition(name):
 
 
 @pytest.mark.parametrize("name", TWINS)
+def test_without_positions_it_is_that_of_kimi_linear(name):
+    from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearAttention
+
+    run = made(name, rope=None)
+    attention_of(run)
+    m = run.cfg.model.mixer
+    theirs = KimiLinearAttention(KimiLinearConfig(
+        hidden_size=32, num_attention_heads=m.heads, num_key_value_heads=m.heads, q_lora_rank=m.q_rank,
+        kv_lora_rank=m.kv_rank, qk_nope_head_dim=m.nope_dim, qk_rope_head_dim=m.rope_dim, v_head_dim=m.v_dim,
+        num_hidden_layers=1, attn_implementation="eager",
+    ), 0).double()
+    names = {"q": "q_proj", "q_a": "q_a_proj", "q_norm": "q_a_layernorm", "q_b": "q_b_proj", "o": "o_proj",
+             "kv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_b": "kv_b_proj"}
+    for key, (value, _) in weights_and_gradients(run).items():
+        getattr(theirs, names[key.removesuffix(".weight")]).weight.data.copy_(value)
+
+    x = torch.randn(2, 11, 32, dtype=torch.float64)
+    upstream, mask = torch.randn_like(x), torch.full((11, 11), float("-inf"), dtype=x.dtype).triu(1)
+    context = forward_context(run.cfg, torch.arange(11).expand(2, -1), None)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    ours, other = run.stages[0].blocks[0].attn(inputs[0], context), theirs(inputs[1], mask)[0]
+    for out in (ours, other):
+        out.backward(upstream)
+    torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-5, atol=1e-5)
+    found = weights_and_gradients(run)
+    assert len(found) == sum(1 for _ in theirs.parameters())
+    for key, (_, gradient) in found.items():
+        want = getattr(theirs, names[key.removesuffix(".weight")]).weight.grad
+        bound = 1e-5 * float(want.abs().max())
+        torch.testing.assert_close(gradient, want.view(gradient.shape), rtol=0, atol=bound, msg=key)
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_the_input_is_kept_once(name):
     """All projections of the input read one tensor, which a mixture's other bytes would hide."""
     run, x = made(name), torch.randn(1, 11, 32, dtype=torch.float64, requires_grad=True)
@@ -112,10 +149,11 @@ def test_neighbours_as_pairs_are_halves_of_reordered_weights(name):
     assert (a(x, ctx) - b(x, ctx)).abs().max() > 1e-3
 
 
+@ROPE
 @pytest.mark.parametrize("name", TWINS)
 @torch.no_grad()
-def test_the_cache_holds_the_latent_and_changes_nothing(name):
-    run = made(name)
+def test_the_cache_holds_the_latent_and_changes_nothing(name, mixer):
+    run = made(name, **mixer)
     for stage in run.stages.values():
         for p in stage.parameters():
             p.data.mul_(5 if p.dim() > 1 else 1)
@@ -139,9 +177,10 @@ def test_the_cache_holds_the_latent_and_changes_nothing(name):
     }
 
 
+@ROPE
 @pytest.mark.parametrize("name", TWINS)
-def test_generation_with_the_cache_is_generation_without(name):
-    run = made(name)
+def test_generation_with_the_cache_is_generation_without(name, mixer):
+    run = made(name, **mixer)
     words = [list(generate(run.logits, [5, 7, 11], 12, temperature=1.0, seed=3, multiple=n)) for n in (1, 2)]
     assert words[0] == words[1] and len(words[0]) == 12
 
