@@ -209,8 +209,9 @@ def with_full_names(tensors: NamedTensors, family: Family) -> NamedTensors:
 def patterns_of(family: Family) -> dict[str, list[str]]:
     """{pattern of their name: our names that it holds, in their order}."""
     found: dict[str, list[str]] = defaultdict(list)
-    for ours, theirs in family.tensors.items():
-        found[NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))].append(ours)
+    for names in (family.tensors, *family.of_mixers.values()):
+        for ours, theirs in names.items():
+            found[NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))].append(ours)
     return found
 
 

@@ -78,11 +78,11 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
     parts_of: dict[str, list[Piece]] = defaultdict(list)
     for box, tensor in pieces:
         whole = tensor[:model.vocab] if box.key in VOCAB_KEYS else tensor
-        parts_of[family.hf_name(box.key)].append((box, whole))
+        parts_of[family.hf_name(box.key, model)].append((box, whole))
 
     found: list[HFTensor] = []
     for name, parts in parts_of.items():
-        parts.sort(key=lambda part: family.place_in_stack(part[0].key))
+        parts.sort(key=lambda part: family.place_in_stack(part[0].key, model))
         key = parts[0][0].key
         found.append(HFTensor(
             name,

@@ -78,6 +78,7 @@ from checkpoint.hf_rules import (
     share_of_rope,
     spell_out,
 )
+from checkpoint.hf_state_layers import LFM2_LAYERS, LFM2_WIDTH
 from config import (
     TRAINING_ONLY_KEYS,
     ConfigError,
@@ -175,6 +176,8 @@ class Family:
     arrangements: dict[str, ArrangementOf] = field(default_factory=dict)
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
     norms_below_one: bool = False  # weights of norms are stored as w - 1
+    # {kind of a layer's mixer: {our name: their name}}: what such a layer has otherwise than `tensors`
+    of_mixers: dict[str, dict[str, str]] = field(default_factory=dict)
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
     def read(self, hf_config: Tree) -> Tree:
@@ -232,36 +235,50 @@ class Family:
         named = dict.fromkeys(name if has_path(model, name) else kind_before(model, name) for name in found)
         return [name for name in named if not is_below(name, ignored)]
 
-    def hf_name(self, key: str) -> str:
-        """Their name of our tensor `key`. Raises ConfigError if the family has no such tensor.
+    def hf_name(self, key: str, model: ModelConfig | None = None) -> str:
+        """Their name of our tensor `key`. model: what says the mixer of the tensor's layer; None: attention.
+        Raises ConfigError if the family has no such tensor.
 
         layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight
         """
-        return self.template(key).format(**numbers_in(key))
+        return self.template(key, model).format(**numbers_in(key))
 
-    def template(self, key: str) -> str:
+    def template(self, key: str, model: ModelConfig | None) -> str:
         """Their name of our tensor `key`, with {layer} and {expert}. Raises ConfigError as hf_name."""
-        name = self.tensors.get(NUMBERED.sub(r"\1s.{\1}.", key))
+        name = self.names(key, model).get(without_numbers(key))
         if name is None:
             raise ConfigError(f"{key}: this tensor has no form in {self.model_type} (Family.tensors)")
         return name
 
+    def names(self, key: str, model: ModelConfig | None) -> dict[str, str]:
+        """{our name: their name} of a layer like that of our tensor `key`."""
+        layer = numbers_in(key).get("layer")
+        if not self.of_mixers or model is None or layer is None:
+            return self.tensors
+        own = self.of_mixers.get(layer_model(model, int(layer)).mixer.kind, {})
+        return own | {ours: theirs for ours, theirs in self.tensors.items() if ours not in own}
+
     def arrangement(self, key: str, model: ModelConfig) -> Arrangement:
         """How theirs holds our tensor `key`."""
-        arrangement_of = self.arrangements.get(self.template(key))
+        arrangement_of = self.arrangements.get(self.template(key, model))
         if arrangement_of is None:
             return PLAIN_ARRANGEMENT
         return arrangement_of(layer_model(model, int(numbers_in(key).get("layer", 0))))
 
-    def place_in_stack(self, key: str) -> tuple[int, int]:
-        """What orders ours in a tensor of theirs: the experts, and in each the order of `tensors`."""
-        names = list(self.tensors)
-        return int(numbers_in(key).get("expert", 0)), names.index(NUMBERED.sub(r"\1s.{\1}.", key))
+    def place_in_stack(self, key: str, model: ModelConfig) -> tuple[int, int]:
+        """What orders ours in a tensor of theirs: the experts, and in each the order of `names`."""
+        names = list(self.names(key, model))
+        return int(numbers_in(key).get("expert", 0)), names.index(without_numbers(key))
 
 
 def numbers_in(key: str) -> dict[str, str]:
     """{"layer": "3"}: the numbers in our name of a tensor."""
     return dict(NUMBERED.findall(key))
+
+
+def without_numbers(key: str) -> str:
+    """layers.3.attn.q.weight -> layers.{layer}.attn.q.weight"""
+    return NUMBERED.sub(r"\1s.{\1}.", key)
 
 
 # ---- names of tensors --------------------------------------------------------------------------------------
@@ -420,6 +437,35 @@ MINIMAX_ROUTER_BIAS = in_layer(
     "model.layers", {"mlp.router.bias": "block_sparse_moe.e_score_correction_bias"}
 )
 HUNYUAN_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "mlp.expert_bias"})
+LFM2_NAMES = {
+    **OUTER,
+    "norm": "model.embedding_norm",
+    **QKV,
+    **in_layer("model.layers", {
+        "attn_norm": "operator_norm",
+        "mlp_norm": "ffn_norm",
+        "attn.o": "self_attn.out_proj",
+        "attn.q_norm": "self_attn.q_layernorm",
+        "attn.k_norm": "self_attn.k_layernorm",
+    }),
+}
+LFM2_CONV = in_layer("model.layers", {
+    **dict.fromkeys(("attn.B", "attn.C", "attn.x"), "conv.in_proj"),
+    "attn.conv": "conv.conv",
+    "attn.o": "conv.out_proj",
+})
+LFM2_MLP = in_layer("model.layers", {
+    "mlp.gate": "feed_forward.w1",
+    "mlp.up": "feed_forward.w3",
+    "mlp.down": "feed_forward.w2",
+})
+LFM2_EXPERTS = in_layer("model.layers", {
+    "mlp.router": "feed_forward.gate",
+    "mlp.experts.{expert}.gate": "feed_forward.experts.{expert}.w1",
+    "mlp.experts.{expert}.up": "feed_forward.experts.{expert}.w3",
+    "mlp.experts.{expert}.down": "feed_forward.experts.{expert}.w2",
+})
+LFM2_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "feed_forward.expert_bias"})
 STARCODER_MLP = in_layer("model.layers", {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
 GPT2_TENSORS = with_leaf("weight", GPT2_OUTER | GPT2_BIASED) | with_leaf("bias", GPT2_BIASED)
@@ -688,6 +734,38 @@ GRANITE_DEFAULTS = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "max_position_embeddings": 2048,
+}
+LFM2 = (
+    *LAYERS_AND_WIDTH,
+    KV_HEADS,
+    NO_HEAD_DIM,
+    HEADS_DIVIDE_HIDDEN,
+    *without(without(REST_OF_SIZES, "mlp.width"), "norm.eps"),
+    Field("norm.eps", "norm_eps", minimum=0),
+    *NO_BIAS,
+    Fixed("mixer.qk_norm", "head"),
+    Fixed("mixer.window", None),
+    LFM2_LAYERS,
+    *DECODER,
+    ROPE,
+    NO_PADDING,
+    Only("conv_bias", (False,)),
+    # Published folders say again what the class computes, or how the weights began.
+    Only("block_use_swiglu", (True,), written=False),
+    Only("use_pos_enc", (True,), written=False),
+    Idle((
+        "theta", "num_heads", "block_dim", "conv_dim", "conv_dim_out", "block_norm_eps",
+        "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init",
+    )),
+)
+LFM2_DEFAULTS = {
+    **without_key(without_key(ROPE_DEFAULTS, "head_dim"), "rms_norm_eps"),
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+    "max_position_embeddings": 128000,
 }
 GLM = (
     *SIZES,
@@ -1797,6 +1875,51 @@ FAMILIES = {family.model_type: family for family in (
             "max_position_embeddings": 262144,
         },
         tensors=LLAMA_TENSORS,
+    ),
+    Family(
+        model_type="lfm2",
+        architecture="Lfm2ForCausalLM",
+        rules=(*LFM2, LFM2_WIDTH),
+        defaults={
+            **LFM2_DEFAULTS,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+        aliases={"tie_embedding": "tie_word_embeddings"},
+        tensors=with_leaf("weight", LFM2_NAMES | LFM2_MLP),
+        of_mixers={"short_conv": with_leaf("weight", LFM2_CONV)},
+        arrangements={"model.layers.{layer}.conv.conv.weight": lambda model: Arrangement(inner=True)},
+    ),
+    Family(
+        model_type="lfm2_moe",
+        architecture="Lfm2MoeForCausalLM",
+        rules=(
+            *LFM2,
+            Field("mlp.width", "intermediate_size"),
+            Field("experts", "num_experts"),
+            EXPERTS_PER_TOKEN,
+            Field("moe_ffn", "moe_intermediate_size"),
+            Field("first_dense", "num_dense_layers"),
+            Field("router_renorm", "norm_topk_prob"),
+            Field("router_scale", "routed_scaling_factor"),
+            Field("router_bias", "use_expert_bias"),
+            Fixed("router", "sigmoid"),
+        ),
+        defaults={
+            **LFM2_DEFAULTS,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+        },
+        aliases={"tie_embedding": "tie_word_embeddings"},
+        tensors=with_leaf("weight", LFM2_NAMES | LFM2_MLP | LFM2_EXPERTS) | LFM2_ROUTER_BIAS,
+        of_mixers={"short_conv": with_leaf("weight", LFM2_CONV)},
+        arrangements={"model.layers.{layer}.conv.conv.weight": lambda model: Arrangement(inner=True)},
     ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.
     Family(

@@ -213,7 +213,8 @@ def write_gemma3(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
 # Gemma 2: the same in all layers.
 
 def write_one_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
-    return written_rope(full or sliding)
+    window = {"sliding_window": 4096} if sliding is None else {}  # of no layer: transformers wants a number
+    return {**written_rope(full or sliding), **window}
 
 
 # Cohere 2, EXAONE 4: none in the layers that see all, beside others that slide.

@@ -67,7 +67,7 @@ def write_files(
     """
     parts_of: dict[str, list[tuple[Piece, Box]]] = defaultdict(list)  # by the tensor of the folder
     for piece, (box, _) in zip(pieces, state.stored_as(index, pieces, weights)):
-        parts_of[FAMILIES[model_type].hf_name(piece[0].key)].append((piece, box))
+        parts_of[FAMILIES[model_type].hf_name(piece[0].key, model)].append((piece, box))
     stored = index.by_key()
 
     for name in names:

@@ -56,6 +56,7 @@ from data.contract import SpecialToken
 from data.prompts import added_start, start_token
 from data.same_tokens import another_text
 from data.tokenizer import Tokenizer
+from kernels.delta_rule import CHUNK
 from model.precision import DTYPES
 from model.transformer import PipelineStage
 from parallel.topology.mesh import Mesh
@@ -230,7 +231,7 @@ def import_weights(
     try:
         store.save(checkpoints, 0, pieces, meta, keep=1)
     except NonFiniteTensor as error:
-        name = FAMILIES[family].hf_name(str(error).partition(":")[0])
+        name = FAMILIES[family].hf_name(str(error).partition(":")[0], model)
         raise ConfigError(f"{source}: {name} holds NaN or Inf; these weights are damaged") from None
     return our_logits(stage, model)
 
@@ -634,9 +635,11 @@ def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
 
 def probes(model: ModelConfig) -> list[Tensor]:
     """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the longest window of any
-    layer that is not too long."""
+    layer that is not too long, and beyond the first chunk of layers with a state."""
     shapes = [(2, min(PROBED, model.context))]
-    seen = [window for window in windows_of(model) if window < min(model.context, MOST_PROBED)]
+    has_state = any(not config.has_softmax(like.mixer) for like in config.layer_models(model).values())
+    reaches = [*windows_of(model), *[CHUNK] * has_state]
+    seen = [reach for reach in reaches if reach < min(model.context, MOST_PROBED)]
     if seen:
         shapes.append((1, min(max(seen) + PROBED, model.context)))
     generator = torch.Generator().manual_seed(0)

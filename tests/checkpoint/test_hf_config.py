@@ -53,10 +53,11 @@ FAMILY = {
     "exaone4": "exaone4",
     "hunyuan": "hunyuan_v1_dense",
     "trinity": "afmoe",
+    "lfm2-8b": "lfm2_moe",
+    "lfm2-1.2b": "lfm2",
+    "short-conv": "lfm2",
 }  # start of a preset's name
-WITHOUT_FAMILY = (
-    "delta-tiny", "olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny", "short-conv-tiny",
-)
+WITHOUT_FAMILY = ("delta-tiny", "olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny")
 COUNTED = (
     "gpt2",
     "llama3-8b",
@@ -82,6 +83,8 @@ COUNTED = (
     "command-r7b",
     "glm4-9b",
     "exaone4-32b",
+    "lfm2-1.2b",
+    "lfm2-8b-a1b",
     "qwen2-moe-tiny",
 )
 LLAMA = {

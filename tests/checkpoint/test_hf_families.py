@@ -83,6 +83,8 @@ FAMILY_PRESETS = {
     "afmoe": "trinity-tiny",
     "exaone_moe": "dots1-tiny",
     "granitemoe": "mixtral-tiny",
+    "lfm2": "short-conv-tiny",
+    "lfm2_moe": "short-conv-tiny",
 }
 CHANGED = {  # of the preset
     "seed_oss": {"mixer": {"bias": "all", "heads": 3, "kv_heads": 1, "head_dim": 40}, "mlp.bias": True},
@@ -112,6 +114,9 @@ CHANGED = {  # of the preset
         "pattern": "(local, block)...",
     },
     "granitemoe": {"embed_scale": 3.0},
+    "lfm2_moe": {
+        "experts": 8, "top_k": 2, "moe_ffn": 64, "first_dense": 1, "router": "sigmoid", "router_bias": True,
+    },
     "minimax_m2": {
         "mixer.qk_norm": "whole", "mixer.rope.share": 0.5, "router": "sigmoid", "router_bias": True,
         "aux_loss": 0.0,

@@ -39,6 +39,7 @@ WRITTEN = [model_type for model_type in FAMILIES if model_type not in OUT_AS]
 GELU = {"norm.kind": "layernorm", "mlp": {"activation": "gelu", "bias": True}}
 GEGLU = {"mlp.activation": "geglu"}
 COHERE = {"norm": {"kind": "layernorm", "bias": False}, "residual": "parallel", "logit_scale": 0.25}
+CONVOLUTIONS = {"blocks": {"conv": {"mixer.kind": "short_conv"}}, "pattern": "(conv, block)..."}
 GENERAL = {  # a model of each family
     "gpt2": {**GELU, "positions": "learned", "mixer": {"rope": None, "bias": "all"}, "tied": True},
     "llama": {"mixer.kv_heads": 2},
@@ -134,6 +135,10 @@ GENERAL = {  # a model of each family
     "granitemoe": {
         "experts": 8, "top_k": 3, "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5,
         "embed_scale": 3.0, "logit_scale": 0.25,
+    },
+    "lfm2": {"mixer": {"kv_heads": 2, "qk_norm": "head"}, "mlp.width": 44, **CONVOLUTIONS},
+    "lfm2_moe": {
+        **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head"}, "first_dense": 1, **CONVOLUTIONS,
     },
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
     "kimi_k2": {
@@ -233,8 +238,19 @@ def general_keys(model_type):
     return {**header, **tokens, **family.write(general_model(model_type))}
 
 
-NO_ROPE_VALUES = {
-    "no_rope_layers": ([1, 0], [0, 1, 1], [1] * 5, [0] * 5, "x"), "no_rope_layer_interval": (1, 2, 0),
+CONV_VALUES = {
+    "layer_types": (["conv", "full_attention", "conv"], ["conv"] * 3, ["conv"], ["conv", "x", "conv"]),
+    "conv_L_cache": (2, 0), "conv_bias": (True,), "intermediate_size": (41,), "block_ff_dim": (50,),
+}
+OWN_VALUES = {  # of keys that a family alone has
+    "smollm3": {
+        "no_rope_layers": ([1, 0], [0, 1, 1], [1] * 5, [0] * 5, "x"), "no_rope_layer_interval": (1, 2, 0),
+    },
+    "lfm2": {
+        **CONV_VALUES, "full_attn_idxs": ([1], [], ["x"]), "block_auto_adjust_ff_dim": (True,),
+        "block_multiple_of": (8, 0), "block_ffn_dim_multiplier": (1.3, None),
+    },
+    "lfm2_moe": CONV_VALUES,
 }
 
 
@@ -259,7 +275,7 @@ def random_model(rng, model_type):
 def damaged_json(rng, model_type):
     """config.json of a model of the family with some keys changed or left out."""
     keys = general_keys(model_type)
-    values = JSON_VALUES | (NO_ROPE_VALUES if model_type == "smollm3" else {})
+    values = JSON_VALUES | OWN_VALUES.get(model_type, {})
     for _ in range(rng.choice((1, 1, 2, 3))):
         key = rng.choice([*keys, *values])
         if key in keys and rng.random() < 0.1:

@@ -64,6 +64,7 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "glm4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 1_551_892_480,
     "glm4.5-air": 110_468_824_832 - 46 * 128 - 2_375_059_456 - 1_241_513_984,
     "dots1-142b": 142_774_381_696 - 61 * 128,
+    "lfm2-1.2b": 1_170_340_608,
 }
 ROUNDED = {  # as their model cards say
     "mixtral-8x22b": 141e9,
@@ -73,6 +74,7 @@ ROUNDED = {  # as their model cards say
     "olmo3-7b": 7.3e9,
     "glm4-9b": 9.4e9,
     "exaone4-32b": 32e9,
+    "lfm2-8b-a1b": 8.3e9,
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
@@ -88,6 +90,7 @@ ACTIVE = {
     "glm4.5": 32e9,
     "glm4.5-air": 12e9,
     "minimax-m2": 10e9,
+    "lfm2-8b-a1b": 1.5e9,
 }
 LAYOUTS = [
     {},

@@ -29,6 +29,7 @@ from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer_files import write_files
+from model.context import GenerationCache
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
@@ -94,6 +95,12 @@ SIGMOID = {
     "moe_intermediate_size": 20,
     "num_experts_per_tok": 3,
     "pad_token_id": None,  # a padding token would not train
+}
+STATE = {  # beyond the chunks of layers with a state
+    **ROPE,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 160,
+    "pad_token_id": None,
 }
 FULL_LAYERS = ["full_attention", "full_attention"]
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
@@ -440,6 +447,32 @@ CASES = {
             },
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        {**STATE, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    ),
+    "lfm2-untied": (
+        "Lfm2",
+        {
+            **STATE, "full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **STATE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        },
+    ),
+    "lfm2-moe-unbiased": (
+        "Lfm2Moe",
+        {
+            **STATE, "layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 1,
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+            "use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5,
+        },
+    ),
     "seed-oss": (
         "SeedOss",
         {
@@ -585,7 +618,7 @@ def their_model(transformers, family, settings):
         if family in BELOW_ONE and p.dim() == 1:
             p.copy_(p.bfloat16())
     for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             bias.add_(torch.randn_like(bias) * 0.1)
     return model
 
@@ -605,6 +638,11 @@ def batches(vocab):
     return [made[:2], made[2:4], made[4:]]
 
 
+def is_matrix(param):
+    """Or a stack of them; not what convolutions have for each channel, [c, 1, k]."""
+    return param.dim() > 1 and 1 not in param.shape[1:]
+
+
 def train_theirs(model, steps, lr):
     """Losses of plain torch: mean over the counted tokens of a step, clipped at 0.5, AdamW that decays
     matrices only.
@@ -612,8 +650,8 @@ def train_theirs(model, steps, lr):
     params = list(model.parameters())
     optim = torch.optim.AdamW(
         [
-            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in params if is_matrix(p)], "weight_decay": 0.1},
+            {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0},
         ],
         lr=lr,
         betas=(0.9, 0.95),
@@ -725,6 +763,30 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
     if name not in SAME:
         theirs, out = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
         assert theirs.keys() == out.keys() and all(torch.equal(theirs[key], out[key]) for key in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe"])
+@torch.no_grad()
+def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, capsys, name):
+    """A prompt longer than a chunk, then token by token."""
+    theirs = their_model(transformers, *CASES[name])
+    theirs.save_pretrained(tmp_path / "hf")
+    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
+    assert code == 0, err
+    stage = load_run(str(tmp_path / "run"), torch.device("cpu"), "fp32").stage
+
+    prompt = torch.randint(211, (1, 70), generator=torch.Generator().manual_seed(2))
+    found = theirs.generate(
+        prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )
+    cache, first = GenerationCache(), 0
+    for last, want in enumerate(found.logits, prompt.shape[1]):
+        tokens = found.sequences[:, first:last]
+        got = stage.logits(tokens, torch.arange(first, last)[None], cache=cache)[:, -1]
+        cache.length = first = last
+        torch.testing.assert_close(got[:, :211], want, rtol=0, atol=1e-5)
 
 
 def test_kimi_is_compared_with_the_code_of_deepseek(transformers, tmp_path, capsys):

@@ -1,0 +1,142 @@
+"""Rules of families in which some layers have a mixer with a state in the place of attention (layer_types).
+
+A model of both has the layers with attention as its plain blocks, and a kind of blocks for the others.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpoint.hf_layer_types import FULL
+from checkpoint.hf_rules import (
+    Field,
+    FieldGroup,
+    Fixed,
+    Rule,
+    UnlikeFamily,
+    list_of,
+    plain_number,
+)
+from config import ModelConfig, Tree, has_softmax, layer_model
+from config.pattern import PLAIN, pattern_text
+from config.tree import differing_leaves, stated_leaves
+
+
+@dataclass(frozen=True)
+class StateLayers:
+    """The layers with a state.
+
+    layer_type: in layer_types. name: of their kind of blocks. rules: of what they have otherwise than the
+    layers with attention, their mixer among it. usual: keys -> whether each layer has a state, where
+    layer_types is left out. needs_both: transformers has no model without layers of one type.
+    """
+    layer_type: str
+    name: str
+    rules: tuple[Rule, ...]
+    usual: Callable[[Tree], list[bool]]
+    needs_both: bool = False
+
+    def read(self, keys: Tree) -> Tree:
+        has_state = self.types_of(keys)
+        changes: Tree = {}
+        for rule in self.rules:
+            changes |= rule.read(keys)
+        pattern = pattern_text([self.name if each else PLAIN for each in has_state])
+        return {"blocks": {self.name: changes}, "pattern": pattern} if pattern else {}
+
+    def types_of(self, keys: Tree) -> list[bool]:
+        """Whether each layer has a state. Raises UnlikeFamily."""
+        types = list_of(str, keys, "layer_types")
+        usual = self.usual(keys)
+        if not types:
+            return usual
+        for layer_type in types:
+            if layer_type not in (FULL, self.layer_type):
+                raise UnlikeFamily(
+                    f"layer_types = {layer_type!r} is not supported, only {FULL} and {self.layer_type}")
+        layers = plain_number(keys, "num_hidden_layers")
+        if len(types) != layers:
+            raise UnlikeFamily(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
+        if self.needs_both and len(set(types)) < 2:
+            raise UnlikeFamily(f"layer_types has no layer of {FULL} or none of {self.layer_type}")
+        return [layer_type == self.layer_type for layer_type in types]
+
+    def write(self, model: ModelConfig) -> Tree:
+        layers = layers_of(model)
+        keys: Tree = {
+            "layer_types": [FULL if has_softmax(layer.mixer) else self.layer_type for layer in layers]
+        }
+        for layer in [layer for layer in layers if not has_softmax(layer.mixer)][:1]:
+            for rule in self.rules:
+                keys |= rule.write(layer)
+        return keys
+
+    def obstacles(self, model: ModelConfig) -> list[str]:
+        """Layers with attention are as the model says, and the others differ in what the rules read."""
+        layers = layers_of(model)
+        states = [layer for layer in layers if not has_softmax(layer.mixer)]
+        is_lost = self.needs_both and len(states) in (0, len(layers))
+        for layer in layers:
+            if has_softmax(layer.mixer):
+                is_lost |= (layer.mixer, layer.mlp, layer.norm) != (model.mixer, model.mlp, model.norm)
+            else:
+                is_lost |= layer != states[0] or not self.covers(model, layer)
+        return ["blocks", "pattern"] if is_lost else []
+
+    def covers(self, model: ModelConfig, layer: ModelConfig) -> bool:
+        """Whether the rules express all that a layer with a state has otherwise than the model."""
+        if type(layer.norm) is not type(model.norm) or any(rule.obstacles(layer) for rule in self.rules):
+            return False
+        covered = {name for rule in self.rules for name in rule.fields}
+        own = {
+            *stated_leaves(layer.mixer, "mixer."),
+            *differing_leaves(model.mlp, layer.mlp, "mlp."),
+            *differing_leaves(model.norm, layer.norm, "norm."),
+        }
+        return own <= covered
+
+
+def layers_of(model: ModelConfig) -> list[ModelConfig]:
+    return [layer_model(model, layer) for layer in range(model.layers)]
+
+
+def state_layers_group(layers: StateLayers) -> FieldGroup:
+    return FieldGroup(("blocks", "pattern"), layers.read, layers.write, layers.obstacles)
+
+
+# ---- LFM2 --------------------------------------------------------------------------------------------------
+
+def conv_where_not_stated(keys: Tree) -> list[bool]:
+    """full_attn_idxs lists the layers with attention; without it, all have."""
+    layers = range(int(plain_number(keys, "num_hidden_layers")))
+    if keys.get("full_attn_idxs") is None:
+        return [False for _ in layers]
+    full = set(list_of(int, keys, "full_attn_idxs"))
+    return [layer not in full for layer in layers]
+
+
+def read_lfm2_width(keys: Tree) -> Tree:
+    """The width of the MLP: two thirds of what is stated, times a factor, rounded up to a multiple."""
+    has_name = keys.get("block_ff_dim") is not None
+    stated = plain_number(keys, "intermediate_size") if not has_name else plain_number(keys, "block_ff_dim")
+    factor, multiple = keys.get("block_ffn_dim_multiplier"), keys.get("block_multiple_of")
+    if not keys.get("block_auto_adjust_ff_dim"):
+        return {"mlp.width": stated}
+    width = int(2 * stated / 3)
+    if factor is None:
+        return {"mlp.width": width}
+    width = int(plain_number(keys, "block_ffn_dim_multiplier") * width)
+    multiple = int(plain_number(keys, "block_multiple_of"))
+    if multiple < 1:
+        raise UnlikeFamily(f"block_multiple_of = {multiple} is not above 0")
+    return {"mlp.width": -(-width // multiple) * multiple}
+
+
+LFM2_WIDTH = FieldGroup(
+    ("mlp.width",),
+    read_lfm2_width,
+    lambda model: {"intermediate_size": model.mlp.width, "block_auto_adjust_ff_dim": False},
+)
+LFM2_LAYERS = state_layers_group(StateLayers(
+    "conv", "conv",
+    rules=(Fixed("mixer.kind", "short_conv"), Field("mixer.conv", "conv_L_cache", minimum=1)),
+    usual=conv_where_not_stated,
+))
