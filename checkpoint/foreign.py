@@ -198,7 +198,7 @@ def with_full_names(tensors: NamedTensors, family: Family) -> NamedTensors:
     """The tensors under the names of the whole model, without buffers: see hf.stored_tensors."""
     bare = not any(name.startswith(family.prefix) for name in tensors.tensors)
     stored = {name if name == hf.HEAD or not bare else family.prefix + name: name for name in tensors.tensors}
-    stored = {full: name for full, name in stored.items() if not hf.BUFFERS.fullmatch(full)}
+    stored = {full: name for full, name in stored.items() if hf.is_weight(full, family)}
     return replace(
         tensors,
         tensors={full: tensors.tensors[name] for full, name in stored.items()},

@@ -30,7 +30,7 @@ HEAD = "lm_head.weight"
 VOCAB_KEYS = ("embed.weight", "head.weight")  # ours are padded: [padded vocab, hidden]
 # Old files hold these buffers, which are no weights.
 BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
-NORM_WEIGHT = re.compile(r"norm(_after)?\.weight$")
+NORM_WEIGHT = re.compile(r"(?<!\.attn\.)norm(_after)?\.weight$")  # but that of a state's output
 FLOATS = ("F64", "F32", "F16", "BF16")
 SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; that of version 5 is ten times larger
 MAX_NAMED = 4  # differences that an error names; the rest is only counted
@@ -128,7 +128,12 @@ def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
     prefix = FAMILIES[model_type].prefix
     if not any(name.startswith(prefix) for name in found):
         found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
-    return {name: stored for name, stored in found.items() if not BUFFERS.fullmatch(name)}
+    return {name: stored for name, stored in found.items() if is_weight(name, FAMILIES[model_type])}
+
+
+def is_weight(name: str, family: Family) -> bool:
+    """Whether a tensor of a folder, under its full name, is one that is read."""
+    return not BUFFERS.fullmatch(name) and not (family.unread and name.startswith(family.unread))
 
 
 def open_safetensors(file: Path) -> safe_open:

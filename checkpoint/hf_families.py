@@ -78,7 +78,7 @@ from checkpoint.hf_rules import (
     share_of_rope,
     spell_out,
 )
-from checkpoint.hf_state_layers import LFM2_LAYERS, LFM2_WIDTH
+from checkpoint.hf_state_layers import LFM2_LAYERS, LFM2_WIDTH, QWEN_LAYERS, SHARE_OF_ROPE, TEXT_ROPE
 from config import (
     TRAINING_ONLY_KEYS,
     ConfigError,
@@ -87,6 +87,7 @@ from config import (
     layer_model,
     modules_ahead,
     no_effect,
+    shared_heads,
 )
 from config.tree import has_path, is_below, stated_leaves, value_at
 
@@ -178,6 +179,7 @@ class Family:
     norms_below_one: bool = False  # weights of norms are stored as w - 1
     # {kind of a layer's mixer: {our name: their name}}: what such a layer has otherwise than `tensors`
     of_mixers: dict[str, dict[str, str]] = field(default_factory=dict)
+    unread: str = ""  # with this their names of tensors begin that transformers does not load
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
     def read(self, hf_config: Tree) -> Tree:
@@ -466,6 +468,28 @@ LFM2_EXPERTS = in_layer("model.layers", {
     "mlp.experts.{expert}.down": "feed_forward.experts.{expert}.w2",
 })
 LFM2_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "feed_forward.expert_bias"})
+QWEN_LINEAR = in_layer("model.layers", {
+    **dict.fromkeys(("attn.q_conv", "attn.k_conv", "attn.v_conv"), "linear_attn.conv1d"),
+    "attn.norm": "linear_attn.norm",
+    "attn.o": "linear_attn.out_proj",
+})
+QWEN_RATES = in_layer("model.layers", {
+    "attn.A_log": "linear_attn.A_log",
+    "attn.dt_bias": "linear_attn.dt_bias",
+})
+QWEN_NEXT_LINEAR = QWEN_LINEAR | in_layer("model.layers", {
+    **dict.fromkeys(("attn.q", "attn.k", "attn.v", "attn.z"), "linear_attn.in_proj_qkvz"),
+    **dict.fromkeys(("attn.b", "attn.a"), "linear_attn.in_proj_ba"),
+})
+QWEN35_LINEAR = QWEN_LINEAR | in_layer("model.layers", {
+    **dict.fromkeys(("attn.q", "attn.k", "attn.v"), "linear_attn.in_proj_qkv"),
+    "attn.z": "linear_attn.in_proj_z",
+    "attn.b": "linear_attn.in_proj_b",
+    "attn.a": "linear_attn.in_proj_a",
+})
+QWEN_HYBRID = OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | in_layer(
+    "model.layers", {"attn.gate": "self_attn.q_proj"}  # after the queries of each head
+)
 STARCODER_MLP = in_layer("model.layers", {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
 GPT2_TENSORS = with_leaf("weight", GPT2_OUTER | GPT2_BIASED) | with_leaf("bias", GPT2_BIASED)
@@ -766,6 +790,51 @@ LFM2_DEFAULTS = {
     "tie_word_embeddings": True,
     "conv_L_cache": 3,
     "max_position_embeddings": 128000,
+}
+QWEN_STATE = (
+    *SIZES,
+    *NO_BIAS,
+    NO_ATTENTION_BIAS,
+    Fixed("mixer.qk_norm", "head"),
+    Fixed("mixer.gate", "channel"),
+    Fixed("mixer.window", None),
+    QWEN_LAYERS,
+    *without_rope_share(DECODER),
+    NO_ATTENTION_DROPOUT,
+    Only("use_sliding_window", (False,), written=False),
+    Only("attn_output_gate", (True,), written=False),
+    Idle(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
+)
+NO_DENSE_LAYERS = Only("mlp_only_layers", ([], None), written=False)
+QWEN_SHARED_EXPERT = (
+    Field("experts", "num_experts"),
+    EXPERTS_PER_TOKEN,
+    Field("moe_ffn", "moe_intermediate_size"),
+    SHARED_WIDTH,
+    Fixed("shared_gate", True),
+    Fixed("router", "softmax"),
+)
+QWEN_STATE_DEFAULTS = {
+    **ROPE_DEFAULTS,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+QWEN_SHARED_EXPERT_DEFAULTS = {
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+# The rows of queries and gates alternate by heads; a convolution has a dim of size 1 within.
+QWEN_ARRANGEMENTS: dict[str, ArrangementOf] = {
+    "model.layers.{layer}.self_attn.q_proj.weight": lambda model: Arrangement(groups=model.mixer.heads),
+    "model.layers.{layer}.linear_attn.conv1d.weight": lambda model: Arrangement(inner=True),
 }
 GLM = (
     *SIZES,
@@ -1921,6 +1990,43 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"short_conv": with_leaf("weight", LFM2_CONV)},
         arrangements={"model.layers.{layer}.conv.conv.weight": lambda model: Arrangement(inner=True)},
     ),
+    Family(
+        model_type="qwen3_next",
+        architecture="Qwen3NextForCausalLM",
+        rules=(
+            *QWEN_STATE,
+            SHARE_OF_ROPE,
+            *QWEN_SHARED_EXPERT,
+            Field("router_renorm", "norm_topk_prob"),
+            Field("moe_every", "decoder_sparse_step", minimum=1),
+            QWEN_DENSE_LAYERS,
+        ),
+        defaults={
+            **QWEN_STATE_DEFAULTS,
+            **QWEN_SHARED_EXPERT_DEFAULTS,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+        tensors=with_leaf("weight", QWEN_HYBRID | EXPERTS | ONE_SHARED_EXPERT),
+        of_mixers={"delta": with_leaf("weight", QWEN_NEXT_LINEAR) | QWEN_RATES},
+        arrangements=QWEN_ARRANGEMENTS | dict.fromkeys(
+            (f"model.layers.{{layer}}.linear_attn.{name}.weight" for name in ("in_proj_qkvz", "in_proj_ba")),
+            lambda model: Arrangement(groups=shared_heads(model.mixer)["key_heads"]),
+        ),
+        norms_below_one=True,
+        unread="mtp.",
+    ),
+    Family(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        rules=(*QWEN_STATE, TEXT_ROPE, NO_DENSE_LAYERS),
+        defaults={**QWEN_STATE_DEFAULTS, "num_key_value_heads": 4},
+        tensors=with_leaf("weight", QWEN_HYBRID),
+        of_mixers={"delta": with_leaf("weight", QWEN35_LINEAR) | QWEN_RATES},
+        arrangements=QWEN_ARRANGEMENTS,
+        norms_below_one=True,
+        unread="mtp.",
+    ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.
     Family(
         model_type="hy_v3",  # goes out as dots1
@@ -2111,6 +2217,29 @@ FAMILIES = {family.model_type: family for family in (
             "max_position_embeddings": 131072,
         },
         tensors=LLAMA_TENSORS,
+    ),
+    Family(
+        model_type="qwen3_5_moe_text",  # goes out as qwen3_next
+        architecture="Qwen3_5MoeForCausalLM",
+        rules=(
+            *without(QWEN_STATE, "mlp.width"),
+            UNUSED_WIDTH,
+            TEXT_ROPE,
+            *QWEN_SHARED_EXPERT,
+            Fixed("router_renorm", True),
+            NO_DENSE_LAYERS,
+        ),
+        defaults={
+            **QWEN_STATE_DEFAULTS,
+            **QWEN_SHARED_EXPERT_DEFAULTS,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        tensors=with_leaf("weight", QWEN_HYBRID | EXPERTS | ONE_SHARED_EXPERT),
+        of_mixers={"delta": with_leaf("weight", QWEN35_LINEAR) | QWEN_RATES},
+        arrangements=QWEN_ARRANGEMENTS,
+        norms_below_one=True,
+        unread="mtp.",
     ),
     # Kimi K2; the folder has code that is not run. Goes out as deepseek_v3.
     replace(DEEPSEEK_V3, model_type="kimi_k2", code="deepseek_v3"),

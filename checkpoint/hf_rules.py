@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from config import (
     AttentionConfig,
+    DeltaConfig,
     LinearScaling,
     Llama3Scaling,
     ModelConfig,
@@ -30,6 +31,7 @@ from config import (
     layer_model,
     modules_ahead,
     rotated_dim,
+    shared_heads,
 )
 from config.pattern import PLAIN, pattern_text
 from config.tree import has_path, value_at, with_values
@@ -48,6 +50,8 @@ def spell_out(model: ModelConfig) -> ModelConfig:
     values: Tree = {"moe_ffn": expert_ffn_size(model), "pattern": pattern_text(layer_kinds(model))}
     if isinstance(model.mixer, AttentionConfig):
         values |= {"mixer.kv_heads": kv_heads(model), "mixer.head_dim": head_dim(model)}
+    if isinstance(model.mixer, DeltaConfig):
+        values["mixer.key_heads"] = shared_heads(model.mixer)["key_heads"]
     return with_values(model, values)
 
 

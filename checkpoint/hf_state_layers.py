@@ -3,7 +3,7 @@
 A model of both has the layers with attention as its plain blocks, and a kind of blocks for the others.
 """
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpoint.hf_layer_types import FULL
 from checkpoint.hf_rules import (
@@ -13,9 +13,11 @@ from checkpoint.hf_rules import (
     Rule,
     UnlikeFamily,
     list_of,
+    number,
     plain_number,
+    share_of_rope,
 )
-from config import ModelConfig, Tree, has_softmax, layer_model
+from config import ModelConfig, Tree, has_softmax, layer_model, shared_heads
 from config.pattern import PLAIN, pattern_text
 from config.tree import differing_leaves, stated_leaves
 
@@ -83,7 +85,8 @@ class StateLayers:
 
     def covers(self, model: ModelConfig, layer: ModelConfig) -> bool:
         """Whether the rules express all that a layer with a state has otherwise than the model."""
-        if type(layer.norm) is not type(model.norm) or any(rule.obstacles(layer) for rule in self.rules):
+        same_kinds = type(layer.mlp) is type(model.mlp) and type(layer.norm) is type(model.norm)
+        if not same_kinds or any(rule.obstacles(layer) for rule in self.rules):
             return False
         covered = {name for rule in self.rules for name in rule.fields}
         own = {
@@ -140,3 +143,57 @@ LFM2_LAYERS = state_layers_group(StateLayers(
     rules=(Fixed("mixer.kind", "short_conv"), Field("mixer.conv", "conv_L_cache", minimum=1)),
     usual=conv_where_not_stated,
 ))
+
+
+# ---- the gated delta net -----------------------------------------------------------------------------------
+
+def read_key_heads(keys: Tree) -> Tree:
+    """none where there are as many as value heads."""
+    heads = number(keys, "linear_num_key_heads")
+    return {"mixer.key_heads": None if heads == number(keys, "linear_num_value_heads") else heads}
+
+
+def linear_where_not_stated(keys: Tree) -> list[bool]:
+    """Each layer but every so many has a state."""
+    every = keys.get("full_attention_interval", 4)
+    if not isinstance(every, int) or every < 1:
+        raise UnlikeFamily(f"full_attention_interval = {every!r} is not supported")
+    return [(layer + 1) % every != 0 for layer in range(int(plain_number(keys, "num_hidden_layers")))]
+
+
+DELTA_RULES = (
+    Fixed("mixer.kind", "delta"),
+    Field("mixer.heads", "linear_num_value_heads", minimum=1),
+    FieldGroup(
+        ("mixer.key_heads",),
+        read_key_heads,
+        lambda layer: {"linear_num_key_heads": shared_heads(layer.mixer)["key_heads"]},
+    ),
+    Field("mixer.key_dim", "linear_key_head_dim", minimum=1),
+    Field("mixer.v_dim", "linear_value_head_dim", minimum=1),
+    Field("mixer.conv", "linear_conv_kernel_dim", minimum=1),
+)
+QWEN_LAYERS = state_layers_group(StateLayers(
+    "linear_attention", "linear", rules=DELTA_RULES, usual=linear_where_not_stated
+))
+
+
+# Qwen3.5: of text, the three positions of a token are one.
+
+IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
+
+
+def read_text_rope(keys: Tree) -> Tree:
+    """Rotary positions on a share of the channels, without what concerns images."""
+    said: Tree = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        said[name] = keys.get(name)
+        if isinstance(said[name], dict):
+            said[name] = {key: value for key, value in said[name].items() if key not in IMAGE_POSITIONS}
+    for name in ("rope_theta", "partial_rotary_factor", "max_position_embeddings"):
+        keys.get(name)
+    return SHARE_OF_ROPE.read({**keys, **said})
+
+
+SHARE_OF_ROPE = share_of_rope(0.25)
+TEXT_ROPE = replace(SHARE_OF_ROPE, read=read_text_rope)

@@ -46,6 +46,7 @@ from checkpoint import hf, hf_config, hf_ranks, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import spell_out
+from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
 from config.command_line import CommandParser
 from config.suggestions import check_rules
@@ -135,6 +136,7 @@ def from_hf(
     if published_mtp > modules_ahead(model):
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
                      f"{published_mtp}: the model has none (model.mtp none)")
+    notes += unread_notes(folder, family)
     notes += dropout_notes(folder)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
@@ -174,6 +176,15 @@ def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
         raise ConfigError(f"--tokenizer: {spec} is not the tokenizer of {folder}: id {token_id} is "
                           f"{theirs!r} there and {ours!r} here; leave --tokenizer out, and change tokenizers "
                           "in the training: --checkpoint.init_changes data.tokenizer")
+
+
+def unread_notes(folder: Path, family: str) -> list[str]:
+    """[a line that names the tensors of a folder that no model of the family has]; [] without any."""
+    start = FAMILIES[family].unread
+    names = [name for name in open_safetensors_folder(folder).tensors if start and name.startswith(start)]
+    if not names:
+        return []
+    return [f"the tensors {start}* ({len(names)}) are not taken: transformers does not load them either"]
 
 
 def dropout_notes(folder: Path) -> list[str]:

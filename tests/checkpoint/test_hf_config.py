@@ -19,6 +19,7 @@ from plan.count import parameters
 
 NONE = {"bos_token_id": None, "eos_token_id": None}
 FAMILY = {
+    "qwen3-next": "qwen3_next",
     "gpt2": "gpt2",
     "llama": "llama",
     "mistral": "mistral",
@@ -56,8 +57,9 @@ FAMILY = {
     "lfm2-8b": "lfm2_moe",
     "lfm2-1.2b": "lfm2",
     "short-conv": "lfm2",
+    "delta-": "qwen3_5_text",
 }  # start of a preset's name
-WITHOUT_FAMILY = ("delta-tiny", "olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny")
+WITHOUT_FAMILY = ("olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny")
 COUNTED = (
     "gpt2",
     "llama3-8b",
@@ -85,6 +87,8 @@ COUNTED = (
     "exaone4-32b",
     "lfm2-1.2b",
     "lfm2-8b-a1b",
+    "qwen3-next-80b-a3b",
+    "delta-tiny",
     "qwen2-moe-tiny",
 )
 LLAMA = {

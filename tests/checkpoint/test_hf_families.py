@@ -85,6 +85,9 @@ FAMILY_PRESETS = {
     "granitemoe": "mixtral-tiny",
     "lfm2": "short-conv-tiny",
     "lfm2_moe": "short-conv-tiny",
+    "qwen3_next": "qwen3-next-tiny",
+    "qwen3_5_text": "delta-tiny",
+    "qwen3_5_moe_text": "qwen3-next-tiny",
 }
 CHANGED = {  # of the preset
     "seed_oss": {"mixer": {"bias": "all", "heads": 3, "kv_heads": 1, "head_dim": 40}, "mlp.bias": True},

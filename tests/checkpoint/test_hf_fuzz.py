@@ -34,12 +34,18 @@ OUT_AS = {  # families that are only read: the earlier one that their models are
     "phi3": "mistral",
     "kimi_k2": "deepseek_v3",
     "cwm": "ministral",
+    "qwen3_5_moe_text": "qwen3_next",
 }
 WRITTEN = [model_type for model_type in FAMILIES if model_type not in OUT_AS]
 GELU = {"norm.kind": "layernorm", "mlp": {"activation": "gelu", "bias": True}}
 GEGLU = {"mlp.activation": "geglu"}
 COHERE = {"norm": {"kind": "layernorm", "bias": False}, "residual": "parallel", "logit_scale": 0.25}
 CONVOLUTIONS = {"blocks": {"conv": {"mixer.kind": "short_conv"}}, "pattern": "(conv, block)..."}
+DELTA = {
+    "mixer": {"kv_heads": 2, "head_dim": 8, "qk_norm": "head", "gate": "channel", "rope.share": 0.25},
+    "blocks": {"linear": {"mixer": {"kind": "delta", "heads": 4, "key_heads": 2, "key_dim": 6, "v_dim": 10}}},
+    "pattern": "(linear, block)...",
+}
 GENERAL = {  # a model of each family
     "gpt2": {**GELU, "positions": "learned", "mixer": {"rope": None, "bias": "all"}, "tied": True},
     "llama": {"mixer.kv_heads": 2},
@@ -140,6 +146,9 @@ GENERAL = {  # a model of each family
     "lfm2_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head"}, "first_dense": 1, **CONVOLUTIONS,
     },
+    "qwen3_next": {**MIXTURE, **DELTA, "shared_experts": 2, "shared_gate": True},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**MIXTURE, **DELTA, "shared_experts": 1, "shared_gate": True},
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
     "kimi_k2": {
         **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,
@@ -242,6 +251,15 @@ CONV_VALUES = {
     "layer_types": (["conv", "full_attention", "conv"], ["conv"] * 3, ["conv"], ["conv", "x", "conv"]),
     "conv_L_cache": (2, 0), "conv_bias": (True,), "intermediate_size": (41,), "block_ff_dim": (50,),
 }
+LINEAR_VALUES = {
+    "layer_types": (
+        ["full_attention", "linear_attention", "full_attention"], ["linear_attention"] * 3,
+        ["full_attention"] * 3, ["linear_attention", "full_attention", "x"],
+    ),
+    "full_attention_interval": (2, 0), "linear_num_key_heads": (4, 1), "linear_conv_kernel_dim": (2, 3),
+    "linear_key_head_dim": (4, 12), "linear_value_head_dim": (4, 12), "attn_output_gate": (True,),
+    "mamba_ssm_dtype": ("float32",), "mtp_num_hidden_layers": (1,),
+}
 OWN_VALUES = {  # of keys that a family alone has
     "smollm3": {
         "no_rope_layers": ([1, 0], [0, 1, 1], [1] * 5, [0] * 5, "x"), "no_rope_layer_interval": (1, 2, 0),
@@ -251,6 +269,7 @@ OWN_VALUES = {  # of keys that a family alone has
         "block_multiple_of": (8, 0), "block_ffn_dim_multiplier": (1.3, None),
     },
     "lfm2_moe": CONV_VALUES,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), LINEAR_VALUES),
 }
 
 

@@ -75,6 +75,7 @@ ROUNDED = {  # as their model cards say
     "glm4-9b": 9.4e9,
     "exaone4-32b": 32e9,
     "lfm2-8b-a1b": 8.3e9,
+    "qwen3-next-80b-a3b": 80e9,
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
@@ -91,6 +92,7 @@ ACTIVE = {
     "glm4.5-air": 12e9,
     "minimax-m2": 10e9,
     "lfm2-8b-a1b": 1.5e9,
+    "qwen3-next-80b-a3b": 3e9,
 }
 LAYOUTS = [
     {},

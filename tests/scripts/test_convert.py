@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import config
 from build import build_run, load_run
-from checkpoint import hf, hf_tokenizer, state, store
+from checkpoint import foreign, hf, hf_tokenizer, state, store
 from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
@@ -101,6 +101,22 @@ STATE = {  # beyond the chunks of layers with a state
     "num_hidden_layers": 3,
     "max_position_embeddings": 160,
     "pad_token_id": None,
+}
+DELTA = {
+    **STATE,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+SHARED_EXPERT = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 20,
 }
 FULL_LAYERS = ["full_attention", "full_attention"]
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
@@ -473,6 +489,18 @@ CASES = {
             "use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5,
         },
     ),
+    "qwen3-next": ("Qwen3Next", {**DELTA, **SHARED_EXPERT, "shared_expert_intermediate_size": 40}),
+    "qwen3-next-mixed": (
+        "Qwen3Next",
+        {
+            **DELTA, **SHARED_EXPERT, "decoder_sparse_step": 2, "norm_topk_prob": False,
+            "linear_num_key_heads": 4, "partial_rotary_factor": 0.5, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5Text", {**DELTA, "layer_types": None, "full_attention_interval": 2, "rope_theta": 1e7}
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeText", {**DELTA, **SHARED_EXPERT}),
     "seed-oss": (
         "SeedOss",
         {
@@ -546,7 +574,9 @@ CASES = {
         {**ROPE, "sliding_window": 7, "tie_word_embeddings": True, "pad_token_id": None},
     ),
 }
-BELOW_ONE = ("Gemma", "Gemma2", "Gemma3Text", "Nemotron")  # w - 1 of a folder in bf16 is w in fp32, exactly
+BELOW_ONE = (
+    "Gemma", "Gemma2", "Gemma3Text", "Nemotron", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText"
+)  # w - 1 of a folder in bf16 is w in fp32, exactly
 SAME = {  # written as the first family that computes the same, or under another name
     "mistral-nowindow": "Llama",
     "deepseek-v3-dense": "DeepseekV2",
@@ -562,6 +592,8 @@ SAME = {  # written as the first family that computes the same, or under another
     "youtu-halves": "DeepseekV3",
     "cwm": "Ministral",
     "gemma3": "Gemma3",
+    "qwen3.5": "Qwen3_5",
+    "qwen3.5-moe": "Qwen3Next",
     "gemma3-1b": "Gemma3",
     "internlm3": "Llama",
     "internlm3-biased": "Llama",
@@ -766,7 +798,7 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5"])
 @torch.no_grad()
 def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, capsys, name):
     """A prompt longer than a chunk, then token by token."""
@@ -787,6 +819,16 @@ def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, cap
         got = stage.logits(tokens, torch.arange(first, last)[None], cache=cache)[:, -1]
         cache.length = first = last
         torch.testing.assert_close(got[:, :211], want, rtol=0, atol=1e-5)
+
+
+def test_modules_that_transformers_does_not_load_are_left_out_and_named(transformers, tmp_path, capsys):
+    their_model(transformers, *CASES["qwen3.5"]).save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file({**load_file(file), "mtp.norm.weight": torch.ones(48)}, file, {"format": "pt"})
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    assert code == 0, err
+    assert any("the tensors mtp.* (1) are not taken" in note for note in json.loads(out)["notes"])
+    assert not any("mtp" in key for key in foreign.open_hf_folder(tmp_path / "hf").places)
 
 
 def test_kimi_is_compared_with_the_code_of_deepseek(transformers, tmp_path, capsys):
