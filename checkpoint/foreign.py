@@ -26,15 +26,18 @@ from config import (
     DeltaConfig,
     MambaConfig,
     ModelConfig,
+    has_experts,
     head_dim,
     kv_heads,
     layer_model,
     padded_vocab,
 )
+from config.model_parts import NoPart
 from config.tree import plain_data
 from parallel.sharding.boxes import Box
 
 QUANTIZATION = "quantization_config"
+OF_MIXTURES = ("router", "experts", "shared", "shared_gate")  # of an MLP's tensors
 NUMBER = re.compile(r"\\\{(layer|expert)\\\}")  # in an escaped name of Family.tensors
 
 
@@ -211,7 +214,9 @@ def patterns_of(family: Family) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for names in (family.tensors, *family.of_mixers.values()):
         for ours, theirs in names.items():
-            found[NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))].append(ours)
+            keys = found[NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))]
+            if ours not in keys:
+                keys.append(ours)
     return found
 
 
@@ -230,7 +235,10 @@ def places_in(
 
     Raises ConfigError, beginning with `where`, for a shape that config.json makes another one.
     """
-    arrangement = family.arrangement(keys[0].format(**{"expert": "0", **numbers}), model)
+    of_first = {"expert": "0", **numbers}
+    keys = [key for key in keys if has_part_of(model, key.format(**of_first))] or keys
+    own_keys = [key.format(**of_first) for key in keys]
+    arrangement = family.arrangement(own_keys[0], model)
     has_shape = f"{where} has shape {list(shape)}"
     inner = shape
     if arrangement.leading is not None:
@@ -244,7 +252,7 @@ def places_in(
         if rest[:1] != [1]:
             raise ConfigError(f"{has_shape}, and its second dim should be 1")
         rest = rest[1:]
-    of_each = rows_of(model, [key.format(**{"expert": "0", **numbers}) for key in keys], total, has_shape)
+    of_each = rows_of(model, own_keys, total, has_shape)
     if any(rows % arrangement.groups for rows in of_each):
         raise ConfigError(f"{has_shape}, and its rows are not {arrangement.groups:,} groups")
 
@@ -267,6 +275,20 @@ def places_in(
                     raise ConfigError(f"{where} has {rows:,} rows, config.json {model.vocab:,}")
                 rows = padded_vocab(model)
             yield Box.whole(own, (rows, *rest)), place
+
+
+def has_part_of(model: ModelConfig, key: str) -> bool:
+    """Whether the layer of our tensor `key` has the part that the tensor belongs to: one name of theirs may
+    stand for the tensors of different parts."""
+    section, *names = key.split(".")
+    if section != "layers":
+        return True
+    layer, part, *rest = int(names[0]), *names[1:]
+    if part.startswith("attn"):
+        return not isinstance(layer_model(model, layer).mixer, NoPart)
+    if part != "mlp":
+        return not isinstance(layer_model(model, layer).mlp, NoPart)
+    return (rest[0] in OF_MIXTURES) == has_experts(model, layer)
 
 
 def rows_of(model: ModelConfig, keys: list[str], total: int, where: str) -> list[int]:

@@ -43,7 +43,7 @@ def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelCon
 def read_json(path: Path) -> Tree:
     """The keys and values of a JSON file. Raises ConfigError naming it."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"), object_hook=with_special_floats)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give a folder as save_pretrained writes it") from None
     except (ValueError, RecursionError) as error:
@@ -51,6 +51,11 @@ def read_json(path: Path) -> Tree:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")
     return tree
+
+
+def with_special_floats(tree: Tree) -> Tree | float:
+    """transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    return float(tree["__float__"]) if tree.keys() == {"__float__"} else tree
 
 
 def family_of(model: ModelConfig) -> str:

@@ -20,6 +20,7 @@ from checkpoint.hf_layer_types import (
     GEMMA3_LAYERS,
     OLMO3_LAYERS,
 )
+from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, NEMOTRON_LAYERS
 from checkpoint.hf_rules import (
     ALL_BIASES,
     ATTENTION_BIAS,
@@ -490,6 +491,45 @@ QWEN35_LINEAR = QWEN_LINEAR | in_layer("model.layers", {
 QWEN_HYBRID = OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | in_layer(
     "model.layers", {"attn.gate": "self_attn.q_proj"}  # after the queries of each head
 )
+def mamba_names(prefix: str, module: str, norm: str) -> dict[str, str]:
+    """Their names of the tensors of a layer with Mamba-2, leaf included. module: of the mixer; norm: before
+    it."""
+    matrices = in_layer(prefix, {
+        "attn_norm": norm,
+        **dict.fromkeys((f"attn.{name}" for name in ("z", "x", "B", "C", "dt")), f"{module}.in_proj"),
+        "attn.norm": f"{module}.norm",
+        "attn.o": f"{module}.out_proj",
+    })
+    convolution = in_layer(prefix, dict.fromkeys(
+        (f"attn.{name}_conv" for name in ("x", "B", "C")), f"{module}.conv1d"))
+    rates = in_layer(prefix, {f"attn.{name}": f"{module}.{name}" for name in ("A_log", "dt_bias", "D")})
+    return with_leaf("weight", matrices | convolution) | with_leaf("bias", convolution) | rates
+
+
+GRANITE_SHARED = in_layer("model.layers", {  # of layers without experts their MLP
+    **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.shared.gate", "mlp.shared.up"), "shared_mlp.input_linear"),
+    **dict.fromkeys(("mlp.down", "mlp.shared.down"), "shared_mlp.output_linear"),
+})
+NEMOTRON_H_TENSORS = with_leaf("weight", {
+    "embed": "backbone.embeddings",
+    "norm": "backbone.norm_f",
+    "head": "lm_head",
+    **in_layer("backbone.layers", {
+        "attn_norm": "norm",
+        "attn.q": "mixer.q_proj",
+        "attn.k": "mixer.k_proj",
+        "attn.v": "mixer.v_proj",
+        "attn.o": "mixer.o_proj",
+        "mlp_norm": "norm",
+        "mlp.up": "mixer.up_proj",
+        "mlp.down": "mixer.down_proj",
+        "mlp.router": "mixer.gate",
+        "mlp.experts.{expert}.up": "mixer.experts.{expert}.up_proj",
+        "mlp.experts.{expert}.down": "mixer.experts.{expert}.down_proj",
+        "mlp.shared.up": "mixer.shared_experts.up_proj",
+        "mlp.shared.down": "mixer.shared_experts.down_proj",
+    }),
+}) | in_layer("backbone.layers", {"mlp.router.bias": "mixer.gate.e_score_correction_bias"})
 STARCODER_MLP = in_layer("model.layers", {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 
 GPT2_TENSORS = with_leaf("weight", GPT2_OUTER | GPT2_BIASED) | with_leaf("bias", GPT2_BIASED)
@@ -588,6 +628,10 @@ NO_EXPERTS = Idle((  # where a model has none; else other rules read them
     "n_group", "topk_group", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
     "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "moe_layer_freq",
+))
+NO_NEMOTRON_EXPERTS = Idle((  # where a model has none; else other rules read them
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+    "moe_shared_expert_intermediate_size", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor",
 ))
 ROUTER_GROUPS = (Field("router_groups", "n_group"), Field("router_group_top_k", "topk_group"))
 SIGMOID_EXPERTS = (
@@ -1927,6 +1971,113 @@ FAMILIES = {family.model_type: family for family in (
         arrangements=dict.fromkeys(
             with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.experts)
         ),
+    ),
+    Family(
+        model_type="granitemoehybrid",
+        architecture="GraniteMoeHybridForCausalLM",
+        rules=(
+            *without(without(GRANITE, "mixer.window"), "mixer.rope.base"),
+            Fixed("mixer.window", None),
+            GRANITE_POSITIONS,
+            GRANITE_MLP,
+            GRANITE_LAYERS,
+            NO_MLP_BIAS,
+            Only("mamba_conv_bias", (True,)),
+            Only("mamba_proj_bias", (False,)),
+            Idle(("mamba_chunk_size", "normalization_function", "init_method")),
+        ),
+        defaults={
+            **GRANITE_DEFAULTS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+        aliases={"layers_block_type": "layer_types"},
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | GRANITE_EXPERTS | GRANITE_SHARED)
+        | with_leaf("bias", QKV | OUTPUT),
+        of_mixers={"mamba": mamba_names("model.layers", "mamba", "input_layernorm")},
+        arrangements={
+            **dict.fromkeys(
+                with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.experts)
+            ),
+            "model.layers.{layer}.mamba.conv1d.weight": lambda model: Arrangement(inner=True),
+        },
+    ),
+    Family(
+        model_type="nemotron_h",
+        architecture="NemotronHForCausalLM",
+        rules=(
+            *without(LAYERS_AND_WIDTH, "layers"),
+            KV_HEADS,
+            HEAD_DIM,
+            *without(REST_OF_SIZES, "norm.eps"),
+            Field("norm.eps", "layer_norm_epsilon", minimum=0),
+            *NO_BIAS,
+            NO_QK_NORM,
+            Fixed("mixer.window", None),
+            Fixed("mixer.rope", None),
+            NEMOTRON_LAYERS,
+            Fixed("norm.kind", "rmsnorm"),
+            Fixed("mlp.activation", "relu2"),
+            Only("mlp_hidden_act", ("relu2",)),
+            *without_rope_share(ROTARY),
+            Only("mlp_bias", (False,)),
+            Only("use_bias", (False,)),
+            Only("use_conv_bias", (True,)),
+            Only("mamba_proj_bias", (False,), written=False),
+            Only("mamba_hidden_act", ("silu", "swish")),
+            Only("moe_latent_size", (None,), written=False),
+            Only("sliding_window", (None,), written=False),
+            NO_ATTENTION_BIAS,
+            NO_ATTENTION_DROPOUT,
+            NO_NEMOTRON_EXPERTS,
+            # Published folders say again what the class computes, or how the weights began.
+            Idle((
+                "expand", "chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep",
+                "residual_in_fp32", "rescale_prenorm_residual", "time_step_max", "time_step_floor",
+                "time_step_limit", "time_step_rank", "rms_norm_eps", "norm_eps", "attention_head_dim",
+                "rope_theta", "partial_rotary_factor", "num_nextn_predict_layers", "mtp_layers_block_type",
+                "mtp_hybrid_override_pattern", "moe_shared_expert_overlap",
+            )),
+        ),
+        defaults={
+            "num_hidden_layers": None,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "hidden_size": 4096,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "time_step_min": 0.001,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+        aliases={"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
+        tensors=NEMOTRON_H_TENSORS,
+        of_mixers={"mamba": mamba_names("backbone.layers", "mixer", "norm")},
+        arrangements={"backbone.layers.{layer}.mixer.conv1d.weight": lambda model: Arrangement(inner=True)},
+        prefix="backbone.",
+        unread="mtp.",
     ),
     Family(
         model_type="ministral3",

@@ -22,6 +22,10 @@ from config.pattern import PLAIN, pattern_text
 from config.tree import differing_leaves, stated_leaves
 
 
+LINEAR = "linear_attention"
+EARLIER_TYPES = {"mamba": LINEAR, "attention": FULL}  # names of before, which transformers 5 reads too
+
+
 @dataclass(frozen=True)
 class StateLayers:
     """The layers with a state.
@@ -46,7 +50,7 @@ class StateLayers:
 
     def types_of(self, keys: Tree) -> list[bool]:
         """Whether each layer has a state. Raises UnlikeFamily."""
-        types = list_of(str, keys, "layer_types")
+        types = [EARLIER_TYPES.get(name, name) for name in list_of(str, keys, "layer_types")]
         usual = self.usual(keys)
         if not types:
             return usual
@@ -174,7 +178,7 @@ DELTA_RULES = (
     Field("mixer.conv", "linear_conv_kernel_dim", minimum=1),
 )
 QWEN_LAYERS = state_layers_group(StateLayers(
-    "linear_attention", "linear", rules=DELTA_RULES, usual=linear_where_not_stated
+    LINEAR, "linear", rules=DELTA_RULES, usual=linear_where_not_stated
 ))
 
 
