@@ -150,7 +150,7 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     tensors = open_safetensors_folder(folder)
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
-    tensors = with_full_names(tensors, family)
+    tensors = with_full_names(tensors, family, model)
     model = hf.tie_embeddings(model, tensors.tensors)
 
     places: dict[str, WeightPlace] = {}
@@ -194,11 +194,13 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     )
 
 
-def with_full_names(tensors: NamedTensors, family: Family) -> NamedTensors:
+def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -> NamedTensors:
     """The tensors under the names of the whole model, without buffers: see hf.stored_tensors."""
     bare = not any(name.startswith(family.prefix) for name in tensors.tensors)
     stored = {name if name == hf.HEAD or not bare else family.prefix + name: name for name in tensors.tensors}
-    stored = {full: name for full, name in stored.items() if hf.is_weight(full, family)}
+    stored = {
+        family.usual_name(full, model): name for full, name in stored.items() if hf.is_weight(full, family)
+    }
     return replace(
         tensors,
         tensors={full: tensors.tensors[name] for full, name in stored.items()},
@@ -211,7 +213,9 @@ def patterns_of(family: Family) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for names in (family.tensors, *family.of_mixers.values()):
         for ours, theirs in names.items():
-            found[NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))].append(ours)
+            pattern = NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))
+            if ours not in found[pattern]:
+                found[pattern].append(ours)
     return found
 
 

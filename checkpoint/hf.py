@@ -167,6 +167,7 @@ def read_weights(
     another shape or dtype, before any is read; and ConfigError if a tensor that is stored twice has two
     values.
     """
+    found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
     wanted = {tensor.name: tensor for tensor in hf_tensors(model_type, model, pieces)}
     copies = FAMILIES[model_type].copies(model)
     check_names_and_shapes(model_type, wanted, copies, found)

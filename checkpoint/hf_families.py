@@ -78,7 +78,15 @@ from checkpoint.hf_rules import (
     share_of_rope,
     spell_out,
 )
-from checkpoint.hf_state_layers import LFM2_LAYERS, LFM2_WIDTH, QWEN_LAYERS, SHARE_OF_ROPE, TEXT_ROPE
+from checkpoint.hf_state_layers import (
+    LFM2_LAYERS,
+    LFM2_WIDTH,
+    OLMO_HYBRID_LAYERS,
+    OLMO_HYBRID_ROPE,
+    QWEN_LAYERS,
+    SHARE_OF_ROPE,
+    TEXT_ROPE,
+)
 from config import (
     TRAINING_ONLY_KEYS,
     ConfigError,
@@ -115,6 +123,7 @@ NO_LOGITS = frozenset(
 FOLDED = ("mup",)
 # The numbers in our names of tensors: layers.3.mlp.experts.7.up.weight
 NUMBERED = re.compile(r"\b(layer|expert)s\.(\d+)\.")
+LAYER = re.compile(r"\.layers\.(\d+)\.")  # in theirs
 
 
 def head_if_tied(model: ModelConfig) -> dict[str, str]:
@@ -179,6 +188,8 @@ class Family:
     norms_below_one: bool = False  # weights of norms are stored as w - 1
     # {kind of a layer's mixer: {our name: their name}}: what such a layer has otherwise than `tensors`
     of_mixers: dict[str, dict[str, str]] = field(default_factory=dict)
+    # {kind of a layer's mixer: {part of a name that a folder may have: what is written for it}}
+    spellings: dict[str, dict[str, str]] = field(default_factory=dict)
     unread: str = ""  # with this their names of tensors begin that transformers does not load
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
@@ -259,6 +270,16 @@ class Family:
             return self.tensors
         own = self.of_mixers.get(layer_model(model, int(layer)).mixer.kind, {})
         return own | {ours: theirs for ours, theirs in self.tensors.items() if ours not in own}
+
+    def usual_name(self, name: str, model: ModelConfig) -> str:
+        """Their name of a tensor as it is written; a folder may have it in another spelling."""
+        layer = LAYER.search(name)
+        if not self.spellings or layer is None:
+            return name
+        kind = layer_model(model, int(layer[1])).mixer.kind
+        spellings = self.spellings.get(kind, {})
+        other = next((part for part in spellings if part in name), None)
+        return name if other is None else name.replace(other, spellings[other])
 
     def arrangement(self, key: str, model: ModelConfig) -> Arrangement:
         """How theirs holds our tensor `key`."""
@@ -486,6 +507,13 @@ QWEN35_LINEAR = QWEN_LINEAR | in_layer("model.layers", {
     "attn.z": "linear_attn.in_proj_z",
     "attn.b": "linear_attn.in_proj_b",
     "attn.a": "linear_attn.in_proj_a",
+})
+OLMO_LINEAR = in_layer("model.layers", {
+    **{f"attn.{ours}": f"linear_attn.{theirs}_proj" for ours, theirs in zip("qkvabzo", "qkvabgo")},
+    **{f"attn.{name}_conv": f"linear_attn.{name}_conv1d" for name in "qkv"},
+    "attn.norm": "linear_attn.o_norm",
+    "attn_norm": "attention_layer_norm",
+    "mlp_norm": "feedforward_layer_norm",
 })
 QWEN_HYBRID = OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | in_layer(
     "model.layers", {"attn.gate": "self_attn.q_proj"}  # after the queries of each head
@@ -2025,6 +2053,45 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"delta": with_leaf("weight", QWEN35_LINEAR) | QWEN_RATES},
         arrangements=QWEN_ARRANGEMENTS,
         norms_below_one=True,
+        unread="mtp.",
+    ),
+    Family(
+        model_type="olmo_hybrid",
+        architecture="OlmoHybridForCausalLM",
+        rules=(
+            *OLMO2,
+            Fixed("mixer.window", None),
+            OLMO_HYBRID_ROPE,
+            OLMO_HYBRID_LAYERS,
+            Idle((  # how the rates of the states begin
+                "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
+                "linear_dt_init_floor",
+            )),
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "head_dim"),
+            "attention_bias": False,
+            "linear_num_key_heads": None,
+            "linear_num_value_heads": None,
+            "linear_key_head_dim": None,
+            "linear_value_head_dim": None,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+            "max_position_embeddings": 65536,
+        },
+        tensors=OLMO2_TENSORS,
+        of_mixers={"delta": with_leaf("weight", OLMO_LINEAR) | QWEN_RATES},
+        arrangements={
+            f"model.layers.{{layer}}.linear_attn.{name}_conv1d.weight": lambda model: Arrangement(inner=True)
+            for name in "qkv"
+        },
+        spellings={
+            "delta": {
+                ".input_layernorm.": ".attention_layer_norm.",
+                ".post_attention_layernorm.": ".feedforward_layer_norm.",
+            },
+            "attention": {".feedforward_layer_norm.": ".post_attention_layernorm."},
+        },
         unread="mtp.",
     ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.

@@ -58,8 +58,9 @@ FAMILY = {
     "lfm2-1.2b": "lfm2",
     "short-conv": "lfm2",
     "delta-": "qwen3_5_text",
+    "olmo-hybrid": "olmo_hybrid",
 }  # start of a preset's name
-WITHOUT_FAMILY = ("olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny")
+WITHOUT_FAMILY = ("kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny")
 COUNTED = (
     "gpt2",
     "llama3-8b",
@@ -88,6 +89,7 @@ COUNTED = (
     "lfm2-1.2b",
     "lfm2-8b-a1b",
     "qwen3-next-80b-a3b",
+    "olmo-hybrid-7b",
     "delta-tiny",
     "qwen2-moe-tiny",
 )

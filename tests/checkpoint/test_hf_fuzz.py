@@ -148,6 +148,12 @@ GENERAL = {  # a model of each family
     },
     "qwen3_next": {**MIXTURE, **DELTA, "shared_experts": 2, "shared_gate": True},
     "qwen3_5_text": DELTA,
+    "olmo_hybrid": {
+        "mixer": {"qk_norm": "whole", "rope": None}, "norm.place": "after", "pattern": "(linear, block)...",
+        "blocks": {"linear": {"norm.place": "before", "mixer": {
+            "kind": "delta", "heads": 4, "key_heads": 2, "key_dim": 6, "v_dim": 10, "norm_eps": 1e-5,
+        }}},
+    },
     "qwen3_5_moe_text": {**MIXTURE, **DELTA, "shared_experts": 1, "shared_gate": True},
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
     "kimi_k2": {
@@ -270,6 +276,10 @@ OWN_VALUES = {  # of keys that a family alone has
     },
     "lfm2_moe": CONV_VALUES,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), LINEAR_VALUES),
+    "olmo_hybrid": LINEAR_VALUES | {
+        "linear_allow_neg_eigval": (True, False), "linear_key_head_dim": (None, 12),
+        "linear_value_head_dim": (None, 4), "rope_theta": (100.0, None),
+    },
 }
 
 

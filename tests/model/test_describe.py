@@ -65,6 +65,7 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "glm4.5-air": 110_468_824_832 - 46 * 128 - 2_375_059_456 - 1_241_513_984,
     "dots1-142b": 142_774_381_696 - 61 * 128,
     "lfm2-1.2b": 1_170_340_608,
+    "lfm2-8b-a1b": 8_339_929_856,
 }
 ROUNDED = {  # as their model cards say
     "mixtral-8x22b": 141e9,
@@ -74,8 +75,8 @@ ROUNDED = {  # as their model cards say
     "olmo3-7b": 7.3e9,
     "glm4-9b": 9.4e9,
     "exaone4-32b": 32e9,
-    "lfm2-8b-a1b": 8.3e9,
     "qwen3-next-80b-a3b": 80e9,
+    "olmo-hybrid-7b": 7.43e9,  # with the sizes that transformers' config class has for it
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
