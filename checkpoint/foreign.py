@@ -108,6 +108,8 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
     slices = [rows, *(slice(start, start + size) for start, size in zip(piece.start[1:], piece.size[1:]))]
     if arrangement.inner:
         slices.insert(1, slice(0, 1))
+    if arrangement.outer:
+        slices.insert(0, slice(0, 1))
     if arrangement.transpose:
         slices.reverse()
     if place.stack is not None:
@@ -120,6 +122,8 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
         value = value.squeeze(0)
     if arrangement.transpose:
         value = value.t()
+    if arrangement.outer:
+        value = value.squeeze(0)
     if arrangement.inner:
         value = value.squeeze(1)
     if arrangement.groups > 1:
@@ -243,6 +247,10 @@ def places_in(
         inner = shape[1:]
     if len(inner) > 1 + arrangement.inner and arrangement.transpose:
         inner = inner[::-1]
+    if arrangement.outer:
+        if inner[:1] != (1,):
+            raise ConfigError(f"{has_shape}, and the dim before its rows should be 1")
+        inner = inner[1:]
     total, *rest = inner
     if arrangement.inner:
         if rest[:1] != [1]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from checkpoint.hf_layer_types import FULL, rope_part
 from checkpoint.hf_rules import (
+    MLP_LAYER_TYPES,
     Field,
     FieldGroup,
     Fixed,
@@ -270,3 +271,68 @@ OLMO_HYBRID_LAYERS = state_layers_group(StateLayers(
 OLMO_HYBRID_ROPE = FieldGroup(
     ("mixer.rope",), read_rope_or_none, write_rope_or_none, rope_or_none_obstacles
 )
+
+
+# ---- Kimi Linear -------------------------------------------------------------------------------------------
+
+LINEAR = "linear_attn_config"  # where published folders have the sizes and places of these layers
+IN_LINEAR = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+PLACES = ("full_attn_layers", "kda_layers")  # counted from 1
+
+
+def linear_config(keys: Tree) -> Tree:
+    """linear_attn_config, or an empty one. Raises UnlikeFamily for a key that says another model."""
+    found = keys.get(LINEAR) or {}
+    if not isinstance(found, dict):
+        raise UnlikeFamily(f"{LINEAR} = {found!r} is not supported")
+    for key, value in found.items():
+        if key not in (*IN_LINEAR.values(), *PLACES) and value is not None:
+            raise UnlikeFamily(f"{LINEAR}.{key} = {value!r} is not supported")
+    return found
+
+
+def read_kimi_sizes(keys: Tree) -> Tree:
+    """What linear_attn_config says comes first."""
+    inside = linear_config(keys)
+    stated = {key: inside.get(name, keys.get(key)) for key, name in IN_LINEAR.items()}
+    heads, dim, conv = (plain_number(stated, key) for key in IN_LINEAR)
+    return {"mixer.heads": heads, "mixer.dim": dim, "mixer.conv": conv}
+
+
+def write_kimi_sizes(layer: ModelConfig) -> Tree:
+    return dict(zip(IN_LINEAR, (layer.mixer.heads, layer.mixer.dim, layer.mixer.conv)))
+
+
+def kimi_where_not_stated(keys: Tree) -> list[bool]:
+    """As linear_attn_config says; without it, each layer but every fourth from the fifth on has a state."""
+    layers = range(int(plain_number(keys, "num_hidden_layers")))
+    inside = linear_config(keys)
+    if not all(name in inside for name in PLACES):
+        return [layer == 0 or layer % 4 != 0 for layer in layers]
+    full, state = (set(list_of(int, inside, name)) for name in PLACES)
+    if full & state or full | state != {layer + 1 for layer in layers}:
+        raise UnlikeFamily(f"{LINEAR}: {' and '.join(PLACES)} do not name each of {len(layers)} layers once")
+    return [layer + 1 in state for layer in layers]
+
+
+def read_kimi_dense_layers(keys: Tree) -> Tree:
+    """mlp_layer_types says which layers are dense; without it the first ones are, first_k_dense_replace."""
+    if keys.get("mlp_layer_types"):
+        return MLP_LAYER_TYPES.read(keys)
+    dense = keys.get("first_k_dense_replace", 1)
+    return {"first_dense": plain_number({"first_k_dense_replace": dense}, "first_k_dense_replace")}
+
+
+KIMI_LAYERS = state_layers_group(StateLayers(
+    "linear_attention", "linear",
+    rules=(
+        Fixed("mixer.kind", "kimi"),
+        FieldGroup(("mixer.heads", "mixer.dim", "mixer.conv"), read_kimi_sizes, write_kimi_sizes),
+    ),
+    usual=kimi_where_not_stated,
+))
+KIMI_DENSE_LAYERS = replace(MLP_LAYER_TYPES, read=read_kimi_dense_layers)

@@ -118,6 +118,21 @@ EVEN_DELTA = {  # with as many channels of keys as of values: else transformers 
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 6,
 }
+KIMI = {
+    **STATE,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention"],
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "linear_num_heads": 3,
+    "linear_head_dim": 10,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+}
 SHARED_EXPERT = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -511,6 +526,14 @@ CASES = {
         "OlmoHybrid",
         {**EVEN_DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
+    "kimi-linear": ("KimiLinear", KIMI),
+    "kimi-linear-ranks": (
+        "KimiLinear",
+        {
+            **KIMI, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "olmo-hybrid-rotated": (
         "OlmoHybrid",
         {
@@ -817,7 +840,7 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "olmo-hybrid"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear"])
 @torch.no_grad()
 def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, capsys, name):
     """A prompt longer than a chunk, then token by token."""
