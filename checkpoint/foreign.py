@@ -111,6 +111,8 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
     slices = [rows, *(slice(start, start + size) for start, size in zip(piece.start[1:], piece.size[1:]))]
     if arrangement.inner:
         slices.insert(1, slice(0, 1))
+    if arrangement.outer:
+        slices.insert(0, slice(0, 1))
     if arrangement.transpose:
         slices.reverse()
     if place.stack is not None:
@@ -123,6 +125,8 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
         value = value.squeeze(0)
     if arrangement.transpose:
         value = value.t()
+    if arrangement.outer:
+        value = value.squeeze(0)
     if arrangement.inner:
         value = value.squeeze(1)
     if arrangement.groups > 1:
@@ -153,7 +157,7 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     tensors = open_safetensors_folder(folder)
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
-    tensors = with_full_names(tensors, family)
+    tensors = with_full_names(tensors, family, model)
     model = hf.tie_embeddings(model, tensors.tensors)
 
     places: dict[str, WeightPlace] = {}
@@ -197,11 +201,13 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     )
 
 
-def with_full_names(tensors: NamedTensors, family: Family) -> NamedTensors:
+def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -> NamedTensors:
     """The tensors under the names of the whole model, without buffers: see hf.stored_tensors."""
     bare = not any(name.startswith(family.prefix) for name in tensors.tensors)
     stored = {name if name == hf.HEAD or not bare else family.prefix + name: name for name in tensors.tensors}
-    stored = {full: name for full, name in stored.items() if hf.is_weight(full, family)}
+    stored = {
+        family.usual_name(full, model): name for full, name in stored.items() if hf.is_weight(full, family)
+    }
     return replace(
         tensors,
         tensors={full: tensors.tensors[name] for full, name in stored.items()},
@@ -214,9 +220,9 @@ def patterns_of(family: Family) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for names in (family.tensors, *family.of_mixers.values()):
         for ours, theirs in names.items():
-            keys = found[NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))]
-            if ours not in keys:
-                keys.append(ours)
+            pattern = NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))
+            if ours not in found[pattern]:
+                found[pattern].append(ours)
     return found
 
 
@@ -247,6 +253,10 @@ def places_in(
         inner = shape[1:]
     if len(inner) > 1 + arrangement.inner and arrangement.transpose:
         inner = inner[::-1]
+    if arrangement.outer:
+        if inner[:1] != (1,):
+            raise ConfigError(f"{has_shape}, and the dim before its rows should be 1")
+        inner = inner[1:]
     total, *rest = inner
     if arrangement.inner:
         if rest[:1] != [1]:

@@ -58,7 +58,8 @@ class HFTensor:
     def shape(self) -> tuple[int, ...]:
         rows = sum(len(part) for part in self.parts) // (self.arrangement.leading or 1)
         inner = (1,) if self.arrangement.inner else ()
-        shape = (rows, *inner, *self.parts[0].shape[1:])
+        outer = (1,) if self.arrangement.outer else ()
+        shape = (*outer, rows, *inner, *self.parts[0].shape[1:])
         shape = shape[::-1] if self.arrangement.transpose else shape
         return shape if self.arrangement.leading is None else (self.arrangement.leading, *shape)
 
@@ -167,6 +168,7 @@ def read_weights(
     another shape or dtype, before any is read; and ConfigError if a tensor that is stored twice has two
     values.
     """
+    found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
     wanted = {tensor.name: tensor for tensor in hf_tensors(model_type, model, pieces)}
     copies = FAMILIES[model_type].copies(model)
     check_names_and_shapes(model_type, wanted, copies, found)
@@ -214,6 +216,8 @@ def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
     stacked = value if arrangement.leading is not None else value[None]
     for parts, one in zip(tensor.stacks(), stacked):
         rows = one.t() if arrangement.transpose else one
+        if arrangement.outer:
+            rows = rows.squeeze(0)
         if arrangement.inner:
             rows = rows.squeeze(1)
         shares = [len(part) // arrangement.groups for part in parts]
@@ -231,6 +235,8 @@ def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
     value = torch.cat(grouped, 1).flatten(0, 1) if len(parts) > 1 else parts[0]
     if arrangement.inner:
         value = value.unsqueeze(1)
+    if arrangement.outer:
+        value = value.unsqueeze(0)
     if arrangement.transpose:
         value = value.t()
     return value - tensor.above if tensor.above else value

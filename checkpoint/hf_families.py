@@ -79,7 +79,17 @@ from checkpoint.hf_rules import (
     share_of_rope,
     spell_out,
 )
-from checkpoint.hf_state_layers import LFM2_LAYERS, LFM2_WIDTH, QWEN_LAYERS, SHARE_OF_ROPE, TEXT_ROPE
+from checkpoint.hf_state_layers import (
+    KIMI_DENSE_LAYERS,
+    KIMI_LAYERS,
+    LFM2_LAYERS,
+    LFM2_WIDTH,
+    OLMO_HYBRID_LAYERS,
+    OLMO_HYBRID_ROPE,
+    QWEN_LAYERS,
+    SHARE_OF_ROPE,
+    TEXT_ROPE,
+)
 from config import (
     TRAINING_ONLY_KEYS,
     ConfigError,
@@ -116,6 +126,7 @@ NO_LOGITS = frozenset(
 FOLDED = ("mup",)
 # The numbers in our names of tensors: layers.3.mlp.experts.7.up.weight
 NUMBERED = re.compile(r"\b(layer|expert)s\.(\d+)\.")
+LAYER = re.compile(r"\.layers\.(\d+)\.")  # in theirs
 
 
 def head_if_tied(model: ModelConfig) -> dict[str, str]:
@@ -150,6 +161,7 @@ class Arrangement:
     groups: int = 1
     transpose: bool = False  # of the matrix that they make
     inner: bool = False  # with a dim of size 1 after the rows (torch.nn.Conv1d)
+    outer: bool = False  # with a dim of size 1 before the rows
     leading: int | None = None  # with a first dim in front, for so many stacks
 
 
@@ -180,6 +192,8 @@ class Family:
     norms_below_one: bool = False  # weights of norms are stored as w - 1
     # {kind of a layer's mixer: {our name: their name}}: what such a layer has otherwise than `tensors`
     of_mixers: dict[str, dict[str, str]] = field(default_factory=dict)
+    # {kind of a layer's mixer: {part of a name that a folder may have: what is written for it}}
+    spellings: dict[str, dict[str, str]] = field(default_factory=dict)
     unread: str = ""  # with this their names of tensors begin that transformers does not load
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
@@ -261,6 +275,16 @@ class Family:
         own = self.of_mixers.get(layer_model(model, int(layer)).mixer.kind, {})
         return own | {ours: theirs for ours, theirs in self.tensors.items() if ours not in own}
 
+    def usual_name(self, name: str, model: ModelConfig) -> str:
+        """Their name of a tensor as it is written; a folder may have it in another spelling."""
+        layer = LAYER.search(name)
+        if not self.spellings or layer is None:
+            return name
+        kind = layer_model(model, int(layer[1])).mixer.kind
+        spellings = self.spellings.get(kind, {})
+        other = next((part for part in spellings if part in name), None)
+        return name if other is None else name.replace(other, spellings[other])
+
     def arrangement(self, key: str, model: ModelConfig) -> Arrangement:
         """How theirs holds our tensor `key`."""
         arrangement_of = self.arrangements.get(self.template(key, model))
@@ -293,6 +317,12 @@ def with_leaf(leaf: str, names: dict[str, str]) -> dict[str, str]:
 def in_layer(prefix: str, names: dict[str, str]) -> dict[str, str]:
     """The names of a layer. prefix: what stands before the layer's number in theirs."""
     return {f"layers.{{layer}}.{ours}": f"{prefix}.{{layer}}.{theirs}" for ours, theirs in names.items()}
+
+
+def convolutions(*names: str) -> dict[str, ArrangementOf]:
+    """Of weights [channels, 1, width] with these names in a layer."""
+    full = [f"model.layers.{{layer}}.{name}.weight" for name in names]
+    return dict.fromkeys(full, lambda model: Arrangement(inner=True))
 
 
 OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -487,6 +517,31 @@ QWEN35_LINEAR = QWEN_LINEAR | in_layer("model.layers", {
     "attn.z": "linear_attn.in_proj_z",
     "attn.b": "linear_attn.in_proj_b",
     "attn.a": "linear_attn.in_proj_a",
+})
+KIMI_LINEAR = in_layer("model.layers", {
+    **{f"attn.{name}": f"self_attn.{name}_proj" for name in (*"qkvbo", "f_a", "f_b", "g_a", "g_b")},
+    **{f"attn.{name}_conv": f"self_attn.{name}_conv1d" for name in "qkv"},
+    "attn.norm": "self_attn.o_norm",
+})
+KIMI_RATES = in_layer("model.layers", {
+    "attn.A_log": "self_attn.A_log",
+    "attn.dt_bias": "self_attn.dt_bias",
+})
+KIMI_EXPERTS = MIXTRAL_EXPERTS | in_layer("model.layers", {
+    f"mlp.shared.{name}": f"block_sparse_moe.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+})
+KIMI_ROUTER_BIAS = in_layer(
+    "model.layers", {"mlp.router.bias": "block_sparse_moe.gate.e_score_correction_bias"}
+)
+KIMI_SPELLINGS = {  # transformers saves a dense MLP as if it were one of experts
+    f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")
+}
+OLMO_LINEAR = in_layer("model.layers", {
+    **{f"attn.{ours}": f"linear_attn.{theirs}_proj" for ours, theirs in zip("qkvabzo", "qkvabgo")},
+    **{f"attn.{name}_conv": f"linear_attn.{name}_conv1d" for name in "qkv"},
+    "attn.norm": "linear_attn.o_norm",
+    "attn_norm": "attention_layer_norm",
+    "mlp_norm": "feedforward_layer_norm",
 })
 QWEN_HYBRID = OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | in_layer(
     "model.layers", {"attn.gate": "self_attn.q_proj"}  # after the queries of each head
@@ -875,10 +930,9 @@ QWEN_SHARED_EXPERT_DEFAULTS = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-# The rows of queries and gates alternate by heads; a convolution has a dim of size 1 within.
-QWEN_ARRANGEMENTS: dict[str, ArrangementOf] = {
+QWEN_ARRANGEMENTS: dict[str, ArrangementOf] = {  # the rows of queries and gates alternate by heads
     "model.layers.{layer}.self_attn.q_proj.weight": lambda model: Arrangement(groups=model.mixer.heads),
-    "model.layers.{layer}.linear_attn.conv1d.weight": lambda model: Arrangement(inner=True),
+    **convolutions("linear_attn.conv1d"),
 }
 GLM = (
     *SIZES,
@@ -2109,7 +2163,7 @@ FAMILIES = {family.model_type: family for family in (
         aliases={"tie_embedding": "tie_word_embeddings"},
         tensors=with_leaf("weight", LFM2_NAMES | LFM2_MLP),
         of_mixers={"short_conv": with_leaf("weight", LFM2_CONV)},
-        arrangements={"model.layers.{layer}.conv.conv.weight": lambda model: Arrangement(inner=True)},
+        arrangements=convolutions("conv.conv"),
     ),
     Family(
         model_type="lfm2_moe",
@@ -2139,7 +2193,7 @@ FAMILIES = {family.model_type: family for family in (
         aliases={"tie_embedding": "tie_word_embeddings"},
         tensors=with_leaf("weight", LFM2_NAMES | LFM2_MLP | LFM2_EXPERTS) | LFM2_ROUTER_BIAS,
         of_mixers={"short_conv": with_leaf("weight", LFM2_CONV)},
-        arrangements={"model.layers.{layer}.conv.conv.weight": lambda model: Arrangement(inner=True)},
+        arrangements=convolutions("conv.conv"),
     ),
     Family(
         model_type="qwen3_next",
@@ -2177,6 +2231,112 @@ FAMILIES = {family.model_type: family for family in (
         arrangements=QWEN_ARRANGEMENTS,
         norms_below_one=True,
         unread="mtp.",
+    ),
+    Family(
+        model_type="olmo_hybrid",
+        architecture="OlmoHybridForCausalLM",
+        rules=(
+            *OLMO2,
+            Fixed("mixer.window", None),
+            OLMO_HYBRID_ROPE,
+            OLMO_HYBRID_LAYERS,
+            Idle((  # how the rates of the states begin
+                "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
+                "linear_dt_init_floor",
+            )),
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "head_dim"),
+            "attention_bias": False,
+            "linear_num_key_heads": None,
+            "linear_num_value_heads": None,
+            "linear_key_head_dim": None,
+            "linear_value_head_dim": None,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+            "max_position_embeddings": 65536,
+        },
+        tensors=OLMO2_TENSORS,
+        of_mixers={"delta": with_leaf("weight", OLMO_LINEAR) | QWEN_RATES},
+        arrangements=convolutions("linear_attn.q_conv1d", "linear_attn.k_conv1d", "linear_attn.v_conv1d"),
+        spellings={
+            "delta": {
+                ".input_layernorm.": ".attention_layer_norm.",
+                ".post_attention_layernorm.": ".feedforward_layer_norm.",
+            },
+            "attention": {".feedforward_layer_norm.": ".post_attention_layernorm."},
+        },
+        unread="mtp.",
+    ),
+    Family(
+        model_type="kimi_linear",
+        architecture="KimiLinearForCausalLM",
+        rules=(
+            *without(DEEPSEEK_SIZES, "context"),
+            Field("context", "model_max_length"),
+            MLA_HEADS,
+            NO_ATTENTION_BIAS,
+            NO_MLP_BIAS,
+            Fixed("mixer.window", None),
+            Fixed("mixer.rope", None),
+            *DECODER,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            KIMI_LAYERS,
+            Field("experts", "num_experts"),
+            Field("top_k", "num_experts_per_token"),
+            Field("moe_ffn", "moe_intermediate_size"),
+            Field("shared_experts", "num_shared_experts"),
+            Field("router_renorm", "moe_renormalize"),
+            Field("router_groups", "num_expert_group"),
+            Field("router_group_top_k", "topk_group"),
+            Field("router_scale", "routed_scaling_factor"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            KIMI_DENSE_LAYERS,
+            # Published folders say again what the class computes.
+            Only("mla_use_nope", (True,), written=False),
+            Only("moe_router_activation_func", ("sigmoid",), written=False),
+            Only("moe_layer_freq", (1,), written=False),
+            Only("topk_method", ("noaux_tc",), written=False),
+            Only("num_nextn_predict_layers", (0, None), written=False),
+            Idle(("use_grouped_topk", "rope_theta", "rope_scaling", "rope_parameters")),
+        ),
+        defaults={
+            **without_key(without_key(DEEPSEEK_DEFAULTS, "rope_theta"), "q_lora_rank"),
+            "q_lora_rank": None,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "moe_intermediate_size": 1024,
+            "num_shared_experts": 1,
+            "moe_renormalize": True,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.446,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+            "model_max_length": 1048576,
+        },
+        aliases={
+            "max_position_embeddings": "model_max_length",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+            "num_local_experts": "num_experts",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+        },
+        tensors=with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | KIMI_EXPERTS) | KIMI_ROUTER_BIAS,
+        of_mixers={"kimi": with_leaf("weight", KIMI_LINEAR) | KIMI_RATES},
+        arrangements={
+            **convolutions("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d"),
+            "model.layers.{layer}.self_attn.A_log": lambda model: Arrangement(
+                leading=1, outer=True, inner=True
+            ),
+        },
+        spellings={"kimi": KIMI_SPELLINGS, "latent": KIMI_SPELLINGS},
     ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.
     Family(

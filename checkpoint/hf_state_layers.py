@@ -5,8 +5,9 @@ A model of both has the layers with attention as its plain blocks, and a kind of
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from checkpoint.hf_layer_types import FULL
+from checkpoint.hf_layer_types import FULL, rope_part
 from checkpoint.hf_rules import (
+    MLP_LAYER_TYPES,
     Field,
     FieldGroup,
     Fixed,
@@ -15,7 +16,10 @@ from checkpoint.hf_rules import (
     list_of,
     number,
     plain_number,
+    read_rope,
+    rope_obstacles,
     share_of_rope,
+    write_rope,
 )
 from config import ModelConfig, Tree, has_softmax, layer_model, shared_heads
 from config.pattern import PLAIN, pattern_text
@@ -52,8 +56,7 @@ class StateLayers:
         """Whether each layer has a state. Raises UnlikeFamily."""
         types = [EARLIER_TYPES.get(name, name) for name in list_of(str, keys, "layer_types")]
         usual = self.usual(keys)
-        if not types:
-            return usual
+        types = types or [self.layer_type if each else FULL for each in usual]
         for layer_type in types:
             if layer_type not in (FULL, self.layer_type):
                 raise UnlikeFamily(
@@ -151,10 +154,21 @@ LFM2_LAYERS = state_layers_group(StateLayers(
 
 # ---- the gated delta net -----------------------------------------------------------------------------------
 
-def read_key_heads(keys: Tree) -> Tree:
-    """none where there are as many as value heads."""
-    heads = number(keys, "linear_num_key_heads")
-    return {"mixer.key_heads": None if heads == number(keys, "linear_num_value_heads") else heads}
+def read_delta_sizes(keys: Tree) -> Tree:
+    """The number of key heads is none where there are as many as value heads."""
+    key_heads, heads, key_dim, value_dim = (plain_number(keys, key) for key in DELTA_SIZES)
+    return {
+        "mixer.heads": heads,
+        "mixer.key_heads": None if key_heads == heads else key_heads,
+        "mixer.key_dim": key_dim,
+        "mixer.v_dim": value_dim,
+    }
+
+
+def write_delta_sizes(layer: ModelConfig) -> Tree:
+    mixer = layer.mixer
+    sizes = (shared_heads(mixer)["key_heads"], mixer.heads, mixer.key_dim, mixer.v_dim)
+    return dict(zip(DELTA_SIZES, sizes))
 
 
 def linear_where_not_stated(keys: Tree) -> list[bool]:
@@ -165,18 +179,14 @@ def linear_where_not_stated(keys: Tree) -> list[bool]:
     return [(layer + 1) % every != 0 for layer in range(int(plain_number(keys, "num_hidden_layers")))]
 
 
-DELTA_RULES = (
-    Fixed("mixer.kind", "delta"),
-    Field("mixer.heads", "linear_num_value_heads", minimum=1),
-    FieldGroup(
-        ("mixer.key_heads",),
-        read_key_heads,
-        lambda layer: {"linear_num_key_heads": shared_heads(layer.mixer)["key_heads"]},
-    ),
-    Field("mixer.key_dim", "linear_key_head_dim", minimum=1),
-    Field("mixer.v_dim", "linear_value_head_dim", minimum=1),
-    Field("mixer.conv", "linear_conv_kernel_dim", minimum=1),
+DELTA_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )
+DELTA_SIZES_GROUP = FieldGroup(
+    ("mixer.heads", "mixer.key_heads", "mixer.key_dim", "mixer.v_dim"), read_delta_sizes, write_delta_sizes
+)
+DELTA_CONV = Field("mixer.conv", "linear_conv_kernel_dim", minimum=1)
+DELTA_RULES = (Fixed("mixer.kind", "delta"), DELTA_SIZES_GROUP, DELTA_CONV)
 QWEN_LAYERS = state_layers_group(StateLayers(
     LINEAR, "linear", rules=DELTA_RULES, usual=linear_where_not_stated
 ))
@@ -201,3 +211,132 @@ def read_text_rope(keys: Tree) -> Tree:
 
 SHARE_OF_ROPE = share_of_rope(0.25)
 TEXT_ROPE = replace(SHARE_OF_ROPE, read=read_text_rope)
+
+
+# ---- OLMo hybrid -------------------------------------------------------------------------------------------
+
+def read_olmo_sizes(keys: Tree) -> Tree:
+    """Sizes that are null follow from the others."""
+    stated = {key: number(keys, key, nullable=True) for key in DELTA_SIZES}
+    heads, hidden = plain_number(keys, "num_attention_heads"), plain_number(keys, "hidden_size")
+    stated = {key: heads if value is None and "heads" in key else value for key, value in stated.items()}
+    if stated["linear_num_key_heads"] < 1:
+        raise UnlikeFamily(f"linear_num_key_heads = {stated['linear_num_key_heads']} is below 1")
+    if stated["linear_key_head_dim"] is None:
+        stated["linear_key_head_dim"] = int(0.75 * hidden / stated["linear_num_key_heads"])
+    if stated["linear_value_head_dim"] is None:
+        stated["linear_value_head_dim"] = 2 * stated["linear_key_head_dim"]
+    return DELTA_SIZES_GROUP.read(stated)
+
+
+def every_fourth_full(keys: Tree) -> list[bool]:
+    """Each layer but every fourth has a state; of fewer layers, each but the last."""
+    layers = int(plain_number(keys, "num_hidden_layers"))
+    return [(layer + 1) % 4 != 0 and (layers > 3 or layer + 1 < layers) for layer in range(layers)]
+
+
+def read_rope_or_none(keys: Tree) -> Tree:
+    """A base that is null stands for no rotary positions."""
+    scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    base = keys.get("rope_theta")
+    if isinstance(scaling, dict) and scaling.get("rope_theta", base) is None:
+        return {"mixer.rope": None}
+    return {"mixer.rope": rope_part(read_rope(keys))}
+
+
+def write_rope_or_none(model: ModelConfig) -> Tree:
+    if model.mixer.rope is not None:
+        return write_rope(model)
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+
+
+def rope_or_none_obstacles(model: ModelConfig) -> list[str]:
+    rope = model.mixer.rope
+    if rope is None:
+        return []
+    lost = ["mixer.rope.pairs"] * rope.pairs + ["mixer.rope.share"] * (rope.share != 1)
+    return lost + rope_obstacles(model)
+
+
+OLMO_RULES = (
+    Fixed("mixer.kind", "delta"),
+    replace(DELTA_SIZES_GROUP, read=read_olmo_sizes),
+    DELTA_CONV,
+    Field("mixer.negative_eigenvalues", "linear_allow_neg_eigval"),
+    Fixed("mixer.norm_eps", 1e-5),
+    Fixed("norm.place", "before"),
+)
+OLMO_HYBRID_LAYERS = state_layers_group(StateLayers(
+    "linear_attention", "linear",
+    rules=OLMO_RULES,
+    usual=every_fourth_full,
+    needs_both=True,
+))
+OLMO_HYBRID_ROPE = FieldGroup(
+    ("mixer.rope",), read_rope_or_none, write_rope_or_none, rope_or_none_obstacles
+)
+
+
+# ---- Kimi Linear -------------------------------------------------------------------------------------------
+
+LINEAR = "linear_attn_config"  # where published folders have the sizes and places of these layers
+IN_LINEAR = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+PLACES = ("full_attn_layers", "kda_layers")  # counted from 1
+
+
+def linear_config(keys: Tree) -> Tree:
+    """linear_attn_config, or an empty one. Raises UnlikeFamily for a key that says another model."""
+    found = keys.get(LINEAR) or {}
+    if not isinstance(found, dict):
+        raise UnlikeFamily(f"{LINEAR} = {found!r} is not supported")
+    for key, value in found.items():
+        if key not in (*IN_LINEAR.values(), *PLACES) and value is not None:
+            raise UnlikeFamily(f"{LINEAR}.{key} = {value!r} is not supported")
+    return found
+
+
+def read_kimi_sizes(keys: Tree) -> Tree:
+    """What linear_attn_config says comes first."""
+    inside = linear_config(keys)
+    stated = {key: inside.get(name, keys.get(key)) for key, name in IN_LINEAR.items()}
+    heads, dim, conv = (plain_number(stated, key) for key in IN_LINEAR)
+    return {"mixer.heads": heads, "mixer.dim": dim, "mixer.conv": conv}
+
+
+def write_kimi_sizes(layer: ModelConfig) -> Tree:
+    return dict(zip(IN_LINEAR, (layer.mixer.heads, layer.mixer.dim, layer.mixer.conv)))
+
+
+def kimi_where_not_stated(keys: Tree) -> list[bool]:
+    """As linear_attn_config says; without it, each layer but every fourth from the fifth on has a state."""
+    layers = range(int(plain_number(keys, "num_hidden_layers")))
+    inside = linear_config(keys)
+    if not all(name in inside for name in PLACES):
+        return [layer == 0 or layer % 4 != 0 for layer in layers]
+    full, state = (set(list_of(int, inside, name)) for name in PLACES)
+    if full & state or full | state != {layer + 1 for layer in layers}:
+        raise UnlikeFamily(f"{LINEAR}: {' and '.join(PLACES)} do not name each of {len(layers)} layers once")
+    return [layer + 1 in state for layer in layers]
+
+
+def read_kimi_dense_layers(keys: Tree) -> Tree:
+    """mlp_layer_types says which layers are dense; without it the first ones are, first_k_dense_replace."""
+    if keys.get("mlp_layer_types"):
+        return MLP_LAYER_TYPES.read(keys)
+    dense = keys.get("first_k_dense_replace", 1)
+    return {"first_dense": plain_number({"first_k_dense_replace": dense}, "first_k_dense_replace")}
+
+
+KIMI_LAYERS = state_layers_group(StateLayers(
+    "linear_attention", "linear",
+    rules=(
+        Fixed("mixer.kind", "kimi"),
+        FieldGroup(("mixer.heads", "mixer.dim", "mixer.conv"), read_kimi_sizes, write_kimi_sizes),
+    ),
+    usual=kimi_where_not_stated,
+))
+KIMI_DENSE_LAYERS = replace(MLP_LAYER_TYPES, read=read_kimi_dense_layers)

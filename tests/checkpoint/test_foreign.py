@@ -68,6 +68,7 @@ def interleaved(parts):
         (Arrangement(groups=2), interleaved),
         (Arrangement(groups=2, transpose=True), lambda parts: interleaved(parts).t()),
         (Arrangement(groups=2, inner=True), lambda parts: interleaved(parts)[:, None]),
+        (Arrangement(leading=1, outer=True, inner=True), lambda parts: torch.cat(parts)[None, None, :, None]),
         (Arrangement(leading=1, transpose=True), lambda parts: torch.cat(parts).t()[None]),
     ],
     ids=str,

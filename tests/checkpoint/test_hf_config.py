@@ -58,8 +58,10 @@ FAMILY = {
     "lfm2-1.2b": "lfm2",
     "short-conv": "lfm2",
     "delta-": "qwen3_5_text",
+    "olmo-hybrid": "olmo_hybrid",
+    "kimi-": "kimi_linear",
 }  # start of a preset's name
-WITHOUT_FAMILY = ("olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny")
+WITHOUT_FAMILY = ("mamba-tiny", "nemotron-h-tiny")
 COUNTED = (
     "gpt2",
     "llama3-8b",
@@ -88,6 +90,8 @@ COUNTED = (
     "lfm2-1.2b",
     "lfm2-8b-a1b",
     "qwen3-next-80b-a3b",
+    "olmo-hybrid-7b",
+    "kimi-linear-48b-a3b",
     "delta-tiny",
     "qwen2-moe-tiny",
 )
@@ -117,6 +121,7 @@ GLM = {**LLAMA, **MIXTURE, "model_type": "glm4_moe_lite", "num_key_value_heads":
 YOUTU = {**LLAMA, "model_type": "youtu", "num_key_value_heads": 6}
 INTERN = {**LLAMA, "model_type": "internlm3"}
 PHI = {**LLAMA, "model_type": "phi3"}
+KIMI = {**LLAMA, "model_type": "kimi_linear", "num_key_value_heads": 6}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 SCALED = {
     "rope_type": "llama3",
@@ -169,6 +174,49 @@ def test_transformers_counts_the_same_parameters(tmp_path, name):
             transformers.AutoConfig.from_pretrained(tmp_path)
         )
     assert sum(p.numel() for p in model.parameters()) == parameters(m)["total"]
+
+
+# As their folders say it: in keys of their own, beside keys that change nothing.
+AS_PUBLISHED = {
+    "lfm2-1.2b": {
+        "model_type": "lfm2", "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 65536, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256, "block_use_swiglu": True, "block_dim": 2048, "conv_L_cache": 3,
+        "conv_bias": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "rope_theta": 1e6, "theta": 1e6,
+        "tie_embedding": True, "use_pos_enc": True, "eos_token_id": 7,
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "vocab_size": 151936,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120,
+        "max_position_embeddings": 262144, "full_attention_interval": 4, "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25, "rope_scaling": None, "rms_norm_eps": 1e-6, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "use_sliding_window": False,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False,
+    },
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear", "num_hidden_layers": 27, "hidden_size": 2304, "vocab_size": 163840,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 72, "kv_lora_rank": 512,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "mla_use_nope": True, "intermediate_size": 9216, "model_max_length": 1048576, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "rope_scaling": None, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "num_expert_group": 1,
+        "topk_group": 1, "use_grouped_topk": True, "moe_intermediate_size": 1024, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 2.446,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+            "kda_layers": [layer for layer in range(1, 27) if layer % 4], "short_conv_kernel_size": 4,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", AS_PUBLISHED)
+def test_a_published_config_is_its_preset(tmp_path, name):
+    kind, found = read(tmp_path, AS_PUBLISHED[name])
+    assert kind == AS_PUBLISHED[name]["model_type"] and not differences(found, preset(name))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -535,6 +583,32 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             "rope scaling 'dynamic' is not supported",
         ),
         ({**PHI, "rope_scaling": YARN}, "rope scaling 'yarn' is not supported in this family, only none"),
+        # layers with a state
+        ({**LLAMA, "model_type": "lfm2", "layer_types": ["conv"]}, "layer_types names 1 layers"),
+        ({**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "x"]}, "layer_types = 'x' is not supported"),
+        ({**LLAMA, "model_type": "lfm2", "conv_bias": True}, "conv_bias = True is not supported"),
+        ({**LLAMA, "model_type": "lfm2", "block_use_swiglu": False}, "block_use_swiglu = False"),
+        ({**LLAMA, "model_type": "lfm2", "block_multiple_of": 0}, "block_multiple_of = 0 is not above 0"),
+        ({**LLAMA, "model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False"),
+        ({**LLAMA, "model_type": "qwen3_5_text", "attention_bias": True}, "attention_bias = True"),
+        (
+            {**LLAMA, "model_type": "qwen3_5_text", "full_attention_interval": 0},
+            "full_attention_interval = 0 is not supported",
+        ),
+        (
+            {**LLAMA, "model_type": "olmo_hybrid", "layer_types": ["linear_attention"] * 2},
+            "no layer of full_attention or none of linear_attention",
+        ),
+        ({**LLAMA, "model_type": "olmo_hybrid", "linear_num_key_heads": 0}, "linear_num_key_heads = 0"),
+        ({**KIMI, "mla_use_nope": False}, "mla_use_nope = False is not supported"),
+        (
+            {**KIMI, "linear_attn_config": {"gate_lower_bound": -5.0}},
+            "linear_attn_config.gate_lower_bound = -5.0 is not supported",
+        ),
+        (
+            {**KIMI, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]}},
+            "full_attn_layers and kda_layers do not name each of 2 layers once",
+        ),
         ({**PHI, "rope_scaling": SCALED}, "rope scaling 'llama3' is not supported in this family"),
         ({**PHI, "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope'"),
         ({**GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),

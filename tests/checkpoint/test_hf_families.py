@@ -87,6 +87,8 @@ FAMILY_PRESETS = {
     "lfm2_moe": "short-conv-tiny",
     "qwen3_next": "qwen3-next-tiny",
     "qwen3_5_text": "delta-tiny",
+    "olmo_hybrid": "olmo-hybrid-tiny",
+    "kimi_linear": "kimi-delta-tiny",
     "qwen3_5_moe_text": "qwen3-next-tiny",
 }
 CHANGED = {  # of the preset

@@ -148,7 +148,18 @@ GENERAL = {  # a model of each family
     },
     "qwen3_next": {**MIXTURE, **DELTA, "shared_experts": 2, "shared_gate": True},
     "qwen3_5_text": DELTA,
+    "olmo_hybrid": {
+        "mixer": {"qk_norm": "whole", "rope": None}, "norm.place": "after", "pattern": "(linear, block)...",
+        "blocks": {"linear": {"norm.place": "before", "mixer": {
+            "kind": "delta", "heads": 4, "key_heads": 2, "key_dim": 6, "v_dim": 10, "norm_eps": 1e-5,
+        }}},
+    },
     "qwen3_5_moe_text": {**MIXTURE, **DELTA, "shared_experts": 1, "shared_gate": True},
+    "kimi_linear": {
+        **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope": None}, "shared_experts": 1,
+        "first_dense": 1, "pattern": "(linear, block)...",
+        "blocks": {"linear": {"mixer": {"kind": "kimi", "heads": 4, "dim": 8}}},
+    },
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
     "kimi_k2": {
         **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,
@@ -270,6 +281,17 @@ OWN_VALUES = {  # of keys that a family alone has
     },
     "lfm2_moe": CONV_VALUES,
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), LINEAR_VALUES),
+    "kimi_linear": LINEAR_VALUES | {
+        "linear_num_heads": (2, 0), "linear_head_dim": (6,), "first_k_dense_replace": (1, 2),
+        "linear_attn_config": (
+            {"num_heads": 2, "full_attn_layers": [2], "kda_layers": [1, 3]}, {"gate_lower_bound": -5.0},
+            {"full_attn_layers": [2], "kda_layers": [1]}, {"head_dim": 6},
+        ),
+    },
+    "olmo_hybrid": LINEAR_VALUES | {
+        "linear_allow_neg_eigval": (True, False), "linear_key_head_dim": (None, 12),
+        "linear_value_head_dim": (None, 4), "rope_theta": (100.0, None),
+    },
 }
 
 

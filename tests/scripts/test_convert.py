@@ -24,7 +24,8 @@ from torch.nn.functional import cross_entropy
 
 import config
 from build import build_run, load_run
-from checkpoint import foreign, hf, hf_tokenizer, state, store
+from checkpoint import foreign, hf, hf_config, hf_tokenizer, state, store
+from checkpoint.hf_families import FAMILIES
 from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
@@ -111,6 +112,26 @@ DELTA = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
+}
+EVEN_DELTA = {  # with as many channels of keys as of values: else transformers saves convolutions badly cut
+    **{key: value for key, value in DELTA.items() if key != "head_dim"},
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 6,
+}
+KIMI = {
+    **STATE,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention"],
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "linear_num_heads": 3,
+    "linear_head_dim": 10,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
 }
 SHARED_EXPERT = {
     "num_experts": 8,
@@ -501,6 +522,25 @@ CASES = {
         "Qwen3_5Text", {**DELTA, "layer_types": None, "full_attention_interval": 2, "rope_theta": 1e7}
     ),
     "qwen3.5-moe": ("Qwen3_5MoeText", {**DELTA, **SHARED_EXPERT}),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {**EVEN_DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "kimi-linear": ("KimiLinear", KIMI),
+    "kimi-linear-ranks": (
+        "KimiLinear",
+        {
+            **KIMI, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "olmo-hybrid-rotated": (
+        "OlmoHybrid",
+        {
+            **EVEN_DELTA, "linear_allow_neg_eigval": False, "attention_bias": True, "rope_theta": 5e5,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
     "seed-oss": (
         "SeedOss",
         {
@@ -794,11 +834,13 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
     assert ours.keys() == back.keys() and all(torch.equal(ours[key], back[key]) for key in ours)
     if name not in SAME:
         theirs, out = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+        family, model = hf_config.read_hf_config(tmp_path / "hf")
+        theirs = {FAMILIES[family].usual_name(name, model): value for name, value in theirs.items()}
         assert theirs.keys() == out.keys() and all(torch.equal(theirs[key], out[key]) for key in theirs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear"])
 @torch.no_grad()
 def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, capsys, name):
     """A prompt longer than a chunk, then token by token."""
