@@ -849,6 +849,9 @@ GRANITE = (
     Field("residual_scale", "residual_multiplier"),
     NO_ATTENTION_DROPOUT,
 )
+GRANITE_HYBRID = tuple(  # what other rules read there
+    rule for rule in GRANITE if not {"mixer.window", "mixer.rope.base", "mlp.width"} & {*rule.fields}
+)
 GRANITE_DEFAULTS = {
     **ROPE_DEFAULTS,
     "attention_bias": False,
@@ -2030,7 +2033,7 @@ FAMILIES = {family.model_type: family for family in (
         model_type="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
         rules=(
-            *without(without(GRANITE, "mixer.window"), "mixer.rope.base"),
+            *GRANITE_HYBRID,
             Fixed("mixer.window", None),
             GRANITE_POSITIONS,
             GRANITE_MLP,
@@ -2048,7 +2051,6 @@ FAMILIES = {family.model_type: family for family in (
             "mamba_n_heads": 128,
             "mamba_n_groups": 1,
             "mamba_d_state": 256,
-            "mamba_d_head": "auto",
             "mamba_d_conv": 4,
             "mamba_expand": 2,
         },

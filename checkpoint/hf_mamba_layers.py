@@ -16,7 +16,7 @@ from checkpoint.hf_rules import (
     number,
     plain_number,
 )
-from checkpoint.hf_state_layers import EARLIER_TYPES, LINEAR, StateLayers, layers_of, state_layers_group
+from checkpoint.hf_state_layers import EARLIER_TYPES, LINEAR, StateLayers, layers_of
 from config import ModelConfig, Tree, expert_ffn_size, has_experts, has_softmax
 from config.model_parts import MambaConfig, NoPart
 from config.pattern import pattern_text
@@ -28,7 +28,7 @@ def read_mamba_head(keys: Tree) -> Tree:
     """The channels of a head: of all heads together they are mamba_expand times the width."""
     inner = plain_number(keys, "mamba_expand") * plain_number(keys, "hidden_size")
     heads, dim = plain_number(keys, "mamba_n_heads"), keys.get("mamba_d_head")
-    dim = inner // heads if dim == "auto" and heads else dim
+    dim = inner // heads if dim in ("auto", None) and heads else dim
     if not is_number(dim) or dim * heads != inner:
         raise UnlikeFamily(
             f"mamba_d_head = {dim!r}, of {heads} heads, is not mamba_expand x hidden_size = {inner}")
@@ -124,11 +124,16 @@ def granite_mlp_obstacles(model: ModelConfig) -> list[str]:
     return found if model.shared_experts else [*found, "shared_experts"]
 
 
+def granite_position_obstacles(model: ModelConfig) -> list[str]:
+    rope = model.mixer.rope
+    if rope is None:
+        return []
+    plain = {"mixer.rope.share": rope.share == 1, "mixer.rope.pairs": not rope.pairs}
+    return [*(name for name, is_plain in plain.items() if not is_plain), *ROPE.obstacles(model)]
+
+
 GRANITE_POSITIONS = FieldGroup(
-    ("mixer.rope",),
-    read_granite_positions,
-    write_granite_positions,
-    lambda model: ROPE.obstacles(model) if model.mixer.rope else [],
+    ("mixer.rope",), read_granite_positions, write_granite_positions, granite_position_obstacles
 )
 GRANITE_MLP = FieldGroup(
     ("mlp.width", "experts", "top_k", "moe_ffn", "shared_experts", "router", "router_renorm"),
@@ -145,7 +150,18 @@ GRANITE_MAMBA = (
     Field("mixer.conv", "mamba_d_conv", minimum=1),
     FieldGroup(("mixer.dt_min",), read_step_limits, write_step_limits),
 )
-GRANITE_LAYERS = state_layers_group(StateLayers(LINEAR, "mamba", rules=GRANITE_MAMBA, usual=linear_everywhere))
+GRANITE_STATES = StateLayers(LINEAR, "mamba", rules=GRANITE_MAMBA, usual=linear_everywhere)
+
+
+def write_granite_layers(model: ModelConfig) -> Tree:
+    """transformers wants sizes that fit each other, of a model without any Mamba, too."""
+    unused = {"mamba_n_heads": 1, "mamba_d_head": model.hidden, "mamba_expand": 1}
+    return unused | GRANITE_STATES.write(model)
+
+
+GRANITE_LAYERS = FieldGroup(
+    ("blocks", "pattern"), GRANITE_STATES.read, write_granite_layers, GRANITE_STATES.obstacles
+)
 
 
 # ---- Nemotron-H --------------------------------------------------------------------------------------------
@@ -166,8 +182,8 @@ class LoneParts:
         letters = self.letters_of(keys)
         if DENSE in letters and SPARSE in letters:
             raise UnlikeFamily(
-                "hybrid_override_pattern has layers of an MLP (-) beside layers of experts (E), which no kind "
-                "of block tells apart here")
+                "hybrid_override_pattern has layers of an MLP (-) beside layers of experts (E), which no "
+                "kind of block tells apart here")
         kinds: Tree = {KINDS[ATTENTION]: {"mlp.kind": "none"}, KINDS[DENSE]: {"mixer.kind": "none"}}
         kinds[KINDS[MAMBA]] = {"mlp.kind": "none", **values_of(self.mamba, keys)}
         names = [KINDS[letter] for letter in letters]
@@ -188,7 +204,8 @@ class LoneParts:
             said = types or letters
             raise UnlikeFamily(f"layers_block_type = {said!r} is not a list of {', '.join(LETTERS)}")
         if layers not in (None, len(letters)):
-            raise UnlikeFamily(f"layers_block_type names {len(letters)} layers, num_hidden_layers is {layers}")
+            raise UnlikeFamily(
+                f"layers_block_type names {len(letters)} layers, num_hidden_layers is {layers}")
         return letters
 
     def write(self, model: ModelConfig) -> Tree:

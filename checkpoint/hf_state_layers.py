@@ -279,7 +279,7 @@ OLMO_HYBRID_ROPE = FieldGroup(
 
 # ---- Kimi Linear -------------------------------------------------------------------------------------------
 
-LINEAR = "linear_attn_config"  # where published folders have the sizes and places of these layers
+KIMI_SIZES = "linear_attn_config"  # where published folders have the sizes and places of these layers
 IN_LINEAR = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
@@ -290,12 +290,12 @@ PLACES = ("full_attn_layers", "kda_layers")  # counted from 1
 
 def linear_config(keys: Tree) -> Tree:
     """linear_attn_config, or an empty one. Raises UnlikeFamily for a key that says another model."""
-    found = keys.get(LINEAR) or {}
+    found = keys.get(KIMI_SIZES) or {}
     if not isinstance(found, dict):
-        raise UnlikeFamily(f"{LINEAR} = {found!r} is not supported")
+        raise UnlikeFamily(f"{KIMI_SIZES} = {found!r} is not supported")
     for key, value in found.items():
         if key not in (*IN_LINEAR.values(), *PLACES) and value is not None:
-            raise UnlikeFamily(f"{LINEAR}.{key} = {value!r} is not supported")
+            raise UnlikeFamily(f"{KIMI_SIZES}.{key} = {value!r} is not supported")
     return found
 
 
@@ -319,7 +319,8 @@ def kimi_where_not_stated(keys: Tree) -> list[bool]:
         return [layer == 0 or layer % 4 != 0 for layer in layers]
     full, state = (set(list_of(int, inside, name)) for name in PLACES)
     if full & state or full | state != {layer + 1 for layer in layers}:
-        raise UnlikeFamily(f"{LINEAR}: {' and '.join(PLACES)} do not name each of {len(layers)} layers once")
+        raise UnlikeFamily(
+            f"{KIMI_SIZES}: {' and '.join(PLACES)} do not name each of {len(layers)} layers once")
     return [layer + 1 in state for layer in layers]
 
 

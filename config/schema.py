@@ -488,8 +488,8 @@ def mup_score_scale(model: ModelConfig) -> float:
 
 
 def expert_ffn_size(model: ModelConfig) -> int:
-    """Inner width of one expert."""
-    return model.moe_ffn or model.mlp.width
+    """Inner width of one expert; 0 of a layer without an MLP."""
+    return model.moe_ffn or (0 if isinstance(model.mlp, NoPart) else model.mlp.width)
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:

@@ -47,6 +47,8 @@ FAMILY = {
     "olmo3": "olmo3",
     "granite": "granite",
     "arcee": "arcee",
+    "nemotron-h": "nemotron_h",
+    "nemotron3": "nemotron_h",
     "nemotron": "nemotron",
     "command-r": "cohere2",
     "cohere2": "cohere2",
@@ -59,9 +61,10 @@ FAMILY = {
     "short-conv": "lfm2",
     "delta-": "qwen3_5_text",
     "olmo-hybrid": "olmo_hybrid",
+    "mamba-": "granitemoehybrid",
     "kimi-": "kimi_linear",
 }  # start of a preset's name
-WITHOUT_FAMILY = ("mamba-tiny", "nemotron-h-tiny")
+WITHOUT_FAMILY = ()
 COUNTED = (
     "gpt2",
     "llama3-8b",
@@ -92,6 +95,8 @@ COUNTED = (
     "qwen3-next-80b-a3b",
     "olmo-hybrid-7b",
     "kimi-linear-48b-a3b",
+    "nemotron-h-8b",
+    "nemotron3-nano-30b-a3b",
     "delta-tiny",
     "qwen2-moe-tiny",
 )
@@ -626,7 +631,7 @@ def test_what_is_another_model_is_refused(tmp_path, said, words):
     [
         (
             {"positions": "learned", "mixer.rope": None},
-            "model.positions: learned has no form in llama, the nearest Hugging Face family",
+            "model.positions: learned has no form in granitemoehybrid, the nearest Hugging Face family",
         ),
         ({"mixer.bias": "qkv", "mixer.qk_norm": "head"}, "model.mixer.qk_norm: head has no form in qwen2"),
         ({"norm.kind": "layernorm"}, "model.norm.kind: layernorm has no form in llama"),

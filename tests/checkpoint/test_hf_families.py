@@ -83,6 +83,8 @@ FAMILY_PRESETS = {
     "afmoe": "trinity-tiny",
     "exaone_moe": "dots1-tiny",
     "granitemoe": "mixtral-tiny",
+    "granitemoehybrid": "mamba-tiny",
+    "nemotron_h": "nemotron-h-tiny",
     "lfm2": "short-conv-tiny",
     "lfm2_moe": "short-conv-tiny",
     "qwen3_next": "qwen3-next-tiny",

@@ -142,6 +142,20 @@ GENERAL = {  # a model of each family
         "experts": 8, "top_k": 3, "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5,
         "embed_scale": 3.0, "logit_scale": 0.25,
     },
+    "granitemoehybrid": {
+        "mixer": {"kv_heads": 2, "scale": 0.3, "rope": None}, "mlp.width": 44, "residual_scale": 0.5,
+        "embed_scale": 3.0, "logit_scale": 0.25, "pattern": "(mamba, block)...",
+        "blocks": {"mamba": {"mixer": {"kind": "mamba", "heads": 8, "dim": 12, "groups": 2, "state": 6}}},
+    },
+    "nemotron_h": {
+        "layers": 5, "mixer": {"kv_heads": 2, "head_dim": 8, "rope": None}, "mlp.activation": "relu2",
+        "blocks": {
+            "mamba": {"mixer": {"kind": "mamba", "heads": 4, "dim": 6, "state": 10}, "mlp.kind": "none"},
+            "attention": {"mlp.kind": "none"},
+            "mlp": {"mixer.kind": "none"},
+        },
+        "pattern": "mamba, mlp, attention, mamba, mlp",
+    },
     "lfm2": {"mixer": {"kv_heads": 2, "qk_norm": "head"}, "mlp.width": 44, **CONVOLUTIONS},
     "lfm2_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head"}, "first_dense": 1, **CONVOLUTIONS,
@@ -271,7 +285,26 @@ LINEAR_VALUES = {
     "linear_key_head_dim": (4, 12), "linear_value_head_dim": (4, 12), "attn_output_gate": (True,),
     "mamba_ssm_dtype": ("float32",), "mtp_num_hidden_layers": (1,),
 }
+STEPS = ([0.0, math.inf], [0.01, math.inf], [0.0, 0.1], [0.0], "x")
+LONE_TYPES = ["linear_attention", "mlp", "full_attention", "moe", "mlp"]
 OWN_VALUES = {  # of keys that a family alone has
+    "granitemoehybrid": {
+        "layer_types": (["mamba", "attention", "mamba"], ["attention"] * 3, ["mamba"] * 3, ["mamba", "x"]),
+        "position_embedding_type": ("rope", "nope", "x"), "num_local_experts": (4, None),
+        "num_experts_per_tok": (2,), "shared_intermediate_size": (88, 50), "mamba_d_head": ("auto", 4, "x"),
+        "mamba_n_groups": (1, 3), "mamba_d_conv": (2, 3), "mamba_expand": (1, 4), "time_step_limit": STEPS,
+        "mamba_conv_bias": (False,), "mamba_proj_bias": (True,),
+    },
+    "nemotron_h": {
+        "layers_block_type": (
+            ["mamba", "attention", "mlp", "mlp", "mamba"], LONE_TYPES, LONE_TYPES[:4], ["mlp"] * 5, ["x"] * 5,
+            None,
+        ),
+        "hybrid_override_pattern": ("M*-M-", "ME*EM", "x", ""), "num_hidden_layers": (5, 4),
+        "time_step_min": (0.0, 0.1, -1), "time_step_limit": STEPS, "n_groups": (2, 3), "conv_kernel": (2,),
+        "moe_latent_size": (8,), "n_routed_experts": (4,), "moe_shared_expert_intermediate_size": (50,),
+        "use_conv_bias": (False,), "mlp_hidden_act": ("silu",), "num_nextn_predict_layers": (1,),
+    },
     "smollm3": {
         "no_rope_layers": ([1, 0], [0, 1, 1], [1] * 5, [0] * 5, "x"), "no_rope_layer_interval": (1, 2, 0),
     },

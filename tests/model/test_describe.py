@@ -68,6 +68,8 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "lfm2-1.2b": 1_170_340_608,
     "lfm2-8b-a1b": 8_339_929_856,
     "kimi-linear-48b-a3b": 49_122_681_728 - 26 * 256,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron3-nano-30b-a3b": 31_577_940_288 - 23 * 128,
 }
 ROUNDED = {  # as their model cards say
     "mixtral-8x22b": 141e9,
@@ -97,6 +99,7 @@ ACTIVE = {
     "lfm2-8b-a1b": 1.5e9,
     "qwen3-next-80b-a3b": 3e9,
     "kimi-linear-48b-a3b": 3e9,
+    "nemotron3-nano-30b-a3b": 3.2e9,
 }
 LAYOUTS = [
     {},

@@ -103,6 +103,23 @@ STATE = {  # beyond the chunks of layers with a state
     "max_position_embeddings": 160,
     "pad_token_id": None,
 }
+MAMBA_STATE = {
+    **STATE,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.7,
+    "embedding_multiplier": 5.0,
+    "residual_multiplier": 0.3,
+}
+NEMOTRON_H = {
+    **{key: value for key, value in STATE.items() if key != "num_hidden_layers"},
+    "head_dim": 10,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+}
 DELTA = {
     **STATE,
     "num_hidden_layers": 2,
@@ -307,6 +324,30 @@ CASES = {
         {
             **ROPE, "attention_multiplier": 0.2, "logits_scaling": 0.7, "embedding_multiplier": 5.0,
             "residual_multiplier": 0.3, "num_local_experts": 6, "num_experts_per_tok": 3,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA_STATE, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+            "shared_intermediate_size": 44, "time_step_limit": [1.3, float("inf")], "mamba_n_groups": 2,
+        },
+    ),
+    "granite-hybrid-moe": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA_STATE, "layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 6,
+            "num_experts_per_tok": 3, "intermediate_size": 20, "shared_intermediate_size": 40,
+            "position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True,
+        },
+    ),
+    "nemotron-h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-M*-"}),
+    "nemotron-h-moe": (
+        "NemotronH",
+        {
+            **NEMOTRON_H, "hybrid_override_pattern": "MEM*E", "n_routed_experts": 8, "n_group": 2,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 20, "topk_group": 2,
+            "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5, "time_step_min": 0.3,
         },
     ),
     "ministral3": (
@@ -839,8 +880,14 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
         assert theirs.keys() == out.keys() and all(torch.equal(theirs[key], out[key]) for key in theirs)
 
 
+WITH_STATE = (  # but those with a least step: in theirs a single token has none
+    "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear", "granite-hybrid-moe",
+    "nemotron-h",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear"])
+@pytest.mark.parametrize("name", WITH_STATE)
 @torch.no_grad()
 def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, capsys, name):
     """A prompt longer than a chunk, then token by token."""
