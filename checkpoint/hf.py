@@ -21,7 +21,15 @@ from torch import Tensor
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
 from checkpoint.hf_families import FAMILIES, Arrangement, Family
 from checkpoint.tensors_by_name import weight_files
-from config import AttentionConfig, ConfigError, LatentConfig, ModelConfig, mup_score_scale, mup_width_ratio
+from config import (
+    AttentionConfig,
+    ConfigError,
+    LatentConfig,
+    ModelConfig,
+    layer_model,
+    mup_score_scale,
+    mup_width_ratio,
+)
 from parallel.sharding.boxes import Box
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -271,22 +279,25 @@ def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> Non
             "(model.tied with model.mtp)"
         )
     head = ("norm.weight", "norm.bias") if model.tied else ("head.weight",)
-    if isinstance(model.mixer, LatentConfig) and model.mixer.q_rank:
-        query = ("q_b.weight",)
-    elif isinstance(model.mixer, AttentionConfig) and model.mixer.qk_norm:
-        query = ("q_norm.weight",)  # the norm removes the scale of q itself
-    else:
-        query = ("q.weight", "q.bias")
-
     for box, tensor in pieces:
-        _, attention, leaf = box.key.rpartition(".attn.")
-        if box.key in head:
-            factor = 1 / mup_width_ratio(model)
-        elif attention and leaf in query:
-            factor = mup_score_scale(model)
-        else:
-            factor = 1.0
+        factor = 1 / mup_width_ratio(model) if box.key in head else query_factor(model, box.key)
         tensor.mul_(1 / factor if undo else factor)
+
+
+def query_factor(model: ModelConfig, key: str) -> float:
+    """The factor of the attention scores if this tensor makes queries of attention, else 1."""
+    of_layer, attention, leaf = key.rpartition(".attn.")
+    if not attention:
+        return 1.0
+    like = layer_model(model, int(of_layer.removeprefix("layers.")))
+    if isinstance(like.mixer, LatentConfig):
+        query = ("q_b.weight",) if like.mixer.q_rank else ("q.weight",)
+    elif isinstance(like.mixer, AttentionConfig):
+        # a norm removes the scale of q itself
+        query = ("q_norm.weight",) if like.mixer.qk_norm else ("q.weight", "q.bias")
+    else:
+        query = ()
+    return mup_score_scale(like) if leaf in query else 1.0
 
 
 @torch.no_grad()

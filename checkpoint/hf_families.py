@@ -2274,8 +2274,10 @@ FAMILIES = {family.model_type: family for family in (
         model_type="kimi_linear",
         architecture="KimiLinearForCausalLM",
         rules=(
-            *without(DEEPSEEK_SIZES, "context"),
+            *without(without(DEEPSEEK_SIZES, "context"), "tied"),
             Field("context", "model_max_length"),
+            Fixed("tied", False),
+            Only("tie_word_embeddings", (False,)),  # transformers has a head of its own in any case
             MLA_HEADS,
             NO_ATTENTION_BIAS,
             NO_MLP_BIAS,

@@ -212,3 +212,19 @@ def test_a_bad_folder_is_named(tmp_path, how, words):
     with pytest.raises(ConfigError) as e:
         hf.stored_tensors(tmp_path, "llama")
     assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_factor_of_scores_goes_into_queries_of_attention_alone():
+    """A mixer with a state has q too, and no scores."""
+    kimi = {
+        "mixer": {"kind": "latent", "heads": 3, "kv_rank": 4, "nope_dim": 4, "rope_dim": 4, "rope": None},
+        "blocks": {"linear": {"mixer": {"kind": "kimi", "heads": 3, "dim": 4}}},
+        "pattern": "linear, block",
+        "mup": {"base": 6, "head_dim": 2},
+    }
+    found = [(Box.whole(f"layers.{layer}.attn.q.weight", (4,)), torch.ones(4)) for layer in range(2)]
+    made = build_tree(ModelConfig, merge(SIZES, kimi, ModelConfig))
+    hf.fold_mup(made, found)
+    assert [tensor[0].item() for _, tensor in found] == [1.0, pytest.approx(0.5)]
+    hf.fold_mup(made, found, undo=True)
+    assert all(torch.equal(tensor, torch.ones(4)) for _, tensor in found)
