@@ -27,6 +27,7 @@ from config import (
     LatentConfig,
     ModelConfig,
     layer_model,
+    layer_models,
     mup_score_scale,
     mup_width_ratio,
 )
@@ -278,26 +279,32 @@ def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> Non
             "which multi-token prediction reads too; no Hugging Face folder can hold this model "
             "(model.tied with model.mtp)"
         )
+    for like in layer_models(model).values():
+        query_names(like)  # refuses what has none
     head = ("norm.weight", "norm.bias") if model.tied else ("head.weight",)
     for box, tensor in pieces:
-        factor = 1 / mup_width_ratio(model) if box.key in head else query_factor(model, box.key)
+        front, attention, leaf = box.key.rpartition(".attn.")
+        factor = 1.0
+        if box.key in head:
+            factor = 1 / mup_width_ratio(model)
+        elif attention:
+            like = layer_model(model, int(front.rpartition(".")[2]))
+            factor = mup_score_scale(like) if leaf in query_names(like) else 1.0
         tensor.mul_(1 / factor if undo else factor)
 
 
-def query_factor(model: ModelConfig, key: str) -> float:
-    """The factor of the attention scores if this tensor makes queries of attention, else 1."""
-    of_layer, attention, leaf = key.rpartition(".attn.")
-    if not attention:
-        return 1.0
-    like = layer_model(model, int(of_layer.removeprefix("layers.")))
-    if isinstance(like.mixer, LatentConfig):
-        query = ("q_b.weight",) if like.mixer.q_rank else ("q.weight",)
-    elif isinstance(like.mixer, AttentionConfig):
-        # a norm removes the scale of q itself
-        query = ("q_norm.weight",) if like.mixer.qk_norm else ("q.weight", "q.bias")
-    else:
-        query = ()
-    return mup_score_scale(like) if leaf in query else 1.0
+def query_names(model: ModelConfig) -> tuple[str, ...]:
+    """The weights of a layer's mixer that set the scale of its queries. Raises ConfigError if none do and muP
+    has a factor for them."""
+    mixer = model.mixer
+    if isinstance(mixer, LatentConfig) and mixer.q_rank:
+        return ("q_b.weight",)
+    if not isinstance(mixer, AttentionConfig) or not mixer.qk_norm:
+        return ("q.weight", "q.bias")
+    if mixer.qk_norm == "unweighted" and mup_score_scale(model) != 1:
+        raise ConfigError("model.mup.head_dim: its factor of the scores goes into the weight of the norm of "
+                          "queries, and this one has none (model.mixer.qk_norm unweighted)")
+    return ("q_norm.weight",)  # the norm removes the scale of q itself
 
 
 @torch.no_grad()

@@ -18,6 +18,9 @@ from checkpoint.hf_layer_types import (
     EXAONE4_LAYERS,
     GEMMA2_LAYERS,
     GEMMA3_LAYERS,
+    GPT_OSS_LAYERS,
+    LLAMA4_LAYERS,
+    LLAMA4_LAYER_DEFAULTS,
     OLMO3_LAYERS,
 )
 from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, NEMOTRON_LAYERS
@@ -45,6 +48,7 @@ from checkpoint.hf_rules import (
     MLA_HEADS,
     MLA_ROPE,
     MLP_LAYER_TYPES,
+    MOE_LAYERS,
     MOE_TOPK,
     MTP_WITH_EXPERTS,
     MUP_ENABLED,
@@ -95,6 +99,7 @@ from config import (
     ConfigError,
     ModelConfig,
     Tree,
+    expert_ffn_size,
     layer_model,
     modules_ahead,
     no_effect,
@@ -460,6 +465,31 @@ GRANITE_STACKS = in_layer("model.layers", {  # the experts of a layer are stacke
     "mlp.experts.{expert}.down": "block_sparse_moe.output_linear",
 })
 GRANITE_EXPERTS = GRANITE_STACKS | in_layer("model.layers", {"mlp.router": "block_sparse_moe.router.layer"})
+GPT_OSS_STACKS = {  # of each expert gate and up in turn, row by row
+    f"layers.{{layer}}.mlp.experts.{{expert}}.{ours}.{leaf}": f"model.layers.{{layer}}.mlp.experts.{theirs}"
+    for leaf, end in (("weight", ""), ("bias", "_bias"))
+    for ours, theirs in (
+        ("gate", f"gate_up_proj{end}"), ("up", f"gate_up_proj{end}"), ("down", f"down_proj{end}"))
+}
+GPT_OSS_OTHERS = in_layer("model.layers", {
+    "attn.sinks": "self_attn.sinks",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.logit_bias": "mlp.router.bias",
+})
+LLAMA4_STACKS = {
+    f"layers.{{layer}}.mlp.experts.{{expert}}.{ours}.weight":
+        f"model.layers.{{layer}}.feed_forward.experts.{theirs}"
+    for ours, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+}
+LLAMA4_MLP = in_layer("model.layers", {
+    "mlp.gate": "feed_forward.gate_proj",
+    "mlp.up": "feed_forward.up_proj",
+    "mlp.down": "feed_forward.down_proj",
+    "mlp.router": "feed_forward.router",
+    "mlp.shared.gate": "feed_forward.shared_expert.gate_proj",
+    "mlp.shared.up": "feed_forward.shared_expert.up_proj",
+    "mlp.shared.down": "feed_forward.shared_expert.down_proj",
+})
 HUNYUAN_EXPERTS = in_layer("model.layers", {
     "mlp.router": "mlp.router.gate",
     "mlp.shared.gate": "mlp.shared_mlp.gate_proj",
@@ -596,6 +626,17 @@ STARCODER_TENSORS = (
     | with_leaf("bias", {"norm": OUTER["norm"]} | NORMS | QKV | OUTPUT | STARCODER_MLP)
 )
 DEEPSEEK_V2_TENSORS = with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | EXPERTS | SHARED_EXPERTS)
+
+
+def gpt_oss_stack(name: str) -> ArrangementOf:
+    """Of one of their tensors of all experts: matrices are transposed."""
+    is_matrix = not name.endswith("_bias")
+
+    def arrangement(model: ModelConfig) -> Arrangement:
+        pairs = expert_ffn_size(model) if "gate_up" in name else 1
+        return Arrangement(groups=pairs, transpose=is_matrix, leading=model.experts)
+
+    return arrangement
 
 
 # ---- rules that families share -----------------------------------------------------------------------------
@@ -2134,6 +2175,104 @@ FAMILIES = {family.model_type: family for family in (
         arrangements={"backbone.layers.{layer}.mixer.conv1d.weight": lambda model: Arrangement(inner=True)},
         prefix="backbone.",
         unread="mtp.",
+    ),
+    Family(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        rules=(
+            *SIZES,
+            Field("experts", "num_local_experts"),
+            EXPERTS_PER_TOKEN,
+            EXPERTS_OF_FFN,
+            Fixed("router", "softmax"),
+            Fixed("router_renorm", True),
+            Fixed("router_logit_bias", True),
+            Fixed("mlp.bias", True),
+            Fixed("mlp.activation", "clamped_swiglu"),
+            ATTENTION_BIAS,
+            Fixed("mixer.sinks", True),
+            NO_QK_NORM,
+            Fixed("norm.kind", "rmsnorm"),
+            *ROTARY,
+            GPT_OSS_LAYERS,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            Only("hidden_act", ("silu",)),
+            Only("swiglu_alpha", (1.702,), written=False),
+            Only("swiglu_limit", (7.0,), written=False),
+            Idle(("initial_context_length", "experts_per_token")),  # again what other keys say
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_hidden_layers": 36,
+            "num_local_experts": 128,
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "head_dim": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "attention_bias": True,
+            "max_position_embeddings": 131072,
+        },
+        aliases={"num_experts": "num_local_experts"},
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT)
+        | with_leaf("bias", QKV | OUTPUT)
+        | GPT_OSS_OTHERS
+        | GPT_OSS_STACKS,
+        arrangements={name: gpt_oss_stack(name) for name in GPT_OSS_STACKS.values()},
+    ),
+    Family(
+        model_type="llama4_text",
+        architecture="Llama4ForCausalLM",
+        rules=(
+            *without(SIZES, "mlp.width"),
+            Field("mlp.width", "intermediate_size_mlp"),
+            Field("moe_ffn", "intermediate_size"),
+            Field("experts", "num_local_experts"),
+            EXPERTS_PER_TOKEN,
+            MOE_LAYERS,
+            Fixed("shared_experts", 1),
+            Fixed("router", "sigmoid"),
+            Fixed("router_renorm", False),
+            Fixed("router_weighs", "input"),
+            ATTENTION_BIAS,
+            NO_MLP_BIAS,
+            *DECODER,
+            LLAMA4_LAYERS,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            Idle(("no_rope_layer_interval", "for_llm_compressor", "cache_implementation")),
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            **LLAMA4_LAYER_DEFAULTS,
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "interleave_moe_layer_step": 1,
+            "moe_layers": None,
+            "attention_bias": False,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | LLAMA4_MLP)
+        | with_leaf("bias", QKV | OUTPUT)
+        | LLAMA4_STACKS,
+        arrangements=dict.fromkeys(
+            LLAMA4_STACKS.values(), lambda model: Arrangement(transpose=True, leading=model.experts)
+        ),
     ),
     Family(
         model_type="ministral3",

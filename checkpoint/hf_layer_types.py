@@ -9,16 +9,28 @@ from functools import partial
 
 from checkpoint.hf_rules import (
     LOCAL,
+    NOPE,
     FieldGroup,
     UnlikeFamily,
+    list_of,
     number,
     plain_number,
     read_rope,
+    rotating_layers,
     rope_obstacles,
     sliding_layers,
     write_rope_scaling,
 )
-from config import AttentionConfig, ModelConfig, RopeConfig, Tree, build_tree, head_dim, layer_model
+from config import (
+    AttentionConfig,
+    GrowthConfig,
+    ModelConfig,
+    RopeConfig,
+    Tree,
+    build_tree,
+    head_dim,
+    layer_model,
+)
 from config.pattern import PLAIN, pattern_text
 
 FIELDS = ("mixer.window", "mixer.rope", "blocks", "pattern")
@@ -31,13 +43,14 @@ class LayerTypes:
 
     full, sliding: keys -> mixer.rope of a layer of the type. write: the rotary positions of a layer that sees
     all, and of one that slides, or None for a type that the model lacks -> keys. every, every_key: in a
-    config without layer_types each layer with a multiple of this number sees all; the key that states it.
+    config without layer_types each layer with a multiple of this number sees all; the key that states it, if
+    there is one.
     """
     full: Callable[[Tree], Tree | None]
     sliding: Callable[[Tree], Tree | None]
     write: Callable[[RopeConfig | None, RopeConfig | None], Tree]
     every: int
-    every_key: str = "sliding_window_pattern"
+    every_key: str | None = "sliding_window_pattern"
 
     def read(self, keys: Tree) -> Tree:
         slides, full, sliding = self.types_of(keys)
@@ -51,7 +64,8 @@ class LayerTypes:
         """Whether each layer slides; the fields of one that sees all, and of one that slides."""
         slides = sliding_layers(keys) or self.usual(keys)
         size = number(keys, "sliding_window", nullable=True)
-        keys.get(self.every_key)  # says nothing beside layer_types
+        if self.every_key:
+            keys.get(self.every_key)  # says nothing beside layer_types
         if any(slides) and size is None:
             raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
         full: Tree = {"mixer.window": None, "mixer.rope": self.full(keys)}
@@ -60,7 +74,7 @@ class LayerTypes:
     def usual(self, keys: Tree) -> list[bool]:
         """Whether each layer slides in a config without layer_types."""
         layers = int(plain_number(keys, "num_hidden_layers"))
-        every = keys.get(self.every_key)
+        every = keys.get(self.every_key) if self.every_key else None
         if every is None:
             every = self.every
         if not isinstance(every, int) or every < 1:
@@ -217,6 +231,30 @@ def write_one_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     return {**written_rope(full or sliding), **window}
 
 
+# gpt-oss: the same in all layers. A folder that says nothing has the scaling of the published one.
+
+GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+
+
+def gpt_oss_rope(keys: Tree) -> Tree:
+    if keys.get("rope_scaling") or keys.get("rope_parameters"):
+        return one_rope(keys)
+    scaling = GPT_OSS_SCALING | {"rope_theta": plain_number(keys, "rope_theta")}
+    return one_rope({**keys, "rope_scaling": scaling})
+
+
+def write_gpt_oss_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    stated = {"rope_scaling": {"rope_type": "default"}}
+    return stated | {key: value for key, value in written_rope(full or sliding).items() if value}
+
+
 # Cohere 2, EXAONE 4: none in the layers that see all, beside others that slide.
 
 def write_sliding_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
@@ -237,9 +275,151 @@ def write_exaone4(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
 
 OLMO3_LAYERS = layer_types_group(LayerTypes(typed_full, olmo3_sliding, write_olmo3, every=4))
 GEMMA2_LAYERS = layer_types_group(LayerTypes(one_rope, one_rope, write_one_rope, every=2))
+GPT_OSS_LAYERS = layer_types_group(
+    LayerTypes(gpt_oss_rope, gpt_oss_rope, write_gpt_oss_rope, every=2, every_key=None))
 GEMMA3_LAYERS = layer_types_group(LayerTypes(typed_full, gemma3_sliding, write_gemma3, every=6))
 COHERE2_LAYERS = layer_types_group(
     LayerTypes(no_rope, partial(one_rope, pairs=True), write_sliding_rope, every=4))
 AFMOE_LAYERS = layer_types_group(
     LayerTypes(no_rope, one_rope, write_sliding_rope, every=4, every_key="global_attn_every_n_layers"))
 EXAONE4_LAYERS = layer_types_group(LayerTypes(exaone4_full, one_rope, write_exaone4, every=4))
+
+
+# ---- Llama 4: chunks and rotary positions, or neither and scores that grow ---------------------------------
+
+CHUNKED = "chunked_attention"
+LLAMA4_PARTS = ("rope", "chunk", "qk_norm", "growth")  # of the mixer, by which layers differ
+
+
+def chunked_layers(keys: Tree, rotates: list[bool]) -> list[bool]:
+    """Whether each layer attends to chunks. In a config without layer_types those that rotate do."""
+    size = number(keys, "attention_chunk_size", nullable=True)
+    layer_types = list_of(str, keys, "layer_types")
+    if not layer_types:
+        return [rotates_here and size is not None for rotates_here in rotates]
+    for layer_type in layer_types:
+        if layer_type not in (FULL, CHUNKED):
+            raise UnlikeFamily(f"layer_types = {layer_type!r} is not supported, only {FULL} and {CHUNKED}")
+    if len(layer_types) != len(rotates):
+        raise UnlikeFamily(
+            f"layer_types names {len(layer_types)} layers, num_hidden_layers is {len(rotates)}")
+    if size is None and CHUNKED in layer_types:
+        raise UnlikeFamily(f"layer_types = {CHUNKED!r} without attention_chunk_size")
+    return [layer_type == CHUNKED for layer_type in layer_types]
+
+
+def read_llama4_layers(keys: Tree) -> Tree:
+    """Layers that rotate may have chunks and a norm of q and k, the others scores that grow."""
+    rotates = rotating_layers(keys)
+    chunked = chunked_layers(keys, rotates)
+    chunks: Tree = {}  # {whether it rotates: the chunk of such layers}
+    for rotates_here, is_chunked in zip(rotates, chunked):
+        size = keys["attention_chunk_size"] if is_chunked else None
+        if chunks.setdefault(rotates_here, size) != size:
+            which = "with" if rotates_here else "without"
+            raise UnlikeFamily(f"layer_types has two types of layers {which} rotary positions")
+
+    growth = read_llama4_growth(keys)
+    rotating: Tree = {
+        "mixer.rope": one_rope(keys, pairs=True),
+        "mixer.chunk": chunks.get(True),
+        "mixer.qk_norm": "unweighted" if number(keys, "use_qk_norm") else None,
+        "mixer.growth": None,
+    }
+    others: Tree = {
+        "mixer.rope": None, "mixer.chunk": chunks.get(False), "mixer.qk_norm": None, "mixer.growth": growth,
+    }
+    if all(rotates) or not any(rotates):
+        return rotating if all(rotates) else others
+    changes = {path: value for path, value in others.items() if value != rotating[path]}
+    pattern = pattern_text([PLAIN if each else NOPE for each in rotates])
+    return {**rotating, "blocks": {NOPE: changes}, "pattern": pattern}
+
+
+def read_llama4_growth(keys: Tree) -> Tree | None:
+    """attn_temperature_tuning is a bool, or in older folders a number."""
+    rate, every = plain_number(keys, "attn_scale"), plain_number(keys, "floor_scale")
+    if not number(keys, "attn_temperature_tuning") or rate == 0:
+        return None
+    if rate < 0 or every < 1 or every % 1:
+        raise UnlikeFamily(f"attn_scale = {rate} and floor_scale = {every} are not supported, only a number "
+                           "above 0 and a whole one")
+    return {"rate": rate, "every": int(every), "first": 1}
+
+
+def write_llama4_layers(model: ModelConfig) -> Tree:
+    mixers = [layer_model(model, layer).mixer for layer in range(model.layers)]
+    rotating = [mixer for mixer in mixers if mixer.rope is not None]
+    growth = next((mixer.growth for mixer in mixers if mixer.growth is not None), None)
+    grown = {"attn_scale": growth.rate, "floor_scale": growth.every} if growth else {}
+    return {
+        "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],
+        "layer_types": [FULL if mixer.chunk is None else CHUNKED for mixer in mixers],
+        "attention_chunk_size": next((mixer.chunk for mixer in mixers if mixer.chunk is not None), None),
+        "use_qk_norm": any(mixer.qk_norm is not None for mixer in mixers),
+        "attn_temperature_tuning": growth is not None,
+        **grown,
+        **written_rope(rotating[0].rope if rotating else None),
+    }
+
+
+def llama4_obstacles(model: ModelConfig) -> list[str]:
+    """Fields that differ once they were written and read."""
+    layers = [layer_model(model, layer) for layer in range(model.layers)]
+    if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
+        return ["blocks", "pattern"]
+    none = dict.fromkeys(LLAMA4_PARTS)
+    if len({(replace(layer.mixer, **none), layer.mlp, layer.norm) for layer in layers}) > 1:
+        return ["blocks", "pattern"]
+    for layer in layers:
+        lost = rope_obstacles(layer) if layer.mixer.rope else []
+        if lost:
+            return lost
+    sizes = {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": layers[0].mixer.heads,
+        "head_dim": head_dim(layers[0]),
+        "max_position_embeddings": model.context,
+    }
+    try:
+        fields = read_llama4_layers({**LLAMA4_LAYER_DEFAULTS, **sizes, **write_llama4_layers(model)})
+    except UnlikeFamily:
+        return ["blocks", "pattern"] if model.pattern else ["mixer.chunk"]
+    changes = fields.get("blocks", {}).get(NOPE, {})
+    for layer in layers:
+        again = llama4_parts(fields if layer.mixer.rope else {**fields, **changes})
+        lost = [f"mixer.{part}" for part, value in again.items() if getattr(layer.mixer, part) != value]
+        if lost:
+            return ["blocks", "pattern"] if model.pattern else lost
+    return []
+
+
+def llama4_parts(fields: Tree) -> dict[str, object]:
+    """What was read of a layer, as a mixer has it."""
+    parts = {part: fields[f"mixer.{part}"] for part in LLAMA4_PARTS}
+    growth = parts["growth"]
+    return {
+        **parts,
+        "rope": rope_from(parts["rope"]),
+        "growth": growth and build_tree(GrowthConfig, growth, "mixer.growth."),
+    }
+
+
+LLAMA4_LAYER_DEFAULTS: Tree = {
+    "rope_theta": 500000.0,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+    "layer_types": None,
+    "attention_chunk_size": 8192,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": True,
+    "attn_scale": 0.1,
+    "floor_scale": 8192,
+}
+LLAMA4_LAYERS = FieldGroup(
+    (*(f"mixer.{part}" for part in LLAMA4_PARTS), "blocks", "pattern"),
+    read_llama4_layers,
+    write_llama4_layers,
+    llama4_obstacles,
+)

@@ -25,6 +25,7 @@ from config import (
     Tree,
     YarnScaling,
     expert_ffn_size,
+    has_experts,
     head_dim,
     kv_heads,
     layer_kinds,
@@ -319,7 +320,7 @@ def ramp_obstacle(
     The ramp runs over channels that rotate between `low` and `high` times in `original` positions. Where it
     would run backwards, or has no channels at all, the two go apart or fail.
     """
-    if not 0 < low <= high or (low == high and kind != "yarn"):  # a step in yarn, 0 / 0 in llama3
+    if not 0 < low <= high:  # of equals, a step
         return "mixer.rope.scaling.low_freq"
     if original <= 0:
         return "mixer.rope.scaling.original"
@@ -828,9 +829,9 @@ NO_WINDOW = FieldGroup(("mixer.window",), read_no_window, obstacles=window_obsta
 
 # ---- layers without rotary positions -----------------------------------------------------------------------
 
-def read_no_rope_layers(keys: Tree) -> Tree:
-    """no_rope_layers has 1 for a layer with rotary positions and 0 for one without; left out, every so many
-    layers are without."""
+def rotating_layers(keys: Tree) -> list[bool]:
+    """Whether each layer has rotary positions: no_rope_layers has 1 for one that has, and 0 for one without;
+    left out, every so many layers are without."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     rotates = list_of(int, keys, "no_rope_layers")
     if not rotates:
@@ -840,7 +841,11 @@ def read_no_rope_layers(keys: Tree) -> Tree:
         rotates = [int((layer + 1) % every != 0) for layer in range(layers)]
     if len(rotates) != layers:
         raise UnlikeFamily(f"no_rope_layers names {len(rotates)} layers, num_hidden_layers is {layers}")
-    pattern = pattern_text([PLAIN if each else NOPE for each in rotates])
+    return [bool(each) for each in rotates]
+
+
+def read_no_rope_layers(keys: Tree) -> Tree:
+    pattern = pattern_text([PLAIN if each else NOPE for each in rotating_layers(keys)])
     return {"blocks": {NOPE: {"mixer.rope": None}}, "pattern": pattern} if pattern else {}
 
 
@@ -1126,6 +1131,46 @@ def mup_enabled_obstacles(model: ModelConfig) -> list[str]:
     return [] if model.embed_scale == 1.0 or is_root else ["embed_scale"]
 
 
+def layers_with_experts(model: ModelConfig) -> list[int]:
+    return [layer for layer in range(model.layers) if has_experts(model, layer)]
+
+
+def read_moe_layers(keys: Tree) -> Tree:
+    """moe_layers, or every so many layers. Ours are every so many of those from first_dense on."""
+    layers = int(plain_number(keys, "num_hidden_layers"))
+    step = int(plain_number(keys, "interleave_moe_layer_step"))
+    if step < 1:
+        raise UnlikeFamily(f"interleave_moe_layer_step = {step} is not above 0")
+    stated = keys.get("moe_layers")
+    wanted = list(range(step - 1, layers, step))
+    if stated is not None:
+        wanted = sorted({layer for layer in list_of(int, keys, "moe_layers") if layer < layers})
+    for every in (step, *range(1, layers + 1)):
+        for first in range(layers):
+            if wanted and wanted == [layer for layer in range(first, layers) if (layer + 1) % every == 0]:
+                return {"first_dense": first, "moe_every": every}
+    raise UnlikeFamily(
+        f"moe_layers = {stated} of {layers} layers is not supported, only every so many layers from one on")
+
+
+def write_moe_layers(model: ModelConfig) -> Tree:
+    return {"interleave_moe_layer_step": model.moe_every, "moe_layers": layers_with_experts(model)}
+
+
+def moe_layers_obstacles(model: ModelConfig) -> list[str]:
+    """Fields that differ once they were written and read."""
+    if model.experts is None:
+        return []
+    try:
+        again = read_moe_layers({"num_hidden_layers": model.layers, **write_moe_layers(model)})
+    except UnlikeFamily:
+        return ["first_dense"]
+    return [name for name, value in again.items() if getattr(model, name) != value]
+
+
+MOE_LAYERS = FieldGroup(
+    ("first_dense", "moe_every"), read_moe_layers, write_moe_layers, moe_layers_obstacles
+)
 MOE_TOPK = FieldGroup(("top_k",), read_moe_topk, lambda model: {"moe_topk": model.top_k})
 ERNIE_LAYERS = FieldGroup(
     ("first_dense",),

@@ -179,7 +179,7 @@ class MLPConfig:
     width: Count = 352  # inner width
     activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
     #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron)
-    bias: bool = False  # biases of its linear layers (GPT-2)
+    bias: bool = False  # biases of its linear layers (GPT-2), and of those of each expert (gpt-oss)
 
 
 NormPlace = Literal["before", "after", "around"]

@@ -243,6 +243,12 @@ def expert_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
         width % parallel.etp == 0,
         f"parallel.etp: {parallel.etp} does not divide model.moe_ffn={width}",
         "parallel.etp", divisors(width))
+    mlps = [like.mlp for like in layer_models(model).values()]
+    yield Rule(
+        model.hidden % parallel.etp == 0 or not any(isinstance(mlp, MLPConfig) and mlp.bias for mlp in mlps),
+        f"parallel.etp: {parallel.etp} does not divide model.hidden={model.hidden}, over which the biases of "
+        "experts are divided (model.mlp.bias)",
+        "parallel.etp", divisors(model.hidden))
     ranks = world // (parallel.pp * parallel.dp_rep)
     yield Rule(
         ranks % (parallel.ep * parallel.etp) == 0,
@@ -302,9 +308,6 @@ def mixture_rules(cfg: Config) -> Iterator[Rule]:
     yield Rule(
         not model.shared_gate or model.shared_experts,
         "model.shared_gate: there are no shared experts; set model.shared_experts, or leave it out")
-    yield Rule(
-        not model.mlp.bias,
-        "model.mlp.bias: experts have no biases; set it false, or leave model.experts out")
 
     # layout
     shared_width = model.shared_experts * expert_ffn_size(model)

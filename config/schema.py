@@ -101,7 +101,10 @@ class ModelConfig:
     router_group_top_k: Count = 1  # number of groups that the experts of a token come from; the score of a
     #   group is the score of its best expert (softmax, arXiv 2405.04434) or the sum of its two best (sigmoid,
     #   arXiv 2412.19437)
-    router_scale: Positive = 1.0  # factor of the output of the routed experts
+    router_scale: Positive = 1.0  # factor of the weights of the chosen experts
+    router_weighs: Literal["output", "input"] = "output"  # what the score of a routed expert multiplies: what
+    #   it gives, or what it reads (Llama 4)
+    router_logit_bias: bool = False  # a learned bias of the router's logits (gpt-oss)
     router_bias: bool = False  # a bias that affects only the choice of experts; after each step it moves
     #   against the load (aux-loss-free, arXiv 2408.15664)
     router_bias_rate: NotNegative = 1e-3  # size of the move of router_bias in one step
@@ -526,7 +529,8 @@ class UnusedModelKeys(NamedTuple):
 
 WITHOUT_EXPERTS = UnusedModelKeys(
     "top_k moe_ffn shared_experts shared_gate first_dense moe_every router router_renorm router_groups "
-    "router_group_top_k router_scale router_bias router_bias_rate jitter aux_loss aux_kind z_loss drop pad",
+    "router_group_top_k router_scale router_weighs router_logit_bias router_bias router_bias_rate jitter "
+    "aux_loss aux_kind z_loss drop pad",
     lambda model: model.experts is None,
 )
 WITHOUT_ROUTER_BIAS = UnusedModelKeys("router_bias_rate", lambda model: not model.router_bias)

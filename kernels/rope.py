@@ -43,9 +43,9 @@ def frequencies(
 
     factor: how many times longer than `original` tokens the context is; None: no scaling. With a factor, long
     waves are slowed by it, short waves are kept, and a linear ramp lies between. The ramp runs over the
-    channels' number of rotations within the original context, from `low` to `high` (kind llama3), or over the
-    channels between those with `high` and `low` rotations (kind yarn; truncate: between whole channels). Kind
-    linear slows all waves.
+    channels' number of rotations within the original context, from `low` to `high` (kind llama3; a step where
+    they are equal), or over the channels between those with `high` and `low` rotations (kind yarn; truncate:
+    between whole channels). Kind linear slows all waves.
     """
     exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
     plain = theta ** -exponents
@@ -57,7 +57,9 @@ def frequencies(
         kept = yarn_kept_share(dim, theta, low, high, original, truncate, device)
     else:
         rotations = original * plain / (2 * math.pi)  # within the original context
-        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+        kept = (rotations >= low).to(plain)
+        if low < high:
+            kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return plain * (kept + (1 - kept) / factor)
 
 

@@ -1,10 +1,10 @@
 """What a router computes from its logits: which experts a token gets, with which weights, and the sums that
 balance losses and statistics need.
 
-    logits    x W^T, [b, s, E]. 16-bit operands, sums in fp32: x is neither widened nor copied
+    logits    x W^T (+ b), [b, s, E]. 16-bit operands, sums in fp32: x is neither widened nor copied
     choice    index [b, s, k] and weights [b, s, k]; of each sequence RouterSums
     losses    from the sums: f of the load balance, and the step's statistics
-    backward  from the gradient of the weights, and the losses' own, to those of logits, x and W
+    backward  from the gradient of the weights, and the losses' own, to those of logits, x, W and b
 
 On a GPU each line but the logits is one kernel, after Megatron-LM's fused router (moe_router_fusion). The
 sums are those of its programs, added in their order: no atomics, and the same bits every time. For the
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.grad import accumulate_grad, accumulation_dtype
+from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.linear import (
     RecomputeFunction,
     library_adds_in_fp32,
@@ -92,10 +92,13 @@ class RouterLosses:
     z_loss: float
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., d], weight [E, d] -> [..., E] in fp32 or better, without gradients (see routed_weights)."""
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., d], weight [E, d], bias [E] -> [..., E] in fp32 or better, without gradients (see
+    routed_weights)."""
     x, weight = x.detach(), weight.detach()
     logits = multiply_into_fp32(x.flatten(0, -2), weight.t())
+    if bias is not None:
+        logits += bias.detach()
     return logits.view(*x.shape[:-1], -1)
 
 
@@ -161,14 +164,16 @@ def routed_weights(
     choice: RouterChoice,
     rule: RoutingRule,
     losses: RouterLosses | None = None,
+    logit_bias: Tensor | None = None,
 ) -> Tensor:
-    """choice.weights with gradients for x [b, s, d] and weight [E, d], whose router_logits are `logits`.
+    """choice.weights with gradients for x [b, s, d], weight [E, d] and logit_bias [E], whose router_logits
+    are `logits`.
 
     losses: their gradients are added in the backward, as those of a part of the total loss that only this
     place knows.
     """
     function, args = source_of(x)
-    return _RoutedWeights.apply(x, weight, logits, choice, rule, losses, function, *args)
+    return _RoutedWeights.apply(x, weight, logit_bias, logits, choice, rule, losses, function, *args)
 
 
 # ---- definitions -------------------------------------------------------------------------------------------
@@ -695,6 +700,7 @@ class _RoutedWeights(torch.autograd.Function):
         ctx,
         x: Tensor,
         weight: Tensor,
+        logit_bias: Tensor | None,
         logits: Tensor,
         choice: RouterChoice,
         rule: RoutingRule,
@@ -705,6 +711,7 @@ class _RoutedWeights(torch.autograd.Function):
         inputs = args if function else (x,)
         ctx.save_for_backward(logits, choice.index, *inputs)
         ctx.weight = weight  # the Parameter itself, which has main_grad
+        ctx.logit_bias = logit_bias
         ctx.rule = rule
         ctx.losses = losses
         ctx.function = function
@@ -736,7 +743,12 @@ class _RoutedWeights(torch.autograd.Function):
                 ctx.weight,
                 lambda into, add: write_wgrad(into, flat_dlogits, flat_x.to(logits.dtype), add),
             )
-        return dx.to(x.dtype).view(x.shape), dw, *[None] * (5 + len(inputs) * (ctx.function is not None))
+        dbias = None
+        if ctx.logit_bias is not None:
+            summed = flat_dlogits.sum(0, dtype=logits.dtype)
+            dbias = accumulate_summed_grad(ctx.logit_bias, summed.view(-1, len(ctx.logit_bias)).sum(0))
+        rest = [None] * (5 + len(inputs) * (ctx.function is not None))
+        return dx.to(x.dtype).view(x.shape), dw, dbias, *rest
 
 
 def write_wgrad_in_two(into: Tensor | None, dlogits: Tensor, x: Tensor, add: bool) -> Tensor:

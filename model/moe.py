@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from config import Config, expert_ffn_size
 from kernels.activations import ACTIVATIONS
+from kernels.expert_bias import add_expert_bias, members_of
 from kernels.fp8_grouped import scaled_grouped_linear
 from kernels.grad import LateWeightGrads, accumulation_dtype
 from kernels.grouped_gemm import grouped_linear
 from kernels.linear import linear
-from kernels.permute import permute, unpermute
+from kernels.permute import RowOrder, permute, unpermute
 from model.init import residual_std
 from model.mlp import MLP
 from model.precision import fp8_of_layer
@@ -134,41 +135,75 @@ class Experts(nn.Module):
     """The routed experts that this rank has: gate and up (or up alone, see kernels/activations.py) as one
     grouped matrix product, then down.
 
-    Of E / ep experts each the part of one etp rank, 1 / etp of the inner width.
+    Of E / ep experts each the part of one etp rank, 1 / etp of the inner width. With model.mlp.bias each
+    expert has biases: an etp rank has those of its part of the width and, of the d numbers that are added
+    once to what down gives, 1 / etp.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
+        model = cfg.model
         gate_up, down = expert_boxes(cfg, mesh, layer)
-        self.gate_up = expert_matrices(gate_up, cfg.model.init_std)
-        self.down = expert_matrices(down, residual_std(cfg.model))
+        self.gate_up = expert_matrices(gate_up, model.init_std)
+        self.down = expert_matrices(down, residual_std(model))
+        parameters = [self.gate_up, self.down]
+        self.gate_up_bias: ShardedParameter | None = None
+        self.down_bias: ShardedParameter | None = None
+        if model.mlp.bias:
+            self.gate_up_bias = expert_biases([bias_box(box) for box in gate_up])
+            self.down_bias = expert_biases(down_bias_boxes(down, cfg, mesh))
+            parameters += [self.gate_up_bias, self.down_bias]
+        self.first_biased = self.down_bias.spec.boxes[0].start[0] if self.down_bias is not None else 0
 
         # in the backward they are computed beside the exchange of the rows' gradients (parallel/expert)
-        self.late_grads = self.gate_up.late_grads = self.down.late_grads = LateWeightGrads()
+        self.late_grads = LateWeightGrads()
+        for param in parameters:
+            param.late_grads = self.late_grads
 
-        self.activation = ACTIVATIONS[cfg.model.mlp.activation].weighted
-        self.fp8 = fp8_of_layer(cfg, layer)
+        self.activation = ACTIVATIONS[model.mlp.activation]
+        self.weighs_input = model.router_weighs == "input"
+        fp8 = fp8_of_layer(cfg, layer)
+        self.product = grouped_linear
+        if fp8 is not None:
+            self.product = partial(scaled_grouped_rows, recipe=fp8[0], side=fp8[1])
 
     def forward(self, rows: ExpertRows, rows_per_expert: list[int] | Tensor) -> Tensor:
         """Returns rows like rows.x: of each, the sum of what its experts give, times their probabilities."""
-        if self.fp8 is not None:
-            return self.forward_in_fp8(rows, rows_per_expert, *self.fp8)
         x, order, probs = rows
-        gate_up = grouped_linear(x, self.gate_up, rows_per_expert, gather=order)  # [r, 2f/etp]
-        activated = self.activation(gate_up, probs)  # [r, f/etp]
-        return grouped_linear(activated, self.down, rows_per_expert, combine=order)
+        gate_up = self.product(x, self.gate_up, rows_per_expert, gather=order)  # [r, 2f/etp]
+        weight: Tensor | None = probs  # of what an expert gives
+        if self.weighs_input:
+            gate_up = gate_up * probs[:, None].to(gate_up.dtype)
+            weight = None
+        if self.gate_up_bias is not None:
+            members = members_of(rows_per_expert, len(probs), gate_up)
+            gate_up = add_expert_bias(gate_up, self.gate_up_bias, members)
 
-    def forward_in_fp8(
-        self, rows: ExpertRows, rows_per_expert: list[int] | Tensor, recipe: str, side: int
-    ) -> Tensor:
-        """The same, by products that read rows in the order of experts: they are copied into it, and back."""
-        product = partial(scaled_grouped_linear, counts=rows_per_expert, recipe=recipe, side=side)
-        x, order, probs = rows
-        if order is not None:
-            x = permute(x, *order)
-        gate_up = product(x, self.gate_up)
-        y = product(self.activation(gate_up, probs), self.down)
-        return y if order is None else unpermute(y, *order)
+        activation = self.activation
+        activated = activation.function(gate_up) if weight is None else activation.weighted(gate_up, weight)
+        y = self.product(activated, self.down, rows_per_expert, combine=order)  # of activated [r, f/etp]
+        if self.down_bias is not None:
+            members = members_of(rows_per_expert, len(probs), y, weight, order)
+            y = add_expert_bias(y, self.down_bias, members, self.first_biased)
+        return y
+
+
+def scaled_grouped_rows(
+    x: Tensor,
+    weight: Tensor,
+    counts: list[int] | Tensor,
+    *,
+    recipe: str,
+    side: int,
+    gather: RowOrder | None = None,
+    combine: RowOrder | None = None,
+) -> Tensor:
+    """As grouped_linear, by a product that reads rows in the order of experts: they are copied into it, and
+    back."""
+    if gather is not None:
+        x = permute(x, *gather)
+    y = scaled_grouped_linear(x, weight, counts, recipe, side)
+    return y if combine is None else unpermute(y, *combine)
 
 
 def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[Box]]:
@@ -205,3 +240,22 @@ def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[B
 def expert_matrices(boxes: list[Box], std: float) -> ShardedParameter:
     """One matrix of each expert of this rank, stacked along dim 0."""
     return parameter(ParameterSpec(tuple(boxes), "hidden", std, is_expert=True))
+
+
+def expert_biases(boxes: list[Box]) -> ShardedParameter:
+    """Biases of each expert of this rank, one after the other."""
+    return parameter(ParameterSpec(tuple(boxes), "bias", is_expert=True))
+
+
+def bias_box(weight: Box) -> Box:
+    """The biases of the outputs that a rank has of one matrix."""
+    key = weight.key.removesuffix(".weight") + ".bias"
+    return Box(key, weight.shape[:1], weight.start[:1], weight.size[:1])
+
+
+def down_bias_boxes(down: list[Box], cfg: Config, mesh: Mesh) -> list[Box]:
+    """Every etp rank has part of the sum of all d outputs; each adds the biases of d / etp of them."""
+    etp = cfg.parallel.etp
+    first = mesh.ep_etp.index % etp
+    size = cfg.model.hidden // etp
+    return [bias_box(box).rows(first * size, (first + 1) * size) for box in down]

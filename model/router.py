@@ -46,7 +46,8 @@ from kernels.router import (
 from parallel.context import zigzag
 from parallel.rng import DropoutRng
 from parallel.sharding.boxes import Box
-from parallel.sharding.spec import ParameterSpec, parameter
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
+from parallel.tensor.layers import replicated_vector
 from parallel.tensor.regions import all_gather_sequence, local_chunk
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -96,7 +97,8 @@ def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor |
 class Router(nn.Module):
     """x [b, s/cp/tp, d] -> the experts of these tokens, and the weights of these, in fp32 or better.
 
-    Beside its weight it keeps, in fp64:
+    Beside its weight, and the bias of its logits that it learns with model.router_logit_bias, it keeps in
+    fp64:
 
         bias [E]                        added to the scores for the choice alone (arXiv 2408.15664)
         load [E]                        f of the step before, for model.aux_kind global
@@ -117,6 +119,10 @@ class Router(nn.Module):
         box = Box.whole(f"{self.key}.weight", (self.num_experts, model.hidden))
         spec = ParameterSpec((box,), "router", model.init_std, partial_over=("tp",))
         self.weight = parameter(spec)
+        self.logit_bias: ShardedParameter | None = None
+        if model.router_logit_bias:
+            key = f"{self.key}.logit_bias"
+            self.logit_bias = replicated_vector(key, self.num_experts, "bias", is_partial=True)
         self.bias: Tensor | None = None
         if model.router_bias:
             self.bias = torch.zeros(self.num_experts, dtype=torch.float64)
@@ -138,16 +144,17 @@ class Router(nn.Module):
             x = x * factors
 
         # the choice
-        logits = router_logits(x, self.weight)  # [b, s, E]
+        logits = router_logits(x, self.weight, self.logit_bias)  # [b, s, E]
         counted = None if router_inputs is None else router_inputs.counted
         choice = choose_experts(logits, self.rule, self.bias, counted)
         if choice.sums is None or router_inputs is None:
-            probs = routed_weights(x, self.weight, logits, choice, self.rule)
+            probs = routed_weights(x, self.weight, logits, choice, self.rule, logit_bias=self.logit_bias)
             return choice.index, probs, None
 
         # its weights and losses
         losses, stats = self.losses(choice.sums, router_inputs)
-        probs = routed_weights(x, self.weight, logits, choice, self.rule, losses)
+        probs = routed_weights(
+            x, self.weight, logits, choice, self.rule, losses, logit_bias=self.logit_bias)
         index = choice.index
 
         # what finds no place at its expert is dropped

@@ -233,6 +233,8 @@ MIXTURE = ("--model.experts", "4", "--model.moe_ffn", "32", "--train.dtype", "bf
     "--model.router_groups 2 --model.router_group_top_k 1",
     "--parallel.recompute full",
     "--model.capacity 1.0 --model.pad true",
+    "--model.mlp.bias true --model.router_logit_bias true",
+    "--model.mlp.bias true --model.router_weighs input --model.capacity 1.0 --model.pad true",
 ])
 def test_a_mixture_on_one_rank_does_not_wait(monkeypatch, args):
     """Its grouped products read on the device how many rows each expert has."""

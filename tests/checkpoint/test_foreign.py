@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from hf_models import changed
+from safetensors.torch import load_file, save_file
 from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
 
 from build import weights_only
@@ -118,3 +119,39 @@ def test_boxes_are_read_out_of_groups_of_a_stack(tmp_path):
 
     with pytest.raises(ConfigError, match=r"stack has shape \[3, 4, 12\], config.json makes its first dim 2"):
         list(foreign.places_in(family, model, shape=(3, 4, 12), **said))
+
+
+def test_gpt_oss_as_it_is_published(tmp_path):
+    """Its experts are in MXFP4: what is read is what transformers makes of the same bytes."""
+    integration = pytest.importorskip("transformers.integrations.mxfp4")
+    small = {"hidden": 64, "mlp.width": 32, "mixer.heads": 4, "experts": 3, "top_k": 2}
+    model = changed(general_model("gpt_oss"), small)
+    keys = hf_config.to_hf_config(model, "bfloat16", NO_SPECIAL_TOKENS)
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    for folder, more in ((plain, {}), (packed, {"quantization_config": {"quant_method": "mxfp4"}})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**keys, **more}))
+    write_random_weights(plain, "gpt_oss", model, random.Random(0))
+
+    tensors = load_file(plain / "model.safetensors")
+    unpacked = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8)
+            unpacked[name] = integration.convert_moe_packed_tensors(blocks, scales).contiguous()
+            assert unpacked[name].shape == tensor.shape
+            tensors = {key: value for key, value in tensors.items() if key != name}
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+
+    read = {}
+    for folder in (plain, packed):
+        _, pieces = weights_only(Config(model=model), torch.device("cpu"), "fp32")
+        index = foreign.open_hf_folder(folder)
+        foreign.ForeignLoad(index, pieces).fill()
+        read[folder] = {box.key: tensor for box, tensor in pieces}
+    assert len(read[plain]) > 3 * 6 and read[plain].keys() == read[packed].keys()
+    assert all(torch.equal(tensor, read[packed][key]) for key, tensor in read[plain].items())

@@ -92,6 +92,8 @@ FAMILY_PRESETS = {
     "olmo_hybrid": "olmo-hybrid-tiny",
     "kimi_linear": "kimi-delta-tiny",
     "qwen3_5_moe_text": "qwen3-next-tiny",
+    "gpt_oss": "gpt-oss-tiny",
+    "llama4_text": "llama4-tiny",
 }
 CHANGED = {  # of the preset
     "seed_oss": {"mixer": {"bias": "all", "heads": 3, "kv_heads": 1, "head_dim": 40}, "mlp.bias": True},

@@ -138,6 +138,18 @@ GENERAL = {  # a model of each family
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "shared_experts": 1,
         "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
     },
+    "gpt_oss": {
+        "experts": 8, "top_k": 3, "mlp": {"activation": "clamped_swiglu", "bias": True},
+        "router_logit_bias": True, "mixer": {"kv_heads": 2, "bias": "all", "sinks": True}, **PATTERN,
+    },
+    "llama4_text": {
+        **MIXTURE, "router": "sigmoid", "router_renorm": False, "router_weighs": "input", "shared_experts": 1,
+        "mixer": {"kv_heads": 2, "chunk": 5, "qk_norm": "unweighted", "rope.pairs": True},
+        "blocks": {"nope": {"mixer": {
+            "chunk": None, "qk_norm": None, "rope": None, "growth": {"every": 7, "first": 1},
+        }}},
+        "pattern": "(2 block, nope)...",
+    },
     "granitemoe": {
         "experts": 8, "top_k": 3, "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5,
         "embed_scale": 3.0, "logit_scale": 0.25,
@@ -219,6 +231,7 @@ MODEL_VALUES = {
     "shared_gate": (True, False), "first_dense": (0, 1, 2), "moe_every": (1, 2),
     "router": ("softmax", "sigmoid"), "router_renorm": (True, False), "router_groups": (1, 2, 4),
     "router_group_top_k": (1, 2), "router_scale": (1.0, 2.5), "router_bias": (True, False),
+    "router_weighs": ("output", "input"), "router_logit_bias": (True, False),
     "router_bias_rate": (1e-3,), "jitter": (0.0, 0.1), "aux_loss": (0.0, 0.01),
     "aux_kind": ("sequence", "global"), "z_loss": (0.0, 1e-3), "capacity": (None, 1.5),
     "drop": ("probability", "position"), "pad": (False, True),
@@ -324,6 +337,13 @@ OWN_VALUES = {  # of keys that a family alone has
     "olmo_hybrid": LINEAR_VALUES | {
         "linear_allow_neg_eigval": (True, False), "linear_key_head_dim": (None, 12),
         "linear_value_head_dim": (None, 4), "rope_theta": (100.0, None),
+    },
+    "llama4_text": {
+        "no_rope_layers": ([1, 0], [0, 1, 1], [1] * 3, [0] * 3, "x"), "no_rope_layer_interval": (1, 2, 0),
+        "layer_types": (["full_attention", "chunked_attention", "full_attention"], ["chunked_attention"] * 3),
+        "moe_layers": ([0], [1, 2], [0, 2], [], [0, 5]), "interleave_moe_layer_step": (2, 3, 4, 0),
+        "attn_temperature_tuning": (True, False, 4), "floor_scale": (3, 0), "attn_scale": (0.3, 0.0, -1.0),
+        "use_qk_norm": (True, False), "attention_chunk_size": (None, 4), "intermediate_size_mlp": (28,),
     },
 }
 

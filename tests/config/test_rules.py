@@ -158,8 +158,7 @@ CASES = [
     (having(**MIXTURE, model__aux_loss=-1.0), 1, "model.aux_loss", False),
     (having(**MIXTURE, model__first_dense=4), 1, "model.first_dense", True),
     (having(**MIXTURE, model__shared_gate=True), 1, "model.shared_gate", False),
-    (having(**MIXTURE, model__mlp__bias=True), 1, "model.mlp.bias", False),
-    (having(**MIXTURE, model__mlp__bias=True), 1, "model.mlp.bias", False),
+    (having(**MIXTURE, model__mlp__bias=True, parallel__etp=3), 3, "parallel.etp", True),
     (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
     (having(**LATENT, model__mixer__rope_dim=5), 1, "model.mixer.rope_dim", True),
     (

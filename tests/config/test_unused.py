@@ -30,6 +30,8 @@ MIXTURE = {
     "router_groups": 2,
     "router_group_top_k": 2,
     "router_scale": 2,
+    "router_weighs": "input",
+    "router_logit_bias": "true",
     "router_bias": "true",
     "router_bias_rate": 0.1,
     "jitter": 0.1,

@@ -111,6 +111,50 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(weights, (x.requires_grad_(), weight.requires_grad_()))
 
 
+def with_learned_bias(x, weight, dtype, device):
+    """The formula's x and weight have one more column, of ones and of the biases."""
+    bias = torch.linspace(-1, 1, len(weight)).to(dtype)
+    exact = torch.cat((x, x.new_ones(B, S, 1)), -1), torch.cat((weight, bias[:, None]), 1)
+    kept = bias.to(device, copy=True).requires_grad_()
+    wide = torch.promote_types(dtype, torch.float32)
+    kept.main_grad = torch.full(kept.shape, 2.0, dtype=wide, device=device)
+    kept.grad_is_written = True
+    return kept, *exact
+
+
+def learned_bias(name, dtype, device, rtol):
+    experts, rule = RULES[name]
+    x, weight, bias, counted, scale = inputs(experts, dtype, bias=rule.sigmoid)
+    logit_bias, longer_x, longer_weight = with_learned_bias(x, weight, dtype, device)
+    x, weight, bias, counted, scale = (
+        None if t is None else t.to(device) for t in (x, weight, bias, counted, scale))
+    logits = router_logits(x, weight, logit_bias)
+    choice = choose_experts(logits, rule, bias, counted)
+    load = torch.linspace(0.5, 1.5, experts, dtype=logits.dtype, device=device)[None]
+    losses = RouterLosses(counted, scale.to(logits.dtype), load, *LOSSES["both"])
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    dweights = torch.randn(B, S, rule.top_k).to(logits.dtype)
+    weights = routed_weights(x, weight, logits, choice, rule, losses, logit_bias=logit_bias)
+    weights.backward(dweights.to(device))
+    want, dx, dw = by_autograd(
+        longer_x, longer_weight, choice.index.cpu(), counted.cpu(), scale.cpu(), rule, load.cpu(),
+        *LOSSES["both"], dweights)
+    found = weights, logit_bias.main_grad - 2, x.grad, weight.grad
+    assert logit_bias.grad is None
+    for got, exact in zip(found, (want, dw[:, -1], dx[..., :-1], dw[:, :-1])):
+        assert (got.cpu().double() - exact).norm() <= rtol * exact.norm() + 1e-14
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_learned_bias_of_the_logits(name):
+    learned_bias(name, torch.float64, "cpu", 1e-12)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+def test_triton_with_a_learned_bias(interpreted, small_tiles, dtype, rtol):
+    learned_bias("softmax", dtype, interpreted, rtol)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_the_sums_by_hand(name):
     experts, rule = RULES[name]

@@ -61,6 +61,11 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "granite-3.3-2b": 2_533_539_840,
     "command-r7b": 8_028_033_024,
     "exaone4-1.2b": 1_279_391_488,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    # of the folders, without the model of images and what projects its outputs
+    "llama4-scout": 108_641_793_536 - 850_960_896 - 20_971_520,
+    "llama4-maverick": 401_583_781_376 - 850_960_896 - 20_971_520,
     # of the folders, without router biases, the module ahead and its copies of the tables
     "glm4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 1_551_892_480,
     "glm4.5-air": 110_468_824_832 - 46 * 128 - 2_375_059_456 - 1_241_513_984,
@@ -100,6 +105,10 @@ ACTIVE = {
     "qwen3-next-80b-a3b": 3e9,
     "kimi-linear-48b-a3b": 3e9,
     "nemotron3-nano-30b-a3b": 3.2e9,
+    "gpt-oss-20b": 3.61e9 + 0.58e9,  # the card leaves out the embedding, and counts the head
+    "gpt-oss-120b": 5.13e9 + 0.58e9,
+    "llama4-scout": 17e9,
+    "llama4-maverick": 17e9,
 }
 LAYOUTS = [
     {},

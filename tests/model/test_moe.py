@@ -298,6 +298,110 @@ def test_generation_one_token_at_a_time():
         assert torch.allclose(part, whole[0, at], atol=1e-12)
 
 
+def fill(moe: MoE) -> None:
+    g = torch.Generator().manual_seed(3)
+    for p in moe.parameters():
+        p.data = torch.randn(p.spec.shape, generator=g, dtype=torch.float64) * (2 if p.dim() > 1 else 3)
+
+
+def mixture(**model) -> MoE:
+    tree = {
+        "model": {"hidden": D, "mixer.heads": 2, "mlp.width": 20, "experts": 6, "vocab": 64, **model},
+        "train": {"steps": 1, "dtype": "fp64"},
+    }
+    moe = MoE(config.build_tree(config.Config, tree), Mesh.single(), 0)
+    fill(moe)
+    return moe
+
+
+def test_experts_with_biases_are_those_of_gpt_oss():
+    """Forward and every gradient, as transformers computes them from the same numbers."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    from transformers import GptOssConfig
+
+    biased = {"mlp.bias": True, "mlp.activation": "clamped_swiglu", "router_logit_bias": True}
+    moe = mixture(top_k=3, **biased)
+    small = GptOssConfig(hidden_size=D, intermediate_size=20, num_local_experts=6, num_experts_per_tok=3)
+    theirs = modeling.GptOssMLP(small).double()
+
+    # ours: of each expert gate, then up; theirs: gate and up in turn, and transposed
+    e = moe.experts
+    matrices, biases = e.gate_up.data.view(6, 2, 20, D), e.gate_up_bias.data.view(6, 2, 20)
+    theirs.experts.gate_up_proj.data = matrices.transpose(1, 2).flatten(1, 2).transpose(1, 2).contiguous()
+    theirs.experts.gate_up_proj_bias.data = biases.transpose(1, 2).flatten(1).contiguous()
+    theirs.experts.down_proj.data = e.down.data.view(6, D, 20).transpose(1, 2).contiguous()
+    theirs.experts.down_proj_bias.data = e.down_bias.data.view(6, D).clone()
+    theirs.router.weight.data, theirs.router.bias.data = moe.router.weight.data, moe.router.logit_bias.data
+
+    x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, 5, D, dtype=torch.float64)
+    got, want = moe(x, None)[0], theirs(x)[0]
+    assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+    ours = torch.autograd.grad(
+        got, (x, moe.router.weight, moe.router.logit_bias, e.gate_up_bias, e.down_bias, e.down), dy)
+    t = theirs.experts
+    others = torch.autograd.grad(want, (
+        x, theirs.router.weight, theirs.router.bias, t.gate_up_proj_bias, t.down_proj_bias, t.down_proj), dy)
+    dx, drouter, dlogit, dgate_up, ddown_bias, ddown = others
+    dgate_up = dgate_up.view(6, 20, 2).transpose(1, 2)
+    for a, b in zip(ours, (dx, drouter, dlogit, dgate_up, ddown_bias, ddown.transpose(1, 2))):
+        assert torch.allclose(a, b.reshape(a.shape), rtol=1e-9, atol=1e-9)
+
+
+def test_a_score_on_the_input_is_that_of_llama4():
+    modeling = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    from transformers import Llama4TextConfig
+
+    moe = mixture(top_k=2, router="sigmoid", router_renorm=False, router_weighs="input", shared_experts=1)
+    small = Llama4TextConfig(hidden_size=D, intermediate_size=20, num_local_experts=6, num_experts_per_tok=2)
+    theirs = modeling.Llama4TextMoe(small).double()
+    e, shared = moe.experts, moe.shared_experts
+    theirs.experts.gate_up_proj.data = e.gate_up.data.view(6, 40, D).transpose(1, 2).contiguous()
+    theirs.experts.down_proj.data = e.down.data.view(6, D, 20).transpose(1, 2).contiguous()
+    theirs.router.weight.data = moe.router.weight.data
+    gate, up = shared.gate_up.weight.data.chunk(2)
+    theirs.shared_expert.gate_proj.weight.data, theirs.shared_expert.up_proj.weight.data = gate, up
+    theirs.shared_expert.down_proj.weight.data = shared.down.weight.data
+
+    x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(10, D, dtype=torch.float64)
+    modeling.torch.Tensor.float, narrow = torch.Tensor.double, torch.Tensor.float  # its scores are in fp32
+    try:
+        want = theirs(x)[0]
+    finally:
+        modeling.torch.Tensor.float = narrow
+    got = moe(x, None)[0].flatten(0, 1)
+    assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+    ours = torch.autograd.grad(got, (x, moe.router.weight, e.gate_up, e.down), dy)
+    t = theirs.experts
+    dx, drouter, dgate_up, ddown = torch.autograd.grad(
+        want, (x, theirs.router.weight, t.gate_up_proj, t.down_proj), dy)
+    for a, b in zip(ours, (dx, drouter, dgate_up.transpose(1, 2), ddown.transpose(1, 2))):
+        assert torch.allclose(a, b.reshape(a.shape), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("weighs", ["output", "input"])
+def test_biases_of_rows_that_are_padded_or_dropped(weighs):
+    """With a capacity, as without one whose experts all have room; and what is turned away adds no bias."""
+    more = {"mlp.bias": True, "router_weighs": weighs, "router_logit_bias": True}
+    free, roomy = mixture(**more), mixture(**more, capacity=3.0, pad=True)
+    x = torch.randn(2, 6, D, dtype=torch.float64)
+    learn = RouterInputs(torch.ones(2, 6, dtype=torch.bool), 1.0, None)
+    got, want = roomy(x, learn)[0], free(x, learn)[0]
+    assert torch.allclose(got, want, atol=1e-9)
+    dy = torch.randn(2, 6, D, dtype=torch.float64)
+    for a, b in zip(torch.autograd.grad(got, list(roomy.parameters()), dy),
+                    torch.autograd.grad(want, list(free.parameters()), dy)):
+        assert torch.allclose(a, b, atol=1e-9)
+
+    tight, padded = mixture(**more, capacity=0.5), mixture(**more, capacity=0.5, pad=True)
+    assert torch.allclose(tight(x, learn)[0], padded(x, learn)[0], atol=1e-9)
+    index, probs, _ = tight.router(x, learn)
+    assert (index < 0).any()
+    no_place = (index < 0).all(-1)
+    assert not tight(x, learn)[0][no_place].any()
+
+
 def test_a_mixture_of_one_expert_is_an_mlp():
     """One expert, always chosen with probability one: the dense block's output, from the same weights."""
     tree = {

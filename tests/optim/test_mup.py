@@ -146,6 +146,7 @@ PLACES = torch.arange(20).expand(2, 20)
         ("deepseek-v3-tiny", {}),
         ("deepseek-v2-lite-tiny", {}),
         ("olmoe-tiny", {}),
+        ("gpt-oss-tiny", {}),
     ],
 )
 def test_an_export_holds_the_factors(name, more):
@@ -172,10 +173,15 @@ def test_an_export_holds_the_factors(name, more):
 
 
 def test_what_no_folder_can_hold_is_refused():
-    cfg = wide("deepseek-v3-tiny", tied=True)
-    with pytest.raises(ConfigError, match="^model.mup: .*multi-token") as e:
-        hf.fold_mup(cfg.model, [])
-    assert "\n" not in str(e.value)
+    cases = {
+        "^model.mup: .*multi-token": wide("deepseek-v3-tiny", tied=True),
+        "^model.mup.head_dim: .*qk_norm unweighted": wide("llama4-tiny", head_dim=3),
+    }
+    for line, cfg in cases.items():
+        with pytest.raises(ConfigError, match=line) as e:
+            hf.fold_mup(cfg.model, [])
+        assert "\n" not in str(e.value)
+    hf.fold_mup(wide("llama4-tiny").model, [])
 
 
 def test_tables_vectors_and_readouts():

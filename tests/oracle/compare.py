@@ -28,13 +28,13 @@ def gap(ours: Tensor, theirs: Tensor) -> float:
 
 
 def check_first(first: dict[str, Tensor], std: float, layers: int, width: float = 1.0) -> None:
-    """Initial weights: norms 1, biases 0, matrices normal with the recipe's std, output projections that
-    over sqrt(2 layers); under muP of a model `width` times as wide (arXiv 2203.03466, table 8) hidden
+    """Initial weights: norms 1, biases and sinks 0, matrices normal with the recipe's std, output projections
+    that over sqrt(2 layers); under muP of a model `width` times as wide (arXiv 2203.03466, table 8) hidden
     matrices width^-1/2 and what reads off a fixed number of values (routers, gates) 1 / width of that. Mean
     and std within five standard errors, no two tensors alike."""
     for key, w in first.items():
         if w.dim() == 1:
-            assert (w == (0.0 if key.endswith("bias") else 1.0)).all(), key
+            assert (w == (0.0 if key.endswith(("bias", "sinks")) else 1.0)).all(), key
             continue
         want = std / (2 * layers) ** 0.5 if key.endswith(("attn.o.weight", ".down.weight")) else std
         if key.startswith("layers."):

@@ -226,6 +226,52 @@ MIXTURES = (
     ),
 )
 
+EXPERTS_OF_THEIR_OWN = (
+    Family(
+        "gpt-oss",
+        f"gpt-oss-tiny {GROUPED} --model.mixer.head_dim 8 --model.experts 6 --model.top_k 3 "
+        "--model.moe_ffn 20 --model.aux_loss 0.05 --model.blocks.local.mixer.window 7 "
+        "--model.mixer.rope.scaling.original 16 --model.mixer.rope.scaling.factor 4",
+        "GptOss",
+        {
+            **BASE,
+            "intermediate_size": 20,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                **YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            },
+        },
+        Router(aux=0.05),
+        recipe=COSINE,
+    ),
+    Family(
+        "llama4",
+        f"llama4-tiny {GROUPED} --model.layers 4 --model.experts 6 --model.moe_ffn 20 --model.aux_loss 0.05 "
+        "--model.mixer.chunk 7 --model.blocks.nope.mixer.growth.every 5",
+        "Llama4Text",
+        {
+            **BASE,
+            "num_hidden_layers": 4,
+            "intermediate_size": 20,
+            "intermediate_size_mlp": 48,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 7,
+            "floor_scale": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        Router(aux=0.05, sigmoid=True),
+        recipe=LINEAR,
+    ),
+)
+
 LATENTS = (
     Family(
         "deepseek-v2-lite",

@@ -14,7 +14,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: the r
 import compare  # noqa: E402
 import families  # noqa: E402
 
-FAMILIES = {f.name: f for f in (*families.DENSE, *families.MIXTURES, *families.LATENTS)}
+EVERY = (*families.DENSE, *families.MIXTURES, *families.LATENTS, *families.EXPERTS_OF_THEIR_OWN)
+FAMILIES = {f.name: f for f in EVERY}
 VARIANTS = tuple(itertools.product((False, True), (1, 2)))  # documents apart, sequences a microbatch
 def core() -> list[tuple]:
     return [(name, *VARIANTS[(3 * i + 3) % 4]) for i, name in enumerate(FAMILIES)]

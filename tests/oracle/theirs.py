@@ -213,6 +213,23 @@ MLP = {
     "mlp.router": "mlp.gate",
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
+# where a family has other names, or stacks its experts as [E, inputs, outputs]
+OWN_NAMES = {
+    "gpt_oss": {"mlp.router": "mlp.router"},
+    "llama4_text": {
+        "mlp.router": "feed_forward.router",
+        **{
+            f"mlp.{ours}{part}": f"feed_forward.{theirs}{part}_proj"
+            for ours, theirs in (("", ""), ("shared.", "shared_expert."))
+            for part in ("gate", "up", "down")
+        },
+    },
+}
+TURNED_EXPERTS = {  # {kind: (its name, which of the outputs are gate and up)}
+    "gpt_oss": ("mlp.experts", (slice(0, None, 2), slice(1, None, 2))),
+    "llama4_text": ("feed_forward.experts", (slice(None, 20), slice(20, None))),
+}
+ROUTERS = ("topkrouter", "llama4router")  # ends of the names of their modules
 AHEAD = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "head_norm": "norm"}
 TABLES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -242,7 +259,7 @@ def place(model: nn.Module, key: str) -> tuple[str, Callable[[Tensor], Tensor]]:
     whole = lambda t: t
     if not key.startswith("layers."):
         return (GPT2 if kind == "gpt2" else TABLES)[key], whole
-    layer, body, leaf = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", key).groups()
+    layer, body, leaf = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias|logit_bias|sinks)", key).groups()
     if kind == "gpt2":
         turned = (lambda t: t.t()) if leaf == "weight" and "norm" not in body else whole
         if body in ("attn.q", "attn.k", "attn.v"):
@@ -254,7 +271,17 @@ def place(model: nn.Module, key: str) -> tuple[str, Callable[[Tensor], Tensor]]:
     inside = f"model.layers.{layer}" if int(layer) < depth else f"ahead.{int(layer) - depth}.block"
     if body in AHEAD:
         return f"ahead.{int(layer) - depth}.{AHEAD[body]}.{leaf}", whole
+    if leaf == "sinks":
+        return f"{inside}.self_attn.sinks", whole
     expert = re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)", body)
+    if expert and kind in TURNED_EXPERTS:
+        number, which = int(expert[1]), expert[2]
+        name, halves = TURNED_EXPERTS[kind]
+        name = f"{inside}.{name}.{'down' if which == 'down' else 'gate_up'}_proj{'_bias' * (leaf == 'bias')}"
+        outputs = slice(None) if which == "down" else halves[which == "up"]
+        return name, lambda t: t[number].t()[outputs]
+    if body in OWN_NAMES.get(kind, {}):
+        return f"{inside}.{OWN_NAMES[kind][body]}.{leaf.removeprefix('logit_')}", whole
     if expert:
         number, which = int(expert[1]), expert[2]
         if which == "down":
@@ -295,6 +322,10 @@ class Pass:
     routed: list[list[tuple[int, Tensor, Tensor]]] = field(default_factory=list)
 
 
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.lower().endswith(ROUTERS)]
+
+
 def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
     """samples: each a list of pieces (numpy int64 [n]), whose n - 1 last tokens are predicted from those
     before them in the piece alone. A piece is a row of the batch: what is filled up behind it cannot be seen,
@@ -305,9 +336,14 @@ def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
     seen: list[tuple[Tensor, Tensor]] = []
 
     def look(module, args, output):
-        _, weights, chosen = output
-        x = args[0].reshape(-1, module.weight.shape[1])
-        seen.append((linear(x, module.weight).view(*shape, -1), chosen.view(*shape, -1)))
+        if family.kind == "Llama4Text":
+            weights, logits = output
+            chosen = logits.topk(module.top_k, -1).indices
+        else:
+            _, weights, chosen = output
+            x = args[0].reshape(-1, module.weight.shape[1])
+            logits = linear(x, module.weight, getattr(module, "bias", None))
+        seen.append((logits.view(*shape, -1), chosen.view(*shape, -1)))
         if family.router.capacity is None or not torch.is_grad_enabled():
             return None
         kept = room(
@@ -315,11 +351,7 @@ def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
         )
         return None, weights * kept.view(weights.shape), chosen
 
-    hooks = [
-        m.register_forward_hook(look)
-        for m in model.modules()
-        if type(m).__name__.lower().endswith("topkrouter")
-    ]
+    hooks = [m.register_forward_hook(look) for m in routers_of(model)]
     with wide():
         # the next token
         shape = (len(rows), longest - 1)
@@ -416,6 +448,11 @@ class Told:
     noise: list[tuple[float, float]] = field(default_factory=list)
 
 
+def is_vector(name: str, p: Tensor) -> bool:
+    """Also one of each expert, in one tensor."""
+    return p.dim() == 1 or name.endswith("_bias")
+
+
 class TorchAdamW:
     """torch.optim.AdamW in two groups: matrices decay, vectors do not. rate: factor of the learning rate by
     name (muP), with weight decay times learning rate as it was."""
@@ -430,7 +467,7 @@ class TorchAdamW:
             {
                 "params": [p],
                 "rate": rate(name),
-                "weight_decay": recipe.weight_decay / rate(name) if p.dim() > 1 else 0.0,
+                "weight_decay": 0.0 if is_vector(name, p) else recipe.weight_decay / rate(name),
             }
             for name, p in self.params.items()
         ]
@@ -451,7 +488,7 @@ def follow(
     """steps: of each step its microbatches, of each its samples as lists of pieces; valid: the validation's
     batches."""
     told, params = Told(), list(model.parameters())
-    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    routers = routers_of(model)
     load = [torch.ones(len(m.weight)) if family.router.kind == "global" else None for m in routers]
 
     def validate() -> None:

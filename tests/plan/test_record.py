@@ -160,6 +160,7 @@ MIXTURES = [
     (4, "--parallel.tp 2 --parallel.sp true --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name muon --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name lamb --parallel.ep 2 --parallel.tp 2"),
+    (4, "--model.mlp.bias true --model.router_logit_bias true --parallel.ep 2 --parallel.etp 2"),
 ]
 
 

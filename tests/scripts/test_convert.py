@@ -319,6 +319,44 @@ CASES = {
             "sliding_window": 5,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **ROPE, "head_dim": 10, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 3,
+            "sliding_window": 5, "rope_scaling": {**YARN, "truncate": False}, "rope_theta": 1000.0,
+            "pad_token_id": None,
+        },
+    ),
+    "gpt-oss-unbiased": (
+        "GptOss",
+        {
+            **ROPE, "num_hidden_layers": 3, "intermediate_size": 20, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "sliding_window": 7, "attention_bias": False, "head_dim": 8,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_scaling": {"rope_type": "default"}, "rope_theta": 5000.0, "pad_token_id": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama4": (
+        "Llama4Text",
+        {
+            **ROPE, "head_dim": 10, "num_hidden_layers": 5, "intermediate_size": 20,
+            "intermediate_size_mlp": 36, "num_local_experts": 6, "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.7, "rope_theta": 1000.0,
+            "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.0},
+            "pad_token_id": None,
+        },
+    ),
+    "llama4-two-experts": (
+        "Llama4Text",
+        {
+            **ROPE, "num_hidden_layers": 4, "intermediate_size": 20, "intermediate_size_mlp": 36,
+            "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_layers": [2, 3],
+            "no_rope_layers": [1, 0, 0, 1], "attention_chunk_size": None, "use_qk_norm": False,
+            "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True,
+            "pad_token_id": None,
+        },
+    ),
     "granite-moe": (
         "GraniteMoe",
         {
@@ -751,20 +789,20 @@ def batches(vocab):
     return [made[:2], made[2:4], made[4:]]
 
 
-def is_matrix(param):
-    """Or a stack of them; not what convolutions have for each channel, [c, 1, k]."""
-    return param.dim() > 1 and 1 not in param.shape[1:]
+def is_matrix(name, param):
+    """Or a stack of them; not what convolutions have for each channel, [c, 1, k], nor biases of experts."""
+    return param.dim() > 1 and 1 not in param.shape[1:] and not name.endswith("_bias")
 
 
 def train_theirs(model, steps, lr):
     """Losses of plain torch: mean over the counted tokens of a step, clipped at 0.5, AdamW that decays
     matrices only.
     """
-    params = list(model.parameters())
+    params, named = list(model.parameters()), list(model.named_parameters())
     optim = torch.optim.AdamW(
         [
-            {"params": [p for p in params if is_matrix(p)], "weight_decay": 0.1},
-            {"params": [p for p in params if not is_matrix(p)], "weight_decay": 0.0},
+            {"params": [p for name, p in named if is_matrix(name, p)], "weight_decay": 0.1},
+            {"params": [p for name, p in named if not is_matrix(name, p)], "weight_decay": 0.0},
         ],
         lr=lr,
         betas=(0.9, 0.95),
@@ -856,9 +894,8 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
             back - theirs(input_ids=tokens).logits
         ).abs().max() < 1e-3  # three AdamW steps apart: rounding of tiny gradients grows
     said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert said["architectures"] == [
-        f"{SAME.get(name, CASES[name][0])}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"
-    ]
+    their_class = SAME.get(name, CASES[name][0].removesuffix("Text"))
+    assert said["architectures"] == [f"{their_class}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
 
 
 @pytest.mark.slow
