@@ -174,6 +174,9 @@ def typed_full(keys: Tree) -> Tree:
     return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
 
 
+# A window of no layer, where transformers makes a mask of it all the same.
+NO_LAYER: Tree = {"sliding_window": 4096}
+
 # OLMo 3: the layers that slide have no scaling.
 
 OLMO3_BASE = 500000.0
@@ -206,15 +209,14 @@ def gemma3_sliding(keys: Tree) -> Tree:
 
 def write_gemma3(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     assert sliding is None or sliding.scaling is None
-    local = {"rope_local_base_freq": sliding.base} if sliding else {}
+    local = {"rope_local_base_freq": sliding.base} if sliding else NO_LAYER
     return {**written_rope(full), **local}
 
 
 # Gemma 2: the same in all layers.
 
 def write_one_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
-    window = {"sliding_window": 4096} if sliding is None else {}  # of no layer: transformers wants a number
-    return {**written_rope(full or sliding), **window}
+    return written_rope(full or sliding) | ({} if sliding else NO_LAYER)
 
 
 # Cohere 2, EXAONE 4: none in the layers that see all, beside others that slide.
@@ -231,7 +233,7 @@ def exaone4_full(keys: Tree) -> Tree | None:
 
 def write_exaone4(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     if full is None and sliding is None:
-        return {"sliding_window": 4096}  # of no layer: it takes the positions from the others
+        return NO_LAYER  # it takes the positions from the others
     return written_rope(sliding or full)
 
 
