@@ -53,6 +53,7 @@ from checkpoint.hf_rules import (
     NO_PADDING,
     NO_ROPE_LAYERS,
     NO_WINDOW,
+    PHI3_ROPE,
     PLAIN_WINDOW,
     QK_NORM_OF_HEADS,
     QUERY_SCALAR,
@@ -64,7 +65,6 @@ from checkpoint.hf_rules import (
     SEED_BIASES,
     SHARED_WIDTH,
     STATED_MTP,
-    UNSCALED_ROPE,
     UNUSED_WIDTH,
     V2_GROUPS,
     Field,
@@ -2483,7 +2483,8 @@ FAMILIES = {family.model_type: family for family in (
         tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP),
     ),
     Family(
-        model_type="phi3",  # goes out as llama or, with a window, as mistral
+        # Without longrope and a partial rotation it goes out as llama or, with a window, as mistral.
+        model_type="phi3",
         architecture="Phi3ForCausalLM",
         rules=(
             *LAYERS_AND_WIDTH,
@@ -2492,18 +2493,23 @@ FAMILIES = {family.model_type: family for family in (
             *REST_OF_SIZES,
             *NO_BIAS,
             NO_QK_NORM,
-            *DECODER,
+            *without_rope_share(DECODER),
             NO_ATTENTION_BIAS,
-            UNSCALED_ROPE,  # its yarn is another one
+            PHI3_ROPE,
             NO_ATTENTION_DROPOUT,
+            NO_PADDING,
             PLAIN_WINDOW,
-            Idle(("original_max_position_embeddings",)),
+            Only("mlp_bias", (False,), written=False),
+            Only("lm_head_bias", (False,), written=False),
+            Only("full_attn_mod", (1,), written=False),
+            Idle(("interpolate_factor",)),
         ),
         defaults={
             **ROPE_DEFAULTS,
             "rms_norm_eps": 1e-5,
             "sliding_window": None,
             "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
         },
         tensors=with_leaf("weight", OUTER | NORMS | PHI_QKV | OUTPUT | PHI_MLP),
     ),

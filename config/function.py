@@ -103,7 +103,8 @@ def is_read(key: str, model: ModelConfig) -> bool:
 
 def written(value: object) -> str:
     """A value as a config file has it."""
-    value = plain_data(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple) and isinstance(plain_data(value), dict):  # kinds of blocks
+        value = plain_data(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
     if dataclasses.is_dataclass(value):

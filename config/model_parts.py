@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from config.tree import Count, CountOrZero, NotNegative, Portion, Positive
+from config.tree import Count, CountOrZero, NotNegative, Portion, Positive, Positives
 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
@@ -43,7 +43,20 @@ class YarnScaling:
     #   (DeepSeek)
 
 
-Scaling = Llama3Scaling | YarnScaling | LinearScaling
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """RoPE for a longer context by LongRoPE (arXiv 2402.13753)."""
+    kind: Literal["longrope"] = "longrope"
+    factor: Positive  # context length / original; above 1, cos and sin are multiplied by sqrt(1 + ln(factor)
+    #   / ln(original))
+    original: Count = 8192  # context length before scaling
+    short: Positives  # each pair of channels is slowed by its own number here, at all positions of a run
+    #   whose sequences (train.seq_len) have at most `original` tokens
+    long: Positives  # the same where the sequences are longer; a text that grows beyond `original` while it
+    #   is generated is read again with them
+
+
+Scaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)

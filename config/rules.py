@@ -41,6 +41,7 @@ from config.model_parts import (
     DeltaConfig,
     KimiConfig,
     LatentConfig,
+    LongRopeScaling,
     MLPConfig,
     MambaConfig,
     NoPart,
@@ -173,6 +174,17 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
         "model.mixer.rope.scaling.low_freq: must not lie above high_freq of the same scaling")
+    if isinstance(scaling, LongRopeScaling):
+        for name in ("short", "long"):
+            count = len(getattr(scaling, name))
+            yield Rule(
+                count == rotated // 2,
+                f"model.mixer.rope.scaling.{name}: {count} numbers, and {rotated} channels of a head are "
+                f"rotated; give {rotated // 2}, one for each pair")
+        yield Rule(
+            scaling.original > 1,
+            f"model.mixer.rope.scaling.original: {scaling.original}, and its logarithm is divided by; take "
+            "the number of tokens that the model was trained on")
 
 
 def state_rules(cfg: Config, world: int) -> Iterator[Rule]:

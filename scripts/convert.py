@@ -646,10 +646,12 @@ def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
 
 def probes(model: ModelConfig) -> list[Tensor]:
     """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the longest window of any
-    layer that is not too long, and beyond the first chunk of layers with a state."""
-    shapes = [(2, min(PROBED, model.context))]
+    layer that is not too long, beyond the first chunk of layers with a state, and beyond the length from
+    which on angles are others; the first are within that length."""
+    switches = config.rope_switches(model)
+    shapes = [(2, min(PROBED, model.context, *switches))]
     has_state = any(not config.has_softmax(like.mixer) for like in config.layer_models(model).values())
-    reaches = [*windows_of(model), *[CHUNK] * has_state]
+    reaches = [*windows_of(model), *[CHUNK] * has_state, *switches]
     seen = [reach for reach in reaches if reach < min(model.context, MOST_PROBED)]
     if seen:
         shapes.append((1, min(max(seen) + PROBED, model.context)))
@@ -658,11 +660,13 @@ def probes(model: ModelConfig) -> list[Tensor]:
 
 
 def window_notes(model: ModelConfig) -> list[str]:
-    """[that the logits were compared within the window alone]; [] if they were compared beyond it."""
-    missed = [window for window in windows_of(model) if window >= min(model.context, MOST_PROBED)]
-    if not missed:
-        return []
-    return [f"no logits were compared beyond the window of {', '.join(f'{window:,}' for window in missed)}"]
+    """[that the logits were compared within the window, or the original context, alone]; [] if they were
+    compared beyond it."""
+    named = {"window": windows_of(model), "original context": sorted(config.rope_switches(model))}
+    missed = {name: [length for length in lengths if length >= min(model.context, MOST_PROBED)]
+              for name, lengths in named.items()}
+    return [f"no logits were compared beyond the {name} of {', '.join(f'{length:,}' for length in lengths)}"
+            for name, lengths in missed.items() if lengths]
 
 
 def windows_of(model: ModelConfig) -> list[int]:

@@ -9,6 +9,7 @@ import dataclasses
 import typing
 import zlib
 from collections.abc import Callable
+from typing import Literal
 from unittest import mock
 
 import pytest
@@ -371,6 +372,12 @@ ROUTED = {"told", "rows"}
 SCALED = {"kind": "llama3", "factor": 4.0, "original": 16}
 ROPE = {f"mixer.rope.scaling.{key}": value for key, value in SCALED.items()}
 YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
+BY_PAIR = {
+    "mixer.rope.scaling.short": [1.0, 1.1, 1.3, 2.0],
+    "mixer.rope.scaling.long": [1.0, 2.0, 4.0, 8.0],
+}
+LONGROPE = {**ROPE, "mixer.rope.scaling.kind": "longrope", **BY_PAIR}
+SHORTER = {"mixer.rope.scaling.original": 8}  # than the sequences
 EVERY_FOUR = {"mixer.growth.every": 4}
 GROWTH = {"mixer.growth.rate": 0.1, **EVERY_FOUR}
 RAMP = {  # begins and ends within channels
@@ -443,6 +450,11 @@ CASES = [
         VALUES,
         base={"mixer.rope.scaling.kind": "llama3", "mixer.rope.scaling.factor": 4.0},
     ),
+    Case("mixer.rope.scaling.kind", "longrope", VALUES, base=ROPE, also=BY_PAIR),
+    Case("mixer.rope.scaling.short", [1.0, 1.5, 2.0, 3.0], VALUES, base=LONGROPE),
+    Case("mixer.rope.scaling.original", 8, VALUES, base=LONGROPE),
+    Case("mixer.rope.scaling.factor", 2.0, VALUES, base=LONGROPE),
+    Case("mixer.rope.scaling.long", [1.0, 3.0, 5.0, 8.0], VALUES, base={**LONGROPE, **SHORTER}, also=SHORTER),
     Case("mixer.rope.scaling.mscale_all", 1.0, VALUES, base={**YARN, **LATENT}),
     Case("mixer.rope.share", 0.5, VALUES),
     Case("mixer.rope.pairs", True, VALUES),
@@ -652,7 +664,8 @@ def choices(cls: type, prefix: str = "") -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for name, hint in hints_of(cls).items():
         for member in members_of(hint) if name != "blocks" else ():
-            found |= {(prefix + name, word) for word in typing.get_args(member)}
+            words = typing.get_args(member) if typing.get_origin(member) is Literal else ()
+            found |= {(prefix + name, word) for word in words}
         for part in part_types(hint):
             found |= choices(part, f"{prefix}{name}.")
     return found

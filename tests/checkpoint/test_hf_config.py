@@ -54,6 +54,7 @@ FAMILY = {
     "cohere2": "cohere2",
     "glm4-": "glm4",
     "exaone4": "exaone4",
+    "phi4-mini": "phi3",
     "hunyuan": "hunyuan_v1_dense",
     "trinity": "afmoe",
     "lfm2-8b": "lfm2_moe",
@@ -89,6 +90,7 @@ COUNTED = (
     "granite-3.3-2b",
     "command-r7b",
     "glm4-9b",
+    "phi4-mini-3.8b",
     "exaone4-32b",
     "lfm2-1.2b",
     "lfm2-8b-a1b",
@@ -128,6 +130,7 @@ INTERN = {**LLAMA, "model_type": "internlm3"}
 PHI = {**LLAMA, "model_type": "phi3"}
 KIMI = {**LLAMA, "model_type": "kimi_linear", "num_key_value_heads": 6}
 YARN = {"rope_type": "yarn", "factor": 2.0}
+LONGROPE = {"type": "su", "short_factor": [1.0, 1.0, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 SCALED = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -384,6 +387,13 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         (INTERN, "mixer.kv_heads", 2),
         (PHI, "mixer.kv_heads", None),
         (PHI, "mixer.window", None),
+        (
+            {**PHI, "rope_scaling": LONGROPE, "max_position_embeddings": 131072},
+            "mixer.rope.scaling.factor",
+            32.0,  # of the usual original context
+        ),
+        ({**PHI, "rope_scaling": LONGROPE}, "mixer.rope.scaling.long", (1.0, 2.0, 4.0, 8.0)),
+        ({**PHI, "partial_rotary_factor": 0.75}, "mixer.rope.share", 0.75),
         ({**PHI, "sliding_window": 2047, "original_max_position_embeddings": 4096}, "mixer.window", 2047),
     ],
 )
@@ -448,7 +458,7 @@ def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
         (YOUTU, "num_key_value_heads", 6, 3),
         (INTERN, "attention_bias", False, True),
         (PHI, "attention_bias", False, True),
-        (PHI, "partial_rotary_factor", 1.0, 0.75),
+        (PHI, "partial_rotary_factor", 1.0, 2.0),
         (PHI, "head_dim", 8, 10),
     ],
 )
@@ -587,7 +597,6 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**INTERN, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
             "rope scaling 'dynamic' is not supported",
         ),
-        ({**PHI, "rope_scaling": YARN}, "rope scaling 'yarn' is not supported in this family, only none"),
         # layers with a state
         ({**LLAMA, "model_type": "lfm2", "layer_types": ["conv"]}, "layer_types names 1 layers"),
         ({**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "x"]}, "layer_types = 'x' is not supported"),
@@ -614,8 +623,22 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**KIMI, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]}},
             "full_attn_layers and kda_layers do not name each of 2 layers once",
         ),
+        (
+            {**PHI, "rope_scaling": YARN},
+            "rope scaling 'yarn' is not supported in this family, only longrope and none",
+        ),
         ({**PHI, "rope_scaling": SCALED}, "rope scaling 'llama3' is not supported in this family"),
-        ({**PHI, "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope'"),
+        ({**PHI, "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' without numbers"),
+        (
+            {**PHI, "rope_scaling": {**LONGROPE, "short_factor": [1.0, 2.0]}},
+            "short_factor has 2 numbers, and 8 channels are rotated; rope scaling 'longrope' has 4",
+        ),
+        (
+            {**PHI, "rope_scaling": {**LONGROPE, "long_factor": [1.0, 2.0, 0, 4.0]}},
+            "rope scaling 'longrope' without numbers above 0 in long_factor",
+        ),
+        ({**PHI, "rope_scaling": {**LONGROPE, "attention_factor": 0.5}}, "attention_factor = 0.5"),
+        ({**PHI, "rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "longrope' of 1 tokens"),
         ({**GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],

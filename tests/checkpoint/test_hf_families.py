@@ -55,7 +55,7 @@ FAMILY_PRESETS = {
     "glm4_moe_lite": "deepseek-v3-tiny",
     "youtu": "deepseek-v3-tiny",
     "internlm3": "llama3-tiny",
-    "phi3": "mistral-tiny",
+    "phi3": "phi4-mini-tiny",
     "kimi_k2": "deepseek-v3-tiny",
     "ernie4_5": "llama3.2-tiny",
     "glm4_moe": "dots1-tiny",
@@ -186,7 +186,8 @@ def other_changes(model, path):
     if path == "mixer.kind":
         return [LACKED[LatentConfig if value == "attention" else AttentionConfig]]
     if path == "mixer.rope.scaling.kind":
-        return [{path: {"llama3": "yarn", "yarn": "llama3", "linear": "yarn"}[value]}]
+        others = {"llama3": "yarn", "yarn": "llama3", "linear": "yarn", "longrope": "linear"}
+        return [{path: others[value]}]
     if part_types(hint) and type(None) not in members_of(hint):
         return []
     if part_types(hint):
@@ -196,6 +197,8 @@ def other_changes(model, path):
 
 def other_values(hint, value):
     """Values of a key that are not this one: each other word, or one of another kind."""
+    if isinstance(value, tuple):
+        return [[number * 2 for number in value]]
     kinds = members_of(hint)
     words = [word for kind in kinds for word in typing.get_args(kind)]
     if words:

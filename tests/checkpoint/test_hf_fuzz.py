@@ -31,12 +31,12 @@ OUT_AS = {  # families that are only read: the earlier one that their models are
     "glm4_moe_lite": "deepseek_v3",
     "youtu": "deepseek_v2",
     "internlm3": "llama",
-    "phi3": "mistral",
     "kimi_k2": "deepseek_v3",
     "cwm": "ministral",
     "qwen3_5_moe_text": "qwen3_next",
 }
 WRITTEN = [model_type for model_type in FAMILIES if model_type not in OUT_AS]
+LONGROPE = {"kind": "longrope", "factor": 2.0, "short": (1.0, 1.5), "long": (1.0, 3.0)}
 GELU = {"norm.kind": "layernorm", "mlp": {"activation": "gelu", "bias": True}}
 GEGLU = {"mlp.activation": "geglu"}
 COHERE = {"norm": {"kind": "layernorm", "bias": False}, "residual": "parallel", "logit_scale": 0.25}
@@ -72,7 +72,13 @@ GENERAL = {  # a model of each family
     },
     "youtu": {"mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "tied": True},
     "internlm3": {"mixer": {"kv_heads": 2, "bias": "all"}, "mlp.bias": True},
-    "phi3": {"mixer": {"kv_heads": 2, "window": 7}},
+    "phi3": {
+        "hidden": 32,
+        "mixer": {
+            "kv_heads": 2, "window": 7,
+            "rope": {"share": 0.5, "scaling": {**LONGROPE, "factor": 3.0, "original": 32}},
+        },
+    },
     "ernie4_5": {"mixer": {"kv_heads": 2, "head_dim": 8, "rope.pairs": True}},
     "glm4_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5}, "first_dense": 1,
@@ -208,9 +214,13 @@ MODEL_VALUES = {
     "mixer.sinks": (True, False), "mixer.rope.share": (1.0, 0.5),
     "mixer.window": (None, 7, 64), "mixer.kernel": ("auto", "reference"), "mixer.kv_rank": (12,),
     "mixer.q_rank": (None, 14), "mixer.nope_dim": (6, 8), "mixer.rope_dim": (8, 4), "mixer.v_dim": (10, 14),
-    "mixer.rope": (None, {}), "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),
+    "mixer.rope": (None, {}, {"share": 0.5, "scaling": LONGROPE}),
+    "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),
     "mixer.rope.pairs": (True, False), "mixer.rope.scaling": (None,),
-    "mixer.rope.scaling.kind": ("llama3", "yarn", "linear"), "mixer.rope.scaling.truncate": (True, False),
+    "mixer.rope.scaling.kind": ("llama3", "yarn", "linear"),
+    "mixer.rope.scaling.short": ((1.0, 2.0), (1.0, 2.0, 3.0)),
+    "mixer.rope.scaling.long": ((1.0, 2.0), (0.5, 2.0, 3.0), (1.0, 2.0, 3.0, 4.0)),
+    "mixer.rope.scaling.truncate": (True, False),
     "mixer.rope.scaling.factor": (2.0, 1.0, 0.5),
     "mixer.rope.scaling.low_freq": (1.0, 0.5, 0.0, -1.0, 4.0, 8.0),
     "mixer.rope.scaling.high_freq": (4.0, 32.0, 0.5, 0.0), "mixer.rope.scaling.original": (8192, 32, 4, 1),
@@ -227,6 +237,9 @@ MODEL_VALUES = {
 # Values of keys of config.json, beside those that any key may get.
 ANY_KEY = (None, True, False, 0, 1, -1, 2.5, "x", "2", "", [], {}, [1], {"a": 1}, math.nan, math.inf, 10**400)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+THEIR_LONGROPE = {
+    **YARN, "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0],
+}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 JSON_VALUES = {
     "rope_theta": (100.0, 1.0, 0, -3.0),
@@ -245,7 +258,7 @@ JSON_VALUES = {
     "shared_expert_intermediate_size": (20, 30), "num_mtp_layers": (0, 2), "rope_interleave": (True, False),
     "q_lora_rank": (None, 10), "hidden_size": (16, 25), "num_hidden_layers": (2, 4), "clip_qkv": (8.0,),
     "partial_rotary_factor": (0.5, 1.0), "quantization_config": ({"bits": 8},), "rms_norm_eps": (0, -1.0),
-    "rope_scaling": (YARN, LLAMA3, {"type": "linear", "factor": 2.0}, {"rope_theta": 77.0}),
+    "rope_scaling": (YARN, LLAMA3, THEIR_LONGROPE, {"type": "linear", "factor": 2.0}, {"rope_theta": 77.0}),
     "rope_parameters": (YARN, LLAMA3, {"rope_type": "default", "rope_theta": 0}),
 }  # fmt: skip
 ROPE_VALUES = {

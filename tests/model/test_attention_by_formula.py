@@ -1,11 +1,13 @@
 """Attention with every form that a config gives it, against the formula, head by head in fp64, with the
 gradient of its input; and its cache of keys and values against the full pass."""
 
+import math
+
 import pytest
 import torch
 
 from build import build_run
-from config import AttentionConfig, GrowthConfig, Llama3Scaling, RopeConfig
+from config import AttentionConfig, GrowthConfig, Llama3Scaling, LongRopeScaling, RopeConfig
 from config.tree import with_values
 from kernels import rope
 from model.context import GenerationCache, forward_context
@@ -14,11 +16,15 @@ from proof.verify.tiny_config import tiny_config
 
 S, D = 13, 8
 PLAIN = {"heads": 4, "kv_heads": 2, "head_dim": D}
+LONGROPE = LongRopeScaling(factor=4.0, original=4, short=(1.0, 1.5), long=(1.0, 3.0))
+WITHIN = LongRopeScaling(factor=1.0, original=S, short=(1.0, 1.1, 1.3, 2.0), long=(9.0,) * 4)
 FORMS = {
     "plain": {},
     "no rope": {"rope": None},
     "base": {"rope": RopeConfig(base=50.0)},
     "scaling": {"rope": RopeConfig(base=50.0, scaling=Llama3Scaling(factor=4.0, original=8))},
+    "longrope": {"rope": RopeConfig(base=50.0, share=0.5, scaling=LONGROPE)},
+    "longrope within": {"rope": RopeConfig(base=50.0, scaling=WITHIN)},
     "share": {"rope": RopeConfig(base=50.0, share=0.5)},
     "pairs": {"rope": RopeConfig(base=50.0, pairs=True)},
     "pairs of a share": {"rope": RopeConfig(base=50.0, pairs=True, share=0.75), "qk_norm": "head"},
@@ -67,16 +73,19 @@ def turned(x, settings, positions):
     """x [s, d], one head: the first channels, as pairs of neighbours or as pairs of both halves."""
     rotated = round(settings.share * D)
     scaling = settings.scaling
-    limits = ()
-    if scaling is not None:
+    limits, by_pair, multiplied = (), 1, 1
+    if isinstance(scaling, LongRopeScaling):
+        by_pair = torch.tensor(scaling.long if S > scaling.original else scaling.short, dtype=torch.float64)
+        multiplied = (1 + math.log(scaling.factor, scaling.original)) ** 0.5
+    elif scaling is not None:
         limits = (scaling.factor, scaling.low_freq, scaling.high_freq, scaling.original)
-    angle = positions[:, None] * rope.frequencies(rotated, settings.base, *limits)
+    angle = positions[:, None] * rope.frequencies(rotated, settings.base, *limits) / by_pair
     first, rest = x[:, :rotated], x[:, rotated:]
     if settings.pairs:
         pairs = first.unflatten(-1, (-1, 2))
     else:
         pairs = torch.stack(first.chunk(2, -1), -1)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = multiplied * angle.cos(), multiplied * angle.sin()
     left = pairs[..., 0] * cos - pairs[..., 1] * sin
     right = pairs[..., 0] * sin + pairs[..., 1] * cos
     return torch.cat((left, right, rest), -1)  # their order does not matter where q and k have the same

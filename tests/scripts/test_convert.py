@@ -56,6 +56,9 @@ ROPE = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 64,
 }
+LONGROPE = {
+    "type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 3.0, 9.0],
+}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -650,6 +653,30 @@ CASES = {
         {**ROPE, "head_dim": None, "attention_bias": True, "mlp_bias": True, "pad_token_id": None},
     ),
     "phi4": ("Phi3", {**ROPE, "rope_theta": 2.5e5, "pad_token_id": None}),
+    "phi4-mini": (  # sequences beyond the original context
+        "Phi3",
+        {
+            **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75, "pad_token_id": None,
+            "original_max_position_embeddings": 16, "sliding_window": 100,
+        },
+    ),
+    "phi4-mini-short": (  # and within it
+        "Phi3",
+        {
+            **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75, "pad_token_id": None,
+            "original_max_position_embeddings": 48, "max_position_embeddings": 480,
+        },
+    ),
+    "phi3-partial": ("Phi3", {**ROPE, "partial_rotary_factor": 0.5, "pad_token_id": None}),
+    "llama-longrope": (
+        "Llama",
+        {
+            **ROPE, "head_dim": 6, "rope_theta": 500.0,
+            "rope_scaling": {
+                **LONGROPE, "original_max_position_embeddings": 16, "attention_factor": 1.2,
+            },
+        },
+    ),
     "phi3-window": (
         "Phi3",
         {**ROPE, "sliding_window": 7, "tie_word_embeddings": True, "pad_token_id": None},
