@@ -42,6 +42,7 @@ from checkpoint.hf_rules import (
     INIT_STD_BY_WIDTH,
     INIT_STD_UP_TO_1,
     LAYER_WINDOWS,
+    MISTRAL4_GROWING_ROPE,
     MLA_HEADS,
     MLA_ROPE,
     MLP_LAYER_TYPES,
@@ -360,6 +361,7 @@ EXPERTS = in_layer("model.layers", {
     "mlp.experts.{expert}.up": "mlp.experts.{expert}.up_proj",
     "mlp.experts.{expert}.down": "mlp.experts.{expert}.down_proj",
 })
+ONE_ROUTER = in_layer("model.layers", {"mlp.router": "mlp.gate"})
 ONE_SHARED_EXPERT = in_layer("model.layers", {
     "mlp.shared_gate": "mlp.shared_expert_gate",
     "mlp.shared.gate": "mlp.shared_expert.gate_proj",
@@ -458,6 +460,11 @@ GRANITE_STACKS = in_layer("model.layers", {  # the experts of a layer are stacke
     "mlp.experts.{expert}.gate": "block_sparse_moe.input_linear",
     "mlp.experts.{expert}.up": "block_sparse_moe.input_linear",
     "mlp.experts.{expert}.down": "block_sparse_moe.output_linear",
+})
+STACKED_EXPERTS = in_layer("model.layers", {  # the experts of a layer are stacked
+    "mlp.experts.{expert}.gate.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.{expert}.up.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.{expert}.down.weight": "mlp.experts.down_proj",
 })
 GRANITE_EXPERTS = GRANITE_STACKS | in_layer("model.layers", {"mlp.router": "block_sparse_moe.router.layer"})
 HUNYUAN_EXPERTS = in_layer("model.layers", {
@@ -2339,6 +2346,49 @@ FAMILIES = {family.model_type: family for family in (
             ),
         },
         spellings={"kimi": KIMI_SPELLINGS, "latent": KIMI_SPELLINGS},
+    ),
+    Family(
+        # AutoModelForCausalLM does not know it: its class is named.
+        model_type="mistral4",
+        architecture="Mistral4ForCausalLM",
+        rules=(
+            *DEEPSEEK_SIZES,
+            deepseek_experts(*DEEPSEEK_EXPERTS, Field("router_renorm", "norm_topk_prob")),
+            Field("mixer.rope.pairs", "rope_interleave"),
+            NO_MLP_BIAS,
+            NO_WINDOW,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            MISTRAL4_GROWING_ROPE,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            MLA_HEADS,
+            Only("n_group", (1,)),
+            Only("topk_group", (1,)),
+            NO_EXPERTS,
+        ),
+        defaults={
+            **without_key(DEEPSEEK_DEFAULTS, "rope_theta"),
+            "num_key_value_heads": 32,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "rope_interleave": True,
+            "max_position_embeddings": 1048576,
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        tensors=with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | SHARED_EXPERTS | ONE_ROUTER)
+        | STACKED_EXPERTS,
+        arrangements=dict.fromkeys(
+            STACKED_EXPERTS.values(), lambda model: Arrangement(leading=model.experts)
+        ),
     ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.
     Family(

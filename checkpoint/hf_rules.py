@@ -670,6 +670,44 @@ def growing_rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
     return lost
 
 
+# Mistral 4: the same for latent attention. Its config states how many of a head's channels are rotated, too.
+
+MISTRAL4_ROPE = {
+    **MINISTRAL3_ROPE,
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read_mistral4_rope(keys: Tree) -> Tree:
+    keys.get("rope_theta")
+    given = keys.get("rope_scaling") or keys.get("rope_parameters") or MISTRAL4_ROPE
+    if not isinstance(given, dict) or given.get("rope_type", given.get("type", "default")) == "default":
+        raise UnlikeFamily(f"rope_parameters = {given!r} without a scaling is not supported in this family: "
+                           "transformers does not run it")
+    channels = plain_number(keys, "qk_rope_head_dim")
+    share = given.get("partial_rotary_factor")
+    if share is not None and share != channels / (plain_number(keys, "qk_nope_head_dim") + channels):
+        raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not that of qk_rope_head_dim = {channels}")
+    given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
+    return read_growing_rope({**keys, "rope_scaling": given}, mla=True)
+
+
+def mistral4_rope_obstacles(model: ModelConfig) -> list[str]:
+    """transformers fails without a scaling, and takes its channels from a quotient, rounded down."""
+    lost = growing_rope_obstacles(model, mla=True)
+    if model.mixer.rope is not None and model.mixer.rope.scaling is None:
+        lost.append("mixer.rope.scaling")
+    channels, whole = model.mixer.rope_dim, model.mixer.rope_dim + model.mixer.nope_dim
+    if int(whole * (channels / whole)) != channels:
+        lost.append("mixer.rope_dim")
+    return lost
+
+
+MISTRAL4_GROWING_ROPE = FieldGroup(
+    (*ROPE_FIELDS, "mixer.growth"), read_mistral4_rope, write_growing_rope, mistral4_rope_obstacles
+)
 GROWING_ROPE = FieldGroup(
     (*ROPE_FIELDS, "mixer.growth"), read_growing_rope, write_growing_rope, growing_rope_obstacles
 )

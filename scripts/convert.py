@@ -700,11 +700,13 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     transformers.logging.disable_progress_bar()
     who = f"transformers {transformers.__version__}"
     keys = hf_config.read_json(folder / "config.json")
-    code = FAMILIES[keys["model_type"]].code or keys["model_type"]
+    family = FAMILIES[keys["model_type"]]
+    code = family.code or family.model_type
+    model_class = getattr(transformers, family.architecture, transformers.AutoModelForCausalLM)
     try:
         their_config = transformers.CONFIG_MAPPING[code].from_dict(
             {**keys, "model_type": code, "tie_word_embeddings": ours.tied})
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = model_class.from_pretrained(
             folder, config=their_config, dtype=torch.float32, local_files_only=True)
         if ours.experts and hasattr(model, "set_experts_implementation"):
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes

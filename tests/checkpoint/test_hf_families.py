@@ -78,6 +78,7 @@ FAMILY_PRESETS = {
     "exaone4": "exaone4-tiny",
     "hunyuan_v1_dense": "hunyuan-tiny",
     "ministral3": "ministral3-tiny",
+    "mistral4": "mistral4-tiny",
     "hunyuan_v1_moe": "mixtral-tiny",
     "ernie4_5_moe": "qwen3-moe-tiny",
     "afmoe": "trinity-tiny",

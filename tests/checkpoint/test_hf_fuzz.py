@@ -181,6 +181,13 @@ GENERAL = {  # a model of each family
         "blocks": {"linear": {"mixer": {"kind": "kimi", "heads": 4, "dim": 8}}},
     },
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
+    "mistral4": {
+        **MIXTURE, "shared_experts": 2, "first_dense": 1,
+        "mixer": {
+            **LATENT, "q_rank": 14, "growth": {"rate": 0.3, "every": 7},
+            "rope": {"pairs": True, "scaling": {"kind": "yarn", "factor": 2.0, "original": 7}},
+        },
+    },
     "kimi_k2": {
         **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,
         "first_dense": 1,
@@ -479,9 +486,9 @@ def test_transformers_computes_the_same(tmp_path, model_type, number):
 
     tokens = torch.arange(2 * 24).reshape(2, 24) % model.vocab
     ours = stage.logits(tokens, torch.arange(24).expand_as(tokens))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, local_files_only=True
-    )
+    (architecture,) = keys["architectures"]
+    model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    theirs = model_class.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
     logits = theirs.eval()(input_ids=tokens, use_cache=False).logits
     difference, largest = (ours - logits).abs().max(), logits.abs().max()
     assert difference <= 2e-4 * largest, model

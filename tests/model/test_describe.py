@@ -82,6 +82,7 @@ ROUNDED = {  # as their model cards say
     "exaone4-32b": 32e9,
     "qwen3-next-80b-a3b": 80e9,
     "olmo-hybrid-7b": 7.43e9,  # with the sizes that transformers' config class has for it
+    "mistral-small-4": 119e9,
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
@@ -101,6 +102,7 @@ ACTIVE = {
     "qwen3-next-80b-a3b": 3e9,
     "kimi-linear-48b-a3b": 3e9,
     "nemotron3-nano-30b-a3b": 3.2e9,
+    "mistral-small-4": 6.5e9,
 }
 LAYOUTS = [
     {},

@@ -362,6 +362,24 @@ CASES = {
             },
         },
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "num_experts_per_tok": 3,
+            "n_shared_experts": 2, "routed_scaling_factor": 1.3, "pad_token_id": None, "rope_parameters": {
+                **YARN, "rope_theta": 1e5, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "mistral4-halves": (
+        "Mistral4",
+        {
+            **MIXED_LATENT, "moe_intermediate_size": 20, "norm_topk_prob": False, "rope_interleave": False,
+            "q_lora_rank": None, "pad_token_id": None, "rope_parameters": {
+                **YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "smollm3": ("SmolLM3", {**ROPE, "no_rope_layer_interval": 2, "pad_token_id": None}),
     "ministral": (
         "Ministral",
@@ -748,11 +766,10 @@ def transformers():
 def their_model(transformers, family, settings):
     """A random model whose biases and norms are random too: as initialised, they would hide a mistake."""
     torch.manual_seed(0)
-    model = (
-        transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**settings))
-        .float()
-        .eval()
-    )
+    their_config = getattr(transformers, f"{family}Config")(**settings)
+    own = getattr(transformers, f"{family}ForCausalLM", None)
+    make = own._from_config if own else transformers.AutoModelForCausalLM.from_config
+    model = make(their_config).float().eval()
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.1)
         if family in BELOW_ONE and p.dim() == 1:
@@ -764,7 +781,9 @@ def their_model(transformers, family, settings):
 
 
 def loaded(transformers, folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    own = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    return own.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def batches(vocab):
