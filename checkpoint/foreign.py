@@ -162,10 +162,13 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
 
     places: dict[str, WeightPlace] = {}
     pieces: list[StoredPiece] = []
-    copies = family.copies(model)
+    copies, constants = family.copies(model), family.constants_of(model)
     known = [(re.compile(pattern), keys) for pattern, keys in patterns_of(family).items()]
     for name, info in tensors.tensors.items():
         if name in copies:
+            continue
+        if name in constants:
+            hf.check_constant(name, tensors.read(name, ()), constants[name])
             continue
         if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
             raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats, or a quantization_config in "

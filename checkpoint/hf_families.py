@@ -23,6 +23,7 @@ from checkpoint.hf_layer_types import (
 from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, NEMOTRON_LAYERS
 from checkpoint.hf_rules import (
     ALL_BIASES,
+    APERTUS_SCALED_ROPE,
     ATTENTION_BIAS,
     ATTENTION_MULTIPLIER,
     CWM_ROPE,
@@ -189,6 +190,8 @@ class Family:
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
     # {their name in `tensors`: how it holds ours}, where it is more than ours one after the other
     arrangements: dict[str, ArrangementOf] = field(default_factory=dict)
+    # {their name, with {layer}: its value} of numbers that each layer has, and that do not learn
+    constants: dict[str, float] = field(default_factory=dict)
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
     norms_below_one: bool = False  # weights of norms are stored as w - 1
     # {kind of a layer's mixer: {our name: their name}}: what such a layer has otherwise than `tensors`
@@ -293,6 +296,11 @@ class Family:
             return PLAIN_ARRANGEMENT
         return arrangement_of(layer_model(model, int(numbers_in(key).get("layer", 0))))
 
+    def constants_of(self, model: ModelConfig) -> dict[str, float]:
+        """{their name: its value} of numbers in the folder that are the same in every model."""
+        layers = range(model.layers)
+        return {name.format(layer=layer): value for name, value in self.constants.items() for layer in layers}
+
     def place_in_stack(self, key: str, model: ModelConfig) -> tuple[int, int]:
         """What orders ours in a tensor of theirs: the experts, and in each the order of `names`."""
         names = list(self.names(key, model))
@@ -394,6 +402,10 @@ GLM4_NORMS = NORMS | in_layer("model.layers", {
     "attn_norm_after": "post_self_attn_layernorm",
     "mlp_norm_after": "post_mlp_layernorm",
 })
+APERTUS_NORMS = in_layer(
+    "model.layers", {"attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+)
+XIELU = in_layer("model.layers", {"mlp.alpha_p": "mlp.act_fn.alpha_p", "mlp.alpha_n": "mlp.act_fn.alpha_n"})
 UP_AND_DOWN = in_layer("model.layers", {"mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"})
 
 GPT2_OUTER = {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}
@@ -1786,6 +1798,41 @@ FAMILIES = {family.model_type: family for family in (
         tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | UP_AND_DOWN)
         | with_leaf("bias", {"norm": OUTER["norm"]} | NORMS | QKV | OUTPUT | UP_AND_DOWN),
         norms_below_one=True,
+    ),
+    Family(
+        model_type="apertus",
+        architecture="ApertusForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            KV_HEADS,
+            NO_HEAD_DIM,
+            *REST_OF_SIZES,
+            ATTENTION_BIAS,
+            NO_MLP_BIAS,
+            Fixed("mixer.qk_norm", "head"),
+            NO_WINDOW,
+            Fixed("norm.kind", "rmsnorm"),
+            Fixed("mlp.activation", "xielu"),
+            Only("hidden_act", ("xielu",)),
+            *ROTARY,
+            APERTUS_SCALED_ROPE,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            Only("mlp_bias", (False,), written=False),
+            Only("qk_norm", (True,), written=False),
+            Idle(("post_norm",)),  # transformers does not read it
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12e6,
+            "attention_bias": False,
+            "max_position_embeddings": 65536,
+        },
+        tensors=with_leaf("weight", OUTER | APERTUS_NORMS | QKV | OUTPUT | QK_NORM | UP_AND_DOWN)
+        | with_leaf("bias", QKV | OUTPUT)
+        | XIELU,
+        constants={"model.layers.{layer}.mlp.act_fn.beta": 0.5, "model.layers.{layer}.mlp.act_fn.eps": -1e-6},
     ),
     Family(
         model_type="cohere",

@@ -759,6 +759,19 @@ def write_cwm_rope(model: ModelConfig) -> Tree:
 
 CWM_ROPE = FieldGroup(ROPE_FIELDS, read_cwm_rope, write_cwm_rope, rope_obstacles)
 
+APERTUS_ROPE = {**CWM_SCALING, "factor": 8.0, "rope_theta": 12e6}
+
+
+def read_apertus_rope(keys: Tree) -> Tree:
+    """A folder that says nothing has the base and the scaling of the published one."""
+    if keys.get("rope_scaling") or keys.get("rope_parameters"):
+        return read_rope(keys)
+    keys.get("rope_theta")
+    return read_rope({**keys, "rope_scaling": APERTUS_ROPE})
+
+
+APERTUS_SCALED_ROPE = FieldGroup(ROPE_FIELDS, read_apertus_rope, write_cwm_rope, rope_obstacles)
+
 
 # Phi 3: LongRoPE or none, on a part of the channels; a factor that is left out follows from the context.
 

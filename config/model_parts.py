@@ -182,7 +182,7 @@ class NoPart:
 
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
-ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"]
+ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ class MLPConfig:
     kind: Literal["mlp"] = "mlp"
     width: Count = 352  # inner width
     activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
-    #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron)
+    #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron); xielu: of Apertus, learns two numbers
     bias: bool = False  # biases of its linear layers (GPT-2)
 
 

@@ -248,6 +248,9 @@ def expert_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
     experts, width = model.experts, expert_ffn_size(model)
     assert experts is not None
     yield Rule(
+        getattr(model.mlp, "activation", "") != "xielu",
+        "model.mlp.activation: xielu learns two numbers of each MLP, and experts have none; take another")
+    yield Rule(
         experts % parallel.ep == 0,
         f"parallel.ep: {parallel.ep} does not divide model.experts={experts}",
         "parallel.ep", divisors(experts))

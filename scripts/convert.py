@@ -359,7 +359,7 @@ def to_hf_on_ranks(
         # the tensors of the folder, without values, and their files
         like = replace(cfg, train=replace(cfg.train, dtype=dtype_in_memory(cfg)), parallel=ParallelConfig())
         _, pieces = weights_of_rank(like, Mesh.single(), torch.device("meta"), rank_of_stage=(0,))
-        tensors = hf.hf_tensors(family, cfg.model, pieces)
+        tensors = hf.hf_tensors(family, cfg.model, pieces) + hf.constants(family, cfg.model)
         hf.fold_mup(cfg.model, pieces)  # refuses a model that no folder can hold
         files = hf.divide_into_files(tensors, DTYPES[dtype], shard_bytes)
         own = hf_ranks.files_of_rank(files, DTYPES[dtype], world.rank, world.size)
@@ -514,7 +514,7 @@ def export_weights(
         for part in tensor.parts:
             part.copy_(part.to(tensor.dtype(dtype)))
     hf.fold_mup(model, pieces, undo=True)  # our model applies the muP factors itself
-    return our_logits(stage, model), len(tensors)
+    return our_logits(stage, model), len(tensors) + len(hf.constants(family, model))
 
 
 def write_settings(

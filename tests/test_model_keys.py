@@ -240,6 +240,16 @@ def sinks_learn(before: Seen, after: Seen) -> bool:
     return added("attn.sinks")(before, after) and bool(after.gradients["layers.0.attn.sinks"].all())
 
 
+def xielu_learns(before: Seen, after: Seen) -> bool:
+    """Two numbers a layer, whose softplus begins as 0.8 and 0.3, each with a gradient."""
+    begins = {"layers.1.mlp.alpha_p": 0.8, "layers.1.mlp.alpha_n": 0.3}
+    return added("mlp.alpha_p", "mlp.alpha_n", gone=("mlp.gate",))(before, after) and all(
+        same(torch.nn.functional.softplus(after.start[key].double()).float(), torch.tensor([value]))
+        and bool(after.gradients[key].all())
+        for key, value in begins.items()
+    )
+
+
 def grown_keys(features: int):
     """Projections and convolutions of queries and keys have so many features."""
     projections = {f"attn_to_{name}": (features, 32) for name in "qk"}
@@ -431,6 +441,7 @@ CASES = [
     Case("logit_cap", 0.5, VALUES, lambda before, after: same(after.logits, bounded(before.logits, 0.5))),
     Case("mlp.activation", "gelu", NEW, added(gone=("mlp.gate",))),
     Case("mlp.activation", "relu2", NEW, added(gone=("mlp.gate",))),
+    Case("mlp.activation", "xielu", NEW, xielu_learns),
     Case("mlp.activation", "geglu", VALUES),
     Case("mlp.activation", "clamped_swiglu", VALUES),
     Case("positions", "learned", NEW, added("positions.weight")),

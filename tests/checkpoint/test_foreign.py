@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
 
 from build import weights_only
@@ -50,6 +50,21 @@ def test_pieces_are_what_the_whole_is(tmp_path, model_type):
     foreign.ForeignLoad(index, wants).fill()
     for (box, read), value in zip(wants, expected):
         assert torch.equal(read, value), box
+
+
+def test_another_constant_is_refused(tmp_path):
+    """As the xIELU of Apertus has them, beside what it learns."""
+    folder_of(tmp_path, "apertus")
+    name = "model.layers.1.mlp.act_fn.beta"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors[name].shape == () and float(tensors[name]) == 0.5
+    save_file({**tensors, name: torch.tensor(0.75)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^{name} is 0\.75, and only 0\.5 is supported$"):
+        foreign.open_hf_folder(tmp_path)
+    model_type, model = hf_config.read_hf_config(tmp_path)
+    found = hf.stored_tensors(tmp_path, model_type)
+    with pytest.raises(ConfigError, match=rf"^{name} is 0\.75, and only 0\.5 is supported$"):
+        hf.read_weights(model_type, model, found, weights_only(Config(model=model), torch.device("cpu"), "fp32")[1])
 
 
 ROWS = {"a": 4, "b": 6, "c": 2}  # of ours, in two groups

@@ -70,6 +70,7 @@ FAMILY_PRESETS = {
     "olmo3": "olmo3-tiny",
     "granite": "granite-tiny",
     "arcee": "arcee-tiny",
+    "apertus": "apertus-tiny",
     "nemotron": "nemotron-tiny",
     "cohere": "cohere2-tiny",
     "cohere2": "cohere2-tiny",

@@ -61,6 +61,7 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "granite-3.3-2b": 2_533_539_840,
     "command-r7b": 8_028_033_024,
     "exaone4-1.2b": 1_279_391_488,
+    "apertus-8b": 8_053_338_176,
     "phi4-mini-3.8b": 3_836_021_760,
     # of the folders, without router biases, the module ahead and its copies of the tables
     "glm4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 1_551_892_480,

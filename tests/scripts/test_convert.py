@@ -277,6 +277,17 @@ CASES = {
     ),
     "arcee": ("Arcee", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
     "arcee-biased": ("Arcee", {**ROPE, "attention_bias": True, "mlp_bias": True}),
+    "apertus": (
+        "Apertus",
+        {**ROPE, "rope_scaling": {**LLAMA3, "rope_theta": 5e5}, "dtype": torch.float32, "pad_token_id": None},
+    ),
+    "apertus-biased": (
+        "Apertus",
+        {
+            **ROPE, "attention_bias": True, "tie_word_embeddings": True, "dtype": torch.float32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "pad_token_id": None,
+        },
+    ),
     "nemotron": ("Nemotron", {**ROPE, "partial_rotary_factor": 0.5}),
     "cohere": ("Cohere", {**ROPE, "logit_scale": 0.3, "pad_token_id": None}),
     "cohere2": (
