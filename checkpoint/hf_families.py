@@ -18,6 +18,7 @@ from checkpoint.hf_layer_types import (
     EXAONE4_LAYERS,
     GEMMA2_LAYERS,
     GEMMA3_LAYERS,
+    LAGUNA_LAYERS,
     OLMO3_LAYERS,
 )
 from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, NEMOTRON_LAYERS
@@ -33,6 +34,7 @@ from checkpoint.hf_rules import (
     EQUAL_BIASES,
     ERNIE_LAYERS,
     EXPERTS_OF_FFN,
+    GATING,
     GPT2_DROPOUT,
     GPT2_HEADS,
     GPT2_WIDTH,
@@ -479,6 +481,15 @@ STACKED_EXPERTS = in_layer("model.layers", {  # the experts of a layer are stack
     "mlp.experts.{expert}.down.weight": "mlp.experts.down_proj",
 })
 GRANITE_EXPERTS = GRANITE_STACKS | in_layer("model.layers", {"mlp.router": "block_sparse_moe.router.layer"})
+LAGUNA = in_layer("model.layers", {
+    "attn.gate": "self_attn.g_proj",
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+})
+LAGUNA_ROUTER_BIAS = in_layer(
+    "model.layers", {"mlp.router.bias": "mlp.experts.e_score_correction_bias"}
+)
 HUNYUAN_EXPERTS = in_layer("model.layers", {
     "mlp.router": "mlp.router.gate",
     "mlp.shared.gate": "mlp.shared_mlp.gate_proj",
@@ -2019,6 +2030,54 @@ FAMILIES = {family.model_type: family for family in (
             "weight", OUTER | AFMOE_NORMS | QKV | OUTPUT | QK_NORM | MLP | AFMOE_EXPERTS | SHARED_EXPERTS
         )
         | HUNYUAN_ROUTER_BIAS,
+    ),
+    Family(
+        model_type="laguna",
+        architecture="LagunaForCausalLM",
+        rules=(
+            *without(LAYERS_AND_WIDTH, "mixer.heads"),
+            Field("mixer.kv_heads", "num_key_value_heads"),
+            Field("mixer.head_dim", "head_dim", minimum=1),
+            *REST_OF_SIZES,
+            Field("experts", "num_experts"),
+            EXPERTS_PER_TOKEN,
+            Field("moe_ffn", "moe_intermediate_size"),
+            SHARED_WIDTH,
+            MLP_LAYER_TYPES,
+            Field("router_scale", "moe_routed_scaling_factor"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            Fixed("router_renorm", True),
+            *NO_BIAS,
+            NO_ATTENTION_BIAS,
+            Fixed("mixer.qk_norm", "head"),
+            GATING,
+            Fixed("mixer.gate_by", "softplus"),
+            *without_rope_share(DECODER),
+            LAGUNA_LAYERS,
+            NO_ATTENTION_DROPOUT,
+            Only("moe_router_logit_softcapping", (0.0,), written=False),
+            Only("moe_apply_router_weight_on_input", (False,), written=False),
+            Only("qkv_bias", (False,), written=False),
+            Only("norm_topk_prob", (True,), written=False),
+            Idle(("mlp_only_layers", "decoder_sparse_step")),  # mlp_layer_types says it
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "rope_theta"),
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "num_attention_heads": 48,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "moe_routed_scaling_factor": 1.0,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 131072,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | EXPERTS | LAGUNA)
+        | LAGUNA_ROUTER_BIAS,
     ),
     Family(
         model_type="exaone_moe",

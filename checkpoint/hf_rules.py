@@ -34,7 +34,7 @@ from config import (
     rotated_dim,
     shared_heads,
 )
-from config.pattern import PLAIN, pattern_text
+from config.pattern import PLAIN, BlockVariant, pattern_text
 from config.tree import has_path, value_at, with_values
 
 
@@ -51,9 +51,20 @@ def spell_out(model: ModelConfig) -> ModelConfig:
     values: Tree = {"moe_ffn": expert_ffn_size(model), "pattern": pattern_text(layer_kinds(model))}
     if isinstance(model.mixer, AttentionConfig):
         values |= {"mixer.kv_heads": kv_heads(model), "mixer.head_dim": head_dim(model)}
+        values["blocks"] = tuple(spelled_kind(model, variant) for variant in model.blocks)
     if isinstance(model.mixer, DeltaConfig):
         values["mixer.key_heads"] = shared_heads(model.mixer)["key_heads"]
     return with_values(model, values)
+
+
+def spelled_kind(model: ModelConfig, variant: BlockVariant) -> BlockVariant:
+    """A kind with other heads, with the sizes that follow from them."""
+    changes = dict(variant.changes)
+    if "mixer.heads" not in changes:
+        return variant
+    like = with_values(replace(model, blocks=(), pattern=None), changes)
+    sizes = {"mixer.kv_heads": kv_heads(like), "mixer.head_dim": head_dim(like)}
+    return BlockVariant(variant.name, tuple((changes | sizes).items()))
 
 
 # ---- kinds of rules ----------------------------------------------------------------------------------------
@@ -253,7 +264,7 @@ def read_rope(keys: Tree, mla: bool = False, share: float = 1.0) -> Tree:
         scaled = read_longrope(scaling, keys, channels=int(rotated_channels(keys, mla) * share))
         return {"mixer.rope.base": theta, "mixer.rope.scaling": scaled}
     scaled = read_rope_scaling(kind, scaling, keys)
-    check_ramp(scaled, theta, rotated_channels(keys, mla))
+    check_ramp(scaled, theta, rotated_channels(keys, mla) * share)
     if kind == "yarn":
         scaled |= read_yarn_scales(scaling, mla)
     return {"mixer.rope.base": theta, "mixer.rope.scaling": scaled}
@@ -1065,6 +1076,22 @@ def read_qk_norm(keys: Tree) -> Tree:
     return {"mixer.qk_norm": "head" if number(keys, "use_qk_norm") else None}
 
 
+def read_gating(keys: Tree) -> Tree:
+    """Of each head, or of each channel; published folders say it again for each layer."""
+    gating = keys.get("gating", True)
+    if gating is not True and gating not in ("per-head", "per-element"):
+        raise UnlikeFamily(f"gating = {gating!r} is not supported, only 'per-head' and 'per-element'")
+    gate = "channel" if gating == "per-element" else "head"
+    own = {"head": "per_head", "channel": "per_element"}[gate]
+    if set(list_of(str, keys, "gating_types")) - {own}:
+        raise UnlikeFamily(f"gating_types = {keys['gating_types']!r} are not all {own!r}, as gating says")
+    return {"mixer.gate": gate}
+
+
+def write_gating(model: ModelConfig) -> Tree:
+    return {"gating": "per-head" if model.mixer.gate == "head" else "per-element"}
+
+
 def read_unused_width(keys: Tree) -> Tree:
     """A family whose layers all have experts may leave out the width of a dense MLP."""
     has_width = keys.get("intermediate_size") is not None
@@ -1112,6 +1139,12 @@ QK_NORM_OF_HEADS = FieldGroup(
     read_qk_norm,
     lambda model: {"use_qk_norm": model.mixer.qk_norm is not None},
     lambda model: [] if model.mixer.qk_norm in (None, "head") else ["mixer.qk_norm"],
+)
+GATING = FieldGroup(
+    ("mixer.gate",),
+    read_gating,
+    write_gating,
+    lambda model: ["mixer.gate"] if model.mixer.gate is None else [],
 )
 UNUSED_WIDTH = FieldGroup(
     ("mlp.width",), read_unused_width, lambda model: {"intermediate_size": model.mlp.width}

@@ -104,6 +104,7 @@ class AttentionConfig:
     #   2408.00118)
     gate: Literal["channel", "head"] | None = None  # the output is multiplied by sigmoid(x W): one number for
     #   each channel, or for each head (arXiv 2505.06708)
+    gate_by: Literal["sigmoid", "softplus"] = "sigmoid"  # what the gate takes of x W; softplus: Laguna
     sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device

@@ -554,12 +554,19 @@ WITHOUT_ROUTER_BIAS = UnusedModelKeys("router_bias_rate", lambda model: not mode
 WITHOUT_AUX_LOSS = UnusedModelKeys("aux_kind", lambda model: not model.aux_loss)
 WITHOUT_CAPACITY = UnusedModelKeys("drop", lambda model: model.capacity is None)
 
+WITHOUT_GATE = UnusedModelKeys(
+    "mixer.gate_by",
+    lambda model: isinstance(model.mixer, AttentionConfig)
+    and not any(getattr(like.mixer, "gate", None) for like in layer_models(model).values()),
+)
+
 # config/unused.py refuses the keys of these rows where they are set; an export leaves them out.
 UNUSED_MODEL_KEYS = (
     WITHOUT_EXPERTS,
     WITHOUT_ROUTER_BIAS,
     WITHOUT_AUX_LOSS,
     WITHOUT_CAPACITY,
+    WITHOUT_GATE,
 )
 
 

@@ -4,7 +4,8 @@ models, in plain torch.
     geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
     clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7
     relu2            relu(x)^2                            arXiv 2109.08668
-    xielu            a x^2 + x / 2 above 0, else b (exp(x) - 1 - x) + x / 2; it learns a and b  arXiv 2411.13010
+    xielu            a x^2 + x / 2 above 0, else          arXiv 2411.13010; it learns a and b
+                     b (exp(x) - 1 - x) + x / 2
 
 A gated one reads [gate | up]. Arithmetic is in fp32 or better, and the input alone is saved for the backward.
 train.compile makes each a kernel, forward and backward.

@@ -6,6 +6,7 @@ Shapes: b sequences of s tokens, h heads of queries, g of keys and values, d cha
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import AttentionConfig, Config, head_dim, kv_heads, mup_score_scale, recomputes
@@ -31,6 +32,9 @@ from parallel.tensor.layers import (
 )
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
+
+
+GATE_FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}  # by model.mixer.gate_by
 
 
 class Attention(nn.Module):
@@ -59,6 +63,7 @@ class Attention(nn.Module):
         has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
         self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
+        self.gate_function = GATE_FUNCTIONS[mixer.gate_by]
         self.out = RowLinear(
             mesh,
             f"{key}.o",
@@ -104,7 +109,7 @@ class Attention(nn.Module):
         out = self.core(q, k, v, context, sinks)  # [b, s/cp, h/tp, d]
         if self.gate is not None:
             gate = self.gate(x).unflatten(-1, (self.heads, -1))  # [b, s/cp, h/tp, d or 1]
-            out = out * gate.sigmoid()
+            out = out * self.gate_function(gate)
         return self.out(out.flatten(2))
 
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:

@@ -492,6 +492,7 @@ CASES = [
     Case("mixer.qk_norm", "after_rope", VALUES, base={"mixer.qk_norm": "head"}),
     Case("mixer.gate", "channel", NEW, added("attn.gate.weight")),
     Case("mixer.gate", "head", NEW, shaped(attn_to_gate=(4, 32)), {"mixer.gate": "channel"}),
+    Case("mixer.gate_by", "softplus", VALUES, base={"mixer.gate": "channel"}),
     Case("mixer.growth", {"every": 4}, VALUES),
     Case("mixer.growth.rate", 0.5, VALUES, base=GROWTH, also=EVERY_FOUR),
     Case("mixer.growth.every", 8, VALUES, base=GROWTH),

@@ -67,6 +67,7 @@ FAMILY = {
     "olmo-hybrid": "olmo_hybrid",
     "mamba-": "granitemoehybrid",
     "kimi-": "kimi_linear",
+    "laguna": "laguna",
 }  # start of a preset's name
 WITHOUT_FAMILY = ()
 COUNTED = (

@@ -83,6 +83,7 @@ FAMILY_PRESETS = {
     "hunyuan_v1_moe": "mixtral-tiny",
     "ernie4_5_moe": "qwen3-moe-tiny",
     "afmoe": "trinity-tiny",
+    "laguna": "laguna-tiny",
     "exaone_moe": "dots1-tiny",
     "granitemoe": "mixtral-tiny",
     "granitemoehybrid": "mamba-tiny",

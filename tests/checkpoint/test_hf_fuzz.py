@@ -141,6 +141,17 @@ GENERAL = {  # a model of each family
         "mixer": {"kv_heads": 2, "qk_norm": "head", "gate": "channel", "rope": None},
         "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
     },
+    "laguna": {
+        **MIXTURE, **SIGMOID, "shared_experts": 2, "first_dense": 1,
+        "mixer": {
+            "kv_heads": 2, "head_dim": 8, "qk_norm": "head", "gate": "head", "gate_by": "softplus",
+            "rope": {"share": 0.5, "scaling": {"kind": "yarn", "factor": 2.0, "original": 7}},
+        },
+        "blocks": {"local": {
+            "mixer": {"window": 5, "heads": 6, "rope": {"base": 50.0, "share": 1.0, "scaling": None}},
+        }},
+        "pattern": "(local, block)...",
+    },
     "exaone_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "shared_experts": 1,
         "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
@@ -214,7 +225,8 @@ MODEL_VALUES = {
     "mixer.heads": (1, 3, 4), "mixer.kv_heads": (None, 1, 2, 4),
     "mixer.head_dim": (None, 6, 8), "mixer.bias": (None, "qkv", "all"),
     "mixer.qk_norm": (None, "head", "whole", "after_rope", "unweighted"),
-    "mixer.gate": (None, "channel", "head"), "mixer.growth": (None, {"every": 5}),
+    "mixer.gate": (None, "channel", "head"), "mixer.gate_by": ("sigmoid", "softplus"),
+    "mixer.growth": (None, {"every": 5}),
     "mixer.growth.rate": (0.3,), "mixer.growth.every": (5, 32), "mixer.growth.first": (0, 1),
     "blocks": ({}, {"local": {"mixer.window": 7}}, {"local": {"mixer.heads": 2}}),
     "pattern": (None, "local...", "block, local..."),

@@ -42,6 +42,7 @@ FORMS = {
     "norm without weight": {"qk_norm": "unweighted"},
     "gate of channels": {"gate": "channel"},
     "biased gate of heads": {"gate": "head", "bias": "all"},
+    "softplus gate": {"gate": "head", "gate_by": "softplus"},
     "growth": {"growth": GrowthConfig(rate=0.7, every=3)},
     "growth from one": {"growth": GrowthConfig(rate=0.7, every=3, first=1), "rope": None},
     "all": {
@@ -138,7 +139,8 @@ def by_the_formula(attn, mixer, x, documents):
         out.append(weights / total @ v[:, number // 2])
     out = torch.stack(out, 1)  # [s, h, d]
     if mixer.gate:
-        out = out / (1 + torch.exp(-linear(attn.gate, x).view(S, 4, -1)))
+        gate = torch.exp(linear(attn.gate, x).view(S, 4, -1))
+        out = out * (torch.log(1 + gate) if mixer.gate_by == "softplus" else gate / (1 + gate))
     out = out.flatten(1)
     return linear(attn.out, out)
 

@@ -62,6 +62,7 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "command-r7b": 8_028_033_024,
     "exaone4-1.2b": 1_279_391_488,
     "apertus-8b": 8_053_338_176,
+    "laguna-xs": 33_442_617_088 - 39 * 256,
     "phi4-mini-3.8b": 3_836_021_760,
     # of the folders, without router biases, the module ahead and its copies of the tables
     "glm4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 1_551_892_480,
@@ -103,6 +104,7 @@ ACTIVE = {
     "qwen3-next-80b-a3b": 3e9,
     "kimi-linear-48b-a3b": 3e9,
     "nemotron3-nano-30b-a3b": 3.2e9,
+    "laguna-xs": 3e9,
     "mistral-small-4": 6.5e9,
 }
 LAYOUTS = [

@@ -41,6 +41,7 @@ FORMS = Overrides((  # of llama3-tiny: what no recipe has
     ("model.mixer.chunk", "9"),
     ("model.mixer.sinks", "true"),
     ("model.mixer.gate", "head"),
+    ("model.mixer.gate_by", "softplus"),
     ("model.mixer.growth.every", "5"),
     ("model.mixer.growth.first", "1"),
     ("model.mixer.rope.scaling.kind", "yarn"),

@@ -326,6 +326,22 @@ CASES = {
             "route_scale": 1.7, "mup_enabled": True,
         },
     ),
+    "laguna": (
+        "Laguna",
+        {
+            **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "shared_expert_intermediate_size": 40,
+            "sliding_window": 5, "num_attention_heads_per_layer": [6, 9, 9, 6], "gating": "per-element",
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "moe_routed_scaling_factor": 1.7, "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "laguna-heads": (
+        "Laguna",
+        {**SIGMOID, "num_experts": 8, "shared_expert_intermediate_size": 20, "head_dim": 16},
+    ),
     "k-exaone": (
         "ExaoneMoe",
         {
