@@ -31,6 +31,7 @@ from config import (
     kv_heads,
     layer_model,
     padded_vocab,
+    value_dim,
 )
 from config.model_parts import NoPart
 from config.tree import plain_data
@@ -324,8 +325,9 @@ def mixer_rows(model: ModelConfig) -> dict[str, int]:
     match mixer:
         case AttentionConfig():
             queries, keys = mixer.heads * head_dim(model), kv_heads(model) * head_dim(model)
-            gate = mixer.heads if mixer.gate == "head" else queries
-            return {"q": queries, "k": keys, "v": keys, "gate": gate}
+            values = kv_heads(model) * value_dim(model)
+            gate = mixer.heads * (1 if mixer.gate == "head" else value_dim(model))
+            return {"q": queries, "k": keys, "v": values, "gate": gate}
         case DeltaConfig():
             keys = (mixer.key_heads or mixer.heads) * mixer.key_dim
             return {"q": keys, "k": keys, "v": mixer.heads * mixer.v_dim, "z": mixer.heads * mixer.v_dim}

@@ -19,6 +19,8 @@ from checkpoint.hf_layer_types import (
     GEMMA2_LAYERS,
     GEMMA3_LAYERS,
     LAGUNA_LAYERS,
+    MIMO_LAYERS,
+    MIMO_SPELLINGS,
     OLMO3_LAYERS,
 )
 from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, NEMOTRON_LAYERS
@@ -80,6 +82,7 @@ from checkpoint.hf_rules import (
     UnlikeFamily,
     bias_of_qkv,
     deepseek_experts,
+    one_of_null,
     share_of_rope,
     spell_out,
 )
@@ -487,6 +490,7 @@ LAGUNA = in_layer("model.layers", {
     "mlp.shared.up": "mlp.shared_expert.up_proj",
     "mlp.shared.down": "mlp.shared_expert.down_proj",
 })
+SINKS = in_layer("model.layers", {"attn.sinks": "self_attn.attention_sink_bias"})
 LAGUNA_ROUTER_BIAS = in_layer(
     "model.layers", {"mlp.router.bias": "mlp.experts.e_score_correction_bias"}
 )
@@ -2078,6 +2082,57 @@ FAMILIES = {family.model_type: family for family in (
         },
         tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | EXPERTS | LAGUNA)
         | LAGUNA_ROUTER_BIAS,
+    ),
+    Family(
+        model_type="mimo_v2_flash",
+        architecture="MiMoV2FlashForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            Field("mixer.head_dim", "head_dim", minimum=1),
+            Field("mixer.value_dim", "v_head_dim"),
+            one_of_null("mixer.value_scale", "attention_value_scale"),
+            *REST_OF_SIZES,
+            Field("experts", "n_routed_experts"),
+            EXPERTS_PER_TOKEN,
+            Field("moe_ffn", "moe_intermediate_size"),
+            Field("router_renorm", "norm_topk_prob"),
+            *ROUTER_GROUPS,
+            one_of_null("router_scale", "routed_scaling_factor"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            MLP_LAYER_TYPES,
+            bias_of_qkv("attention_bias"),
+            NO_MLP_BIAS,
+            NO_QK_NORM,
+            *without_rope_share(DECODER),
+            MIMO_LAYERS,
+            MIMO_SPELLINGS,
+            NO_ATTENTION_DROPOUT,
+            Idle(("attention_chunk_size", "hybrid_block_size", "partial_rotary_factor")),
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "rope_theta"),
+            "num_key_value_heads": 4,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "attention_value_scale": 0.707,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "sliding_window": 129,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 131072,
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | MLP | EXPERTS) | with_leaf("bias", QKV)
+        | ROUTER_BIAS | SINKS,
+        unread="model.mtp.",
     ),
     Family(
         model_type="exaone_moe",

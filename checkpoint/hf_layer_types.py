@@ -11,10 +11,12 @@ from checkpoint.hf_rules import (
     LOCAL,
     FieldGroup,
     UnlikeFamily,
+    head_size,
     is_number,
     list_of,
     number,
     plain_number,
+    read_mlp_layer_types,
     read_rope,
     rope_obstacles,
     sliding_layers,
@@ -308,6 +310,77 @@ def none_slides(keys: Tree) -> list[bool]:
     return [False] * int(plain_number(keys, "num_hidden_layers"))
 
 
+# MiMo-V2: twice as many heads of keys, and sinks, in the layers that slide.
+
+MIMO_ROPE = {
+    FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
+}
+
+
+def mimo_rope(keys: Tree, layer_type: str) -> Tree:
+    """Of the channels of a head those are rotated that are left where their share is rounded down."""
+    rope = shared_rope_of_type(keys, usual=MIMO_ROPE, usual_share=0.334, layer_type=layer_type)
+    size = head_size(keys)
+    return {**rope, "share": int(size * rope["share"]) / size}
+
+
+def mimo_type(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
+    """sliding_window_size of published folders leaves out the token itself."""
+    size = number({"sliding_window_size": None, **keys}, "sliding_window_size", nullable=True)
+    keys.get("sliding_window_size")
+    window = {"mixer.window": size + 1} if sliding and size is not None else {}
+    heads = plain_number(keys, "num_key_value_heads") * (2 if sliding else 1)
+    return window | {"mixer.kv_heads": heads, "mixer.sinks": sliding}
+
+
+def write_mimo_heads(layers: list[ModelConfig]) -> Tree:
+    first = layers[0].mixer
+    return {"num_key_value_heads": first.kv_heads if first.window is None else first.kv_heads // 2}
+
+
+def mimo_slides(keys: Tree) -> list[bool]:
+    """The first layer and every sixth see all."""
+    layers = range(int(plain_number(keys, "num_hidden_layers")))
+    return [layer != 0 and (layer + 1) % 6 != 0 for layer in layers]
+
+
+def check_mimo_spellings(keys: Tree) -> Tree:
+    """Published folders say again what the class computes: raises UnlikeFamily where they say otherwise."""
+    slides = sliding_layers(keys) or mimo_slides(keys)
+    expected = {
+        "hybrid_layer_pattern": [int(each) for each in slides],
+        "moe_layer_freq": [int(layer >= read_mlp_layer_types(keys)["first_dense"])
+                           for layer in range(len(slides))],
+        "swa_num_attention_heads": keys.get("num_attention_heads"),
+        "swa_num_key_value_heads": 2 * plain_number(keys, "num_key_value_heads"),
+        "swa_head_dim": keys.get("head_dim"),
+        "swa_v_head_dim": keys.get("v_head_dim"),
+        "rope_theta": shared_rope_of_type(keys, MIMO_ROPE, 0.334, FULL)["base"],
+        "swa_rope_theta": shared_rope_of_type(keys, MIMO_ROPE, 0.334, SLIDING)["base"],
+        "layernorm_epsilon": keys.get("rms_norm_eps"),
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    for key, value in expected.items():
+        if keys.get(key) is not None and keys[key] != value:
+            raise UnlikeFamily(
+                f"{key} = {keys[key]!r} is not supported where the other keys make it {value!r}")
+    return {}
+
+
+MIMO_SPELLINGS = FieldGroup((), check_mimo_spellings)
+MIMO_LAYERS = layer_types_group(LayerTypes(
+    partial(mimo_rope, layer_type=FULL),
+    partial(mimo_rope, layer_type=SLIDING),
+    write_shared_ropes,
+    differ=("mixer.kv_heads", "mixer.sinks"),
+    of_type=mimo_type,
+    write_differ=write_mimo_heads,
+    usual_slides=mimo_slides,
+))
 LAGUNA_LAYERS = layer_types_group(LayerTypes(
     partial(shared_rope_of_type, usual=LAGUNA_ROPE, usual_share=1.0, layer_type=FULL),
     partial(shared_rope_of_type, usual=LAGUNA_ROPE, usual_share=1.0, layer_type=SLIDING),

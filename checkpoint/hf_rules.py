@@ -33,6 +33,7 @@ from config import (
     modules_ahead,
     rotated_dim,
     shared_heads,
+    value_dim,
 )
 from config.pattern import PLAIN, BlockVariant, pattern_text
 from config.tree import has_path, value_at, with_values
@@ -50,7 +51,11 @@ def spell_out(model: ModelConfig) -> ModelConfig:
     pattern_text writes it."""
     values: Tree = {"moe_ffn": expert_ffn_size(model), "pattern": pattern_text(layer_kinds(model))}
     if isinstance(model.mixer, AttentionConfig):
-        values |= {"mixer.kv_heads": kv_heads(model), "mixer.head_dim": head_dim(model)}
+        values |= {
+            "mixer.kv_heads": kv_heads(model),
+            "mixer.head_dim": head_dim(model),
+            "mixer.value_dim": value_dim(model),
+        }
         values["blocks"] = tuple(spelled_kind(model, variant) for variant in model.blocks)
     if isinstance(model.mixer, DeltaConfig):
         values["mixer.key_heads"] = shared_heads(model.mixer)["key_heads"]
@@ -63,7 +68,9 @@ def spelled_kind(model: ModelConfig, variant: BlockVariant) -> BlockVariant:
     if "mixer.heads" not in changes:
         return variant
     like = with_values(replace(model, blocks=(), pattern=None), changes)
-    sizes = {"mixer.kv_heads": kv_heads(like), "mixer.head_dim": head_dim(like)}
+    sizes = {
+        "mixer.kv_heads": kv_heads(like), "mixer.head_dim": head_dim(like), "mixer.value_dim": value_dim(like),
+    }
     return BlockVariant(variant.name, tuple((changes | sizes).items()))
 
 
@@ -1140,6 +1147,15 @@ QK_NORM_OF_HEADS = FieldGroup(
     lambda model: {"use_qk_norm": model.mixer.qk_norm is not None},
     lambda model: [] if model.mixer.qk_norm in (None, "head") else ["mixer.qk_norm"],
 )
+def one_of_null(name: str, key: str) -> FieldGroup:
+    """A factor whose key may be null, which stands for 1."""
+    return FieldGroup(
+        (name,),
+        lambda keys: {name: 1.0 if keys.get(key) is None else plain_number(keys, key)},
+        lambda model: {key: value_at(model, name)},
+    )
+
+
 GATING = FieldGroup(
     ("mixer.gate",),
     read_gating,

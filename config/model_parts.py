@@ -88,6 +88,8 @@ class AttentionConfig:
     heads: Count = 4  # number of query heads
     kv_heads: Count | None = None  # number of key and value heads (GQA); none: equal to heads
     head_dim: Count | None = None  # channels of one head; none: hidden / heads
+    value_dim: Count | None = None  # channels of a value head; none: equal to head_dim
+    value_scale: Positive = 1.0  # values are multiplied by it (MiMo-V2)
     window: Count | None = None  # sliding-window attention (Mistral): a token attends to this many tokens,
     #   itself included; none: to all tokens before it
     chunk: Count | None = None  # chunked attention (Llama 4): a token attends to its chunk of this many

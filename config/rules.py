@@ -566,7 +566,7 @@ def fp8_mixer_features(model: ModelConfig) -> dict[str, int]:
         return {"heads": mixer.heads * mixer.dim, "groups": mixer.groups * mixer.state}
     features = {"heads": mixer.heads * value_dim(model)}
     if isinstance(mixer, AttentionConfig):
-        features["kv_heads"] = kv_heads(model) * head_dim(model)
+        features["kv_heads"] = kv_heads(model) * math.gcd(head_dim(model), value_dim(model))
     elif not mixer.q_rank:
         features["heads"] = mixer.heads * math.gcd(head_dim(model), value_dim(model))
     return features

@@ -442,7 +442,8 @@ def head_dim(model: ModelConfig) -> int:
 
 def value_dim(model: ModelConfig) -> int:
     """Channels of a value head."""
-    return model.mixer.v_dim if isinstance(model.mixer, LatentConfig) else head_dim(model)
+    mixer = model.mixer
+    return mixer.v_dim if isinstance(mixer, LatentConfig) else mixer.value_dim or head_dim(model)
 
 
 def kv_heads(model: ModelConfig) -> int:

@@ -515,6 +515,8 @@ CASES = [
     Case("mixer.q_rank", 20, NEW, added("attn.q_a", "attn.q_b", "attn.q_norm", gone=("attn.q.",)), LATENT),
     Case("mixer.nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
     Case("mixer.rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
+    Case("mixer.value_dim", 12, NEW, shaped(attn_to_v=(48, 32), attn_to_o=(32, 48))),
+    Case("mixer.value_scale", 0.5, VALUES),
     Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
     Case(
         "mixer.kind",

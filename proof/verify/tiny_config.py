@@ -85,6 +85,7 @@ MIXER_SIZES = {
     "nope_dim": 8,
     "rope_dim": 4,
     "v_dim": 6,
+    "value_dim": 6,
 }
 
 

@@ -68,6 +68,7 @@ FAMILY = {
     "mamba-": "granitemoehybrid",
     "kimi-": "kimi_linear",
     "laguna": "laguna",
+    "mimo": "mimo_v2_flash",
 }  # start of a preset's name
 WITHOUT_FAMILY = ()
 COUNTED = (
@@ -94,6 +95,7 @@ COUNTED = (
     "granite-3.3-2b",
     "command-r7b",
     "glm4-9b",
+    "mimo-v2-flash",
     "apertus-8b",
     "mistral-small-4",
     "phi4-mini-3.8b",
@@ -135,6 +137,22 @@ YOUTU = {**LLAMA, "model_type": "youtu", "num_key_value_heads": 6}
 INTERN = {**LLAMA, "model_type": "internlm3"}
 PHI = {**LLAMA, "model_type": "phi3"}
 KIMI = {**LLAMA, "model_type": "kimi_linear", "num_key_value_heads": 6}
+MIMO = {  # as the published folder spells it
+    **LLAMA, "model_type": "mimo_v2_flash", "num_hidden_layers": 3, "head_dim": 192, "v_head_dim": 128,
+    "num_key_value_heads": 3, "swa_num_key_value_heads": 6, "swa_num_attention_heads": 6,
+    "swa_head_dim": 192, "swa_v_head_dim": 128, "partial_rotary_factor": 0.334, "rope_theta": 5000000,
+    "swa_rope_theta": 10000, "sliding_window": 128, "sliding_window_size": 128, "hybrid_block_size": None,
+    "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False, "n_routed_experts": 8, "n_shared_experts": None,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 20, "routed_scaling_factor": None,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "layernorm_epsilon": 1e-5, "attention_value_scale": 0.707,
+    "attention_chunk_size": 128,
+}
+LAGUNA = {
+    **LLAMA, "model_type": "laguna", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 20, "num_key_value_heads": 3,
+}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LONGROPE = {"type": "su", "short_factor": [1.0, 1.0, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 SCALED = {
@@ -400,6 +418,14 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         ),
         ({**PHI, "rope_scaling": LONGROPE}, "mixer.rope.scaling.long", (1.0, 2.0, 4.0, 8.0)),
         ({**PHI, "partial_rotary_factor": 0.75}, "mixer.rope.share", 0.75),
+        (MIMO, "pattern", "block, 2 local..."),
+        (MIMO, "blocks.local.mixer.window", 129),
+        (MIMO, "blocks.local.mixer.kv_heads", 6),
+        (MIMO, "mixer.rope.share", 64 / 192),
+        (MIMO, "router_scale", 1.0),
+        (LAGUNA, "mixer.gate", "head"),
+        (LAGUNA, "mixer.rope.share", 0.5),
+        ({**LAGUNA, "gating": "per-element", "gating_types": ["per_element"] * 2}, "mixer.gate", "channel"),
         ({**PHI, "sliding_window": 2047, "original_max_position_embeddings": 4096}, "mixer.window", 2047),
     ],
 )
@@ -633,6 +659,16 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**PHI, "rope_scaling": YARN},
             "rope scaling 'yarn' is not supported in this family, only longrope and none",
         ),
+        ({**MIMO, "hybrid_layer_pattern": [0, 1, 0]}, "hybrid_layer_pattern = [0, 1, 0] is not supported"),
+        ({**MIMO, "swa_rope_theta": 5e4}, "swa_rope_theta = 50000.0 is not supported"),
+        ({**MIMO, "add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True"),
+        ({**LAGUNA, "gating": False}, "gating = False is not supported"),
+        ({**LAGUNA, "gating_types": ["per_head", "per_element"]}, "are not all 'per_head', as gating says"),
+        (
+            {**LAGUNA, "num_attention_heads_per_layer": [6, 9]},
+            "only one number above 0 for each type of layer",
+        ),
+        ({**LAGUNA, "moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping = 30.0"),
         ({**PHI, "rope_scaling": SCALED}, "rope scaling 'llama3' is not supported in this family"),
         ({**PHI, "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' without numbers"),
         (

@@ -84,6 +84,7 @@ FAMILY_PRESETS = {
     "ernie4_5_moe": "qwen3-moe-tiny",
     "afmoe": "trinity-tiny",
     "laguna": "laguna-tiny",
+    "mimo_v2_flash": "mimo-v2-tiny",
     "exaone_moe": "dots1-tiny",
     "granitemoe": "mixtral-tiny",
     "granitemoehybrid": "mamba-tiny",

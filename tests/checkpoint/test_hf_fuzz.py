@@ -152,6 +152,12 @@ GENERAL = {  # a model of each family
         }},
         "pattern": "(local, block)...",
     },
+    "mimo_v2_flash": {
+        **MIXTURE, **SIGMOID, "first_dense": 1,
+        "mixer": {"kv_heads": 1, "head_dim": 8, "value_dim": 6, "value_scale": 0.7, "rope": {"share": 0.5}},
+        "blocks": {"local": {"mixer": {"window": 5, "kv_heads": 2, "sinks": True, "rope.base": 50.0}}},
+        "pattern": "(local, block)...",
+    },
     "exaone_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "shared_experts": 1,
         "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
@@ -234,6 +240,7 @@ MODEL_VALUES = {
     "mixer.sinks": (True, False), "mixer.rope.share": (1.0, 0.5),
     "mixer.window": (None, 7, 64), "mixer.kernel": ("auto", "reference"), "mixer.kv_rank": (12,),
     "mixer.q_rank": (None, 14), "mixer.nope_dim": (6, 8), "mixer.rope_dim": (8, 4), "mixer.v_dim": (10, 14),
+    "mixer.value_dim": (None, 10, 6), "mixer.value_scale": (1.0, 0.5),
     "mixer.rope": (None, {}, {"share": 0.5, "scaling": LONGROPE}),
     "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),
     "mixer.rope.pairs": (True, False), "mixer.rope.scaling": (None,),

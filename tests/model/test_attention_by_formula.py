@@ -37,6 +37,13 @@ FORMS = {
     "scale": {"scale": 0.7},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
+    "values": {
+        "value_dim": 6, "value_scale": 0.7, "qk_norm": "head", "gate": "channel", "sinks": True,
+        "bias": "qkv",
+    },
+    "values of whole norms": {
+        "value_dim": 12, "rope": RopeConfig(base=50.0, share=0.5), "qk_norm": "whole",
+    },
     "biased": {"bias": "all"},
     "norm after rope": {"qk_norm": "after_rope", "rope": RopeConfig(base=50.0, share=0.5)},
     "norm without weight": {"qk_norm": "unweighted"},
@@ -108,8 +115,10 @@ def visible(mixer, documents):
 def by_the_formula(attn, mixer, x, documents):
     """x [s, hidden]."""
     seen, positions = visible(mixer, documents)
-    heads = linear(attn.qkv, x).unflatten(-1, (-1, D))
-    q, k, v = heads.split((4, 2, 2), 1)
+    v_dim = mixer.value_dim or D
+    q, k, v = linear(attn.qkv, x).split((4 * D, 2 * D, 2 * v_dim), -1)
+    q, k, v = q.unflatten(-1, (4, D)), k.unflatten(-1, (2, D)), v.unflatten(-1, (2, v_dim))
+    v = mixer.value_scale * v
 
     def norm(t, weight, dims):
         return t / (t.square().mean(dims, keepdim=True) + attn.eps).sqrt() * weight.view(-1, D)

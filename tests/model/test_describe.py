@@ -82,6 +82,7 @@ ROUNDED = {  # as their model cards say
     "olmo3-7b": 7.3e9,
     "glm4-9b": 9.4e9,
     "exaone4-32b": 32e9,
+    "mimo-v2-flash": 309e9,
     "qwen3-next-80b-a3b": 80e9,
     "olmo-hybrid-7b": 7.43e9,  # with the sizes that transformers' config class has for it
     "mistral-small-4": 119e9,
@@ -105,6 +106,7 @@ ACTIVE = {
     "kimi-linear-48b-a3b": 3e9,
     "nemotron3-nano-30b-a3b": 3.2e9,
     "laguna-xs": 3e9,
+    "mimo-v2-flash": 15e9,
     "mistral-small-4": 6.5e9,
 }
 LAYOUTS = [

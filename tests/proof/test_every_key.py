@@ -42,6 +42,8 @@ FORMS = Overrides((  # of llama3-tiny: what no recipe has
     ("model.mixer.sinks", "true"),
     ("model.mixer.gate", "head"),
     ("model.mixer.gate_by", "softplus"),
+    ("model.mixer.value_dim", "6"),
+    ("model.mixer.value_scale", "0.7"),
     ("model.mixer.growth.every", "5"),
     ("model.mixer.growth.first", "1"),
     ("model.mixer.rope.scaling.kind", "yarn"),

@@ -342,6 +342,27 @@ CASES = {
         "Laguna",
         {**SIGMOID, "num_experts": 8, "shared_expert_intermediate_size": 20, "head_dim": 16},
     ),
+    "mimo-v2": (
+        "MiMoV2Flash",
+        {
+            **SIGMOID, "head_dim": 18, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "num_hidden_layers": 4, "sliding_window": 5, "attention_bias": True, "num_attention_heads": 12,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "mimo-v2-sliding": (
+        "MiMoV2Flash",
+        {
+            **SIGMOID, "head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "sliding_window": 5,
+            "attention_value_scale": None, "layer_types": ["sliding_attention"] * 2, "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4,
+                },
+            },
+        },
+    ),
     "k-exaone": (
         "ExaoneMoe",
         {
