@@ -38,6 +38,7 @@ from config import (
     is_permanent_step,
     modules_ahead,
     phases_of,
+    rope_switches,
     unused,
     usage,
 )
@@ -691,6 +692,7 @@ def sample(run: TrainingRun, tokenizer: Tokenizer, prompt: SamplePrompt) -> list
         limit=model.context if model.positions == "learned" else None,
         vocab=tokenizer.vocab,
         multiple=run.pipeline.hidden_shape.sequence_shards,
+        switches=rope_switches(model),
     )
     return list(ids)
 

@@ -31,6 +31,7 @@ from config import (
     kv_heads,
     layer_model,
     padded_vocab,
+    value_dim,
 )
 from config.model_parts import NoPart
 from config.tree import plain_data
@@ -162,10 +163,13 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
 
     places: dict[str, WeightPlace] = {}
     pieces: list[StoredPiece] = []
-    copies = family.copies(model)
+    copies, constants = family.copies(model), family.constants_of(model)
     known = [(re.compile(pattern), keys) for pattern, keys in patterns_of(family).items()]
     for name, info in tensors.tensors.items():
         if name in copies:
+            continue
+        if name in constants:
+            hf.check_constant(name, tensors.read(name, ()), constants[name])
             continue
         if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
             raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats, or a quantization_config in "
@@ -321,8 +325,9 @@ def mixer_rows(model: ModelConfig) -> dict[str, int]:
     match mixer:
         case AttentionConfig():
             queries, keys = mixer.heads * head_dim(model), kv_heads(model) * head_dim(model)
-            gate = mixer.heads if mixer.gate == "head" else queries
-            return {"q": queries, "k": keys, "v": keys, "gate": gate}
+            values = kv_heads(model) * value_dim(model)
+            gate = mixer.heads * (1 if mixer.gate == "head" else value_dim(model))
+            return {"q": queries, "k": keys, "v": values, "gate": gate}
         case DeltaConfig():
             keys = (mixer.key_heads or mixer.heads) * mixer.key_dim
             return {"q": keys, "k": keys, "v": mixer.heads * mixer.v_dim, "z": mixer.heads * mixer.v_dim}

@@ -55,6 +55,7 @@ class HFTensor:
     arrangement: Arrangement
     above: float = 0.0  # what ours are above theirs: 1 of norms that are stored as w - 1
     exact: bool = False  # stays fp32, whatever the dtype of the others: it only chooses experts
+    constant: float | None = None  # it holds this number, and nothing of ours
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype on disk. dtype: of the other tensors."""
@@ -65,6 +66,8 @@ class HFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.constant is not None:
+            return ()
         rows = sum(len(part) for part in self.parts) // (self.arrangement.leading or 1)
         inner = (1,) if self.arrangement.inner else ()
         outer = (1,) if self.arrangement.outer else ()
@@ -74,6 +77,8 @@ class HFTensor:
 
     def stacks(self) -> list[list[Tensor]]:
         """The parts of each stack: one for each place in a first dim."""
+        if self.constant is not None:
+            return [[torch.tensor(self.constant)]]
         size = len(self.parts) // (self.arrangement.leading or 1)
         return [self.parts[first:first + size] for first in range(0, len(self.parts), size)]
 
@@ -102,6 +107,12 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
             exact=key.endswith(".router.bias"),
         ))
     return found
+
+
+def constants(model_type: str, model: ModelConfig) -> list[HFTensor]:
+    """The tensors of the folder that are the same in every model."""
+    numbers = FAMILIES[model_type].constants_of(model)
+    return [HFTensor(name, [], Arrangement(), constant=value) for name, value in numbers.items()]
 
 
 def above_theirs(family: Family, key: str) -> float:
@@ -178,7 +189,8 @@ def read_weights(
     values.
     """
     found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
-    wanted = {tensor.name: tensor for tensor in hf_tensors(model_type, model, pieces)}
+    every = hf_tensors(model_type, model, pieces) + constants(model_type, model)
+    wanted = {tensor.name: tensor for tensor in every}
     copies = FAMILIES[model_type].copies(model)
     check_names_and_shapes(model_type, wanted, copies, found)
 
@@ -220,7 +232,9 @@ def check_names_and_shapes(
 
 
 def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
-    """Copies a tensor of theirs into our views."""
+    """Copies a tensor of theirs into our views. Raises ConfigError for another constant."""
+    if tensor.constant is not None:
+        return check_constant(tensor.name, value, tensor.constant)
     arrangement = tensor.arrangement
     stacked = value if arrangement.leading is not None else value[None]
     for parts, one in zip(tensor.stacks(), stacked):
@@ -239,6 +253,8 @@ def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
 
 def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
     """One stack of a tensor of theirs out of our parts: the opposite of copy_to_parts."""
+    if tensor.constant is not None:
+        return parts[0]
     arrangement = tensor.arrangement
     grouped = [part.unflatten(0, (arrangement.groups, -1)) for part in parts]
     value = torch.cat(grouped, 1).flatten(0, 1) if len(parts) > 1 else parts[0]
@@ -249,6 +265,12 @@ def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
     if arrangement.transpose:
         value = value.t()
     return value - tensor.above if tensor.above else value
+
+
+def check_constant(name: str, value: Tensor, constant: float) -> None:
+    """Raises ConfigError unless the tensor holds this number, rounded to its dtype."""
+    if not torch.equal(value, torch.tensor(constant, dtype=value.dtype)):
+        raise ConfigError(f"{name} is {value.item()!r}, and only {constant!r} is supported")
 
 
 def check_copy(name: str, stored: StoredHFTensor, key: str, original: Tensor) -> None:
@@ -321,7 +343,8 @@ def write_weights(
 
     pieces: whole tensors under our keys. Returns the bytes of all tensors. Raises StorageError.
     """
-    files = divide_into_files(hf_tensors(model_type, model, pieces), dtype, shard_bytes)
+    tensors = hf_tensors(model_type, model, pieces) + constants(model_type, model)
+    files = divide_into_files(tensors, dtype, shard_bytes)
     total_bytes = sum(write_tensors(folder / file, group, dtype) for file, group in files.items())
     write_index(folder, files, total_bytes)
     return total_bytes

@@ -19,13 +19,17 @@ from checkpoint.hf_layer_types import (
     GEMMA2_LAYERS,
     GEMMA3_LAYERS,
     GPT_OSS_LAYERS,
+    LAGUNA_LAYERS,
     LLAMA4_LAYERS,
     LLAMA4_LAYER_DEFAULTS,
+    MIMO_LAYERS,
+    MIMO_SPELLINGS,
     OLMO3_LAYERS,
 )
 from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, NEMOTRON_LAYERS
 from checkpoint.hf_rules import (
     ALL_BIASES,
+    APERTUS_SCALED_ROPE,
     ATTENTION_BIAS,
     ATTENTION_MULTIPLIER,
     CWM_ROPE,
@@ -35,6 +39,7 @@ from checkpoint.hf_rules import (
     EQUAL_BIASES,
     ERNIE_LAYERS,
     EXPERTS_OF_FFN,
+    GATING,
     GPT2_DROPOUT,
     GPT2_HEADS,
     GPT2_WIDTH,
@@ -45,6 +50,7 @@ from checkpoint.hf_rules import (
     INIT_STD_BY_WIDTH,
     INIT_STD_UP_TO_1,
     LAYER_WINDOWS,
+    MISTRAL4_GROWING_ROPE,
     MLA_HEADS,
     MLA_ROPE,
     MLP_LAYER_TYPES,
@@ -57,6 +63,7 @@ from checkpoint.hf_rules import (
     NO_PADDING,
     NO_ROPE_LAYERS,
     NO_WINDOW,
+    PHI3_ROPE,
     PLAIN_WINDOW,
     QK_NORM_OF_HEADS,
     QUERY_SCALAR,
@@ -68,7 +75,6 @@ from checkpoint.hf_rules import (
     SEED_BIASES,
     SHARED_WIDTH,
     STATED_MTP,
-    UNSCALED_ROPE,
     UNUSED_WIDTH,
     V2_GROUPS,
     Field,
@@ -80,6 +86,7 @@ from checkpoint.hf_rules import (
     UnlikeFamily,
     bias_of_qkv,
     deepseek_experts,
+    one_of_null,
     share_of_rope,
     spell_out,
 )
@@ -193,6 +200,8 @@ class Family:
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
     # {their name in `tensors`: how it holds ours}, where it is more than ours one after the other
     arrangements: dict[str, ArrangementOf] = field(default_factory=dict)
+    # {their name, with {layer}: its value} of numbers that each layer has, and that do not learn
+    constants: dict[str, float] = field(default_factory=dict)
     tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
     norms_below_one: bool = False  # weights of norms are stored as w - 1
     # {kind of a layer's mixer: {our name: their name}}: what such a layer has otherwise than `tensors`
@@ -297,6 +306,11 @@ class Family:
             return PLAIN_ARRANGEMENT
         return arrangement_of(layer_model(model, int(numbers_in(key).get("layer", 0))))
 
+    def constants_of(self, model: ModelConfig) -> dict[str, float]:
+        """{their name: its value} of numbers in the folder that are the same in every model."""
+        layers = range(model.layers)
+        return {name.format(layer=layer): value for name, value in self.constants.items() for layer in layers}
+
     def place_in_stack(self, key: str, model: ModelConfig) -> tuple[int, int]:
         """What orders ours in a tensor of theirs: the experts, and in each the order of `names`."""
         names = list(self.names(key, model))
@@ -365,6 +379,7 @@ EXPERTS = in_layer("model.layers", {
     "mlp.experts.{expert}.up": "mlp.experts.{expert}.up_proj",
     "mlp.experts.{expert}.down": "mlp.experts.{expert}.down_proj",
 })
+ONE_ROUTER = in_layer("model.layers", {"mlp.router": "mlp.gate"})
 ONE_SHARED_EXPERT = in_layer("model.layers", {
     "mlp.shared_gate": "mlp.shared_expert_gate",
     "mlp.shared.gate": "mlp.shared_expert.gate_proj",
@@ -397,6 +412,10 @@ GLM4_NORMS = NORMS | in_layer("model.layers", {
     "attn_norm_after": "post_self_attn_layernorm",
     "mlp_norm_after": "post_mlp_layernorm",
 })
+APERTUS_NORMS = in_layer(
+    "model.layers", {"attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
+)
+XIELU = in_layer("model.layers", {"mlp.alpha_p": "mlp.act_fn.alpha_p", "mlp.alpha_n": "mlp.act_fn.alpha_n"})
 UP_AND_DOWN = in_layer("model.layers", {"mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"})
 
 GPT2_OUTER = {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}
@@ -464,6 +483,11 @@ GRANITE_STACKS = in_layer("model.layers", {  # the experts of a layer are stacke
     "mlp.experts.{expert}.up": "block_sparse_moe.input_linear",
     "mlp.experts.{expert}.down": "block_sparse_moe.output_linear",
 })
+STACKED_EXPERTS = in_layer("model.layers", {  # the experts of a layer are stacked
+    "mlp.experts.{expert}.gate.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.{expert}.up.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.{expert}.down.weight": "mlp.experts.down_proj",
+})
 GRANITE_EXPERTS = GRANITE_STACKS | in_layer("model.layers", {"mlp.router": "block_sparse_moe.router.layer"})
 GPT_OSS_STACKS = {  # of each expert gate and up in turn, row by row
     f"layers.{{layer}}.mlp.experts.{{expert}}.{ours}.{leaf}": f"model.layers.{{layer}}.mlp.experts.{theirs}"
@@ -490,6 +514,16 @@ LLAMA4_MLP = in_layer("model.layers", {
     "mlp.shared.up": "feed_forward.shared_expert.up_proj",
     "mlp.shared.down": "feed_forward.shared_expert.down_proj",
 })
+LAGUNA = in_layer("model.layers", {
+    "attn.gate": "self_attn.g_proj",
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+})
+SINKS = in_layer("model.layers", {"attn.sinks": "self_attn.attention_sink_bias"})
+LAGUNA_ROUTER_BIAS = in_layer(
+    "model.layers", {"mlp.router.bias": "mlp.experts.e_score_correction_bias"}
+)
 HUNYUAN_EXPERTS = in_layer("model.layers", {
     "mlp.router": "mlp.router.gate",
     "mlp.shared.gate": "mlp.shared_mlp.gate_proj",
@@ -1822,6 +1856,41 @@ FAMILIES = {family.model_type: family for family in (
         norms_below_one=True,
     ),
     Family(
+        model_type="apertus",
+        architecture="ApertusForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            KV_HEADS,
+            NO_HEAD_DIM,
+            *REST_OF_SIZES,
+            ATTENTION_BIAS,
+            NO_MLP_BIAS,
+            Fixed("mixer.qk_norm", "head"),
+            NO_WINDOW,
+            Fixed("norm.kind", "rmsnorm"),
+            Fixed("mlp.activation", "xielu"),
+            Only("hidden_act", ("xielu",)),
+            *ROTARY,
+            APERTUS_SCALED_ROPE,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            Only("mlp_bias", (False,), written=False),
+            Only("qk_norm", (True,), written=False),
+            Idle(("post_norm",)),  # transformers does not read it
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12e6,
+            "attention_bias": False,
+            "max_position_embeddings": 65536,
+        },
+        tensors=with_leaf("weight", OUTER | APERTUS_NORMS | QKV | OUTPUT | QK_NORM | UP_AND_DOWN)
+        | with_leaf("bias", QKV | OUTPUT)
+        | XIELU,
+        constants={"model.layers.{layer}.mlp.act_fn.beta": 0.5, "model.layers.{layer}.mlp.act_fn.eps": -1e-6},
+    ),
+    Family(
         model_type="cohere",
         architecture="CohereForCausalLM",
         rules=(*COHERE, NO_WINDOW, Only("use_qk_norm", (False,)), ROPE, Fixed("mixer.rope.pairs", True)),
@@ -2006,6 +2075,105 @@ FAMILIES = {family.model_type: family for family in (
             "weight", OUTER | AFMOE_NORMS | QKV | OUTPUT | QK_NORM | MLP | AFMOE_EXPERTS | SHARED_EXPERTS
         )
         | HUNYUAN_ROUTER_BIAS,
+    ),
+    Family(
+        model_type="laguna",
+        architecture="LagunaForCausalLM",
+        rules=(
+            *without(LAYERS_AND_WIDTH, "mixer.heads"),
+            Field("mixer.kv_heads", "num_key_value_heads"),
+            Field("mixer.head_dim", "head_dim", minimum=1),
+            *REST_OF_SIZES,
+            Field("experts", "num_experts"),
+            EXPERTS_PER_TOKEN,
+            Field("moe_ffn", "moe_intermediate_size"),
+            SHARED_WIDTH,
+            MLP_LAYER_TYPES,
+            Field("router_scale", "moe_routed_scaling_factor"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            Fixed("router_renorm", True),
+            *NO_BIAS,
+            NO_ATTENTION_BIAS,
+            Fixed("mixer.qk_norm", "head"),
+            GATING,
+            Fixed("mixer.gate_by", "softplus"),
+            *without_rope_share(DECODER),
+            LAGUNA_LAYERS,
+            NO_ATTENTION_DROPOUT,
+            Only("moe_router_logit_softcapping", (0.0,), written=False),
+            Only("moe_apply_router_weight_on_input", (False,), written=False),
+            Only("qkv_bias", (False,), written=False),
+            Only("norm_topk_prob", (True,), written=False),
+            Idle(("mlp_only_layers", "decoder_sparse_step")),  # mlp_layer_types says it
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "rope_theta"),
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "num_attention_heads": 48,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "moe_routed_scaling_factor": 1.0,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 131072,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | EXPERTS | LAGUNA)
+        | LAGUNA_ROUTER_BIAS,
+    ),
+    Family(
+        model_type="mimo_v2_flash",
+        architecture="MiMoV2FlashForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            Field("mixer.head_dim", "head_dim", minimum=1),
+            Field("mixer.value_dim", "v_head_dim"),
+            one_of_null("mixer.value_scale", "attention_value_scale"),
+            *REST_OF_SIZES,
+            Field("experts", "n_routed_experts"),
+            EXPERTS_PER_TOKEN,
+            Field("moe_ffn", "moe_intermediate_size"),
+            Field("router_renorm", "norm_topk_prob"),
+            *ROUTER_GROUPS,
+            one_of_null("router_scale", "routed_scaling_factor"),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            MLP_LAYER_TYPES,
+            bias_of_qkv("attention_bias"),
+            NO_MLP_BIAS,
+            NO_QK_NORM,
+            *without_rope_share(DECODER),
+            MIMO_LAYERS,
+            MIMO_SPELLINGS,
+            NO_ATTENTION_DROPOUT,
+            Idle(("attention_chunk_size", "hybrid_block_size", "partial_rotary_factor")),
+        ),
+        defaults={
+            **without_key(ROPE_DEFAULTS, "rope_theta"),
+            "num_key_value_heads": 4,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "attention_value_scale": 0.707,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "sliding_window": 129,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "mlp_layer_types": None,
+            "max_position_embeddings": 131072,
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | MLP | EXPERTS) | with_leaf("bias", QKV)
+        | ROUTER_BIAS | SINKS,
+        unread="model.mtp.",
     ),
     Family(
         model_type="exaone_moe",
@@ -2481,6 +2649,49 @@ FAMILIES = {family.model_type: family for family in (
         },
         spellings={"kimi": KIMI_SPELLINGS, "latent": KIMI_SPELLINGS},
     ),
+    Family(
+        # AutoModelForCausalLM does not know it: its class is named.
+        model_type="mistral4",
+        architecture="Mistral4ForCausalLM",
+        rules=(
+            *DEEPSEEK_SIZES,
+            deepseek_experts(*DEEPSEEK_EXPERTS, Field("router_renorm", "norm_topk_prob")),
+            Field("mixer.rope.pairs", "rope_interleave"),
+            NO_MLP_BIAS,
+            NO_WINDOW,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            MISTRAL4_GROWING_ROPE,
+            NO_ATTENTION_DROPOUT,
+            NO_PADDING,
+            MLA_HEADS,
+            Only("n_group", (1,)),
+            Only("topk_group", (1,)),
+            NO_EXPERTS,
+        ),
+        defaults={
+            **without_key(DEEPSEEK_DEFAULTS, "rope_theta"),
+            "num_key_value_heads": 32,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "rope_interleave": True,
+            "max_position_embeddings": 1048576,
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        tensors=with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | SHARED_EXPERTS | ONE_ROUTER)
+        | STACKED_EXPERTS,
+        arrangements=dict.fromkeys(
+            STACKED_EXPERTS.values(), lambda model: Arrangement(leading=model.experts)
+        ),
+    ),
     # The families below are only read: an earlier one can express every model of theirs, and is written.
     Family(
         model_type="hy_v3",  # goes out as dots1
@@ -2624,7 +2835,8 @@ FAMILIES = {family.model_type: family for family in (
         tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP),
     ),
     Family(
-        model_type="phi3",  # goes out as llama or, with a window, as mistral
+        # Without longrope and a partial rotation it goes out as llama or, with a window, as mistral.
+        model_type="phi3",
         architecture="Phi3ForCausalLM",
         rules=(
             *LAYERS_AND_WIDTH,
@@ -2633,18 +2845,23 @@ FAMILIES = {family.model_type: family for family in (
             *REST_OF_SIZES,
             *NO_BIAS,
             NO_QK_NORM,
-            *DECODER,
+            *without_rope_share(DECODER),
             NO_ATTENTION_BIAS,
-            UNSCALED_ROPE,  # its yarn is another one
+            PHI3_ROPE,
             NO_ATTENTION_DROPOUT,
+            NO_PADDING,
             PLAIN_WINDOW,
-            Idle(("original_max_position_embeddings",)),
+            Only("mlp_bias", (False,), written=False),
+            Only("lm_head_bias", (False,), written=False),
+            Only("full_attn_mod", (1,), written=False),
+            Idle(("interpolate_factor",)),
         ),
         defaults={
             **ROPE_DEFAULTS,
             "rms_norm_eps": 1e-5,
             "sliding_window": None,
             "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
         },
         tensors=with_leaf("weight", OUTER | NORMS | PHI_QKV | OUTPUT | PHI_MLP),
     ),

@@ -12,12 +12,15 @@ from checkpoint.hf_rules import (
     NOPE,
     FieldGroup,
     UnlikeFamily,
+    head_size,
+    is_number,
     list_of,
     number,
     plain_number,
+    read_mlp_layer_types,
     read_rope,
-    rotating_layers,
     rope_obstacles,
+    rotating_layers,
     sliding_layers,
     write_rope_scaling,
 )
@@ -32,6 +35,7 @@ from config import (
     layer_model,
 )
 from config.pattern import PLAIN, pattern_text
+from config.tree import value_at, with_values
 
 FIELDS = ("mixer.window", "mixer.rope", "blocks", "pattern")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -45,12 +49,19 @@ class LayerTypes:
     all, and of one that slides, or None for a type that the model lacks -> keys. every, every_key: in a
     config without layer_types each layer with a multiple of this number sees all; the key that states it, if
     there is one.
+    differ: further fields in which the types differ; of_type: (keys, whether each layer slides, whether this
+    type does) -> their values; write_differ: the model as each layer has it -> keys. usual_slides: keys ->
+    whether each layer slides, in the place of every.
     """
     full: Callable[[Tree], Tree | None]
     sliding: Callable[[Tree], Tree | None]
     write: Callable[[RopeConfig | None, RopeConfig | None], Tree]
-    every: int
+    every: int = 1
     every_key: str | None = "sliding_window_pattern"
+    differ: tuple[str, ...] = ()
+    of_type: Callable[[Tree, list[bool], bool], Tree] = lambda keys, slides, sliding: {}
+    write_differ: Callable[[list[ModelConfig]], Tree] = lambda layers: {}
+    usual_slides: Callable[[Tree], list[bool]] | None = None
 
     def read(self, keys: Tree) -> Tree:
         slides, full, sliding = self.types_of(keys)
@@ -69,10 +80,13 @@ class LayerTypes:
         if any(slides) and size is None:
             raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
         full: Tree = {"mixer.window": None, "mixer.rope": self.full(keys)}
-        return slides, full, {"mixer.window": size, "mixer.rope": self.sliding(keys)}
+        sliding = {"mixer.window": size, "mixer.rope": self.sliding(keys)}
+        return slides, full | self.of_type(keys, slides, False), sliding | self.of_type(keys, slides, True)
 
     def usual(self, keys: Tree) -> list[bool]:
         """Whether each layer slides in a config without layer_types."""
+        if self.usual_slides is not None:
+            return self.usual_slides(keys)
         layers = int(plain_number(keys, "num_hidden_layers"))
         every = keys.get(self.every_key) if self.every_key else None
         if every is None:
@@ -82,7 +96,8 @@ class LayerTypes:
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     def keys_of(self, model: ModelConfig) -> Tree:
-        mixers = [layer_model(model, layer).mixer for layer in range(model.layers)]
+        layers = [layer_model(model, layer) for layer in range(model.layers)]
+        mixers = [layer.mixer for layer in layers]
         full = [mixer for mixer in mixers if mixer.window is None]
         sliding = [mixer for mixer in mixers if mixer.window is not None]
         return {
@@ -92,14 +107,20 @@ class LayerTypes:
                 full[0].rope if full else None if sliding else model.mixer.rope,
                 sliding[0].rope if sliding else None,
             ),
+            **self.write_differ(layers),
         }
+
+    def without_type(self, mixer: AttentionConfig) -> AttentionConfig:
+        """The part of the mixer that both types of layers share."""
+        usual = {path: value_at(ModelConfig(), path) for path in self.differ}
+        return with_values(ModelConfig(mixer=replace(mixer, window=None, rope=None)), usual).mixer
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Fields that differ once they were written and read."""
         layers = [layer_model(model, layer) for layer in range(model.layers)]
         if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
             return ["blocks", "pattern"]
-        others = {(without_type(layer.mixer), layer.mlp, layer.norm) for layer in layers}
+        others = {(self.without_type(layer.mixer), layer.mlp, layer.norm) for layer in layers}
         if len(others) > 1:
             return ["blocks", "pattern"]
         for layer in layers:
@@ -119,16 +140,11 @@ class LayerTypes:
             return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
         for layer in layers:
             again = full if layer.mixer.window is None else sliding
-            if again["mixer.window"] != layer.mixer.window:
+            if any(again[path] != value_at(layer, path) for path in ("mixer.window", *self.differ)):
                 return ["blocks", "pattern"]
             if rope_from(again["mixer.rope"]) != layer.mixer.rope:
                 return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
         return []
-
-
-def without_type(mixer: AttentionConfig) -> AttentionConfig:
-    """The part of the mixer that both types of layers share."""
-    return replace(mixer, window=None, rope=None)
 
 
 def rope_from(keys: Tree | None) -> RopeConfig | None:
@@ -136,7 +152,7 @@ def rope_from(keys: Tree | None) -> RopeConfig | None:
 
 
 def layer_types_group(types: LayerTypes) -> FieldGroup:
-    return FieldGroup(FIELDS, types.read, types.keys_of, types.obstacles)
+    return FieldGroup((*FIELDS, *types.differ), types.read, types.keys_of, types.obstacles)
 
 
 # ---- rotary positions of each type -------------------------------------------------------------------------
@@ -188,6 +204,9 @@ def typed_full(keys: Tree) -> Tree:
     return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
 
 
+# A window of no layer, where transformers makes a mask of it all the same.
+NO_LAYER: Tree = {"sliding_window": 4096}
+
 # OLMo 3: the layers that slide have no scaling.
 
 OLMO3_BASE = 500000.0
@@ -220,15 +239,14 @@ def gemma3_sliding(keys: Tree) -> Tree:
 
 def write_gemma3(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     assert sliding is None or sliding.scaling is None
-    local = {"rope_local_base_freq": sliding.base} if sliding else {}
+    local = {"rope_local_base_freq": sliding.base} if sliding else NO_LAYER
     return {**written_rope(full), **local}
 
 
 # Gemma 2: the same in all layers.
 
 def write_one_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
-    window = {"sliding_window": 4096} if sliding is None else {}  # of no layer: transformers wants a number
-    return {**written_rope(full or sliding), **window}
+    return written_rope(full or sliding) | ({} if sliding else NO_LAYER)
 
 
 # gpt-oss: the same in all layers. A folder that says nothing has the scaling of the published one.
@@ -269,10 +287,146 @@ def exaone4_full(keys: Tree) -> Tree | None:
 
 def write_exaone4(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     if full is None and sliding is None:
-        return {"sliding_window": 4096}  # of no layer: it takes the positions from the others
+        return NO_LAYER  # it takes the positions from the others
     return written_rope(sliding or full)
 
 
+# Laguna: other angles on another share of the channels, and other numbers of heads.
+
+LAGUNA_ROPE = {
+    FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+}
+
+
+def shared_rope_of_type(keys: Tree, usual: Tree, usual_share: float, layer_type: str) -> Tree:
+    """The rotary positions of a type of layer. usual: of both, in a folder that says nothing; usual_share: of
+    the channels that are rotated, where a type does not say it."""
+    given = keys.get("rope_parameters") or usual
+    own = given.get(layer_type) if isinstance(given, dict) else None
+    if not isinstance(own, dict):
+        raise UnlikeFamily(f"rope_parameters has no {layer_type}")
+    share = own.get("partial_rotary_factor", usual_share)
+    if not is_number(share) or not 0 < share <= 1:
+        raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")
+    own = {key: value for key, value in own.items() if key != "partial_rotary_factor"}
+    fields = read_rope({**keys, "rope_parameters": own, "rope_scaling": None}, share=share)
+    return rope_part(fields) | {"share": float(share)}
+
+
+def write_shared_ropes(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    given = {FULL: full or sliding, SLIDING: sliding or full}
+    assert full or sliding
+    parameters = {
+        layer_type: {**written_parameters(rope), "partial_rotary_factor": rope.share}
+        for layer_type, rope in given.items() if rope is not None
+    }
+    return {"rope_parameters": parameters} | ({} if sliding else NO_LAYER)
+
+
+def heads_of_type(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
+    heads = list_of(int, keys, "num_attention_heads_per_layer")
+    usual = int(plain_number(keys, "num_attention_heads"))
+    heads = heads or [usual] * len(slides)
+    if len(heads) != len(slides):
+        raise UnlikeFamily(
+            f"num_attention_heads_per_layer names {len(heads)} layers, num_hidden_layers is {len(slides)}")
+    own = {count for count, slide in zip(heads, slides) if slide == sliding} or {heads[0]}
+    if len(own) > 1 or min(own) < 1:
+        raise UnlikeFamily(f"num_attention_heads_per_layer = {heads} is not supported, only one number above "
+                           "0 for each type of layer")
+    return {"mixer.heads": own.pop()}
+
+
+def write_heads(layers: list[ModelConfig]) -> Tree:
+    heads = [layer.mixer.heads for layer in layers]
+    return {"num_attention_heads": heads[0], "num_attention_heads_per_layer": heads}
+
+
+def none_slides(keys: Tree) -> list[bool]:
+    return [False] * int(plain_number(keys, "num_hidden_layers"))
+
+
+# MiMo-V2: twice as many heads of keys, and sinks, in the layers that slide.
+
+MIMO_ROPE = {
+    FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.334},
+}
+
+
+def mimo_rope(keys: Tree, layer_type: str) -> Tree:
+    """Of the channels of a head those are rotated that are left where their share is rounded down."""
+    rope = shared_rope_of_type(keys, usual=MIMO_ROPE, usual_share=0.334, layer_type=layer_type)
+    size = head_size(keys)
+    return {**rope, "share": int(size * rope["share"]) / size}
+
+
+def mimo_type(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
+    """sliding_window_size of published folders leaves out the token itself."""
+    size = number({"sliding_window_size": None, **keys}, "sliding_window_size", nullable=True)
+    keys.get("sliding_window_size")
+    window = {"mixer.window": size + 1} if sliding and size is not None else {}
+    heads = plain_number(keys, "num_key_value_heads") * (2 if sliding else 1)
+    return window | {"mixer.kv_heads": heads, "mixer.sinks": sliding}
+
+
+def write_mimo_heads(layers: list[ModelConfig]) -> Tree:
+    first = layers[0].mixer
+    return {"num_key_value_heads": first.kv_heads if first.window is None else first.kv_heads // 2}
+
+
+def mimo_slides(keys: Tree) -> list[bool]:
+    """The first layer and every sixth see all."""
+    layers = range(int(plain_number(keys, "num_hidden_layers")))
+    return [layer != 0 and (layer + 1) % 6 != 0 for layer in layers]
+
+
+def check_mimo_spellings(keys: Tree) -> Tree:
+    """Published folders say again what the class computes: raises UnlikeFamily where they say otherwise."""
+    slides = sliding_layers(keys) or mimo_slides(keys)
+    expected = {
+        "hybrid_layer_pattern": [int(each) for each in slides],
+        "moe_layer_freq": [int(layer >= read_mlp_layer_types(keys)["first_dense"])
+                           for layer in range(len(slides))],
+        "swa_num_attention_heads": keys.get("num_attention_heads"),
+        "swa_num_key_value_heads": 2 * plain_number(keys, "num_key_value_heads"),
+        "swa_head_dim": keys.get("head_dim"),
+        "swa_v_head_dim": keys.get("v_head_dim"),
+        "rope_theta": shared_rope_of_type(keys, MIMO_ROPE, 0.334, FULL)["base"],
+        "swa_rope_theta": shared_rope_of_type(keys, MIMO_ROPE, 0.334, SLIDING)["base"],
+        "layernorm_epsilon": keys.get("rms_norm_eps"),
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    for key, value in expected.items():
+        if keys.get(key) is not None and keys[key] != value:
+            raise UnlikeFamily(
+                f"{key} = {keys[key]!r} is not supported where the other keys make it {value!r}")
+    return {}
+
+
+MIMO_SPELLINGS = FieldGroup((), check_mimo_spellings)
+MIMO_LAYERS = layer_types_group(LayerTypes(
+    partial(mimo_rope, layer_type=FULL),
+    partial(mimo_rope, layer_type=SLIDING),
+    write_shared_ropes,
+    differ=("mixer.kv_heads", "mixer.sinks"),
+    of_type=mimo_type,
+    write_differ=write_mimo_heads,
+    usual_slides=mimo_slides,
+))
+LAGUNA_LAYERS = layer_types_group(LayerTypes(
+    partial(shared_rope_of_type, usual=LAGUNA_ROPE, usual_share=1.0, layer_type=FULL),
+    partial(shared_rope_of_type, usual=LAGUNA_ROPE, usual_share=1.0, layer_type=SLIDING),
+    write_shared_ropes,
+    differ=("mixer.heads",),
+    of_type=heads_of_type,
+    write_differ=write_heads,
+    usual_slides=none_slides,
+))
 OLMO3_LAYERS = layer_types_group(LayerTypes(typed_full, olmo3_sliding, write_olmo3, every=4))
 GEMMA2_LAYERS = layer_types_group(LayerTypes(one_rope, one_rope, write_one_rope, every=2))
 GPT_OSS_LAYERS = layer_types_group(

@@ -20,6 +20,7 @@ from config import (
     DeltaConfig,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     ModelConfig,
     Scaling,
     Tree,
@@ -33,8 +34,9 @@ from config import (
     modules_ahead,
     rotated_dim,
     shared_heads,
+    value_dim,
 )
-from config.pattern import PLAIN, pattern_text
+from config.pattern import PLAIN, BlockVariant, pattern_text
 from config.tree import has_path, value_at, with_values
 
 
@@ -50,10 +52,29 @@ def spell_out(model: ModelConfig) -> ModelConfig:
     pattern_text writes it."""
     values: Tree = {"moe_ffn": expert_ffn_size(model), "pattern": pattern_text(layer_kinds(model))}
     if isinstance(model.mixer, AttentionConfig):
-        values |= {"mixer.kv_heads": kv_heads(model), "mixer.head_dim": head_dim(model)}
+        values |= {
+            "mixer.kv_heads": kv_heads(model),
+            "mixer.head_dim": head_dim(model),
+            "mixer.value_dim": value_dim(model),
+        }
+        values["blocks"] = tuple(spelled_kind(model, variant) for variant in model.blocks)
     if isinstance(model.mixer, DeltaConfig):
         values["mixer.key_heads"] = shared_heads(model.mixer)["key_heads"]
     return with_values(model, values)
+
+
+def spelled_kind(model: ModelConfig, variant: BlockVariant) -> BlockVariant:
+    """A kind with other heads, with the sizes that follow from them."""
+    changes = dict(variant.changes)
+    if "mixer.heads" not in changes:
+        return variant
+    like = with_values(replace(model, blocks=(), pattern=None), changes)
+    sizes = {
+        "mixer.kv_heads": kv_heads(like),
+        "mixer.head_dim": head_dim(like),
+        "mixer.value_dim": value_dim(like),
+    }
+    return BlockVariant(variant.name, tuple((changes | sizes).items()))
 
 
 # ---- kinds of rules ----------------------------------------------------------------------------------------
@@ -218,24 +239,27 @@ def plain_number(keys: Tree, key: str) -> int | float:
     return value
 
 
-def list_of(kind: type, keys: Tree, key: str) -> list:
-    """The list under a key, whose entries are of this type; [] of null and of no key. Raises UnlikeFamily."""
+def list_of(kind: type | tuple[type, ...], keys: Tree, key: str) -> list:
+    """The list under a key, whose entries are of this type, or of one of several; [] of null and of no key.
+    Raises UnlikeFamily."""
     entries = keys.get(key) or []
     if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
-        raise UnlikeFamily(f"{key} = {entries!r} is not a list of {kind.__name__}")
+        name = kind.__name__ if isinstance(kind, type) else "numbers"
+        raise UnlikeFamily(f"{key} = {entries!r} is not a list of {name}")
     return entries
 
 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
-def read_rope(keys: Tree, mla: bool = False) -> Tree:
-    """The base, and the scaling of llama3 or YaRN, in both spellings (checkpoint/hf_config.py)."""
+def read_rope(keys: Tree, mla: bool = False, share: float = 1.0) -> Tree:
+    """The base, and the scaling, in both spellings (checkpoint/hf_config.py). share: of the channels that
+    have positions, those that are rotated."""
     # In the order of transformers 5.
     scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
-    if kind not in ("default", "linear", "llama3", "yarn") or not isinstance(scaling, dict):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope") or not isinstance(scaling, dict):
         raise UnlikeFamily(
-            f"rope scaling {kind!r} is not supported, only linear, llama3's, yarn's and none")
+            f"rope scaling {kind!r} is not supported, only linear, llama3's, yarn's, longrope and none")
     check_rope_parameters(scaling)
 
     theta = plain_number(scaling if "rope_theta" in scaling else keys, "rope_theta")
@@ -246,8 +270,11 @@ def read_rope(keys: Tree, mla: bool = False) -> Tree:
     if kind == "linear":
         factor = number(scaling, "factor")
         return {"mixer.rope.base": theta, "mixer.rope.scaling": {"kind": kind, "factor": factor}}
+    if kind == "longrope":
+        scaled = read_longrope(scaling, keys, channels=int(rotated_channels(keys, mla) * share))
+        return {"mixer.rope.base": theta, "mixer.rope.scaling": scaled}
     scaled = read_rope_scaling(kind, scaling, keys)
-    check_ramp(scaled, theta, rotated_channels(keys, mla))
+    check_ramp(scaled, theta, rotated_channels(keys, mla) * share)
     if kind == "yarn":
         scaled |= read_yarn_scales(scaling, mla)
     return {"mixer.rope.base": theta, "mixer.rope.scaling": scaled}
@@ -259,16 +286,7 @@ def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
     for key in needed:
         if scaling.get(key) is None:
             raise UnlikeFamily(f"{kind} rope scaling without {key}")
-    original = {
-        "original_max_position_embeddings": keys["max_position_embeddings"],
-        **scaling,
-        **keys,  # a key of the config itself comes first
-    }
-    scaled: Tree = {
-        "kind": kind,
-        "factor": scaling["factor"],
-        "original": plain_number(original, "original_max_position_embeddings"),
-    }
+    scaled: Tree = {"kind": kind, "factor": scaling["factor"], "original": original_context(scaling, keys)}
     if kind == "llama3":
         limits = {"low_freq": scaling["low_freq_factor"], "high_freq": scaling["high_freq_factor"]}
     else:
@@ -276,6 +294,38 @@ def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
         if not scaling.get("truncate", True):
             limits["truncate"] = False
     return scaled | limits
+
+
+def original_context(scaling: Tree, keys: Tree) -> int | float:
+    """The context before the scaling: a key of the config itself comes first."""
+    stated = {"original_max_position_embeddings": keys["max_position_embeddings"], **scaling, **keys}
+    return plain_number(stated, "original_max_position_embeddings")
+
+
+def read_longrope(scaling: Tree, keys: Tree, channels: int) -> Tree:
+    """The numbers of each pair of channels; the factor, or that which follows from an attention_factor.
+    channels: of a head that are rotated."""
+    original = original_context(scaling, keys)
+    if original <= 1:
+        raise UnlikeFamily(f"rope scaling 'longrope' of {original} tokens is not supported, only above 1")
+    scaled: Tree = {"kind": "longrope", "original": original}
+    for name in ("short", "long"):
+        numbers = list_of((int, float), scaling, f"{name}_factor")
+        if not numbers or not all(is_number(number) and number > 0 for number in numbers):
+            raise UnlikeFamily(f"rope scaling 'longrope' without numbers above 0 in {name}_factor")
+        if len(numbers) != channels // 2:
+            raise UnlikeFamily(
+                f"{name}_factor has {len(numbers)} numbers, and {channels} channels are rotated; "
+                f"rope scaling 'longrope' has {channels // 2}")
+        scaled[name] = numbers
+    factor, multiplied = scaling.get("factor"), scaling.get("attention_factor")
+    if factor is None:
+        factor = plain_number(keys, "max_position_embeddings") / original
+    if multiplied is not None:
+        if multiplied < 1:
+            raise UnlikeFamily(f"rope parameter attention_factor = {multiplied} is not supported below 1")
+        factor = original ** (multiplied**2 - 1)
+    return scaled | {"factor": factor}
 
 
 def rotated_channels(keys: Tree, mla: bool) -> int | float:
@@ -342,8 +392,9 @@ def ramp_obstacle(
 ROPE_PARAMETERS = frozenset(
     """rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor
     beta_fast beta_slow mscale mscale_all_dim attention_factor truncate partial_rotary_factor
-    max_position_embeddings finetuned""".split()
+    max_position_embeddings finetuned short_factor long_factor""".split()
 )
+NOT_NUMBERS = ("rope_type", "type", "short_factor", "long_factor")  # of them
 
 
 def check_rope_parameters(scaling: Tree) -> None:
@@ -352,7 +403,7 @@ def check_rope_parameters(scaling: Tree) -> None:
     for key, value in scaling.items():
         if key not in ROPE_PARAMETERS and value is not None:
             raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
-        if key not in ("rope_type", "type") and not (value is None or is_number(value)):
+        if key not in NOT_NUMBERS and not (value is None or is_number(value)):
             raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
     if (scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         fraction = scaling["partial_rotary_factor"]
@@ -388,15 +439,6 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
     return fields
 
 
-def read_unscaled_rope(keys: Tree) -> Tree:
-    """The base alone: what this family understands by a scaling is another one."""
-    fields = read_rope(keys)
-    if "mixer.rope.scaling" in fields:
-        kind = fields["mixer.rope.scaling"]["kind"]
-        raise UnlikeFamily(f"rope scaling {kind!r} is not supported in this family, only none")
-    return fields
-
-
 def write_rope(model: ModelConfig) -> Tree:
     assert model.mixer.rope is not None
     return {"rope_theta": model.mixer.rope.base, "rope_scaling": write_rope_scaling(model.mixer.rope.scaling)}
@@ -412,6 +454,8 @@ def write_rope_scaling(scaling: Scaling | None) -> Tree | None:
         "factor": scaling.factor,
         "original_max_position_embeddings": scaling.original,
     }
+    if isinstance(scaling, LongRopeScaling):
+        return written | {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
     if isinstance(scaling, Llama3Scaling):
         return written | {"low_freq_factor": scaling.low_freq, "high_freq_factor": scaling.high_freq}
     written |= {"beta_slow": scaling.low_freq, "beta_fast": scaling.high_freq}
@@ -436,6 +480,11 @@ def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
         return []
     if isinstance(scaling, LinearScaling):
         return []
+    if isinstance(scaling, LongRopeScaling):
+        pairs = rotated_dim(model) // 2
+        lost = [name for name in ("short", "long") if len(getattr(scaling, name)) != pairs]
+        lost += ["original"] if scaling.original <= 1 else []
+        return [f"mixer.rope.scaling.{name}" for name in lost]
     if scaling.kind not in ("llama3", "yarn"):
         return ["mixer.rope.scaling.kind"]
 
@@ -459,11 +508,6 @@ def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
     return lost
 
 
-def unscaled_rope_obstacles(model: ModelConfig) -> list[str]:
-    is_scaled = model.mixer.rope is not None and model.mixer.rope.scaling is not None
-    return rope_obstacles(model) or ["mixer.rope.scaling"] * is_scaled
-
-
 ROPE_FIELDS = ("mixer.rope.base", "mixer.rope.scaling")
 ROPE = FieldGroup(ROPE_FIELDS, read_rope, write_rope, rope_obstacles)
 MLA_ROPE = FieldGroup(
@@ -472,8 +516,9 @@ MLA_ROPE = FieldGroup(
     write_rope,
     functools.partial(rope_obstacles, mla=True),
 )
-def read_share_of_rope(keys: Tree, default: float) -> Tree:
-    """Rotary positions on the first channels of each head, as many as partial_rotary_factor says."""
+def rope_and_share(keys: Tree, default: float) -> tuple[str, Any, float]:
+    """The key of the rotary positions, its value without the share of the channels that are rotated, and that
+    share. default: without the key partial_rotary_factor."""
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     scaling = keys.get(name) or {}
     share = keys.get("partial_rotary_factor")
@@ -484,6 +529,12 @@ def read_share_of_rope(keys: Tree, default: float) -> Tree:
     if not is_number(share) or not 0 < share <= 1:
         raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")
     keys.get("rope_theta")
+    return name, scaling, share
+
+
+def read_share_of_rope(keys: Tree, default: float) -> Tree:
+    """Rotary positions on the first channels of each head, as many as partial_rotary_factor says."""
+    name, scaling, share = rope_and_share(keys, default)
     fields = read_rope({**keys, name: scaling})
     if share != 1 and "mixer.rope.scaling" in fields:
         raise UnlikeFamily(f"rope scaling beside partial_rotary_factor = {share} is not supported")
@@ -640,6 +691,44 @@ def growing_rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
     return lost
 
 
+# Mistral 4: the same for latent attention. Its config states how many of a head's channels are rotated, too.
+
+MISTRAL4_ROPE = {
+    **MINISTRAL3_ROPE,
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read_mistral4_rope(keys: Tree) -> Tree:
+    keys.get("rope_theta")
+    given = keys.get("rope_scaling") or keys.get("rope_parameters") or MISTRAL4_ROPE
+    if not isinstance(given, dict) or given.get("rope_type", given.get("type", "default")) == "default":
+        raise UnlikeFamily(f"rope_parameters = {given!r} without a scaling is not supported in this family: "
+                           "transformers does not run it")
+    channels = plain_number(keys, "qk_rope_head_dim")
+    share = given.get("partial_rotary_factor")
+    if share is not None and share != channels / (plain_number(keys, "qk_nope_head_dim") + channels):
+        raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not that of qk_rope_head_dim = {channels}")
+    given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
+    return read_growing_rope({**keys, "rope_scaling": given}, mla=True)
+
+
+def mistral4_rope_obstacles(model: ModelConfig) -> list[str]:
+    """transformers fails without a scaling, and takes its channels from a quotient, rounded down."""
+    lost = growing_rope_obstacles(model, mla=True)
+    if model.mixer.rope is not None and model.mixer.rope.scaling is None:
+        lost.append("mixer.rope.scaling")
+    channels, whole = model.mixer.rope_dim, model.mixer.rope_dim + model.mixer.nope_dim
+    if int(whole * (channels / whole)) != channels:
+        lost.append("mixer.rope_dim")
+    return lost
+
+
+MISTRAL4_GROWING_ROPE = FieldGroup(
+    (*ROPE_FIELDS, "mixer.growth"), read_mistral4_rope, write_growing_rope, mistral4_rope_obstacles
+)
 GROWING_ROPE = FieldGroup(
     (*ROPE_FIELDS, "mixer.growth"), read_growing_rope, write_growing_rope, growing_rope_obstacles
 )
@@ -690,7 +779,54 @@ def write_cwm_rope(model: ModelConfig) -> Tree:
 
 
 CWM_ROPE = FieldGroup(ROPE_FIELDS, read_cwm_rope, write_cwm_rope, rope_obstacles)
-UNSCALED_ROPE = FieldGroup(ROPE_FIELDS, read_unscaled_rope, write_rope, unscaled_rope_obstacles)
+
+APERTUS_ROPE = {**CWM_SCALING, "factor": 8.0, "rope_theta": 12e6}
+
+
+def read_apertus_rope(keys: Tree) -> Tree:
+    """A folder that says nothing has the base and the scaling of the published one."""
+    if keys.get("rope_scaling") or keys.get("rope_parameters"):
+        return read_rope(keys)
+    keys.get("rope_theta")
+    return read_rope({**keys, "rope_scaling": APERTUS_ROPE})
+
+
+APERTUS_SCALED_ROPE = FieldGroup(ROPE_FIELDS, read_apertus_rope, write_cwm_rope, rope_obstacles)
+
+
+# Phi 3: LongRoPE or none, on a part of the channels; a factor that is left out follows from the context.
+
+def read_phi3_rope(keys: Tree) -> Tree:
+    name, scaling, share = rope_and_share(keys, 1.0)
+    keys.get("original_max_position_embeddings")
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
+    if kind not in ("default", "longrope", "su"):
+        raise UnlikeFamily(f"rope scaling {kind!r} is not supported in this family, only longrope and none")
+    if isinstance(scaling, dict):  # su is an earlier name
+        scaling = {key: "longrope" if value == "su" else value for key, value in scaling.items()}
+    return read_rope({**keys, name: scaling}, share=share) | {"mixer.rope.share": float(share)}
+
+
+def write_phi3_rope(model: ModelConfig) -> Tree:
+    keys = write_rope(model) | {"partial_rotary_factor": model.mixer.rope.share}
+    scaling = keys["rope_scaling"]
+    if scaling is None:
+        return keys
+    original = scaling["original_max_position_embeddings"]
+    if scaling["factor"] == model.context / original:
+        del scaling["factor"]
+    return keys | {"original_max_position_embeddings": original}
+
+
+def phi3_rope_obstacles(model: ModelConfig) -> list[str]:
+    rope = model.mixer.rope
+    has_form = rope is None or isinstance(rope.scaling, (LongRopeScaling, type(None)))
+    return rope_obstacles(model) or ([] if has_form else ["mixer.rope.scaling.kind"])
+
+
+PHI3_ROPE = FieldGroup(
+    (*ROPE_FIELDS, "mixer.rope.share"), read_phi3_rope, write_phi3_rope, phi3_rope_obstacles
+)
 
 
 # ---- sliding windows ---------------------------------------------------------------------------------------
@@ -954,6 +1090,22 @@ def read_qk_norm(keys: Tree) -> Tree:
     return {"mixer.qk_norm": "head" if number(keys, "use_qk_norm") else None}
 
 
+def read_gating(keys: Tree) -> Tree:
+    """Of each head, or of each channel; published folders say it again for each layer."""
+    gating = keys.get("gating", True)
+    if gating is not True and gating not in ("per-head", "per-element"):
+        raise UnlikeFamily(f"gating = {gating!r} is not supported, only 'per-head' and 'per-element'")
+    gate = "channel" if gating == "per-element" else "head"
+    own = {"head": "per_head", "channel": "per_element"}[gate]
+    if set(list_of(str, keys, "gating_types")) - {own}:
+        raise UnlikeFamily(f"gating_types = {keys['gating_types']!r} are not all {own!r}, as gating says")
+    return {"mixer.gate": gate}
+
+
+def write_gating(model: ModelConfig) -> Tree:
+    return {"gating": "per-head" if model.mixer.gate == "head" else "per-element"}
+
+
 def read_unused_width(keys: Tree) -> Tree:
     """A family whose layers all have experts may leave out the width of a dense MLP."""
     has_width = keys.get("intermediate_size") is not None
@@ -1001,6 +1153,21 @@ QK_NORM_OF_HEADS = FieldGroup(
     read_qk_norm,
     lambda model: {"use_qk_norm": model.mixer.qk_norm is not None},
     lambda model: [] if model.mixer.qk_norm in (None, "head") else ["mixer.qk_norm"],
+)
+def one_of_null(name: str, key: str) -> FieldGroup:
+    """A factor whose key may be null, which stands for 1."""
+    return FieldGroup(
+        (name,),
+        lambda keys: {name: 1.0 if keys.get(key) is None else plain_number(keys, key)},
+        lambda model: {key: value_at(model, name)},
+    )
+
+
+GATING = FieldGroup(
+    ("mixer.gate",),
+    read_gating,
+    write_gating,
+    lambda model: ["mixer.gate"] if model.mixer.gate is None else [],
 )
 UNUSED_WIDTH = FieldGroup(
     ("mlp.width",), read_unused_width, lambda model: {"intermediate_size": model.mlp.width}

@@ -46,6 +46,7 @@ from config.model_parts import (
     LayerNormConfig,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     MambaConfig,
     MLPConfig,
     MTPConfig,
@@ -110,12 +111,14 @@ from config.schema import (
     profiled_steps,
     recomputes,
     rest_of_ramp,
+    rope_switches,
     rotated_dim,
     sequences_seen,
     shared_heads,
     steps_to_see,
     value_dim,
     vocab_size,
+    with_fitting_longrope,
     with_original_context,
 )
 from config.strict import ConfigError, Tree, read_yaml

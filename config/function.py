@@ -22,6 +22,7 @@ from config.schema import (
     mup_width_ratio,
     no_effect,
     padded_vocab,
+    value_dim,
 )
 from config.tree import differing_leaves, every_path, is_below, leaves, plain_data
 
@@ -40,8 +41,8 @@ FUNCTION_KEYS = frozenset(
 )
 # Those that leave the names and shapes of the weights as they are.
 VALUES_ALONE = tuple(f"model.{key}" for key in (
-    "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap", "mixer.growth",
-    "mixer.negative_eigenvalues", "mixer.norm_eps",
+    "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap",
+    "mixer.value_scale", "mixer.growth", "mixer.negative_eigenvalues", "mixer.norm_eps", "mixer.dt_min",
     "residual_scale", "embed_scale", "logit_scale", "logit_cap", "mup", "top_k",
     "router", "router_renorm", "router_groups", "router_group_top_k", "router_scale",
 ))
@@ -57,6 +58,7 @@ ROWS = {
 RESOLVED: dict[str, Callable[[ModelConfig], object]] = {
     "mixer.kv_heads": kv_heads,
     "mixer.head_dim": head_dim,
+    "mixer.value_dim": value_dim,
     "moe_ffn": expert_ffn_size,
     "vocab_multiple": padded_vocab,
     "mup": lambda model: (mup_width_ratio(model), mup_score_scale(model)),
@@ -103,7 +105,8 @@ def is_read(key: str, model: ModelConfig) -> bool:
 
 def written(value: object) -> str:
     """A value as a config file has it."""
-    value = plain_data(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple) and isinstance(plain_data(value), dict):  # kinds of blocks
+        value = plain_data(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}"
     if dataclasses.is_dataclass(value):

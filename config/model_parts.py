@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from config.tree import Count, CountOrZero, NotNegative, Portion, Positive
+from config.tree import Count, CountOrZero, NotNegative, Portion, Positive, Positives
 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
@@ -43,7 +43,20 @@ class YarnScaling:
     #   (DeepSeek)
 
 
-Scaling = Llama3Scaling | YarnScaling | LinearScaling
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """RoPE for a longer context by LongRoPE (arXiv 2402.13753)."""
+    kind: Literal["longrope"] = "longrope"
+    factor: Positive  # context length / original; above 1, cos and sin are multiplied by sqrt(1 + ln(factor)
+    #   / ln(original))
+    original: Count = 8192  # context length before scaling
+    short: Positives  # each pair of channels is slowed by its own number here, at all positions of a run
+    #   whose sequences (train.seq_len) have at most `original` tokens
+    long: Positives  # the same where the sequences are longer; a text that grows beyond `original` while it
+    #   is generated is read again with them
+
+
+Scaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +88,8 @@ class AttentionConfig:
     heads: Count = 4  # number of query heads
     kv_heads: Count | None = None  # number of key and value heads (GQA); none: equal to heads
     head_dim: Count | None = None  # channels of one head; none: hidden / heads
+    value_dim: Count | None = None  # channels of a value head; none: equal to head_dim
+    value_scale: Positive = 1.0  # values are multiplied by it (MiMo-V2)
     window: Count | None = None  # sliding-window attention (Mistral): a token attends to this many tokens,
     #   itself included; none: to all tokens before it
     chunk: Count | None = None  # chunked attention (Llama 4): a token attends to its chunk of this many
@@ -91,6 +106,7 @@ class AttentionConfig:
     #   2408.00118)
     gate: Literal["channel", "head"] | None = None  # the output is multiplied by sigmoid(x W): one number for
     #   each channel, or for each head (arXiv 2505.06708)
+    gate_by: Literal["sigmoid", "softplus"] = "sigmoid"  # what the gate takes of x W; softplus: Laguna
     sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
@@ -169,7 +185,7 @@ class NoPart:
 
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
-ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"]
+ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +194,7 @@ class MLPConfig:
     kind: Literal["mlp"] = "mlp"
     width: Count = 352  # inner width
     activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
-    #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron)
+    #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron); xielu: of Apertus, learns two numbers
     bias: bool = False  # biases of its linear layers (GPT-2), and of those of each expert (gpt-oss)
 
 

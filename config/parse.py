@@ -273,11 +273,20 @@ def parse_boolean(value: Any, path: str) -> bool:
     return word in TRUE_WORDS
 
 
-PARSERS: dict[type, Callable[[Any, str], Any]] = {
+def parse_floats(value: Any, path: str) -> tuple[float, ...]:
+    """A list of numbers; on a command line, with commas between them."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise ConfigError(f"{path}: expected numbers, as 1.0, 1.5, 2.0, got {value!r}")
+    return tuple(parse_float(part, path) for part in parts)
+
+
+PARSERS: dict[Any, Callable[[Any, str], Any]] = {
     str: parse_text,
     int: parse_integer,
     float: parse_float,
     bool: parse_boolean,
+    tuple[float, ...]: parse_floats,
 }
 
 

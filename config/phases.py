@@ -33,7 +33,8 @@ STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is i
 CHANGEABLE = {
     "model": "context mixer.window mixer.kernel mixer.rope.base mixer.rope.scaling mixer.rope.scaling.factor "
              "mixer.rope.scaling.original mixer.rope.scaling.low_freq mixer.rope.scaling.high_freq "
-             "mixer.rope.scaling.mscale mixer.rope.scaling.mscale_all dropout mtp.weight aux_loss z_loss "
+             "mixer.rope.scaling.mscale mixer.rope.scaling.mscale_all mixer.rope.scaling.short "
+             "mixer.rope.scaling.long dropout mtp.weight aux_loss z_loss "
              "jitter capacity drop pad router_bias_rate",
     "train": "seq_len micro_batch global_batch ramp",
     "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay clip",

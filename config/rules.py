@@ -41,6 +41,7 @@ from config.model_parts import (
     DeltaConfig,
     KimiConfig,
     LatentConfig,
+    LongRopeScaling,
     MLPConfig,
     MambaConfig,
     NoPart,
@@ -173,6 +174,17 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
         "model.mixer.rope.scaling.low_freq: must not lie above high_freq of the same scaling")
+    if isinstance(scaling, LongRopeScaling):
+        for name in ("short", "long"):
+            count = len(getattr(scaling, name))
+            yield Rule(
+                count == rotated // 2,
+                f"model.mixer.rope.scaling.{name}: {count} numbers, and {rotated} channels of a head are "
+                f"rotated; give {rotated // 2}, one for each pair")
+        yield Rule(
+            scaling.original > 1,
+            f"model.mixer.rope.scaling.original: {scaling.original}, and its logarithm is divided by; take "
+            "the number of tokens that the model was trained on")
 
 
 def state_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -235,6 +247,9 @@ def expert_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
     model, parallel = cfg.model, cfg.parallel
     experts, width = model.experts, expert_ffn_size(model)
     assert experts is not None
+    yield Rule(
+        getattr(model.mlp, "activation", "") != "xielu",
+        "model.mlp.activation: xielu learns two numbers of each MLP, and experts have none; take another")
     yield Rule(
         experts % parallel.ep == 0,
         f"parallel.ep: {parallel.ep} does not divide model.experts={experts}",
@@ -554,7 +569,7 @@ def fp8_mixer_features(model: ModelConfig) -> dict[str, int]:
         return {"heads": mixer.heads * mixer.dim, "groups": mixer.groups * mixer.state}
     features = {"heads": mixer.heads * value_dim(model)}
     if isinstance(mixer, AttentionConfig):
-        features["kv_heads"] = kv_heads(model) * head_dim(model)
+        features["kv_heads"] = kv_heads(model) * math.gcd(head_dim(model), value_dim(model))
     elif not mixer.q_rank:
         features["heads"] = mixer.heads * math.gcd(head_dim(model), value_dim(model))
     return features

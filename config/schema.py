@@ -20,6 +20,7 @@ from config.model_parts import (
     LatentConfig,
     LayerNormConfig,
     Llama3Scaling,
+    LongRopeScaling,
     MLPConfig,
     MTPConfig,
     MambaConfig,
@@ -444,7 +445,8 @@ def head_dim(model: ModelConfig) -> int:
 
 def value_dim(model: ModelConfig) -> int:
     """Channels of a value head."""
-    return model.mixer.v_dim if isinstance(model.mixer, LatentConfig) else head_dim(model)
+    mixer = model.mixer
+    return mixer.v_dim if isinstance(mixer, LatentConfig) else mixer.value_dim or head_dim(model)
 
 
 def kv_heads(model: ModelConfig) -> int:
@@ -465,10 +467,30 @@ def with_original_context(mixer: Mixer, original: int) -> Mixer:
     """The mixer with another length of the context before the scaling of its rotary positions, if it has
     one."""
     rope = getattr(mixer, "rope", None)
-    if rope is None or not isinstance(rope.scaling, (Llama3Scaling, YarnScaling)):
+    if rope is None or not isinstance(rope.scaling, (Llama3Scaling, YarnScaling, LongRopeScaling)):
         return mixer
     scaling = replace(mixer.rope.scaling, original=original)
     return replace(mixer, rope=replace(mixer.rope, scaling=scaling))
+
+
+def with_fitting_longrope(model: ModelConfig) -> ModelConfig:
+    """The model with LongRoPE's numbers for as many pairs of channels as it rotates: the first ones that it
+    states, and the last of them for the rest."""
+    rope = getattr(model.mixer, "rope", None)
+    if rope is None or not isinstance(rope.scaling, LongRopeScaling):
+        return model
+    pairs, scaling = rotated_dim(model) // 2, rope.scaling
+    fitting = {
+        f"mixer.rope.scaling.{name}": numbers[:pairs] + numbers[-1:] * (pairs - len(numbers))
+        for name, numbers in (("short", scaling.short), ("long", scaling.long))
+    }
+    return with_values(model, fitting)
+
+
+def rope_switches(model: ModelConfig) -> set[int]:
+    """The lengths of a sequence beyond which it is rotated by other angles from its first token on."""
+    ropes = (getattr(like.mixer, "rope", None) for like in layer_models(model).values())
+    return {rope.scaling.original for rope in ropes if rope and isinstance(rope.scaling, LongRopeScaling)}
 
 
 def modules_ahead(model: ModelConfig) -> int:
@@ -537,12 +559,19 @@ WITHOUT_ROUTER_BIAS = UnusedModelKeys("router_bias_rate", lambda model: not mode
 WITHOUT_AUX_LOSS = UnusedModelKeys("aux_kind", lambda model: not model.aux_loss)
 WITHOUT_CAPACITY = UnusedModelKeys("drop", lambda model: model.capacity is None)
 
+WITHOUT_GATE = UnusedModelKeys(
+    "mixer.gate_by",
+    lambda model: isinstance(model.mixer, AttentionConfig)
+    and not any(getattr(like.mixer, "gate", None) for like in layer_models(model).values()),
+)
+
 # config/unused.py refuses the keys of these rows where they are set; an export leaves them out.
 UNUSED_MODEL_KEYS = (
     WITHOUT_EXPERTS,
     WITHOUT_ROUTER_BIAS,
     WITHOUT_AUX_LOSS,
     WITHOUT_CAPACITY,
+    WITHOUT_GATE,
 )
 
 

@@ -25,7 +25,9 @@ def sizes_at_width(model: ModelConfig, hidden: int, heads: int | None = None) ->
     if isinstance(mixer, AttentionConfig):
         if mixer.kv_heads is not None:
             most = max(1, round(Fraction(mixer.kv_heads * heads, mixer.heads)))
-            sizes["mixer.kv_heads"] = max(each for each in divisors(heads) if each <= most)
+            of_kinds = (dict(variant.changes).get("mixer.heads", 0) for variant in model.blocks)
+            shared = math.gcd(heads, *of_kinds)  # kinds of blocks keep theirs
+            sizes["mixer.kv_heads"] = max(each for each in divisors(shared) if each <= most)
         if mixer.head_dim is not None or heads * head_dim(model) != hidden:
             sizes["mixer.head_dim"] = head_dim(model)
     for key in WIDTHS:

@@ -23,7 +23,7 @@ Node = TypeVar("Node")  # a dataclass of the tree
 class Range:
     """An interval in which a value must lie. must: the end of the message, after "KEY: VALUE"."""
     must: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
 
 ABOVE_ZERO = Range("must be above 0", lambda value: value > 0)
@@ -31,6 +31,7 @@ NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0)
 BELOW_ONE = Range("must lie in [0, 1)", lambda value: 0 <= value < 1)
 SHARE = Range("must lie in [0, 1]", lambda value: 0 <= value <= 1)
 PORTION = Range("must lie in (0, 1]", lambda value: 0 < value <= 1)
+EACH_ABOVE_ZERO = Range("each must be above 0", lambda values: min(values) > 0)
 
 Count = Annotated[int, ABOVE_ZERO]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
@@ -39,6 +40,7 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 BelowOne = Annotated[float, BELOW_ONE]
 Share = Annotated[float, SHARE]
 Portion = Annotated[float, PORTION]
+Positives = Annotated[tuple[float, ...], EACH_ABOVE_ZERO]
 
 
 # ---- types -------------------------------------------------------------------------------------------------
@@ -167,9 +169,11 @@ def stated_value(kinds: tuple[Any, ...], name: str, path: str) -> Any:
 def plain_data(value: Any) -> Any:
     """A part, or a whole config, as nested keys and values; another value stays.
 
-    Kinds of blocks are {name: {path: value}}.
+    Kinds of blocks are {name: {path: value}}, several numbers a list.
     """
-    if isinstance(value, tuple) and all(isinstance(kind, BlockVariant) for kind in value):
+    if isinstance(value, tuple):
+        if not all(isinstance(kind, BlockVariant) for kind in value):
+            return list(value)
         return {kind.name: {path: plain_data(part) for path, part in kind.changes} for kind in value}
     if not dataclasses.is_dataclass(value):
         return value

@@ -33,6 +33,7 @@ from config.schema import (
     WITHOUT_AUX_LOSS,
     WITHOUT_CAPACITY,
     WITHOUT_EXPERTS,
+    WITHOUT_GATE,
     WITHOUT_ROUTER_BIAS,
     ModelConfig,
     UnusedModelKeys,
@@ -133,6 +134,11 @@ TABLE = (
         WITHOUT_CAPACITY,
         why="selects the tokens that exceed model.capacity, which is none",
         remedy="set model.capacity, or leave it out",
+    ),
+    unused_in(
+        WITHOUT_GATE,
+        why="is what model.mixer.gate takes, which is none",
+        remedy="set that to channel or head, or leave it out",
     ),
     UnusedKeys(
         section="model",

@@ -55,7 +55,7 @@ def type_name(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return kind_of(hint) or "KEYS"
     if typing.get_origin(hint) is tuple:
-        return "KINDS"
+        return "NUMBERS" if float in typing.get_args(hint) else "KINDS"
     return TYPE_NAMES[hint]
 
 
@@ -64,7 +64,7 @@ def written_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ", ".join(kind.name for kind in value) or "none"
+        return ", ".join(getattr(part, "name", str(part)) for part in value) or "none"
     if dataclasses.is_dataclass(value):
         return str(kind_of(type(value)) or "on")
     return shlex.quote(value) if isinstance(value, str) else str(value)

@@ -4,6 +4,8 @@ models, in plain torch.
     geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
     clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7
     relu2            relu(x)^2                            arXiv 2109.08668
+    xielu            a x^2 + x / 2 above 0, else          arXiv 2411.13010; it learns a and b
+                     b (exp(x) - 1 - x) + x / 2
 
 A gated one reads [gate | up]. Arithmetic is in fp32 or better, and the input alone is saved for the backward.
 train.compile makes each a kernel, forward and backward.
@@ -30,6 +32,8 @@ from kernels.swiglu import (
 
 CLAMP = 7.0  # of gpt-oss
 SLOPE = 1.702  # of its sigmoid
+XIELU_SLOPE = 0.5  # of xielu at 0, and the least that its b may be
+XIELU_EDGE = -1e-6  # exp is that of this number from here up to 0
 
 
 class Definition(NamedTuple):
@@ -41,12 +45,14 @@ class Definition(NamedTuple):
 class Activation(NamedTuple):
     """function(x [..., f or 2f], compiled) -> [..., f].
 
-    weighted(x [m, f or 2f], weight [m]) -> [m, f]: each row times its weight, a router's probability.
-    is_gated: x is [gate | up], twice as wide.
+    weighted(x [m, f or 2f], weight [m]) -> [m, f]: each row times its weight, a router's probability; None:
+    experts cannot have it. is_gated: x is [gate | up], twice as wide. learned: the names, and the roles
+    (parallel/sharding/spec.py), of numbers that function takes behind x, each [1] in fp32 or better.
     """
     function: Callable[..., Tensor]
-    weighted: Callable[[Tensor, Tensor], Tensor]
+    weighted: Callable[[Tensor, Tensor], Tensor] | None
     is_gated: bool
+    learned: tuple[str, ...] = ()
 
 
 # ---- definitions -------------------------------------------------------------------------------------------
@@ -95,6 +101,29 @@ def relu2_backward(dy: Tensor, x: Tensor) -> Tensor:
     return (2 * dy.to(values.dtype) * values.relu()).to(x.dtype)
 
 
+def xielu_forward(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
+    """above, below [1]: a and b."""
+    values = x.to(accumulation_dtype(x.dtype))
+    bent = torch.where(values > 0, above * values.square(), below * xielu_bend(values))
+    return (bent + XIELU_SLOPE * values).to(x.dtype)
+
+
+def xielu_bend(values: Tensor) -> Tensor:
+    """What b multiplies."""
+    return torch.expm1(values.clamp(max=XIELU_EDGE)) - values
+
+
+def xielu_backward(dy: Tensor, x: Tensor, above: Tensor, below: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values = x.to(accumulation_dtype(x.dtype))
+    dy = dy.to(values.dtype)
+    is_above = values > 0
+    rise = torch.where(values < XIELU_EDGE, values.exp(), 0) - 1  # of xielu_bend
+    dx = dy * (torch.where(is_above, 2 * above * values, below * rise) + XIELU_SLOPE)
+    dabove = torch.where(is_above, dy * values.square(), 0).sum()
+    dbelow = torch.where(is_above, 0, dy * xielu_bend(values)).sum()
+    return dx.to(x.dtype), dabove.view(1), dbelow.view(1)
+
+
 # ---- autograd ----------------------------------------------------------------------------------------------
 
 def activate(x: Tensor, compiled: bool = False, *, definition: Definition) -> Tensor:
@@ -124,6 +153,23 @@ class _Weighted(torch.autograd.Function):
         return dx.to(x.dtype), dweight.to(weight.dtype), None
 
 
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool = False) -> Tensor:
+    """a and b are softplus(alpha_p) and softplus(alpha_n) + XIELU_SLOPE, so that it rises everywhere."""
+    return _XIELU.apply(x, F.softplus(alpha_p), F.softplus(alpha_n) + XIELU_SLOPE, compiled)
+
+
+class _XIELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, above: Tensor, below: Tensor, compiled: bool) -> Tensor:
+        ctx.save_for_backward(x, above, below)
+        ctx.compiled = compiled
+        return jit(xielu_forward, compiled)(x, above, below)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *jit(xielu_backward, ctx.compiled)(dy, *ctx.saved_tensors), None
+
+
 def defined(definition: Definition, is_gated: bool) -> Activation:
     return Activation(
         partial(activate, definition=definition), partial(activate_weighted, definition=definition), is_gated
@@ -140,4 +186,5 @@ ACTIVATIONS = {  # by model.mlp.activation
         is_gated=False,
     ),
     "relu2": defined(Definition(relu2_forward, relu2_backward), is_gated=False),
+    "xielu": Activation(xielu, None, is_gated=False, learned=("alpha_p", "alpha_n")),
 }

@@ -8,6 +8,7 @@ On a GPU the merged q, k, v are rotated in place. So are their gradients, where 
 wrote them side by side; elsewhere one kernel reads them where they lie, and writes the merged gradient. An
 fp8 linear that made q, k, v computes that gradient itself (kernels/fp8_rope.py).
 """
+import functools
 import math
 
 import torch
@@ -37,6 +38,7 @@ def frequencies(
     original: int = 8192,
     kind: str = "llama3",
     truncate: bool = True,
+    slowed: tuple[float, ...] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Radians per position of each pair of channels, [dim/2] in angle_dtype.
@@ -46,9 +48,12 @@ def frequencies(
     channels' number of rotations within the original context, from `low` to `high` (kind llama3; a step where
     they are equal), or over the channels between those with `high` and `low` rotations (kind yarn; truncate:
     between whole channels). Kind linear slows all waves.
+    slowed: by how much each pair is, in the place of all that (LongRoPE).
     """
     exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
     plain = theta ** -exponents
+    if slowed is not None:
+        return plain / numbers_on(device, slowed)
     if factor is None:
         return plain
     if kind == "linear":
@@ -61,6 +66,17 @@ def frequencies(
         if low < high:
             kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return plain * (kept + (1 - kept) / factor)
+
+
+@functools.lru_cache(maxsize=64)
+def numbers_on(device: torch.device | None, numbers: tuple[float, ...]) -> Tensor:
+    """The numbers in angle_dtype, copied to the device once: a copy from the host makes it wait."""
+    return torch.tensor(numbers, dtype=angle_dtype(device), device=device)
+
+
+def longrope_scale(factor: float, original: int) -> float:
+    """What LongRoPE multiplies cos and sin by, where the context is `factor` times `original` tokens."""
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def yarn_kept_share(

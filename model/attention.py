@@ -1,14 +1,16 @@
 """Grouped-query causal attention (arXiv 2305.13245): a merged projection of q, k and v, an optional norm of
 queries and keys (arXiv 2302.05442, section 2), rotary positions (RoPE, arXiv 2104.09864).
 
-Shapes: b sequences of s tokens, h heads of queries, g of keys and values, d channels per head.
+Shapes: b sequences of s tokens, h heads of queries, g of keys and values, d channels of a head, dv of a value
+head, which are as many unless model.mixer.value_dim says otherwise.
 """
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import AttentionConfig, Config, head_dim, kv_heads, mup_score_scale, recomputes
+from config import AttentionConfig, Config, head_dim, kv_heads, mup_score_scale, recomputes, value_dim
 from kernels import rope
 from kernels.attention import attention
 from kernels.grad import read_weight
@@ -33,6 +35,9 @@ from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
 
 
+GATE_FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}  # by model.mixer.gate_by
+
+
 class Attention(nn.Module):
     """x [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]) -> the same."""
 
@@ -44,6 +49,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.tp = mesh.tp
         self.head_dim = head_dim(model)
+        self.v_dim = value_dim(model)
+        self.v_scale = mixer.value_scale
         self.heads = model.mixer.heads // mesh.tp.size  # of this rank
         self.kv_heads = max(1, kv_heads(model) // mesh.tp.size)  # of this rank
         self.score_scale = mup_score_scale(model)  # of the softmax, beyond 1 / sqrt(head_dim)
@@ -59,10 +66,11 @@ class Attention(nn.Module):
         has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
         self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
+        self.gate_function = GATE_FUNCTIONS[mixer.gate_by]
         self.out = RowLinear(
             mesh,
             f"{key}.o",
-            model.mixer.heads * self.head_dim,
+            model.mixer.heads * self.v_dim,
             model.hidden,
             std=residual_std(model),
             bias=mixer.bias == "all",
@@ -91,7 +99,7 @@ class Attention(nn.Module):
             self.k_norm = replicated_vector(f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        qkv = self.qkv(x)  # [b, s/cp, (h + 2g) d / tp]; under sp it gathers the sequence
+        qkv = self.qkv(x)  # [b, s/cp, (h d + g d + g dv) / tp]; under sp it gathers the sequence
         q, k, v = self.split_heads(qkv, context)
         if self.score_scale != 1:
             q = q * self.score_scale
@@ -101,15 +109,22 @@ class Attention(nn.Module):
             k, v = context.cache.extend(self.layer, k, v)
 
         sinks = None if self.sinks is None else read_weight(self.sinks).to(self.sinks.dtype)
-        out = self.core(q, k, v, context, sinks)  # [b, s/cp, h/tp, d]
+        out = self.core(q, k, v, context, sinks)  # [b, s/cp, h/tp, dv]
+        if self.v_scale != 1:
+            out = out * self.v_scale
         if self.gate is not None:
-            gate = self.gate(x).unflatten(-1, (self.heads, -1))  # [b, s/cp, h/tp, d or 1]
-            out = out * gate.sigmoid()
+            gate = self.gate(x).unflatten(-1, (self.heads, -1))  # [b, s/cp, h/tp, dv or 1]
+            out = out * self.gate_function(gate)
         return self.out(out.flatten(2))
 
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [b, s/cp, (h + 2g) d / tp] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
-        rotated."""
+        """qkv [b, s/cp, (h d + g d + g dv) / tp] -> q [b, s/cp, h/tp, d], k [b, s/cp, g/tp, d] and v
+        [b, s/cp, g/tp, dv], normalized and rotated."""
+        if self.v_dim != self.head_dim:
+            qk, v = qkv.split(((self.heads + self.kv_heads) * self.head_dim, self.kv_heads * self.v_dim), -1)
+            heads = qk.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads), dim=2)
+            return *self.normalize_and_rotate(*heads, context), v.unflatten(-1, (-1, self.v_dim))
+
         is_plain_rope = self.rotation is not None and not (self.rope_in_pairs or self.rotates_in_part)
         if is_plain_rope and not (self.norms_first or self.norms_last):
             cos, sin = context.rotations[self.rotation]
@@ -132,6 +147,10 @@ class Attention(nn.Module):
 
         heads = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.split(heads, dim=2)
+        return *self.normalize_and_rotate(q, k, context), v
+
+    def normalize_and_rotate(self, q: Tensor, k: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """q [b, s/cp, h/tp, d], k [b, s/cp, g/tp, d] -> the same, one step after the other."""
         if self.norms_first:
             q = self.normalize_heads(q, self.q_norm)
             k = self.normalize_heads(k, self.k_norm)
@@ -141,7 +160,7 @@ class Attention(nn.Module):
         if self.norms_last:
             q = self.normalize_heads(q, self.q_norm)
             k = self.normalize_heads(k, self.k_norm)
-        return q, k, v
+        return q, k
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [b, s/cp, heads, d]: its first channels, as many as cos and sin are for."""
@@ -162,7 +181,7 @@ class Attention(nn.Module):
 
 
 def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | SharedHeadsLinear:
-    """The merged projection [b, s/cp, hidden] -> [b, s/cp, (h + 2g) d / tp].
+    """The merged projection [b, s/cp, hidden] -> [b, s/cp, (h d + g d + g dv) / tp].
 
     Where there are fewer heads of keys than tp ranks, several ranks share one.
     """
@@ -177,6 +196,7 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
             heads=model.mixer.heads,
             kv_heads=kv_heads(model),
             head_dim=head_dim(model),
+            v_dim=value_dim(model),
             std=model.init_std,
             bias=bias,
             sp=cfg.parallel.sp,
@@ -184,7 +204,7 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
     outputs = {
         f"{key}.q": model.mixer.heads * head_dim(model),
         f"{key}.k": kv_heads(model) * head_dim(model),
-        f"{key}.v": kv_heads(model) * head_dim(model),
+        f"{key}.v": kv_heads(model) * value_dim(model),
     }
     return ColumnLinear(
         mesh,
@@ -200,10 +220,10 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
 
 def gate_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear:
     """x [b, s/cp, hidden] -> what gates the output of each head [b, s/cp, h/tp], or of each of its channels
-    [b, s/cp, h d / tp]."""
+    [b, s/cp, h dv / tp]."""
     model, mixer = cfg.model, cfg.model.mixer
     assert isinstance(mixer, AttentionConfig)
-    numbers = head_dim(model) if mixer.gate == "channel" else 1
+    numbers = value_dim(model) if mixer.gate == "channel" else 1
     return ColumnLinear(
         mesh,
         {f"layers.{layer}.attn.gate": mixer.heads * numbers},

@@ -11,6 +11,7 @@ from config import (
     Config,
     GrowthConfig,
     Llama3Scaling,
+    LongRopeScaling,
     ModelConfig,
     Scaling,
     YarnScaling,
@@ -112,11 +113,13 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     router_inputs: RouterInputs | None = None) -> ForwardContext:
     """positions [b, s] (sharded: [b, s/cp]); they restart where a document does. document_counts: of
     documents; None: the host does not know."""
+    past = cache.length if cache else 0
+    s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
     models = layer_models(cfg.model).values()
     rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
     for rotation in filter(None, map(rotation_of, models)):
         if rotation not in rotations:
-            rotations[rotation] = rope_tables(cfg, rotation, positions)
+            rotations[rotation] = rope_tables(cfg, rotation, positions, past + s)
 
     growths: dict[GrowthConfig, Tensor] = {}
     for growth in filter(None, (getattr(model.mixer, "growth", None) for model in models)):
@@ -126,8 +129,6 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     masks: dict[View, AttentionMask | None] = dict.fromkeys(map(view_of, with_softmax))
     is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
     if not is_ring or positions.device.type == "cuda":
-        past = cache.length if cache else 0
-        s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
         for view in masks:
             masks[view] = make_attention_mask(
                 query_start=past,
@@ -160,17 +161,22 @@ def query_growth(cfg: Config, growth: GrowthConfig, positions: Tensor) -> Tensor
     return (1 + growth.rate * torch.log1p(steps.to(dtype)))[..., None, None]
 
 
-def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run.
+def rope_tables(
+    cfg: Config, rotation: Rotation, positions: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
+    """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run. length: tokens
+    of the whole sequences, over ranks and earlier passes.
 
     RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
-    3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071), or with interpolated positions (arXiv 2306.15595).
-    YaRN's tables are also multiplied by a number, which in DeepSeek's models is 1: there the scale of the
-    scores has it (model/mla.py).
+    3.1 (arXiv 2407.21783), YaRN (arXiv 2309.00071) or LongRoPE (arXiv 2402.13753), or with interpolated
+    positions (arXiv 2306.15595). The tables of YaRN and LongRoPE are also multiplied by a number, which in
+    DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
     """
     scaling = rotation.scaling
     scaled: dict[str, Any] = {}
-    if scaling is not None:
+    if isinstance(scaling, LongRopeScaling):
+        scaled = {"slowed": scaling.long if length > scaling.original else scaling.short}
+    elif scaling is not None:
         scaled = {"factor": scaling.factor, "kind": scaling.kind}
     if isinstance(scaling, (Llama3Scaling, YarnScaling)):
         scaled |= {"low": scaling.low_freq, "high": scaling.high_freq, "original": scaling.original}
@@ -186,5 +192,7 @@ def rope_tables(cfg: Config, rotation: Rotation, positions: Tensor) -> tuple[Ten
     if isinstance(scaling, YarnScaling):
         scale = (rope.yarn_mscale(scaling.factor, scaling.mscale)
                  / rope.yarn_mscale(scaling.factor, scaling.mscale_all))
+    elif isinstance(scaling, LongRopeScaling):
+        scale = rope.longrope_scale(scaling.factor, scaling.original)
     dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
     return rope.cos_sin_tables(positions, frequencies, dtype, scale)

@@ -28,6 +28,7 @@ def generate(
     limit: int | None = None,
     vocab: int | None = None,
     multiple: int = 1,
+    switches: Collection[int] = (),
     device: torch.device = torch.device("cpu"),
 ) -> Iterator[int]:
     """Yields new token ids, the same on every rank.
@@ -36,7 +37,8 @@ def generate(
     tokens (learned positions have no more). vocab: ids from here on are never taken, as of a model whose
     table is longer than its tokenizer. multiple: sequence parallelism divides the sequence, so it is padded
     to a multiple of this and computed again for each token (a token does not depend on what comes after it);
-    1: the cache is used.
+    1: the cache is used. switches: lengths beyond which all tokens are rotated otherwise, so that the text is
+    read again (config.rope_switches).
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -45,6 +47,8 @@ def generate(
     for _ in range(max_new):
         if limit is not None and len(ids) > limit:
             return
+        if cache is not None and any(num_cached <= length < len(ids) for length in switches):
+            cache, num_cached = GenerationCache(), 0
         new_ids = ids[num_cached:]
         padding = [0] * (-len(new_ids) % multiple)
         tokens = torch.tensor([new_ids + padding], device=device)

@@ -5,10 +5,11 @@ from torch import Tensor, nn
 
 from config import Config, recomputes
 from kernels.activations import ACTIVATIONS
+from kernels.grad import read_weight
 from kernels.linear import recompute_output
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
-from parallel.tensor.layers import ColumnLinear, RowLinear
+from parallel.tensor.layers import ColumnLinear, RowLinear, replicated_vector
 from parallel.topology.mesh import Mesh
 
 
@@ -29,6 +30,9 @@ class MLP(nn.Module):
         if model.mlp.activation == "swiglu" and not model.mlp.bias:  # a bias sums gate_up's gradient
             self.activation = partial(self.activation, reader=fp8_reader_of_layer(cfg, layer))
         self.recompute_activation = recomputes(cfg, "act")
+        self.learned = activation.learned
+        for name in self.learned:  # each tp rank has some of the features that they act on
+            setattr(self, name, replicated_vector(f"{key}.{name}", 1, name, is_partial=True))
 
         names = ("gate", "up") if activation.is_gated else ("up",)
         outputs = {f"{key}.{name}": width for name in names}
@@ -61,7 +65,8 @@ class MLP(nn.Module):
     def hidden_activation(self, x: Tensor) -> Tensor:
         """x -> the input of the down-projection [b, s, f/tp]."""
         gate_up = self.gate_up(x)  # [b, s, 2f/tp]
-        activated = self.activation(gate_up)
+        numbers = [read_weight(getattr(self, name)) for name in self.learned]
+        activated = self.activation(gate_up, *numbers)
         if self.recompute_activation:
-            return recompute_output(activated, self.activation, gate_up)
+            return recompute_output(activated, self.activation, gate_up, *numbers)
         return activated

@@ -28,6 +28,7 @@ from config import (
     LatentConfig,
     MupConfig,
     kv_heads,
+    with_fitting_longrope,
     with_original_context,
 )
 from config.suggestions import check_rules
@@ -97,7 +98,7 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
             kv_heads=None if mixer.kv_heads is None else num_heads // heads_a_group,
             head_dim=HEAD_DIM,
         )
-    widened_model = replace(
+    widened_model = with_fitting_longrope(replace(
         model,
         hidden=width,
         mixer=with_original_context(mixer, SEQ_LEN),
@@ -113,7 +114,7 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
         capacity=None,
         pad=False,
         mup=MupConfig(base=base) if mup else None,
-    )
+    ))
     train = replace(
         cfg.train,
         steps=STEPS,

@@ -359,7 +359,7 @@ def to_hf_on_ranks(
         # the tensors of the folder, without values, and their files
         like = replace(cfg, train=replace(cfg.train, dtype=dtype_in_memory(cfg)), parallel=ParallelConfig())
         _, pieces = weights_of_rank(like, Mesh.single(), torch.device("meta"), rank_of_stage=(0,))
-        tensors = hf.hf_tensors(family, cfg.model, pieces)
+        tensors = hf.hf_tensors(family, cfg.model, pieces) + hf.constants(family, cfg.model)
         hf.fold_mup(cfg.model, pieces)  # refuses a model that no folder can hold
         files = hf.divide_into_files(tensors, DTYPES[dtype], shard_bytes)
         own = hf_ranks.files_of_rank(files, DTYPES[dtype], world.rank, world.size)
@@ -514,7 +514,7 @@ def export_weights(
         for part in tensor.parts:
             part.copy_(part.to(tensor.dtype(dtype)))
     hf.fold_mup(model, pieces, undo=True)  # our model applies the muP factors itself
-    return our_logits(stage, model), len(tensors)
+    return our_logits(stage, model), len(tensors) + len(hf.constants(family, model))
 
 
 def write_settings(
@@ -646,10 +646,12 @@ def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
 
 def probes(model: ModelConfig) -> list[Tensor]:
     """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the longest window of any
-    layer that is not too long, and beyond the first chunk of layers with a state."""
-    shapes = [(2, min(PROBED, model.context))]
+    layer that is not too long, beyond the first chunk of layers with a state, and beyond the length from
+    which on angles are others; the first are within that length."""
+    switches = config.rope_switches(model)
+    shapes = [(2, min(PROBED, model.context, *switches))]
     has_state = any(not config.has_softmax(like.mixer) for like in config.layer_models(model).values())
-    reaches = [*windows_of(model), *[CHUNK] * has_state]
+    reaches = [*windows_of(model), *[CHUNK] * has_state, *switches]
     seen = [reach for reach in reaches if reach < min(model.context, MOST_PROBED)]
     if seen:
         shapes.append((1, min(max(seen) + PROBED, model.context)))
@@ -658,11 +660,13 @@ def probes(model: ModelConfig) -> list[Tensor]:
 
 
 def window_notes(model: ModelConfig) -> list[str]:
-    """[that the logits were compared within the window alone]; [] if they were compared beyond it."""
-    missed = [window for window in windows_of(model) if window >= min(model.context, MOST_PROBED)]
-    if not missed:
-        return []
-    return [f"no logits were compared beyond the window of {', '.join(f'{window:,}' for window in missed)}"]
+    """[that the logits were compared within the window, or the original context, alone]; [] if they were
+    compared beyond it."""
+    named = {"window": windows_of(model), "original context": sorted(config.rope_switches(model))}
+    missed = {name: [length for length in lengths if length >= min(model.context, MOST_PROBED)]
+              for name, lengths in named.items()}
+    return [f"no logits were compared beyond the {name} of {', '.join(f'{length:,}' for length in lengths)}"
+            for name, lengths in missed.items() if lengths]
 
 
 def windows_of(model: ModelConfig) -> list[int]:
@@ -696,11 +700,13 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     transformers.logging.disable_progress_bar()
     who = f"transformers {transformers.__version__}"
     keys = hf_config.read_json(folder / "config.json")
-    code = FAMILIES[keys["model_type"]].code or keys["model_type"]
+    family = FAMILIES[keys["model_type"]]
+    code = family.code or family.model_type
+    model_class = getattr(transformers, family.architecture, transformers.AutoModelForCausalLM)
     try:
         their_config = transformers.CONFIG_MAPPING[code].from_dict(
             {**keys, "model_type": code, "tie_word_embeddings": ours.tied})
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = model_class.from_pretrained(
             folder, config=their_config, dtype=torch.float32, local_files_only=True)
         if ours.experts and hasattr(model, "set_experts_implementation"):
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes

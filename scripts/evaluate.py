@@ -29,7 +29,7 @@ import torch
 
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
-from config import Config, ConfigError
+from config import Config, ConfigError, rope_switches
 from config.command_line import CommandParser
 from data.blend import parse_blend
 from data.loader import BatchLoader, check_path, open_loader
@@ -292,7 +292,7 @@ def evaluation_model(run: TrainedModel, args: argparse.Namespace) -> EvaluationM
 
     def write(ids: list[int], max_new: int) -> Iterator[int]:
         return generate(run.logits, ids, max_new, temperature=0, stops=prompts.stops, vocab=tok.vocab,
-                        device=run.device)
+                        switches=rope_switches(run.cfg.model), device=run.device)
 
     return EvaluationModel(
         logits=logits,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
-from config import ConfigError
+from config import ConfigError, rope_switches
 from config.command_line import CommandParser
 from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
@@ -239,6 +239,7 @@ def take_sample(
         seed=seed,
         limit=model.context if is_learned else None,
         vocab=run.tokenizer.vocab,
+        switches=rope_switches(model),
         device=run.device,
     ):
         ids.append(token)

@@ -9,6 +9,7 @@ import dataclasses
 import typing
 import zlib
 from collections.abc import Callable
+from typing import Literal
 from unittest import mock
 
 import pytest
@@ -239,6 +240,16 @@ def sinks_learn(before: Seen, after: Seen) -> bool:
     return added("attn.sinks")(before, after) and bool(after.gradients["layers.0.attn.sinks"].all())
 
 
+def xielu_learns(before: Seen, after: Seen) -> bool:
+    """Two numbers a layer, whose softplus begins as 0.8 and 0.3, each with a gradient."""
+    begins = {"layers.1.mlp.alpha_p": 0.8, "layers.1.mlp.alpha_n": 0.3}
+    return added("mlp.alpha_p", "mlp.alpha_n", gone=("mlp.gate",))(before, after) and all(
+        same(torch.nn.functional.softplus(after.start[key].double()).float(), torch.tensor([value]))
+        and bool(after.gradients[key].all())
+        for key, value in begins.items()
+    )
+
+
 def grown_keys(features: int):
     """Projections and convolutions of queries and keys have so many features."""
     projections = {f"attn_to_{name}": (features, 32) for name in "qk"}
@@ -371,6 +382,12 @@ ROUTED = {"told", "rows"}
 SCALED = {"kind": "llama3", "factor": 4.0, "original": 16}
 ROPE = {f"mixer.rope.scaling.{key}": value for key, value in SCALED.items()}
 YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
+BY_PAIR = {
+    "mixer.rope.scaling.short": [1.0, 1.1, 1.3, 2.0],
+    "mixer.rope.scaling.long": [1.0, 2.0, 4.0, 8.0],
+}
+LONGROPE = {**ROPE, "mixer.rope.scaling.kind": "longrope", **BY_PAIR}
+SHORTER = {"mixer.rope.scaling.original": 8}  # than the sequences
 EVERY_FOUR = {"mixer.growth.every": 4}
 GROWTH = {"mixer.growth.rate": 0.1, **EVERY_FOUR}
 RAMP = {  # begins and ends within channels
@@ -424,6 +441,7 @@ CASES = [
     Case("logit_cap", 0.5, VALUES, lambda before, after: same(after.logits, bounded(before.logits, 0.5))),
     Case("mlp.activation", "gelu", NEW, added(gone=("mlp.gate",))),
     Case("mlp.activation", "relu2", NEW, added(gone=("mlp.gate",))),
+    Case("mlp.activation", "xielu", NEW, xielu_learns),
     Case("mlp.activation", "geglu", VALUES),
     Case("mlp.activation", "clamped_swiglu", VALUES),
     Case("positions", "learned", NEW, added("positions.weight")),
@@ -443,6 +461,11 @@ CASES = [
         VALUES,
         base={"mixer.rope.scaling.kind": "llama3", "mixer.rope.scaling.factor": 4.0},
     ),
+    Case("mixer.rope.scaling.kind", "longrope", VALUES, base=ROPE, also=BY_PAIR),
+    Case("mixer.rope.scaling.short", [1.0, 1.5, 2.0, 3.0], VALUES, base=LONGROPE),
+    Case("mixer.rope.scaling.original", 8, VALUES, base=LONGROPE),
+    Case("mixer.rope.scaling.factor", 2.0, VALUES, base=LONGROPE),
+    Case("mixer.rope.scaling.long", [1.0, 3.0, 5.0, 8.0], VALUES, base={**LONGROPE, **SHORTER}, also=SHORTER),
     Case("mixer.rope.scaling.mscale_all", 1.0, VALUES, base={**YARN, **LATENT}),
     Case("mixer.rope.share", 0.5, VALUES),
     Case("mixer.rope.pairs", True, VALUES),
@@ -469,6 +492,7 @@ CASES = [
     Case("mixer.qk_norm", "after_rope", VALUES, base={"mixer.qk_norm": "head"}),
     Case("mixer.gate", "channel", NEW, added("attn.gate.weight")),
     Case("mixer.gate", "head", NEW, shaped(attn_to_gate=(4, 32)), {"mixer.gate": "channel"}),
+    Case("mixer.gate_by", "softplus", VALUES, base={"mixer.gate": "channel"}),
     Case("mixer.growth", {"every": 4}, VALUES),
     Case("mixer.growth.rate", 0.5, VALUES, base=GROWTH, also=EVERY_FOUR),
     Case("mixer.growth.every", 8, VALUES, base=GROWTH),
@@ -491,6 +515,8 @@ CASES = [
     Case("mixer.q_rank", 20, NEW, added("attn.q_a", "attn.q_b", "attn.q_norm", gone=("attn.q.",)), LATENT),
     Case("mixer.nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
     Case("mixer.rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
+    Case("mixer.value_dim", 12, NEW, shaped(attn_to_v=(48, 32), attn_to_o=(32, 48))),
+    Case("mixer.value_scale", 0.5, VALUES),
     Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
     Case(
         "mixer.kind",
@@ -661,7 +687,8 @@ def choices(cls: type, prefix: str = "") -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for name, hint in hints_of(cls).items():
         for member in members_of(hint) if name != "blocks" else ():
-            found |= {(prefix + name, word) for word in typing.get_args(member)}
+            words = typing.get_args(member) if typing.get_origin(member) is Literal else ()
+            found |= {(prefix + name, word) for word in words}
         for part in part_types(hint):
             found |= choices(part, f"{prefix}{name}.")
     return found

@@ -44,6 +44,9 @@ ROLES = {
     "rate": Role("rate", has_decay=False),  # the logarithm of how fast a head forgets
     "skip": Role("ones", has_decay=False),  # what of its input a head adds to its output
     "step": Role("step", has_decay=False),  # a bias below the softplus whose result is the size of a step
+    # of the activation xielu
+    "alpha_p": Role("alpha_p", has_decay=False),  # how it bends above 0, below a softplus
+    "alpha_n": Role("alpha_n", has_decay=False),  # and below 0
 }
 
 
@@ -171,7 +174,17 @@ def draw_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return step + torch.log(-torch.expm1(-step))
 
 
-DRAWS: dict[str, Draw] = {"rate": draw_rate, "step": draw_step}
+def below_softplus(value: float) -> Draw:
+    """Numbers whose softplus is this, as those of xielu begin (arXiv 2411.13010)."""
+    return lambda shape, generator: torch.full(shape, math.log(math.expm1(value)))
+
+
+DRAWS: dict[str, Draw] = {
+    "rate": draw_rate,
+    "step": draw_step,
+    "alpha_p": below_softplus(0.8),
+    "alpha_n": below_softplus(0.3),
+}
 
 
 @torch.no_grad()

@@ -137,9 +137,9 @@ class ColumnLinear(nn.Module):
 class SharedHeadsLinear(nn.Module):
     """The merged projection q|k|v where there are fewer key and value heads than tp ranks.
 
-    x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, heads * head_dim / tp + 2 * head_dim]. Queries are divided over
-    tp. Every rank holds all weights of keys and values, computes the one head that its queries see, and has a
-    part of their gradients.
+    x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, heads * head_dim / tp + head_dim + v_dim]. Queries are divided
+    over tp. Every rank holds all weights of keys and values, computes the one head that its queries see, and
+    has a part of their gradients.
     """
 
     def __init__(
@@ -151,6 +151,7 @@ class SharedHeadsLinear(nn.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
+        v_dim: int,
         std: float,
         bias: bool,
         sp: bool,
@@ -160,17 +161,17 @@ class SharedHeadsLinear(nn.Module):
         self.q = ColumnLinear(mesh, queries, n, std=std, bias=bias, sp=sp, async_tp=False)
         head = mesh.tp.index * kv_heads // mesh.tp.size  # that this rank's queries see
         all_queries = slice(0, heads * head_dim // mesh.tp.size)
-        rows_of_head = slice(head * head_dim, (head + 1) * head_dim)
-        self.rows = [all_queries, rows_of_head, rows_of_head]
+        of_head = [slice(head * dim, (head + 1) * dim) for dim in (head_dim, v_dim)]
+        self.rows = [all_queries, *of_head]
 
-        features = kv_heads * head_dim
-        self.k = shared_weight(f"{key}.k.weight", (features, n), std)
-        self.v = shared_weight(f"{key}.v.weight", (features, n), std)
+        k_features, v_features = kv_heads * head_dim, kv_heads * v_dim
+        self.k = shared_weight(f"{key}.k.weight", (k_features, n), std)
+        self.v = shared_weight(f"{key}.v.weight", (v_features, n), std)
         self.k_bias = None
         self.v_bias = None
         if bias:
-            self.k_bias = replicated_vector(f"{key}.k.bias", features, "bias", is_partial=True)
-            self.v_bias = replicated_vector(f"{key}.v.bias", features, "bias", is_partial=True)
+            self.k_bias = replicated_vector(f"{key}.k.bias", k_features, "bias", is_partial=True)
+            self.v_bias = replicated_vector(f"{key}.v.bias", v_features, "bias", is_partial=True)
 
     def forward(self, x: Tensor) -> Tensor:
         weights: list[Tensor] = [self.q.weight, self.k, self.v]

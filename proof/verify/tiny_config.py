@@ -9,7 +9,15 @@ import tokenizers
 
 import config
 from checkpoint.branch import NOT_INHERITED, branch_config
-from config import CheckpointConfig, Config, MLPConfig, ModelConfig, RopeConfig, with_original_context
+from config import (
+    CheckpointConfig,
+    Config,
+    MLPConfig,
+    ModelConfig,
+    RopeConfig,
+    with_fitting_longrope,
+    with_original_context,
+)
 from config.schema import Mixer
 from config.tree import plain_data, with_values
 from data import fim, tokenizer
@@ -77,6 +85,7 @@ MIXER_SIZES = {
     "nope_dim": 8,
     "rope_dim": 4,
     "v_dim": 6,
+    "value_dim": 6,
 }
 
 
@@ -158,7 +167,7 @@ def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -
             aux_loss=10 * model.aux_loss,
             jitter=0.05 if model.router == "softmax" else 0.0,
         )
-    return overrides.apply(replace(cfg, model=shrunk))
+    return overrides.apply(replace(cfg, model=with_fitting_longrope(shrunk)))
 
 
 def write_corpora(folder: Path) -> None:

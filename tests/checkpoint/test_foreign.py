@@ -53,6 +53,22 @@ def test_pieces_are_what_the_whole_is(tmp_path, model_type):
         assert torch.equal(read, value), box
 
 
+def test_another_constant_is_refused(tmp_path):
+    """As the xIELU of Apertus has them, beside what it learns."""
+    folder_of(tmp_path, "apertus")
+    name = "model.layers.1.mlp.act_fn.beta"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors[name].shape == () and float(tensors[name]) == 0.5
+    save_file({**tensors, name: torch.tensor(0.75)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^{name} is 0\.75, and only 0\.5 is supported$"):
+        foreign.open_hf_folder(tmp_path)
+    model_type, model = hf_config.read_hf_config(tmp_path)
+    found = hf.stored_tensors(tmp_path, model_type)
+    with pytest.raises(ConfigError, match=rf"^{name} is 0\.75, and only 0\.5 is supported$"):
+        _, pieces = weights_only(Config(model=model), torch.device("cpu"), "fp32")
+        hf.read_weights(model_type, model, found, pieces)
+
+
 ROWS = {"a": 4, "b": 6, "c": 2}  # of ours, in two groups
 
 

@@ -23,6 +23,8 @@ FAMILY = {
     "gpt2": "gpt2",
     "llama4": "llama4_text",
     "llama": "llama",
+    "mistral-small-4": "mistral4",
+    "mistral4": "mistral4",
     "mistral": "mistral",
     "qwen2.5": "qwen2",
     "mixtral": "mixtral",
@@ -50,11 +52,13 @@ FAMILY = {
     "arcee": "arcee",
     "nemotron-h": "nemotron_h",
     "nemotron3": "nemotron_h",
+    "apertus": "apertus",
     "nemotron": "nemotron",
     "command-r": "cohere2",
     "cohere2": "cohere2",
     "glm4-": "glm4",
     "exaone4": "exaone4",
+    "phi4-mini": "phi3",
     "hunyuan": "hunyuan_v1_dense",
     "trinity": "afmoe",
     "lfm2-8b": "lfm2_moe",
@@ -65,6 +69,8 @@ FAMILY = {
     "mamba-": "granitemoehybrid",
     "kimi-": "kimi_linear",
     "gpt-oss": "gpt_oss",
+    "laguna": "laguna",
+    "mimo": "mimo_v2_flash",
 }  # start of a preset's name
 WITHOUT_FAMILY = ()
 COUNTED = (
@@ -91,6 +97,10 @@ COUNTED = (
     "granite-3.3-2b",
     "command-r7b",
     "glm4-9b",
+    "mimo-v2-flash",
+    "apertus-8b",
+    "mistral-small-4",
+    "phi4-mini-3.8b",
     "exaone4-32b",
     "lfm2-1.2b",
     "lfm2-8b-a1b",
@@ -131,7 +141,24 @@ YOUTU = {**LLAMA, "model_type": "youtu", "num_key_value_heads": 6}
 INTERN = {**LLAMA, "model_type": "internlm3"}
 PHI = {**LLAMA, "model_type": "phi3"}
 KIMI = {**LLAMA, "model_type": "kimi_linear", "num_key_value_heads": 6}
+MIMO = {  # as the published folder spells it
+    **LLAMA, "model_type": "mimo_v2_flash", "num_hidden_layers": 3, "head_dim": 192, "v_head_dim": 128,
+    "num_key_value_heads": 3, "swa_num_key_value_heads": 6, "swa_num_attention_heads": 6,
+    "swa_head_dim": 192, "swa_v_head_dim": 128, "partial_rotary_factor": 0.334, "rope_theta": 5000000,
+    "swa_rope_theta": 10000, "sliding_window": 128, "sliding_window_size": 128, "hybrid_block_size": None,
+    "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False, "n_routed_experts": 8, "n_shared_experts": None,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 20, "routed_scaling_factor": None,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "layernorm_epsilon": 1e-5, "attention_value_scale": 0.707,
+    "attention_chunk_size": 128,
+}
+LAGUNA = {
+    **LLAMA, "model_type": "laguna", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 20, "num_key_value_heads": 3,
+}
 YARN = {"rope_type": "yarn", "factor": 2.0}
+LONGROPE = {"type": "su", "short_factor": [1.0, 1.0, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 SCALED = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -222,9 +249,9 @@ def test_transformers_counts_the_same_parameters(tmp_path, name):
     m = preset(name)
     (tmp_path / "config.json").write_text(json.dumps(hf_config.to_hf_config(m, "bfloat16", NONE)))
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(tmp_path)
-        )
+        their_config = transformers.AutoConfig.from_pretrained(tmp_path)
+        model_class = getattr(transformers, FAMILIES[their_config.model_type].architecture)
+        model = model_class._from_config(their_config)
     assert sum(p.numel() for p in model.parameters()) == parameters(m)["total"]
 
 
@@ -431,6 +458,21 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         (INTERN, "mixer.kv_heads", 2),
         (PHI, "mixer.kv_heads", None),
         (PHI, "mixer.window", None),
+        (
+            {**PHI, "rope_scaling": LONGROPE, "max_position_embeddings": 131072},
+            "mixer.rope.scaling.factor",
+            32.0,  # of the usual original context
+        ),
+        ({**PHI, "rope_scaling": LONGROPE}, "mixer.rope.scaling.long", (1.0, 2.0, 4.0, 8.0)),
+        ({**PHI, "partial_rotary_factor": 0.75}, "mixer.rope.share", 0.75),
+        (MIMO, "pattern", "block, 2 local..."),
+        (MIMO, "blocks.local.mixer.window", 129),
+        (MIMO, "blocks.local.mixer.kv_heads", 6),
+        (MIMO, "mixer.rope.share", 64 / 192),
+        (MIMO, "router_scale", 1.0),
+        (LAGUNA, "mixer.gate", "head"),
+        (LAGUNA, "mixer.rope.share", 0.5),
+        ({**LAGUNA, "gating": "per-element", "gating_types": ["per_element"] * 2}, "mixer.gate", "channel"),
         ({**PHI, "sliding_window": 2047, "original_max_position_embeddings": 4096}, "mixer.window", 2047),
     ],
 )
@@ -495,7 +537,7 @@ def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
         (YOUTU, "num_key_value_heads", 6, 3),
         (INTERN, "attention_bias", False, True),
         (PHI, "attention_bias", False, True),
-        (PHI, "partial_rotary_factor", 1.0, 0.75),
+        (PHI, "partial_rotary_factor", 1.0, 2.0),
         (PHI, "head_dim", 8, 10),
     ],
 )
@@ -633,7 +675,6 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**INTERN, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
             "rope scaling 'dynamic' is not supported",
         ),
-        ({**PHI, "rope_scaling": YARN}, "rope scaling 'yarn' is not supported in this family, only none"),
         # layers with a state
         ({**LLAMA, "model_type": "lfm2", "layer_types": ["conv"]}, "layer_types names 1 layers"),
         ({**LLAMA, "model_type": "lfm2", "layer_types": ["conv", "x"]}, "layer_types = 'x' is not supported"),
@@ -660,8 +701,32 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**KIMI, "linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2]}},
             "full_attn_layers and kda_layers do not name each of 2 layers once",
         ),
+        (
+            {**PHI, "rope_scaling": YARN},
+            "rope scaling 'yarn' is not supported in this family, only longrope and none",
+        ),
+        ({**MIMO, "hybrid_layer_pattern": [0, 1, 0]}, "hybrid_layer_pattern = [0, 1, 0] is not supported"),
+        ({**MIMO, "swa_rope_theta": 5e4}, "swa_rope_theta = 50000.0 is not supported"),
+        ({**MIMO, "add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True"),
+        ({**LAGUNA, "gating": False}, "gating = False is not supported"),
+        ({**LAGUNA, "gating_types": ["per_head", "per_element"]}, "are not all 'per_head', as gating says"),
+        (
+            {**LAGUNA, "num_attention_heads_per_layer": [6, 9]},
+            "only one number above 0 for each type of layer",
+        ),
+        ({**LAGUNA, "moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping = 30.0"),
         ({**PHI, "rope_scaling": SCALED}, "rope scaling 'llama3' is not supported in this family"),
-        ({**PHI, "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope'"),
+        ({**PHI, "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope' without numbers"),
+        (
+            {**PHI, "rope_scaling": {**LONGROPE, "short_factor": [1.0, 2.0]}},
+            "short_factor has 2 numbers, and 8 channels are rotated; rope scaling 'longrope' has 4",
+        ),
+        (
+            {**PHI, "rope_scaling": {**LONGROPE, "long_factor": [1.0, 2.0, 0, 4.0]}},
+            "rope scaling 'longrope' without numbers above 0 in long_factor",
+        ),
+        ({**PHI, "rope_scaling": {**LONGROPE, "attention_factor": 0.5}}, "attention_factor = 0.5"),
+        ({**PHI, "rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "longrope' of 1 tokens"),
         ({**GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],

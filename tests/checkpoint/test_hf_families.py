@@ -55,7 +55,7 @@ FAMILY_PRESETS = {
     "glm4_moe_lite": "deepseek-v3-tiny",
     "youtu": "deepseek-v3-tiny",
     "internlm3": "llama3-tiny",
-    "phi3": "mistral-tiny",
+    "phi3": "phi4-mini-tiny",
     "kimi_k2": "deepseek-v3-tiny",
     "ernie4_5": "llama3.2-tiny",
     "glm4_moe": "dots1-tiny",
@@ -70,6 +70,7 @@ FAMILY_PRESETS = {
     "olmo3": "olmo3-tiny",
     "granite": "granite-tiny",
     "arcee": "arcee-tiny",
+    "apertus": "apertus-tiny",
     "nemotron": "nemotron-tiny",
     "cohere": "cohere2-tiny",
     "cohere2": "cohere2-tiny",
@@ -78,9 +79,12 @@ FAMILY_PRESETS = {
     "exaone4": "exaone4-tiny",
     "hunyuan_v1_dense": "hunyuan-tiny",
     "ministral3": "ministral3-tiny",
+    "mistral4": "mistral4-tiny",
     "hunyuan_v1_moe": "mixtral-tiny",
     "ernie4_5_moe": "qwen3-moe-tiny",
     "afmoe": "trinity-tiny",
+    "laguna": "laguna-tiny",
+    "mimo_v2_flash": "mimo-v2-tiny",
     "exaone_moe": "dots1-tiny",
     "granitemoe": "mixtral-tiny",
     "granitemoehybrid": "mamba-tiny",
@@ -188,7 +192,8 @@ def other_changes(model, path):
     if path == "mixer.kind":
         return [LACKED[LatentConfig if value == "attention" else AttentionConfig]]
     if path == "mixer.rope.scaling.kind":
-        return [{path: {"llama3": "yarn", "yarn": "llama3", "linear": "yarn"}[value]}]
+        others = {"llama3": "yarn", "yarn": "llama3", "linear": "yarn", "longrope": "linear"}
+        return [{path: others[value]}]
     if part_types(hint) and type(None) not in members_of(hint):
         return []
     if part_types(hint):
@@ -198,6 +203,8 @@ def other_changes(model, path):
 
 def other_values(hint, value):
     """Values of a key that are not this one: each other word, or one of another kind."""
+    if isinstance(value, tuple):
+        return [[number * 2 for number in value]]
     kinds = members_of(hint)
     words = [word for kind in kinds for word in typing.get_args(kind)]
     if words:

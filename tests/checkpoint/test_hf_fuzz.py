@@ -31,12 +31,12 @@ OUT_AS = {  # families that are only read: the earlier one that their models are
     "glm4_moe_lite": "deepseek_v3",
     "youtu": "deepseek_v2",
     "internlm3": "llama",
-    "phi3": "mistral",
     "kimi_k2": "deepseek_v3",
     "cwm": "ministral",
     "qwen3_5_moe_text": "qwen3_next",
 }
 WRITTEN = [model_type for model_type in FAMILIES if model_type not in OUT_AS]
+LONGROPE = {"kind": "longrope", "factor": 2.0, "short": (1.0, 1.5), "long": (1.0, 3.0)}
 GELU = {"norm.kind": "layernorm", "mlp": {"activation": "gelu", "bias": True}}
 GEGLU = {"mlp.activation": "geglu"}
 COHERE = {"norm": {"kind": "layernorm", "bias": False}, "residual": "parallel", "logit_scale": 0.25}
@@ -72,7 +72,13 @@ GENERAL = {  # a model of each family
     },
     "youtu": {"mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "tied": True},
     "internlm3": {"mixer": {"kv_heads": 2, "bias": "all"}, "mlp.bias": True},
-    "phi3": {"mixer": {"kv_heads": 2, "window": 7}},
+    "phi3": {
+        "hidden": 32,
+        "mixer": {
+            "kv_heads": 2, "window": 7,
+            "rope": {"share": 0.5, "scaling": {**LONGROPE, "factor": 3.0, "original": 32}},
+        },
+    },
     "ernie4_5": {"mixer": {"kv_heads": 2, "head_dim": 8, "rope.pairs": True}},
     "glm4_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5}, "first_dense": 1,
@@ -104,6 +110,7 @@ GENERAL = {  # a model of each family
         "logit_scale": 0.25,
     },
     "arcee": {"mixer.kv_heads": 2, "mlp.activation": "relu2"},
+    "apertus": {"mixer": {"kv_heads": 2, "qk_norm": "head"}, "mlp.activation": "xielu"},
     "nemotron": {
         "norm.kind": "layernorm", "mlp.activation": "relu2",
         "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5},
@@ -133,6 +140,23 @@ GENERAL = {  # a model of each family
         **MIXTURE, **SIGMOID, "norm.place": "around", "shared_experts": 1, "first_dense": 1,
         "mixer": {"kv_heads": 2, "qk_norm": "head", "gate": "channel", "rope": None},
         "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
+    },
+    "laguna": {
+        **MIXTURE, **SIGMOID, "shared_experts": 2, "first_dense": 1,
+        "mixer": {
+            "kv_heads": 2, "head_dim": 8, "qk_norm": "head", "gate": "head", "gate_by": "softplus",
+            "rope": {"share": 0.5, "scaling": {"kind": "yarn", "factor": 2.0, "original": 7}},
+        },
+        "blocks": {"local": {
+            "mixer": {"window": 5, "heads": 6, "rope": {"base": 50.0, "share": 1.0, "scaling": None}},
+        }},
+        "pattern": "(local, block)...",
+    },
+    "mimo_v2_flash": {
+        **MIXTURE, **SIGMOID, "first_dense": 1,
+        "mixer": {"kv_heads": 1, "head_dim": 8, "value_dim": 6, "value_scale": 0.7, "rope": {"share": 0.5}},
+        "blocks": {"local": {"mixer": {"window": 5, "kv_heads": 2, "sinks": True, "rope.base": 50.0}}},
+        "pattern": "(local, block)...",
     },
     "exaone_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "shared_experts": 1,
@@ -187,6 +211,13 @@ GENERAL = {  # a model of each family
         "blocks": {"linear": {"mixer": {"kind": "kimi", "heads": 4, "dim": 8}}},
     },
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
+    "mistral4": {
+        **MIXTURE, "shared_experts": 2, "first_dense": 1,
+        "mixer": {
+            **LATENT, "q_rank": 14, "growth": {"rate": 0.3, "every": 7},
+            "rope": {"pairs": True, "scaling": {"kind": "yarn", "factor": 2.0, "original": 7}},
+        },
+    },
     "kimi_k2": {
         **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,
         "first_dense": 1,
@@ -201,7 +232,7 @@ MODEL_VALUES = {
     "norm.place": ("before", "after", "around"), "norm.bias": (True, False),
     "residual": ("sequential", "parallel"), "residual_scale": (1.0, 0.5), "embed_scale": (1.0, 3.0),
     "logit_scale": (1.0, 0.3), "logit_cap": (None, 20.0),
-    "mlp.activation": ("swiglu", "gelu", "geglu", "clamped_swiglu", "relu2"),
+    "mlp.activation": ("swiglu", "gelu", "geglu", "clamped_swiglu", "relu2", "xielu"),
     "mlp.bias": (True, False), "positions": (None, "learned"),
     "tied": (True, False), "dropout": (0.0, 0.1), "init_std": (0.02, 2.0, -0.5), "preset": ("llama-mini",),
     "mtp": (None, {}), "mtp.modules": (1, 2), "mtp.weight": (0.3, 0.0), "mup": (None, {"base": 8}),
@@ -212,7 +243,8 @@ MODEL_VALUES = {
     "mixer.heads": (1, 3, 4), "mixer.kv_heads": (None, 1, 2, 4),
     "mixer.head_dim": (None, 6, 8), "mixer.bias": (None, "qkv", "all"),
     "mixer.qk_norm": (None, "head", "whole", "after_rope", "unweighted"),
-    "mixer.gate": (None, "channel", "head"), "mixer.growth": (None, {"every": 5}),
+    "mixer.gate": (None, "channel", "head"), "mixer.gate_by": ("sigmoid", "softplus"),
+    "mixer.growth": (None, {"every": 5}),
     "mixer.growth.rate": (0.3,), "mixer.growth.every": (5, 32), "mixer.growth.first": (0, 1),
     "blocks": ({}, {"local": {"mixer.window": 7}}, {"local": {"mixer.heads": 2}}),
     "pattern": (None, "local...", "block, local..."),
@@ -220,9 +252,14 @@ MODEL_VALUES = {
     "mixer.sinks": (True, False), "mixer.rope.share": (1.0, 0.5),
     "mixer.window": (None, 7, 64), "mixer.kernel": ("auto", "reference"), "mixer.kv_rank": (12,),
     "mixer.q_rank": (None, 14), "mixer.nope_dim": (6, 8), "mixer.rope_dim": (8, 4), "mixer.v_dim": (10, 14),
-    "mixer.rope": (None, {}), "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),
+    "mixer.value_dim": (None, 10, 6), "mixer.value_scale": (1.0, 0.5),
+    "mixer.rope": (None, {}, {"share": 0.5, "scaling": LONGROPE}),
+    "mixer.rope.base": (1e4, 100.0, 1.0, 0.0, -2.0),
     "mixer.rope.pairs": (True, False), "mixer.rope.scaling": (None,),
-    "mixer.rope.scaling.kind": ("llama3", "yarn", "linear"), "mixer.rope.scaling.truncate": (True, False),
+    "mixer.rope.scaling.kind": ("llama3", "yarn", "linear"),
+    "mixer.rope.scaling.short": ((1.0, 2.0), (1.0, 2.0, 3.0)),
+    "mixer.rope.scaling.long": ((1.0, 2.0), (0.5, 2.0, 3.0), (1.0, 2.0, 3.0, 4.0)),
+    "mixer.rope.scaling.truncate": (True, False),
     "mixer.rope.scaling.factor": (2.0, 1.0, 0.5),
     "mixer.rope.scaling.low_freq": (1.0, 0.5, 0.0, -1.0, 4.0, 8.0),
     "mixer.rope.scaling.high_freq": (4.0, 32.0, 0.5, 0.0), "mixer.rope.scaling.original": (8192, 32, 4, 1),
@@ -240,6 +277,9 @@ MODEL_VALUES = {
 # Values of keys of config.json, beside those that any key may get.
 ANY_KEY = (None, True, False, 0, 1, -1, 2.5, "x", "2", "", [], {}, [1], {"a": 1}, math.nan, math.inf, 10**400)
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+THEIR_LONGROPE = {
+    **YARN, "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0],
+}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 JSON_VALUES = {
     "rope_theta": (100.0, 1.0, 0, -3.0),
@@ -258,7 +298,7 @@ JSON_VALUES = {
     "shared_expert_intermediate_size": (20, 30), "num_mtp_layers": (0, 2), "rope_interleave": (True, False),
     "q_lora_rank": (None, 10), "hidden_size": (16, 25), "num_hidden_layers": (2, 4), "clip_qkv": (8.0,),
     "partial_rotary_factor": (0.5, 1.0), "quantization_config": ({"bits": 8},), "rms_norm_eps": (0, -1.0),
-    "rope_scaling": (YARN, LLAMA3, {"type": "linear", "factor": 2.0}, {"rope_theta": 77.0}),
+    "rope_scaling": (YARN, LLAMA3, THEIR_LONGROPE, {"type": "linear", "factor": 2.0}, {"rope_theta": 77.0}),
     "rope_parameters": (YARN, LLAMA3, {"rope_type": "default", "rope_theta": 0}),
 }  # fmt: skip
 ROPE_VALUES = {
@@ -486,9 +526,9 @@ def test_transformers_computes_the_same(tmp_path, model_type, number):
 
     tokens = torch.arange(2 * 24).reshape(2, 24) % model.vocab
     ours = stage.logits(tokens, torch.arange(24).expand_as(tokens))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, local_files_only=True
-    )
+    (architecture,) = keys["architectures"]
+    model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    theirs = model_class.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
     logits = theirs.eval()(input_ids=tokens, use_cache=False).logits
     difference, largest = (ours - logits).abs().max(), logits.abs().max()
     assert difference <= 2e-4 * largest, model

@@ -49,6 +49,7 @@ CASES = (
     ({"router_bias_rate": 0.1}, "--model.experts 4", EXPERTS, 1),
     ({"aux_kind": "global"}, "--model.experts 4", EXPERTS, 1),
     ({"drop": "position"}, "--model.experts 4", EXPERTS, 1),
+    ({"mixer.gate_by": "softplus"}, "", "--model.mixer.gate head", 1),
     ({"context": 128}, "--train.seq_len 256", "--train.seq_len 128", 1),
     ({"mixer.kernel": "sdpa"}, "--parallel.cp 2", "--parallel.cp 2 --parallel.cp_kind ulysses", 2),
     ({"fp8_keep": 0, "fp8_block": 64}, "--train.dtype bf16", "--train.dtype fp8 --train.fp8 blockwise", 1),

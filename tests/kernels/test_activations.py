@@ -22,12 +22,19 @@ def clamped_swiglu(x):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def xielu(x, alpha_p=torch.zeros(1).double(), alpha_n=torch.zeros(1).double()):
+    """arXiv 2411.13010"""
+    above, below = F.softplus(alpha_p), 0.5 + F.softplus(alpha_n)
+    return torch.where(x > 0, above * x * x, below * (torch.expm1(x.clamp(max=-1e-6)) - x)) + 0.5 * x
+
+
 DEFINITIONS = {
     "swiglu": lambda x: F.silu(halves(x)[0]) * halves(x)[1],
     "geglu": geglu,
     "clamped_swiglu": clamped_swiglu,
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x) ** 2,
+    "xielu": xielu,
 }
 
 
@@ -49,12 +56,16 @@ def test_against_torch(name, weighted, dtype, bound):
     exact_weight = weight.detach().double().requires_grad_()
 
     activation = ACTIVATIONS[name]
+    if weighted and activation.weighted is None:
+        pytest.skip(f"experts cannot have {name}")
+    numbers = [torch.randn(1, dtype=weight.dtype, requires_grad=True) for _ in activation.learned]
+    exact_numbers = [number.detach().double().requires_grad_() for number in numbers]
     if weighted:
         got, want = activation.weighted(x, weight), DEFINITIONS[name](exact) * exact_weight[:, None]
         leaves, exact_leaves = (x, weight), (exact, exact_weight)
     else:
-        got, want = activation.function(x), DEFINITIONS[name](exact)
-        leaves, exact_leaves = (x,), (exact,)
+        got, want = activation.function(x, *numbers), DEFINITIONS[name](exact, *exact_numbers)
+        leaves, exact_leaves = (x, *numbers), (exact, *exact_numbers)
     dy = torch.randn(want.shape).to(dtype)
     grads = torch.autograd.grad(got, leaves, dy)
     exact_grads = torch.autograd.grad(want, exact_leaves, dy.double())
@@ -68,7 +79,8 @@ def test_against_torch(name, weighted, dtype, bound):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradients_far_from_zero(name):
     x = torch.tensor([[200.0, -200.0, 7.0, 1.0, 200.0, -7.0]], dtype=torch.float64, requires_grad=True)
-    got, want = ACTIVATIONS[name].function(x), DEFINITIONS[name](x)
+    numbers = [torch.zeros(1, dtype=torch.float64) for _ in ACTIVATIONS[name].learned]
+    got, want = ACTIVATIONS[name].function(x, *numbers), DEFINITIONS[name](x, *numbers)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(
         torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(want.sum(), x)[0])

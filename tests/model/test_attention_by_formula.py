@@ -1,11 +1,13 @@
 """Attention with every form that a config gives it, against the formula, head by head in fp64, with the
 gradient of its input; and its cache of keys and values against the full pass."""
 
+import math
+
 import pytest
 import torch
 
 from build import build_run
-from config import AttentionConfig, GrowthConfig, Llama3Scaling, RopeConfig
+from config import AttentionConfig, GrowthConfig, Llama3Scaling, LongRopeScaling, RopeConfig
 from config.tree import with_values
 from kernels import rope
 from model.context import GenerationCache, forward_context
@@ -14,11 +16,15 @@ from proof.verify.tiny_config import tiny_config
 
 S, D = 13, 8
 PLAIN = {"heads": 4, "kv_heads": 2, "head_dim": D}
+LONGROPE = LongRopeScaling(factor=4.0, original=4, short=(1.0, 1.5), long=(1.0, 3.0))
+WITHIN = LongRopeScaling(factor=1.0, original=S, short=(1.0, 1.1, 1.3, 2.0), long=(9.0,) * 4)
 FORMS = {
     "plain": {},
     "no rope": {"rope": None},
     "base": {"rope": RopeConfig(base=50.0)},
     "scaling": {"rope": RopeConfig(base=50.0, scaling=Llama3Scaling(factor=4.0, original=8))},
+    "longrope": {"rope": RopeConfig(base=50.0, share=0.5, scaling=LONGROPE)},
+    "longrope within": {"rope": RopeConfig(base=50.0, scaling=WITHIN)},
     "share": {"rope": RopeConfig(base=50.0, share=0.5)},
     "pairs": {"rope": RopeConfig(base=50.0, pairs=True)},
     "pairs of a share": {"rope": RopeConfig(base=50.0, pairs=True, share=0.75), "qk_norm": "head"},
@@ -31,11 +37,19 @@ FORMS = {
     "scale": {"scale": 0.7},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
+    "values": {
+        "value_dim": 6, "value_scale": 0.7, "qk_norm": "head", "gate": "channel", "sinks": True,
+        "bias": "qkv",
+    },
+    "values of whole norms": {
+        "value_dim": 12, "rope": RopeConfig(base=50.0, share=0.5), "qk_norm": "whole",
+    },
     "biased": {"bias": "all"},
     "norm after rope": {"qk_norm": "after_rope", "rope": RopeConfig(base=50.0, share=0.5)},
     "norm without weight": {"qk_norm": "unweighted"},
     "gate of channels": {"gate": "channel"},
     "biased gate of heads": {"gate": "head", "bias": "all"},
+    "softplus gate": {"gate": "head", "gate_by": "softplus"},
     "growth": {"growth": GrowthConfig(rate=0.7, every=3)},
     "growth from one": {"growth": GrowthConfig(rate=0.7, every=3, first=1), "rope": None},
     "all": {
@@ -67,16 +81,19 @@ def turned(x, settings, positions):
     """x [s, d], one head: the first channels, as pairs of neighbours or as pairs of both halves."""
     rotated = round(settings.share * D)
     scaling = settings.scaling
-    limits = ()
-    if scaling is not None:
+    limits, by_pair, multiplied = (), 1, 1
+    if isinstance(scaling, LongRopeScaling):
+        by_pair = torch.tensor(scaling.long if S > scaling.original else scaling.short, dtype=torch.float64)
+        multiplied = (1 + math.log(scaling.factor, scaling.original)) ** 0.5
+    elif scaling is not None:
         limits = (scaling.factor, scaling.low_freq, scaling.high_freq, scaling.original)
-    angle = positions[:, None] * rope.frequencies(rotated, settings.base, *limits)
+    angle = positions[:, None] * rope.frequencies(rotated, settings.base, *limits) / by_pair
     first, rest = x[:, :rotated], x[:, rotated:]
     if settings.pairs:
         pairs = first.unflatten(-1, (-1, 2))
     else:
         pairs = torch.stack(first.chunk(2, -1), -1)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = multiplied * angle.cos(), multiplied * angle.sin()
     left = pairs[..., 0] * cos - pairs[..., 1] * sin
     right = pairs[..., 0] * sin + pairs[..., 1] * cos
     return torch.cat((left, right, rest), -1)  # their order does not matter where q and k have the same
@@ -98,8 +115,10 @@ def visible(mixer, documents):
 def by_the_formula(attn, mixer, x, documents):
     """x [s, hidden]."""
     seen, positions = visible(mixer, documents)
-    heads = linear(attn.qkv, x).unflatten(-1, (-1, D))
-    q, k, v = heads.split((4, 2, 2), 1)
+    v_dim = mixer.value_dim or D
+    q, k, v = linear(attn.qkv, x).split((4 * D, 2 * D, 2 * v_dim), -1)
+    q, k, v = q.unflatten(-1, (4, D)), k.unflatten(-1, (2, D)), v.unflatten(-1, (2, v_dim))
+    v = mixer.value_scale * v
 
     def norm(t, weight, dims):
         return t / (t.square().mean(dims, keepdim=True) + attn.eps).sqrt() * weight.view(-1, D)
@@ -129,7 +148,8 @@ def by_the_formula(attn, mixer, x, documents):
         out.append(weights / total @ v[:, number // 2])
     out = torch.stack(out, 1)  # [s, h, d]
     if mixer.gate:
-        out = out / (1 + torch.exp(-linear(attn.gate, x).view(S, 4, -1)))
+        gate = torch.exp(linear(attn.gate, x).view(S, 4, -1))
+        out = out * (torch.log(1 + gate) if mixer.gate_by == "softplus" else gate / (1 + gate))
     out = out.flatten(1)
     return linear(attn.out, out)
 

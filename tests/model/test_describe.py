@@ -66,6 +66,9 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     # of the folders, without the model of images and what projects its outputs
     "llama4-scout": 108_641_793_536 - 850_960_896 - 20_971_520,
     "llama4-maverick": 401_583_781_376 - 850_960_896 - 20_971_520,
+    "apertus-8b": 8_053_338_176,
+    "laguna-xs": 33_442_617_088 - 39 * 256,
+    "phi4-mini-3.8b": 3_836_021_760,
     # of the folders, without router biases, the module ahead and its copies of the tables
     "glm4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 1_551_892_480,
     "glm4.5-air": 110_468_824_832 - 46 * 128 - 2_375_059_456 - 1_241_513_984,
@@ -84,8 +87,10 @@ ROUNDED = {  # as their model cards say
     "olmo3-7b": 7.3e9,
     "glm4-9b": 9.4e9,
     "exaone4-32b": 32e9,
+    "mimo-v2-flash": 309e9,
     "qwen3-next-80b-a3b": 80e9,
     "olmo-hybrid-7b": 7.43e9,  # with the sizes that transformers' config class has for it
+    "mistral-small-4": 119e9,
 }
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
@@ -109,6 +114,9 @@ ACTIVE = {
     "gpt-oss-120b": 5.13e9 + 0.58e9,
     "llama4-scout": 17e9,
     "llama4-maverick": 17e9,
+    "laguna-xs": 3e9,
+    "mimo-v2-flash": 15e9,
+    "mistral-small-4": 6.5e9,
 }
 LAYOUTS = [
     {},

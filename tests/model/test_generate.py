@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from build import build_run
+from config import rope_switches
 from model.context import GenerationCache
 from model.generate import generate, sample_token
 from parallel.topology.dims import ParallelDims
@@ -50,6 +51,22 @@ def test_several_stages_on_a_rank(ranks, name):
         for ids, ahead in ranks(2).run(written, there):
             assert ids == alone, schedule
             assert ahead < 1e-12, f"{schedule}: a token of the prompt sees the ones behind it"
+
+
+def test_a_text_that_grows_beyond_the_original_context_is_read_again():
+    """LongRoPE turns all of its tokens otherwise: with the keys of before, other ids would follow."""
+    cfg = tiny_config("phi4-mini-tiny")
+    run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
+    for bucket in run.buckets:
+        bucket.weights.full.mul_(6)
+    written = {
+        (multiple, switches): list(
+            generate(run.logits, PROMPT, 30, temperature=0.0, multiple=multiple, switches=switches)
+        )
+        for multiple, switches in ((2, ()), (1, tuple(rope_switches(cfg.model))), (1, ()))
+    }
+    whole, again, kept = written.values()
+    assert again == whole != kept
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_never_taken():

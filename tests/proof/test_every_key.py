@@ -34,7 +34,7 @@ WITHOUT_CELLS = {
 COVERED = ("gpt2-tiny", "qwen2-moe-tiny", "deepseek-v3-tiny")
 OTHERS = (
     "mistral-tiny", "qwen3-moe-tiny", "olmoe-tiny", "deepseek-v2-lite-tiny", "glm4.5-tiny", "gemma2-tiny",
-    "cohere2-tiny", "granite-tiny", "ministral3-tiny", "olmo3-tiny", "delta-tiny",
+    "cohere2-tiny", "granite-tiny", "ministral3-tiny", "phi4-mini-tiny", "olmo3-tiny", "delta-tiny",
     "olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny", "short-conv-tiny",
     "gpt-oss-tiny", "llama4-tiny",
 )
@@ -42,6 +42,9 @@ FORMS = Overrides((  # of llama3-tiny: what no recipe has
     ("model.mixer.chunk", "9"),
     ("model.mixer.sinks", "true"),
     ("model.mixer.gate", "head"),
+    ("model.mixer.gate_by", "softplus"),
+    ("model.mixer.value_dim", "6"),
+    ("model.mixer.value_scale", "0.7"),
     ("model.mixer.growth.every", "5"),
     ("model.mixer.growth.first", "1"),
     ("model.mixer.rope.scaling.kind", "yarn"),

@@ -56,6 +56,9 @@ ROPE = {
     "num_key_value_heads": 3,
     "max_position_embeddings": 64,
 }
+LONGROPE = {
+    "type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 3.0, 9.0],
+}
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -274,6 +277,17 @@ CASES = {
     ),
     "arcee": ("Arcee", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
     "arcee-biased": ("Arcee", {**ROPE, "attention_bias": True, "mlp_bias": True}),
+    "apertus": (
+        "Apertus",
+        {**ROPE, "rope_scaling": {**LLAMA3, "rope_theta": 5e5}, "dtype": torch.float32, "pad_token_id": None},
+    ),
+    "apertus-biased": (
+        "Apertus",
+        {
+            **ROPE, "attention_bias": True, "tie_word_embeddings": True, "dtype": torch.float32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "pad_token_id": None,
+        },
+    ),
     "nemotron": ("Nemotron", {**ROPE, "partial_rotary_factor": 0.5}),
     "cohere": ("Cohere", {**ROPE, "logit_scale": 0.3, "pad_token_id": None}),
     "cohere2": (
@@ -310,6 +324,43 @@ CASES = {
         {
             **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 5,
             "route_scale": 1.7, "mup_enabled": True,
+        },
+    ),
+    "laguna": (
+        "Laguna",
+        {
+            **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "shared_expert_intermediate_size": 40,
+            "sliding_window": 5, "num_attention_heads_per_layer": [6, 9, 9, 6], "gating": "per-element",
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "moe_routed_scaling_factor": 1.7, "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "laguna-heads": (
+        "Laguna",
+        {**SIGMOID, "num_experts": 8, "shared_expert_intermediate_size": 20, "head_dim": 16},
+    ),
+    "mimo-v2": (
+        "MiMoV2Flash",
+        {
+            **SIGMOID, "head_dim": 18, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "num_hidden_layers": 4, "sliding_window": 5, "attention_bias": True, "num_attention_heads": 12,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "mimo-v2-sliding": (
+        "MiMoV2Flash",
+        {
+            **SIGMOID, "head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "sliding_window": 5,
+            "attention_value_scale": None, "layer_types": ["sliding_attention"] * 2, "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {
+                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4,
+                },
+            },
         },
     ),
     "k-exaone": (
@@ -394,6 +445,24 @@ CASES = {
             **ROPE, "head_dim": 14, "pad_token_id": None,
             "rope_parameters": {
                 **YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "num_experts_per_tok": 3,
+            "n_shared_experts": 2, "routed_scaling_factor": 1.3, "pad_token_id": None, "rope_parameters": {
+                **YARN, "rope_theta": 1e5, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "mistral4-halves": (
+        "Mistral4",
+        {
+            **MIXED_LATENT, "moe_intermediate_size": 20, "norm_topk_prob": False, "rope_interleave": False,
+            "q_lora_rank": None, "pad_token_id": None, "rope_parameters": {
+                **YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.3,
             },
         },
     ),
@@ -688,6 +757,30 @@ CASES = {
         {**ROPE, "head_dim": None, "attention_bias": True, "mlp_bias": True, "pad_token_id": None},
     ),
     "phi4": ("Phi3", {**ROPE, "rope_theta": 2.5e5, "pad_token_id": None}),
+    "phi4-mini": (  # sequences beyond the original context
+        "Phi3",
+        {
+            **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75, "pad_token_id": None,
+            "original_max_position_embeddings": 16, "sliding_window": 100,
+        },
+    ),
+    "phi4-mini-short": (  # and within it
+        "Phi3",
+        {
+            **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75, "pad_token_id": None,
+            "original_max_position_embeddings": 48, "max_position_embeddings": 480,
+        },
+    ),
+    "phi3-partial": ("Phi3", {**ROPE, "partial_rotary_factor": 0.5, "pad_token_id": None}),
+    "llama-longrope": (
+        "Llama",
+        {
+            **ROPE, "head_dim": 6, "rope_theta": 500.0,
+            "rope_scaling": {
+                **LONGROPE, "original_max_position_embeddings": 16, "attention_factor": 1.2,
+            },
+        },
+    ),
     "phi3-window": (
         "Phi3",
         {**ROPE, "sliding_window": 7, "tie_word_embeddings": True, "pad_token_id": None},
@@ -759,11 +852,10 @@ def transformers():
 def their_model(transformers, family, settings):
     """A random model whose biases and norms are random too: as initialised, they would hide a mistake."""
     torch.manual_seed(0)
-    model = (
-        transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**settings))
-        .float()
-        .eval()
-    )
+    their_config = getattr(transformers, f"{family}Config")(**settings)
+    own = getattr(transformers, f"{family}ForCausalLM", None)
+    make = own._from_config if own else transformers.AutoModelForCausalLM.from_config
+    model = make(their_config).float().eval()
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.1)
         if family in BELOW_ONE and p.dim() == 1:
@@ -775,7 +867,9 @@ def their_model(transformers, family, settings):
 
 
 def loaded(transformers, folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    own = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    return own.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def batches(vocab):

@@ -28,6 +28,7 @@ MIXTURE = (*SIZES, "--model.experts", "8", "--model.moe_ffn", "16")
 RUNS = {  # recipe, its model, what trains it
     "dense": ("llama2-tiny", MODEL, "--parallel.tp 2 --parallel.pp 2"),
     "tied": ("gpt2-tiny", (*MODEL, "--model.mixer.kv_heads", "none"), "--parallel.zero 3"),
+    "constants": ("apertus-tiny", MODEL, "--parallel.tp 2 --parallel.zero 3"),
     "mixture": ("deepseek-v3-tiny", MIXTURE, "--parallel.ep 4 --parallel.zero 1"),
 }
 LIMIT = 120.0  # seconds of a job
@@ -159,6 +160,7 @@ EXPORTS = {  # run, words, ranks
     "one file": ("dense", "", 2),
     "files of fewer ranks": ("dense", "--shard-size 20KB --weights ema", 3),
     "bf16": ("mixture", "--shard-size 30KB --dtype bf16", 2),
+    "constants": ("constants", "--shard-size 20KB", 2),
     "transposed": ("tied", "--shard-size 0.02MB", 2),
 }
 
