@@ -169,7 +169,7 @@ class NoPart:
 
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
-ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2"]
+ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_erf", "relu2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class MLPConfig:
     kind: Literal["mlp"] = "mlp"
     width: Count = 352  # inner width
     activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
-    #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron)
+    #   clamped_swiglu: of gpt-oss; gelu_erf: GELU without the approximation; relu2: squared ReLU (Nemotron)
     bias: bool = False  # biases of its linear layers (GPT-2)
 
 

@@ -3,6 +3,7 @@ models, in plain torch.
 
     geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
     clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7
+    gelu_erf         x Phi(x)                             arXiv 1606.08415, by erf
     relu2            relu(x)^2                            arXiv 2109.08668
 
 A gated one reads [gate | up]. Arithmetic is in fp32 or better, and the input alone is saved for the backward.
@@ -139,5 +140,6 @@ ACTIVATIONS = {  # by model.mlp.activation
         partial(activate_weighted, definition=Definition(gelu_forward, gelu_backward)),
         is_gated=False,
     ),
+    "gelu_erf": defined(Definition(F.gelu, torch.ops.aten.gelu_backward), is_gated=False),
     "relu2": defined(Definition(relu2_forward, relu2_backward), is_gated=False),
 }

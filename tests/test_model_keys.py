@@ -423,6 +423,7 @@ CASES = [
     Case("logit_scale", 0.5, VALUES, lambda before, after: same(after.logits, 0.5 * before.logits)),
     Case("logit_cap", 0.5, VALUES, lambda before, after: same(after.logits, bounded(before.logits, 0.5))),
     Case("mlp.activation", "gelu", NEW, added(gone=("mlp.gate",))),
+    Case("mlp.activation", "gelu_erf", NEW, added(gone=("mlp.gate",))),
     Case("mlp.activation", "relu2", NEW, added(gone=("mlp.gate",))),
     Case("mlp.activation", "geglu", VALUES),
     Case("mlp.activation", "clamped_swiglu", VALUES),
