@@ -1,8 +1,9 @@
-"""Hugging Face folders as what a new run begins with (checkpoint.init_from), read in pieces.
+"""Weights of other systems as what a new run begins with (checkpoint.init_from), read in pieces.
 
 Each rank reads of each tensor the boxes that it holds, at most quantized.PIECE elements at a time, straight
-into its weights. The families (checkpoint/hf_families.py) say the names, what is stacked and what is
-transposed; quantized weights are read as plain ones (checkpoint/quantized.py).
+into its weights. A family says the names, what is stacked and what is transposed: of a Hugging Face folder
+one of checkpoint/hf_families.py, of another system that of its reader (checkpoint/foreign_systems.py).
+Quantized weights are read as plain ones (checkpoint/quantized.py).
 """
 import hashlib
 import re
@@ -56,12 +57,14 @@ class WeightPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignIndex(StoredIndex):
-    """A folder of another system, as an index of our names. pieces: each tensor, whole. sealed: sha256 of
-    config.json."""
+    """A checkpoint of another system, as an index of our names. pieces: each tensor, whole. sealed: sha256 of
+    what describes the model there. notes: for the log."""
+    family: Family
     model: ModelConfig
     tensors: NamedTensors
     places: dict[str, WeightPlace]
     sealed: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,28 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
     tensors = with_full_names(tensors, family)
-    model = hf.tie_embeddings(model, tensors.tensors)
+    return foreign_index(
+        folder,
+        family,
+        hf.tie_embeddings(model, tensors.tensors),
+        tensors,
+        sealed=hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
 
+
+def foreign_index(
+    folder: Path,
+    family: Family,
+    model: ModelConfig,
+    tensors: NamedTensors,
+    *,
+    sealed: str,
+    notes: tuple[str, ...] = (),
+) -> ForeignIndex:
+    """The tensors under our names. folder: names the checkpoint in errors.
+
+    Raises ConfigError naming the tensor that is unknown, not of floats, or of an unlikely shape.
+    """
     places: dict[str, WeightPlace] = {}
     pieces: list[StoredPiece] = []
     copies = family.copies(model)
@@ -161,13 +184,13 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
         if name in copies:
             continue
         if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-            raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats, or a quantization_config in "
-                              "config.json that says how they are quantized, are read")
+            raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats are read, and of Hugging Face "
+                              "what a quantization_config in config.json describes")
         match, keys = next(
             ((match, keys) for pattern, keys in known if (match := pattern.fullmatch(name))), (None, [])
         )
         if match is None:
-            raise ConfigError(f"{folder}: {name} is not a weight of {model_type}")
+            raise ConfigError(f"{folder}: {name} is not a weight of {family.model_type}")
         found = places_in(
             family,
             model,
@@ -187,10 +210,12 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
         files={},
         pieces=pieces,
         meta={"tokenizer": "none", "step": 0, "config": {"model": plain_data(model)}},
+        family=family,
         model=model,
         tensors=tensors,
         places=places,
-        sealed=hashlib.sha256(path.read_bytes()).hexdigest(),
+        sealed=sealed,
+        notes=notes,
     )
 
 
@@ -228,14 +253,14 @@ def places_in(
     """Our tensors, whole, that one of theirs holds. keys: our names, with {layer} and {expert}; numbers: the
     values of those that their name has.
 
-    Raises ConfigError, beginning with `where`, for a shape that config.json makes another one.
+    Raises ConfigError, beginning with `where`, for a shape that the model makes another one.
     """
     arrangement = family.arrangement(keys[0].format(**{"expert": "0", **numbers}), model)
     has_shape = f"{where} has shape {list(shape)}"
     inner = shape
     if arrangement.leading is not None:
         if shape[0] != arrangement.leading:
-            raise ConfigError(f"{has_shape}, config.json makes its first dim {arrangement.leading:,}")
+            raise ConfigError(f"{has_shape}, {family.config} makes its first dim {arrangement.leading:,}")
         inner = shape[1:]
     if len(inner) > 1 + arrangement.inner and arrangement.transpose:
         inner = inner[::-1]
@@ -244,7 +269,10 @@ def places_in(
         if rest[:1] != [1]:
             raise ConfigError(f"{has_shape}, and its second dim should be 1")
         rest = rest[1:]
-    of_each = rows_of(model, [key.format(**{"expert": "0", **numbers}) for key in keys], total, has_shape)
+    own_keys = [key.format(**{"expert": "0", **numbers}) for key in keys]
+    of_each = rows_of(model, own_keys, total)
+    if sum(of_each) != total:
+        raise ConfigError(f"{has_shape}, {family.config} makes it {sum(of_each):,} rows")
     if any(rows % arrangement.groups for rows in of_each):
         raise ConfigError(f"{has_shape}, and its rows are not {arrangement.groups:,} groups")
 
@@ -264,23 +292,19 @@ def places_in(
             first += place.rows
             if own in hf.VOCAB_KEYS:
                 if rows != model.vocab:
-                    raise ConfigError(f"{where} has {rows:,} rows, config.json {model.vocab:,}")
+                    raise ConfigError(f"{where} has {rows:,} rows, {family.config} {model.vocab:,}")
                 rows = padded_vocab(model)
             yield Box.whole(own, (rows, *rest)), place
 
 
-def rows_of(model: ModelConfig, keys: list[str], total: int, where: str) -> list[int]:
-    """The rows of each of our tensors that one of theirs stacks. Raises ConfigError, beginning with `where`,
-    unless they are `total`."""
+def rows_of(model: ModelConfig, keys: list[str], total: int) -> list[int]:
+    """The rows of each of our tensors that one of theirs, of `total` rows, stacks."""
     if len(keys) == 1:
         return [total]
     sizes = {}
     if ".attn." in keys[0]:
         sizes = mixer_rows(layer_model(model, int(keys[0].split(".")[1])))
-    rows = [sizes.get(key.split(".")[3].removesuffix("_conv"), total // len(keys)) for key in keys]
-    if sum(rows) != total:
-        raise ConfigError(f"{where}, config.json makes it {sum(rows):,} rows")
-    return rows
+    return [sizes.get(key.split(".")[3].removesuffix("_conv"), total // len(keys)) for key in keys]
 
 
 def mixer_rows(model: ModelConfig) -> dict[str, int]:
@@ -300,9 +324,9 @@ def mixer_rows(model: ModelConfig) -> dict[str, int]:
     return {}
 
 
-def check_copies(index: ForeignIndex, model_type: str) -> None:
+def check_copies(index: ForeignIndex) -> None:
     """Raises ConfigError if a tensor that the folder has a second time differs from the first."""
-    for name, key in FAMILIES[model_type].copies(index.model).items():
+    for name, key in index.family.copies(index.model).items():
         if name not in index.tensors.tensors or key not in index.places:
             continue
         first, shape = index.places[key].name, index.tensors.tensors[name].shape
@@ -310,5 +334,5 @@ def check_copies(index: ForeignIndex, model_type: str) -> None:
         for piece in pieces_of(Box.whole(name, shape), range(len(shape))):
             other = replace(piece, key=first)
             if not is_same or not torch.equal(index.tensors.read_box(piece), index.tensors.read_box(other)):
-                raise ConfigError(f"{index.path}: {name} differs from {first}, and config.json says that "
-                                  "they are one")
+                raise ConfigError(f"{index.path}: {name} differs from {first}, and {index.family.config} "
+                                  "says that they are one")

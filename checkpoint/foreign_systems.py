@@ -1,0 +1,54 @@
+"""The systems whose checkpoints a new run may begin with (checkpoint.init_from): how each is recognized by
+its files, and what opens it.
+"""
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpoint.foreign import ForeignIndex, is_hf_folder, open_hf_folder
+from checkpoint.nanogpt import find_nanogpt, open_nanogpt
+from config import ConfigError, ModelConfig
+
+
+class ForeignSystem(NamedTuple):
+    """looked_for: the files that it is recognized by, in words. find: what is opened of a path, if anything.
+    open: of that, and of the run's model."""
+    name: str
+    looked_for: str
+    find: Callable[[Path], Path | None]
+    open: Callable[[Path, ModelConfig], ForeignIndex]
+
+
+SYSTEMS = (  # the first that finds its files
+    ForeignSystem(
+        "Hugging Face",
+        "config.json",
+        lambda path: path if is_hf_folder(path) else None,
+        lambda folder, _: open_hf_folder(folder),
+    ),
+    ForeignSystem("nanoGPT", "ckpt.pt", find_nanogpt, open_nanogpt),
+)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is a checkpoint of ours, a run folder or a folder of checkpoints."""
+    return (
+        (path / "index.json").exists() or (path / "checkpoints").is_dir() or any(path.glob("step_*"))
+    )
+
+
+def open_foreign(path: Path, run: ModelConfig) -> ForeignIndex:
+    """A checkpoint of another system. run: the model of the run.
+
+    Raises ConfigError: for one of no known system, with what was looked for; and see the readers.
+    """
+    for system in SYSTEMS:
+        found = system.find(path)
+        if found is not None:
+            return system.open(found, run)
+    looked_for = ", ".join(f"{system.looked_for} ({system.name})" for system in SYSTEMS)
+    missing = "" if path.exists() else "is not there; it "
+    raise ConfigError(
+        f"checkpoint.init_from: {path} {missing}holds no checkpoint: looked for index.json and checkpoints/ "
+        f"(a run), {looked_for}; give such a folder, or convert the weights to a Hugging Face folder"
+    )
