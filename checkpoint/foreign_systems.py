@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from checkpoint.foreign import ForeignIndex, is_hf_folder, open_hf_folder
 from checkpoint.nanogpt import find_nanogpt, open_nanogpt
+from checkpoint.torchtitan import find_torchtitan, open_torchtitan
 from config import ConfigError, ModelConfig
 
 
@@ -27,6 +28,7 @@ SYSTEMS = (  # the first that finds its files
         lambda folder, _: open_hf_folder(folder),
     ),
     ForeignSystem("nanoGPT", "ckpt.pt", find_nanogpt, open_nanogpt),
+    ForeignSystem("torchtitan", ".metadata or step-N/.metadata", find_torchtitan, open_torchtitan),
 )
 
 
