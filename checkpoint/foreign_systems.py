@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from checkpoint.foreign import ForeignIndex, is_hf_folder, open_hf_folder
+from checkpoint.megatron import find_megatron, open_megatron
 from checkpoint.nanogpt import find_nanogpt, open_nanogpt
 from checkpoint.torchtitan import find_torchtitan, open_torchtitan
 from config import ConfigError, ModelConfig
@@ -28,6 +29,12 @@ SYSTEMS = (  # the first that finds its files
         lambda folder, _: open_hf_folder(folder),
     ),
     ForeignSystem("nanoGPT", "ckpt.pt", find_nanogpt, open_nanogpt),
+    ForeignSystem(
+        "Megatron-LM",
+        "latest_checkpointed_iteration.txt, metadata.json, common.pt or mp_rank_*",
+        find_megatron,
+        open_megatron,
+    ),
     ForeignSystem("torchtitan", ".metadata or step-N/.metadata", find_torchtitan, open_torchtitan),
 )
 

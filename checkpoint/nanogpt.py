@@ -5,15 +5,13 @@ that begin with _orig_mod. The rows of the vocabulary may be padded to a multipl
 
 Source: model.py and train.py of nanoGPT.
 """
-import hashlib
-import zipfile
 from pathlib import Path
 
 from checkpoint.foreign import ForeignIndex, foreign_index, with_full_names
 from checkpoint.hf_families import GPT2_TENSORS, Family
 from checkpoint.hf_rules import Field, FieldGroup, Fixed, Idle, UnlikeFamily
 from checkpoint.pickled import read_tree, shown, tensors_of_tree
-from checkpoint.system_rules import cut_vocabulary, read_model
+from checkpoint.system_rules import cut_vocabulary, read_model, sealed_zip
 from config import ConfigError, ModelConfig, Tree
 
 FILE = "ckpt.pt"
@@ -87,10 +85,3 @@ def open_nanogpt(file: Path, run: ModelConfig) -> ForeignIndex:
 def without_prefix(tensors: Tree) -> Tree:
     """The tensors by the names that they have in a model that is not compiled."""
     return {str(name).removeprefix(COMPILED): tensor for name, tensor in tensors.items()}
-
-
-def sealed_zip(file: Path) -> str:
-    """The sha256 of what a zip file says of its members: names, sizes and CRCs."""
-    with zipfile.ZipFile(file) as members:
-        said = [(member.filename, member.file_size, member.CRC) for member in members.infolist()]
-    return hashlib.sha256(repr(said).encode()).hexdigest()

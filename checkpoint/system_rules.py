@@ -1,8 +1,11 @@
 """What the readers of other systems share: the args of a checkpoint as our model, and vocabularies that are
 padded there.
 """
-from collections.abc import Mapping, Sequence
+import hashlib
+import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from checkpoint.composed import first_rows
@@ -13,8 +16,10 @@ from checkpoint.tensors_by_name import NamedTensors
 from config import ConfigError, ModelConfig, build_tree
 
 
-def read_model(family: Family, args: Mapping[str, Any], where: str, idle: Sequence[str] = ()) -> ModelConfig:
-    """The model that the args of a checkpoint describe. idle: args that change no logits.
+def read_model(
+    family: Family, args: Mapping[str, Any], where: str, *, is_whole: bool = True
+) -> ModelConfig:
+    """The model that the args of a checkpoint describe. is_whole: no other args are allowed.
 
     Raises ConfigError, beginning with `where`, for an arg that no rule reads, or with a value that our model
     has no form for.
@@ -26,8 +31,8 @@ def read_model(family: Family, args: Mapping[str, Any], where: str, idle: Sequen
             fields |= rule.read(keys)
     except UnlikeFamily as error:
         raise ConfigError(f"{where}: {error}") from None
-    unread = [key for key in args if key not in keys.asked and key not in idle]
-    if unread:
+    unread = [key for key in args if key not in keys.asked]
+    if unread and is_whole:
         raise ConfigError(f"{where}: {unread[0]}: nothing here reads this arg of {family.model_type}, so the "
                           "model may be another one; convert it to a Hugging Face folder")
     return build_tree(ModelConfig, fields, f"{where}: model.")
@@ -45,6 +50,13 @@ def cut_vocabulary(
     rows, ids = model.vocab, run.vocab
     if rows is None or ids is None or ids == rows or -(-ids // multiple) * multiple != rows:
         return model, tensors, ()
-    names = {name for key in VOCAB_KEYS if (name := family.tensors[key]) in tensors.tensors}
+    names = {*(family.tensors[key] for key in VOCAB_KEYS), *family.copies(model)} & tensors.tensors.keys()
     note = f"the last {rows - ids:,} of {rows:,} rows of the vocabulary there only pad it; they are left out"
     return replace(model, vocab=ids), first_rows(tensors, dict.fromkeys(names, ids)), (note,)
+
+
+def sealed_zip(file: Path) -> str:
+    """The sha256 of what a zip file says of its members: names, sizes and CRCs."""
+    with zipfile.ZipFile(file) as members:
+        said = [(member.filename, member.file_size, member.CRC) for member in members.infolist()]
+    return hashlib.sha256(repr(said).encode()).hexdigest()
