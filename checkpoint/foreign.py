@@ -5,7 +5,6 @@ into its weights. A family says the names, what is stacked and what is transpose
 one of checkpoint/hf_families.py, of another system that of its reader (checkpoint/foreign_systems.py).
 Quantized weights are read as plain ones (checkpoint/quantized.py).
 """
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -57,13 +56,13 @@ class WeightPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignIndex(StoredIndex):
-    """A checkpoint of another system, as an index of our names. pieces: each tensor, whole. sealed: sha256 of
-    what describes the model there. notes: for the log."""
+    """A checkpoint of another system, as an index of our names. pieces: each tensor, whole. sealed: see
+    foreign_systems.ForeignSystem. notes: for the log."""
     family: Family
     model: ModelConfig
     tensors: NamedTensors
     places: dict[str, WeightPlace]
-    sealed: str
+    sealed: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -154,13 +153,7 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
     tensors = with_full_names(tensors, family)
-    return foreign_index(
-        folder,
-        family,
-        hf.tie_embeddings(model, tensors.tensors),
-        tensors,
-        sealed=hashlib.sha256(path.read_bytes()).hexdigest(),
-    )
+    return foreign_index(folder, family, hf.tie_embeddings(model, tensors.tensors), tensors)
 
 
 def foreign_index(
@@ -168,8 +161,6 @@ def foreign_index(
     family: Family,
     model: ModelConfig,
     tensors: NamedTensors,
-    *,
-    sealed: str,
     notes: tuple[str, ...] = (),
 ) -> ForeignIndex:
     """The tensors under our names. folder: names the checkpoint in errors.
@@ -214,7 +205,6 @@ def foreign_index(
         model=model,
         tensors=tensors,
         places=places,
-        sealed=sealed,
         notes=notes,
     )
 

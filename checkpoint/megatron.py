@@ -60,7 +60,6 @@ class SavedModel:
     args: Args
     tensors: NamedTensors
     shards: Parts
-    sealed: str
     is_by_rank: bool = False
 
 
@@ -94,7 +93,15 @@ def open_megatron(folder: Path, run: ModelConfig) -> ForeignIndex:
     tensors = composed(saved.tensors, parts)
     multiple = count(args, "make_vocab_size_divisible_by", where, 128) * count(args, TP, where)
     model, tensors, notes = cut_vocabulary(family, model, tensors, run=run, multiple=multiple)
-    return foreign_index(folder, family, model, tensors, sealed=saved.sealed, notes=notes)
+    return foreign_index(folder, family, model, tensors, notes)
+
+
+def seal_megatron(folder: Path) -> str:
+    """The sha256 of what says which tensors there are: .metadata, or the tables of the files of all ranks."""
+    if (folder / METADATA).is_file():
+        return hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
+    seals = "".join(sealed_zip(file) for _, file in sorted(places_of_ranks(folder).items()))
+    return hashlib.sha256(seals.encode()).hexdigest()
 
 
 def count(args: Args, key: str, where: str, default: int = 1) -> int:
@@ -143,8 +150,7 @@ def read_torch_dist(folder: Path) -> SavedModel:
         for layer in range(shape[0]):
             own = f"{STACK}{layer}.{name.removeprefix(STACK)}"
             parts[own] = [StoredPart.whole(own, stored, shape[1:], at=(layer,))]
-    sealed = hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
-    return SavedModel(args, tensors, with_joined_halves(parts), sealed)
+    return SavedModel(args, tensors, with_joined_halves(parts))
 
 
 def with_joined_halves(parts: Parts) -> Parts:
@@ -211,9 +217,7 @@ def read_ranks(folder: Path) -> SavedModel:
         name: [StoredPart.whole(name, stored, table[stored].shape) for stored in of_ranks]
         for name, of_ranks in names_over_stages(files, tp, pp).items()
     }
-    seals = "".join(sealed_zip(file.path) for _, file in sorted(files.items()))
-    sealed = hashlib.sha256(seals.encode()).hexdigest()
-    return SavedModel(first.args, named_tensors(folder, table), shards, sealed, is_by_rank=True)
+    return SavedModel(first.args, named_tensors(folder, table), shards, is_by_rank=True)
 
 
 def places_of_ranks(folder: Path) -> dict[tuple[int, int], Path]:

@@ -11,7 +11,7 @@ from checkpoint.foreign import ForeignIndex, foreign_index, with_full_names
 from checkpoint.hf_families import GPT2_TENSORS, Family
 from checkpoint.hf_rules import Field, FieldGroup, Fixed, Idle, UnlikeFamily
 from checkpoint.pickled import read_tree, shown, tensors_of_tree
-from checkpoint.system_rules import cut_vocabulary, read_model, sealed_zip
+from checkpoint.system_rules import cut_vocabulary, read_model
 from config import ConfigError, ModelConfig, Tree
 
 FILE = "ckpt.pt"
@@ -79,7 +79,7 @@ def open_nanogpt(file: Path, run: ModelConfig) -> ForeignIndex:
     model = read_model(NANOGPT, tree["model_args"], f"{file}: model_args")
     tensors = with_full_names(tensors_of_tree(file, without_prefix(tree["model"])), NANOGPT)
     model, tensors, notes = cut_vocabulary(NANOGPT, model, tensors, run=run, multiple=PADDED_TO)
-    return foreign_index(file, NANOGPT, model, tensors, sealed=sealed_zip(file), notes=notes)
+    return foreign_index(file, NANOGPT, model, tensors, notes)
 
 
 def without_prefix(tensors: Tree) -> Tree:

@@ -7,7 +7,6 @@ that order while they are read, and the function is the same.
 
 Sources: state_dict_adapter.py of each model and models/common/rope.py of torchtitan.
 """
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -128,8 +127,7 @@ def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
     if titan is LLAMA and not model.mixer.rope.pairs:
         tensors = with_halves(tensors, head_dim(model))
     note = f"{folder} does not say its model: what shapes do not show (RoPE, epsilons) is taken from this run"
-    sealed = hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
-    return foreign_index(folder, titan.family(), model, tensors, sealed=sealed, notes=(note,))
+    return foreign_index(folder, titan.family(), model, tensors, notes=(note,))
 
 
 def with_todays_names(tensors: NamedTensors) -> NamedTensors:

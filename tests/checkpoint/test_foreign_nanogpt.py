@@ -10,6 +10,9 @@ from foreign_runs import LAYOUTS, expected_loss, first_loss, refusal
 from torch import nn
 from torch.nn import functional as F
 
+from config import ConfigError, provenance
+from scripts.reproduce import check_inputs
+
 RECIPE = "gpt2-tiny"
 MODEL = {
     "model.layers": 3,
@@ -171,6 +174,20 @@ def test_what_differs_or_is_damaged_is_refused(tmp_path):
     assert "bias = 'some' is not true or false" in line()
     torch.save({"state": 1, "net": {}}, file)
     assert f"{file}: model_args and model of nanoGPT are looked for, and it has state, net" in line()
+
+
+def test_a_run_knows_what_it_began_with(tmp_path):
+    file = tmp_path / "ckpt.pt"
+    saved(file)
+    first_loss(tmp_path, RECIPE, {**MODEL, "checkpoint.init_from": tmp_path})
+    records = provenance.read_records(tmp_path / "runs" / "one")
+    assert check_inputs(records) == []
+    saved(file, change=lambda tensors: tensors["transformer.ln_f.bias"].add_(1))
+    with pytest.raises(ConfigError, match=f"checkpoint.init_from: {file} is another checkpoint now; restore"):
+        check_inputs(records)
+    file.unlink()
+    with pytest.raises(ConfigError, match=f"checkpoint.init_from: {file} is gone; restore"):
+        check_inputs(records)
 
 
 def test_no_known_system_is_refused_with_what_was_looked_for(tmp_path):
