@@ -1,5 +1,5 @@
-"""Reads folders of torchtitan: torch.distributed.checkpoint, with the names of Llama 3 or of Qwen3, dense or
-a mixture.
+"""Reads folders of torchtitan: torch.distributed.checkpoint, with the names of Llama 3, Qwen3 (dense or a
+mixture) or DeepSeek-V3.
 
 The folder has tensors alone, so the model is the run's, as far as shapes do not say it. Llama 3 rotates
 channels 2i and 2i + 1 of a head together there; where the run rotates halves, the rows of q and k are put in
@@ -53,14 +53,28 @@ BLOCK = in_layer("layers", {
 })
 QKV = in_layer("layers", {"attn.q": "attention.wq", "attn.k": "attention.wk", "attn.v": "attention.wv"})
 QK_NORM = in_layer("layers", {"attn.q_norm": "attention.q_norm", "attn.k_norm": "attention.k_norm"})
+LATENT = in_layer("layers", {
+    "attn.q": "attention.wq",
+    "attn.q_a": "attention.wq_a",
+    "attn.q_norm": "attention.q_norm",
+    "attn.q_b": "attention.wq_b",
+    "attn.kv_a": "attention.wkv_a",
+    "attn.kv_norm": "attention.kv_norm",
+    "attn.kv_b": "attention.wkv_b",
+})
 EXPERTS = in_layer("layers", {  # those of a layer are stacked
     "mlp.experts.{expert}.gate.weight": "moe.experts.w1",
     "mlp.experts.{expert}.up.weight": "moe.experts.w3",
     "mlp.experts.{expert}.down.weight": "moe.experts.w2",
     "mlp.router.weight": "moe.router.gate.weight",
     "mlp.router.bias": "moe.expert_bias",
+    "mlp.shared.gate.weight": "moe.shared_experts.w1.weight",
+    "mlp.shared.up.weight": "moe.shared_experts.w3.weight",
+    "mlp.shared.down.weight": "moe.shared_experts.w2.weight",
 })
 STACKED = [name for ours, name in EXPERTS.items() if "{expert}" in ours]
+ROUTING = ("router", "router_bias", "router_renorm", "router_scale")
+LATENT_EPS = 1e-5  # of all norms there
 ABSENT = ("mtp", "mup")  # there; differences that a run may state
 
 
@@ -89,6 +103,13 @@ LLAMA = TitanModel("Llama 3", "llama", with_leaf("weight", OUTER | BLOCK | QKV),
 QWEN = TitanModel("Qwen3", "qwen3", with_leaf("weight", OUTER | BLOCK | QKV | QK_NORM), in_pairs=False)
 QWEN_MOE = replace(
     QWEN, like="qwen3_moe", tensors=QWEN.tensors | EXPERTS, free=("router_bias", "router_scale")
+)
+DEEPSEEK = TitanModel(
+    "DeepSeek-V3",
+    "deepseek_v3",
+    with_leaf("weight", OUTER | BLOCK | LATENT) | EXPERTS,
+    in_pairs=True,
+    free=(*ROUTING, "mixer.norm_eps"),
 )
 
 
@@ -119,8 +140,8 @@ def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
         said = [f"{name} ({count:,})" if count > 1 else name for name, count in unknown.items()]
         more = f" and {len(said) - MAX_NAMED:,} more" if len(said) > MAX_NAMED else ""
         found = f"{', '.join(said[:MAX_NAMED])}{more}: no weights of" if said else "holds no embedding of"
-        raise ConfigError(f"{folder}: {found} torchtitan's {titan.name} (Llama 3 and Qwen3 are read); "
-                          "convert it to a Hugging Face folder")
+        raise ConfigError(f"{folder}: {found} torchtitan's {titan.name} (Llama 3, Qwen3 and DeepSeek-V3 are "
+                          "read); convert it to a Hugging Face folder")
     check_form(titan, run, folder)
 
     model = model_there(titan, run, tensors)
@@ -148,6 +169,8 @@ def with_todays_names(tensors: NamedTensors) -> NamedTensors:
 def model_of(names: Iterable[str]) -> TitanModel:
     """The model that has tensors of these names."""
     parts = {name.split(".", 2)[2] for name in names if name.startswith("layers.") and name.count(".") > 1}
+    if any(part.startswith("attention.wkv_a.") for part in parts):
+        return DEEPSEEK
     has_experts = any(part.startswith("moe.") for part in parts)
     if any(part.startswith("attention.q_norm.") for part in parts):
         return QWEN_MOE if has_experts else QWEN
@@ -180,6 +203,8 @@ def model_there(titan: TitanModel, run: ModelConfig, tensors: NamedTensors) -> M
     }
     if not (titan is LLAMA and isinstance(run.mixer, AttentionConfig)):
         values["mixer.rope.pairs"] = titan.in_pairs
+    if titan is DEEPSEEK:
+        values["mixer.norm_eps"] = LATENT_EPS
     values |= attention_there(run, hidden, of_any_layer(shapes))
     values |= mlp_there(run, of_any_layer(shapes))
     return with_values(run, values)

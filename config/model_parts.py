@@ -111,6 +111,8 @@ class LatentConfig:
     window: Count | None = None  # sliding-window attention: a token attends to this many tokens, itself
     #   included; none: to all tokens before it
     rope: RopeConfig | None = RopeConfig()  # rotary positions; none: no channel has any (Kimi Linear)
+    norm_eps: Positive = 1e-6  # added to the mean square in the norms of the latents: 1e-6 in the published
+    #   models, whatever norm.eps is
     growth: GrowthConfig | None = None  # scores grow with the position of their query
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device

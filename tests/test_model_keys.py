@@ -493,6 +493,7 @@ CASES = [
     Case("mixer.nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
     Case("mixer.rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
     Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
+    Case("mixer.norm_eps", 0.1, VALUES, base=LATENT),
     Case(
         "mixer.kind",
         "delta",

@@ -31,6 +31,31 @@ QWEN = {**LLAMA, "model.mixer.head_dim": 16}
 QWEN_MOE = {**QWEN, "model.experts": 6, "model.top_k": 2, "model.moe_ffn": 20,
             "model.router_bias": True, "model.aux_loss": 0}
 
+DEEPSEEK = {
+    "model.layers": 3,
+    "model.hidden": 32,
+    "model.mixer.heads": 4,
+    "model.mixer.kv_rank": 12,
+    "model.mixer.q_rank": 20,
+    "model.mixer.nope_dim": 8,
+    "model.mixer.rope_dim": 4,
+    "model.mixer.v_dim": 10,
+    "model.mixer.rope.base": BASE,
+    "model.mixer.rope.scaling": None,
+    "model.mlp.width": 48,
+    "model.experts": 6,
+    "model.top_k": 2,
+    "model.moe_ffn": 20,
+    "model.first_dense": 1,
+    "model.router_groups": 1,
+    "model.router_group_top_k": 1,
+    "model.router_scale": 1.5,
+    "model.aux_loss": 0,
+    "model.norm.eps": 1e-5,
+    "model.mixer.norm_eps": 1e-5,
+    "model.mtp": None,
+}
+
 
 def weights(shapes):
     generator = torch.Generator().manual_seed(3)
@@ -65,12 +90,26 @@ def dense(_):
     return {f"feed_forward.w{number}.weight": shape for number, shape in shapes.items()}
 
 
-def experts(_):
-    return {"moe.experts.w1": (6, 20, 32), "moe.experts.w3": (6, 20, 32), "moe.experts.w2": (6, 32, 20),
-            "moe.router.gate.weight": (6, 32), "moe.expert_bias": (6,)}
+def experts(_, shared=False):
+    found = {"moe.experts.w1": (6, 20, 32), "moe.experts.w3": (6, 20, 32), "moe.experts.w2": (6, 32, 20),
+             "moe.router.gate.weight": (6, 32), "moe.expert_bias": (6,)}
+    if shared:
+        found |= {"moe.shared_experts.w1.weight": (20, 32), "moe.shared_experts.w3.weight": (20, 32),
+                  "moe.shared_experts.w2.weight": (32, 20)}
+    return found
 
 
 HEAD_NORMS = {"attention.q_norm.weight": (16,), "attention.k_norm.weight": (16,)}
+
+LATENT = {
+    "attention.wq_a.weight": (20, 32),
+    "attention.q_norm.weight": (20,),
+    "attention.wq_b.weight": (48, 20),
+    "attention.wkv_a.weight": (16, 32),
+    "attention.kv_norm.weight": (12,),
+    "attention.wkv_b.weight": (72, 12),
+    "attention.wo.weight": (32, 40),
+}
 
 
 def llama_weights():
@@ -117,23 +156,41 @@ def grouped_attention(w, x, rotated, head):
     return F.linear(attend(rotated(q), rotated(k), v), w["attention.wo.weight"])
 
 
+def latent_attention(w, x):
+    q = rms(F.linear(x, w["attention.wq_a.weight"]), w["attention.q_norm.weight"])
+    q = F.linear(q, w["attention.wq_b.weight"])
+    q_nope, q_rope = q.unflatten(-1, (4, 12)).split((8, 4), -1)
+    latent, k_rope = F.linear(x, w["attention.wkv_a.weight"]).split((12, 4), -1)
+    k_rope = rotated_pairs(k_rope[:, :, None]).expand(-1, -1, 4, -1)
+    kv = F.linear(rms(latent, w["attention.kv_norm.weight"]), w["attention.wkv_b.weight"])
+    k_nope, v = kv.unflatten(-1, (4, 18)).split((8, 10), -1)
+    q, k = torch.cat((q_nope, rotated_pairs(q_rope)), -1), torch.cat((k_nope, k_rope), -1)
+    return F.linear(attend(q, k, v), w["attention.wo.weight"])
+
+
 def swiglu(x, gate, up, down):
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-def mixture(w, x):
-    scores = F.linear(x, w["moe.router.gate.weight"]).softmax(-1)
+def mixture(w, x, scale):
+    """With experts for every token: DeepSeek's, whose scores are sigmoids."""
+    has_shared = "moe.shared_experts.w1.weight" in w
+    logits = F.linear(x, w["moe.router.gate.weight"])
+    scores = logits.sigmoid() if has_shared else logits.softmax(-1)
     chosen = (scores + w["moe.expert_bias"]).topk(2, -1).indices
     share = scores.gather(-1, chosen)
-    share = share / share.sum(-1, keepdim=True)
+    share = scale * share / share.sum(-1, keepdim=True)
     every = torch.stack([
         swiglu(x, *(w[f"moe.experts.w{matrix}"][expert] for matrix in (1, 3, 2))) for expert in range(6)
     ], -2)
     best = every.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
-    return (best * share[..., None]).sum(-2)
+    routed = (best * share[..., None]).sum(-2)
+    if not has_shared:
+        return routed
+    return routed + swiglu(x, *(w[f"moe.shared_experts.w{matrix}.weight"] for matrix in (1, 3, 2)))
 
 
-def logits_of(tensors, attention):
+def logits_of(tensors, attention, scale=1.0):
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
 
     def logits(tokens):
@@ -144,7 +201,7 @@ def logits_of(tensors, attention):
             x = x + attention(w, rms(x, w["attention_norm.weight"]))
             h = rms(x, w["ffn_norm.weight"])
             if "moe.router.gate.weight" in w:
-                x = x + mixture(w, h)
+                x = x + mixture(w, h, scale)
             else:
                 x = x + swiglu(h, *(w[f"feed_forward.w{matrix}.weight"] for matrix in (1, 3, 2)))
         return F.linear(rms(x, tensors["norm.weight"]), tensors["lm_head.weight"])
@@ -262,6 +319,18 @@ def test_qwen_3(tmp_path, mlp, settings, recipe):
     assert losses == pytest.approx([expected] * 2, rel=1e-9)
     line = refusal(tmp_path, recipe, {**settings, "model.mixer.rope.pairs": True})
     assert "model.mixer.rope.pairs false there and true here" in line
+
+
+def test_deepseek_v3(tmp_path):
+    mlp = lambda layer: experts(layer, shared=True) if layer else dense(layer)  # noqa: E731
+    tensors = weights(shapes_of(3, LATENT, mlp))
+    saved(tmp_path / "step-3", todays_names(tensors))
+    settings = {**DEEPSEEK, "checkpoint.init_from": tmp_path / "step-3"}
+    losses = losses_of(tmp_path, "deepseek-v3-tiny", settings, ["one", "pp2"])
+    expected = expected_loss(tmp_path, logits_of(tensors, latent_attention, scale=1.5))
+    assert losses == pytest.approx([expected] * 2, rel=1e-9)
+    line = refusal(tmp_path, "deepseek-v3-tiny", {**settings, "model.mixer.norm_eps": 1e-6})
+    assert "model.mixer.norm_eps 1e-05 there and 1e-06 here" in line
 
 
 def test_what_differs_is_refused_by_key_or_by_name(tmp_path):
