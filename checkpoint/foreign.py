@@ -247,6 +247,9 @@ def places_in(
     """
     arrangement = family.arrangement(keys[0].format(**{"expert": "0", **numbers}), model)
     has_shape = f"{where} has shape {list(shape)}"
+    dims = 1 + arrangement.inner + (arrangement.leading is not None)
+    if len(shape) < dims:
+        raise ConfigError(f"{has_shape}, and at least {dims} dims are expected")
     inner = shape
     if arrangement.leading is not None:
         if shape[0] != arrangement.leading:

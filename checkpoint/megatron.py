@@ -29,7 +29,7 @@ from checkpoint.megatron_args import (
     name_today,
 )
 from checkpoint.pickled import Foreign, leaves, read_tree
-from checkpoint.system_rules import cut_vocabulary, read_model, sealed_zip
+from checkpoint.system_rules import check_dims, cut_vocabulary, read_model, sealed_zip
 from checkpoint.tensors_by_name import NamedTensors, Table, named_tensors, one_line
 from config import ConfigError, ModelConfig
 from parallel.sharding.boxes import Box
@@ -81,6 +81,10 @@ def open_megatron(folder: Path, run: ModelConfig) -> ForeignIndex:
     there. Raises ConfigError naming the file, the arg or the tensor."""
     saved = read_ranks(folder) if any(folder.glob("mp_rank_*")) else read_torch_dist(folder)
     where = f"{folder}: args"
+    for name, shards in saved.shards.items():
+        dims = 1 if name.endswith("bias") else 2
+        for part in shards if CUT_ROWS.fullmatch(name) or CUT_COLUMNS.fullmatch(name) else []:
+            check_dims(part.name, part.box.shape, dims, str(folder))
     rows = sum(part.box.shape[0] for part in saved.shards.get(EMBEDDING, []))
     args = {"padded_vocab_size": rows, **{key: arg for key, arg in saved.args.items() if arg is not None}}
     model = read_model(MEGATRON, args, where, is_whole=False)
@@ -147,6 +151,9 @@ def read_torch_dist(folder: Path) -> SavedModel:
         if not name.startswith(STACK) or LAYER.match(name):
             parts[name] = [StoredPart.whole(name, stored, shape)]
             continue
+        layers = args.get("num_layers")
+        if not shape or shape[0] != layers:
+            raise ConfigError(f"{folder}: {stored} has shape {list(shape)}, args say num_layers {layers}")
         for layer in range(shape[0]):
             own = f"{STACK}{layer}.{name.removeprefix(STACK)}"
             parts[own] = [StoredPart.whole(own, stored, shape[1:], at=(layer,))]
@@ -241,7 +248,7 @@ def read_rank(path: Path, folder: Path) -> RankFile:
     tree = read_tree(path)
     args = args_in(tree, str(path))
     version = tree.get("checkpoint_version") or 0
-    if version < VERSION:
+    if not isinstance(version, (int, float)) or version < VERSION:
         raise ConfigError(f"{path}: checkpoint_version {version}: read is {VERSION} or later; save it again "
                           "with a later Megatron-LM")
     chunks: list[dict[str, str]] = []

@@ -37,15 +37,11 @@ def has_bias(keys: Tree) -> bool:
 def read_heads(keys: Tree) -> Tree:
     """Query groups count where the switch is on, and else each head has its own key and value."""
     heads, hidden = plain_number(keys, "num_attention_heads"), plain_number(keys, "hidden_size")
-    if heads < 1:
-        raise UnlikeFamily(f"num_attention_heads = {heads} is below 1")
-    is_grouped = is_on(keys, "group_query_attention")
+    groups = plain_number(keys, "num_query_groups") if is_on(keys, "group_query_attention") else heads
+    if heads < 1 or groups < 1 or heads % groups:
+        raise UnlikeFamily(f"num_attention_heads = {heads} with num_query_groups = {groups} is no attention")
     size = number({"kv_channels": None, **keys}, "kv_channels", nullable=True)
-    return {
-        "mixer.heads": heads,
-        "mixer.kv_heads": plain_number(keys, "num_query_groups") if is_grouped else heads,
-        "mixer.head_dim": size or hidden // heads,
-    }
+    return {"mixer.heads": heads, "mixer.kv_heads": groups, "mixer.head_dim": size or hidden // heads}
 
 
 def read_biases(keys: Tree) -> Tree:
@@ -56,11 +52,13 @@ def read_biases(keys: Tree) -> Tree:
 def read_norm(keys: Tree) -> Tree:
     kinds = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
     name = keys.get("normalization") or "LayerNorm"
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise UnlikeFamily(f"normalization = {name!r} is not supported, only {' or '.join(kinds)}")
-    epsilons = {keys.get(key) for key in ("norm_epsilon", "layernorm_epsilon")} - {None}
+    names = ("norm_epsilon", "layernorm_epsilon")  # of one arg
+    given = {**dict.fromkeys(names), **keys}
+    epsilons = {number(given, key, nullable=True) for key in names} - {None}
     if len(epsilons) > 1:
-        raise UnlikeFamily(f"norm_epsilon and layernorm_epsilon are one arg, and differ: {sorted(epsilons)}")
+        raise UnlikeFamily(f"{' and '.join(names)} are one arg, and differ: {sorted(epsilons)}")
     return {"norm.kind": kinds[name], "norm.eps": epsilons.pop() if epsilons else 1e-5}
 
 

@@ -3,7 +3,7 @@ padded there.
 """
 import hashlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,12 @@ def read_model(
         raise ConfigError(f"{where}: {unread[0]}: nothing here reads this arg of {family.model_type}, so the "
                           "model may be another one; convert it to a Hugging Face folder")
     return build_tree(ModelConfig, fields, f"{where}: model.")
+
+
+def check_dims(name: str, shape: Sequence[int], dims: int, where: str) -> None:
+    """Raises ConfigError, beginning with `where`, for a tensor with another number of dims."""
+    if len(shape) != dims:
+        raise ConfigError(f"{where}: {name} has shape {list(shape)}, and {dims} dims are expected")
 
 
 def cut_vocabulary(

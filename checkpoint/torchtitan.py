@@ -21,6 +21,7 @@ from checkpoint.dcp import METADATA, open_dcp
 from checkpoint.foreign import ForeignIndex, foreign_index
 from checkpoint.hf import MAX_NAMED
 from checkpoint.hf_families import FAMILIES, Arrangement, Family, in_layer, with_leaf
+from checkpoint.system_rules import check_dims
 from checkpoint.tensors_by_name import NamedTensors
 from config import AttentionConfig, ConfigError, ModelConfig, head_dim
 from config.tree import with_values
@@ -73,6 +74,8 @@ EXPERTS = in_layer("layers", {  # those of a layer are stacked
     "mlp.shared.down.weight": "moe.shared_experts.w2.weight",
 })
 STACKED = [name for ours, name in EXPERTS.items() if "{expert}" in ours]
+STACK = re.compile(r"\.moe\.experts\.w[123]$")
+VECTOR = re.compile(r"norm\.weight$|expert_bias$")
 ROUTING = ("router", "router_bias", "router_renorm", "router_scale")
 LATENT_EPS = 1e-5  # of all norms there
 ABSENT = ("mtp", "mup")  # there; differences that a run may state
@@ -142,6 +145,9 @@ def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
         found = f"{', '.join(said[:MAX_NAMED])}{more}: no weights of" if said else "holds no embedding of"
         raise ConfigError(f"{folder}: {found} torchtitan's {titan.name} (Llama 3, Qwen3 and DeepSeek-V3 are "
                           "read); convert it to a Hugging Face folder")
+    for name, info in tensors.tensors.items():
+        dims = 3 if STACK.search(name) else 1 if VECTOR.search(name) else 2
+        check_dims(name, info.shape, dims, str(folder))
     check_form(titan, run, folder)
 
     model = model_there(titan, run, tensors)

@@ -405,6 +405,10 @@ def test_another_model_is_refused_by_key(tmp_path):
         ({"window_size": (128, 0)}, "window_size = (128, 0) is not supported"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn' is not supported"),
         ({"quick_geglu": True}, "quick_geglu = True is not supported"),
+        ({"norm_epsilon": 1e-5, "layernorm_epsilon": 1e-6}, "are one arg, and differ: [1e-06, 1e-05]"),
+        ({"norm_epsilon": [1]}, "norm_epsilon = [1] is not a number"),
+        ({"num_layers": 5}, "args say num_layers 5"),
+        ({"num_query_groups": 3}, "num_attention_heads = 4 with num_query_groups = 3 is no attention"),
         ({"normalization": "Other"}, "normalization = 'Other' is not supported"),
         ({"qk_layernorm": True, "normalization": "LayerNorm"}, "qk_layernorm = True with LayerNorm"),
         ({"swiglu": "yes"}, "swiglu = 'yes' is not true or false"),
@@ -456,6 +460,9 @@ def test_files_of_ranks_that_do_not_fit_are_refused(tmp_path):
     cut = {**tree["model"], "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(WIDTH, 3)}
     torch.save({**tree, "model": cut}, file)
     assert "layers.0.mlp.down.weight (32, 23)" in line_of(tmp_path, folder)
+    cut["decoder.layers.0.mlp.linear_fc2.weight"] = torch.ones(())
+    torch.save({**tree, "model": cut}, file)
+    assert "decoder.layers.0.mlp.linear_fc2.weight has shape [], and 2 dims" in line_of(tmp_path, folder)
 
 
 def test_damage_is_refused(tmp_path):

@@ -358,6 +358,8 @@ def test_what_differs_is_refused_by_key_or_by_name(tmp_path):
          "weights there without a place here: 1 (layers.1.mlp.gate.weight (48, 30))"),
         ({"layers.0.attention.wq.bias": torch.ones(2), "layers.1.attention.wq.bias": torch.ones(2)},
          f"{folder}: layers.N.attention.wq.bias (2): no weights of torchtitan's Llama 3"),
+        ({first: torch.ones(())}, f"{folder}: {first} has shape [], and 2 dims are expected"),
+        ({"tok_embeddings.weight": torch.ones(9)}, "tok_embeddings.weight has shape [9], and 2 dims"),
         ({first: None}, "weights here that are not there: 1 (layers.1.mlp.gate.weight)"),
         ({"output.weight": torch.ones(257, 32)}, "lm_head.weight and output.weight are one tensor"),
     ):
