@@ -1,10 +1,10 @@
-"""Hugging Face folders as what a new run begins with (checkpoint.init_from), read in pieces.
+"""Weights of other systems as what a new run begins with (checkpoint.init_from), read in pieces.
 
 Each rank reads of each tensor the boxes that it holds, at most quantized.PIECE elements at a time, straight
-into its weights. The families (checkpoint/hf_families.py) say the names, what is stacked and what is
-transposed; quantized weights are read as plain ones (checkpoint/quantized.py).
+into its weights. A family says the names, what is stacked and what is transposed: of a Hugging Face folder
+one of checkpoint/hf_families.py, of another system that of its reader (checkpoint/foreign_systems.py).
+Quantized weights are read as plain ones (checkpoint/quantized.py).
 """
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -60,12 +60,14 @@ class WeightPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignIndex(StoredIndex):
-    """A folder of another system, as an index of our names. pieces: each tensor, whole. sealed: sha256 of
-    config.json."""
+    """A checkpoint of another system, as an index of our names. pieces: each tensor, whole. sealed: see
+    foreign_systems.ForeignSystem. notes: for the log."""
+    family: Family
     model: ModelConfig
     tensors: NamedTensors
     places: dict[str, WeightPlace]
-    sealed: str
+    sealed: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,20 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
     tensors = with_full_names(tensors, family, model)
-    model = hf.tie_embeddings(model, tensors.tensors)
+    return foreign_index(folder, family, hf.tie_embeddings(model, tensors.tensors), tensors)
 
+
+def foreign_index(
+    folder: Path,
+    family: Family,
+    model: ModelConfig,
+    tensors: NamedTensors,
+    notes: tuple[str, ...] = (),
+) -> ForeignIndex:
+    """The tensors under our names. folder: names the checkpoint in errors.
+
+    Raises ConfigError naming the tensor that is unknown, not of floats, or of an unlikely shape.
+    """
     places: dict[str, WeightPlace] = {}
     pieces: list[StoredPiece] = []
     copies, constants = family.copies(model), family.constants_of(model)
@@ -172,13 +186,13 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
             hf.check_constant(name, tensors.read(name, ()), constants[name])
             continue
         if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-            raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats, or a quantization_config in "
-                              "config.json that says how they are quantized, are read")
+            raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats are read, and of Hugging Face "
+                              "what a quantization_config in config.json describes")
         match, keys = next(
             ((match, keys) for pattern, keys in known if (match := pattern.fullmatch(name))), (None, [])
         )
         if match is None:
-            raise ConfigError(f"{folder}: {name} is not a weight of {model_type}")
+            raise ConfigError(f"{folder}: {name} is not a weight of {family.model_type}")
         found = places_in(
             family,
             model,
@@ -198,10 +212,11 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
         files={},
         pieces=pieces,
         meta={"tokenizer": "none", "step": 0, "config": {"model": plain_data(model)}},
+        family=family,
         model=model,
         tensors=tensors,
         places=places,
-        sealed=hashlib.sha256(path.read_bytes()).hexdigest(),
+        notes=notes,
     )
 
 
@@ -243,17 +258,20 @@ def places_in(
     """Our tensors, whole, that one of theirs holds. keys: our names, with {layer} and {expert}; numbers: the
     values of those that their name has.
 
-    Raises ConfigError, beginning with `where`, for a shape that config.json makes another one.
+    Raises ConfigError, beginning with `where`, for a shape that the model makes another one.
     """
     of_first = {"expert": "0", **numbers}
     keys = [key for key in keys if has_part_of(model, key.format(**of_first))] or keys
     own_keys = [key.format(**of_first) for key in keys]
     arrangement = family.arrangement(own_keys[0], model)
     has_shape = f"{where} has shape {list(shape)}"
+    dims = 1 + arrangement.inner + (arrangement.leading is not None)
+    if len(shape) < dims:
+        raise ConfigError(f"{has_shape}, and at least {dims} dims are expected")
     inner = shape
     if arrangement.leading is not None:
         if shape[0] != arrangement.leading:
-            raise ConfigError(f"{has_shape}, config.json makes its first dim {arrangement.leading:,}")
+            raise ConfigError(f"{has_shape}, {family.config} makes its first dim {arrangement.leading:,}")
         inner = shape[1:]
     if len(inner) > 1 + arrangement.inner and arrangement.transpose:
         inner = inner[::-1]
@@ -266,7 +284,9 @@ def places_in(
         if rest[:1] != [1]:
             raise ConfigError(f"{has_shape}, and its second dim should be 1")
         rest = rest[1:]
-    of_each = rows_of(model, own_keys, total, has_shape)
+    of_each = rows_of(model, own_keys, total)
+    if sum(of_each) != total:
+        raise ConfigError(f"{has_shape}, {family.config} makes it {sum(of_each):,} rows")
     if any(rows % arrangement.groups for rows in of_each):
         raise ConfigError(f"{has_shape}, and its rows are not {arrangement.groups:,} groups")
 
@@ -286,7 +306,7 @@ def places_in(
             first += place.rows
             if own in hf.VOCAB_KEYS:
                 if rows != model.vocab:
-                    raise ConfigError(f"{where} has {rows:,} rows, config.json {model.vocab:,}")
+                    raise ConfigError(f"{where} has {rows:,} rows, {family.config} {model.vocab:,}")
                 rows = padded_vocab(model)
             yield Box.whole(own, (rows, *rest)), place
 
@@ -305,18 +325,14 @@ def has_part_of(model: ModelConfig, key: str) -> bool:
     return (rest[0] in OF_MIXTURES) == has_experts(model, layer)
 
 
-def rows_of(model: ModelConfig, keys: list[str], total: int, where: str) -> list[int]:
-    """The rows of each of our tensors that one of theirs stacks. Raises ConfigError, beginning with `where`,
-    unless they are `total`."""
+def rows_of(model: ModelConfig, keys: list[str], total: int) -> list[int]:
+    """The rows of each of our tensors that one of theirs, of `total` rows, stacks."""
     if len(keys) == 1:
         return [total]
     sizes = {}
     if ".attn." in keys[0]:
         sizes = mixer_rows(layer_model(model, int(keys[0].split(".")[1])))
-    rows = [sizes.get(key.split(".")[3].removesuffix("_conv"), total // len(keys)) for key in keys]
-    if sum(rows) != total:
-        raise ConfigError(f"{where}, config.json makes it {sum(rows):,} rows")
-    return rows
+    return [sizes.get(key.split(".")[3].removesuffix("_conv"), total // len(keys)) for key in keys]
 
 
 def mixer_rows(model: ModelConfig) -> dict[str, int]:
@@ -337,9 +353,9 @@ def mixer_rows(model: ModelConfig) -> dict[str, int]:
     return {}
 
 
-def check_copies(index: ForeignIndex, model_type: str) -> None:
+def check_copies(index: ForeignIndex) -> None:
     """Raises ConfigError if a tensor that the folder has a second time differs from the first."""
-    for name, key in FAMILIES[model_type].copies(index.model).items():
+    for name, key in index.family.copies(index.model).items():
         if name not in index.tensors.tensors or key not in index.places:
             continue
         first, shape = index.places[key].name, index.tensors.tensors[name].shape
@@ -347,5 +363,5 @@ def check_copies(index: ForeignIndex, model_type: str) -> None:
         for piece in pieces_of(Box.whole(name, shape), range(len(shape))):
             other = replace(piece, key=first)
             if not is_same or not torch.equal(index.tensors.read_box(piece), index.tensors.read_box(other)):
-                raise ConfigError(f"{index.path}: {name} differs from {first}, and config.json says that "
-                                  "they are one")
+                raise ConfigError(f"{index.path}: {name} differs from {first}, and {index.family.config} "
+                                  "says that they are one")

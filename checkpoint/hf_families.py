@@ -209,6 +209,7 @@ class Family:
     # {kind of a layer's mixer: {part of a name that a folder may have: what is written for it}}
     spellings: dict[str, dict[str, str]] = field(default_factory=dict)
     unread: str = ""  # with this their names of tensors begin that transformers does not load
+    config: str = "config.json"  # what says the model, in errors
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
     def read(self, hf_config: Tree) -> Tree:

@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint import foreign, hf_config, mirror, store
+from checkpoint import foreign, mirror, store
 from checkpoint.folder import parse_index
+from checkpoint.foreign_systems import is_ours, open_foreign
 from checkpoint.origin import (
     FINGERPRINT_DIGITS,
     UNKNOWN,
@@ -825,12 +826,14 @@ def pack_start(start: StartingPoint) -> PackedStart:
     )
 
 
-def unpack_start(packed: PackedStart, text: bytes) -> StartingPoint:
-    """The start that another rank makes of it. text: of index.json, compressed. Raises MessageError."""
+def unpack_start(packed: PackedStart, text: bytes, model: ModelConfig | None = None) -> StartingPoint:
+    """The start that another rank makes of it. text: of index.json, compressed. model: of the run, where it
+    may begin with weights of another system. Raises MessageError; ConfigError."""
     if packed.path is None:
         return StartingPoint(None, None, packed.notes)
     if packed.is_foreign:
-        return StartingPoint(None, foreign.open_hf_folder(packed.path), packed.notes)
+        assert model is not None
+        return StartingPoint(None, open_foreign(packed.path, model), packed.notes)
     if packed.text_bytes > messages.MAX_TOTAL_BYTES:
         raise messages.MessageError(
             f"{packed.path}/index.json is announced with {packed.text_bytes:,} bytes; the limit is "
@@ -849,10 +852,13 @@ def unpack_start(packed: PackedStart, text: bytes) -> StartingPoint:
 
 
 def choose_together(
-    choose: Callable[[], StartingPoint], world: comm.Group, timeout_s: float | None
+    choose: Callable[[], StartingPoint],
+    world: comm.Group,
+    timeout_s: float | None,
+    model: ModelConfig | None = None,
 ) -> StartingPoint:
     """choose() of rank 0, on every rank. Collective. The index is read from the disk and parsed once by rank
-    0, and sent once to the others."""
+    0, and sent once to the others. model: see unpack_start."""
     own: list[StartingPoint] = []
     texts: list[bytes] = []  # of index.json, compressed
 
@@ -868,7 +874,7 @@ def choose_together(
     text = comm.broadcast_bytes(texts[0] if texts else b"", world)
 
     def unpack() -> StartingPoint:
-        return own[0] if own else unpack_start(packed, text)
+        return own[0] if own else unpack_start(packed, text, model)
 
     return all_ranks_do(unpack, world, timeout_s) if packed.is_foreign else unpack()
 
@@ -904,7 +910,8 @@ def newest_start(
     cfg: Config, root: pathlib.Path, world: comm.Group, bad: dict[pathlib.Path, str] | None = None
 ) -> StartingPoint:
     """The start that resume() tries first; with `bad`, {checkpoint: why it is damaged}, next. Collective."""
-    return choose_together(lambda: choose_start(cfg, root, bad or {}), world, cfg.checkpoint.timeout_s)
+    timeout_s = cfg.checkpoint.timeout_s
+    return choose_together(lambda: choose_start(cfg, root, bad or {}), world, timeout_s, cfg.model)
 
 
 def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
@@ -1020,10 +1027,10 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
         return StartingPoint(indexes[resumed], None, notes)
     if checkpoint.init_from and not is_url(checkpoint.init_from):
         folder = pathlib.Path(checkpoint.init_from)
-        if foreign.is_hf_folder(folder):
-            index = foreign.open_hf_folder(folder)
-            foreign.check_copies(index, hf_config.read_json(folder / "config.json")["model_type"])
-            return StartingPoint(None, index, notes)
+        if not is_ours(folder):
+            index = open_foreign(folder, cfg.model)
+            foreign.check_copies(index)
+            return StartingPoint(None, index, [*notes, *index.notes])
     if checkpoint.init_from:
         weights = find_checkpoint(checkpoint.init_from, notes, bad, check, downloads_of(cfg))
         return StartingPoint(None, indexes[weights], notes)

@@ -127,6 +127,8 @@ class LatentConfig:
     window: Count | None = None  # sliding-window attention: a token attends to this many tokens, itself
     #   included; none: to all tokens before it
     rope: RopeConfig | None = RopeConfig()  # rotary positions; none: no channel has any (Kimi Linear)
+    norm_eps: Positive = 1e-6  # added to the mean square in the norms of the latents: 1e-6 in the published
+    #   models, whatever norm.eps is
     growth: GrowthConfig | None = None  # scores grow with the position of their query
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
@@ -185,7 +187,7 @@ class NoPart:
 
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
-ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "relu2", "xielu"]
+ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_erf", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,8 @@ class MLPConfig:
     kind: Literal["mlp"] = "mlp"
     width: Count = 352  # inner width
     activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
-    #   clamped_swiglu: of gpt-oss; relu2: squared ReLU (Nemotron); xielu: of Apertus, learns two numbers
+    #   clamped_swiglu: of gpt-oss; gelu_erf: GELU without the approximation; relu2: squared ReLU (Nemotron);
+    #   xielu: of Apertus, learns two numbers
     bias: bool = False  # biases of its linear layers (GPT-2), and of those of each expert (gpt-oss)
 
 

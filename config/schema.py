@@ -321,8 +321,9 @@ class CheckpointConfig:
     keep_minutes: Positive | None = None  # of the checkpoints that are saved, one in so many minutes is made
     #   permanent
     resume: str = "auto"  # auto: the newest good checkpoint of this run | none | a checkpoint or run folder
-    init_from: str | None = None  # checkpoint, run or Hugging Face folder that gives the initial weights
-    #   (no optimizer state, step 0), of a model that computes the same
+    init_from: str | None = None  # checkpoint, run, Hugging Face folder or checkpoint of another system
+    #   (docs/checkpoints.md) that gives the initial weights (no optimizer state, step 0), of a model that
+    #   computes the same
     init_changes: str | None = None  # KEY[,KEY...]: what may differ from the model of init_from, e.g.
     #   model.layers,model.mixer.window: keys of model.*, data.bos, data.tokenizer (or data.tokenizer=text:
     #   rows go to the tokens of the same text), and weights by name (head.weight, layers.*.attn.q.weight)

@@ -3,6 +3,7 @@ models, in plain torch.
 
     geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
     clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7
+    gelu_erf         x Phi(x)                             arXiv 1606.08415, by erf
     relu2            relu(x)^2                            arXiv 2109.08668
     xielu            a x^2 + x / 2 above 0, else          arXiv 2411.13010; it learns a and b
                      b (exp(x) - 1 - x) + x / 2
@@ -185,6 +186,7 @@ ACTIVATIONS = {  # by model.mlp.activation
         partial(activate_weighted, definition=Definition(gelu_forward, gelu_backward)),
         is_gated=False,
     ),
+    "gelu_erf": defined(Definition(F.gelu, torch.ops.aten.gelu_backward), is_gated=False),
     "relu2": defined(Definition(relu2_forward, relu2_backward), is_gated=False),
     "xielu": Activation(xielu, None, is_gated=False, learned=("alpha_p", "alpha_n")),
 }

@@ -35,8 +35,6 @@ from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
 
-LATENT_EPS = 1e-6  # of the latents' norms in every published model, whatever norm_eps is
-
 
 class MultiLatentAttention(nn.Module):
     """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same."""
@@ -55,6 +53,7 @@ class MultiLatentAttention(nn.Module):
         self.nope_dim = model.mixer.nope_dim
         self.rope_dim = model.mixer.rope_dim
         self.value_dim = model.mixer.v_dim
+        self.norm_eps = model.mixer.norm_eps  # of the latents
         self.rotation = rotation_of(model)
         self.rope_in_pairs = model.mixer.rope is not None and model.mixer.rope.pairs
         self.score_scale = score_scale(model)
@@ -142,10 +141,10 @@ class MultiLatentAttention(nn.Module):
         # the latents of this rank's tokens
         widths = [self.q_rank, self.kv_rank, self.rope_dim]
         q_latent, latent, rope_key = linear(x, self.down).split(widths, -1)
-        latent = rms_norm(latent, self.kv_norm, LATENT_EPS, self.compiled)
+        latent = rms_norm(latent, self.kv_norm, self.norm_eps, self.compiled)
         latents = [latent, rope_key]
         if self.q_rank:
-            q_latent = rms_norm(q_latent, self.q_norm, LATENT_EPS, self.compiled)
+            q_latent = rms_norm(q_latent, self.q_norm, self.norm_eps, self.compiled)
             latents.append(q_latent)
 
         # the latents of all tp ranks' tokens, and the queries

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from checkpoint.foreign_systems import seal_of
 from config import CheckpointConfig, ConfigError, Tree, code_hash, provenance
 from config.command_line import CommandParser
 from config.exit_codes import FINISHED, STOPPED_EARLY
@@ -146,11 +147,18 @@ def check_inputs(records: list[Tree]) -> list[str]:
     for key, weights in records[0]["inputs"].items():
         if key == "data":
             continue
-        sealed = Path(weights["path"], "index.sha256")
-        if not sealed.is_file() or sealed.read_text().split()[0] != weights["index_sha256"]:
-            what = "is another checkpoint now" if sealed.is_file() else "is gone"
+        is_foreign = "config_sha256" in weights  # of another system
+        now = (seal_of if is_foreign else seal_of_run)(Path(weights["path"]))
+        if now is None or now != weights["config_sha256" if is_foreign else "index_sha256"]:
+            what = "is gone" if now is None else "is another checkpoint now"
             raise ConfigError(f"{key}: {weights['path']} {what}; restore the one with which the run began")
     return notes
+
+
+def seal_of_run(path: Path) -> str | None:
+    """The sha256 of the index of a checkpoint; None if it is gone."""
+    sealed = path / "index.sha256"
+    return sealed.read_text().split()[0] if sealed.is_file() else None
 
 
 def check_data(path: str, item: Tree) -> None:

@@ -440,6 +440,7 @@ CASES = [
     Case("logit_scale", 0.5, VALUES, lambda before, after: same(after.logits, 0.5 * before.logits)),
     Case("logit_cap", 0.5, VALUES, lambda before, after: same(after.logits, bounded(before.logits, 0.5))),
     Case("mlp.activation", "gelu", NEW, added(gone=("mlp.gate",))),
+    Case("mlp.activation", "gelu_erf", NEW, added(gone=("mlp.gate",))),
     Case("mlp.activation", "relu2", NEW, added(gone=("mlp.gate",))),
     Case("mlp.activation", "xielu", NEW, xielu_learns),
     Case("mlp.activation", "geglu", VALUES),
@@ -518,6 +519,7 @@ CASES = [
     Case("mixer.value_dim", 12, NEW, shaped(attn_to_v=(48, 32), attn_to_o=(32, 48))),
     Case("mixer.value_scale", 0.5, VALUES),
     Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
+    Case("mixer.norm_eps", 0.1, VALUES, base=LATENT),
     Case(
         "mixer.kind",
         "delta",

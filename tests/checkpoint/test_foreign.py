@@ -125,7 +125,7 @@ def test_boxes_are_read_out_of_groups_of_a_stack(tmp_path):
     found = list(foreign.places_in(family, model, shape=tuple(stack.shape), **said))
     assert {box.key: box.shape for box, _ in found} == {key: (6, 4) for key in values}
     index = foreign.ForeignIndex(
-        path=tmp_path, save_id="", step=0, files={}, pieces=[], model=model, sealed="",
+        path=tmp_path, save_id="", step=0, files={}, pieces=[], model=model, family=family,
         tensors=open_safetensors_folder(tmp_path), places={box.key: place for box, place in found},
     )
     for key, value in values.items():

@@ -232,7 +232,7 @@ MODEL_VALUES = {
     "norm.place": ("before", "after", "around"), "norm.bias": (True, False),
     "residual": ("sequential", "parallel"), "residual_scale": (1.0, 0.5), "embed_scale": (1.0, 3.0),
     "logit_scale": (1.0, 0.3), "logit_cap": (None, 20.0),
-    "mlp.activation": ("swiglu", "gelu", "geglu", "clamped_swiglu", "relu2", "xielu"),
+    "mlp.activation": ("swiglu", "gelu", "gelu_erf", "geglu", "clamped_swiglu", "relu2", "xielu"),
     "mlp.bias": (True, False), "positions": (None, "learned"),
     "tied": (True, False), "dropout": (0.0, 0.1), "init_std": (0.02, 2.0, -0.5), "preset": ("llama-mini",),
     "mtp": (None, {}), "mtp.modules": (1, 2), "mtp.weight": (0.3, 0.0), "mup": (None, {"base": 8}),

@@ -33,6 +33,7 @@ DEFINITIONS = {
     "geglu": geglu,
     "clamped_swiglu": clamped_swiglu,
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": lambda x: x * torch.special.ndtr(x),
     "relu2": lambda x: F.relu(x) ** 2,
     "xielu": xielu,
 }

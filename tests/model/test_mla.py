@@ -13,7 +13,6 @@ from config.tree import with_values
 from kernels import rope
 from model.context import GenerationCache, forward_context
 from model.generate import generate
-from model.mla import LATENT_EPS
 from parallel.topology.mesh import Mesh
 from proof.verify.tiny_config import tiny_config
 
@@ -41,7 +40,7 @@ def definition(mla, m, x, freq, grow):
     """Term by term, head by head, on one sequence [s, d]; pairs of neighbours turn as complex numbers."""
 
     def norm(t, w):
-        return t / (t.square().mean(-1, keepdim=True) + LATENT_EPS).sqrt() * w
+        return t / (t.square().mean(-1, keepdim=True) + m.norm_eps).sqrt() * w
 
     def turned(t):
         angle = torch.arange(len(t), dtype=torch.float64)[:, None] * freq
@@ -67,7 +66,7 @@ def definition(mla, m, x, freq, grow):
 
 @pytest.mark.parametrize("name", TWINS)
 def test_it_is_the_definition(name):
-    run = made(name, **{"rope.scaling.mscale": 0.7, "rope.scaling.mscale_all": 0.7})
+    run = made(name, **{"rope.scaling.mscale": 0.7, "rope.scaling.mscale_all": 0.7, "norm_eps": 0.05})
     m, mla, x = run.cfg.model.mixer, attention_of(run), torch.randn(1, 11, 32, dtype=torch.float64)
     got = mla(x, forward_context(run.cfg, torch.arange(11)[None], None))
     scaling = m.rope.scaling

@@ -1,0 +1,71 @@
+"""Runs of train.py that begin with weights of another system, and what they are compared with: the loss that
+an independent implementation has on the tokens of the first step.
+"""
+
+import json
+
+import torch
+import torch.nn.functional as F
+from ranks import corpus, job
+
+import config
+from data.loader import open_loader
+
+RUN = {
+    "train.steps": 1,
+    "train.seq_len": 24,
+    "train.micro_batch": 1,
+    "train.global_batch": 4,
+    "train.dtype": "fp64",
+    "train.threads": 1,
+    "model.vocab_multiple": 64,
+    "optim.warmup": 0,
+    "eval.every": "none",
+    "eval.batches": 1,
+    "eval.sample": 0,
+    "log.every": 1,
+}
+LAYOUTS = {  # ranks, keys
+    "one": (1, {}),
+    "tp2": (2, {"parallel.tp": 2}),
+    "pp2": (2, {"parallel.pp": 2}),
+    "zero3": (2, {"parallel.zero": 3}),
+}
+
+
+def words(home, recipe, name, settings):
+    """The arguments of train.py. settings: {key: value}"""
+    place = {"log.dir": home / "runs", "log.name": name}
+    if not (home / "text.idx").exists():
+        corpus(home)
+    every = {"data.path": home / "text", **RUN, **place, **settings}
+    return [recipe, *(word for key, value in every.items() for word in (f"--{key}", str(value)))]
+
+
+def first_loss(home, recipe, settings, layout="one"):
+    """(the loss of the first step, which is that of the initial weights; what was printed)"""
+    ranks, keys = LAYOUTS[layout]
+    end = job(home, ranks, words(home, recipe, layout, {**settings, **keys}))
+    assert end.codes == [0] * ranks, end.logs
+    rows = [json.loads(line) for line in (home / "runs" / layout / "metrics.jsonl").read_text().splitlines()]
+    return next(row["loss"] for row in rows if row.get("step") == 1), end.logs[0]
+
+
+def refusal(home, recipe, settings, ranks=1):
+    """The one line with which a start is refused, with exit code 2 and before a run folder is there."""
+    end = job(home, ranks, words(home, recipe, "refused", settings))
+    assert end.codes == [2] * ranks and not (home / "runs" / "refused").exists(), end.logs
+    (line,) = set(end.errors())
+    return line
+
+
+def expected_loss(home, logits):
+    """The mean loss of the first step of the run of one rank. logits(tokens [b, s]) -> [b, s, vocab]"""
+    cfg = config.from_tree(config.read_yaml(home / "runs" / "one" / "config.yaml"))
+    loader = open_loader(cfg, "train", 0, 1)
+    batches = loader.microbatches(0)
+    loader.close()
+    tokens = torch.cat([batch.tokens for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    with torch.no_grad():
+        return F.cross_entropy(logits(tokens).flatten(0, 1), targets.flatten()).item()

@@ -1,0 +1,490 @@
+"""checkpoint.init_from takes checkpoints of Megatron-LM, laid out by hand as its versions do. The model here
+reads the tensors in Megatron-LM's own form, and shares nothing with ours.
+"""
+
+import argparse
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from foreign_runs import LAYOUTS, expected_loss, first_loss, refusal
+from test_dcp import lay_out
+
+LAYERS, WIDTH, HEADS, HEAD, GROUPS, FFN, PADDED = 4, 32, 4, 12, 2, 40, 512
+SIZES = {
+    "model.layers": LAYERS,
+    "model.hidden": WIDTH,
+    "model.mixer.heads": HEADS,
+    "model.mixer.head_dim": HEAD,
+    "model.mlp.width": FFN,
+    "model.norm.eps": 1e-5,
+}
+LLAMA = {
+    **SIZES,
+    "model.mixer.kv_heads": GROUPS,
+    "model.mixer.rope.base": 10000,
+    "model.mixer.rope.scaling": None,
+}
+GPT = {**SIZES, "model.context": 64, "model.tied": True}
+ARGS = {  # of both, and some that change no logits
+    "num_layers": LAYERS,
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "kv_channels": HEAD,
+    "ffn_hidden_size": FFN,
+    "max_position_embeddings": 64,
+    "padded_vocab_size": PADDED,
+    "make_vocab_size_divisible_by": 256,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "lr": 1e-4,
+    "params_dtype": torch.bfloat16,
+    "attention_backend": argparse.Namespace(name="auto"),
+    "window_size": None,
+}
+LLAMA_ARGS = {
+    **ARGS,
+    "group_query_attention": True,
+    "num_query_groups": GROUPS,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+GPT_ARGS = {**ARGS, "num_query_groups": 1, "group_query_attention": False, "bias_gelu_fusion": True}
+
+
+def weights(args):
+    """The whole tensors under the names of megatron/core, norms fused with the matrices that read them."""
+    generator = torch.Generator().manual_seed(8)
+    groups = args["num_query_groups"] if args["group_query_attention"] else HEADS
+    qkv = (HEADS + 2 * groups) * HEAD
+    shapes = {"embedding.word_embeddings.weight": (PADDED, WIDTH), "decoder.final_layernorm.weight": (WIDTH,)}
+    of_layer = {
+        "self_attention.linear_qkv.layer_norm_weight": (WIDTH,),
+        "self_attention.linear_qkv.weight": (qkv, WIDTH),
+        "self_attention.linear_proj.weight": (WIDTH, HEADS * HEAD),
+        "mlp.linear_fc1.layer_norm_weight": (WIDTH,),
+        "mlp.linear_fc1.weight": ((2 if args.get("swiglu") else 1) * FFN, WIDTH),
+        "mlp.linear_fc2.weight": (WIDTH, FFN),
+    }
+    if args.get("add_bias_linear", True):
+        of_layer |= {
+            "self_attention.linear_qkv.bias": (qkv,),
+            "self_attention.linear_proj.bias": (WIDTH,),
+            "mlp.linear_fc1.bias": (FFN,),
+            "mlp.linear_fc2.bias": (WIDTH,),
+        }
+    if args.get("normalization") != "RMSNorm":
+        of_layer |= {
+            "self_attention.linear_qkv.layer_norm_bias": (WIDTH,),
+            "mlp.linear_fc1.layer_norm_bias": (WIDTH,),
+        }
+        shapes["decoder.final_layernorm.bias"] = (WIDTH,)
+    if args.get("qk_layernorm"):
+        of_layer |= {f"self_attention.{name}_layernorm.weight": (HEAD,) for name in "qk"}
+    if args.get("position_embedding_type") != "rope":
+        shapes["embedding.position_embeddings.weight"] = (64, WIDTH)
+    if args.get("untie_embeddings_and_output_weights"):
+        shapes["output_layer.weight"] = (PADDED, WIDTH)
+    for layer in range(LAYERS):
+        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
+# ---- the model ---------------------------------------------------------------------------------------------
+
+
+def norm(x, w, name, args):
+    weight = w[f"{name}weight"] + (1 if args.get("apply_layernorm_1p") else 0)
+    if args.get("normalization") == "RMSNorm":
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+    return F.layer_norm(x, weight.shape, weight, w[f"{name}bias"], 1e-5)
+
+
+def rotated(x, args):
+    """x [b, s, heads, HEAD]; the first channels of each head, as halves or as pairs of neighbours."""
+    if args.get("position_embedding_type") != "rope":
+        return x
+    dim = int(HEAD * args["rotary_percent"])
+    theta = torch.outer(torch.arange(x.shape[1]), 10000.0 ** (-torch.arange(0, dim, 2) / dim)).double()
+    part, rest = x[..., :dim], x[..., dim:]
+    if args.get("rotary_interleaved"):
+        theta = theta.repeat_interleave(2, -1)[:, None]
+        first, second = part[..., ::2], part[..., 1::2]
+        turned = torch.stack((-second, first), -1).flatten(-2)
+    else:
+        theta = theta.repeat(1, 2)[:, None]
+        first, second = part.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return torch.cat((part * theta.cos() + turned * theta.sin(), rest), -1)
+
+
+def attention(w, x, args):
+    groups = args["num_query_groups"] if args["group_query_attention"] else HEADS
+    mixed = F.linear(x, w["self_attention.linear_qkv.weight"], w.get("self_attention.linear_qkv.bias"))
+    q, k, v = mixed.unflatten(-1, (groups, -1, HEAD)).split((HEADS // groups, 1, 1), -2)
+    k, v = (part.expand_as(q).flatten(2, 3) for part in (k, v))
+    q = q.flatten(2, 3)
+    if args.get("qk_layernorm"):
+        q = norm(q, w, "self_attention.q_layernorm.", args)
+        k = norm(k, w, "self_attention.k_layernorm.", args)
+    q, k, v = (part.transpose(1, 2) for part in (rotated(q, args), rotated(k, args), v))
+    future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-1, -2) / HEAD**0.5).masked_fill(future, -torch.inf)
+    out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return F.linear(out, w["self_attention.linear_proj.weight"], w.get("self_attention.linear_proj.bias"))
+
+
+def mlp(w, x, args):
+    h = F.linear(x, w["mlp.linear_fc1.weight"], w.get("mlp.linear_fc1.bias"))
+    if args.get("swiglu"):
+        gate, up = h.chunk(2, -1)
+        h = F.silu(gate) * up
+    elif args.get("squared_relu"):
+        h = h.relu().square()
+    else:
+        h = F.gelu(h, approximate="tanh" if args.get("bias_gelu_fusion") else "none")
+    return F.linear(h, w["mlp.linear_fc2.weight"], w.get("mlp.linear_fc2.bias"))
+
+
+def logits_of(tensors, args):
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+
+    def logits(tokens):
+        x = tensors["embedding.word_embeddings.weight"][tokens]
+        if "embedding.position_embeddings.weight" in tensors:
+            x = x + tensors["embedding.position_embeddings.weight"][:tokens.shape[1]]
+        for layer in range(LAYERS):
+            start = f"decoder.layers.{layer}."
+            w = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+            x = x + attention(w, norm(x, w, "self_attention.linear_qkv.layer_norm_", args), args)
+            x = x + mlp(w, norm(x, w, "mlp.linear_fc1.layer_norm_", args), args)
+        head = tensors.get("output_layer.weight", tensors["embedding.word_embeddings.weight"])
+        return F.linear(norm(x, tensors, "decoder.final_layernorm.", args), head)[..., :257]
+
+    return logits
+
+
+# ---- torch_dist --------------------------------------------------------------------------------------------
+
+
+def boxes(name, tensor, tp):
+    """(offset, part) of each rank of tensor parallelism."""
+    dim = 0 if re.search(r"linear_(qkv|fc1)\.(weight|bias)|word_embeddings|output_layer", name) else None
+    dim = 1 if re.search(r"linear_(proj|fc2)\.weight", name) else dim
+    if dim is None:
+        return [((0,) * tensor.dim(), tensor)]
+    parts = tensor.chunk(2 * tp if "linear_fc1" in name else tp, dim)  # gates and ups have boxes of their own
+    found, at = [], 0
+    for part in parts:
+        found.append((tuple(at if d == dim else 0 for d in range(tensor.dim())), part))
+        at += part.shape[dim]
+    return found
+
+
+def torch_dist(home, tensors, args, stacked=True, common="file"):
+    """A folder of iteration 100, with the file that names it."""
+    folder = home / "iter_0000100"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shapes, items = {}, []
+    for name, tensor in tensors.items():
+        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+        if layer and stacked:
+            name = name.replace(layer[0], "decoder.layers.")
+            shapes[name] = ((LAYERS, *tensor.shape), torch.float32)
+            items += [(name, (int(layer[1]), *at), part[None].clone()) for at, part in boxes(name, tensor, 2)]
+            continue
+        shapes[name] = (tuple(tensor.shape), torch.float32)
+        items += [(name, at, part.clone()) for at, part in boxes(name, tensor, 2)]
+    moment = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    shapes[moment] = ((WIDTH,), torch.float32)
+    items.append((moment, (0,), torch.ones(WIDTH)))
+    whole = {"args": argparse.Namespace(**args), "iteration": 100, "checkpoint_version": 3.0}
+    extra = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"
+    objects = {extra: [b"fp8"], **({} if common == "file" else {"common_state/shard_0_1": [whole]})}
+    items += [(name, None, what) for name, what in objects.items()]
+    lay_out(folder, {"__0_0.distcp": items[::2], "__1_0.distcp": items[1::2]}, shapes, list(objects))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    if common == "file":
+        torch.save(whole, folder / "common.pt")
+    (home / "latest_checkpointed_iteration.txt").write_text("100")
+    return folder
+
+
+def losses_of(home, recipe, settings, layouts=("one",)):
+    return [first_loss(home, recipe, settings, layout)[0] for layout in layouts]
+
+
+def agree(home, losses, tensors, args):
+    expected = expected_loss(home, logits_of(tensors, args))
+    assert losses == pytest.approx([expected] * len(losses), rel=1e-9)
+
+
+def test_torch_dist_in_every_layout(tmp_path):
+    """Layers are stacked; the folder of all iterations is given."""
+    tensors = weights(LLAMA_ARGS)
+    torch_dist(tmp_path / "saved", tensors, {**LLAMA_ARGS, "tensor_model_parallel_size": 2})
+    settings = {**LLAMA, "checkpoint.init_from": tmp_path / "saved"}
+    found = [first_loss(tmp_path, "llama3-tiny", settings, layout) for layout in LAYOUTS]
+    agree(tmp_path, [loss for loss, _ in found], tensors, LLAMA_ARGS)
+    assert all("the last 255 of 512 rows of the vocabulary" in told for _, told in found)
+
+
+@pytest.mark.parametrize(
+    "args, keys",
+    [
+        ({"rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": False},
+         {"mixer.rope.share": 0.5, "mixer.rope.pairs": True}),
+        ({"qk_layernorm": True, "apply_layernorm_1p": True, "num_query_groups": 4},
+         {"mixer.qk_norm": "head", "mixer.kv_heads": 4}),
+        ({"swiglu": False, "squared_relu": True, "rotary_base": 10000}, {"mlp.activation": "relu2"}),
+    ],
+)
+def test_args_say_the_model(tmp_path, args, keys):
+    """Layers have names of their own, gates and ups too, and the args are an object of the folder."""
+    args = {**LLAMA_ARGS, **args}
+    tensors = weights(args)
+    saved = {}
+    for name, tensor in tensors.items():
+        if "linear_fc1.weight" in name and args["swiglu"]:
+            saved[f"{name}_w"], saved[f"{name}_v"] = tensor.chunk(2)
+        else:
+            saved[name] = tensor
+    folder = torch_dist(tmp_path / "saved", saved, args, stacked=False, common="object")
+    settings = {**LLAMA, **{f"model.{key}": value for key, value in keys.items()}}
+    losses = losses_of(tmp_path, "llama3-tiny", {**settings, "checkpoint.init_from": folder}, ["one", "tp2"])
+    agree(tmp_path, losses, tensors, args)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_gpt(tmp_path, is_fused):
+    """Biases, LayerNorm, learned positions, one tied head. GELU is the tanh form where its bias is fused."""
+    args = {**GPT_ARGS, "bias_gelu_fusion": is_fused}
+    tensors = weights(args)
+    folder = torch_dist(tmp_path / "saved", tensors, args)
+    settings = {**GPT, "model.mlp.activation": "gelu" if is_fused else "gelu_erf"}
+    losses = losses_of(tmp_path, "gpt2-tiny", {**settings, "checkpoint.init_from": folder}, ["one", "zero3"])
+    agree(tmp_path, losses, tensors, args)
+
+
+# ---- a file for each rank ----------------------------------------------------------------------------------
+
+OLD_NAMES = (
+    (r"^decoder\.", "language_model.encoder."),
+    (r"^embedding\.", "language_model.embedding."),
+    (r"^output_layer\.", "language_model.output_layer."),
+    (r"linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"self_attention\.input_layernorm", "input_layernorm"),
+    (r"mlp\.linear_fc1\.layer_norm_", "post_attention_layernorm."),
+    (r"linear_qkv", "query_key_value"),
+    (r"linear_proj", "dense"),
+    (r"linear_fc1", "dense_h_to_4h"),
+    (r"linear_fc2", "dense_4h_to_h"),
+)
+
+
+def shard(name, tensor, rank, tp, is_gated):
+    """What a rank of tensor parallelism holds."""
+    if re.search(r"linear_(proj|fc2)\.weight", name):
+        return tensor.chunk(tp, 1)[rank].clone()
+    if not re.search(r"linear_(qkv|fc1)\.(weight|bias)|word_embeddings|output_layer", name):
+        return tensor
+    if "linear_fc1" in name and is_gated:
+        return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(tp)[rank].clone()
+
+
+def chunk_of(tensors, number, of):
+    """The tensors of one of `of` chunks of layers, which are counted from 0 in it."""
+    size = LAYERS // of
+    found = {}
+    for name, tensor in tensors.items():
+        layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+        if layer and int(layer[1]) // size == number:
+            found[name.replace(layer[0], f"decoder.layers.{int(layer[1]) % size}.")] = tensor
+        elif not layer and number == (0 if name.startswith("embedding.") else of - 1):
+            found[name] = tensor
+    return found
+
+
+def rank_files(home, tensors, args, *, tp=1, pp=1, chunks=1, old=False, namespace=argparse.Namespace):
+    """A folder of iteration 100. A tied head is a copy of the embedding in the last stage."""
+    args = {**args, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    folder = home / "iter_0000100"
+    shutil.rmtree(folder, ignore_errors=True)
+    if pp * chunks > 1 and "output_layer.weight" not in tensors:
+        copy = "word_embeddings_for_head.weight" if old else "output_layer.weight"
+        tensors = {**tensors, copy: tensors["embedding.word_embeddings.weight"]}
+    for p in range(pp):
+        for t in range(tp):
+            models = {}
+            for chunk in range(chunks):
+                own = chunk_of(tensors, pp * chunk + p, pp * chunks)
+                model = {name: shard(name, tensor, t, tp, args.get("swiglu")) for name, tensor in own.items()}
+                empty = {"decoder.layers.0.mlp.linear_fc1._extra_state": None}
+                key = "model" if chunks == 1 else f"model{chunk}"
+                models[key] = old_form(model) if old else model | empty
+            name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
+            (folder / name).mkdir(parents=True)
+            whole = {"args": namespace(**args), "checkpoint_version": 3.0, "iteration": 100, **models}
+            optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}}
+            torch.save({**whole, "optimizer": optimizer}, folder / name / "model_optim_rng.pt")
+    return folder
+
+
+def old_form(model):
+    """As earlier versions nest it: the names of layers are one dict, `encoder`."""
+    tree = {}
+    for name, tensor in model.items():
+        for new, old in OLD_NAMES:
+            name = re.sub(new, old, name)
+        keys = name.split(".")
+        depth = 2 if "encoder" in keys else len(keys) - 1
+        place = tree
+        for key in keys[:depth]:
+            place = place.setdefault(key, {})
+        place[".".join(keys[depth:])] = tensor
+    return tree
+
+
+@pytest.mark.parametrize("tp, pp, chunks, old", [(2, 1, 1, False), (2, 2, 1, True), (1, 2, 2, False)])
+def test_files_of_ranks(tmp_path, tp, pp, chunks, old):
+    tensors = weights(LLAMA_ARGS)
+    folder = rank_files(tmp_path / "saved", tensors, LLAMA_ARGS, tp=tp, pp=pp, chunks=chunks, old=old)
+    settings = {**LLAMA, "checkpoint.init_from": folder}
+    agree(tmp_path, losses_of(tmp_path, "llama3-tiny", settings, ["one", "zero3"]), tensors, LLAMA_ARGS)
+
+
+@pytest.mark.parametrize("tp, pp, old", [(2, 1, True), (1, 2, False), (2, 2, True)])
+def test_files_of_ranks_of_gpt(tmp_path, tp, pp, old):
+    """The last stage has a copy of the embedding."""
+    tensors = weights(GPT_ARGS)
+    layout = {"tp": tp, "pp": pp, "old": old, "namespace": SimpleNamespace}
+    folder = rank_files(tmp_path / "saved", tensors, GPT_ARGS, **layout)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("100\n")
+    settings = {**GPT, "checkpoint.init_from": folder.parent}
+    agree(tmp_path, losses_of(tmp_path, "gpt2-tiny", settings, ["one", "pp2"]), tensors, GPT_ARGS)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+def line_of(home, folder, **keys):
+    changed = {f"model.{key.replace('__', '.')}": value for key, value in keys.items()}
+    return refusal(home, "llama3-tiny", {**LLAMA, **changed, "checkpoint.init_from": folder})
+
+
+def test_another_model_is_refused_by_key(tmp_path):
+    folder = rank_files(tmp_path / "saved", weights(LLAMA_ARGS), LLAMA_ARGS)
+    for keys, said in (
+        ({"layers": 2}, "model.layers 4 there and 2 here"),
+        ({"mixer__heads": 2}, "model.mixer.heads 4 there and 2 here"),
+        ({"mixer__rope__base": 500}, "model.mixer.rope.base 10000.0 there and 500.0 here"),
+        ({"mixer__rope__pairs": True}, "model.mixer.rope.pairs false there and true here"),
+        ({"norm__eps": 0.1}, "model.norm.eps 1e-05 there and 0.1 here"),
+        ({"tied": True}, "model.tied false there and true here"),
+        ({"vocab": 600}, "model.vocab 512 there and 600 here"),
+        ({"mixer__window": 3}, "model.mixer.window none there and 3 here"),
+    ):
+        assert said in line_of(tmp_path, folder, **keys), said
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ({"multi_latent_attention": True}, "multi_latent_attention = True is not supported"),
+        ({"num_experts": 8}, "num_experts = 8 is not supported, only None"),
+        ({"window_size": (128, 0)}, "window_size = (128, 0) is not supported"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn' is not supported"),
+        ({"quick_geglu": True}, "quick_geglu = True is not supported"),
+        ({"norm_epsilon": 1e-5, "layernorm_epsilon": 1e-6}, "are one arg, and differ: [1e-06, 1e-05]"),
+        ({"norm_epsilon": [1]}, "norm_epsilon = [1] is not a number"),
+        ({"num_layers": 5}, "args say num_layers 5"),
+        ({"num_query_groups": 3}, "num_attention_heads = 4 with num_query_groups = 3 is no attention"),
+        ({"normalization": "Other"}, "normalization = 'Other' is not supported"),
+        ({"qk_layernorm": True, "normalization": "LayerNorm"}, "qk_layernorm = True with LayerNorm"),
+        ({"swiglu": "yes"}, "swiglu = 'yes' is not true or false"),
+        ({"hidden_size": "large"}, "hidden_size = 'large' is not a number"),
+        ({"ffn_hidden_size": None}, "ffn_hidden_size is missing"),
+        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by = 0 is not a number above 0"),
+        ({"padded_vocab_size": 500}, "has 512 rows, args 500"),
+        ({"num_query_groups": 1}, "args makes it 72 rows"),
+    ],
+)
+def test_args_that_mean_another_model_are_refused_by_name(tmp_path, args, said):
+    folder = torch_dist(tmp_path / "saved", weights(LLAMA_ARGS), {**LLAMA_ARGS, **args})
+    line = line_of(tmp_path, folder)
+    assert line.startswith(f"error: {folder}: ") and said in line, line
+
+
+def test_files_of_ranks_that_do_not_fit_are_refused(tmp_path):
+    tensors = weights(LLAMA_ARGS)
+
+    def again(**layout):
+        return rank_files(tmp_path / "saved", tensors, LLAMA_ARGS, **layout)
+
+    folder = again(tp=2)
+    shutil.rmtree(folder / "mp_rank_01")
+    said = f"{folder}: mp_rank_01 is missing: args say tensor_model_parallel_size 2"
+    assert said in line_of(tmp_path, folder)
+    folder = again(tp=2)
+    shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_02")
+    assert f"{folder}: mp_rank_02 is one too many" in line_of(tmp_path, folder)
+    (folder / "mp_rank_02" / "model_optim_rng.pt").unlink()
+    assert f"{folder}/mp_rank_02/model_optim_rng.pt: missing" in line_of(tmp_path, folder)
+    folder = again(tp=2)
+    (folder / "mp_rank_01").rename(folder / "mp_rank_01_000_000")
+    assert "not mp_rank_TT or mp_rank_TT_PPP" in line_of(tmp_path, folder)
+
+    file = again(tp=2) / "mp_rank_01" / "model_optim_rng.pt"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-500])
+    assert f"{file}: truncated, or not a file" in line_of(tmp_path, folder)
+    tree = torch.load(file.parent.parent / "mp_rank_00" / file.name, weights_only=False)
+    for change, said in (
+        ({"iteration": 99}, f"{file}: of iteration 99, and "),
+        ({"model": {"decoder.extra": torch.ones(2)}}, f"{file}: decoder."),
+        ({"checkpoint_version": 1.0}, f"{file}: checkpoint_version 1.0"),
+        ({"args": None}, f"{file}: holds no args of Megatron-LM"),
+    ):
+        torch.save({**tree, **change}, file)
+        assert said in line_of(tmp_path, folder), said
+    cut = {**tree["model"], "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(WIDTH, 3)}
+    torch.save({**tree, "model": cut}, file)
+    assert "layers.0.mlp.down.weight (32, 23)" in line_of(tmp_path, folder)
+    cut["decoder.layers.0.mlp.linear_fc2.weight"] = torch.ones(())
+    torch.save({**tree, "model": cut}, file)
+    assert "decoder.layers.0.mlp.linear_fc2.weight has shape [], and 2 dims" in line_of(tmp_path, folder)
+
+
+def test_damage_is_refused(tmp_path):
+    tensors = weights(LLAMA_ARGS)
+    home = tmp_path / "saved"
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    folder = torch_dist(home, {**tensors, name: tensors[name] * torch.inf}, LLAMA_ARGS)
+    assert f"{folder}: {name} holds NaN or Inf" in line_of(tmp_path, folder)
+    odd = "decoder.layers.0.odd.weight"
+    folder = torch_dist(home, {**tensors, odd: tensors[name]}, LLAMA_ARGS, stacked=False)
+    assert f"{folder}: {odd} is not a weight of Megatron-LM" in line_of(tmp_path, folder)
+    missing = {key: tensor for key, tensor in tensors.items() if key != name}
+    folder = torch_dist(home, missing, LLAMA_ARGS, stacked=False)
+    assert "weights here that are not there: 1 (layers.1.mlp.down.weight)" in line_of(tmp_path, folder)
+
+    folder = torch_dist(home, tensors, LLAMA_ARGS)
+    (folder / "__1_0.distcp").unlink()
+    assert f"{folder}/__1_0.distcp: missing" in line_of(tmp_path, folder)
+    folder = torch_dist(home, tensors, LLAMA_ARGS)
+    (folder / "common.pt").unlink()
+    assert f"{folder}: holds neither common.pt nor common_state" in line_of(tmp_path, folder)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    assert "sharded_backend 'zarr' is not read, only torch_dist" in line_of(tmp_path, folder)
+    (home / "latest_checkpointed_iteration.txt").write_text("200")
+    assert f"names '200', and {home}/iter_0000200 is not there" in line_of(tmp_path, home)

@@ -1,0 +1,384 @@
+"""checkpoint.init_from takes folders of torchtitan, as torch.distributed.checkpoint saves them from one
+process and from two. The models here are written from their definitions, and share nothing with ours.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+import torch.nn.functional as F
+from foreign_runs import LAYOUTS, expected_loss, first_loss, refusal
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+BASE = 500000.0
+LLAMA = {
+    "model.layers": 3,
+    "model.hidden": 32,
+    "model.mixer.heads": 4,
+    "model.mixer.kv_heads": 2,
+    "model.mlp.width": 48,
+    "model.mixer.rope.base": BASE,
+    "model.mixer.rope.scaling": None,
+    "model.norm.eps": 1e-5,
+}
+QWEN = {**LLAMA, "model.mixer.head_dim": 16}
+QWEN_MOE = {**QWEN, "model.experts": 6, "model.top_k": 2, "model.moe_ffn": 20,
+            "model.router_bias": True, "model.aux_loss": 0}
+
+DEEPSEEK = {
+    "model.layers": 3,
+    "model.hidden": 32,
+    "model.mixer.heads": 4,
+    "model.mixer.kv_rank": 12,
+    "model.mixer.q_rank": 20,
+    "model.mixer.nope_dim": 8,
+    "model.mixer.rope_dim": 4,
+    "model.mixer.v_dim": 10,
+    "model.mixer.rope.base": BASE,
+    "model.mixer.rope.scaling": None,
+    "model.mlp.width": 48,
+    "model.experts": 6,
+    "model.top_k": 2,
+    "model.moe_ffn": 20,
+    "model.first_dense": 1,
+    "model.router_groups": 1,
+    "model.router_group_top_k": 1,
+    "model.router_scale": 1.5,
+    "model.aux_loss": 0,
+    "model.norm.eps": 1e-5,
+    "model.mixer.norm_eps": 1e-5,
+    "model.mtp": None,
+}
+
+
+def weights(shapes):
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + (1 if name.endswith("norm.weight") else 0)
+        for name, shape in shapes.items()
+    }
+
+
+def shapes_of(layers, attention, mlp, vocab=257, hidden=32):
+    """{name: shape}. attention, mlp: of a layer."""
+    shapes = dict.fromkeys(("tok_embeddings.weight", "lm_head.weight"), (vocab, hidden))
+    shapes["norm.weight"] = (hidden,)
+    for layer in range(layers):
+        norms = {"attention_norm.weight": (hidden,), "ffn_norm.weight": (hidden,)}
+        of_layer = {**norms, **attention, **mlp(layer)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return shapes
+
+
+def grouped(head, heads=4, kv_heads=2, hidden=32):
+    return {
+        "attention.wq.weight": (heads * head, hidden),
+        "attention.wk.weight": (kv_heads * head, hidden),
+        "attention.wv.weight": (kv_heads * head, hidden),
+        "attention.wo.weight": (hidden, heads * head),
+    }
+
+
+def dense(_):
+    shapes = {1: (48, 32), 2: (32, 48), 3: (48, 32)}
+    return {f"feed_forward.w{number}.weight": shape for number, shape in shapes.items()}
+
+
+def experts(_, shared=False):
+    found = {"moe.experts.w1": (6, 20, 32), "moe.experts.w3": (6, 20, 32), "moe.experts.w2": (6, 32, 20),
+             "moe.router.gate.weight": (6, 32), "moe.expert_bias": (6,)}
+    if shared:
+        found |= {"moe.shared_experts.w1.weight": (20, 32), "moe.shared_experts.w3.weight": (20, 32),
+                  "moe.shared_experts.w2.weight": (32, 20)}
+    return found
+
+
+HEAD_NORMS = {"attention.q_norm.weight": (16,), "attention.k_norm.weight": (16,)}
+
+LATENT = {
+    "attention.wq_a.weight": (20, 32),
+    "attention.q_norm.weight": (20,),
+    "attention.wq_b.weight": (48, 20),
+    "attention.wkv_a.weight": (16, 32),
+    "attention.kv_norm.weight": (12,),
+    "attention.wkv_b.weight": (72, 12),
+    "attention.wo.weight": (32, 40),
+}
+
+
+def llama_weights():
+    return weights(shapes_of(3, grouped(8), dense))
+
+
+# ---- the models --------------------------------------------------------------------------------------------
+
+
+def rms(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def angles(count, dim):
+    return torch.outer(torch.arange(count), BASE ** (-torch.arange(0, dim, 2) / dim)).double()
+
+
+def rotated_pairs(x):
+    """x [b, s, heads, dim], as complex numbers."""
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    turn = torch.exp(1j * angles(x.shape[1], x.shape[-1]))
+    return torch.view_as_real(turned * turn[:, None]).flatten(-2)
+
+
+def rotated_halves(x):
+    theta = angles(x.shape[1], x.shape[-1]).repeat(1, 2)[:, None]
+    first, second = x.chunk(2, -1)
+    return x * theta.cos() + torch.cat((-second, first), -1) * theta.sin()
+
+
+def attend(q, k, v):
+    """[b, s, heads, dim] each; heads of k and v serve several of q."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def grouped_attention(w, x, rotated, head):
+    q, k, v = (F.linear(x, w[f"attention.w{name}.weight"]).unflatten(-1, (-1, head)) for name in "qkv")
+    if "attention.q_norm.weight" in w:
+        q, k = rms(q, w["attention.q_norm.weight"]), rms(k, w["attention.k_norm.weight"])
+    return F.linear(attend(rotated(q), rotated(k), v), w["attention.wo.weight"])
+
+
+def latent_attention(w, x):
+    q = rms(F.linear(x, w["attention.wq_a.weight"]), w["attention.q_norm.weight"])
+    q = F.linear(q, w["attention.wq_b.weight"])
+    q_nope, q_rope = q.unflatten(-1, (4, 12)).split((8, 4), -1)
+    latent, k_rope = F.linear(x, w["attention.wkv_a.weight"]).split((12, 4), -1)
+    k_rope = rotated_pairs(k_rope[:, :, None]).expand(-1, -1, 4, -1)
+    kv = F.linear(rms(latent, w["attention.kv_norm.weight"]), w["attention.wkv_b.weight"])
+    k_nope, v = kv.unflatten(-1, (4, 18)).split((8, 10), -1)
+    q, k = torch.cat((q_nope, rotated_pairs(q_rope)), -1), torch.cat((k_nope, k_rope), -1)
+    return F.linear(attend(q, k, v), w["attention.wo.weight"])
+
+
+def swiglu(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def mixture(w, x, scale):
+    """With experts for every token: DeepSeek's, whose scores are sigmoids."""
+    has_shared = "moe.shared_experts.w1.weight" in w
+    logits = F.linear(x, w["moe.router.gate.weight"])
+    scores = logits.sigmoid() if has_shared else logits.softmax(-1)
+    chosen = (scores + w["moe.expert_bias"]).topk(2, -1).indices
+    share = scores.gather(-1, chosen)
+    share = scale * share / share.sum(-1, keepdim=True)
+    every = torch.stack([
+        swiglu(x, *(w[f"moe.experts.w{matrix}"][expert] for matrix in (1, 3, 2))) for expert in range(6)
+    ], -2)
+    best = every.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+    routed = (best * share[..., None]).sum(-2)
+    if not has_shared:
+        return routed
+    return routed + swiglu(x, *(w[f"moe.shared_experts.w{matrix}.weight"] for matrix in (1, 3, 2)))
+
+
+def logits_of(tensors, attention, scale=1.0):
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+
+    def logits(tokens):
+        x = tensors["tok_embeddings.weight"][tokens]
+        for layer in range(3):
+            start = f"layers.{layer}."
+            w = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+            x = x + attention(w, rms(x, w["attention_norm.weight"]))
+            h = rms(x, w["ffn_norm.weight"])
+            if "moe.router.gate.weight" in w:
+                x = x + mixture(w, h, scale)
+            else:
+                x = x + swiglu(h, *(w[f"feed_forward.w{matrix}.weight"] for matrix in (1, 3, 2)))
+        return F.linear(rms(x, tensors["norm.weight"]), tensors["lm_head.weight"])
+
+    return logits
+
+
+def in_pairs(w, x):
+    return grouped_attention(w, x, rotated_pairs, 8)
+
+
+def in_halves(w, x):
+    return grouped_attention(w, x, rotated_halves, 16)
+
+
+# ---- what is saved -----------------------------------------------------------------------------------------
+
+
+class TrainState:
+    def state_dict(self):
+        return {"step": torch.tensor(7), "lr": [0.1]}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def saved(folder, tensors, **others):
+    """As torchtitan saves: the model's tensors at the top, other states beside them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    optimizer = {"state": {"norm.weight": {"exp_avg": torch.ones(32)}}}
+    states = {"optimizer": optimizer, "train_state": TrainState(), "freqs_cis": torch.ones(3, 2) * 1j}
+    torch_dcp.save({**tensors, **states, **others}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+TWO_RANKS = """
+import sys, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+tensors = load_file(f"{folder}/whole.safetensors")
+model = {name: distribute_tensor(tensor, mesh, [Shard(name.endswith("w2.weight"))])
+         for name, tensor in tensors.items()}
+dcp.save({"model": model}, checkpoint_id=f"{folder}/step-20")
+dist.destroy_process_group()
+"""
+
+
+def saved_by_two(home, tensors):
+    """Sharded, and below `model.` with names of an earlier version."""
+    named = {name.replace("lm_head", "output"): tensor for name, tensor in tensors.items()}
+    save_file(named, home / "whole.safetensors")
+    ranks = [subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(n), str(home)]) for n in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    os.remove(home / "whole.safetensors")
+
+
+def todays_names(tensors):
+    """As the newest version names them."""
+    found = {}
+    for name, tensor in tensors.items():
+        name = re.sub(r"attention\.(w[qkv])\.", r"attention.qkv_linear.\1.", name)
+        name = re.sub(r"moe\.experts\.(w[13])$", r"moe.routed_experts.inner_experts.\1_EFD", name)
+        name = re.sub(r"moe\.experts\.w2$", "moe.routed_experts.inner_experts.w2_EDF", name)
+        found[name.replace("expert_bias", "expert_bias_E")] = tensor
+    return found
+
+
+# ---- tests -------------------------------------------------------------------------------------------------
+
+
+def losses_of(home, recipe, settings, layouts=tuple(LAYOUTS)):
+    found = [first_loss(home, recipe, settings, layout) for layout in layouts]
+    assert all("does not say its model" in told for _, told in found)
+    return [loss for loss, _ in found]
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_llama_3_in_every_layout(tmp_path, pairs):
+    """Its pairs of channels are halves where the run rotates these. The newest step of two is taken."""
+    tensors = llama_weights()
+    saved(tmp_path / "step-3", {"tok_embeddings.weight": torch.ones(2, 2)})
+    saved_by_two(tmp_path, tensors)
+    settings = {**LLAMA, "model.mixer.rope.pairs": pairs, "checkpoint.init_from": tmp_path}
+    losses = losses_of(tmp_path, "llama3-tiny", settings)
+    expected = expected_loss(tmp_path, logits_of(tensors, in_pairs))
+    assert losses == pytest.approx([expected] * len(losses), rel=1e-9)
+
+
+def test_a_tied_head(tmp_path):
+    tensors = llama_weights()
+    tensors["lm_head.weight"] = tensors["tok_embeddings.weight"]
+    folder = saved(tmp_path / "step-3", tensors)
+    settings = {**LLAMA, "model.tied": True, "checkpoint.init_from": folder}
+    (loss,) = losses_of(tmp_path, "llama3-tiny", settings, ["one"])
+    assert loss == pytest.approx(expected_loss(tmp_path, logits_of(tensors, in_pairs)), rel=1e-9)
+    saved(folder, {**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1})
+    line = refusal(tmp_path, "llama3-tiny", settings)
+    assert "lm_head.weight differs from tok_embeddings.weight, and the run's recipe says" in line
+
+
+@pytest.mark.parametrize(
+    "mlp, settings, recipe", [(dense, QWEN, "qwen3-tiny"), (experts, QWEN_MOE, "qwen3-moe-tiny")]
+)
+def test_qwen_3(tmp_path, mlp, settings, recipe):
+    tensors = weights(shapes_of(3, {**grouped(16), **HEAD_NORMS}, mlp))
+    saved(tmp_path / "step-3", todays_names(tensors))
+    settings = {**settings, "checkpoint.init_from": tmp_path / "step-3"}
+    losses = losses_of(tmp_path, recipe, settings, ["one", "tp2"])
+    expected = expected_loss(tmp_path, logits_of(tensors, in_halves))
+    assert losses == pytest.approx([expected] * 2, rel=1e-9)
+    line = refusal(tmp_path, recipe, {**settings, "model.mixer.rope.pairs": True})
+    assert "model.mixer.rope.pairs false there and true here" in line
+
+
+def test_deepseek_v3(tmp_path):
+    mlp = lambda layer: experts(layer, shared=True) if layer else dense(layer)  # noqa: E731
+    tensors = weights(shapes_of(3, LATENT, mlp))
+    saved(tmp_path / "step-3", todays_names(tensors))
+    settings = {**DEEPSEEK, "checkpoint.init_from": tmp_path / "step-3"}
+    losses = losses_of(tmp_path, "deepseek-v3-tiny", settings, ["one", "pp2"])
+    expected = expected_loss(tmp_path, logits_of(tensors, latent_attention, scale=1.5))
+    assert losses == pytest.approx([expected] * 2, rel=1e-9)
+    line = refusal(tmp_path, "deepseek-v3-tiny", {**settings, "model.mixer.norm_eps": 1e-6})
+    assert "model.mixer.norm_eps 1e-05 there and 1e-06 here" in line
+
+
+def test_what_differs_is_refused_by_key_or_by_name(tmp_path):
+    tensors = llama_weights()
+    folder = saved(tmp_path / "step-3", tensors)
+
+    def line(**keys):
+        changed = {f"model.{key.replace('__', '.')}": value for key, value in keys.items()}
+        return refusal(tmp_path, "llama3-tiny", {**LLAMA, **changed, "checkpoint.init_from": folder})
+
+    assert "model.layers 3 there and 2 here" in line(layers=2)
+    assert "model.mlp.width 48 there and 40 here" in line(mlp__width=40)
+    assert "model.vocab 257 there and 300 here" in line(vocab=300)
+    assert "model.mixer.kv_heads 2 there and 4 here" in line(mixer__kv_heads=4)
+    assert "torchtitan's Llama 3, which has no form for model.mixer.window" in line(mixer__window=4)
+    assert "has no form for model.logit_scale" in line(logit_scale=2)
+    assert "model.mup none there and" in line(mup__base=16)
+    assert "model.mtp none there and" in line(mtp__modules=1)
+    assert "weights here that are not there: 12 (layers.0.attn.k.bias" in line(mixer__bias="all")
+
+    first = "layers.1.feed_forward.w1.weight"
+    for changes, said in (
+        ({first: tensors[first] * torch.nan}, f"{folder}: {first} holds NaN or Inf"),
+        ({first: torch.ones(48, 30)},
+         "weights there without a place here: 1 (layers.1.mlp.gate.weight (48, 30))"),
+        ({"layers.0.attention.wq.bias": torch.ones(2), "layers.1.attention.wq.bias": torch.ones(2)},
+         f"{folder}: layers.N.attention.wq.bias (2): no weights of torchtitan's Llama 3"),
+        ({first: torch.ones(())}, f"{folder}: {first} has shape [], and 2 dims are expected"),
+        ({"tok_embeddings.weight": torch.ones(9)}, "tok_embeddings.weight has shape [9], and 2 dims"),
+        ({first: None}, "weights here that are not there: 1 (layers.1.mlp.gate.weight)"),
+        ({"output.weight": torch.ones(257, 32)}, "lm_head.weight and output.weight are one tensor"),
+    ):
+        chosen = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+        saved(folder, chosen)
+        assert said in line(), said
+    saved(folder, {"other": torch.ones(2)})
+    assert f"{folder}: other: no weights of torchtitan's Llama 3" in line()
+
+
+def test_damage_is_refused(tmp_path):
+    folder = saved(tmp_path / "step-3", llama_weights())
+    settings = {**LLAMA, "checkpoint.init_from": folder}
+    (file,) = folder.glob("*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    assert f"{file}: truncated" in refusal(tmp_path, "llama3-tiny", settings, ranks=2)
+    file.unlink()
+    assert f"{file}: missing, though .metadata names it" in refusal(tmp_path, "llama3-tiny", settings)
+    (folder / ".metadata").write_bytes(b"\x80\x02}.")
+    said = f"{folder}/.metadata: not what torch.distributed.checkpoint"
+    assert said in refusal(tmp_path, "llama3-tiny", settings)
