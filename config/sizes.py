@@ -10,6 +10,18 @@ WIDTHS = ("mlp.width", "moe_ffn", "mixer.kv_rank", "mixer.q_rank")  # of model.*
 MULTIPLE = 16  # of these
 
 
+def round_to(number: Fraction, unit: int) -> int:
+    """The nearest multiple of the unit, at least one."""
+    return unit * max(1, round(number / unit))
+
+
+def shared_heads_of_kinds(model: ModelConfig) -> int:
+    """A number that the heads of keys of all kinds of blocks divide, of kinds that have no other heads."""
+    changes = [dict(variant.changes) for variant in model.blocks]
+    stated = (each.get("mixer.kv_heads") for each in changes if "mixer.heads" not in each)
+    return math.lcm(*(heads for heads in stated if heads))
+
+
 def sizes_at_width(model: ModelConfig, hidden: int, heads: int | None = None) -> dict[str, int]:
     """Keys of model.* that keep a model's proportions at another width, with heads of as many channels.
 
@@ -20,7 +32,7 @@ def sizes_at_width(model: ModelConfig, hidden: int, heads: int | None = None) ->
     ratio = Fraction(hidden, model.hidden)
     sizes: dict[str, int] = {}
     if has_path(model, "mixer.heads"):
-        heads = heads or max(1, round(mixer.heads * ratio))
+        heads = heads or round_to(mixer.heads * ratio, shared_heads_of_kinds(model))
         sizes["mixer.heads"] = heads
     if isinstance(mixer, AttentionConfig):
         if mixer.kv_heads is not None:
