@@ -24,7 +24,9 @@ from checkpoint.megatron_args import (
     CUT_COLUMNS,
     CUT_ROWS,
     FC1,
+    LAYER,
     MEGATRON,
+    STACK_OF_EXPERTS,
     family_of,
     name_today,
 )
@@ -41,11 +43,11 @@ COMMON_OBJECT = "common_state/shard_0_1"
 RANK_FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 CHUNK = re.compile(r"model(\d*)")  # of a stage with several chunks: model0, model1, ...
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 STACK = "decoder.layers."
 VERSION = 2.0  # from which on q, k and v of a head follow each other
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+EXPERT_TP = "expert_tensor_parallel_size"
 BELOW_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # weights of norms are stored as w - 1
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -82,13 +84,14 @@ def open_megatron(folder: Path, run: ModelConfig) -> ForeignIndex:
     saved = read_ranks(folder) if any(folder.glob("mp_rank_*")) else read_torch_dist(folder)
     where = f"{folder}: args"
     for name, shards in saved.shards.items():
-        dims = 1 if name.endswith("bias") else 2
+        dims = 3 if STACK_OF_EXPERTS.fullmatch(name) else 1 if name.endswith("bias") else 2
         for part in shards if CUT_ROWS.fullmatch(name) or CUT_COLUMNS.fullmatch(name) else []:
             check_dims(part.name, part.box.shape, dims, str(folder))
     rows = sum(part.box.shape[0] for part in saved.shards.get(EMBEDDING, []))
     args = {"padded_vocab_size": rows, **{key: arg for key, arg in saved.args.items() if arg is not None}}
     model = read_model(MEGATRON, args, where, is_whole=False)
-    family = family_of(model, below_one=any(args.get(key) is True for key in BELOW_ONE))
+    below_one = any(args.get(key) is True for key in BELOW_ONE)
+    family = family_of(model, saved.shards, below_one)
 
     is_gated = model.mlp.activation == "swiglu"
     parts = saved.shards
@@ -206,6 +209,9 @@ def read_ranks(folder: Path) -> SavedModel:
     files = {place: read_rank(path, folder) for place, path in places_of_ranks(folder).items()}
     first = files[0, 0]
     tp, pp = (count(first.args, key, f"{first.path}: args") for key in (TP, PP))
+    if first.args.get("num_experts") and first.args.get(EXPERT_TP) not in (None, tp):
+        raise ConfigError(f"{first.path}: args: {EXPERT_TP} = {first.args[EXPERT_TP]!r} is not read beside "
+                          f"{TP} {tp}; save it with --ckpt-format torch_dist")
     expected = {(t, p) for t in range(tp) for p in range(pp)}
     for what, wrong in (("missing", expected - files.keys()), ("one too many", files.keys() - expected)):
         if wrong:

@@ -8,6 +8,7 @@ Sources: megatron/training/arguments.py, megatron/core/transformer/transformer_c
 models before megatron/core, megatron/model/transformer.py and language_model.py of 2023.
 """
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from checkpoint.hf_families import Arrangement, Family, in_layer, with_leaf
@@ -113,6 +114,90 @@ def read_positions(keys: Tree) -> Tree:
     return {"positions": None, "mixer.rope": rope}
 
 
+# ---- its experts -------------------------------------------------------------------------------------------
+
+def read_experts(keys: Tree) -> Tree:
+    """Experts and their router. The scores of the chosen are normalized where the softmax comes after the
+    choice, and those of several sigmoids."""
+    experts = number({"num_experts": None, **keys}, "num_experts", nullable=True)
+    if experts is None:
+        return {"experts": None}
+    if has_bias(keys):
+        raise UnlikeFamily("num_experts with add_bias_linear = True is not supported")
+    given = {
+        "moe_router_topk": 2,
+        "moe_router_topk_scaling_factor": None,
+        "moe_ffn_hidden_size": None,
+        "moe_shared_expert_intermediate_size": None,
+        **keys,
+    }
+    top_k = plain_number(given, "moe_router_topk")
+    width = number(given, "moe_ffn_hidden_size", nullable=True) or plain_number(keys, "ffn_hidden_size")
+    shared = number(given, "moe_shared_expert_intermediate_size", nullable=True) or 0
+    if width < 1 or shared % width:
+        raise UnlikeFamily(f"moe_shared_expert_intermediate_size = {shared} is not supported beside experts "
+                           f"of {width}, only a multiple of that")
+    is_sigmoid = score_function(keys) == "sigmoid"
+    return {
+        "experts": experts,
+        "top_k": top_k,
+        "moe_ffn": width,
+        "shared_experts": shared // width,
+        "shared_gate": is_on(keys, "moe_shared_expert_gate"),
+        "first_dense": dense_layers(keys),
+        "router": score_function(keys),
+        "router_bias": is_on(keys, "moe_router_enable_expert_bias"),
+        "router_renorm": top_k > 1 if is_sigmoid else not is_on(keys, "moe_router_pre_softmax"),
+        "router_scale": number(given, "moe_router_topk_scaling_factor", nullable=True) or 1.0,
+        **router_groups(keys, top_k, best_of_group=2 if is_sigmoid else 1),
+    }
+
+
+def score_function(keys: Tree) -> str:
+    """softmax or sigmoid. Raises UnlikeFamily for what chooses experts in another way."""
+    name = keys.get("moe_router_score_function") or "softmax"
+    if name not in ("softmax", "sigmoid"):
+        raise UnlikeFamily(f"moe_router_score_function = {name!r} is not supported, only softmax and sigmoid")
+    if name == "softmax" and is_on(keys, "moe_router_enable_expert_bias"):
+        raise UnlikeFamily("moe_router_enable_expert_bias = True is not supported with a softmax")
+    balancing = keys.get("moe_router_load_balancing_type")
+    kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
+    for kind in kinds:
+        if kind in ("sinkhorn", "quantile_balancing"):
+            raise UnlikeFamily(f"moe_router_load_balancing_type = {kind!r} is not supported: it routes")
+    return name
+
+
+def router_groups(keys: Tree, top_k: int | float, best_of_group: int) -> Tree:
+    """A group counts as much as its best experts, as many as each chosen group gives."""
+    given = {"moe_router_num_groups": None, "moe_router_group_topk": None, **keys}
+    groups, chosen = (number(given, key, nullable=True) for key in list(given)[:2])
+    if not groups or not chosen:
+        return {"router_groups": 1, "router_group_top_k": 1}
+    if top_k // chosen != best_of_group:
+        raise UnlikeFamily(f"moe_router_group_topk = {chosen} with moe_router_topk = {top_k} is not "
+                           f"supported, only where a group counts as its {best_of_group} best experts")
+    return {"router_groups": groups, "router_group_top_k": chosen}
+
+
+def dense_layers(keys: Tree) -> int:
+    """The first layers, which have no experts; all others have."""
+    layers = keys.get("moe_layer_freq")
+    if layers in (None, 1):
+        return 0
+    is_list = isinstance(layers, (list, tuple)) and all(kind in (0, 1) for kind in layers)
+    if is_list and len(layers) == keys.get("num_layers"):
+        dense = layers.index(1) if 1 in layers else len(layers)
+        if all(layers[dense:]):
+            return dense
+    raise UnlikeFamily(f"moe_layer_freq = {layers!r} is not supported, only experts in all layers after the "
+                       "first dense ones")
+
+
+EXPERT_FIELDS = (
+    "experts", "top_k", "moe_ffn", "shared_experts", "shared_gate", "first_dense", "router", "router_bias",
+    "router_renorm", "router_scale", "router_groups", "router_group_top_k",
+)
 MEGATRON = Family(
     model_type="Megatron-LM",
     architecture="GPTModel",
@@ -129,6 +214,7 @@ MEGATRON = Family(
         FieldGroup(("mixer.qk_norm",), read_qk_norm),
         FieldGroup(("mlp.activation",), read_activation),
         FieldGroup(("positions", "mixer.rope"), read_positions),
+        FieldGroup(EXPERT_FIELDS, read_experts),
         FieldGroup(
             ("tied",), lambda keys: {"tied": not is_on(keys, "untie_embeddings_and_output_weights")}
         ),
@@ -136,14 +222,15 @@ MEGATRON = Family(
             "openai_gelu", "onnx_safe", "quick_geglu", "multi_latent_attention", "qk_l2_norm",
             "attention_output_gate", "apply_residual_connection_post_layernorm", "use_mup", "is_hybrid_model",
             "enable_mhc_connections", "enable_hyper_connections", "heterogeneous_block_specs",
-            "retro_add_retriever",
+            "retro_add_retriever", "moe_apply_probs_on_input", "moe_router_force_load_balancing",
         )),
         *(Only(key, (None,)) for key in (
-            "num_experts", "mtp_hybrid_override_pattern", "window_size", "softmax_scale", "no_rope_freq",
+            "mtp_hybrid_override_pattern", "window_size", "softmax_scale", "no_rope_freq",
             "experimental_attention_variant", "linear_attention_freq", "linear_attention_type",
             "hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path",
             "heterogeneous_layers_config_encoded_json", "activation_func_clamp_value", "mrope_section",
-            "spec",
+            "spec", "moe_latent_size", "moe_mlp_glu_interleave_size", "moe_router_force_biased",
+            "moe_shared_expert_glu_interleave_size", "moe_router_topk_limited_devices",
         )),
         Only("mtp_num_layers", (None, 0)),
         Only("softmax_type", ("vanilla",)),
@@ -177,6 +264,17 @@ BLOCK = in_layer("decoder.layers", {
     "attn.k_norm": "self_attention.k_layernorm",
     "mlp_norm": "pre_mlp_layernorm",
 })
+SHARED = in_layer("decoder.layers", {
+    "mlp.shared.up": "mlp.shared_experts.linear_fc1",
+    "mlp.shared.down": "mlp.shared_experts.linear_fc2",
+})
+SHARED_GATE = in_layer("decoder.layers", {"mlp.shared.gate": "mlp.shared_experts.linear_fc1"})  # above up
+ROUTER = in_layer("decoder.layers", {
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.expert_bias",
+    "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
+})
+EXPERT_STACK = "mlp.experts"  # of all experts of a layer; or each has its own tensors
 ENDS = {
     "embed.weight": "embedding.word_embeddings.weight",
     "positions.weight": "embedding.position_embeddings.weight",
@@ -196,12 +294,14 @@ SPELLINGS = tuple((re.compile(theirs), ours) for theirs, ours in (
     (r"\.input_norm\.", ".input_layernorm."),
     (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
+    (r"\.mlp\.experts\.(local_)?experts\.", ".mlp.experts."),
 ))
 # What is saved beside the weights, and what follows from the args.
 NO_WEIGHT = re.compile(
     r"(chained_\d+\.)?optimizer\..*"
     r"|(opt_param_scheduler|rng_state|rerun_state_machine_state|common_state)\b.*"
     r"|.*\b_extra_state\b.*|.*rotary_pos_emb\..*"
+    r"|.*\.router\.(local_tokens_per_expert|global_tokens_per_expert|ga_steps)"
 )
 # Along which dim a tensor is cut for tensor parallelism; the others are whole on every rank.
 CUT_ROWS = re.compile(
@@ -209,6 +309,8 @@ CUT_ROWS = re.compile(
     r"|word_embeddings_for_head)\.weight"
 )
 CUT_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+STACK_OF_EXPERTS = re.compile(r".*\.mlp\.experts\.linear_fc[12]\.weight")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 FC1 = re.compile(r".*\.linear_fc1\.(weight|bias)")
 
 
@@ -221,17 +323,33 @@ def name_today(name: str) -> str | None:
     return name
 
 
-def family_of(model: ModelConfig, below_one: bool) -> Family:
-    """The names of a model. below_one: the weights of its norms are stored as w - 1."""
-    gate = GATE if model.mlp.activation == "swiglu" else {}
-    matrices = QKV | gate | UP_AND_DOWN | BLOCK | OUTER
-    qkv = next(iter(QKV.values()))
+def family_of(model: ModelConfig, names: Collection[str], below_one: bool) -> Family:
+    """The names of a model, of whose tensors these are. below_one: the weights of its norms are stored as
+    w - 1."""
+    is_gated = model.mlp.activation == "swiglu"
+    matrices = QKV | (GATE if is_gated else {}) | UP_AND_DOWN | BLOCK | OUTER
+    stacked = with_leaf("weight", in_layer("decoder.layers", expert_names(EXPERT_STACK, is_gated)))
+    of_experts = stacked
+    if not set(stacked.values()) & {LAYER.sub("decoder.layers.{layer}.", name) for name in names}:
+        alone = expert_names(f"{EXPERT_STACK}.{{expert}}", is_gated)
+        of_experts = with_leaf("weight", in_layer("decoder.layers", alone))
+    shared = with_leaf("weight", (SHARED_GATE if is_gated else {}) | SHARED)
+    of_groups = {f"{name}.{leaf}" for name in QKV.values() for leaf in ("weight", "bias")}
     return replace(
         MEGATRON,
-        tensors=with_leaf("weight", matrices) | with_leaf("bias", matrices) | ENDS,
+        tensors=(
+            with_leaf("weight", matrices) | with_leaf("bias", matrices) | of_experts | shared | ROUTER | ENDS
+        ),
         arrangements={
-            f"{qkv}.{leaf}": lambda model: Arrangement(groups=kv_heads(model))
-            for leaf in ("weight", "bias")
+            **dict.fromkeys(of_groups, lambda model: Arrangement(groups=kv_heads(model))),
+            **dict.fromkeys(stacked.values(), lambda model: Arrangement(leading=model.experts)),
         },
         norms_below_one=below_one,
     )
+
+
+def expert_names(theirs: str, is_gated: bool) -> dict[str, str]:
+    """{our name: their name} of the matrices of an expert, which are below `theirs`."""
+    ours = "mlp.experts.{expert}"
+    gate = {f"{ours}.gate": f"{theirs}.linear_fc1"} if is_gated else {}
+    return {**gate, f"{ours}.up": f"{theirs}.linear_fc1", f"{ours}.down": f"{theirs}.linear_fc2"}

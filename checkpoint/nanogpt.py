@@ -77,7 +77,7 @@ def open_nanogpt(file: Path, run: ModelConfig) -> ForeignIndex:
         raise ConfigError(f"{file}: {' and '.join(KEYS)} of nanoGPT are looked for, and it has {found}; "
                           "convert the weights to a Hugging Face folder")
     model = read_model(NANOGPT, tree["model_args"], f"{file}: model_args")
-    tensors = with_full_names(tensors_of_tree(file, without_prefix(tree["model"])), NANOGPT)
+    tensors = with_full_names(tensors_of_tree(file, without_prefix(tree["model"])), NANOGPT, model)
     model, tensors, notes = cut_vocabulary(NANOGPT, model, tensors, run=run, multiple=PADDED_TO)
     return foreign_index(file, NANOGPT, model, tensors, notes)
 

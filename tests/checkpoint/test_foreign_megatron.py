@@ -57,6 +57,40 @@ LLAMA_ARGS = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
+MIXTURE = {**LLAMA, "model.experts": 6, "model.top_k": 2, "model.moe_ffn": 10, "model.aux_loss": 0}
+MIXTURE_ARGS = {
+    **LLAMA_ARGS,
+    "num_experts": 6,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 10,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+SIGMOIDS = {
+    **MIXTURE,
+    "model.experts": 8,
+    "model.top_k": 4,
+    "model.router": "sigmoid",
+    "model.router_bias": True,
+    "model.router_scale": 1.7,
+    "model.router_groups": 4,
+    "model.router_group_top_k": 2,
+    "model.shared_experts": 2,
+    "model.shared_gate": True,
+    "model.first_dense": 1,
+}
+SIGMOID_ARGS = {
+    **MIXTURE_ARGS,
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 1.7,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_shared_expert_gate": True,
+    "moe_layer_freq": [0, 1, 1, 1],
+}
 GPT_ARGS = {**ARGS, "num_query_groups": 1, "group_query_attention": False, "bias_gelu_fusion": True}
 
 
@@ -94,8 +128,43 @@ def weights(args):
     if args.get("untie_embeddings_and_output_weights"):
         shapes["output_layer.weight"] = (PADDED, WIDTH)
     for layer in range(LAYERS):
-        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+        own = of_layer
+        if args.get("num_experts") and args.get("moe_layer_freq", [1] * LAYERS)[layer]:
+            own = {name: shape for name, shape in of_layer.items() if not name.startswith("mlp")}
+            own |= expert_shapes(args)
+        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in own.items()}
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+
+
+def expert_shapes(args):
+    count, width = args["num_experts"], args["moe_ffn_hidden_size"]
+    shapes = {
+        "mlp.linear_fc1.layer_norm_weight": (WIDTH,),
+        "mlp.router.weight": (count, WIDTH),
+        "mlp.experts.experts.linear_fc1.weight": (count, 2 * width, WIDTH),
+        "mlp.experts.experts.linear_fc2.weight": (count, WIDTH, width),
+    }
+    if args.get("moe_router_enable_expert_bias"):
+        shapes["mlp.router.expert_bias"] = (count,)
+    if shared := args.get("moe_shared_expert_intermediate_size"):
+        shapes |= {
+            "mlp.shared_experts.linear_fc1.weight": (2 * shared, WIDTH),
+            "mlp.shared_experts.linear_fc2.weight": (WIDTH, shared),
+            "mlp.shared_experts.gate_weight": (1, WIDTH),
+        }
+    return shapes
+
+
+def with_experts_apart(tensors, prefix):
+    """Each expert has tensors of its own: prefix.NUMBER.linear_fc1.weight."""
+    found = {}
+    for name, tensor in tensors.items():
+        start, is_of_experts, end = name.partition("experts.experts")
+        if is_of_experts:
+            found |= {f"{start}experts.{prefix}.{expert}{end}": one for expert, one in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
 
 
 # ---- the model ---------------------------------------------------------------------------------------------
@@ -142,7 +211,44 @@ def attention(w, x, args):
     return F.linear(out, w["self_attention.linear_proj.weight"], w.get("self_attention.linear_proj.bias"))
 
 
+def gated(x, up, down):
+    gate, up = F.linear(x, up).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def mixture(w, x, args):
+    """One token after the other."""
+    count, top_k, out = args["num_experts"], args["moe_router_topk"], []
+    for token in x.flatten(0, 1):
+        logits = w["mlp.router.weight"] @ token
+        is_sigmoid = args.get("moe_router_score_function") == "sigmoid"
+        before = is_sigmoid or args.get("moe_router_pre_softmax")
+        scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1) if before else logits
+        choice = scores + w.get("mlp.router.expert_bias", torch.zeros(count, dtype=scores.dtype))
+        if groups := args.get("moe_router_num_groups"):
+            chosen = args["moe_router_group_topk"]
+            best = choice.view(groups, -1).topk(top_k // chosen).values.sum(-1).topk(chosen).indices
+            allowed = torch.full_like(choice, -torch.inf).view(groups, -1)
+            allowed[best] = 0
+            choice = choice + allowed.flatten()
+        experts = choice.topk(top_k).indices
+        share = scores[experts] if before else scores[experts].softmax(-1)
+        share = share / share.sum() if is_sigmoid else share
+        share = share * args.get("moe_router_topk_scaling_factor", 1)
+        parts = [
+            part * gated(token, *(w[f"mlp.experts.experts.linear_fc{n}.weight"][expert] for n in (1, 2)))
+            for part, expert in zip(share, experts)
+        ]
+        if "mlp.shared_experts.gate_weight" in w:
+            shared = gated(token, *(w[f"mlp.shared_experts.linear_fc{n}.weight"] for n in (1, 2)))
+            parts.append((w["mlp.shared_experts.gate_weight"] @ token).sigmoid() * shared)
+        out.append(sum(parts))
+    return torch.stack(out).view_as(x)
+
+
 def mlp(w, x, args):
+    if "mlp.router.weight" in w:
+        return mixture(w, x, args)
     h = F.linear(x, w["mlp.linear_fc1.weight"], w.get("mlp.linear_fc1.bias"))
     if args.get("swiglu"):
         gate, up = h.chunk(2, -1)
@@ -179,7 +285,7 @@ def boxes(name, tensor, tp):
     """(offset, part) of each rank of tensor parallelism."""
     dim = 0 if re.search(r"linear_(qkv|fc1)\.(weight|bias)|word_embeddings|output_layer", name) else None
     dim = 1 if re.search(r"linear_(proj|fc2)\.weight", name) else dim
-    if dim is None:
+    if dim is None or tensor.dim() == 3:
         return [((0,) * tensor.dim(), tensor)]
     parts = tensor.chunk(2 * tp if "linear_fc1" in name else tp, dim)  # gates and ups have boxes of their own
     found, at = [], 0
@@ -273,6 +379,25 @@ def test_gpt(tmp_path, is_fused):
     settings = {**GPT, "model.mlp.activation": "gelu" if is_fused else "gelu_erf"}
     losses = losses_of(tmp_path, "gpt2-tiny", {**settings, "checkpoint.init_from": folder}, ["one", "zero3"])
     agree(tmp_path, losses, tensors, args)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    "args, settings",
+    [
+        (MIXTURE_ARGS, MIXTURE),
+        ({**MIXTURE_ARGS, "moe_router_pre_softmax": True}, {**MIXTURE, "model.router_renorm": False}),
+        (SIGMOID_ARGS, SIGMOIDS),
+    ],
+)
+def test_experts(tmp_path, args, settings, alone):
+    """The experts of a layer are stacked, or each is alone."""
+    tensors = weights(args)
+    saved = with_experts_apart(tensors, "experts") if alone else tensors
+    is_stacked = not alone and "moe_layer_freq" not in args
+    folder = torch_dist(tmp_path / "saved", saved, args, stacked=is_stacked)
+    settings = {**settings, "checkpoint.init_from": folder}
+    agree(tmp_path, losses_of(tmp_path, "llama3-tiny", settings, ["one", "tp2"]), tensors, args)
 
 
 # ---- a file for each rank ----------------------------------------------------------------------------------
@@ -374,6 +499,18 @@ def test_files_of_ranks_of_gpt(tmp_path, tp, pp, old):
     agree(tmp_path, losses_of(tmp_path, "gpt2-tiny", settings, ["one", "pp2"]), tensors, GPT_ARGS)
 
 
+def test_files_of_ranks_of_a_mixture(tmp_path):
+    tensors = weights(SIGMOID_ARGS)
+    saved = with_experts_apart(tensors, "local_experts")
+    folder = rank_files(tmp_path / "saved", saved, SIGMOID_ARGS, tp=2, pp=2)
+    settings = {**SIGMOIDS, "checkpoint.init_from": folder}
+    agree(tmp_path, losses_of(tmp_path, "llama3-tiny", settings, ["one", "pp2"]), tensors, SIGMOID_ARGS)
+    args = {**SIGMOID_ARGS, "expert_tensor_parallel_size": 1}
+    folder = rank_files(tmp_path / "saved", saved, args, tp=2)
+    line = refusal(tmp_path, "llama3-tiny", settings)
+    assert "expert_tensor_parallel_size = 1 is not read beside tensor_model_parallel_size 2" in line
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
@@ -401,7 +538,17 @@ def test_another_model_is_refused_by_key(tmp_path):
     "args, said",
     [
         ({"multi_latent_attention": True}, "multi_latent_attention = True is not supported"),
-        ({"num_experts": 8}, "num_experts = 8 is not supported, only None"),
+        ({"num_experts": 8, "add_bias_linear": True}, "num_experts with add_bias_linear = True"),
+        ({"num_experts": 8, "moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq = [1, 0, 1, 1] is not"),
+        ({"num_experts": 8, "moe_layer_freq": [0, 1]}, "moe_layer_freq = [0, 1] is not supported"),
+        ({"num_experts": 8, "moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
+        ({"num_experts": 8, "moe_router_load_balancing_type": ["sinkhorn"]}, "'sinkhorn' is not supported"),
+        ({"num_experts": 8, "moe_router_score_function": "sqrtsoftplus"}, "'sqrtsoftplus' is not supported"),
+        ({"num_experts": 8, "moe_router_enable_expert_bias": True}, "is not supported with a softmax"),
+        ({"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
+         "moe_router_group_topk = 1 with moe_router_topk = 2 is not supported"),
+        ({"num_experts": 8, "moe_shared_expert_intermediate_size": 50}, "only a multiple of that"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers = 1 is not supported"),
         ({"window_size": (128, 0)}, "window_size = (128, 0) is not supported"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn' is not supported"),
         ({"quick_geglu": True}, "quick_geglu = True is not supported"),
