@@ -19,6 +19,7 @@ from checkpoint.hf_layer_types import (
     GEMMA2_LAYERS,
     GEMMA3_LAYERS,
     GPT_OSS_LAYERS,
+    GRANITE_SWA_LAYERS,
     LAGUNA_LAYERS,
     LLAMA4_LAYERS,
     LLAMA4_LAYER_DEFAULTS,
@@ -38,6 +39,7 @@ from checkpoint.hf_rules import (
     DOTS_NO_WINDOW,
     EQUAL_BIASES,
     ERNIE_LAYERS,
+    EXPERTS_BESIDE,
     EXPERTS_OF_FFN,
     GATING,
     GPT2_DROPOUT,
@@ -521,6 +523,15 @@ LAGUNA = in_layer("model.layers", {
     "mlp.shared.up": "mlp.shared_expert.up_proj",
     "mlp.shared.down": "mlp.shared_expert.down_proj",
 })
+GRANITE_SWA_EXPERTS = {
+    **in_layer("model.layers", {
+        **dict.fromkeys(("mlp.shared.gate.weight", "mlp.shared.up.weight"), "shared_mlp.input_linear.weight"),
+        "mlp.shared.down.weight": "shared_mlp.output_linear.weight",
+        "mlp.router.weight": "block_sparse_moe.router.weight",
+    }),
+    **{ours: theirs.replace(".mlp.", ".block_sparse_moe.") for ours, theirs in STACKED_EXPERTS.items()},
+}
+GRANITE_SINKS = in_layer("model.layers", {"attn.sinks": "self_attn.sinks"})
 SINKS = in_layer("model.layers", {"attn.sinks": "self_attn.attention_sink_bias"})
 LAGUNA_ROUTER_BIAS = in_layer(
     "model.layers", {"mlp.router.bias": "mlp.experts.e_score_correction_bias"}
@@ -927,6 +938,11 @@ GRANITE = (
 )
 GRANITE_HYBRID = tuple(  # what other rules read there
     rule for rule in GRANITE if not {"mixer.window", "mixer.rope.base", "mlp.width"} & {*rule.fields}
+)
+GRANITE_SWA = (
+    *(rule for rule in GRANITE if rule not in (NO_WINDOW, ROPE)),
+    Fixed("mixer.sinks", True),
+    GRANITE_SWA_LAYERS,
 )
 GRANITE_DEFAULTS = {
     **ROPE_DEFAULTS,
@@ -2238,6 +2254,48 @@ FAMILIES = {family.model_type: family for family in (
         arrangements=dict.fromkeys(
             with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.experts)
         ),
+    ),
+    Family(
+        model_type="granite_swa",
+        architecture="GraniteSWAForCausalLM",
+        rules=(*GRANITE_SWA, Field("mlp.bias", "mlp_bias")),
+        defaults={
+            **GRANITE_DEFAULTS,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "sliding_window": 128,
+            "mlp_bias": False,
+            "max_position_embeddings": 8192,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP) | GRANITE_SINKS,
+    ),
+    Family(
+        model_type="granitemoe_swa",
+        architecture="GraniteMoeSWAForCausalLM",
+        rules=(
+            *GRANITE_SWA,
+            Field("experts", "num_local_experts"),
+            EXPERTS_PER_TOKEN,
+            EXPERTS_OF_FFN,
+            EXPERTS_BESIDE,
+            Fixed("router", "softmax"),
+            Fixed("router_renorm", True),
+            NO_MLP_BIAS,
+        ),
+        defaults={
+            **GRANITE_DEFAULTS,
+            "sliding_window": 128,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
+        },
+        tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT) | with_leaf("bias", QKV | OUTPUT)
+        | GRANITE_SINKS | GRANITE_SWA_EXPERTS,
+        arrangements={
+            name: lambda model: Arrangement(leading=model.experts)
+            for name in GRANITE_SWA_EXPERTS.values() if ".experts." in name
+        },
     ),
     Family(
         model_type="granitemoehybrid",

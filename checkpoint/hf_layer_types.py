@@ -418,6 +418,45 @@ MIMO_LAYERS = layer_types_group(LayerTypes(
     write_differ=write_mimo_heads,
     usual_slides=mimo_slides,
 ))
+# Granite with windows: a base of the angles for each layer, 0 for none.
+
+def granite_slides(keys: Tree) -> list[bool]:
+    """Every fourth layer, the first among them, sees all."""
+    return [layer % 4 != 0 for layer in range(int(plain_number(keys, "num_hidden_layers")))]
+
+
+def granite_rope(keys: Tree, sliding: bool) -> Tree | None:
+    slides = sliding_layers(keys) or granite_slides(keys)
+    bases = list_of((int, float), keys, "layer_rope_theta")
+    if bases and len(bases) != len(slides):
+        raise UnlikeFamily(f"layer_rope_theta names {len(bases)} layers, num_hidden_layers is {len(slides)}")
+    own = {base for base, slide in zip(bases, slides) if slide == sliding}
+    if len(own) > 1 or not all(is_number(base) and base >= 0 for base in own):
+        raise UnlikeFamily(f"layer_rope_theta = {bases} is not supported, only one number, not below 0, for "
+                           "each type of layer")
+    base = own.pop() if own else None
+    fields = read_rope(keys)
+    if base == 0:
+        return None
+    return rope_part(fields if base is None else fields | {"mixer.rope.base": base})
+
+
+def write_granite_bases(layers: list[ModelConfig]) -> Tree:
+    return {"layer_rope_theta": [layer.mixer.rope.base if layer.mixer.rope else 0 for layer in layers]}
+
+
+def write_granite_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
+    window = {} if sliding else NO_LAYER
+    return (written_rope(full or sliding) or {"rope_theta": 10000.0, "rope_scaling": None}) | window
+
+
+GRANITE_SWA_LAYERS = layer_types_group(LayerTypes(
+    partial(granite_rope, sliding=False),
+    partial(granite_rope, sliding=True),
+    write_granite_rope,
+    write_differ=write_granite_bases,
+    usual_slides=granite_slides,
+))
 LAGUNA_LAYERS = layer_types_group(LayerTypes(
     partial(shared_rope_of_type, usual=LAGUNA_ROPE, usual_share=1.0, layer_type=FULL),
     partial(shared_rope_of_type, usual=LAGUNA_ROPE, usual_share=1.0, layer_type=SLIDING),

@@ -1154,6 +1154,22 @@ QK_NORM_OF_HEADS = FieldGroup(
     lambda model: {"use_qk_norm": model.mixer.qk_norm is not None},
     lambda model: [] if model.mixer.qk_norm in (None, "head") else ["mixer.qk_norm"],
 )
+def read_experts_beside(keys: Tree) -> Tree:
+    """The width of all shared experts together, each as wide as the others."""
+    shared, width = plain_number(keys, "shared_intermediate_size"), plain_number(keys, "intermediate_size")
+    if width <= 0 or shared < 0 or shared % width:
+        raise UnlikeFamily(
+            f"shared_intermediate_size = {shared} is not a multiple of intermediate_size = {width}")
+    return {"shared_experts": shared // width}
+
+
+EXPERTS_BESIDE = FieldGroup(
+    ("shared_experts",),
+    read_experts_beside,
+    lambda model: {"shared_intermediate_size": model.shared_experts * expert_ffn_size(model)},
+)
+
+
 def one_of_null(name: str, key: str) -> FieldGroup:
     """A factor whose key may be null, which stands for 1."""
     return FieldGroup(

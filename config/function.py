@@ -42,7 +42,8 @@ FUNCTION_KEYS = frozenset(
 # Those that leave the names and shapes of the weights as they are.
 VALUES_ALONE = tuple(f"model.{key}" for key in (
     "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap",
-    "mixer.value_scale", "mixer.growth", "mixer.negative_eigenvalues", "mixer.norm_eps", "mixer.dt_min",
+    "mixer.value_scale", "mixer.gate_by", "mixer.growth", "mixer.negative_eigenvalues", "mixer.norm_eps",
+    "mixer.dt_min",
     "residual_scale", "embed_scale", "logit_scale", "logit_cap", "mup", "top_k",
     "router", "router_renorm", "router_groups", "router_group_top_k", "router_scale",
 ))

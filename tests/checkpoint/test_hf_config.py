@@ -48,6 +48,7 @@ FAMILY = {
     "gemma3": "gemma3_text",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
+    "granite-swa": "granite_swa",
     "granite": "granite",
     "arcee": "arcee",
     "nemotron-h": "nemotron_h",
@@ -708,6 +709,15 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ({**MIMO, "hybrid_layer_pattern": [0, 1, 0]}, "hybrid_layer_pattern = [0, 1, 0] is not supported"),
         ({**MIMO, "swa_rope_theta": 5e4}, "swa_rope_theta = 50000.0 is not supported"),
         ({**MIMO, "add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True"),
+        (
+            {**LLAMA, "model_type": "granite_swa", "layer_types": ["full_attention"] * 2,
+             "layer_rope_theta": [0, 1e4]},
+            "layer_rope_theta = [0, 10000.0] is not supported",
+        ),
+        (
+            {**LLAMA, "model_type": "granitemoe_swa", "shared_intermediate_size": 30},
+            "shared_intermediate_size = 30 is not a multiple of intermediate_size = 100",
+        ),
         ({**LAGUNA, "gating": False}, "gating = False is not supported"),
         ({**LAGUNA, "gating_types": ["per_head", "per_element"]}, "are not all 'per_head', as gating says"),
         (

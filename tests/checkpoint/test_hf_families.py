@@ -86,6 +86,8 @@ FAMILY_PRESETS = {
     "laguna": "laguna-tiny",
     "mimo_v2_flash": "mimo-v2-tiny",
     "exaone_moe": "dots1-tiny",
+    "granite_swa": "granite-swa-tiny",
+    "granitemoe_swa": "mixtral-tiny",
     "granitemoe": "mixtral-tiny",
     "granitemoehybrid": "mamba-tiny",
     "nemotron_h": "nemotron-h-tiny",
@@ -126,6 +128,7 @@ CHANGED = {  # of the preset
         "mixer.rope": None, "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}},
         "pattern": "(local, block)...",
     },
+    "granitemoe_swa": {"mixer.sinks": True},
     "granitemoe": {"embed_scale": 3.0},
     "lfm2_moe": {
         "experts": 8, "top_k": 2, "moe_ffn": 64, "first_dense": 1, "router": "sigmoid", "router_bias": True,

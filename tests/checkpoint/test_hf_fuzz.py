@@ -210,6 +210,14 @@ GENERAL = {  # a model of each family
         "first_dense": 1, "pattern": "(linear, block)...",
         "blocks": {"linear": {"mixer": {"kind": "kimi", "heads": 4, "dim": 8}}},
     },
+    "granite_swa": {
+        "mixer": {"kv_heads": 2, "scale": 0.3, "sinks": True, "rope": None}, "residual_scale": 0.5,
+        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {"base": 50.0}}},
+        "pattern": "(block, 3 local)...",
+    },
+    "granitemoe_swa": {
+        "experts": 8, "top_k": 3, "shared_experts": 2, "mixer": {"kv_heads": 2, "sinks": True}, **PATTERN,
+    },
     "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
     "mistral4": {
         **MIXTURE, "shared_experts": 2, "first_dense": 1,

@@ -408,6 +408,22 @@ CASES = {
             "pad_token_id": None,
         },
     ),
+    "granite-swa": (
+        "GraniteSWA",
+        {
+            **ROPE, "num_hidden_layers": 5, "sliding_window": 5, "layer_rope_theta": [0, 1e4, 1e4, 1e4, 0],
+            "attention_multiplier": 0.2, "logits_scaling": 13.0, "embedding_multiplier": 5.0,
+            "residual_multiplier": 0.3, "mlp_bias": True, "attention_bias": True,
+        },
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWA",
+        {
+            **ROPE, "num_hidden_layers": 3, "sliding_window": 5, "shared_intermediate_size": 200,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3,
+        },
+    ),
     "granite-moe": (
         "GraniteMoe",
         {
