@@ -154,7 +154,7 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     Raises ConfigError naming the file, and the tensor that is unknown, doubled or of an unlikely shape.
     """
     path = folder / "config.json"
-    quantization = hf_config.read_json(path).get(QUANTIZATION)
+    quantization = hf_config.read_keys(path).get(QUANTIZATION)
     model_type, model = hf_config.read_hf_config(folder, but=(QUANTIZATION,))
     family = FAMILIES[model_type]
     tensors = open_safetensors_folder(folder)
@@ -225,7 +225,8 @@ def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -
     bare = not any(name.startswith(family.prefix) for name in tensors.tensors)
     stored = {name if name == hf.HEAD or not bare else family.prefix + name: name for name in tensors.tensors}
     stored = {
-        family.usual_name(full, model): name for full, name in stored.items() if hf.is_weight(full, family)
+        family.usual_name(family.text_name(full), model): name
+        for full, name in stored.items() if hf.is_weight(full, family)
     }
     return replace(
         tensors,

@@ -149,12 +149,13 @@ def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
     prefix = FAMILIES[model_type].prefix
     if not any(name.startswith(prefix) for name in found):
         found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
-    return {name: stored for name, stored in found.items() if is_weight(name, FAMILIES[model_type])}
+    family = FAMILIES[model_type]
+    return {family.text_name(name): stored for name, stored in found.items() if is_weight(name, family)}
 
 
 def is_weight(name: str, family: Family) -> bool:
     """Whether a tensor of a folder, under its full name, is one that is read."""
-    return not BUFFERS.fullmatch(name) and not (family.unread and name.startswith(family.unread))
+    return not BUFFERS.fullmatch(name) and not name.startswith(family.unread)
 
 
 def open_safetensors(file: Path) -> safe_open:

@@ -15,11 +15,18 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint.hf_families import FAMILIES
+from checkpoint.hf_families import FAMILIES, changes_nothing
 from checkpoint.hf_rules import UnlikeFamily
 from config import ConfigError, ModelConfig, Tree, build_tree
 from config.function import written
 from config.tree import value_at
+
+
+TEXT = "text_config"
+BESIDE_TEXT = (  # keys that do not concern the text part, and those that are taken along
+    TEXT, "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "quantization_config",
+)
 
 
 def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelConfig]:
@@ -28,16 +35,35 @@ def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelCon
     Raises ConfigError naming the file and the key.
     """
     path = Path(folder) / "config.json"
-    hf_config = {key: value for key, value in read_json(path).items() if key not in but}
+    hf_config = {key: value for key, value in read_keys(path).items() if key not in but}
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(FAMILIES)
+        supported = ", ".join([*FAMILIES, *(each.wrapped for each in FAMILIES.values() if each.wrapped)])
         raise ConfigError(f"{path}: model_type {model_type!r} is not supported; these are: {supported}")
     try:
         fields = FAMILIES[model_type].read(hf_config)
     except UnlikeFamily as error:
         raise ConfigError(f"{path}: {error}") from None
     return model_type, build_tree(ModelConfig, fields, f"{path}: model.")
+
+
+def read_keys(path: Path) -> Tree:
+    """The keys of a config.json; of a model of more than text, those of its text part. Raises ConfigError."""
+    tree = read_json(path)
+    model_type = tree.get("model_type")
+    family = next((each for each in FAMILIES.values() if each.wrapped == model_type and model_type), None)
+    if family is None:
+        return tree
+    text = tree.get(TEXT)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: {TEXT} is missing; a {model_type} has the keys of its text part there")
+    for key, value in tree.items():
+        own = text.get(key)
+        if key not in BESIDE_TEXT and value not in (None, own) and not changes_nothing(key):
+            raise ConfigError(f"{path}: {key} = {value!r} beside {TEXT}, which has {own!r}: nothing here "
+                              f"reads this key of a {model_type}")
+    beside = {key: tree[key] for key in ("quantization_config",) if key in tree}
+    return {**text, **beside, "model_type": family.model_type}
 
 
 def read_json(path: Path) -> Tree:

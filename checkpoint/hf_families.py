@@ -210,7 +210,8 @@ class Family:
     of_mixers: dict[str, dict[str, str]] = field(default_factory=dict)
     # {kind of a layer's mixer: {part of a name that a folder may have: what is written for it}}
     spellings: dict[str, dict[str, str]] = field(default_factory=dict)
-    unread: str = ""  # with this their names of tensors begin that transformers does not load
+    unread: tuple[str, ...] = ()  # with these their names of tensors begin that transformers does not load
+    wrapped: str = ""  # the model_type of models of more than text, whose text part is such a model
     config: str = "config.json"  # what says the model, in errors
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
@@ -291,6 +292,10 @@ class Family:
             return self.tensors
         own = self.of_mixers.get(layer_model(model, int(layer)).mixer.kind, {})
         return own | {ours: theirs for ours, theirs in self.tensors.items() if ours not in own}
+
+    def text_name(self, name: str) -> str:
+        """Their name of a tensor, in a model of text alone."""
+        return name.replace("model.language_model.", "model.", 1) if self.wrapped else name
 
     def usual_name(self, name: str, model: ModelConfig) -> str:
         """Their name of a tensor as it is written; a folder may have it in another spelling."""
@@ -2401,7 +2406,7 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"mamba": mamba_names("backbone.layers", "mixer", "norm")},
         arrangements={"backbone.layers.{layer}.mixer.conv1d.weight": lambda model: Arrangement(inner=True)},
         prefix="backbone.",
-        unread="mtp.",
+        unread=("mtp.",),
     ),
     Family(
         model_type="gpt_oss",
@@ -2587,7 +2592,7 @@ FAMILIES = {family.model_type: family for family in (
             lambda model: Arrangement(groups=shared_heads(model.mixer)["key_heads"]),
         ),
         norms_below_one=True,
-        unread="mtp.",
+        unread=("mtp.",),
     ),
     Family(
         model_type="qwen3_5_text",
@@ -2598,7 +2603,8 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"delta": with_leaf("weight", QWEN35_LINEAR) | QWEN_RATES},
         arrangements=QWEN_ARRANGEMENTS,
         norms_below_one=True,
-        unread="mtp.",
+        unread=("mtp.", "model.visual."),
+        wrapped="qwen3_5",
     ),
     Family(
         model_type="olmo_hybrid",
@@ -2634,7 +2640,7 @@ FAMILIES = {family.model_type: family for family in (
             },
             "attention": {".feedforward_layer_norm.": ".post_attention_layernorm."},
         },
-        unread="mtp.",
+        unread=("mtp.",),
     ),
     Family(
         model_type="kimi_linear",
@@ -2969,7 +2975,8 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"delta": with_leaf("weight", QWEN35_LINEAR) | QWEN_RATES},
         arrangements=QWEN_ARRANGEMENTS,
         norms_below_one=True,
-        unread="mtp.",
+        unread=("mtp.", "model.visual."),
+        wrapped="qwen3_5_moe",
     ),
     # Kimi K2; the folder has code that is not run. Goes out as deepseek_v3.
     replace(DEEPSEEK_V3, model_type="kimi_k2", code="deepseek_v3"),

@@ -179,12 +179,13 @@ def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
 
 
 def unread_notes(folder: Path, family: str) -> list[str]:
-    """[a line that names the tensors of a folder that no model of the family has]; [] without any."""
-    start = FAMILIES[family].unread
-    names = [name for name in open_safetensors_folder(folder).tensors if start and name.startswith(start)]
-    if not names:
-        return []
-    return [f"the tensors {start}* ({len(names)}) are not taken: transformers does not load them either"]
+    """Lines that name the tensors of a folder that no model of the family has."""
+    names = open_safetensors_folder(folder).tensors
+    numbers = {start: sum(name.startswith(start) for name in names) for start in FAMILIES[family].unread}
+    return [
+        f"the tensors {start}* ({number}) are not taken: transformers does not load them in a model of text"
+        for start, number in numbers.items() if number
+    ]
 
 
 def dropout_notes(folder: Path) -> list[str]:
@@ -699,7 +700,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     who = f"transformers {transformers.__version__}"
-    keys = hf_config.read_json(folder / "config.json")
+    keys = hf_config.read_keys(folder / "config.json")
     family = FAMILIES[keys["model_type"]]
     code = family.code or family.model_type
     model_class = getattr(transformers, family.architecture, transformers.AutoModelForCausalLM)

@@ -1057,6 +1057,44 @@ def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, cap
         torch.testing.assert_close(got[:, :211], want, rtol=0, atol=1e-5)
 
 
+def test_the_text_part_of_a_model_of_images_is_read_alone(transformers, tmp_path, capsys):
+    text = {key: value for key, value in CASES["qwen3.5"][1].items() if value is not None}
+    text["rope_parameters"] = {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    }
+    del text["rope_theta"]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(
+        text_config=text, vision_config={**vision, "num_position_embeddings": 16}, image_token_id=205,
+        video_token_id=206, vision_start_token_id=207, vision_end_token_id=208,
+    )).float().eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["family"] == "qwen3_5_text" and said["logits"]["against"].startswith("transformers")
+    assert any("the tensors model.visual.* (" in note for note in said["notes"])
+    assert len(foreign.open_hf_folder(tmp_path / "hf").places) == len(
+        weights(tmp_path / "run" / "checkpoints" / "step_00000000")
+    )
+
+    code, _, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "out")
+    assert code == 0, err
+    tokens = torch.arange(90)[None]
+    with torch.no_grad():
+        back = loaded(transformers, tmp_path / "out")
+        torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-5)
+
+    edit(logit_cap=3)(tmp_path / "hf")
+    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "other")
+    assert code == 2 and "logit_cap = 3 beside text_config, which has None: nothing here reads" in err
+    edit(logit_cap=None, text_config=None)(tmp_path / "hf")
+    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "other")
+    assert code == 2 and "text_config is missing; a qwen3_5 has the keys of its text part there" in err
+
+
 def test_modules_that_transformers_does_not_load_are_left_out_and_named(transformers, tmp_path, capsys):
     their_model(transformers, *CASES["qwen3.5"]).save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
