@@ -88,7 +88,7 @@ def interleaved(parts):
         (Arrangement(leading=1, outer=True, inner=True), lambda parts: torch.cat(parts)[None, None, :, None]),
         (Arrangement(leading=1, transpose=True), lambda parts: torch.cat(parts).t()[None]),
     ],
-    ids=str,
+    ids=("rows", "groups", "transposed", "inner", "outer", "leading"),
 )
 def test_an_arrangement_holds_rows_where_it_says(arrangement, theirs):
     parts = [torch.randn(rows, 5) for rows in ROWS.values()]
