@@ -106,6 +106,7 @@ from checkpoint.hf_state_layers import (
 from config import (
     TRAINING_ONLY_KEYS,
     ConfigError,
+    MLPConfig,
     ModelConfig,
     Tree,
     expert_ffn_size,
@@ -256,11 +257,14 @@ class Family:
         explicit = spell_out(model)
         kinds = [rule for rule in self.rules if "mixer.kind" in rule.fields]
         found = [name for rule in kinds for name in rule.obstacles(explicit)]
-        is_of_another_kind = bool(found)  # then the mixer has other fields
+        others = ["mixer"] if found else []  # parts of another kind, which have other fields
+        if not isinstance(model.mlp, MLPConfig):
+            others.append("mlp")
+            found.append("mlp.kind")
         covered: set[str] = set()
         for rule in self.rules:
-            reads_mixer = not rule.fields or any(is_below(name, ["mixer"]) for name in rule.fields)
-            if is_of_another_kind and reads_mixer:
+            reads_other = not rule.fields or any(is_below(name, others) for name in rule.fields)
+            if others and reads_other:
                 continue
             found += rule.obstacles(explicit)
             covered.update(rule.fields)

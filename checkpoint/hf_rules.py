@@ -21,6 +21,7 @@ from config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MLPConfig,
     ModelConfig,
     Scaling,
     Tree,
@@ -1283,10 +1284,15 @@ SHARED_WIDTH = FieldGroup(
     write_shared_width,
     lambda model: [] if model.shared_experts else ["shared_experts"],
 )
-# A family without a key for the width of an expert: it is that of a dense MLP.
-EXPERTS_OF_FFN = FieldGroup(
-    ("moe_ffn",), obstacles=lambda model: ["moe_ffn"] if expert_ffn_size(model) != model.mlp.width else []
-)
+
+
+def expert_width_obstacles(model: ModelConfig) -> list[str]:
+    """A family without a key for the width of an expert: it is that of a dense MLP."""
+    is_other = isinstance(model.mlp, MLPConfig) and expert_ffn_size(model) != model.mlp.width
+    return ["moe_ffn"] if is_other else []
+
+
+EXPERTS_OF_FFN = FieldGroup(("moe_ffn",), obstacles=expert_width_obstacles)
 
 
 def read_moe_topk(keys: Tree) -> Tree:

@@ -359,11 +359,12 @@ def test_names_keep_their_numbers():
 
 
 def test_no_other_file_knows_a_family():
-    """Outside the table no code names a model_type: a new family is one record."""
+    """Outside the table no code names a model_type: a new family is one record. torchtitan.py alone says of
+    its models which of these compute the same."""
     files = [*(ROOT / "checkpoint").glob("*.py"), ROOT / "scripts" / "convert.py"]
     assert len(files) > 8
     for file in files:
-        if file.name == "hf_families.py":
+        if file.name in ("hf_families.py", "torchtitan.py"):
             continue
         words = {
             node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)
