@@ -2199,7 +2199,7 @@ FAMILIES = {family.model_type: family for family in (
         aliases={"num_local_experts": "n_routed_experts"},
         tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | MLP | EXPERTS) | with_leaf("bias", QKV)
         | ROUTER_BIAS | SINKS,
-        unread="model.mtp.",
+        unread=("model.mtp.",),
     ),
     Family(
         model_type="exaone_moe",

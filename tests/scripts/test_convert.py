@@ -1095,13 +1095,15 @@ def test_the_text_part_of_a_model_of_images_is_read_alone(transformers, tmp_path
     assert code == 2 and "text_config is missing; a qwen3_5 has the keys of its text part there" in err
 
 
-def test_modules_that_transformers_does_not_load_are_left_out_and_named(transformers, tmp_path, capsys):
-    their_model(transformers, *CASES["qwen3.5"]).save_pretrained(tmp_path / "hf")
+@pytest.mark.parametrize("name, start", [("qwen3.5", "mtp."), ("mimo-v2", "model.mtp.")])
+def test_what_transformers_does_not_load_is_left_out_and_named(transformers, tmp_path, capsys, name, start):
+    their_model(transformers, *CASES[name]).save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
-    save_file({**load_file(file), "mtp.norm.weight": torch.ones(48)}, file, {"format": "pt"})
+    save_file({**load_file(file), f"{start}norm.weight": torch.ones(48)}, file, {"format": "pt"})
     code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
     assert code == 0, err
-    assert any("the tensors mtp.* (1) are not taken" in note for note in json.loads(out)["notes"])
+    named = [note for note in json.loads(out)["notes"] if note.startswith("the tensors ")]
+    assert len(named) == 1 and named[0].startswith(f"the tensors {start}* (1) are not taken")
     assert not any("mtp" in key for key in foreign.open_hf_folder(tmp_path / "hf").places)
 
 
