@@ -236,7 +236,7 @@ class LoneParts:
             elif has_softmax(layer.mixer):
                 is_lost = layer.mixer != model.mixer
             else:
-                is_lost = layer != mambas[0] or not set(stated_leaves(layer.mixer, "mixer.")) <= covered
+                is_lost = layer not in mambas[:1] or not set(stated_leaves(layer.mixer, "mixer.")) <= covered
                 is_lost |= any(rule.obstacles(layer) for rule in self.mamba)
             if is_lost:
                 return ["blocks", "pattern"]
