@@ -557,10 +557,11 @@ TABLE = (
     Mutation(
         what="the shared rotary key's gradient counts once a group of heads",
         file="model/mla.py",
-        old="cos, sin = context.rotations[self.rotation]\n",
+        old="s = q.shape[1]\n        angles",
         new=(
-            "cos, sin = context.rotations[self.rotation]\n"
+            "s = q.shape[1]\n"
             "        rope_key = rope_key * self.tp.size - rope_key.detach() * (self.tp.size - 1)\n"
+            "        angles"
         ),
         model="deepseek-v2-lite-tiny",
         world=2,

@@ -73,7 +73,6 @@ FAMILY = {
     "laguna": "laguna",
     "mimo": "mimo_v2_flash",
 }  # start of a preset's name
-WITHOUT_FAMILY = ()
 COUNTED = (
     "gpt2",
     "llama3-8b",
@@ -184,10 +183,11 @@ def full(m):
     return replace(spell_out(m), **plain)
 
 
-@pytest.mark.parametrize("name", WITHOUT_FAMILY)
-def test_a_mixer_without_a_family_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match=r"model\.blocks: .*|nor has model\.blocks: "):
-        hf_config.to_hf_config(preset(name), "bfloat16", NONE)
+def test_mixers_that_no_family_has_together_are_refused_by_name():
+    linear = {"mixer": {"kind": "kimi", "heads": 4, "dim": 8}}
+    model = preset("llama3-tiny", {"blocks": {"linear": linear}, "pattern": "(3 linear, block)..."})
+    with pytest.raises(ConfigError, match=r"model\.blocks: .*kimi"):
+        hf_config.to_hf_config(model, "bfloat16", NONE)
 
 
 LLAMA4 = {
@@ -233,7 +233,7 @@ def test_a_published_config_is_the_preset(tmp_path, name):
     assert not differences(preset(name), back)
 
 
-@pytest.mark.parametrize("name", [name for name in config.presets() if name not in WITHOUT_FAMILY])
+@pytest.mark.parametrize("name", config.presets())
 def test_every_preset_comes_back(tmp_path, name):
     m = preset(name)
     kind, back = read(tmp_path, hf_config.to_hf_config(m, "bfloat16", NONE))
