@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoint import hf, hf_config
 from checkpoint.files import is_finite, raw_bytes
 from checkpoint.folder import StoredIndex, StoredPiece
-from checkpoint.hf_families import FAMILIES, Arrangement, Family
+from checkpoint.hf_families import FAMILIES, Arrangement, Family, text_names
 from checkpoint.quantized import dequantized, pieces_of
 from checkpoint.tensors_by_name import NamedTensors, open_safetensors_folder
 from config import (
@@ -222,11 +222,13 @@ def foreign_index(
 
 def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -> NamedTensors:
     """The tensors under the names of the whole model, without buffers: see hf.stored_tensors."""
-    bare = not any(name.startswith(family.prefix) for name in tensors.tensors)
-    stored = {name if name == hf.HEAD or not bare else family.prefix + name: name for name in tensors.tensors}
+    names = text_names(tensors.tensors)
+    bare = not any(name.startswith(family.prefix) for name in names)
     stored = {
-        family.usual_name(family.text_name(full), model): name
-        for full, name in stored.items() if hf.is_weight(full, family)
+        text if text == hf.HEAD or not bare else family.prefix + text: name for text, name in names.items()
+    }
+    stored = {
+        family.usual_name(full, model): name for full, name in stored.items() if hf.is_weight(full, family)
     }
     return replace(
         tensors,

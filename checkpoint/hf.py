@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
-from checkpoint.hf_families import FAMILIES, Arrangement, Family
+from checkpoint.hf_families import FAMILIES, Arrangement, Family, text_names
 from checkpoint.tensors_by_name import weight_files
 from config import (
     AttentionConfig,
@@ -145,12 +145,13 @@ def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
                     raise ConfigError(f"{file}: {name} stands in {found[name].file.name} already")
                 found[name] = StoredHFTensor(file, name, tuple(view.get_shape()), view.get_dtype())
 
+    found = {text: found[name] for text, name in text_names(found).items()}
     # The hub's gpt2, and base models without a head, are saved without the prefix.
     prefix = FAMILIES[model_type].prefix
     if not any(name.startswith(prefix) for name in found):
         found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
     family = FAMILIES[model_type]
-    return {family.text_name(name): stored for name, stored in found.items() if is_weight(name, family)}
+    return {name: stored for name, stored in found.items() if is_weight(name, family)}
 
 
 def is_weight(name: str, family: Family) -> bool:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint.hf_families import FAMILIES, changes_nothing
+from checkpoint.hf_families import FAMILIES, LACKING, WRAPPERS, changes_nothing
 from checkpoint.hf_rules import UnlikeFamily
 from config import ConfigError, ModelConfig, Tree, build_tree
 from config.function import written
@@ -23,9 +23,12 @@ from config.tree import value_at
 
 
 TEXT = "text_config"
+TAKEN_ALONG = ("quantization_config", "tie_word_embeddings")  # from beside the text part
 BESIDE_TEXT = (  # keys that do not concern the text part, and those that are taken along
-    TEXT, "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
-    "vision_end_token_id", "quantization_config",
+    TEXT, *TAKEN_ALONG, "vision_config", "image_token_id", "image_token_index", "video_token_id",
+    "vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index",
+    "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size",
+    "vision_feature_layer",
 )
 
 
@@ -38,7 +41,10 @@ def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelCon
     hf_config = {key: value for key, value in read_keys(path).items() if key not in but}
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join([*FAMILIES, *(each.wrapped for each in FAMILIES.values() if each.wrapped)])
+        if isinstance(model_type, str) and model_type in LACKING:
+            raise ConfigError(f"{path}: model_type {model_type!r} is not supported: no block here has "
+                              f"{LACKING[model_type]}")
+        supported = ", ".join([*FAMILIES, *WRAPPERS])
         raise ConfigError(f"{path}: model_type {model_type!r} is not supported; these are: {supported}")
     try:
         fields = FAMILIES[model_type].read(hf_config)
@@ -51,8 +57,7 @@ def read_keys(path: Path) -> Tree:
     """The keys of a config.json; of a model of more than text, those of its text part. Raises ConfigError."""
     tree = read_json(path)
     model_type = tree.get("model_type")
-    family = next((each for each in FAMILIES.values() if each.wrapped == model_type and model_type), None)
-    if family is None:
+    if not isinstance(model_type, str) or model_type not in WRAPPERS:
         return tree
     text = tree.get(TEXT)
     if not isinstance(text, dict):
@@ -62,8 +67,8 @@ def read_keys(path: Path) -> Tree:
         if key not in BESIDE_TEXT and value not in (None, own) and not changes_nothing(key):
             raise ConfigError(f"{path}: {key} = {value!r} beside {TEXT}, which has {own!r}: nothing here "
                               f"reads this key of a {model_type}")
-    beside = {key: tree[key] for key in ("quantization_config",) if key in tree}
-    return {**text, **beside, "model_type": family.model_type}
+    beside = {key: tree[key] for key in TAKEN_ALONG if key in tree}
+    return {"model_type": WRAPPERS[model_type], **text, **beside}
 
 
 def read_json(path: Path) -> Tree:

@@ -9,7 +9,7 @@ refused, so a new key of the model is refused until a rule covers it (its defaul
 it), and so is a tensor that Family.tensors does not name.
 """
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from checkpoint.hf_layer_types import (
@@ -212,7 +212,6 @@ class Family:
     # {kind of a layer's mixer: {part of a name that a folder may have: what is written for it}}
     spellings: dict[str, dict[str, str]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()  # with these their names of tensors begin that transformers does not load
-    wrapped: str = ""  # the model_type of models of more than text, whose text part is such a model
     config: str = "config.json"  # what says the model, in errors
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
 
@@ -297,10 +296,6 @@ class Family:
         own = self.of_mixers.get(layer_model(model, int(layer)).mixer.kind, {})
         return own | {ours: theirs for ours, theirs in self.tensors.items() if ours not in own}
 
-    def text_name(self, name: str) -> str:
-        """Their name of a tensor, in a model of text alone."""
-        return name.replace("model.language_model.", "model.", 1) if self.wrapped else name
-
     def usual_name(self, name: str, model: ModelConfig) -> str:
         """Their name of a tensor as it is written; a folder may have it in another spelling."""
         layer = LAYER.search(name)
@@ -337,6 +332,49 @@ def numbers_in(key: str) -> dict[str, str]:
 def without_numbers(key: str) -> str:
     """layers.3.attn.q.weight -> layers.{layer}.attn.q.weight"""
     return NUMBERED.sub(r"\1s.{\1}.", key)
+
+
+LACKING = {  # model_type of other models: the part that they need
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "embeddings for each layer"),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa", "mistral_large4", "mistral_large4_text"),
+        "sparse attention by an indexer",
+    ),
+    **dict.fromkeys(("glm5_next", "glm5_next_text", "hy_v4"), "hyper-connections, nor an indexer"),
+    "deepseek_v4": "compressed attention, nor hyper-connections",
+    "minimax": "lightning attention",
+    "nanochat": "norms without a weight",
+    **dict.fromkeys(("step3p5", "step3p7"), "a SwiGLU that is clamped after its activation"),
+}
+
+
+# ---- models of more than text ------------------------------------------------------------------------------
+
+WRAPPERS = {  # model_type: that of its text part, where text_config does not say it
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # (start of its names, ours)
+BESIDE_TEXT = (  # with these the names of the others begin
+    "model.visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_tower.",
+    "model.vision_model.", "model.multi_modal_projector.",
+)
+
+
+def text_names(names: Collection[str]) -> dict[str, str]:
+    """{name in a model of text alone: name} of the tensors of a folder; of all of them where it is one."""
+    if not any(name.startswith(start) for name in names for start, _ in TEXT_PARTS):
+        return {name: name for name in names}
+    found: dict[str, str] = {}
+    for name in names:
+        if name.startswith(BESIDE_TEXT):
+            continue
+        start, short = next((pair for pair in TEXT_PARTS if name.startswith(pair[0])), ("", ""))
+        found[short + name.removeprefix(start)] = name
+    return found
 
 
 # ---- names of tensors --------------------------------------------------------------------------------------
@@ -2607,8 +2645,7 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"delta": with_leaf("weight", QWEN35_LINEAR) | QWEN_RATES},
         arrangements=QWEN_ARRANGEMENTS,
         norms_below_one=True,
-        unread=("mtp.", "model.visual."),
-        wrapped="qwen3_5",
+        unread=("mtp.",),
     ),
     Family(
         model_type="olmo_hybrid",
@@ -2979,8 +3016,7 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"delta": with_leaf("weight", QWEN35_LINEAR) | QWEN_RATES},
         arrangements=QWEN_ARRANGEMENTS,
         norms_below_one=True,
-        unread=("mtp.", "model.visual."),
-        wrapped="qwen3_5_moe",
+        unread=("mtp.",),
     ),
     # Kimi K2; the folder has code that is not run. Goes out as deepseek_v3.
     replace(DEEPSEEK_V3, model_type="kimi_k2", code="deepseek_v3"),

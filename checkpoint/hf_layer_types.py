@@ -172,10 +172,18 @@ def has_types(keys: Tree) -> bool:
 def rope_of_type(keys: Tree, layer_type: str) -> Tree:
     """The rotary positions that rope_parameters has for this type of layer."""
     own = keys["rope_parameters"].get(layer_type)
-    if not isinstance(own, dict):
-        raise UnlikeFamily(f"rope_parameters has no {layer_type}")
+    check_rope_of_type(own, layer_type)
     keys.get("rope_theta")
     return rope_part(read_rope({**keys, "rope_parameters": own, "rope_scaling": None}))
+
+
+def check_rope_of_type(own: object, layer_type: str) -> None:
+    """Raises UnlikeFamily unless these are parameters that transformers reads for one type of layer."""
+    if not isinstance(own, dict):
+        raise UnlikeFamily(f"rope_parameters has no {layer_type}")
+    if own.get("truncate", True) is not True:
+        raise UnlikeFamily(f"truncate = {own['truncate']!r} of {layer_type} is not supported: transformers "
+                           "does not read it of one type of layer")
 
 
 def no_rope(keys: Tree) -> None:
@@ -304,8 +312,7 @@ def shared_rope_of_type(keys: Tree, usual: Tree, usual_share: float, layer_type:
     the channels that are rotated, where a type does not say it."""
     given = keys.get("rope_parameters") or usual
     own = given.get(layer_type) if isinstance(given, dict) else None
-    if not isinstance(own, dict):
-        raise UnlikeFamily(f"rope_parameters has no {layer_type}")
+    check_rope_of_type(own, layer_type)
     share = own.get("partial_rotary_factor", usual_share)
     if not is_number(share) or not 0 < share <= 1:
         raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")

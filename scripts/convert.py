@@ -44,7 +44,7 @@ import config
 from build import check_counts, check_size, tokenizer_of_run, weights_of_rank, weights_only
 from checkpoint import hf, hf_config, hf_ranks, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
-from checkpoint.hf_families import FAMILIES
+from checkpoint.hf_families import BESIDE_TEXT, FAMILIES, text_names
 from checkpoint.hf_rules import spell_out
 from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
@@ -181,7 +181,10 @@ def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
 def unread_notes(folder: Path, family: str) -> list[str]:
     """Lines that name the tensors of a folder that no model of the family has."""
     names = open_safetensors_folder(folder).tensors
-    numbers = {start: sum(name.startswith(start) for name in names) for start in FAMILIES[family].unread}
+    beside = BESIDE_TEXT if len(text_names(names)) < len(names) else ()
+    numbers = {
+        start: sum(name.startswith(start) for name in names) for start in (*FAMILIES[family].unread, *beside)
+    }
     return [
         f"the tensors {start}* ({number}) are not taken: transformers does not load them in a model of text"
         for start, number in numbers.items() if number
@@ -700,15 +703,21 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     who = f"transformers {transformers.__version__}"
-    keys = hf_config.read_keys(folder / "config.json")
-    family = FAMILIES[keys["model_type"]]
-    code = family.code or family.model_type
-    model_class = getattr(transformers, family.architecture, transformers.AutoModelForCausalLM)
+    keys = hf_config.read_json(folder / "config.json")
+    model_type = keys["model_type"]
+    family = FAMILIES.get(model_type)
+    if family is not None:
+        model_type = family.code or model_type
+        model_class = getattr(transformers, family.architecture, transformers.AutoModelForCausalLM)
+    else:  # of more than text
+        model_class = transformers.AutoModelForImageTextToText
     try:
-        their_config = transformers.CONFIG_MAPPING[code].from_dict(
-            {**keys, "model_type": code, "tie_word_embeddings": ours.tied})
+        their_config = transformers.CONFIG_MAPPING[model_type].from_dict(
+            {**keys, "model_type": model_type, "tie_word_embeddings": ours.tied})
         model = model_class.from_pretrained(
             folder, config=their_config, dtype=torch.float32, local_files_only=True)
+        text = getattr(model, "language_model", None)
+        model = text if hasattr(text, "lm_head") else model
         if ours.experts and hasattr(model, "set_experts_implementation"):
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
             model.set_experts_implementation("eager")

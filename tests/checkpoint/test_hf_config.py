@@ -566,6 +566,10 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
         ({**LLAMA, "model_type": 3}, "model_type 3 is not supported"),
         ({**LLAMA, "model_type": None}, "model_type None is not supported"),
         ({**LLAMA, "model_type": "bert"}, "model_type 'bert'"),
+        (
+            {**LLAMA, "model_type": "deepseek_v32"},
+            "model_type 'deepseek_v32' is not supported: no block here has sparse attention by an indexer",
+        ),
         ({**LLAMA, "hidden_size": "wide"}, "hidden_size = 'wide' is not a number"),
         ({**LLAMA, "hidden_size": None}, "hidden_size = None"),
         ({**LLAMA, "num_hidden_layers": 1.5}, "layers: expected a whole number"),

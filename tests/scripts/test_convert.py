@@ -8,6 +8,7 @@ that are no multiple of anything, positions beyond the original context, windows
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -1008,16 +1009,22 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     assert said["architectures"] == [f"{their_class}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
 
 
+LOGITS = r"logits: max \|difference\| (\S+) where the largest is (\S+), .* on (.*) tokens"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name):
-    """Under the same names, if it goes out as the same family; and it comes back as the same weights."""
+    """Under the same names, if it goes out as the same family; and it comes back as the same weights. With
+    pytest -rP it prints a row of docs/families.md."""
     their_model(transformers, *CASES[name]).save_pretrained(tmp_path / "hf")
+    said: list[tuple[str, ...]] = []
     for command, source, target in (
         ("from-hf", "hf", "run"), ("to-hf", "run", "out"), ("from-hf", "out", "back")
     ):
-        code, _, err = run(capsys, command, tmp_path / source, tmp_path / target)
+        code, out, err = run(capsys, command, tmp_path / source, tmp_path / target)
         assert code == 0, err
+        said += re.findall(LOGITS, out)
     ours, back = (weights(tmp_path / name / "checkpoints" / "step_00000000") for name in ("run", "back"))
     assert ours.keys() == back.keys() and all(torch.equal(ours[key], back[key]) for key in ours)
     if name not in SAME:
@@ -1025,6 +1032,10 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
         family, model = hf_config.read_hf_config(tmp_path / "hf")
         theirs = {FAMILIES[family].usual_name(name, model): value for name, value in theirs.items()}
         assert theirs.keys() == out.keys() and all(torch.equal(theirs[key], out[key]) for key in theirs)
+    read, written = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("hf", "out"))
+    worst, largest, tokens = max(said, key=lambda logits: float(logits[0]) / float(logits[1]))
+    types = f"`{read['model_type']}` | `{written['model_type']}`"
+    print(f"| {name} | {types} | {worst} of {largest} | {tokens} |")
 
 
 WITH_STATE = (  # but those with a least step: in theirs a single token has none
@@ -1057,6 +1068,49 @@ def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, cap
         torch.testing.assert_close(got[:, :211], want, rtol=0, atol=1e-5)
 
 
+VISION = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}
+PIXTRAL = {**VISION, "model_type": "pixtral", "intermediate_size": 16}
+PROJECTED = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+WRAPPED = {  # (class of the whole, type of its text part, sizes of what reads images)
+    "gemma3": ("Gemma3", "gemma3_text", {**VISION, "intermediate_size": 16}),
+    "llama4": ("Llama4", "llama4_text", {**VISION, "intermediate_size": 64, **PROJECTED}),
+    "ministral3": ("Mistral3", "ministral3", PIXTRAL),
+    "mistral": ("Mistral3", "mistral", PIXTRAL),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_text_part_of_a_folder_with_images(transformers, tmp_path, capsys, name):
+    """Under both spellings of its names, by convert and in pieces."""
+    kind, text_type, vision = WRAPPED[name]
+    torch.manual_seed(0)
+    parts = {"text_config": {**CASES[name][1], "model_type": text_type}, "vision_config": vision}
+    if name == "gemma3":
+        parts["mm_tokens_per_image"] = 4
+    their_config = getattr(transformers, f"{kind}Config")(**parts)
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(their_config).float().eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["family"] == text_type and said["logits"]["against"].startswith("transformers")
+    assert any("multi_modal_projector.* (" in note for note in said["notes"])
+    ours = weights(tmp_path / "run" / "checkpoints" / "step_00000000")
+    assert foreign.open_hf_folder(tmp_path / "hf").places.keys() == ours.keys()
+
+    file = tmp_path / "hf" / "model.safetensors"
+    spellings = (("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head"))
+    renamed = load_file(file)
+    for stored, other in spellings:
+        renamed = {name.replace(stored, other): value for name, value in renamed.items()}
+    save_file(renamed, file, {"format": "pt"})
+    assert foreign.open_hf_folder(tmp_path / "hf").places.keys() == ours.keys()
+
+
+@pytest.mark.slow
 def test_the_text_part_of_a_model_of_images_is_read_alone(transformers, tmp_path, capsys):
     text = {key: value for key, value in CASES["qwen3.5"][1].items() if value is not None}
     text["rope_parameters"] = {
