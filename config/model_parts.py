@@ -1,4 +1,5 @@
 """The keys of the parts of a model. The comment of a key is its help text (config/usage.py prints it)."""
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +78,12 @@ class GrowthConfig:
 
 
 # ---- mixers of tokens --------------------------------------------------------------------------------------
+#
+# Beside its keys each says, for the rules and the planner:
+#
+#     has_softmax         whether a token sees all tokens before it; the others see a state
+#     heads_over_tp       {key: its number} of the heads that a layout divides, and of what several share
+#     features_over_tp    {key of the model that sets the size: features of a matrix that tp divides}
 
 AttentionKernel = Literal["auto", "flash", "sdpa", "triton", "reference"]
 
@@ -111,6 +118,17 @@ class AttentionConfig:
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
 
+    has_softmax = True
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads, "kv_heads": self.kv_heads or self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        size = self.head_dim or hidden // self.heads
+        of_value = self.value_dim or size
+        shared = (self.kv_heads or self.heads) * math.gcd(size, of_value)
+        return {"mixer.heads": self.heads * of_value, "mixer.kv_heads": shared}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
@@ -133,6 +151,15 @@ class LatentConfig:
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
 
+    has_softmax = True
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        size = self.nope_dim + self.rope_dim
+        return {"mixer.heads": self.heads * (self.v_dim if self.q_rank else math.gcd(size, self.v_dim))}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
@@ -148,6 +175,15 @@ class DeltaConfig:
     norm_eps: Positive | None = None  # added to the mean square in the norm of the output; none: that of
     #   model.norm
 
+    has_softmax = False
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads, "key_heads": self.key_heads or self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        keys = (self.key_heads or self.heads) * self.key_dim
+        return {"mixer.heads": self.heads * self.v_dim, "mixer.key_heads": keys}
+
 
 @dataclass(frozen=True, kw_only=True)
 class KimiConfig:
@@ -156,6 +192,14 @@ class KimiConfig:
     heads: Count  # number of heads, each with a state [dim, dim]
     dim: Count = 128  # channels of a query, key or value head, and the rank of both gates' matrices
     conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+
+    has_softmax = False
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {"mixer.heads": self.heads * self.dim}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +214,14 @@ class MambaConfig:
     conv: Count = 4  # tokens that the convolution of x, B and C sees, the token itself included
     dt_min: NotNegative = 0.0  # the steps dt of all tokens are at least this (Nemotron-H: 0.001)
 
+    has_softmax = False
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads, "groups": self.groups}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {"mixer.heads": self.heads * self.dim, "mixer.groups": self.groups * self.state}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvConfig:
@@ -177,12 +229,31 @@ class ShortConvConfig:
     kind: Literal["short_conv"] = "short_conv"
     conv: Count = 3  # tokens that the convolution sees, the token itself included
 
+    has_softmax = False
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {"hidden": hidden}
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoPart:
     """A block without this part: with an MLP alone, or a mixer of tokens alone (Nemotron-H, arXiv
     2504.03624)."""
     kind: Literal["none"] = "none"
+
+    has_softmax = False
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {}
+
+
+Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig | ShortConvConfig | NoPart
 
 
 # ---- mixers of channels, norms -----------------------------------------------------------------------------

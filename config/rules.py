@@ -14,7 +14,6 @@ from config import (
     MAX_LOSS_SCALE,
     OPTIMIZERS,
     Config,
-    ModelConfig,
     comma_separated,
     divisors,
     expert_ffn_size,
@@ -31,23 +30,11 @@ from config import (
     rotated_dim,
     sections,
     shared_heads,
-    value_dim,
 )
 from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
-from config.model_parts import (
-    AttentionConfig,
-    DeltaConfig,
-    KimiConfig,
-    LatentConfig,
-    LongRopeScaling,
-    MLPConfig,
-    MambaConfig,
-    NoPart,
-    ShortConvConfig,
-    YarnScaling,
-)
+from config.model_parts import KimiConfig, LatentConfig, LongRopeScaling, MLPConfig, NoPart, YarnScaling
 from config.tree import every_path, is_below, ranged_values
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
@@ -400,9 +387,10 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
             f"parallel.{key}: {unknown!r} is not one of {', '.join(known)}; separate them by commas")
 
     has_mlp = isinstance(model.mlp, MLPConfig)
+    divided = {f"mixer.{name}": number for name, number in shared_heads(model.mixer).items()}
+    divided = divided or model.mixer.features_over_tp(model.hidden)
     sizes = {
-        **{f"model.mixer.{name}": heads for name, heads in shared_heads(model.mixer).items()},
-        **({"model.hidden": model.hidden} if isinstance(model.mixer, ShortConvConfig) else {}),
+        **{f"model.{key}": size for key, size in divided.items()},
         **({"model.mlp.width": model.mlp.width} if has_mlp else {}),
         "model.vocab_multiple": model.vocab_multiple,
     }
@@ -550,29 +538,8 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
         features["model.moe_ffn"] = (expert_ffn_size(model), etp)
     if model.experts and has_mlp and model.shared_experts:
         features["model.shared_experts"] = (model.shared_experts * expert_ffn_size(model), tp)
-    if isinstance(model.mixer, ShortConvConfig):
-        return features | {"model.hidden": (model.hidden, tp)}
-    return features | {f"model.mixer.{name}": (size, tp) for name, size in fp8_mixer_features(model).items()}
-
-
-def fp8_mixer_features(model: ModelConfig) -> dict[str, int]:
-    """{key of the mixer that sets the size: features of a matrix in fp8 that tp divides}."""
-    mixer = model.mixer
-    if isinstance(mixer, NoPart):
-        return {}
-    if isinstance(mixer, DeltaConfig):
-        key_heads = shared_heads(mixer)["key_heads"]
-        return {"heads": mixer.heads * mixer.v_dim, "key_heads": key_heads * mixer.key_dim}
-    if isinstance(mixer, KimiConfig):
-        return {"heads": mixer.heads * mixer.dim}
-    if isinstance(mixer, MambaConfig):
-        return {"heads": mixer.heads * mixer.dim, "groups": mixer.groups * mixer.state}
-    features = {"heads": mixer.heads * value_dim(model)}
-    if isinstance(mixer, AttentionConfig):
-        features["kv_heads"] = kv_heads(model) * math.gcd(head_dim(model), value_dim(model))
-    elif not mixer.q_rank:
-        features["heads"] = mixer.heads * math.gcd(head_dim(model), value_dim(model))
-    return features
+    of_mixer = model.mixer.features_over_tp(model.hidden)
+    return features | {f"model.{key}": (size, tp) for key, size in of_mixer.items()}
 
 
 def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:

@@ -15,19 +15,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from config.optimizers import OPTIMIZERS
 from config.model_parts import (
     AttentionConfig,
-    DeltaConfig,
-    KimiConfig,
     LatentConfig,
     LayerNormConfig,
     Llama3Scaling,
     LongRopeScaling,
     MLPConfig,
     MTPConfig,
-    MambaConfig,
+    Mixer,
     MupConfig,
     NoPart,
     RMSNormConfig,
-    ShortConvConfig,
     YarnScaling,
 )
 from config.pattern import BlockVariant, kinds_of_layers
@@ -42,7 +39,6 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
 
-Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig | ShortConvConfig | NoPart
 ChannelMixer = MLPConfig | NoPart
 NormPart = RMSNormConfig | LayerNormConfig
 
@@ -419,21 +415,12 @@ def config_of_layer(cfg: Config, layer: int) -> Config:
 
 def has_softmax(mixer: Mixer) -> bool:
     """Whether each token sees all tokens before it; the others see a state."""
-    return isinstance(mixer, (AttentionConfig, LatentConfig))
+    return mixer.has_softmax
 
 
 def shared_heads(mixer: Mixer) -> dict[str, int]:
     """{key of the mixer: its number} of what a layout divides over tp: heads, and what several share."""
-    if isinstance(mixer, (ShortConvConfig, NoPart)):
-        return {}
-    found = {"heads": mixer.heads}
-    if isinstance(mixer, AttentionConfig):
-        found["kv_heads"] = mixer.kv_heads or mixer.heads
-    elif isinstance(mixer, DeltaConfig):
-        found["key_heads"] = mixer.key_heads or mixer.heads
-    elif isinstance(mixer, MambaConfig):
-        found["groups"] = mixer.groups
-    return found
+    return mixer.heads_over_tp()
 
 
 def head_dim(model: ModelConfig) -> int:

@@ -18,7 +18,7 @@ from config import (
     with_fitting_longrope,
     with_original_context,
 )
-from config.schema import Mixer
+from config.model_parts import Mixer
 from config.tree import plain_data, with_values
 from data import fim, tokenizer
 from data.indexed import IndexedDatasetWriter
