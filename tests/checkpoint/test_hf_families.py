@@ -19,7 +19,7 @@ import config
 from checkpoint import hf, hf_config
 from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import FieldGroup, Fixed, spell_out
-from config import AttentionConfig, ConfigError, LatentConfig, Llama3Scaling, ModelConfig
+from config import AttentionConfig, ConfigError, LatentConfig, Llama3Scaling, ModelConfig, ShortConvConfig
 from config.tree import (
     has_path,
     hints_of,
@@ -427,7 +427,8 @@ def test_a_part_of_a_kind_that_somebody_adds_is_refused():
     """Nothing else of it is looked at: its keys are not those of the kinds that the rules know."""
     words = [("kind", typing.Literal["other"], "other")]
     model = start_of("llama")
-    other_mixer = replace(model, mixer=make_dataclass("Other", words, frozen=True)())
+    other = make_dataclass("Other", words, bases=(ShortConvConfig,), frozen=True)
+    other_mixer = replace(model, mixer=other())
     longer = make_dataclass("Longer", words, bases=(Llama3Scaling,), frozen=True)
     other_scaling = with_values(model, {"mixer.rope.scaling": longer(factor=4.0)})
     for family in FAMILIES.values():
