@@ -26,7 +26,6 @@ from config import (
     Tree,
     config_of_stage,
     phases_of,
-    shared_heads,
 )
 from data import tokenizer
 from data.loader import BatchLoader
@@ -457,7 +456,7 @@ def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, whe
         "layers": (model.layers, num_tensors),
         "layers x hidden": (model.layers * width, num_elements),
         "hidden x vocab": (width * (model.vocab or 1), num_elements),
-        "hidden x heads": (width * max(shared_heads(model.mixer).values(), default=1), num_elements),
+        "hidden x heads": (width * max(model.mixer.heads_over_tp().values(), default=1), num_elements),
         "hidden x ffn": (width * (model.mlp.width or 1), num_elements),
         "hidden x experts": (width * (model.experts or 1), num_elements),
     }

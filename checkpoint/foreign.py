@@ -160,8 +160,9 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     tensors = open_safetensors_folder(folder)
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
+    notes = tuple(hf.unread_notes(tensors.tensors, family))
     tensors = with_full_names(tensors, family, model)
-    return foreign_index(folder, family, hf.tie_embeddings(model, tensors.tensors), tensors)
+    return foreign_index(folder, family, hf.tie_embeddings(model, tensors.tensors), tensors, notes)
 
 
 def foreign_index(

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
-from checkpoint.hf_families import FAMILIES, Arrangement, Family, text_names
+from checkpoint.hf_families import BESIDE_TEXT, FAMILIES, Arrangement, Family, text_names
 from checkpoint.tensors_by_name import weight_files
 from config import (
     AttentionConfig,
@@ -157,6 +157,16 @@ def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
 def is_weight(name: str, family: Family) -> bool:
     """Whether a tensor of a folder, under its full name, is one that is read."""
     return not BUFFERS.fullmatch(name) and not name.startswith(family.unread)
+
+
+def unread_notes(names: Collection[str], family: Family) -> list[str]:
+    """Lines that name the tensors of a folder that no model of the family has."""
+    beside = BESIDE_TEXT if len(text_names(names)) < len(names) else ()
+    numbers = {start: sum(name.startswith(start) for name in names) for start in (*family.unread, *beside)}
+    return [
+        f"the tensors {start}* ({number}) are not taken: transformers does not load them in a model of text"
+        for start, number in numbers.items() if number
+    ]
 
 
 def open_safetensors(file: Path) -> safe_open:

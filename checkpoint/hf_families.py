@@ -27,7 +27,7 @@ from checkpoint.hf_layer_types import (
     MIMO_SPELLINGS,
     OLMO3_LAYERS,
 )
-from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, NEMOTRON_LAYERS
+from checkpoint.hf_mamba_layers import GRANITE_LAYERS, GRANITE_MLP, GRANITE_POSITIONS, nemotron_layers
 from checkpoint.hf_rules import (
     ALL_BIASES,
     APERTUS_SCALED_ROPE,
@@ -89,8 +89,10 @@ from checkpoint.hf_rules import (
     bias_of_qkv,
     deepseek_experts,
     one_of_null,
+    read_rules,
     share_of_rope,
     spell_out,
+    write_rules,
 )
 from checkpoint.hf_state_layers import (
     KIMI_DENSE_LAYERS,
@@ -113,7 +115,6 @@ from config import (
     layer_model,
     modules_ahead,
     no_effect,
-    shared_heads,
 )
 from config.tree import has_path, is_below, stated_leaves, value_at
 
@@ -177,7 +178,7 @@ class Arrangement:
     transpose: bool = False  # of the matrix that they make
     inner: bool = False  # with a dim of size 1 after the rows (torch.nn.Conv1d)
     outer: bool = False  # with a dim of size 1 before the rows
-    leading: int | None = None  # with a first dim in front, for so many stacks
+    leading: int | None = None  # stacks along a first dim in front
 
 
 PLAIN_ARRANGEMENT = Arrangement()
@@ -218,9 +219,7 @@ class Family:
     def read(self, hf_config: Tree) -> Tree:
         """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
         keys = NotedKeys({**self.defaults, **self.with_first_names(hf_config)})
-        values: Tree = {}
-        for rule in self.rules:
-            values |= rule.read(keys)
+        values = read_rules(self.rules, keys)
         for key, value in hf_config.items():
             if value is not None and key not in keys.asked | set(self.aliases) and not changes_nothing(key):
                 raise UnlikeFamily(
@@ -245,11 +244,7 @@ class Family:
 
     def write(self, model: ModelConfig) -> Tree:
         """The keys of config.json that describe a model without obstacles."""
-        explicit = spell_out(model)
-        keys: Tree = {}
-        for rule in self.rules:
-            keys |= rule.write(explicit)
-        return keys
+        return write_rules(self.rules, spell_out(model))
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """The fields of the model, out of all that it has, whose values have no form in this family."""
@@ -273,25 +268,24 @@ class Family:
         named = dict.fromkeys(name if has_path(model, name) else kind_before(model, name) for name in found)
         return [name for name in named if not is_below(name, ignored)]
 
-    def hf_name(self, key: str, model: ModelConfig | None = None) -> str:
-        """Their name of our tensor `key`. model: what says the mixer of the tensor's layer; None: attention.
-        Raises ConfigError if the family has no such tensor.
+    def hf_name(self, key: str, model: ModelConfig) -> str:
+        """Their name of our tensor `key`. Raises ConfigError if the family has no such tensor.
 
         layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight
         """
         return self.template(key, model).format(**numbers_in(key))
 
-    def template(self, key: str, model: ModelConfig | None) -> str:
+    def template(self, key: str, model: ModelConfig) -> str:
         """Their name of our tensor `key`, with {layer} and {expert}. Raises ConfigError as hf_name."""
         name = self.names(key, model).get(without_numbers(key))
         if name is None:
             raise ConfigError(f"{key}: this tensor has no form in {self.model_type} (Family.tensors)")
         return name
 
-    def names(self, key: str, model: ModelConfig | None) -> dict[str, str]:
+    def names(self, key: str, model: ModelConfig) -> dict[str, str]:
         """{our name: their name} of a layer like that of our tensor `key`."""
         layer = numbers_in(key).get("layer")
-        if not self.of_mixers or model is None or layer is None:
+        if not self.of_mixers or layer is None:
             return self.tensors
         own = self.of_mixers.get(layer_model(model, int(layer)).mixer.kind, {})
         return own | {ours: theirs for ours, theirs in self.tensors.items() if ours not in own}
@@ -319,7 +313,7 @@ class Family:
         return {name.format(layer=layer): value for name, value in self.constants.items() for layer in layers}
 
     def place_in_stack(self, key: str, model: ModelConfig) -> tuple[int, int]:
-        """What orders ours in a tensor of theirs: the experts, and in each the order of `names`."""
+        """The place of ours in a tensor of theirs: by expert, then in the order of `names`."""
         names = list(self.names(key, model))
         return int(numbers_in(key).get("expert", 0)), names.index(without_numbers(key))
 
@@ -340,8 +334,8 @@ LACKING = {  # model_type of other models: the part that they need
         ("deepseek_v32", "glm_moe_dsa", "mistral_large4", "mistral_large4_text"),
         "sparse attention by an indexer",
     ),
-    **dict.fromkeys(("glm5_next", "glm5_next_text", "hy_v4"), "hyper-connections, nor an indexer"),
-    "deepseek_v4": "compressed attention, nor hyper-connections",
+    **dict.fromkeys(("glm5_next", "glm5_next_text", "hy_v4"), "hyper-connections or an indexer"),
+    "deepseek_v4": "compressed attention or hyper-connections",
     "minimax": "lightning attention",
     "nanochat": "norms without a weight",
     **dict.fromkeys(("step3p5", "step3p7"), "a SwiGLU that is clamped after its activation"),
@@ -389,7 +383,7 @@ def in_layer(prefix: str, names: dict[str, str]) -> dict[str, str]:
 
 
 def convolutions(*names: str) -> dict[str, ArrangementOf]:
-    """Of weights [channels, 1, width] with these names in a layer."""
+    """The arrangement of weights [channels, 1, width] with these names in a layer."""
     full = [f"model.layers.{{layer}}.{name}.weight" for name in names]
     return dict.fromkeys(full, lambda model: Arrangement(inner=True))
 
@@ -722,7 +716,7 @@ DEEPSEEK_V2_TENSORS = with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | E
 
 
 def gpt_oss_stack(name: str) -> ArrangementOf:
-    """Of one of their tensors of all experts: matrices are transposed."""
+    """The arrangement of a tensor of all experts: matrices are transposed."""
     is_matrix = not name.endswith("_bias")
 
     def arrangement(model: ModelConfig) -> Arrangement:
@@ -2356,7 +2350,8 @@ FAMILIES = {family.model_type: family for family in (
             NO_MLP_BIAS,
             Only("mamba_conv_bias", (True,)),
             Only("mamba_proj_bias", (False,)),
-            Idle(("mamba_chunk_size", "normalization_function", "init_method")),
+            Only("normalization_function", ("rmsnorm",), written=False),
+            Idle(("mamba_chunk_size", "init_method")),
         ),
         defaults={
             **GRANITE_DEFAULTS,
@@ -2393,7 +2388,7 @@ FAMILIES = {family.model_type: family for family in (
             NO_QK_NORM,
             Fixed("mixer.window", None),
             Fixed("mixer.rope", None),
-            NEMOTRON_LAYERS,
+            nemotron_layers(SIGMOID_EXPERTS),
             Fixed("norm.kind", "rmsnorm"),
             Fixed("mlp.activation", "relu2"),
             Only("mlp_hidden_act", ("relu2",)),
@@ -2631,7 +2626,7 @@ FAMILIES = {family.model_type: family for family in (
         of_mixers={"delta": with_leaf("weight", QWEN_NEXT_LINEAR) | QWEN_RATES},
         arrangements=QWEN_ARRANGEMENTS | dict.fromkeys(
             (f"model.layers.{{layer}}.linear_attn.{name}.weight" for name in ("in_proj_qkvz", "in_proj_ba")),
-            lambda model: Arrangement(groups=shared_heads(model.mixer)["key_heads"]),
+            lambda model: Arrangement(groups=model.mixer.heads_over_tp()["key_heads"]),
         ),
         norms_below_one=True,
         unread=("mtp.",),
@@ -2690,7 +2685,7 @@ FAMILIES = {family.model_type: family for family in (
             *without(without(DEEPSEEK_SIZES, "context"), "tied"),
             Field("context", "model_max_length"),
             Fixed("tied", False),
-            Only("tie_word_embeddings", (False,)),  # transformers has a head of its own in any case
+            Only("tie_word_embeddings", (False,)),  # transformers makes a separate head in any case
             MLA_HEADS,
             NO_ATTENTION_BIAS,
             NO_MLP_BIAS,

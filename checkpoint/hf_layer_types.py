@@ -14,6 +14,7 @@ from checkpoint.hf_rules import (
     UnlikeFamily,
     head_size,
     is_number,
+    layers_of,
     list_of,
     number,
     plain_number,
@@ -24,16 +25,7 @@ from checkpoint.hf_rules import (
     sliding_layers,
     write_rope_scaling,
 )
-from config import (
-    AttentionConfig,
-    GrowthConfig,
-    ModelConfig,
-    RopeConfig,
-    Tree,
-    build_tree,
-    head_dim,
-    layer_model,
-)
+from config import AttentionConfig, GrowthConfig, ModelConfig, RopeConfig, Tree, build_tree, head_dim
 from config.pattern import PLAIN, pattern_text
 from config.tree import value_at, with_values
 
@@ -51,7 +43,7 @@ class LayerTypes:
     there is one.
     differ: further fields in which the types differ; of_type: (keys, whether each layer slides, whether this
     type does) -> their values; write_differ: the model as each layer has it -> keys. usual_slides: keys ->
-    whether each layer slides, in the place of every.
+    whether each layer slides, instead of every.
     """
     full: Callable[[Tree], Tree | None]
     sliding: Callable[[Tree], Tree | None]
@@ -96,7 +88,7 @@ class LayerTypes:
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     def keys_of(self, model: ModelConfig) -> Tree:
-        layers = [layer_model(model, layer) for layer in range(model.layers)]
+        layers = layers_of(model)
         mixers = [layer.mixer for layer in layers]
         full = [mixer for mixer in mixers if mixer.window is None]
         sliding = [mixer for mixer in mixers if mixer.window is not None]
@@ -117,25 +109,17 @@ class LayerTypes:
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Fields that differ once they were written and read."""
-        layers = [layer_model(model, layer) for layer in range(model.layers)]
+        layers = layers_of(model)
         if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
             return ["blocks", "pattern"]
         others = {(self.without_type(layer.mixer), layer.mlp, layer.norm) for layer in layers}
         if len(others) > 1:
             return ["blocks", "pattern"]
-        for layer in layers:
-            lost = rope_obstacles(layer) if layer.mixer.rope else []
-            if lost:
-                return lost
-        sizes = {
-            "num_hidden_layers": model.layers,
-            "hidden_size": model.hidden,
-            "num_attention_heads": model.mixer.heads,
-            "head_dim": head_dim(model),
-            "max_position_embeddings": model.context,
-        }
+        lost = lost_ropes(layers)
+        if lost:
+            return lost
         try:
-            _, full, sliding = self.types_of({**sizes, **self.keys_of(model)})
+            _, full, sliding = self.types_of({**size_keys(model, model), **self.keys_of(model)})
         except (UnlikeFamily, AssertionError):
             return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
         for layer in layers:
@@ -145,6 +129,23 @@ class LayerTypes:
             if rope_from(again["mixer.rope"]) != layer.mixer.rope:
                 return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
         return []
+
+
+def lost_ropes(layers: list[ModelConfig]) -> list[str]:
+    """rope_obstacles of the first layer that has any."""
+    found = (rope_obstacles(layer) for layer in layers if layer.mixer.rope)
+    return next((lost for lost in found if lost), [])
+
+
+def size_keys(model: ModelConfig, layer: ModelConfig) -> Tree:
+    """The keys of sizes that rules of layers read. layer: the one whose heads they are."""
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": layer.mixer.heads,
+        "head_dim": head_dim(layer),
+        "max_position_embeddings": model.context,
+    }
 
 
 def rope_from(keys: Tree | None) -> RopeConfig | None:
@@ -363,7 +364,7 @@ MIMO_ROPE = {
 
 
 def mimo_rope(keys: Tree, layer_type: str) -> Tree:
-    """Of the channels of a head those are rotated that are left where their share is rounded down."""
+    """As many channels of a head are rotated as their share makes, rounded down."""
     rope = shared_rope_of_type(keys, usual=MIMO_ROPE, usual_share=0.334, layer_type=layer_type)
     size = head_size(keys)
     return {**rope, "share": int(size * rope["share"]) / size}
@@ -548,7 +549,7 @@ def read_llama4_growth(keys: Tree) -> Tree | None:
 
 
 def write_llama4_layers(model: ModelConfig) -> Tree:
-    mixers = [layer_model(model, layer).mixer for layer in range(model.layers)]
+    mixers = [layer.mixer for layer in layers_of(model)]
     rotating = [mixer for mixer in mixers if mixer.rope is not None]
     growth = next((mixer.growth for mixer in mixers if mixer.growth is not None), None)
     grown = {"attn_scale": growth.rate, "floor_scale": growth.every} if growth else {}
@@ -565,24 +566,17 @@ def write_llama4_layers(model: ModelConfig) -> Tree:
 
 def llama4_obstacles(model: ModelConfig) -> list[str]:
     """Fields that differ once they were written and read."""
-    layers = [layer_model(model, layer) for layer in range(model.layers)]
+    layers = layers_of(model)
     if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
         return ["blocks", "pattern"]
     none = dict.fromkeys(LLAMA4_PARTS)
     if len({(replace(layer.mixer, **none), layer.mlp, layer.norm) for layer in layers}) > 1:
         return ["blocks", "pattern"]
-    for layer in layers:
-        lost = rope_obstacles(layer) if layer.mixer.rope else []
-        if lost:
-            return lost
-    sizes = {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": layers[0].mixer.heads,
-        "head_dim": head_dim(layers[0]),
-        "max_position_embeddings": model.context,
-    }
+    lost = lost_ropes(layers)
+    if lost:
+        return lost
     try:
+        sizes = size_keys(model, layers[0])
         fields = read_llama4_layers({**LLAMA4_LAYER_DEFAULTS, **sizes, **write_llama4_layers(model)})
     except UnlikeFamily:
         return ["blocks", "pattern"] if model.pattern else ["mixer.chunk"]
@@ -596,7 +590,7 @@ def llama4_obstacles(model: ModelConfig) -> list[str]:
 
 
 def llama4_parts(fields: Tree) -> dict[str, object]:
-    """What was read of a layer, as a mixer has it."""
+    """The fields of one layer, as parts of a mixer."""
     parts = {part: fields[f"mixer.{part}"] for part in LLAMA4_PARTS}
     growth = parts["growth"]
     return {

@@ -1,10 +1,11 @@
-"""Rules of families in which some layers have Mamba-2 in the place of attention: Granite hybrid, and
-Nemotron-H, whose layers have a mixer or an MLP alone."""
+"""Rules of families in which some layers have Mamba-2 instead of attention: Granite hybrid, and Nemotron-H,
+whose layers have a mixer or an MLP alone."""
 import math
 from dataclasses import dataclass
 
 from checkpoint.hf_layer_types import FULL
 from checkpoint.hf_rules import (
+    EXPERTS_BESIDE,
     ROPE,
     Field,
     FieldGroup,
@@ -12,12 +13,15 @@ from checkpoint.hf_rules import (
     Rule,
     UnlikeFamily,
     is_number,
+    layers_of,
     list_of,
     number,
     plain_number,
+    read_rules,
+    write_rules,
 )
-from checkpoint.hf_state_layers import EARLIER_TYPES, LINEAR, StateLayers, layers_of
-from config import ModelConfig, Tree, expert_ffn_size, has_experts, has_softmax
+from checkpoint.hf_state_layers import EARLIER_TYPES, LINEAR, StateLayers
+from config import ModelConfig, Tree, expert_ffn_size, has_experts
 from config.model_parts import MambaConfig, NoPart
 from config.pattern import pattern_text
 from config.tree import stated_leaves
@@ -85,17 +89,17 @@ def read_granite_mlp(keys: Tree) -> Tree:
     chosen = number(keys, "num_experts_per_tok", nullable=True)
     if not experts:
         return {"mlp.width": shared}
-    if not expert or not shared or shared % expert:
-        raise UnlikeFamily(
-            f"shared_intermediate_size = {shared} is not a multiple of intermediate_size = {expert}")
+    beside = EXPERTS_BESIDE.read(keys)
+    if not beside["shared_experts"]:
+        raise UnlikeFamily("shared_intermediate_size = 0 is not supported beside experts")
     return {
         "mlp.width": expert,
         "experts": experts,
         "top_k": chosen,
         "moe_ffn": expert,
-        "shared_experts": shared // expert,
         "router": "softmax",
         "router_renorm": True,
+        **beside,
     }
 
 
@@ -112,7 +116,7 @@ def write_granite_mlp(model: ModelConfig) -> Tree:
         "num_local_experts": model.experts,
         "num_experts_per_tok": model.top_k,
         "intermediate_size": expert_ffn_size(model),
-        "shared_intermediate_size": model.shared_experts * expert_ffn_size(model),
+        **EXPERTS_BESIDE.write(model),
     }
 
 
@@ -185,13 +189,13 @@ class LoneParts:
                 "hybrid_override_pattern has layers of an MLP (-) beside layers of experts (E), which no "
                 "kind of block tells apart here")
         kinds: Tree = {KINDS[ATTENTION]: {"mlp.kind": "none"}, KINDS[DENSE]: {"mixer.kind": "none"}}
-        kinds[KINDS[MAMBA]] = {"mlp.kind": "none", **values_of(self.mamba, keys)}
+        kinds[KINDS[MAMBA]] = {"mlp.kind": "none", **read_rules(self.mamba, keys)}
         names = [KINDS[letter] for letter in letters]
         return {
             "layers": len(letters),
             "blocks": {name: kinds[name] for name in dict.fromkeys(names)},
             "pattern": pattern_text(names),
-            **(values_of(self.experts, keys) if SPARSE in letters else {}),
+            **(read_rules(self.experts, keys) if SPARSE in letters else {}),
         }
 
     def letters_of(self, keys: Tree) -> str:
@@ -213,14 +217,15 @@ class LoneParts:
         names = {letter: name for name, letter in LETTERS.items()}
         letters = [self.letter(model, layer, index) for index, layer in enumerate(layers)]
         keys: Tree = {"layers_block_type": [names[letter] for letter in letters]}
-        for layer in [layer for layer in layers if isinstance(layer.mixer, MambaConfig)][:1]:
-            keys |= keys_of(self.mamba, layer)
-        return keys | (keys_of(self.experts, model) if model.experts else {})
+        first = next((layer for layer in layers if isinstance(layer.mixer, MambaConfig)), None)
+        if first is not None:
+            keys |= write_rules(self.mamba, first)
+        return keys | (write_rules(self.experts, model) if model.experts else {})
 
     def letter(self, model: ModelConfig, layer: ModelConfig, index: int) -> str:
         if isinstance(layer.mixer, NoPart):
             return SPARSE if has_experts(model, index) else DENSE
-        return ATTENTION if has_softmax(layer.mixer) else MAMBA
+        return ATTENTION if layer.mixer.has_softmax else MAMBA
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Attention and MLPs are as the model says, and all layers with Mamba are alike."""
@@ -233,7 +238,7 @@ class LoneParts:
                 return ["blocks", "pattern"]
             if is_mlp:
                 is_lost = layer.mlp != model.mlp or (model.experts and not has_experts(model, index))
-            elif has_softmax(layer.mixer):
+            elif layer.mixer.has_softmax:
                 is_lost = layer.mixer != model.mixer
             else:
                 is_lost = layer not in mambas[:1] or not set(stated_leaves(layer.mixer, "mixer.")) <= covered
@@ -246,20 +251,6 @@ class LoneParts:
     def group(self) -> FieldGroup:
         fields = ("layers", "blocks", "pattern", *(name for rule in self.experts for name in rule.fields))
         return FieldGroup(fields, self.read, self.write, self.obstacles)
-
-
-def values_of(rules: tuple[Rule, ...], keys: Tree) -> Tree:
-    values: Tree = {}
-    for rule in rules:
-        values |= rule.read(keys)
-    return values
-
-
-def keys_of(rules: tuple[Rule, ...], model: ModelConfig) -> Tree:
-    keys: Tree = {}
-    for rule in rules:
-        keys |= rule.write(model)
-    return keys
 
 
 def read_shared_expert(keys: Tree) -> Tree:
@@ -282,24 +273,18 @@ NEMOTRON_MAMBA = (
     Field("mixer.conv", "conv_kernel", minimum=1),
     Field("mixer.dt_min", "time_step_min", minimum=0),
 )
-NEMOTRON_EXPERTS = (
-    Field("experts", "n_routed_experts"),
-    Field("top_k", "num_experts_per_tok"),
-    Field("moe_ffn", "moe_intermediate_size"),
-    FieldGroup(
-        ("shared_experts",),
-        read_shared_expert,
-        lambda model: {
-            "moe_shared_expert_intermediate_size": model.shared_experts * expert_ffn_size(model),
-            "n_shared_experts": 1,
-        },
-        lambda model: [] if model.shared_experts else ["shared_experts"],
-    ),
-    Field("router_groups", "n_group"),
-    Field("router_group_top_k", "topk_group"),
-    Field("router_renorm", "norm_topk_prob"),
-    Field("router_scale", "routed_scaling_factor"),
-    Fixed("router", "sigmoid"),
-    Fixed("router_bias", True),
+NEMOTRON_SHARED = FieldGroup(
+    ("shared_experts",),
+    read_shared_expert,
+    lambda model: {
+        "moe_shared_expert_intermediate_size": model.shared_experts * expert_ffn_size(model),
+        "n_shared_experts": 1,
+    },
+    lambda model: [] if model.shared_experts else ["shared_experts"],
 )
-NEMOTRON_LAYERS = LoneParts(NEMOTRON_MAMBA, NEMOTRON_EXPERTS).group()
+
+
+def nemotron_layers(experts: tuple[Rule, ...]) -> FieldGroup:
+    """experts: the rules of a mixture with a router of sigmoids, but for its shared experts."""
+    others = (rule for rule in experts if "shared_experts" not in rule.fields)
+    return LoneParts(NEMOTRON_MAMBA, (*others, NEMOTRON_SHARED)).group()

@@ -34,7 +34,6 @@ from config import (
     layer_model,
     modules_ahead,
     rotated_dim,
-    shared_heads,
     value_dim,
 )
 from config.pattern import PLAIN, BlockVariant, pattern_text
@@ -60,7 +59,7 @@ def spell_out(model: ModelConfig) -> ModelConfig:
         }
         values["blocks"] = tuple(spelled_kind(model, variant) for variant in model.blocks)
     if isinstance(model.mixer, DeltaConfig):
-        values["mixer.key_heads"] = shared_heads(model.mixer)["key_heads"]
+        values["mixer.key_heads"] = model.mixer.heads_over_tp()["key_heads"]
     return with_values(model, values)
 
 
@@ -214,6 +213,27 @@ class FieldGroup:
 
 
 Rule = Field | Fixed | Only | Idle | FieldGroup
+
+
+def read_rules(rules: Sequence[Rule], keys: Tree) -> Tree:
+    """The fields that all rules read; a later rule replaces what an earlier one has read."""
+    values: Tree = {}
+    for rule in rules:
+        values |= rule.read(keys)
+    return values
+
+
+def write_rules(rules: Sequence[Rule], model: ModelConfig) -> Tree:
+    """The keys that all rules write; a later rule replaces what an earlier one has written."""
+    keys: Tree = {}
+    for rule in rules:
+        keys |= rule.write(model)
+    return keys
+
+
+def layers_of(model: ModelConfig) -> list[ModelConfig]:
+    """The model as each of its layers has it."""
+    return [layer_model(model, layer) for layer in range(model.layers)]
 
 
 def number(keys: Tree, key: str, nullable: bool = False) -> int | float | None:
@@ -968,7 +988,7 @@ NO_WINDOW = FieldGroup(("mixer.window",), read_no_window, obstacles=window_obsta
 
 def rotating_layers(keys: Tree) -> list[bool]:
     """Whether each layer has rotary positions: no_rope_layers has 1 for one that has, and 0 for one without;
-    left out, every so many layers are without."""
+    left out, each layer with a multiple of no_rope_layer_interval is without."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     rotates = list_of(int, keys, "no_rope_layers")
     if not rotates:
@@ -987,8 +1007,7 @@ def read_no_rope_layers(keys: Tree) -> Tree:
 
 
 def write_no_rope_layers(model: ModelConfig) -> Tree:
-    ropes = [layer_model(model, layer).mixer.rope for layer in range(model.layers)]
-    return {"no_rope_layers": [int(rope is not None) for rope in ropes]}
+    return {"no_rope_layers": [int(layer.mixer.rope is not None) for layer in layers_of(model)]}
 
 
 def no_rope_obstacle(model: ModelConfig) -> list[str]:
@@ -1092,7 +1111,7 @@ def read_qk_norm(keys: Tree) -> Tree:
 
 
 def read_gating(keys: Tree) -> Tree:
-    """Of each head, or of each channel; published folders say it again for each layer."""
+    """Whether gates are of heads or of channels; published folders repeat it for each layer."""
     gating = keys.get("gating", True)
     if gating is not True and gating not in ("per-head", "per-element"):
         raise UnlikeFamily(f"gating = {gating!r} is not supported, only 'per-head' and 'per-element'")
@@ -1325,7 +1344,7 @@ def layers_with_experts(model: ModelConfig) -> list[int]:
 
 
 def read_moe_layers(keys: Tree) -> Tree:
-    """moe_layers, or every so many layers. Ours are every so many of those from first_dense on."""
+    """moe_layers, or each multiple of a step. In our model: each multiple of a step from first_dense on."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     step = int(plain_number(keys, "interleave_moe_layer_step"))
     if step < 1:
@@ -1339,7 +1358,8 @@ def read_moe_layers(keys: Tree) -> Tree:
             if wanted and wanted == [layer for layer in range(first, layers) if (layer + 1) % every == 0]:
                 return {"first_dense": first, "moe_every": every}
     raise UnlikeFamily(
-        f"moe_layers = {stated} of {layers} layers is not supported, only every so many layers from one on")
+        f"moe_layers = {stated} of {layers} layers is not supported, only each multiple of a step from some "
+        "layer on")
 
 
 def write_moe_layers(model: ModelConfig) -> Tree:
@@ -1386,18 +1406,13 @@ def deepseek_experts(*rules: Rule) -> FieldGroup:
     A model without experts is written as one whose layers are all before the first layer with experts.
     """
     def read(keys: Tree) -> Tree:
-        values: Tree = {}
-        for rule in rules:
-            values |= rule.read(keys)
+        values = read_rules(rules, keys)
         return {} if all_layers_dense(keys) else values
 
     def write(model: ModelConfig) -> Tree:
         if model.experts is None:
             model = replace(model, experts=1, top_k=1, moe_ffn=model.mlp.width, first_dense=model.layers)
-        keys: Tree = {}
-        for rule in rules:
-            keys |= rule.write(model)
-        return keys
+        return write_rules(rules, model)
 
     def obstacles(model: ModelConfig) -> list[str]:
         if model.experts is None:

@@ -1,4 +1,4 @@
-"""Rules of families in which some layers have a mixer with a state in the place of attention (layer_types).
+"""Rules of families in which some layers have a mixer with a state instead of attention (layer_types).
 
 A model of both has the layers with attention as its plain blocks, and a kind of blocks for the others.
 """
@@ -13,15 +13,18 @@ from checkpoint.hf_rules import (
     Fixed,
     Rule,
     UnlikeFamily,
+    layers_of,
     list_of,
     number,
     plain_number,
     read_rope,
+    read_rules,
     rope_obstacles,
     share_of_rope,
     write_rope,
+    write_rules,
 )
-from config import ModelConfig, Tree, has_softmax, layer_model, shared_heads
+from config import ModelConfig, Tree
 from config.pattern import PLAIN, pattern_text
 from config.tree import differing_leaves, stated_leaves
 
@@ -46,9 +49,7 @@ class StateLayers:
 
     def read(self, keys: Tree) -> Tree:
         has_state = self.types_of(keys)
-        changes: Tree = {}
-        for rule in self.rules:
-            changes |= rule.read(keys)
+        changes = read_rules(self.rules, keys)
         pattern = pattern_text([self.name if each else PLAIN for each in has_state])
         return {"blocks": {self.name: changes}, "pattern": pattern} if pattern else {}
 
@@ -71,20 +72,18 @@ class StateLayers:
     def write(self, model: ModelConfig) -> Tree:
         layers = layers_of(model)
         keys: Tree = {
-            "layer_types": [FULL if has_softmax(layer.mixer) else self.layer_type for layer in layers]
+            "layer_types": [FULL if layer.mixer.has_softmax else self.layer_type for layer in layers]
         }
-        for layer in [layer for layer in layers if not has_softmax(layer.mixer)][:1]:
-            for rule in self.rules:
-                keys |= rule.write(layer)
-        return keys
+        first = next((layer for layer in layers if not layer.mixer.has_softmax), None)
+        return keys if first is None else keys | write_rules(self.rules, first)
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Layers with attention are as the model says, and the others differ in what the rules read."""
         layers = layers_of(model)
-        states = [layer for layer in layers if not has_softmax(layer.mixer)]
+        states = [layer for layer in layers if not layer.mixer.has_softmax]
         is_lost = self.needs_both and len(states) in (0, len(layers))
         for layer in layers:
-            if has_softmax(layer.mixer):
+            if layer.mixer.has_softmax:
                 is_lost |= (layer.mixer, layer.mlp, layer.norm) != (model.mixer, model.mlp, model.norm)
             else:
                 is_lost |= layer != states[0] or not self.covers(model, layer)
@@ -102,10 +101,6 @@ class StateLayers:
             *differing_leaves(model.norm, layer.norm, "norm."),
         }
         return own <= covered
-
-
-def layers_of(model: ModelConfig) -> list[ModelConfig]:
-    return [layer_model(model, layer) for layer in range(model.layers)]
 
 
 def state_layers_group(layers: StateLayers) -> FieldGroup:
@@ -167,12 +162,12 @@ def read_delta_sizes(keys: Tree) -> Tree:
 
 def write_delta_sizes(layer: ModelConfig) -> Tree:
     mixer = layer.mixer
-    sizes = (shared_heads(mixer)["key_heads"], mixer.heads, mixer.key_dim, mixer.v_dim)
+    sizes = (mixer.heads_over_tp()["key_heads"], mixer.heads, mixer.key_dim, mixer.v_dim)
     return dict(zip(DELTA_SIZES, sizes))
 
 
 def linear_where_not_stated(keys: Tree) -> list[bool]:
-    """Each layer but every so many has a state."""
+    """Each layer has a state but those with a multiple of full_attention_interval."""
     every = keys.get("full_attention_interval", 4)
     if not isinstance(every, int) or every < 1:
         raise UnlikeFamily(f"full_attention_interval = {every!r} is not supported")
@@ -300,7 +295,7 @@ def linear_config(keys: Tree) -> Tree:
 
 
 def read_kimi_sizes(keys: Tree) -> Tree:
-    """What linear_attn_config says comes first."""
+    """linear_attn_config comes before keys of the config itself."""
     inside = linear_config(keys)
     stated = {key: inside.get(name, keys.get(key)) for key, name in IN_LINEAR.items()}
     heads, dim, conv = (plain_number(stated, key) for key in IN_LINEAR)

@@ -196,7 +196,7 @@ def stacked(name: str, parts: list[StoredPart], dim: int) -> list[StoredPart]:
 
 @dataclass(frozen=True)
 class RankFile:
-    """What a rank has saved. chunks: of its stage, {their names today: names in `table`}."""
+    """The file of a rank. chunks: of its stage, {their names today: names in `table`}."""
     path: Path
     iteration: int | None
     args: Args
@@ -239,7 +239,7 @@ def places_of_ranks(folder: Path) -> dict[tuple[int, int], Path]:
     for path in sorted(folder.glob("mp_rank_*")):
         match = RANK.fullmatch(path.name)
         if match is None:
-            raise ConfigError(f"{path}: not mp_rank_TT or mp_rank_TT_PPP; experts of their own ranks are not "
+            raise ConfigError(f"{path}: not mp_rank_TT or mp_rank_TT_PPP; expert-parallel ranks are not "
                               "read: save it with --ckpt-format torch_dist")
         if not (path / RANK_FILE).is_file():
             raise ConfigError(f"{path / RANK_FILE}: missing; copy it again")

@@ -31,7 +31,7 @@ def is_on(keys: Tree, key: str, default: bool = False) -> bool:
 
 
 def has_bias(keys: Tree) -> bool:
-    """Of all linear layers; disable_bias_linear is the switch of earlier versions."""
+    """Whether linear layers have biases; disable_bias_linear is the switch of earlier versions."""
     return is_on(keys, "add_bias_linear", default=not is_on(keys, "disable_bias_linear"))
 
 
@@ -40,7 +40,8 @@ def read_heads(keys: Tree) -> Tree:
     heads, hidden = plain_number(keys, "num_attention_heads"), plain_number(keys, "hidden_size")
     groups = plain_number(keys, "num_query_groups") if is_on(keys, "group_query_attention") else heads
     if heads < 1 or groups < 1 or heads % groups:
-        raise UnlikeFamily(f"num_attention_heads = {heads} with num_query_groups = {groups} is no attention")
+        raise UnlikeFamily(
+            f"num_attention_heads = {heads} is not a multiple of num_query_groups = {groups}")
     size = number({"kv_channels": None, **keys}, "kv_channels", nullable=True)
     return {"mixer.heads": heads, "mixer.kv_heads": groups, "mixer.head_dim": size or hidden // heads}
 
@@ -315,7 +316,7 @@ FC1 = re.compile(r".*\.linear_fc1\.(weight|bias)")
 
 
 def name_today(name: str) -> str | None:
-    """The name of a tensor in the newest version; None of what is no weight."""
+    """The name of a tensor in the newest version, or None if it is not a weight."""
     if NO_WEIGHT.fullmatch(name):
         return None
     for spelling, ours in SPELLINGS:

@@ -1,5 +1,5 @@
-"""What the readers of other systems share: the args of a checkpoint as our model, and vocabularies that are
-padded there.
+"""Functions that the readers of other systems share: the args of a checkpoint as our model, and vocabularies
+that are padded there.
 """
 import hashlib
 import zipfile
@@ -11,7 +11,7 @@ from typing import Any
 from checkpoint.composed import first_rows
 from checkpoint.hf import VOCAB_KEYS
 from checkpoint.hf_families import Family
-from checkpoint.hf_rules import NotedKeys, UnlikeFamily
+from checkpoint.hf_rules import NotedKeys, UnlikeFamily, read_rules
 from checkpoint.tensors_by_name import NamedTensors
 from config import ConfigError, ModelConfig, build_tree
 
@@ -25,10 +25,8 @@ def read_model(
     has no form for.
     """
     keys = NotedKeys({**family.defaults, **args})
-    fields: dict[str, Any] = {}
     try:
-        for rule in family.rules:
-            fields |= rule.read(keys)
+        fields = read_rules(family.rules, keys)
     except UnlikeFamily as error:
         raise ConfigError(f"{where}: {error}") from None
     unread = [key for key in args if key not in keys.asked]

@@ -218,7 +218,12 @@ def model_there(titan: TitanModel, run: ModelConfig, tensors: NamedTensors) -> M
 
 def of_any_layer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """{name in a layer: shape in the last layer that has it}"""
-    return {name.split(".", 2)[2]: shape for name, shape in shapes.items() if name.startswith("layers.")}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name.startswith("layers."):
+            _, _, name_in_layer = name.split(".", 2)
+            found[name_in_layer] = shape
+    return found
 
 
 def attention_there(run: ModelConfig, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ VALUES_ALONE = tuple(f"model.{key}" for key in (
     "mixer.value_scale", "mixer.gate_by", "mixer.growth", "mixer.negative_eigenvalues", "mixer.norm_eps",
     "mixer.dt_min",
     "residual_scale", "embed_scale", "logit_scale", "logit_cap", "mup", "top_k",
-    "router", "router_renorm", "router_groups", "router_group_top_k", "router_scale",
+    "router", "router_renorm", "router_groups", "router_group_top_k", "router_scale", "router_weighs",
 ))
 # Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,
 # and one that pads them.

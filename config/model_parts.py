@@ -78,18 +78,28 @@ class GrowthConfig:
 
 
 # ---- mixers of tokens --------------------------------------------------------------------------------------
-#
-# Beside its keys each says, for the rules and the planner:
-#
-#     has_softmax         whether a token sees all tokens before it; the others see a state
-#     heads_over_tp       {key: its number} of the heads that a layout divides, and of what several share
-#     features_over_tp    {key of the model that sets the size: features of a matrix that tp divides}
+
+class TokenMixer:
+    """What a mixer says beside its keys, for rules and planner.
+
+    has_softmax: a token sees all tokens before it; in the other mixers it sees a state.
+    """
+    has_softmax = False
+
+    def heads_over_tp(self) -> dict[str, int]:
+        """{key of the mixer: its number} of the heads that tp divides, and of what several heads share."""
+        return {}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        """{key of the model that sets the size: features of a matrix that tp divides}."""
+        return {}
+
 
 AttentionKernel = Literal["auto", "flash", "sdpa", "triton", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(TokenMixer):
     """Grouped-query attention (arXiv 2305.13245)."""
     kind: Literal["attention"] = "attention"
     heads: Count = 4  # number of query heads
@@ -131,7 +141,7 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig:
+class LatentConfig(TokenMixer):
     """Multi-head latent attention (MLA, arXiv 2405.04434)."""
     kind: Literal["latent"] = "latent"
     heads: Count = 4  # number of heads
@@ -162,7 +172,7 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig:
+class DeltaConfig(TokenMixer):
     """Gated delta net (arXiv 2412.06464): linear attention with a state for each head, which forgets."""
     kind: Literal["delta"] = "delta"
     heads: Count  # number of value heads, each with a state [key_dim, v_dim]
@@ -175,8 +185,6 @@ class DeltaConfig:
     norm_eps: Positive | None = None  # added to the mean square in the norm of the output; none: that of
     #   model.norm
 
-    has_softmax = False
-
     def heads_over_tp(self) -> dict[str, int]:
         return {"heads": self.heads, "key_heads": self.key_heads or self.heads}
 
@@ -186,14 +194,12 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KimiConfig:
+class KimiConfig(TokenMixer):
     """Kimi delta attention (arXiv 2510.26692): as delta, but each channel of a key forgets on its own."""
     kind: Literal["kimi"] = "kimi"
     heads: Count  # number of heads, each with a state [dim, dim]
     dim: Count = 128  # channels of a query, key or value head, and the rank of both gates' matrices
     conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
-
-    has_softmax = False
 
     def heads_over_tp(self) -> dict[str, int]:
         return {"heads": self.heads}
@@ -203,7 +209,7 @@ class KimiConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaConfig:
+class MambaConfig(TokenMixer):
     """The state space layer of Mamba-2 (arXiv 2405.21060)."""
     kind: Literal["mamba"] = "mamba"
     heads: Count  # number of heads, each with a state [dim, state]
@@ -214,8 +220,6 @@ class MambaConfig:
     conv: Count = 4  # tokens that the convolution of x, B and C sees, the token itself included
     dt_min: NotNegative = 0.0  # the steps dt of all tokens are at least this (Nemotron-H: 0.001)
 
-    has_softmax = False
-
     def heads_over_tp(self) -> dict[str, int]:
         return {"heads": self.heads, "groups": self.groups}
 
@@ -224,33 +228,20 @@ class MambaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortConvConfig:
+class ShortConvConfig(TokenMixer):
     """A gated short convolution (LFM2): out(C conv(B x)), of as many channels as the residual stream has."""
     kind: Literal["short_conv"] = "short_conv"
     conv: Count = 3  # tokens that the convolution sees, the token itself included
-
-    has_softmax = False
-
-    def heads_over_tp(self) -> dict[str, int]:
-        return {}
 
     def features_over_tp(self, hidden: int) -> dict[str, int]:
         return {"hidden": hidden}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoPart:
+class NoPart(TokenMixer):
     """A block without this part: with an MLP alone, or a mixer of tokens alone (Nemotron-H, arXiv
     2504.03624)."""
     kind: Literal["none"] = "none"
-
-    has_softmax = False
-
-    def heads_over_tp(self) -> dict[str, int]:
-        return {}
-
-    def features_over_tp(self, hidden: int) -> dict[str, int]:
-        return {}
 
 
 Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig | ShortConvConfig | NoPart

@@ -19,7 +19,6 @@ from config import (
     expert_ffn_size,
     fp8_recipe,
     has_experts,
-    has_softmax,
     head_dim,
     kv_heads,
     layer_kinds,
@@ -29,7 +28,6 @@ from config import (
     profiled_steps,
     rotated_dim,
     sections,
-    shared_heads,
 )
 from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
 from config.loading import nearest_key
@@ -112,7 +110,7 @@ def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
 def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Heads, attention kernels and positions."""
     model, mixer, train = cfg.model, cfg.model.mixer, cfg.train
-    if not has_softmax(mixer):
+    if not mixer.has_softmax:
         return
     is_latent = isinstance(mixer, LatentConfig)
     yield Rule(
@@ -177,9 +175,9 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
 def state_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Heads of mixers with a state: several share the keys, as the mixer's module has them."""
     mixer = cfg.model.mixer
-    if has_softmax(mixer):
+    if mixer.has_softmax:
         return
-    for name, shared in shared_heads(mixer).items():
+    for name, shared in mixer.heads_over_tp().items():
         yield Rule(
             mixer.heads % shared == 0,
             f"model.mixer.{name}: {shared} does not divide model.mixer.heads={mixer.heads}",
@@ -209,7 +207,7 @@ def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
         return
     yield Rule(
         not isinstance(cfg.model.mlp, NoPart),
-        "model.mlp.kind: none, and model.experts puts experts in the place of MLPs; let the kinds of "
+        "model.mlp.kind: none, and model.experts replaces the MLPs of a model by experts; let the kinds of "
         "model.blocks say which layers have none")
     yield from expert_parallel_rules(cfg, world)
     yield from router_rules(cfg)
@@ -387,7 +385,7 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
             f"parallel.{key}: {unknown!r} is not one of {', '.join(known)}; separate them by commas")
 
     has_mlp = isinstance(model.mlp, MLPConfig)
-    divided = {f"mixer.{name}": number for name, number in shared_heads(model.mixer).items()}
+    divided = {f"mixer.{name}": number for name, number in model.mixer.heads_over_tp().items()}
     divided = divided or model.mixer.features_over_tp(model.hidden)
     sizes = {
         **{f"model.{key}": size for key, size in divided.items()},
@@ -431,7 +429,7 @@ def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
         train.seq_len % unit == 0,
         f"train.seq_len: {train.seq_len} is not a multiple of {unit}, as parallel.cp={cp}{cause}",
         "train.seq_len", nearby_multiples(train.seq_len, unit))
-    exchanged = shared_heads(model.mixer) if has_softmax(model.mixer) else {}  # the others pass states on
+    exchanged = model.mixer.heads_over_tp() if model.mixer.has_softmax else {}  # the others pass states on
     for name, heads in exchanged.items():
         yield Rule(
             cp == 1 or parallel.cp_kind == "ring" or heads % (tp * cp) == 0,
@@ -477,7 +475,7 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
         model.experts is None or parallel.etp == 1 or recipe == "blockwise",
         f"parallel.etp: {parallel.etp} ranks share an expert, and a {recipe} scale would cover all of them; "
         "take train.fp8 blockwise, or parallel.ep")
-    kv = shared_heads(model.mixer).get("kv_heads", parallel.tp)
+    kv = model.mixer.heads_over_tp().get("kv_heads", parallel.tp)
     yield Rule(
         kv % parallel.tp == 0,
         f"parallel.tp: {parallel.tp} ranks share model.mixer.kv_heads={kv}, and shared heads do not support "
@@ -737,7 +735,7 @@ def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"log.noise_scale: needs the gradient of some sequences only, and parallel.cp={parallel.cp} ranks "
         "share each sequence; set parallel.cp 1, or leave it out")
 
-    kv = shared_heads(model.mixer).get("kv_heads", parallel.tp)
+    kv = model.mixer.heads_over_tp().get("kv_heads", parallel.tp)
     heads_are_shared = kv % parallel.tp != 0
     has_low_ranks = isinstance(model.mixer, (LatentConfig, KimiConfig))
     replicated = (has_low_ranks or model.mtp) and parallel.sp and parallel.tp > 1

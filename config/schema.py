@@ -413,16 +413,6 @@ def config_of_layer(cfg: Config, layer: int) -> Config:
     return replace(cfg, model=layer_model(cfg.model, layer))
 
 
-def has_softmax(mixer: Mixer) -> bool:
-    """Whether each token sees all tokens before it; the others see a state."""
-    return mixer.has_softmax
-
-
-def shared_heads(mixer: Mixer) -> dict[str, int]:
-    """{key of the mixer: its number} of what a layout divides over tp: heads, and what several share."""
-    return mixer.heads_over_tp()
-
-
 def head_dim(model: ModelConfig) -> int:
     """Channels of a query or key head of attention."""
     mixer = model.mixer
@@ -495,7 +485,7 @@ def mup_score_scale(model: ModelConfig) -> float:
     """Factor of the attention scores that muP adds to 1 / sqrt(head_dim)."""
     if model.mup is None or model.mup.head_dim is None:
         return 1.0
-    if not has_softmax(model.mixer):
+    if not model.mixer.has_softmax:
         return 1.0
     return (model.mup.head_dim / head_dim(model)) ** 0.5
 

@@ -46,9 +46,13 @@ class Definition(NamedTuple):
 class Activation(NamedTuple):
     """function(x [..., f or 2f], compiled) -> [..., f].
 
-    weighted(x [m, f or 2f], weight [m]) -> [m, f]: each row times its weight, a router's probability; None:
-    experts cannot have it. is_gated: x is [gate | up], twice as wide. learned: the names, and the roles
-    (parallel/sharding/spec.py), of numbers that function takes behind x, each [1] in fp32 or better.
+    weighted(x [m, f or 2f], weight [m]) -> [m, f]: each row times its weight, a router's probability.
+    Without it, experts cannot have the activation.
+
+    is_gated: x is [gate | up], twice as wide.
+
+    learned: the names, and the roles (parallel/sharding/spec.py), of numbers that function takes behind x,
+    each [1] in fp32 or better.
     """
     function: Callable[..., Tensor]
     weighted: Callable[[Tensor, Tensor], Tensor] | None
@@ -110,7 +114,7 @@ def xielu_forward(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
 
 
 def xielu_bend(values: Tensor) -> Tensor:
-    """What b multiplies."""
+    """The factor of b in xielu at or below 0."""
     return torch.expm1(values.clamp(max=XIELU_EDGE)) - values
 
 

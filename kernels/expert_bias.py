@@ -27,7 +27,8 @@ def members_of(
 ) -> Tensor:
     """members [num_rows, experts], on the device of `like`.
 
-    counts: number of rows of each expert. weight [num_rows]: of each row; None: 1, in the dtype of `like`.
+    counts: number of rows of each expert. weight [num_rows]: of each row; by default 1, in the dtype of
+    `like`.
     order: the result is [t, experts], of what the tokens' rows are summed to.
     """
     if not isinstance(counts, Tensor):

@@ -48,7 +48,7 @@ def frequencies(
     channels' number of rotations within the original context, from `low` to `high` (kind llama3; a step where
     they are equal), or over the channels between those with `high` and `low` rotations (kind yarn; truncate:
     between whole channels). Kind linear slows all waves.
-    slowed: by how much each pair is, in the place of all that (LongRoPE).
+    slowed: the number that divides the frequency of each pair (LongRoPE); with it, nothing else slows them.
     """
     exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
     plain = theta ** -exponents
@@ -75,7 +75,7 @@ def numbers_on(device: torch.device | None, numbers: tuple[float, ...]) -> Tenso
 
 
 def longrope_scale(factor: float, original: int) -> float:
-    """What LongRoPE multiplies cos and sin by, where the context is `factor` times `original` tokens."""
+    """LongRoPE's factor of cos and sin, where the context is `factor` times `original` tokens."""
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 

@@ -59,7 +59,7 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, stati
 
 class BlockKind(NamedTuple):
     """Blocks of the same kind differ in nothing but the names of their parameters. name: in model.pattern.
-    mixer: of tokens; None: they have an MLP alone."""
+    mixer: of tokens, if they have one beside the MLP."""
     name: str
     mixer: type[nn.Module] | None
     has_experts: bool

@@ -15,7 +15,6 @@ from config import (
     ModelConfig,
     Scaling,
     YarnScaling,
-    has_softmax,
     layer_models,
     rotated_dim,
 )
@@ -125,7 +124,7 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     for growth in filter(None, (getattr(model.mixer, "growth", None) for model in models)):
         growths[growth] = query_growth(cfg, growth, positions)
 
-    with_softmax = [model for model in models if has_softmax(model.mixer)]
+    with_softmax = [model for model in models if model.mixer.has_softmax]
     masks: dict[View, AttentionMask | None] = dict.fromkeys(map(view_of, with_softmax))
     is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
     if not is_ring or positions.device.type == "cuda":

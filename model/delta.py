@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, DeltaConfig, KimiConfig, recomputes, shared_heads
+from config import Config, DeltaConfig, KimiConfig, recomputes
 from kernels.delta_rule import delta_rule, delta_rule_effect, recurrent_delta_rule, zero_state
 from kernels.grad import accumulation_dtype, read_weight
 from kernels.linear import linear
@@ -44,7 +44,7 @@ class GatedDeltaNet(nn.Module):
         self.recompute = recomputes(cfg, "core")
         self.key_dim, self.value_dim = mixer.key_dim, mixer.v_dim
         self.heads = mixer.heads // tp  # of this rank
-        self.key_features = shared_heads(mixer)["key_heads"] * mixer.key_dim // tp
+        self.key_features = mixer.heads_over_tp()["key_heads"] * mixer.key_dim // tp
         self.value_features = self.heads * mixer.v_dim
 
         # projections

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from config import Config, ModelConfig, has_softmax, head_dim, layer_model, modules_ahead, value_dim
+from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
 from model.context import View, forward_context, view_of
@@ -37,7 +37,7 @@ def keys_of_layers(model: ModelConfig, documents: Sequence[int]) -> float:
 def keys_of_layer(model: ModelConfig, layer: int, documents: Sequence[int]) -> float:
     """keys_seen, of one layer; 0 without softmax attention."""
     model = layer_model(model, layer)
-    return keys_in_view(documents, view_of(model)) if has_softmax(model.mixer) else 0.0
+    return keys_in_view(documents, view_of(model)) if model.mixer.has_softmax else 0.0
 
 
 def keys_in_view(documents: Sequence[int], view: View) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from config import Config, ModelConfig, shared_heads
+from config import Config, ModelConfig
 from config.terminal import table_lines
 from model.describe import describe_model
 from model.flops import flops_of_parts
@@ -95,7 +95,7 @@ def table(configs: Mapping[str, Config], width: int | None = None) -> str:
 
 def heads_text(model: ModelConfig) -> str:
     """32/8: heads, and those of keys or groups that several share; "-" without heads."""
-    heads = [*shared_heads(model.mixer).values()]
+    heads = [*model.mixer.heads_over_tp().values()]
     return f"{heads[0]}/{heads[-1]}" if heads else "-"
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Phase, Tree, has_softmax, phases_of, shared_heads
+from config import Config, ModelConfig, Phase, Tree, phases_of
 from config.phases import change_lines
 from config.tree import plain_data
 from config.version import VERSION
@@ -763,10 +763,10 @@ def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
 def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
     """parameters: (all, without embeddings)."""
     total, without_embeddings = parameters
-    all_heads, *shared = shared_heads(model.mixer).values() or (0,)
+    all_heads, *shared = model.mixer.heads_over_tp().values() or (0,)
     heads = f"{all_heads} heads"
     if shared and shared[0] != all_heads:
-        heads += f" ({shared[0]} {'kv' if has_softmax(model.mixer) else 'shared'})"
+        heads += f" ({shared[0]} {'kv' if model.mixer.has_softmax else 'shared'})"
     if model.pattern:
         heads += f", blocks {model.pattern}"
     size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"

@@ -44,7 +44,7 @@ import config
 from build import check_counts, check_size, tokenizer_of_run, weights_of_rank, weights_only
 from checkpoint import hf, hf_config, hf_ranks, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
-from checkpoint.hf_families import BESIDE_TEXT, FAMILIES, text_names
+from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import spell_out
 from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
@@ -136,7 +136,7 @@ def from_hf(
     if published_mtp > modules_ahead(model):
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
                      f"{published_mtp}: the model has none (model.mtp none)")
-    notes += unread_notes(folder, family)
+    notes += hf.unread_notes(open_safetensors_folder(folder).tensors, FAMILIES[family])
     notes += dropout_notes(folder)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
@@ -176,19 +176,6 @@ def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
         raise ConfigError(f"--tokenizer: {spec} is not the tokenizer of {folder}: id {token_id} is "
                           f"{theirs!r} there and {ours!r} here; leave --tokenizer out, and change tokenizers "
                           "in the training: --checkpoint.init_changes data.tokenizer")
-
-
-def unread_notes(folder: Path, family: str) -> list[str]:
-    """Lines that name the tensors of a folder that no model of the family has."""
-    names = open_safetensors_folder(folder).tensors
-    beside = BESIDE_TEXT if len(text_names(names)) < len(names) else ()
-    numbers = {
-        start: sum(name.startswith(start) for name in names) for start in (*FAMILIES[family].unread, *beside)
-    }
-    return [
-        f"the tensors {start}* ({number}) are not taken: transformers does not load them in a model of text"
-        for start, number in numbers.items() if number
-    ]
 
 
 def dropout_notes(folder: Path) -> list[str]:
@@ -654,7 +641,7 @@ def probes(model: ModelConfig) -> list[Tensor]:
     which on angles are others; the first are within that length."""
     switches = config.rope_switches(model)
     shapes = [(2, min(PROBED, model.context, *switches))]
-    has_state = any(not config.has_softmax(like.mixer) for like in config.layer_models(model).values())
+    has_state = any(not like.mixer.has_softmax for like in config.layer_models(model).values())
     reaches = [*windows_of(model), *[CHUNK] * has_state, *switches]
     seen = [reach for reach in reaches if reach < min(model.context, MOST_PROBED)]
     if seen:
@@ -716,6 +703,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
             {**keys, "model_type": model_type, "tie_word_embeddings": ours.tied})
         model = model_class.from_pretrained(
             folder, config=their_config, dtype=torch.float32, local_files_only=True)
+        # Llama 4 with images fails on text alone, and has a whole model of text inside
         text = getattr(model, "language_model", None)
         model = text if hasattr(text, "lm_head") else model
         if ours.experts and hasattr(model, "set_experts_implementation"):

@@ -555,7 +555,7 @@ def test_another_model_is_refused_by_key(tmp_path):
         ({"norm_epsilon": 1e-5, "layernorm_epsilon": 1e-6}, "are one arg, and differ: [1e-06, 1e-05]"),
         ({"norm_epsilon": [1]}, "norm_epsilon = [1] is not a number"),
         ({"num_layers": 5}, "args say num_layers 5"),
-        ({"num_query_groups": 3}, "num_attention_heads = 4 with num_query_groups = 3 is no attention"),
+        ({"num_query_groups": 3}, "num_attention_heads = 4 is not a multiple of num_query_groups = 3"),
         ({"normalization": "Other"}, "normalization = 'Other' is not supported"),
         ({"qk_layernorm": True, "normalization": "LayerNorm"}, "qk_layernorm = True with LayerNorm"),
         ({"swiglu": "yes"}, "swiglu = 'yes' is not true or false"),

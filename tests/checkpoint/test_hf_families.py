@@ -347,15 +347,16 @@ def test_a_tensor_that_the_table_does_not_know_is_refused_before_a_file_is_made(
 
 def test_names_keep_their_numbers():
     assert (
-        FAMILIES["mixtral"].hf_name("layers.31.mlp.experts.7.up.weight")
+        FAMILIES["mixtral"].hf_name("layers.31.mlp.experts.7.up.weight", ModelConfig())
         == "model.layers.31.block_sparse_moe.experts.7.w3.weight"
     )
-    assert FAMILIES["gpt2"].hf_name("layers.3.attn.k.bias") == "transformer.h.3.attn.c_attn.bias"
+    name = FAMILIES["gpt2"].hf_name("layers.3.attn.k.bias", ModelConfig())
+    assert name == "transformer.h.3.attn.c_attn.bias"
     assert (
-        FAMILIES["deepseek_v3"].hf_name("layers.61.mlp.router.bias")
+        FAMILIES["deepseek_v3"].hf_name("layers.61.mlp.router.bias", ModelConfig())
         == "model.layers.61.mlp.gate.e_score_correction_bias"
     )
-    assert FAMILIES["dots1"].hf_name("embed.weight") == "model.embed_tokens.weight"
+    assert FAMILIES["dots1"].hf_name("embed.weight", ModelConfig()) == "model.embed_tokens.weight"
 
 
 def test_no_other_file_knows_a_family():

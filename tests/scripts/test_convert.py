@@ -1099,7 +1099,9 @@ def test_the_text_part_of_a_folder_with_images(transformers, tmp_path, capsys, n
     assert said["family"] == text_type and said["logits"]["against"].startswith("transformers")
     assert any("multi_modal_projector.* (" in note for note in said["notes"])
     ours = weights(tmp_path / "run" / "checkpoints" / "step_00000000")
-    assert foreign.open_hf_folder(tmp_path / "hf").places.keys() == ours.keys()
+    in_pieces = foreign.open_hf_folder(tmp_path / "hf")
+    assert in_pieces.places.keys() == ours.keys()
+    assert any("multi_modal_projector.* (" in note for note in in_pieces.notes)
 
     file = tmp_path / "hf" / "model.safetensors"
     spellings = (("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head"))
