@@ -405,8 +405,13 @@ def parse(words: list[str]) -> None:
     elif rest[0] == "train.py":
         parse_train(rest[0], rest[1:], 1)
     elif rest[:2] == ["-m", "pytest"]:
-        for word in rest[2:]:
-            assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), f"{word} does not exist"
+        selected = rest.pop(rest.index("-k") + 1) if "-k" in rest else ""
+        files = [ROOT / word.split("::")[0] for word in rest[2:] if not word.startswith("-")]
+        for file in files:
+            assert file.exists(), f"{file.relative_to(ROOT)} does not exist"
+        text = "".join(file.read_text() for file in files if file.is_file())
+        for word in set(re.findall(r"\w+", selected)) - {"and", "or", "not"}:
+            assert word in text, f"-k {word}: no test of {' '.join(rest[2:])} says it"
     else:
         assert rest[0] == "-m", f"not a command of ours: {rest}"
         parse_script(rest[1], rest[2:])
