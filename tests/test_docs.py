@@ -480,6 +480,7 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "bash scripts/quickstart.sh": (
         "installs packages; the run and the sample that it makes are the first ones here"
     ),
+    "out/ckpt.pt": "needs a file of nanoGPT; tests/checkpoint/test_foreign_nanogpt.py trains from one",
     "s3://": "needs a bucket; tests/test_stores.py has a server of one",
     "bash scripts/test.sh": "installs packages and runs the core of the tests",
     "bash scripts/scaling/": "installs packages and trains for minutes; tests/scaling/ runs its parts",
