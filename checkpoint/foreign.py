@@ -2,7 +2,7 @@
 
 Each rank reads of each tensor the boxes that it holds, at most quantized.PIECE elements at a time, straight
 into its weights. A family says the names, what is stacked and what is transposed: of a Hugging Face folder
-one of checkpoint/hf_families.py, of another system that of its reader (checkpoint/foreign_systems.py).
+one of checkpoint/families, of another system that of its reader (checkpoint/foreign_systems.py).
 Quantized weights are read as plain ones (checkpoint/quantized.py).
 """
 import re
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from checkpoint import hf, hf_config
+from checkpoint.families.family import Arrangement, Family
+from checkpoint.families.table import FAMILIES, text_names
 from checkpoint.files import is_finite, raw_bytes
 from checkpoint.folder import StoredIndex, StoredPiece
-from checkpoint.hf_families import FAMILIES, Arrangement, Family, text_names
 from checkpoint.quantized import dequantized, pieces_of
 from checkpoint.tensors_by_name import NamedTensors, open_safetensors_folder
 from config import (

@@ -2,8 +2,8 @@
 
 Our tensors are not fused, and our RoPE rotates halves as theirs does, so most conversions only rename. Some
 families stack several of ours in one tensor, in groups of rows, transposed, or all experts of a layer
-(hf_families.Arrangement). hf_tensors describes their tensors as views of ours: reading copies into the views,
-writing copies out of them. Nothing else of the size of the model is ever held. No pickle is opened.
+(Arrangement). hf_tensors describes their tensors as views of ours: reading copies into the views, writing
+copies out of them. Nothing else of the size of the model is ever held. No pickle is opened.
 """
 import json
 import os
@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from checkpoint.families.family import Arrangement, Family
+from checkpoint.families.table import BESIDE_TEXT, FAMILIES, text_names
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
-from checkpoint.hf_families import BESIDE_TEXT, FAMILIES, Arrangement, Family, text_names
 from checkpoint.tensors_by_name import weight_files
 from config import (
     AttentionConfig,

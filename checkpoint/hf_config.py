@@ -1,6 +1,7 @@
 """Translates between config.json of a Hugging Face folder and ModelConfig.
 
-What a key or a field means in a family is in checkpoint/hf_families.py, which is read in both directions.
+What a key or a field means in a family is in its record (checkpoint/families), which is read in both
+directions.
 
 Guarantees: what is read means the same model, or it is refused with the reason. Nothing that changes the
 logits is guessed. What is written describes every field of the model that changes its function, or it is
@@ -15,7 +16,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint.hf_families import FAMILIES, LACKING, WRAPPERS, changes_nothing
+from checkpoint.families.family import changes_nothing
+from checkpoint.families.table import FAMILIES, LACKING, WRAPPERS
 from checkpoint.hf_rules import UnlikeFamily
 from config import ConfigError, ModelConfig, Tree, build_tree
 from config.function import written
@@ -100,7 +102,7 @@ def family_of(model: ModelConfig) -> str:
     more = f"; nor has {', '.join(others)}" if others else ""
     raise ConfigError(
         f"{first} has no form in {nearest}, the nearest Hugging Face family{more}; train with values that "
-        f"{nearest} has, or add a family that has these to checkpoint/hf_families.py"
+        f"{nearest} has, or add a family that has these to checkpoint/families/table.py"
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import hf, state, store
+from checkpoint.families.table import FAMILIES
 from checkpoint.files import (
     DIGESTS,
     WRITTEN_DIGEST,
@@ -22,7 +23,6 @@ from checkpoint.files import (
     read_header,
 )
 from checkpoint.hf import HFTensor, Piece
-from checkpoint.hf_families import FAMILIES
 from config import ModelConfig
 from parallel.sharding.boxes import Box
 

@@ -1,8 +1,8 @@
 """The rules by which keys of a config.json and fields of ModelConfig follow from each other.
 
 A rule reads keys into fields, writes fields as keys, and names the fields whose values have no keys. Field,
-Fixed and Only are simple; a FieldGroup is for what is not one field and one key. checkpoint/hf_families.py
-lists the rules of each family.
+Fixed and Only are simple; a FieldGroup is for what is not one field and one key. The records in
+checkpoint/families list the rules of each family.
 
 read(keys): keys of a config.json, with the defaults of the family -> fields. Raises UnlikeFamily.
 write(model): model, as spell_out returns it -> keys.

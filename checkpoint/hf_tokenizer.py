@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint.hf_families import FAMILIES
+from checkpoint.families.table import FAMILIES
 from config import Tree
 
 SPACE = "▁"  # how a piece writes a space

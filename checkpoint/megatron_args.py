@@ -11,7 +11,8 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from checkpoint.hf_families import Arrangement, Family, in_layer, with_leaf
+from checkpoint.families.family import Arrangement, Family
+from checkpoint.families.names import in_layer, with_leaf
 from checkpoint.hf_rules import Field, FieldGroup, Fixed, Only, UnlikeFamily, number, plain_number
 from config import ModelConfig, Tree, kv_heads
 

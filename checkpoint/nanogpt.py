@@ -7,8 +7,9 @@ Source: model.py and train.py of nanoGPT.
 """
 from pathlib import Path
 
+from checkpoint.families.family import Family
+from checkpoint.families.openai import GPT2_TENSORS
 from checkpoint.foreign import ForeignIndex, foreign_index, with_full_names
-from checkpoint.hf_families import GPT2_TENSORS, Family
 from checkpoint.hf_rules import Field, FieldGroup, Fixed, Idle, UnlikeFamily
 from checkpoint.pickled import read_tree, shown, tensors_of_tree
 from checkpoint.system_rules import cut_vocabulary, read_model

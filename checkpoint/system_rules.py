@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.composed import first_rows
+from checkpoint.families.family import Family
 from checkpoint.hf import VOCAB_KEYS
-from checkpoint.hf_families import Family
 from checkpoint.hf_rules import NotedKeys, UnlikeFamily, read_rules
 from checkpoint.tensors_by_name import NamedTensors
 from config import ConfigError, ModelConfig, build_tree

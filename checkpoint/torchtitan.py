@@ -18,9 +18,11 @@ from torch import Tensor
 
 from checkpoint.composed import renamed
 from checkpoint.dcp import METADATA, open_dcp
+from checkpoint.families.family import Arrangement, Family
+from checkpoint.families.names import in_layer, with_leaf
+from checkpoint.families.table import FAMILIES
 from checkpoint.foreign import ForeignIndex, foreign_index
 from checkpoint.hf import MAX_NAMED
-from checkpoint.hf_families import FAMILIES, Arrangement, Family, in_layer, with_leaf
 from checkpoint.system_rules import check_dims
 from checkpoint.tensors_by_name import NamedTensors
 from config import AttentionConfig, ConfigError, ModelConfig, head_dim

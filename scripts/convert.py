@@ -4,7 +4,7 @@
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
     torchrun --nproc-per-node 8 -m scripts.convert to-hf RUN DIR   the same, a tensor at a time in memory
 
-Models: those of checkpoint/hf_families.py, which docs/checkpoints.md names.
+Models: those of checkpoint/families/table.py, which docs/checkpoints.md names.
 
 The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
 installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind. Ranks of
@@ -43,8 +43,8 @@ from torch import Tensor
 import config
 from build import check_counts, check_size, tokenizer_of_run, weights_of_rank, weights_only
 from checkpoint import hf, hf_config, hf_ranks, hf_tokenizer, state, store
+from checkpoint.families.table import FAMILIES
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
-from checkpoint.hf_families import FAMILIES
 from checkpoint.hf_rules import spell_out
 from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance

@@ -3,7 +3,7 @@
 import math
 
 import config
-from checkpoint.hf_families import FOLDED, NOT_THE_MODEL
+from checkpoint.families.family import FOLDED, NOT_THE_MODEL
 from checkpoint.hf_rules import spell_out
 from config import (
     AttentionConfig,

@@ -13,7 +13,8 @@ from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random
 
 from build import weights_only
 from checkpoint import foreign, hf, hf_config
-from checkpoint.hf_families import FAMILIES, Arrangement
+from checkpoint.families.family import Arrangement
+from checkpoint.families.table import FAMILIES
 from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig
 from parallel.sharding.boxes import Box

@@ -11,7 +11,7 @@ from hf_models import differences
 
 import config
 from checkpoint import hf_config
-from checkpoint.hf_families import FAMILIES
+from checkpoint.families.table import FAMILIES
 from checkpoint.hf_rules import spell_out
 from config import ConfigError, Llama3Scaling, ModelConfig, RopeConfig
 from config.tree import value_at

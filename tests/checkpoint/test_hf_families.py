@@ -3,6 +3,7 @@ effect, or is refused by name; nothing is lost on the way to a config.json and b
 
 import ast
 import dataclasses
+import importlib
 import json
 import lzma
 import typing
@@ -17,7 +18,8 @@ from hf_models import LACKED, PATHS, PATTERN, changed, differences, without_mean
 
 import config
 from checkpoint import hf, hf_config
-from checkpoint.hf_families import FAMILIES
+from checkpoint.families.family import Family
+from checkpoint.families.table import FAMILIES
 from checkpoint.hf_rules import FieldGroup, Fixed, spell_out
 from config import AttentionConfig, ConfigError, LatentConfig, Llama3Scaling, ModelConfig, ShortConvConfig
 from config.tree import (
@@ -359,13 +361,23 @@ def test_names_keep_their_numbers():
     assert FAMILIES["dots1"].hf_name("embed.weight", ModelConfig()) == "model.embed_tokens.weight"
 
 
+def test_the_table_has_each_record():
+    """Each record stands in its file under its model_type, and the table leaves none out."""
+    found = {}
+    for file in (ROOT / "checkpoint" / "families").glob("[!_]*.py"):
+        module = importlib.import_module(f"checkpoint.families.{file.stem}")
+        found |= {name: value for name, value in vars(module).items() if isinstance(value, Family)}
+    assert found == {model_type.upper(): family for model_type, family in FAMILIES.items()}
+
+
 def test_no_other_file_knows_a_family():
-    """Outside the table no code names a model_type: a new family is one record. torchtitan.py alone says of
+    """Outside the records no code names a model_type: a new family is one record. torchtitan.py alone says of
     its models which of these compute the same."""
-    files = [*(ROOT / "checkpoint").glob("*.py"), ROOT / "scripts" / "convert.py"]
+    shared = [ROOT / "checkpoint" / "families" / name for name in ("family.py", "names.py", "rules.py")]
+    files = [*(ROOT / "checkpoint").glob("*.py"), *shared, ROOT / "scripts" / "convert.py"]
     assert len(files) > 8
     for file in files:
-        if file.name in ("hf_families.py", "torchtitan.py"):
+        if file.name == "torchtitan.py":
             continue
         words = {
             node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)

@@ -13,7 +13,7 @@ from hf_models import PATHS, PATTERN, differences, with_key
 
 from build import weights_only
 from checkpoint import hf, hf_config
-from checkpoint.hf_families import FAMILIES
+from checkpoint.families.table import FAMILIES
 from config import Config, ConfigError, ModelConfig, build_tree, merge
 from config.rules import validate
 

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 import config
 from build import build_run, load_run
 from checkpoint import foreign, hf, hf_config, hf_tokenizer, state, store
-from checkpoint.hf_families import FAMILIES
+from checkpoint.families.table import FAMILIES
 from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter

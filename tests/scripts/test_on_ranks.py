@@ -19,8 +19,8 @@ from ranks import MODEL, SIZES, corpus, job
 
 import build
 from checkpoint import hf, hf_ranks
+from checkpoint.families.family import Arrangement
 from checkpoint.files import StorageError
-from checkpoint.hf_families import Arrangement
 from scripts import convert, evaluate, generate
 
 # latents, biases of routers, a module that predicts further ahead
