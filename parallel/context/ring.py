@@ -196,6 +196,8 @@ class _RingAttention(torch.autograd.Function):
             if passing is not None:
                 kv = wait_received(passing)
 
-        dkv = own_dkv + wait_received(dkv_passing)
+        dkv = own_dkv
+        if group.size > 1:
+            dkv = dkv + wait_received(dkv_passing)
         dk, dv = dkv.to(k.dtype).split(widths, -1)
         return dq.to(q.dtype), dk, dv, *[None] * 6

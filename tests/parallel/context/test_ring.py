@@ -92,6 +92,11 @@ def test_attention_is_that_of_one_process(pool, kind, c, window, packed):
     assert max(pool.run(compare, kind, c, window, packed, torch.float64)) < 1e-13
 
 
+@pytest.mark.parametrize("kind", ["ring", "ring, one mask"])
+def test_a_ring_of_one_rank_is_attention(kind):
+    assert compare(World(), kind, 4, 6, True, torch.float64) < 1e-13
+
+
 def compare_scores(
     world: World, kind: str, chunk: int | None, packed: bool, dtype: torch.dtype
 ) -> list[float]:
