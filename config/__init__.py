@@ -3,6 +3,7 @@
 schema.py    every key with its type, default and meaning, and what follows from them
 model_parts.py  the keys of the parts of a model
 tree.py      paths of keys, kinds of parts, ranges of values
+axes.py      the degrees of parallelism, and what follows from each
 parse.py     plain data -> the dataclasses
 earlier.py   the keys of before: their new names, and saved configs that have them
 loading.py   recipes, files and the command line -> Config; Config -> YAML

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from config.axes import AXES
 from config.parse import parse_key
 from config.schema import Config, TrainConfig, rest_of_ramp, sequences_seen, steps_to_see
 from config.strict import ConfigError, Tree, read_yaml_value
@@ -38,8 +39,8 @@ CHANGEABLE = {
              "jitter capacity drop pad router_bias_rate",
     "train": "seq_len micro_batch global_batch ramp",
     "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay clip",
-    "parallel": "tp sp async_tp pp vpp schedule stages cp cp_kind ep etp ep_chunks dp_rep zero recompute "
-                "recompute_parts recompute_stages offload",
+    "parallel": f"{' '.join(axis.key for axis in AXES)} sp async_tp vpp schedule stages cp_kind ep_chunks "
+                "zero recompute recompute_parts recompute_stages offload",
     "data": "path doc_mask fim_rate fim_spm_rate fim_split",
 }
 SCHEDULE_KEYS = tuple(  # one of them begins a new schedule

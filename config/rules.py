@@ -29,6 +29,7 @@ from config import (
     rotated_dim,
     sections,
 )
+from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
 from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
@@ -366,14 +367,15 @@ def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Parallel degrees, stages and recompute modes."""
-    model, parallel = cfg.model, cfg.parallel
-    tp, pp, cp, dp_rep = parallel.tp, parallel.pp, parallel.cp, parallel.dp_rep
-    degree = tp * pp * cp * dp_rep
+    parallel = cfg.parallel
+    degrees = axis_degrees(parallel)
+    in_world = {axis.key: degrees[axis.key] for axis in AXES if not axis.reuses_ranks}
+    degree = ranks_of_layout(degrees)
     yield Rule(
         world % degree == 0,
-        f"parallel.tp*pp*cp*dp_rep = {tp}*{pp}*{cp}*{dp_rep} = {degree} "
+        f"parallel.{'*'.join(in_world)} = {'*'.join(map(str, in_world.values()))} = {degree} "
         f"does not divide the world size {world}",
-        "parallel.tp parallel.pp parallel.cp parallel.dp_rep", divisors(world))
+        " ".join(f"parallel.{key}" for key in in_world), divisors(world))
 
     if parallel.stages:
         yield from stages_rules(cfg)
@@ -384,21 +386,12 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
             unknown is None,
             f"parallel.{key}: {unknown!r} is not one of {', '.join(known)}; separate them by commas")
 
-    has_mlp = isinstance(model.mlp, MLPConfig)
-    divided = {f"mixer.{name}": number for name, number in model.mixer.heads_over_tp().items()}
-    divided = divided or model.mixer.features_over_tp(model.hidden)
-    sizes = {
-        **{f"model.{key}": size for key, size in divided.items()},
-        **({"model.mlp.width": model.mlp.width} if has_mlp else {}),
-        "model.vocab_multiple": model.vocab_multiple,
-    }
-    for key, size in sizes.items():
-        # several ranks compute the same key and value head
-        may_share = getattr(model.mixer, "qk_norm", None) != "whole"
-        is_shared = key == "model.mixer.kv_heads" and tp % size == 0 and may_share
-        yield Rule(
-            size % tp == 0 or is_shared,
-            f"parallel.tp: {tp} does not divide {key}={size}", "parallel.tp", divisors(size))
+    for axis in AXES:
+        for key, size in axis.divides(cfg).items():
+            yield Rule(
+                size % degrees[axis.key] == 0,
+                f"parallel.{axis.key}: {degrees[axis.key]} does not divide {key}={size}",
+                f"parallel.{axis.key}", divisors(size))
 
 
 def stages_rules(cfg: Config) -> Iterator[Rule]:
@@ -711,9 +704,7 @@ def node_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 def sequences_per_microbatch(cfg: Config, world: int) -> int:
     """Sequences of one microbatch over all data-parallel ranks; a global batch is a multiple of it."""
-    parallel = cfg.parallel
-    dp = world // (parallel.tp * parallel.pp * parallel.cp)
-    return cfg.train.micro_batch * dp
+    return cfg.train.micro_batch * (world // ranks_of_microbatch(axis_degrees(cfg.parallel)))
 
 
 def batch_rules(cfg: Config, world: int) -> Iterator[Rule]:

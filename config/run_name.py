@@ -71,6 +71,8 @@ ELASTIC_KEYS = (
     "parallel.recompute_stages",
     "train.micro_batch",
 )
+# of these, keys whose entries belong to stages of the given pp, and have no meaning under another one
+KEYS_OF_STAGES = ("parallel.stages", "parallel.recompute_stages")
 MAX_NAME = 200  # characters; file systems take 255
 
 

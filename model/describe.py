@@ -6,14 +6,13 @@ of a stage differ in which rows they hold, not in how many.
 """
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import lcm
 
 from config import Config, ModelConfig
 from model.block import BlockKind, TransformerBlock
-from model.sharding import scale_for_mup
+from model.sharding import mesh_degrees, scale_for_mup
 from model.transformer import PipelineStage
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
-from parallel.topology.dims import ParallelDims
+from parallel.topology.dims import ParallelDims, least_world
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
 
@@ -67,15 +66,8 @@ def describe_block(cfg: Config, layer: int) -> PartDescription:
 def mesh_of_one_stage(cfg: Config, activity: Activity | None = None) -> Mesh:
     """The smallest mesh with the degrees that the modules read, seen by its first rank. activity: with a wire
     that carries what it exchanges."""
-    parallel = cfg.parallel
-    world = lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
-    dims = ParallelDims(
-        world,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        ep=parallel.ep,
-        etp=parallel.etp,
-    )
+    degrees = mesh_degrees(cfg) | {"pp": 1, "dp_replicate": 1}
+    dims = ParallelDims(least_world(degrees), **degrees)
     return Mesh.without_processes(dims, rank=0, activity=activity)
 
 

@@ -14,6 +14,7 @@ from config import (
     phases_of,
     positive_integers,
 )
+from config.axes import axis_degrees, ranks_of_microbatch
 from config.phases import named
 from config.rules import RULES_OF_PHASES, Rule, validate
 from config.suggestions import suggestion
@@ -100,7 +101,7 @@ def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
     """
     parallel = cfg.parallel
     train = cfg.train
-    dp = world // (parallel.tp * parallel.cp * parallel.pp)
+    dp = world // ranks_of_microbatch(axis_degrees(parallel))
     sequences = train.micro_batch * dp  # of a microbatch, on all ranks
     schedules: list[Schedule] = []
     # the full batch first: if no batch fits, the error names it and not the ramp

@@ -3,6 +3,7 @@ them, and how data-parallel ranks share them."""
 from torch import nn
 
 from config import OPTIMIZERS, Config, compression_block, mup_width_ratio
+from config.axes import AXES, axis_degrees
 from model.precision import accumulation_bytes
 from parallel.sharding.packing import ALIGNMENT
 from parallel.sharding.slots import ShardingConfig
@@ -22,16 +23,13 @@ def scale_for_mup(cfg: Config, module: nn.Module) -> None:
 
 def parallel_dims(cfg: Config, world_size: int) -> ParallelDims:
     """The degrees of parallelism of a job on `world_size` ranks."""
-    parallel = cfg.parallel
-    return ParallelDims(
-        world_size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        dp_replicate=parallel.dp_rep,
-        ep=parallel.ep,
-        etp=parallel.etp,
-    )
+    return ParallelDims(world_size, **mesh_degrees(cfg))
+
+
+def mesh_degrees(cfg: Config) -> dict[str, int]:
+    """{field of ParallelDims: the degree}"""
+    degrees = axis_degrees(cfg.parallel)
+    return {axis.dims: degrees[axis.key] for axis in AXES}
 
 
 def sharding_config(cfg: Config) -> ShardingConfig:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from config import Config, ConfigError, Phase, phases_of
+from config.axes import AXES, axis_degrees, ranks_of_layout
 from config.tree import value_at, with_values
 from config.values import Values
 from model.schedules import plan_pipeline
@@ -251,16 +252,9 @@ def described(cfg: Config, world: int, why: str, step: float | None) -> str:
 
 def layout_text(cfg: Config, world: int) -> str:
     """For example "tp8 pp16 dp8 zero1 interleaved vpp4 mb1 selective"."""
-    parallel = cfg.parallel
-    degrees = {
-        "tp": parallel.tp,
-        "cp": parallel.cp,
-        "pp": parallel.pp,
-        "ep": parallel.ep,
-        "rep": parallel.dp_rep,
-        "dp": world // (parallel.tp * parallel.pp * parallel.cp * parallel.dp_rep),
-    }
-    words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    parallel, degrees = cfg.parallel, axis_degrees(cfg.parallel)
+    named = {axis.word: degrees[axis.key] for axis in AXES} | {"dp": world // ranks_of_layout(degrees)}
+    words = [f"{name}{degree}" for name, degree in named.items() if degree > 1]
     if parallel.ep_chunks > 1:
         words.append(f"ep-chunks{parallel.ep_chunks}")
     words.append(f"zero{parallel.zero}")

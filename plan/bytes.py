@@ -33,7 +33,6 @@ Under context parallelism b s is a rank's share of the tokens, s / cp of each se
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 
 from config import Config, has_experts, modules_ahead
 from model.precision import accumulation_bytes, compute_bytes
@@ -62,7 +61,7 @@ def group_size(layout: ParallelDims, group: str) -> int:
     """Ranks of a group of the mesh."""
     if group == "embedding_ends":
         return min(layout.pp, 2)
-    return prod(layout.size(axis) for axis in GROUP_AXES[group])
+    return layout.group_size(*GROUP_AXES[group])
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from functools import partial
 from typing import NamedTuple
 
 from config import CONFIG_FOLDER, Config, ConfigError, Phase, divisors, phases_of, read_yaml
+from config.axes import AXES, axis_degrees, ranks_of_microbatch
 from config.phases import with_values_from
-from config.run_name import ELASTIC_KEYS
+from config.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
 from config.tree import value_at, with_values
 from config.values import Values
 from model.schedules import plan_pipeline
@@ -45,8 +46,7 @@ UNKNOWN_RATES = {
     "hop": 2e-5,
     "operation": 1e-5,
 }
-# keys whose entries belong to stages of the given pp, and have no meaning under another one
-OF_STAGES: Values = {"parallel.stages": None, "parallel.recompute_stages": None}
+OF_STAGES: Values = dict.fromkeys(KEYS_OF_STAGES)  # none of them
 
 
 class ElasticLayout(NamedTuple):
@@ -211,7 +211,7 @@ def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> E
 
 def degrees_of(cfg: Config) -> list[str]:
     """The keys that stay where the given axes do; of a pipeline also how it runs."""
-    degrees = [f"parallel.{axis}" for axis in ("tp", "sp", "cp", "pp", "ep")]
+    degrees = [f"parallel.{axis.key}" for axis in AXES if axis.key != "dp_rep"] + ["parallel.sp"]
     return [*degrees, "parallel.schedule", "parallel.vpp"] if cfg.parallel.pp > 1 else degrees
 
 
@@ -220,8 +220,7 @@ def legal_sizes(
 ) -> list[int]:
     """Numbers of ranks near `world` that the given axes run on, in the device's memory, in order."""
     phase = next_phase_of(cfg, after).cfg
-    parallel = phase.parallel
-    unit = parallel.tp * parallel.pp * parallel.cp
+    unit = ranks_of_microbatch(axis_degrees(phase.parallel))
     last = max(world, unit * phase.train.global_batch)  # more ranks have no sequence of their own
     sizes = range(unit, min(last, 2 * max(world, unit)) + 1, unit)
     nearest_first = sorted(sizes, key=lambda size: abs(size - world))

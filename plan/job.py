@@ -8,7 +8,7 @@ from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from model.split import layers_of_stages
 from parallel.pipeline.schedule import Schedule
-from parallel.topology.dims import EXPERT_AXES, ParallelDims
+from parallel.topology.dims import GROUP_AXES, ParallelDims
 
 UNBOUNDED_MEMORY = 2.0**60  # bytes: a forecast of time asks for no room
 
@@ -58,14 +58,15 @@ class Job:
 
     def shards(self, expert: bool = False) -> int:
         """Ranks that share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""
-        return self.layout.expert_dp_shard if expert else self.layout.dp_shard * self.layout.cp
+        return self.layout.group_size(*sharding_axes(expert))
 
     def place(self, expert: bool = False) -> int:
         """This rank's place among them."""
-        if expert:
-            return self.layout.coordinates(self.rank, EXPERT_AXES)["expert_dp_shard"]
-        index = self.layout.coordinates(self.rank)
-        return index["dp_shard"] * self.layout.cp + index["cp"]
+        return self.layout.place(self.rank, *sharding_axes(expert))
+
+
+def sharding_axes(expert: bool) -> tuple[str, ...]:
+    return GROUP_AXES["expert_fsdp" if expert else "fsdp"]
 
 
 def check_routing(cfg: Config) -> None:

@@ -11,6 +11,8 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from config import Config, ConfigError, divisors
+from config.axes import axis_degrees, ranks_of_layout, ranks_of_microbatch
+from config.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
 from config.tree import with_values
 from config.values import Values, combinations
 from model.describe import PartDescription
@@ -27,20 +29,8 @@ from plan.what_if import WhatIf, forecast_under, least_step, slowdown_of, waitin
 
 Axes = dict[str, tuple]  # {section.key: values}
 
-LAYOUT_KEYS = (  # that a search decides
-    "parallel.tp",
-    "parallel.sp",
-    "parallel.cp",
-    "parallel.pp",
-    "parallel.ep",
-    "parallel.ep_chunks",
-    "parallel.dp_rep",
-    "parallel.zero",
-    "parallel.schedule",
-    "parallel.vpp",
-    "parallel.recompute",
-    "train.micro_batch",
-)
+# that a search decides
+LAYOUT_KEYS = tuple(key for key in ELASTIC_KEYS if key not in KEYS_OF_STAGES)
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
 MARGIN = 0.02  # of the bytes of tensors: activations are counted up to 1.5 % short (docs/parallelism.md)
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
@@ -173,11 +163,11 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
     Raises ConfigError if train.py refuses the job.
     """
     parallel, train = cfg.parallel, cfg.train
-    ranks_of_microbatch = parallel.tp * parallel.pp * parallel.cp
-    if world % (ranks_of_microbatch * parallel.dp_rep):
+    degrees = axis_degrees(parallel)
+    if world % ranks_of_layout(degrees):
         raise ConfigError("parallel.pp: does not divide")
 
-    sequences = train.micro_batch * (world // ranks_of_microbatch)  # of a microbatch, on all ranks
+    sequences = train.micro_batch * (world // ranks_of_microbatch(degrees))  # of a microbatch, on all ranks
     microbatches, rest = divmod(train.global_batch, sequences)
     if rest or (parallel.schedule == "interleaved" and microbatches % parallel.pp):
         raise ConfigError("train.global_batch: does not divide")
@@ -286,10 +276,10 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
         "parallel.dp_rep": 1,
     }
     whole = with_values(cfg, values | one_stage)
-    ranks_of_microbatch = whole.parallel.tp * whole.parallel.cp
-    if target.world % ranks_of_microbatch:
+    ranks = ranks_of_microbatch(axis_degrees(whole.parallel))
+    if target.world % ranks:
         return None
-    sequences = whole.train.micro_batch * (target.world // ranks_of_microbatch)
+    sequences = whole.train.micro_batch * (target.world // ranks)
     try:
         job, _ = job_of(with_values(whole, {"train.global_batch": sequences}), target.world)
     except ConfigError:
@@ -520,9 +510,9 @@ def rounded(seconds: float) -> float:
 def simplicity(cfg: Config) -> tuple[int, ...]:
     """The smaller, the simpler: fewer kinds of parallelism, less recompute, lower ZeRO."""
     parallel = cfg.parallel
-    degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.dp_rep, parallel.ep_chunks)
+    degrees = axis_degrees(parallel).values()
     return (
-        sum(degree > 1 for degree in degrees),
+        sum(degree > 1 for degree in (*degrees, parallel.ep_chunks)),
         RECOMPUTE_MODES.index(parallel.recompute),
         parallel.zero,
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from config import ConfigError
-from parallel.topology.dims import ParallelDims
+from parallel.topology.dims import ParallelDims, least_world
 from plan.cost import (
     Cluster,
     Efficiency,
@@ -107,9 +107,9 @@ class Waiting(NamedTuple):
 
 def waiting_ranks(layout: ParallelDims, zero: int) -> Waiting:
     """Of a layout. The ranks of tp and cp, and those of ep and etp, are blocks of neighbours."""
-    of_stage = math.lcm(layout.tp * layout.cp, layout.ep * layout.etp)
+    of_stage = least_world(layout.degrees() | {"pp": 1, "dp_replicate": 1})
     if zero >= 2:
-        of_stage = layout.dp_shard * layout.cp * layout.tp
+        of_stage = layout.group_size("dp_shard", "cp", "tp")
     ranks = of_stage * layout.pp
     return Waiting(ranks, layout.world // ranks)
 

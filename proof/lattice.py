@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from config import OPTIMIZERS, Config, ConfigError, MupConfig, phases_of
+from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
 from config.tree import has_path, with_values
@@ -28,7 +29,7 @@ from parallel.pipeline.schedule import SCHEDULES
 
 # ---- what a cell is made of --------------------------------------------------------------------------------
 
-DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # each takes the divisors of the world size
+DEGREES = tuple(axis.key for axis in AXES)  # each takes the divisors of the world size
 LAYOUT = {
     "sp": (False, True),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
@@ -330,7 +331,7 @@ class Lattice:
     def _global_batch(self, values: Values) -> int:
         """Sequences of a step: enough for the warm-up and the steady state of the schedule."""
         pp = values["pp"]
-        dp = self.world // (values["tp"] * values["cp"] * pp)
+        dp = self.world // ranks_of_microbatch(values)
         num_microbatches = 2 * pp if values["schedule"] in TWO_MICROBATCHES_A_RANK else pp + 1
         if values["ramp"]:  # its first step takes half of the microbatches
             num_microbatches += num_microbatches % 2
@@ -346,7 +347,7 @@ class Lattice:
             "optim.lr": 2e-3,
             "optim.decay": "linear",
         }
-        dp = self.world // (values["tp"] * values["cp"] * values["pp"])
+        dp = self.world // ranks_of_microbatch(values)
         if global_batch % (2 * dp * values["micro_batch"]) == 0:
             second["train.global_batch"] = global_batch // 2
         third = {"after_steps": 3, "train.seq_len": seq_len}
@@ -430,10 +431,10 @@ def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:
     divisors = tuple(degree for degree in range(1, world + 1) if world % degree == 0)
     degrees = dict.fromkeys(DEGREES, divisors)
     if not cfg.model.experts:
-        degrees |= {"ep": (1,), "etp": (1,)}
+        degrees |= {axis.key: (1,) for axis in AXES if axis.of_experts}
 
     for values in combinations(degrees | LAYOUT):
-        if world % (values["tp"] * values["pp"] * values["cp"] * values["dp_rep"]):
+        if world % ranks_of_layout(values):
             continue
         why = refusal(found, values | default_switches())
         if why is None:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from config import Config, ModelConfig, Phase, Tree, phases_of
+from config.axes import AXES, axis_degrees, ranks_of_microbatch
 from config.phases import change_lines
 from config.tree import plain_data
 from config.version import VERSION
@@ -783,22 +784,17 @@ def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
 
 
 def data_parallel_size(cfg: Config, world: int) -> int:
-    parallel = cfg.parallel
-    return world // (parallel.tp * parallel.pp * parallel.cp)
+    return world // ranks_of_microbatch(axis_degrees(cfg.parallel))
 
 
 def layout_text(cfg: Config, world: int) -> str:
-    parallel = cfg.parallel
-    parts = [
-        f"world {world} = dp {data_parallel_size(cfg, world)}",
-        f"tp {parallel.tp}",
-        f"pp {parallel.pp}",
-        f"cp {parallel.cp}",
-    ]
-    if cfg.model.experts:
-        parts += [f"ep {parallel.ep}", f"etp {parallel.etp}"]
-    parts.append(cfg.train.dtype)
-    return " · ".join(parts)
+    """dp counts the replicas of dp_rep, too."""
+    parts = [f"world {world} = dp {data_parallel_size(cfg, world)}"]
+    for axis in AXES:
+        is_in_model = cfg.model.experts or not axis.of_experts
+        if is_in_model and axis.key != "dp_rep":
+            parts.append(f"{axis.word} {getattr(cfg.parallel, axis.key)}")
+    return " · ".join([*parts, cfg.train.dtype])
 
 
 def batch_text(cfg: Config, world: int) -> str:

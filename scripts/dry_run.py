@@ -82,8 +82,8 @@ SEARCHED = ("data.", "eval.", "log.", "checkpoint.")  # keys that a step does no
 # apart; none: each rank says something of its own)}
 ASK_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "muon": ("pipeline_stage", ()),
-    "lamb": ("world", ("pp", "ep", "etp")),
-    "lars": ("world", ("pp", "ep", "etp")),
+    "lamb": ("world", GROUP_AXES["expert_model_parallel"]),
+    "lars": ("world", GROUP_AXES["expert_model_parallel"]),
 }
 MAX_ASKED = 256  # ranks that build a run to say what theirs hold
 ON_CPU = "cpu"

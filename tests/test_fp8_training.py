@@ -82,7 +82,7 @@ def job_of(*keys) -> config.Config:
 
 
 def losses(world: World, cfg: config.Config) -> list[float]:
-    mesh = Mesh.bind(ParallelDims(world.size, cfg.parallel.tp, 1, 1, 1), world)
+    mesh = Mesh.bind(ParallelDims(world.size, tp=cfg.parallel.tp), world)
     run, data = (
         build_run(cfg, mesh, torch.device("cpu"), None, STEPS),
         Counting(cfg, mesh.dp.index, mesh.dp.size),
@@ -263,7 +263,7 @@ def step_of_kernels(world: World, cfg: config.Config, handed_over: bool) -> tupl
         if not handed_over:
             for module in (attention, block, mlp):
                 patch.setattr(module, "fp8_reader_of_layer", lambda *_: None)
-        mesh = Mesh.bind(ParallelDims(world.size, cfg.parallel.tp, 1, 1, 1), world)
+        mesh = Mesh.bind(ParallelDims(world.size, tp=cfg.parallel.tp), world)
         run = build_run(cfg, mesh, torch.device("cpu"), None, STEPS)
         data = Counting(cfg, mesh.dp.index, mesh.dp.size)
         results = train_step(run, 1, data.microbatches(0), NonFiniteGuard())

@@ -78,6 +78,7 @@ PURE = {
     "parallel/sharding/boxes.py",
     "parallel/sharding/ranges.py",
     "parallel/sharding/packing.py",
+    "config/axes.py",
     "config/command_line.py",
     "config/strict.py",
     "config/schema.py",

@@ -2,39 +2,25 @@
 
 The axes of the mesh run outermost first, so that tp neighbours are on one node.
 """
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from math import lcm, prod
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from parallel.wire.connection import Connection, connection_of
 
 # attention, norms, dense MLPs, embeddings, routers
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# a mixture's experts: the same ranks, their dp_shard x cp x tp factorized anew (arXiv 2504.14960)
+# a mixture's experts: the same ranks, their dp_shard x cp x tp divided otherwise (arXiv 2504.14960)
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep", "etp")
+FACTORIZATIONS = (DENSE_AXES, EXPERT_AXES)  # of the world
 
-# Mesh (mesh.py) has a Group for each: its name, and the axes that it spans.
-GROUP_AXES: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "pp": ("pp",),
-    "dp_replicate": ("dp_replicate",),
-    "dp": ("dp_replicate", "dp_shard"),  # ranks that read different samples
-    "fsdp": ("dp_shard", "cp"),  # ranks that share one copy of the sharded state under ZeRO
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # ranks with different tokens: gradients are summed
-    "model_parallel": ("pp", "tp"),  # ranks that hold different parameters
-    "pipeline_stage": ("dp_replicate", "dp_shard", "cp", "tp"),  # ranks that hold the same layers
-    "world": DENSE_AXES,
-    "tp_cp": ("cp", "tp"),  # ranks that share a sequence, under sp too: a router's counts are summed here
-    "ep_etp": ("ep", "etp"),  # ranks that hold all experts together: tokens are exchanged here
-    "expert_fsdp": ("expert_dp_shard",),  # what fsdp, dp_cp and model_parallel are to the rest, for experts
-    "expert_dp": ("dp_replicate", "expert_dp_shard"),
-    "expert_model_parallel": ("pp", "ep", "etp"),
-}
+AnyOne = TypeVar("AnyOne")
 
 
 class GroupRequest(NamedTuple):
-    """A Group of Mesh: its name in the ledger, the axes that it spans, and its channel: groups of the same
-    ranks share a process group, unless they are of different channels (parallel/wire/world.py).
+    """A group of the mesh: its name in the ledger, the axes that it spans, and its channel: groups of the
+    same ranks share a process group, unless they are of different channels (parallel/wire/world.py).
 
     meets_neighbours: in every layout its ranks send to their neighbours. NCCL connects these at the start,
     in buffers of their own, which cost too much in groups that never send.
@@ -45,69 +31,109 @@ class GroupRequest(NamedTuple):
     meets_neighbours: bool = False
 
 
-def requested_groups() -> dict[str, GroupRequest]:
-    """{field of Mesh: what it asks for}, in the order in which all ranks connect. embedding_ends comes last.
+def spans(*axes: str, name: str = "", channel: str = "", meets_neighbours: bool = False) -> Any:
+    """A field of Groups. name: in the ledger; "": that of the field."""
+    return field(metadata={"request": GroupRequest(name, axes, channel, meets_neighbours)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups(Generic[AnyOne]):
+    """One for each group of ranks, in the order in which all ranks connect them (Mesh, in mesh.py).
+
+    pp_backward: pp once more, over a communicator of its own: gradients, while pp has activations. On a GPU a
+    receive that waits holds back what comes after it in its communicator.
     """
+    tp: AnyOne = spans("tp")
+    cp: AnyOne = spans("cp", meets_neighbours=True)
+    pp: AnyOne = spans("pp", meets_neighbours=True)
+    dp_replicate: AnyOne = spans("dp_replicate")
+    # ranks that read different samples
+    dp: AnyOne = spans("dp_replicate", "dp_shard")
+    # ranks that share one copy of the sharded state under ZeRO
+    fsdp: AnyOne = spans("dp_shard", "cp")
+    # ranks with different tokens: gradients are summed
+    dp_cp: AnyOne = spans("dp_replicate", "dp_shard", "cp")
+    # ranks that hold different parameters
+    model_parallel: AnyOne = spans("pp", "tp")
+    # ranks that hold the same layers
+    pipeline_stage: AnyOne = spans("dp_replicate", "dp_shard", "cp", "tp")
+    world: AnyOne = spans(*DENSE_AXES)
+    # ranks that share a sequence, under sp too: a router's counts are summed here
+    tp_cp: AnyOne = spans("cp", "tp")
+    # ranks that hold all experts together: tokens are exchanged here
+    ep_etp: AnyOne = spans("ep", "etp")
+    # what fsdp, dp_cp and model_parallel are to the rest, for experts
+    expert_fsdp: AnyOne = spans("expert_dp_shard")
+    expert_dp: AnyOne = spans("dp_replicate", "expert_dp_shard")
+    expert_model_parallel: AnyOne = spans("pp", "ep", "etp")
+    pp_backward: AnyOne = spans("pp", name="pp", channel="backward", meets_neighbours=True)
+
+
+def requested_groups() -> dict[str, GroupRequest]:
+    """{field of Groups: what it asks for}, in the order in which all ranks connect; then embedding_ends."""
     requests: dict[str, GroupRequest] = {}
-    for name, axes in GROUP_AXES.items():
-        requests[name] = GroupRequest(name, axes, meets_neighbours=name in ("cp", "pp"))
-    requests["pp_backward"] = GroupRequest("pp", ("pp",), channel="backward", meets_neighbours=True)
+    for each in fields(Groups):
+        request: GroupRequest = each.metadata["request"]
+        requests[each.name] = request._replace(name=request.name or each.name)
     return requests
+
+
+# The groups by their names in the ledger: {name: the axes that it spans}.
+GROUP_AXES = {request.name: request.axes for request in requested_groups().values()}
 
 
 @dataclass(frozen=True)
 class ParallelDims:
     """The degrees of parallelism of a job. dp_shard is what is left of the world.
 
-    Raises ValueError if the degrees do not multiply to a divisor of the world, or if ep * etp does not divide
-    dp_shard * cp * tp.
+    Raises ValueError if the degrees do not divide the world, in one of its factorizations.
     """
     world: int
+    _: KW_ONLY
     tp: int = 1
-    cp: int = 1
     pp: int = 1
+    cp: int = 1
     dp_replicate: int = 1  # HSDP: replicas of the ranks that shard state
     ep: int = 1
     etp: int = 1
 
     def __post_init__(self) -> None:
-        if self.world % self.non_data_size:
-            raise ValueError(f"world {self.world} is not a multiple of "
-                             f"tp*cp*pp*dp_rep = {self.non_data_size}")
-        foldable = self.dp_shard * self.cp * self.tp
-        if foldable % (self.ep * self.etp):
-            raise ValueError(f"ep*etp = {self.ep * self.etp} does not divide dp*cp*tp = {foldable}")
+        for axes in FACTORIZATIONS:
+            if self.group_size(*axes) != self.world:
+                degrees = " x ".join(f"{axis} {self.size(axis)}" for axis in axes)
+                raise ValueError(f"{self.world} ranks cannot be {degrees}")
+
+    def degrees(self) -> dict[str, int]:
+        """{field: degree}, without the world."""
+        return {name: degree for name, degree in vars(self).items() if name != "world"}
 
     def in_words(self) -> str:
         """For example "4 ranks (dp2 tp2)"; "1 rank"."""
-        degrees = {
-            "dp": self.dp_replicate * self.dp_shard,
-            "tp": self.tp,
-            "pp": self.pp,
-            "cp": self.cp,
-            "ep": self.ep,
-            "etp": self.etp,
-        }
-        words = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+        named = {"dp": self.group_size("dp_replicate", "dp_shard")} | self.degrees()
+        words = [f"{name}{n}" for name, n in named.items() if n > 1 and name != "dp_replicate"]
         plural = "s" if self.world > 1 else ""
-        return f"{self.world} rank{plural}" + (f" ({words})" if words else "")
-
-    @property
-    def non_data_size(self) -> int:
-        """The product of all degrees but dp_shard."""
-        return self.tp * self.cp * self.pp * self.dp_replicate
+        return f"{self.world} rank{plural}" + (f" ({' '.join(words)})" if words else "")
 
     @property
     def dp_shard(self) -> int:
-        return self.world // self.non_data_size
+        return self.left_by(DENSE_AXES)
 
     @property
     def expert_dp_shard(self) -> int:
         """Ranks that hold the same part of the same experts, in one replica."""
-        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+        return self.left_by(EXPERT_AXES)
+
+    def left_by(self, axes: tuple[str, ...]) -> int:
+        """The world over the degrees among the axes."""
+        degrees = self.degrees()
+        return self.world // prod(degrees.get(axis, 1) for axis in axes)
 
     def size(self, axis: str) -> int:
         return getattr(self, axis)
+
+    def group_size(self, *axes: str) -> int:
+        """Ranks of a group that spans these axes."""
+        return prod(map(self.size, axes))
 
     def coordinates(self, rank: int, axes: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
         """{axis: index} of a rank, in one of the two factorizations."""
@@ -127,6 +153,14 @@ class ParallelDims:
             ranks = [start + stride * i for i in indices for start in ranks]
             stride *= self.size(axis)
         return ranks
+
+    def place(self, rank: int, *axes: str) -> int:
+        """The rank's place in group(rank, *axes)."""
+        place = 0
+        for axis, index in reversed(self.coordinates(rank, factorization_of(axes)).items()):
+            if axis in axes:
+                place = place * self.size(axis) + index
+        return place
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups of ranks that span `axes` and agree on the others, such as groups("dp_shard", "cp").
@@ -157,11 +191,16 @@ def ends_of(pipeline: list[int]) -> list[int]:
 
 
 def factorization_of(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """DENSE_AXES or EXPERT_AXES: the one that holds the axes. Raises ValueError if neither does."""
-    for factorization in (DENSE_AXES, EXPERT_AXES):
+    """The one of FACTORIZATIONS that holds the axes. Raises ValueError if none does."""
+    for factorization in FACTORIZATIONS:
         if set(axes) <= set(factorization):
             return factorization
-    raise ValueError(f"{axes} do not lie in one factorization: {DENSE_AXES} or {EXPERT_AXES}")
+    raise ValueError(f"{axes} do not lie in one of the factorizations {FACTORIZATIONS}")
+
+
+def least_world(degrees: Mapping[str, int]) -> int:
+    """The smallest world with these degrees of ParallelDims."""
+    return lcm(*(prod(degrees.get(axis, 1) for axis in axes) for axes in FACTORIZATIONS))
 
 
 def connections_of_rank(dims: ParallelDims, rank: int) -> dict[Connection, list[str]]:

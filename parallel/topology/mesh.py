@@ -4,37 +4,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from parallel.topology.dims import ParallelDims, requested_groups
+from parallel.topology.dims import Groups, ParallelDims, requested_groups
 from parallel.wire.comm import Activity, Group, Ledger
 from parallel.wire.world import World
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """The groups of this rank; GROUP_AXES says what each spans and is for.
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Groups[Group]):
+    """The groups of this rank; Groups says what each spans and is for.
 
-    pp_backward: pp once more, over a communicator of its own: gradients, while pp has activations. On a GPU a
-    receive that waits holds back what comes after it in its communicator.
     embedding_ends: the two ends of the pipeline; None on the ranks between them.
     """
     dims: ParallelDims
     rank: int
-    tp: Group
-    cp: Group
-    pp: Group
-    dp_replicate: Group
-    dp: Group
-    fsdp: Group
-    dp_cp: Group
-    model_parallel: Group
-    pipeline_stage: Group
-    world: Group
-    tp_cp: Group
-    ep_etp: Group
-    expert_fsdp: Group
-    expert_dp: Group
-    expert_model_parallel: Group
-    pp_backward: Group
     embedding_ends: Group | None
 
     @staticmethod
@@ -57,7 +39,7 @@ class Mesh:
                 meets_neighbours=request.meets_neighbours,
             )
         ends = world.find_group("embedding_ends", dims.pipeline_ends(), ledger)
-        return Mesh(dims, world.rank, **groups, embedding_ends=ends)
+        return Mesh(dims=dims, rank=world.rank, **groups, embedding_ends=ends)
 
     @staticmethod
     def without_processes(dims: ParallelDims, rank: int, activity: Activity | None = None) -> "Mesh":
@@ -74,7 +56,7 @@ class Mesh:
             )
         ends = dims.ends_with(rank)
         ends_group = None if ends is None else make("embedding_ends", ends)
-        return Mesh(dims, rank, **groups, embedding_ends=ends_group)
+        return Mesh(dims=dims, rank=rank, **groups, embedding_ends=ends_group)
 
     @property
     def ledger(self) -> Ledger:

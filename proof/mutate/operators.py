@@ -12,6 +12,7 @@ The name of an operator function is written to the file of verdicts.
 import ast
 from collections.abc import Callable, Iterator
 
+from parallel.topology.dims import GROUP_AXES
 from proof.mutate.source import Edit, Source
 
 RELATIONS = {
@@ -125,25 +126,6 @@ AXIS_POSITION = {
     "unbind": 0,
     "norm": 1,
 }
-
-# The groups of ranks of parallel/topology/mesh.py.
-MESH_GROUPS = (
-    "tp",
-    "cp",
-    "pp",
-    "dp_replicate",
-    "dp",
-    "fsdp",
-    "dp_cp",
-    "model_parallel",
-    "pipeline_stage",
-    "world",
-    "tp_cp",
-    "ep_etp",
-    "expert_fsdp",
-    "expert_dp",
-    "expert_model_parallel",
-)
 
 Operator = Callable[[ast.AST, Source], Iterator[Edit]]
 
@@ -390,14 +372,14 @@ def wrong_axis(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 def wrong_group(node: ast.AST, source: Source) -> Iterator[Edit]:
     """mesh.tp becomes mesh.cp: communication with other ranks."""
-    if not isinstance(node, ast.Attribute) or node.attr not in MESH_GROUPS:
+    if not isinstance(node, ast.Attribute) or node.attr not in GROUP_AXES:
         return
     if not isinstance(node.ctx, ast.Load):
         return
     mesh = node.value
     if "mesh" not in (getattr(mesh, "id", ""), getattr(mesh, "attr", "")):
         return
-    for other in MESH_GROUPS:
+    for other in GROUP_AXES:
         if other != node.attr:
             yield source.replace(node, f"{source.text_of(mesh)}.{other}")
 

@@ -2,9 +2,9 @@
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
 
 from config import Config, ConfigError, MTPConfig
+from config.axes import ranks_of_layout
 from model.schedules import plan_pipeline
 from proof.precision.job import DTYPES, LEARNING_RATES, precision_config
 from proof.verify.overrides import Overrides
@@ -90,7 +90,7 @@ class Cell:
     def words(self, world: int) -> str:
         """The name of the cell: `bf16 adamw zero1 dp2 weights int8`."""
         keys = LAYOUTS[world][self.layout] | EXTRAS[self.extra]
-        dp = world // prod(keys.get(key, 1) for key in ("tp", "pp", "cp", "dp_rep"))
+        dp = world // ranks_of_layout(keys)
         named = [self.dtype, self.optimizer, f"zero{self.zero}"]
         if dp > 1:
             named.append(f"dp{dp}")

@@ -4,9 +4,10 @@ import itertools
 from dataclasses import replace
 
 from config import ConfigError
+from config.axes import AXES, ranks_of_layout
 from proof import lattice
 from proof.lattice import Lattice, Values
-from proof.verify.table import AXES
+from proof.verify.table import AXIS_WORDS
 
 
 def words(values: Values, world: int) -> list[str]:
@@ -14,16 +15,8 @@ def words(values: Values, world: int) -> list[str]:
 
     A word says what differs from the default; zero and mb (train.micro_batch) are always there.
     """
-    degrees = {
-        "pp": values["pp"],
-        "rep": values["dp_rep"],
-        "dp": world // (values["tp"] * values["pp"] * values["cp"] * values["dp_rep"]),
-        "cp": values["cp"],
-        "tp": values["tp"],
-        "ep": values["ep"],
-        "etp": values["etp"],
-    }
-    named = [f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1]
+    degrees = {axis.word: values[axis.key] for axis in AXES} | {"dp": world // ranks_of_layout(values)}
+    named = [f"{word}{degrees[word]}" for word in AXIS_WORDS if degrees[word] > 1]
 
     conditions = [  # (word, whether the cell has it)
         ("sp", values["sp"]),
@@ -102,7 +95,7 @@ def check_words(named: set[str], world: int) -> None:
 
 def every_word(world: int) -> set[str]:
     """The words of all cells of `world` ranks, legal or not."""
-    named = {f"{axis}{degree}" for axis in AXES for degree in range(2, world + 1)}
+    named = {f"{axis}{degree}" for axis in AXIS_WORDS for degree in range(2, world + 1)}
     undivided = dict.fromkeys(lattice.DEGREES, 1)
     first_values = {key: values[0] for key, values in lattice.LAYOUT.items()}
     divided = undivided | {"pp": 2, "cp": 2} | first_values | lattice.default_switches()

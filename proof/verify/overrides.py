@@ -8,17 +8,13 @@ from dataclasses import dataclass
 
 import config
 from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree, unused
+from config.axes import AXES
 from config.phases import phases_text
 from config.tree import plain_data, value_at
 
 # {key that the cells vary: the words of --only that choose its values}
 CELL_WORDS = {
-    "parallel.tp": "tp2, tp4 or tp8",
-    "parallel.pp": "pp2, pp4 or pp8",
-    "parallel.cp": "cp2, cp4 or cp8",
-    "parallel.dp_rep": "rep2, rep4 or rep8",
-    "parallel.ep": "ep2, ep4 or ep8",
-    "parallel.etp": "etp2, etp4 or etp8",
+    **{f"parallel.{axis.key}": f"{axis.word}2, {axis.word}4 or {axis.word}8" for axis in AXES},
     "parallel.sp": "sp or no-sp",
     "parallel.async_tp": "async-tp or no-async-tp",
     "parallel.ep_chunks": "ep-chunks2 or ep-chunks3",

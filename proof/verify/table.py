@@ -2,15 +2,20 @@
 from pathlib import Path
 
 from config import ConfigError
+from config.axes import AXES
+from parallel.topology.dims import FACTORIZATIONS
 
-AXES = ("pp", "rep", "dp", "cp", "tp", "ep", "etp")
+# {axis of the mesh: what stands before its degree in the name of a layout}
+WORDS = {axis.dims: axis.word for axis in AXES} | {"dp_shard": "dp"}
+# from outside in
+AXIS_WORDS = tuple(WORDS[axis] for axis in dict.fromkeys(sum(FACTORIZATIONS, ())) if axis in WORDS)
 COLUMNS = ("tp", "sp", "pp", "cp-ring", "cp-ulysses", "ep", "etp", "dp", "rep", "zero1", "zero2", "zero3")
 LEFT_OUT = {"cp", "mb1"}  # cp has a column for each of its kinds; mb1 is the default
 
 
 def feature(word: str) -> str:
     """The feature that a word of a cell's name stands for: tp2 and tp4 are both tp."""
-    return word[:-1] if word[:-1] in AXES else word
+    return word[:-1] if word[:-1] in AXIS_WORDS else word
 
 
 def support_table(proofs: list[tuple[set[str], bool]]) -> list[str]:

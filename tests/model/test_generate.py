@@ -11,7 +11,7 @@ from build import build_run
 from config import rope_switches
 from model.context import GenerationCache
 from model.generate import generate, sample_token
-from parallel.topology.dims import ParallelDims
+from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from proof.verify.tiny_config import tiny_config
@@ -24,8 +24,7 @@ def written(world, cfg) -> tuple[list[int], list[float]]:
     """The ids that a run writes after a prompt, and the logits after the prompt's first three tokens, read
     with and without more.
     """
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     for bucket in run.buckets:  # far from uniform, so that ids depend on what was read
         bucket.weights.full.mul_(4) if bucket.weights.full is not None else None

@@ -10,12 +10,12 @@ import torch
 
 from build import build_run
 from config import ParallelConfig
+from model.sharding import parallel_dims
 from optim import noise
 from optim.noise import GradientNoiseScale, noise_scale_estimate
 from parallel.pipeline.schedule import SCHEDULES, make_schedule
 from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.views import boxes_of
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from proof.random_tokens import RandomTokens
@@ -105,8 +105,7 @@ BUGS = {
 
 def told(world, cfg, bug=None):
     """[S, |G|^2] of the first step."""
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
     with mock.patch.object(*BUGS[bug]):
         train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())

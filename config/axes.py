@@ -1,0 +1,75 @@
+"""The axes of a layout, in one table: each is a key of parallel.* that says over how many ranks it divides.
+
+The rules, the names of layouts, the header of a run, plans and proofs read it. Which ranks form the groups of
+an axis is in parallel/topology/dims.py.
+"""
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from config.model_parts import MLPConfig
+from config.schema import Config, ParallelConfig
+
+
+def nothing(cfg: Config) -> dict[str, int]:
+    return {}
+
+
+def sizes_over_tp(cfg: Config) -> dict[str, int]:
+    """Heads, or the features of a mixer without them; the width of the MLP; rows of the vocabulary."""
+    model, tp = cfg.model, cfg.parallel.tp
+    has_mlp = isinstance(model.mlp, MLPConfig)
+    divided = {f"mixer.{name}": number for name, number in model.mixer.heads_over_tp().items()}
+    divided = divided or model.mixer.features_over_tp(model.hidden)
+    sizes = {
+        **{f"model.{key}": size for key, size in divided.items()},
+        **({"model.mlp.width": model.mlp.width} if has_mlp else {}),
+        "model.vocab_multiple": model.vocab_multiple,
+    }
+    may_share = getattr(model.mixer, "qk_norm", None) != "whole"
+    kv_heads = sizes.get("model.mixer.kv_heads", 0)
+    if kv_heads and tp % kv_heads == 0 and may_share:
+        del sizes["model.mixer.kv_heads"]  # several ranks compute the same key and value head
+    return sizes
+
+
+class Axis(NamedTuple):
+    """key: of parallel.*, the number of ranks. word: stands before that number in the names of layouts. dims:
+    the field of ParallelDims.
+
+    reads_same: its ranks read the same samples. reuses_ranks: it divides ranks of the other axes once more,
+    so the world has not as many ranks for it. of_experts: it is 1 in a model without experts.
+    divides: {key: size}, which the number must divide.
+    """
+    key: str
+    word: str
+    dims: str
+    reads_same: bool = False
+    reuses_ranks: bool = False
+    of_experts: bool = False
+    divides: Callable[[Config], dict[str, int]] = nothing
+
+
+AXES = (
+    Axis("tp", "tp", "tp", reads_same=True, divides=sizes_over_tp),
+    Axis("pp", "pp", "pp", reads_same=True),
+    Axis("cp", "cp", "cp", reads_same=True),
+    Axis("dp_rep", "rep", "dp_replicate"),
+    Axis("ep", "ep", "ep", reuses_ranks=True, of_experts=True),
+    Axis("etp", "etp", "etp", reuses_ranks=True, of_experts=True),
+)
+
+
+def axis_degrees(parallel: ParallelConfig) -> dict[str, int]:
+    """{key of an axis: over how many ranks it divides}"""
+    return {axis.key: getattr(parallel, axis.key) for axis in AXES}
+
+
+def ranks_of_microbatch(degrees: Mapping[str, int]) -> int:
+    """The ranks that read the same samples. degrees: by keys of axes; 1 where one is left out."""
+    return math.prod(degrees.get(axis.key, 1) for axis in AXES if axis.reads_same)
+
+
+def ranks_of_layout(degrees: Mapping[str, int]) -> int:
+    """What the number of ranks of a job is a multiple of: what is left shards the state (dp_shard)."""
+    return math.prod(degrees.get(axis.key, 1) for axis in AXES if not axis.reuses_ranks)
