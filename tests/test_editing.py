@@ -13,8 +13,16 @@ import pytest
 from test_docs import ROOT, Block, commands_of, files, pages
 
 PAGE = "docs/editing.md"
-EDITS = ("edit-1", "edit-2", "edit-3", "edit-4", "edit-5")
-MOST_FILES = {"edit-1": 2, "edit-2": 3, "edit-3": 2, "edit-4": 2, "edit-5": 3}  # of the program
+EDITS = ("edit-1", "edit-2", "edit-3", "edit-4", "edit-5", "edit-6")
+MOST_FILES = {"edit-1": 2, "edit-2": 3, "edit-3": 2, "edit-4": 2, "edit-5": 3, "edit-6": 4}  # of the program
+TESTS = {"edit-1": 2, "edit-6": 2}  # files of tests, if not one: of a function and a key, of a key and a rule
+# {edit: (file, what is right, a mistake in its place)}, which the first proof of the edit sees
+MISTAKES = {
+    "edit-6": (
+        ("parallel/topology/dims.py", '"ring", "ulysses", "tp")', '"ulysses", "ring", "tp")'),
+        ("model/attention.py", "cp=mesh.ring if mesh.ulysses.size > 1 else mesh.cp", "cp=mesh.cp"),
+    ),
+}
 LEFT_OUT = ("runs/", "out/", ".git/", ".venv/", ".cache/")
 
 
@@ -64,8 +72,7 @@ def test_every_edit_fits_and_is_small(tmp_path):
         copy(tmp_path / edit)
         changed = {apply(block.text, tmp_path / edit) for block in changes(edit)}
         program = {name for name in changed if not name.startswith("tests/")}
-        num_tests = 2 if edit == "edit-1" else 1  # a function and a key
-        assert len(program) <= MOST_FILES[edit] and len(changed) == len(program) + num_tests
+        assert len(program) <= MOST_FILES[edit] and len(changed) == len(program) + TESTS.get(edit, 1)
         assert set(re.findall(r"`([^`]+)`", row)) == changed
 
 
@@ -73,21 +80,41 @@ def test_every_edit_fits_and_is_small(tmp_path):
 @pytest.mark.parametrize("edit", EDITS)
 def test_its_commands(tmp_path, edit):
     """In a process of its own, which loads the edited program once and forks for each command."""
-    copy(tmp_path / "checkout")
-    for block in changes(edit):
-        apply(block.text, tmp_path / "checkout")
+    edited(edit, tmp_path / "checkout")
     assert commands_of(pages()[PAGE], edit)
+    done = started(tmp_path, str(tmp_path / "checkout/tests/test_editing.py"), edit)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+
+
+def edited(edit: str, checkout: pathlib.Path) -> None:
+    """A copy of the checkout with the edit."""
+    copy(checkout)
+    for block in changes(edit):
+        apply(block.text, checkout)
+
+
+def started(tmp_path: pathlib.Path, *words: str) -> subprocess.CompletedProcess:
+    """A process of the edited program, with its output."""
     folders = [str(tmp_path / "checkout" / name) for name in ("", "tests")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "checkout/tests/test_editing.py"), edit],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
+    return subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", MISTAKES)
+def test_its_proof_sees_mistakes(tmp_path, edit):
+    edited(edit, tmp_path / "checkout")
+    proof = next(each for each in commands_of(pages()[PAGE], edit) if "scripts.verify" in each.text)
+    for name, right, wrong in MISTAKES[edit]:
+        file = tmp_path / "checkout" / name
+        text = file.read_text()
+        assert text.count(right) == 1
+        file.write_text(text.replace(right, wrong))
+        done = started(tmp_path, *proof.words[1:])
+        assert done.returncode == 1 and "WRONG" in done.stdout, f"{wrong}\n{done.stdout}{done.stderr}"
+        file.write_text(text)
 
 
 def follow(edit: str) -> None:
