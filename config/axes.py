@@ -11,10 +11,6 @@ from config.model_parts import MLPConfig
 from config.schema import Config, ParallelConfig
 
 
-def nothing(cfg: Config) -> dict[str, int]:
-    return {}
-
-
 def sizes_over_tp(cfg: Config) -> dict[str, int]:
     """Heads, or the features of a mixer without them; the width of the MLP; rows of the vocabulary."""
     model, tp = cfg.model, cfg.parallel.tp
@@ -34,12 +30,12 @@ def sizes_over_tp(cfg: Config) -> dict[str, int]:
 
 
 class Axis(NamedTuple):
-    """key: of parallel.*, the number of ranks. word: stands before that number in the names of layouts. dims:
-    the field of ParallelDims.
+    """key: of parallel.*, the degree: a number of ranks. word: stands before it in the names of layouts.
+    dims: the field of ParallelDims that has it.
 
-    reads_same: its ranks read the same samples. reuses_ranks: it divides ranks of the other axes once more,
-    so the world has not as many ranks for it. of_experts: it is 1 in a model without experts.
-    divides: {key: size}, which the number must divide.
+    reads_same: its ranks read the same samples. reuses_ranks: it divides the ranks of other axes in another
+    way, so the degree is not a factor of the world. of_experts: it is 1 in a model without experts.
+    divides: {key: size} that the degree must divide.
     """
     key: str
     word: str
@@ -47,7 +43,7 @@ class Axis(NamedTuple):
     reads_same: bool = False
     reuses_ranks: bool = False
     of_experts: bool = False
-    divides: Callable[[Config], dict[str, int]] = nothing
+    divides: Callable[[Config], dict[str, int]] = lambda cfg: {}
 
 
 AXES = (
