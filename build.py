@@ -3,13 +3,13 @@
 Used by train.py, and by scripts that evaluate, generate and convert.
 """
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from checkpoint import state, store
 from checkpoint.folder import StoredPiece
@@ -60,6 +60,7 @@ from parallel.wire.world import World
 from runtime.graphs import RecordedPipeline
 from runtime.rerun import StepReruns
 
+Fill = Callable[[list[tuple[Box, Tensor]]], object]  # gives tensors the values of their boxes
 SIZE_MARGIN = 2  # a size of a model beyond this times what is stored is refused before anything is made
 
 
@@ -437,6 +438,36 @@ def weights_of_rank(
             boxes += weight.spec.split(values)
     routers = RouterStates(cfg, mesh, list(stages.values()), device)
     return stages, boxes + routers.boxes(weights=True)
+
+
+@torch.no_grad()
+def model_in_parts(cfg: Config, dtype: str, fill: Fill) -> PipelineStage:
+    """The full model in one process, on the CPU; of its weights those of one part (PipelineStage.parts) are
+    in memory at a time.
+
+    fill: gives [(box, tensor)] their values. It is called with the biases of routers, and before each forward
+    of a part with the weights of that part.
+    """
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
+    stages = make_stages(cfg, Mesh.single(), rank_of_stage=(0,))
+    fill(RouterStates(cfg, Mesh.single(), list(stages.values()), torch.device("cpu")).boxes(weights=True))
+
+    def hold(part: nn.Module, _: object) -> None:
+        boxes: list[tuple[Box, Tensor]] = []
+        for weight in sharded_parameters(part):
+            weight.data = torch.zeros(weight.spec.shape, dtype=DTYPES[dtype])
+            boxes += weight.spec.split(weight.data)
+        fill(boxes)
+
+    def release(part: nn.Module, *_: object) -> None:
+        for weight in sharded_parameters(part):
+            weight.data = torch.empty(0)
+
+    stages[0].requires_grad_(False)
+    for part in stages[0].parts():
+        part.register_forward_pre_hook(hold)
+        part.register_forward_hook(release)
+    return stages[0]
 
 
 def check_size(model: ModelConfig, pieces: list[StoredPiece], where: str) -> None:

@@ -204,11 +204,16 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def write_shard(
-    path: Path, named: Named, save_id: str, halfway: Callable[[], object]
+    path: Path,
+    named: Named,
+    save_id: str,
+    halfway: Callable[[], object],
+    read: Callable[[int], torch.Tensor] | None = None,
 ) -> tuple[FileEntry, list[str], int]:
     """Writes tensors into a new safetensors file, which is not flushed to disk yet.
 
-    named: [(name in the file, tensor)]. halfway: called when half of the tensors are written.
+    named: [(name in the file, tensor)]. halfway: called when half of the tensors are written. read: the
+    tensor at a position with its values, where those of `named` have none.
     One tensor a thread is in host memory at a time.
 
     Returns ({bytes, header: sha256 of length and header}, [checksum of each tensor], the open descriptor).
@@ -225,7 +230,7 @@ def write_shard(
         for position, (name, tensor) in enumerate(named):
             if position == len(named) // 2:
                 halfway()
-            checksums.append(write_hashed(fd, name, tensor))
+            checksums.append(write_hashed(fd, name, tensor if read is None else read(position)))
     except BaseException:
         os.close(fd)
         raise

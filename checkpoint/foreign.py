@@ -368,5 +368,8 @@ def check_copies(index: ForeignIndex) -> None:
         for piece in pieces_of(Box.whole(name, shape), range(len(shape))):
             other = replace(piece, key=first)
             if not is_same or not torch.equal(index.tensors.read_box(piece), index.tensors.read_box(other)):
-                raise ConfigError(f"{index.path}: {name} differs from {first}, and {index.family.config} "
-                                  "says that they are one")
+                why = f"from {first}, and {index.family.config} says that they are one"
+                if name != hf.HEAD:
+                    whole = "head" if key == "head.weight" else "embedding"
+                    why = f"from the {whole}, but multi-token prediction shares it"
+                raise ConfigError(f"{index.path}: {name} differs {why}")

@@ -191,6 +191,18 @@ def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
     return replace(model, tied=model.tied or HEAD not in found, mtp=model.mtp if has_mtp else None)
 
 
+def check_folder(
+    model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]
+) -> None:
+    """Raises ConfigError listing every tensor of a folder that is missing, that is no weight of this model,
+    or that has another shape or dtype. found: what stored_tensors returned. pieces: whole tensors under our
+    keys; they need no values."""
+    found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
+    every = hf_tensors(model_type, model, pieces) + constants(model_type, model)
+    wanted = {tensor.name: tensor for tensor in every}
+    check_names_and_shapes(model_type, wanted, FAMILIES[model_type].copies(model), found)
+
+
 @torch.no_grad()
 def read_weights(
     model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]

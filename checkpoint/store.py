@@ -129,6 +129,7 @@ LEFTOVER = re.compile(r"(step_\d{8,}|latest)\.tmp-[0-9a-f]{32}|\.trash-.+")
 
 Piece = tuple[Box, torch.Tensor]  # a tensor of box.size, and where it lies in the whole tensor
 Pieces = Iterable[Piece]
+ReadValues = Callable[[Piece], torch.Tensor]  # the values of a piece
 Read = tuple[tuple[slice, ...], torch.Tensor]  # slices of a stored piece, and the view that they fill
 Reads = dict[StoredPiece, list[Read]]
 FaultPoint = Callable[[str], object]  # called with each name of FAULT_POINTS when it is reached
@@ -140,15 +141,22 @@ def no_fault(point: str) -> None:
 
 # ---- save --------------------------------------------------------------------------------------------------
 
+def own_values(piece: Piece) -> torch.Tensor:
+    """The tensor of a piece."""
+    return piece[1]
+
+
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that has begun and is not committed yet: the same on every rank, except for fault_point."""
+    """A save that has begun and is not committed yet: the same on every rank, except for fault_point and
+    read."""
     final: Path  # the folder once it is committed
     step: int
     save_id: str  # of 32 hex digits; the index, meta.json and every shard that is written repeat it
     total_bytes: int  # of the tensors of all ranks
     earlier: Path | None  # the checkpoint whose files may be linked
     fault_point: FaultPoint
+    read: ReadValues = own_values
 
     @property
     def temp(self) -> Path:
@@ -204,6 +212,7 @@ def save(
     timeout_s: float | None = None,
     threads: int = 1,
     linked: list[int] | None = None,
+    read: ReadValues = own_values,
 ) -> Path:
     """Writes and commits root/step_<step>, then purges all but permanent and the `keep` newest checkpoints.
 
@@ -214,7 +223,9 @@ def save(
     meta: JSON data. mark: why it is permanent; "": it is not. Rank 0's counts.
     fault_point: called with each name of FAULT_POINTS when it is reached. timeout_s: see
     together.agree_on_outcome. threads: of this rank, that look for NaN, hash and write. linked: gets the
-    bytes of all files that were linked, once they are committed.
+    bytes of all files that were linked, once they are committed. read: the values of a piece, or of some of
+    its rows, if its tensor has none (on the device "meta"): called when it is written, and when it is read
+    back.
 
     Returns the committed folder. A step that is committed already and verifies is left as it is: the same run
     saved it before it was resumed.
@@ -241,6 +252,7 @@ def save(
             total_bytes=total_bytes,
             earlier=earlier,
             fault_point=fault_point,
+            read=read,
         )
         try:
             own = ranks.all_do(lambda: write_pieces(pending, pieces, ranks, threads), timeout_s)
@@ -395,7 +407,11 @@ def write_group(
         flushed = None
     else:
         entry, checksums, fd = write_shard(
-            target, named, pending.save_id, halfway=lambda: pending.fault_point("ckpt.mid_shard")
+            target,
+            named,
+            pending.save_id,
+            halfway=lambda: pending.fault_point("ckpt.mid_shard"),
+            read=lambda position: pending.read(group[position]),
         )
         flushed = flushers.submit(flush, fd)
     stored: list[StoredPiece] = []
@@ -426,8 +442,8 @@ def compare_shards(
         if shard.flushed is None:
             return
         with open_shard(path) as fd:
-            for piece, (_, tensor) in zip(shard.pieces, groups[shard.file]):
-                if not reads_as(fd, offsets[piece], raw_bytes(tensor)):
+            for piece, of_rank in zip(shard.pieces, groups[shard.file]):
+                if not reads_as(fd, offsets[piece], raw_bytes(pending.read(of_rank))):
                     raise IntegrityError(f"{path}: {piece.name} is not what was written")
 
     run_in_threads(compare, written, threads)

@@ -24,7 +24,6 @@ weights are refused (quantization_config).
 """
 import argparse
 import contextlib
-import gc
 import json
 import math
 import os
@@ -38,13 +37,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import config
-from build import check_counts, check_size, tokenizer_of_run, weights_of_rank, weights_only
-from checkpoint import hf, hf_config, hf_ranks, hf_tokenizer, state, store
+from build import Fill, check_counts, check_size, model_in_parts, tokenizer_of_run, weights_of_rank
+from checkpoint import foreign, hf, hf_config, hf_ranks, hf_tokenizer, state, store
+from checkpoint.files import remove, storage_errors, sync_dir
 from checkpoint.families.table import FAMILIES
-from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_rules import spell_out
 from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
@@ -59,7 +58,6 @@ from data.same_tokens import another_text
 from data.tokenizer import Tokenizer
 from kernels.delta_rule import CHUNK
 from model.precision import DTYPES
-from model.transformer import PipelineStage
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import PeerError
 from parallel.wire.world import World
@@ -72,7 +70,6 @@ from runtime.script_job import ScriptJob, script_job
 TOLERANCE = 1e-4
 PROBED = 64  # tokens of a sequence whose logits are compared
 MOST_PROBED = 8192  # tokens of a window beyond which they are compared, too
-CPU = torch.device("cpu")
 DROPOUTS = (
     "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "output_dropout",
     "resid_pdrop", "embd_pdrop", "attn_pdrop",
@@ -115,7 +112,6 @@ def from_hf(
     with new_folder(run) as temp:
         ours = import_weights(
             family, cfg, found, source=folder, tok=tok, checkpoints=temp / "checkpoints", made=made)
-        gc.collect()  # one model in memory at a time
         with storage_errors(temp, 0):
             (temp / "config.yaml").write_text(config.dump(cfg))
             if tok:
@@ -217,8 +213,17 @@ def import_weights(
     model = cfg.model
     num_elements = sum(math.prod(tensor.shape) for tensor in found.values())
     check_counts(model, num_tensors=len(found), num_elements=num_elements, where=str(source))
-    stage, pieces = weights_only(cfg, CPU, "fp32")
-    hf.read_weights(family, model, found, pieces)
+    pieces = weights_without_values(cfg, "fp32")
+    hf.check_folder(family, model, found, pieces)
+    index = foreign.open_hf_folder(source)
+    foreign.check_copies(index)
+
+    def read(piece: hf.Piece) -> Tensor:
+        box, like = piece
+        values = torch.zeros(box.size, dtype=like.dtype)
+        foreign.ForeignLoad(index, [(box, values)]).fill()
+        return values
+
     meta = {
         "step": 0,
         "tokens": 0,
@@ -230,12 +235,8 @@ def import_weights(
         "provenance": made or {},
         "bos": has_start(tok),
     }
-    try:
-        store.save(checkpoints, 0, pieces, meta, keep=1)
-    except NonFiniteTensor as error:
-        name = FAMILIES[family].hf_name(str(error).partition(":")[0], model)
-        raise ConfigError(f"{source}: {name} holds NaN or Inf; these weights are damaged") from None
-    return our_logits(stage, model)
+    saved = store.read_stored_index(store.save(checkpoints, 0, pieces, meta, keep=1, read=read))
+    return our_logits(cfg, "fp32", lambda boxes: load_part(saved, boxes))
 
 
 def has_start(tok: Tokenizer | None) -> bool | None:
@@ -313,7 +314,6 @@ def to_hf(
         ours, num_tensors = export_weights(
             index, cfg, family, target=temp, dtype=DTYPES[dtype], weights=weights, shard_bytes=shard_bytes
         )
-        gc.collect()  # one model in memory at a time
         notes += write_small_files(temp, index, tok, source=source, dtype=DTYPES[dtype], weights=weights)
         match = compare(ours, their_logits(temp, model), model, "from transformers")
         if match is None:
@@ -345,13 +345,7 @@ def to_hf_on_ranks(
     def export(index: store.StoredIndex) -> dict:
         cfg = state.config_of(index.meta)
         family = hf_config.family_of(cfg.model)
-        check_size(cfg.model, index.pieces, str(index.path))
-
-        # the tensors of the folder, without values, and their files
-        like = replace(cfg, train=replace(cfg.train, dtype=dtype_in_memory(cfg)), parallel=ParallelConfig())
-        _, pieces = weights_of_rank(like, Mesh.single(), torch.device("meta"), rank_of_stage=(0,))
-        tensors = hf.hf_tensors(family, cfg.model, pieces) + hf.constants(family, cfg.model)
-        hf.fold_mup(cfg.model, pieces)  # refuses a model that no folder can hold
+        pieces, tensors = tensors_to_write(index, cfg, family)
         files = hf.divide_into_files(tensors, DTYPES[dtype], shard_bytes)
         own = hf_ranks.files_of_rank(files, DTYPES[dtype], world.rank, world.size)
 
@@ -405,6 +399,26 @@ def to_hf_on_ranks(
         )
 
     return state.load_found(run, notes, export, everyone, timeout_s)
+
+
+def tensors_to_write(
+    index: store.StoredIndex, cfg: Config, family: str
+) -> tuple[list[hf.Piece], list[hf.HFTensor]]:
+    """(our tensors, those of the folder) of a checkpoint that is exported, all without values.
+
+    Raises ConfigError for a model that no folder of the family can hold.
+    """
+    check_size(cfg.model, index.pieces, str(index.path))
+    pieces = weights_without_values(cfg, dtype_in_memory(cfg))
+    tensors = hf.hf_tensors(family, cfg.model, pieces) + hf.constants(family, cfg.model)
+    hf.fold_mup(cfg.model, pieces)
+    return pieces, tensors
+
+
+def weights_without_values(cfg: Config, dtype: str) -> list[hf.Piece]:
+    """The whole tensors of a model, without values."""
+    like = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
+    return weights_of_rank(like, Mesh.single(), torch.device("meta"), rank_of_stage=(0,))[1]
 
 
 def dtype_in_memory(cfg: Config) -> str:
@@ -492,20 +506,38 @@ def export_weights(
 
     Returns our logits of the probes with the weights as written, and the number of tensors.
     """
-    model = cfg.model
-    check_size(model, index.pieces, str(index.path))
-    stage, pieces = weights_only(cfg, CPU, dtype_in_memory(cfg))
-    tensors = hf.hf_tensors(family, model, pieces)  # refuses a tensor that the family does not have
-    store.load(index, state.stored_as(index, pieces, weights), strict=False)
-    hf.fold_mup(model, pieces)
-    hf.write_weights(target, family, model, pieces, dtype=dtype, shard_bytes=shard_bytes)
+    pieces, tensors = tensors_to_write(index, cfg, family)
+    files = hf.divide_into_files(tensors, dtype, shard_bytes)
+    hf_ranks.write_files(
+        target,
+        list(files),
+        files,
+        index=index,
+        model_type=family,
+        model=cfg.model,
+        pieces=pieces,
+        weights=weights,
+        dtype=dtype,
+    )
+    hf.write_index(target, files, sum(tensor.num_bytes(dtype) for tensor in tensors))
 
-    # The comparison is about the written values, not about those before rounding.
-    for tensor in tensors:
-        for part in tensor.parts:
-            part.copy_(part.to(tensor.dtype(dtype)))
-    hf.fold_mup(model, pieces, undo=True)  # our model applies the muP factors itself
-    return our_logits(stage, model), len(tensors) + len(hf.constants(family, model))
+    def fill(boxes: list[hf.Piece]) -> None:
+        load_part(index, state.stored_as(index, boxes, weights))
+        hf.fold_mup(cfg.model, boxes)
+        # The comparison is about the written values, not about those before rounding.
+        for tensor in hf.hf_tensors(family, cfg.model, boxes):
+            for part in tensor.parts:
+                part.copy_((part - tensor.above).to(tensor.dtype(dtype)).to(part.dtype) + tensor.above)
+        hf.fold_mup(cfg.model, boxes, undo=True)  # our model applies the muP factors itself
+
+    return our_logits(cfg, dtype_in_memory(cfg), fill), len(tensors)
+
+
+def load_part(index: store.StoredIndex, boxes: list[hf.Piece]) -> None:
+    """Fills some of the tensors of a checkpoint. Raises IntegrityError; ConfigError if they do not fit."""
+    keys = {box.key for box, _ in boxes}
+    part = replace(index, pieces=[piece for piece in index.pieces if piece.box.key in keys])
+    store.load(part, boxes, strict=False)
 
 
 def write_settings(
@@ -667,10 +699,12 @@ def windows_of(model: ModelConfig) -> list[int]:
 
 
 @torch.no_grad()
-def our_logits(stage: PipelineStage, model: ModelConfig) -> list[Tensor]:
-    """Logits [b, n, vocab] of each of the probes: of its last n tokens, at most PROBED."""
+def our_logits(cfg: Config, dtype: str, fill: Fill) -> list[Tensor]:
+    """Logits [b, n, vocab] of each of the probes: of its last n tokens, at most PROBED. See model_in_parts.
+    """
+    stage = model_in_parts(cfg, dtype, fill)
     logits: list[Tensor] = []
-    for tokens in probes(model):
+    for tokens in probes(cfg.model):
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits.append(stage.logits(tokens, positions)[:, -PROBED:].clone())
     return logits
@@ -695,7 +729,8 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     family = FAMILIES.get(model_type)
     if family is not None:
         model_type = family.code or model_type
-        model_class = getattr(transformers, family.architecture, transformers.AutoModelForCausalLM)
+        model_class = getattr(transformers, family.architecture, None)
+        model_class = kept_as_stored(model_class, folder) or transformers.AutoModelForCausalLM
     else:  # of more than text
         model_class = transformers.AutoModelForImageTextToText
     try:
@@ -710,6 +745,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
             model.set_experts_implementation("eager")
         model.eval()
+        compute_in_fp32(model)
         logits: list[Tensor] = []
         for tokens in probes(ours):
             logits.append(model(input_ids=tokens, use_cache=False, logits_to_keep=PROBED).logits)
@@ -719,12 +755,45 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
         raise LogitsDiffer(f"{folder}: {who} cannot run it: {type(error).__name__}: {text}") from error
 
 
+def kept_as_stored(model_class: type | None, folder: Path) -> type | None:
+    """The class of a model of transformers, whose weights stay in 16 bits where the folder has no others. All
+    else, such as factors that it computes from config.json, has the dtype that from_pretrained is told."""
+    dtypes = {info.dtype for info in open_safetensors_folder(folder).tensors.values()}
+    if model_class is None or dtypes not in ({torch.bfloat16}, {torch.float16}):
+        return model_class
+    plan = dict.fromkeys([""], *dtypes)  # every name
+    members = {"__module__": model_class.__module__, "_get_dtype_plan": lambda *_: plan}
+    return type(model_class.__name__, (model_class,), members)
+
+
+def compute_in_fp32(module: nn.Module, is_layer: bool = False) -> None:
+    """Lets the weights of each layer, and of each part beside the layers, be fp32 while it computes: only
+    those of one are, and the others as they are stored."""
+    if not list(module.parameters(recurse=is_layer)):
+        for child in module.children():
+            compute_in_fp32(child, is_layer=isinstance(module, nn.ModuleList))
+        return
+    stored: list[Tensor] = []
+
+    def hold(*_: object) -> None:
+        stored[:] = [weight.data for weight in module.parameters()]
+        for weight in module.parameters():
+            weight.data = weight.data.float()
+
+    def release(*_: object) -> None:
+        for weight, values in zip(module.parameters(), stored):
+            weight.data = values
+        stored.clear()
+
+    module.register_forward_pre_hook(hold)
+    module.register_forward_hook(release)
+
+
 def read_back(folder: Path) -> tuple[str, list[Tensor]]:
     """(who computed them, logits) of the folder as from-hf reads it."""
-    family, model = hf_config.read_hf_config(folder)
-    stage, pieces = weights_only(Config(model=model), CPU, "fp32")
-    hf.read_weights(family, model, hf.stored_tensors(folder, family), pieces)
-    return "its own reader", our_logits(stage, model)
+    index = foreign.open_hf_folder(folder)
+    return "its own reader", our_logits(
+        Config(model=index.model), "fp32", lambda boxes: foreign.ForeignLoad(index, boxes).fill())
 
 
 def compare(

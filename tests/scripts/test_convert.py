@@ -1038,6 +1038,56 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
     print(f"| {name} | {types} | {worst} of {largest} | {tokens} |")
 
 
+@pytest.mark.slow(every=8)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_of_16_bits_are_kept_so(transformers, tmp_path, capsys, name):
+    """Both sides compute from them in fp32; and what was read goes out as it was."""
+    their_model(transformers, *CASES[name]).to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    dtypes = {value.dtype for value in load_file(tmp_path / "hf" / "model.safetensors").values()}
+    assert torch.bfloat16 in dtypes
+    for command, source, target in (("from-hf", "hf", "run"), ("to-hf", "run", "out --dtype bf16")):
+        code, _, err = run(capsys, command, tmp_path / source, *f"{tmp_path}/{target}".split())
+        assert code == 0, err
+    if name not in SAME:
+        theirs, out = (load_file(tmp_path / part / "model.safetensors") for part in ("hf", "out"))
+        family, model = hf_config.read_hf_config(tmp_path / "hf")
+        theirs = {FAMILIES[family].usual_name(key, model): value for key, value in theirs.items()}
+        assert theirs.keys() == out.keys()
+        wrong = [key for key in theirs if not torch.equal(theirs[key].to(out[key].dtype), out[key])]
+        assert not wrong
+
+
+def peak_growth(work) -> int:
+    """By how many bytes the memory of this process grows at most meanwhile, mapped files included."""
+    def now(name: str) -> int:
+        return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
+    before = now("VmRSS")
+    work()
+    return now("VmHWM") - before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
+def test_memory_is_that_of_the_weights_as_they_are_stored(transformers, tmp_path, capsys):
+    """Not that of the model in fp32: a layer at a time is."""
+    layers, hidden, inner, vocab = 24, 512, 2048, 2000
+    settings = {**ROPE, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+                "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": vocab, "head_dim": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, tie_word_embeddings=True))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    del model
+    stored = (tmp_path / "hf" / "model.safetensors").stat().st_size
+    assert stored > 190e6
+
+    commands = (("from-hf", tmp_path / "hf", tmp_path / "run"),
+                ("to-hf", tmp_path / "run", tmp_path / "out", "--dtype", "bf16"))
+    for words in commands:
+        grown = peak_growth(lambda: run(capsys, *words))  # noqa: B023
+        assert (tmp_path / words[2].name).is_dir() and grown < 1.2 * stored, (words[0], grown / stored)
+
+
 WITH_STATE = (  # but those with a least step: in theirs a single token has none
     "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear", "granite-hybrid-moe",
     "nemotron-h",
