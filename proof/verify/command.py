@@ -34,7 +34,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import config
-from config import ConfigError
+from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.parts import part_of
 from config.terminal import hanging_lines, output_width
@@ -186,7 +186,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     begun = time.perf_counter()
     folder = tempfile.TemporaryDirectory(prefix="bevatron-verify-")
     home = Path(folder.name)
-    pool = WorkerPool(world)
+    pool = pool_of(world, cfg, overrides)
     for i, values in enumerate(cells):
         try:
             if i % REFERENCES_AT_ONCE == 0:
@@ -198,7 +198,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
         except Exception as error:  # only this cell failed; new ranks prove the others
             traceback.print_exception(error)
             pool.close()
-            pool = WorkerPool(world)
+            pool = pool_of(world, cfg, overrides)
             first = worst = Deviation(error=math.inf, step=0, what=f"died: {last_line(error)}")
         name = words(values, world)
         proofs.append((set(name), not first.is_wrong))
@@ -216,6 +216,13 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
         command = f"`python -m scripts.verify {' '.join(argv)}`: {closing}."
         write_table(options.table, overrides.title(options.name), [command, "", *support_table(proofs)])
     return 0 if proven == len(proofs) else 1
+
+
+def pool_of(world: int, cfg: Config, overrides: Overrides) -> WorkerPool:
+    """The ranks of a proof. cfg: with the overrides, of which parallel.timeout_s is for them, too: where other
+    work leaves them little time, a cell takes longer than they wait without it."""
+    is_set = "parallel.timeout_s" in overrides.keys()
+    return WorkerPool(world, cfg.parallel.timeout_s) if is_set else WorkerPool(world)
 
 
 def print_header(title: str, cells: list[Values], found: Lattice) -> None:

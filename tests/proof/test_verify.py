@@ -434,3 +434,21 @@ def test_one_process_has_the_microbatches_of_scales_in_every_phase(fp8, batches)
     cfg = tiny_config("llama3-tiny", 2, read_overrides(["--train.phases", "configs/phases/proof.yaml"]))
     alone = single_process(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, fp8=fp8)))
     assert [phase.cfg.train.micro_batch for phase in config.phases_of(alone).all[1:]] == batches
+
+
+@pytest.mark.parametrize("value, want", [(None, 60.0), ("7", 7.0)])
+def test_the_ranks_of_a_proof_wait_as_long_as_is_stated(monkeypatch, value, want):
+    made = []
+
+    class Ranks:
+        def __init__(self, size, timeout_s=60.0):
+            made.append((size, timeout_s))
+
+        def run(self, *_):
+            raise ConfigError("enough")
+
+    monkeypatch.setattr(command, "WorkerPool", Ranks)
+    stated = [] if value is None else ["--parallel.timeout_s", value]
+    with pytest.raises(ConfigError, match="enough"):
+        main(["llama3-tiny", "--world", "2", "--layouts", "1", *stated])
+    assert made == [(2, want)]
