@@ -1,9 +1,9 @@
-"""Reads and writes the weights of a Hugging Face folder, one tensor at a time.
+"""The tensors of a Hugging Face folder, and how they are written, one at a time.
 
 Our tensors are not fused, and our RoPE rotates halves as theirs does, so most conversions only rename. Some
 families stack several of ours in one tensor, in groups of rows, transposed, or all experts of a layer
-(Arrangement). hf_tensors describes their tensors as views of ours: reading copies into the views, writing
-copies out of them. Nothing else of the size of the model is ever held. No pickle is opened.
+(hf_families.Arrangement). hf_tensors describes their tensors as views of ours, out of which they are
+written. checkpoint/foreign.py reads them. No pickle is opened.
 """
 import json
 import os
@@ -203,37 +203,6 @@ def check_folder(
     check_names_and_shapes(model_type, wanted, FAMILIES[model_type].copies(model), found)
 
 
-@torch.no_grad()
-def read_weights(
-    model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]
-) -> None:
-    """Fills `pieces`: whole tensors under our keys. found: what stored_tensors returned.
-
-    Raises ConfigError listing every tensor that is missing, that is no weight of this model, or that has
-    another shape or dtype, before any is read; and ConfigError if a tensor that is stored twice has two
-    values.
-    """
-    found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
-    every = hf_tensors(model_type, model, pieces) + constants(model_type, model)
-    wanted = {tensor.name: tensor for tensor in every}
-    copies = FAMILIES[model_type].copies(model)
-    check_names_and_shapes(model_type, wanted, copies, found)
-
-    names_in: dict[Path, list[str]] = defaultdict(list)
-    for name, stored in found.items():
-        names_in[stored.file].append(name)
-    for file, names in names_in.items():  # one file is mapped at a time
-        with open_safetensors(file) as reader:
-            for name in names:
-                if name in wanted:
-                    copy_to_parts(reader.get_tensor(found[name].name), wanted[name])
-
-    tensors = {box.key: tensor for box, tensor in pieces}
-    for name, key in copies.items():
-        if name in found:
-            check_copy(name, found[name], key, tensors[key][:model.vocab])
-
-
 def check_names_and_shapes(
     model_type: str, wanted: dict[str, HFTensor], copies: Iterable[str], found: dict[str, StoredHFTensor]
 ) -> None:
@@ -256,28 +225,8 @@ def check_names_and_shapes(
         raise ConfigError(f"{where}: {'; '.join(wrong[:MAX_NAMED])}{more}")
 
 
-def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
-    """Copies a tensor of theirs into our views. Raises ConfigError for another constant."""
-    if tensor.constant is not None:
-        return check_constant(tensor.name, value, tensor.constant)
-    arrangement = tensor.arrangement
-    stacked = value if arrangement.leading is not None else value[None]
-    for parts, one in zip(tensor.stacks(), stacked):
-        rows = one.t() if arrangement.transpose else one
-        if arrangement.outer:
-            rows = rows.squeeze(0)
-        if arrangement.inner:
-            rows = rows.squeeze(1)
-        shares = [len(part) // arrangement.groups for part in parts]
-        sources = rows.unflatten(0, (arrangement.groups, -1)).split(shares, 1)
-        for part, source in zip(parts, sources):
-            part.copy_(source.flatten(0, 1))
-            if tensor.above:
-                part.add_(tensor.above)
-
-
 def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
-    """One stack of a tensor of theirs out of our parts: the opposite of copy_to_parts."""
+    """One stack of a tensor of theirs out of our parts: the opposite of foreign.read_piece."""
     if tensor.constant is not None:
         return parts[0]
     arrangement = tensor.arrangement
@@ -296,17 +245,6 @@ def check_constant(name: str, value: Tensor, constant: float) -> None:
     """Raises ConfigError unless the tensor holds this number, rounded to its dtype."""
     if not torch.equal(value, torch.tensor(constant, dtype=value.dtype)):
         raise ConfigError(f"{name} is {value.item()!r}, and only {constant!r} is supported")
-
-
-def check_copy(name: str, stored: StoredHFTensor, key: str, original: Tensor) -> None:
-    """Raises ConfigError if a tensor that is stored a second time differs from the original, our `key`."""
-    with open_safetensors(stored.file) as reader:
-        copy: Tensor = reader.get_tensor(stored.name)
-    if copy.shape == original.shape and torch.equal(copy.to(original.dtype), original):
-        return
-    original_name = "head" if key == "head.weight" else "embedding"
-    why = "tie_word_embeddings says they are one" if name == HEAD else "multi-token prediction shares it"
-    raise ConfigError(f"{stored.file}: {name} differs from the {original_name}, but {why}")
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
@@ -352,27 +290,6 @@ def query_names(model: ModelConfig) -> tuple[str, ...]:
         raise ConfigError("model.mup.head_dim: its factor of the scores goes into the weight of the norm of "
                           "queries, and this one has none (model.mixer.qk_norm unweighted)")
     return ("q_norm.weight",)  # the norm removes the scale of q itself
-
-
-@torch.no_grad()
-def write_weights(
-    folder: Path,
-    model_type: str,
-    model: ModelConfig,
-    pieces: list[Piece],
-    *,
-    dtype: torch.dtype,
-    shard_bytes: int = SHARD_BYTES,
-) -> int:
-    """Writes the weights: one safetensors file or, beyond `shard_bytes`, several files and their index.
-
-    pieces: whole tensors under our keys. Returns the bytes of all tensors. Raises StorageError.
-    """
-    tensors = hf_tensors(model_type, model, pieces) + constants(model_type, model)
-    files = divide_into_files(tensors, dtype, shard_bytes)
-    total_bytes = sum(write_tensors(folder / file, group, dtype) for file, group in files.items())
-    write_index(folder, files, total_bytes)
-    return total_bytes
 
 
 def divide_into_files(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import whole_folder
 from hf_models import changed
 from safetensors.torch import load_file, save_file
 from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
@@ -29,7 +30,7 @@ def folder_of(folder, model_type):
     write_random_weights(folder, model_type, model, random.Random(model_type))
     _, pieces = weights_only(Config(model=model), torch.device("cpu"), "fp32")
     found = hf.stored_tensors(folder, model_type)
-    hf.read_weights(model_type, model, found, pieces)
+    whole_folder.read_weights(model_type, model, found, pieces)
     return pieces
 
 
@@ -67,7 +68,7 @@ def test_another_constant_is_refused(tmp_path):
     found = hf.stored_tensors(tmp_path, model_type)
     with pytest.raises(ConfigError, match=rf"^{name} is 0\.75, and only 0\.5 is supported$"):
         _, pieces = weights_only(Config(model=model), torch.device("cpu"), "fp32")
-        hf.read_weights(model_type, model, found, pieces)
+        whole_folder.read_weights(model_type, model, found, pieces)
 
 
 ROWS = {"a": 4, "b": 6, "c": 2}  # of ours, in two groups
@@ -98,7 +99,7 @@ def test_an_arrangement_holds_rows_where_it_says(arrangement, theirs):
     assert torch.equal(value.view(tensor.shape), theirs(parts))
 
     read = hf.HFTensor("x", [torch.zeros_like(part) for part in parts], arrangement)
-    hf.copy_to_parts(theirs(parts), read)
+    whole_folder.copy_to_parts(theirs(parts), read)
     assert all(torch.equal(one, other) for one, other in zip(read.parts, parts))
 
 

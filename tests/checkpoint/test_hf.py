@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import whole_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -71,14 +72,16 @@ def pieces(kind, tied, fill=None):
 @pytest.fixture(params=[("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)], ids=str)
 def made(request, tmp_path):
     kind, tied = request.param
-    hf.write_weights(tmp_path, kind, model(*request.param), pieces(*request.param), dtype=torch.float32)
+    whole_folder.write_weights(
+        tmp_path, kind, model(*request.param), pieces(*request.param), dtype=torch.float32
+    )
     return kind, tied, tmp_path
 
 
 def read(kind, tied, folder):
     found = hf.stored_tensors(folder, kind)
     got = pieces(kind, tied, 0)
-    hf.read_weights(kind, hf.tie_embeddings(model(kind, tied), found), found, got)
+    whole_folder.read_weights(kind, hf.tie_embeddings(model(kind, tied), found), found, got)
     return got
 
 
@@ -101,7 +104,7 @@ def test_shards_and_their_index(made):
     kind, tied, folder = made
     whole = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    total = hf.write_weights(
+    total = whole_folder.write_weights(
         folder, kind, model(kind, tied), pieces(kind, tied), dtype=torch.float32, shard_bytes=4000
     )
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -117,7 +120,7 @@ def test_shards_and_their_index(made):
 def test_bf16_is_rounded_once(made):
     kind, tied, folder = made
     (folder / "model.safetensors").unlink()
-    hf.write_weights(folder, kind, model(kind, tied), pieces(kind, tied), dtype=torch.bfloat16)
+    whole_folder.write_weights(folder, kind, model(kind, tied), pieces(kind, tied), dtype=torch.bfloat16)
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert same(read(kind, tied, folder), [(b, t.bfloat16().float()) for b, t in pieces(kind, tied)])
 
@@ -137,7 +140,9 @@ def test_names_without_their_prefix_and_old_buffers(made):
 
 
 def test_the_head_and_the_tie(tmp_path):
-    hf.write_weights(tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32)
+    whole_folder.write_weights(
+        tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32
+    )
     change(tmp_path, lambda t: t.pop("lm_head.weight"))
     found = hf.stored_tensors(tmp_path, "llama")
     assert hf.tie_embeddings(model("llama", False), found).tied  # no head on disk: it is the embedding
@@ -165,11 +170,13 @@ def test_the_head_and_the_tie(tmp_path):
     ],
 )
 def test_a_misfit_is_named_and_changes_nothing(tmp_path, how, words):
-    hf.write_weights(tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32)
+    whole_folder.write_weights(
+        tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32
+    )
     change(tmp_path, how)
     found, got = hf.stored_tensors(tmp_path, "llama"), pieces("llama", False, 7)
     with pytest.raises(ConfigError) as e:
-        hf.read_weights("llama", model("llama", False), found, got)
+        whole_folder.read_weights("llama", model("llama", False), found, got)
     assert words in str(e.value) and "\n" not in str(e.value)
     assert same(got, pieces("llama", False, 7))
 
@@ -207,7 +214,9 @@ def index(text):
     ],
 )
 def test_a_bad_folder_is_named(tmp_path, how, words):
-    hf.write_weights(tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32)
+    whole_folder.write_weights(
+        tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32
+    )
     how(tmp_path)
     with pytest.raises(ConfigError) as e:
         hf.stored_tensors(tmp_path, "llama")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import whole_folder
 from hf_models import LACKED, PATHS, PATTERN, changed, differences, without_meaning
 
 import config
-from checkpoint import hf, hf_config
-from checkpoint.families.family import Family
+from checkpoint import hf_config
 from checkpoint.families.table import FAMILIES
 from checkpoint.hf_rules import FieldGroup, Fixed, spell_out
 from config import AttentionConfig, ConfigError, LatentConfig, Llama3Scaling, ModelConfig, ShortConvConfig
@@ -341,10 +341,10 @@ def test_a_tensor_that_the_table_does_not_know_is_refused_before_a_file_is_made(
     model = start_of(model_type)
     pieces = [(Box.whole(name, (4,)), torch.ones(4)) for name in ("norm.weight", key)]
     with pytest.raises(ConfigError, match=f"^{key}: this tensor has no form in {model_type}") as refused:
-        hf.write_weights(tmp_path, model_type, model, pieces, dtype=torch.float32)
+        whole_folder.write_weights(tmp_path, model_type, model, pieces, dtype=torch.float32)
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=f"^{key}: "):
-        hf.read_weights(model_type, model, {}, pieces)
+        whole_folder.read_weights(model_type, model, {}, pieces)
 
 
 def test_names_keep_their_numbers():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import whole_folder
 from hf_models import PATHS, PATTERN, differences, with_key
 
 from build import weights_only
@@ -506,7 +507,7 @@ def write_random_weights(folder, model_type, model, rng):
         if box.key in hf.VOCAB_KEYS:
             tensor[model.vocab:] = 0
     hf.fold_mup(model, pieces)
-    hf.write_weights(folder, model_type, model, pieces, dtype=torch.float32)
+    whole_folder.write_weights(folder, model_type, model, pieces, dtype=torch.float32)
     hf.fold_mup(model, pieces, undo=True)
     return stage
 
