@@ -7,8 +7,9 @@
 Models: those of checkpoint/families/table.py, which docs/checkpoints.md names.
 
 The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
-installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind. Ranks of
-torchrun write the same folder without a model in memory, each some of its files: they compare no logits, but
+installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind. A tensor is
+in memory at a time, and for the logits a layer in fp32; of transformers' model beside that the weights as
+they are stored. Ranks of torchrun write the same folder, each some of its files: they compare no logits, but
 what they have written with what is on the disk.
 
 An imported RUN holds weights at step 0 and no optimizer state. scripts.generate and scripts.evaluate accept
