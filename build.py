@@ -25,8 +25,11 @@ from config import (
     Phases,
     Tree,
     config_of_stage,
+    layer_models,
+    mixture,
     phases_of,
 )
+from config.tree import has_path
 from data import tokenizer
 from data.loader import BatchLoader
 from data.prompts import Prompts, open_prompts
@@ -483,13 +486,15 @@ def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, whe
     The sizes come from a file that anybody may have written. Exact differences are found when it is loaded.
     """
     width = model.hidden
+    mlps = [like.mlp for like in layer_models(model).values() if has_path(like, "mlp.width")]
+    experts = mixture(model)
     least = {  # what any model with these sizes has at least
         "layers": (model.layers, num_tensors),
         "layers x hidden": (model.layers * width, num_elements),
         "hidden x vocab": (width * (model.vocab or 1), num_elements),
         "hidden x heads": (width * max(model.mixer.heads_over_tp().values(), default=1), num_elements),
-        "hidden x ffn": (width * (model.mlp.width or 1), num_elements),
-        "hidden x experts": (width * (model.experts or 1), num_elements),
+        "hidden x ffn": (width * max((mlp.width for mlp in mlps), default=1), num_elements),
+        "hidden x experts": (width * (experts.experts if experts else 1), num_elements),
     }
     for name, (asked, stored) in least.items():
         if asked > SIZE_MARGIN * stored:

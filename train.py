@@ -36,6 +36,7 @@ from config import (
     Tree,
     is_due,
     is_permanent_step,
+    mixture,
     modules_ahead,
     phases_of,
     rope_switches,
@@ -159,7 +160,7 @@ def train_step(
         loss = forward_backward(run, local_microbatches, token_scale) / loss_scale
         finish_grad_reductions(run.buckets, run.mesh)
         grads_ready()
-        norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / loss_scale
+        norm = grad_norm(run.buckets, run.mesh, mixture(run.cfg.model) is not None) / loss_scale
         return StepNumbers(loss, norm, num_targets)
 
     loss, norm, num_targets = run.reruns.run_first(step, compute)

@@ -90,7 +90,7 @@ class Shape:
             "vocab": self.vocab,
         }
         if self.experts:
-            keys |= {"experts": self.experts, "top_k": self.top_k}
+            keys |= {"mlp.kind": "experts", "mlp.experts": self.experts, "mlp.top_k": self.top_k}
         return keys
 
     @property

@@ -69,17 +69,17 @@ def in_fp8(recipe: str) -> str:
 
 QWEN = "--model.mixer.heads 8 --model.mixer.kv_heads 4 --model.mixer.head_dim 128 --model.mlp.width 2816"
 TINY_QWEN = "--model.mixer.heads 2 --model.mixer.kv_heads 1 --model.mixer.head_dim 16 --model.mlp.width 64"
-LATENT = """--model.mixer.heads 8 --model.mlp.width 2816 --model.mixer.kv_rank 256
+LATENT = """--model.mixer.heads 8 --model.blocks.dense.mlp.width 2816 --model.mixer.kv_rank 256
     --model.mixer.q_rank 384 --model.mixer.nope_dim 128 --model.mixer.rope_dim 64 --model.mixer.v_dim 128
-    --model.moe_ffn 512"""
-TINY_LATENT = """--model.mixer.heads 2 --model.mlp.width 48 --model.mixer.kv_rank 16
+    --model.mlp.width 512"""
+TINY_LATENT = """--model.mixer.heads 2 --model.blocks.dense.mlp.width 48 --model.mixer.kv_rank 16
     --model.mixer.q_rank 24 --model.mixer.nope_dim 16 --model.mixer.rope_dim 16 --model.mixer.v_dim 16
-    --model.moe_ffn 16 --model.experts 4 --model.top_k 4
-    --model.router_groups 1 --model.router_group_top_k 1"""
+    --model.mlp.width 16 --model.mlp.experts 4 --model.mlp.top_k 4
+    --model.mlp.router.groups 1 --model.mlp.router.group_top_k 1"""
 MIXTURE = SmallModel(
     "qwen3-moe-tiny",
-    QWEN + " --model.moe_ffn 512",
-    TINY_QWEN + " --model.moe_ffn 16 --model.experts 4 --model.top_k 4",
+    QWEN.replace("2816", "512"),
+    TINY_QWEN.replace("width 64", "width 16") + " --model.mlp.experts 4 --model.mlp.top_k 4",
 )
 
 MODELS = {

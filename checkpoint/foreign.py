@@ -25,6 +25,7 @@ from config import (
     AttentionConfig,
     ConfigError,
     DeltaConfig,
+    HeadGate,
     MambaConfig,
     ModelConfig,
     has_experts,
@@ -347,7 +348,7 @@ def mixer_rows(model: ModelConfig) -> dict[str, int]:
         case AttentionConfig():
             queries, keys = mixer.heads * head_dim(model), kv_heads(model) * head_dim(model)
             values = kv_heads(model) * value_dim(model)
-            gate = mixer.heads * (1 if mixer.gate == "head" else value_dim(model))
+            gate = mixer.heads * (1 if isinstance(mixer.gate, HeadGate) else value_dim(model))
             return {"q": queries, "k": keys, "v": values, "gate": gate}
         case DeltaConfig():
             keys = (mixer.key_heads or mixer.heads) * mixer.key_dim

@@ -2,8 +2,8 @@
 
 Our tensors are not fused, and our RoPE rotates halves as theirs does, so most conversions only rename. Some
 families stack several of ours in one tensor, in groups of rows, transposed, or all experts of a layer
-(hf_families.Arrangement). hf_tensors describes their tensors as views of ours, out of which they are
-written. checkpoint/foreign.py reads them. No pickle is opened.
+(Arrangement). hf_tensors describes their tensors as views of ours, out of which they are written.
+checkpoint/foreign.py reads them. No pickle is opened.
 """
 import json
 import os

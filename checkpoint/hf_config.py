@@ -5,7 +5,7 @@ directions.
 
 Guarantees: what is read means the same model, or it is refused with the reason. Nothing that changes the
 logits is guessed. What is written describes every field of the model that changes its function, or it is
-refused. Keys that only the training of a mixture uses (config.TRAINING_ONLY_KEYS) are not translated: Hugging
+refused. Keys that only the training of a mixture uses (config/flat.py) are not translated: Hugging
 Face defines those losses otherwise (model/moe.py).
 
 Spellings: transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes

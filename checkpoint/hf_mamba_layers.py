@@ -21,7 +21,7 @@ from checkpoint.hf_rules import (
     write_rules,
 )
 from checkpoint.hf_state_layers import EARLIER_TYPES, LINEAR, StateLayers
-from config import ModelConfig, Tree, expert_ffn_size, has_experts
+from config import ModelConfig, Tree
 from config.model_parts import MambaConfig, NoPart
 from config.pattern import pattern_text
 from config.tree import stated_leaves
@@ -115,7 +115,7 @@ def write_granite_mlp(model: ModelConfig) -> Tree:
     return {
         "num_local_experts": model.experts,
         "num_experts_per_tok": model.top_k,
-        "intermediate_size": expert_ffn_size(model),
+        "intermediate_size": model.moe_ffn,
         **EXPERTS_BESIDE.write(model),
     }
 
@@ -224,7 +224,7 @@ class LoneParts:
 
     def letter(self, model: ModelConfig, layer: ModelConfig, index: int) -> str:
         if isinstance(layer.mixer, NoPart):
-            return SPARSE if has_experts(model, index) else DENSE
+            return SPARSE if model.has_experts(index) else DENSE
         return ATTENTION if layer.mixer.has_softmax else MAMBA
 
     def obstacles(self, model: ModelConfig) -> list[str]:
@@ -237,7 +237,7 @@ class LoneParts:
             if is_mlp == isinstance(layer.mlp, NoPart) or layer.norm != model.norm:
                 return ["blocks", "pattern"]
             if is_mlp:
-                is_lost = layer.mlp != model.mlp or (model.experts and not has_experts(model, index))
+                is_lost = layer.mlp != model.mlp or (model.experts and not model.has_experts(index))
             elif layer.mixer.has_softmax:
                 is_lost = layer.mixer != model.mixer
             else:
@@ -277,7 +277,7 @@ NEMOTRON_SHARED = FieldGroup(
     ("shared_experts",),
     read_shared_expert,
     lambda model: {
-        "moe_shared_expert_intermediate_size": model.shared_experts * expert_ffn_size(model),
+        "moe_shared_expert_intermediate_size": model.shared_experts * model.moe_ffn,
         "n_shared_experts": 1,
     },
     lambda model: [] if model.shared_experts else ["shared_experts"],

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from config import (
     AttentionConfig,
+    ConfigError,
     DeltaConfig,
     LinearScaling,
     Llama3Scaling,
@@ -26,8 +27,6 @@ from config import (
     Scaling,
     Tree,
     YarnScaling,
-    expert_ffn_size,
-    has_experts,
     head_dim,
     kv_heads,
     layer_kinds,
@@ -36,6 +35,7 @@ from config import (
     rotated_dim,
     value_dim,
 )
+from config.flat import FlatModel, flat_model, from_flat
 from config.pattern import PLAIN, BlockVariant, pattern_text
 from config.tree import has_path, value_at, with_values
 
@@ -47,10 +47,14 @@ class UnlikeFamily(ValueError):
     """config.json means a model that ours is not."""
 
 
-def spell_out(model: ModelConfig) -> ModelConfig:
-    """The model with a number in every field in which none stands for a number, and its pattern as
-    pattern_text writes it."""
-    values: Tree = {"moe_ffn": expert_ffn_size(model), "pattern": pattern_text(layer_kinds(model))}
+@functools.lru_cache(maxsize=1 << 8)
+def spell_out(model: ModelConfig) -> FlatModel:
+    """The model with its experts as numbers, a number in every field in which none stands for a number, and
+    its pattern as pattern_text writes it."""
+    model, _ = flat_model(model)
+    values: Tree = {"pattern": pattern_text(layer_kinds(model))}
+    if model.experts is None:
+        values["moe_ffn"] = getattr(model.mlp, "width", 0)
     if isinstance(model.mixer, AttentionConfig):
         values |= {
             "mixer.kv_heads": kv_heads(model),
@@ -221,6 +225,14 @@ def read_rules(rules: Sequence[Rule], keys: Tree) -> Tree:
     for rule in rules:
         values |= rule.read(keys)
     return values
+
+
+def read_parts(rules: Sequence[Rule], keys: Tree) -> Tree:
+    """read_rules, with experts as a part of the model. Raises UnlikeFamily."""
+    try:
+        return from_flat(read_rules(rules, keys))
+    except ConfigError as error:
+        raise UnlikeFamily(str(error)) from None
 
 
 def write_rules(rules: Sequence[Rule], model: ModelConfig) -> Tree:
@@ -1119,11 +1131,11 @@ def read_gating(keys: Tree) -> Tree:
     own = {"head": "per_head", "channel": "per_element"}[gate]
     if set(list_of(str, keys, "gating_types")) - {own}:
         raise UnlikeFamily(f"gating_types = {keys['gating_types']!r} are not all {own!r}, as gating says")
-    return {"mixer.gate": gate}
+    return {"mixer.gate.kind": gate}
 
 
 def write_gating(model: ModelConfig) -> Tree:
-    return {"gating": "per-head" if model.mixer.gate == "head" else "per-element"}
+    return {"gating": "per-head" if model.mixer.gate.kind == "head" else "per-element"}
 
 
 def read_unused_width(keys: Tree) -> Tree:
@@ -1186,7 +1198,7 @@ def read_experts_beside(keys: Tree) -> Tree:
 EXPERTS_BESIDE = FieldGroup(
     ("shared_experts",),
     read_experts_beside,
-    lambda model: {"shared_intermediate_size": model.shared_experts * expert_ffn_size(model)},
+    lambda model: {"shared_intermediate_size": model.shared_experts * model.moe_ffn},
 )
 
 
@@ -1200,7 +1212,7 @@ def one_of_null(name: str, key: str) -> FieldGroup:
 
 
 GATING = FieldGroup(
-    ("mixer.gate",),
+    ("mixer.gate.kind",),
     read_gating,
     write_gating,
     lambda model: ["mixer.gate"] if model.mixer.gate is None else [],
@@ -1260,7 +1272,7 @@ def read_shared_width(keys: Tree) -> Tree:
 
 
 def write_shared_width(model: ModelConfig) -> Tree:
-    return {"shared_expert_intermediate_size": model.shared_experts * expert_ffn_size(model)}
+    return {"shared_expert_intermediate_size": model.shared_experts * model.moe_ffn}
 
 
 def read_mlp_layer_types(keys: Tree) -> Tree:
@@ -1307,7 +1319,7 @@ SHARED_WIDTH = FieldGroup(
 
 def expert_width_obstacles(model: ModelConfig) -> list[str]:
     """A family without a key for the width of an expert: it is that of a dense MLP."""
-    is_other = isinstance(model.mlp, MLPConfig) and expert_ffn_size(model) != model.mlp.width
+    is_other = isinstance(model.mlp, MLPConfig) and model.moe_ffn != model.mlp.width
     return ["moe_ffn"] if is_other else []
 
 
@@ -1340,7 +1352,7 @@ def mup_enabled_obstacles(model: ModelConfig) -> list[str]:
 
 
 def layers_with_experts(model: ModelConfig) -> list[int]:
-    return [layer for layer in range(model.layers) if has_experts(model, layer)]
+    return [layer for layer in range(model.layers) if model.has_experts(layer)]
 
 
 def read_moe_layers(keys: Tree) -> Tree:

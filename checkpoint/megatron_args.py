@@ -344,7 +344,7 @@ def family_of(model: ModelConfig, names: Collection[str], below_one: bool) -> Fa
         ),
         arrangements={
             **dict.fromkeys(of_groups, lambda model: Arrangement(groups=kv_heads(model))),
-            **dict.fromkeys(stacked.values(), lambda model: Arrangement(leading=model.experts)),
+            **dict.fromkeys(stacked.values(), lambda model: Arrangement(leading=model.mlp.experts)),
         },
         norms_below_one=below_one,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from checkpoint.composed import first_rows
 from checkpoint.families.family import Family
 from checkpoint.hf import VOCAB_KEYS
-from checkpoint.hf_rules import NotedKeys, UnlikeFamily, read_rules
+from checkpoint.hf_rules import NotedKeys, UnlikeFamily, read_parts
 from checkpoint.tensors_by_name import NamedTensors
 from config import ConfigError, ModelConfig, build_tree
 
@@ -26,7 +26,7 @@ def read_model(
     """
     keys = NotedKeys({**family.defaults, **args})
     try:
-        fields = read_rules(family.rules, keys)
+        fields = read_parts(family.rules, keys)
     except UnlikeFamily as error:
         raise ConfigError(f"{where}: {error}") from None
     unread = [key for key in args if key not in keys.asked]

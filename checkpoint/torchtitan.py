@@ -25,8 +25,9 @@ from checkpoint.foreign import ForeignIndex, foreign_index
 from checkpoint.hf import MAX_NAMED
 from checkpoint.system_rules import check_dims
 from checkpoint.tensors_by_name import NamedTensors
-from config import AttentionConfig, ConfigError, ModelConfig, head_dim
-from config.tree import with_values
+from config import AttentionConfig, ConfigError, ModelConfig, build_tree, head_dim
+from config.flat import FlatModel, flat_model, from_flat
+from config.tree import plain_data, with_values
 from parallel.sharding.boxes import Box
 
 STEP = re.compile(r"step-(\d+)")
@@ -78,7 +79,7 @@ EXPERTS = in_layer("layers", {  # those of a layer are stacked
 STACKED = [name for ours, name in EXPERTS.items() if "{expert}" in ours]
 STACK = re.compile(r"\.moe\.experts\.w[123]$")
 VECTOR = re.compile(r"norm\.weight$|expert_bias$")
-ROUTING = ("router", "router_bias", "router_renorm", "router_scale")
+ROUTING = ("mlp.router.scores", "mlp.router.bias_rate", "mlp.router.renorm", "mlp.router.scale")
 LATENT_EPS = 1e-5  # of all norms there
 ABSENT = ("mtp", "mup")  # there; differences that a run may state
 
@@ -99,7 +100,7 @@ class TitanModel:
             model_type=f"torchtitan's {self.name}",
             tensors=self.tensors,
             prefix="",
-            arrangements=dict.fromkeys(STACKED, lambda model: Arrangement(leading=model.experts)),
+            arrangements=dict.fromkeys(STACKED, lambda model: Arrangement(leading=model.mlp.experts)),
             config="the run's recipe",
         )
 
@@ -107,7 +108,7 @@ class TitanModel:
 LLAMA = TitanModel("Llama 3", "llama", with_leaf("weight", OUTER | BLOCK | QKV), in_pairs=True)
 QWEN = TitanModel("Qwen3", "qwen3", with_leaf("weight", OUTER | BLOCK | QKV | QK_NORM), in_pairs=False)
 QWEN_MOE = replace(
-    QWEN, like="qwen3_moe", tensors=QWEN.tensors | EXPERTS, free=("router_bias", "router_scale")
+    QWEN, like="qwen3_moe", tensors=QWEN.tensors | EXPERTS, free=("mlp.router.bias_rate", "mlp.router.scale")
 )
 DEEPSEEK = TitanModel(
     "DeepSeek-V3",
@@ -214,8 +215,9 @@ def model_there(titan: TitanModel, run: ModelConfig, tensors: NamedTensors) -> M
     if titan is DEEPSEEK:
         values["mixer.norm_eps"] = LATENT_EPS
     values |= attention_there(run, hidden, of_any_layer(shapes))
-    values |= mlp_there(run, of_any_layer(shapes))
-    return with_values(run, values)
+    flat, _ = flat_model(with_values(run, values))
+    flat = with_values(flat, mlp_there(flat, of_any_layer(shapes)))
+    return build_tree(ModelConfig, from_flat(plain_data(flat)), "model.")
 
 
 def of_any_layer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -239,7 +241,7 @@ def attention_there(run: ModelConfig, hidden: int, shapes: Mapping[str, tuple[in
     return {"mixer.heads": int(heads), "mixer.kv_heads": int(kv_heads), "mixer.head_dim": size}
 
 
-def mlp_there(run: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def mlp_there(run: FlatModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if "feed_forward.w1.weight" in shapes:
         values["mlp.width"] = shapes["feed_forward.w1.weight"][0]

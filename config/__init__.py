@@ -8,6 +8,7 @@ parse.py     plain data -> the dataclasses
 earlier.py   the keys of before: their new names, and saved configs that have them
 loading.py   recipes, files and the command line -> Config; Config -> YAML
 optimizers.py  what each optimizer reads, keeps and supports
+flat.py      mixtures of experts as numbers beside the parts: saved configs of before, config.json
 function.py  which keys decide what weights compute
 machine.py   whether this system will do, and how many cores it has
 provenance.py  which code, command, packages and machine made something
@@ -25,7 +26,6 @@ What a reader of a config needs can be imported from here. The rules, the unused
 of their own: `from config import rules`.
 """
 from config.loading import (
-    TRAINING_ONLY_KEYS,
     dotted_overrides,
     dump,
     from_tree,
@@ -40,8 +40,14 @@ from config.loading import (
 from config.machine import usable_cores
 from config.model_parts import (
     AttentionConfig,
+    BalanceLossConfig,
+    CapacityConfig,
+    ChannelGate,
+    ChannelMixer,
     DeltaConfig,
+    ExpertsConfig,
     GrowthConfig,
+    HeadGate,
     KimiConfig,
     LatentConfig,
     LayerNormConfig,
@@ -52,9 +58,12 @@ from config.model_parts import (
     MLPConfig,
     MTPConfig,
     MupConfig,
+    NoPart,
     RMSNormConfig,
     RopeConfig,
+    RouterConfig,
     Scaling,
+    SharedExpertsConfig,
     ShortConvConfig,
     YarnScaling,
 )
@@ -89,7 +98,6 @@ from config.schema import (
     config_of_layer,
     config_of_stage,
     divisors,
-    expert_ffn_size,
     fp8_recipe,
     global_batch_at,
     global_batch_sizes,
@@ -102,10 +110,10 @@ from config.schema import (
     layer_kinds,
     layer_model,
     layer_models,
+    mixture,
     modules_ahead,
     mup_score_scale,
     mup_width_ratio,
-    no_effect,
     padded_vocab,
     positive_integers,
     profiled_steps,
@@ -118,6 +126,7 @@ from config.schema import (
     value_dim,
     vocab_size,
     with_fitting_longrope,
+    with_mlps,
     with_original_context,
 )
 from config.strict import ConfigError, Tree, read_yaml

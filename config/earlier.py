@@ -4,8 +4,10 @@ A command line or a file with an earlier key is refused with its new name. Confi
 read as they are: checkpoints and run folders of before go on.
 """
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from config.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, capacity_part, from_flat
 
 SCALING = "model.mixer.rope.scaling"
 # Keys that the first configs did not have, with what they meant without them.
@@ -22,7 +24,7 @@ ADDED_LATE = {
     "kv_rank": None,
 }
 
-NEW_NAMES = {f"model.{old}": f"model.{new}" for old, new in {
+NAMES_OF_PARTS = {
     "heads": "mixer.heads",
     "kv_heads": "mixer.kv_heads",
     "head_dim": "mixer.head_dim",
@@ -53,27 +55,60 @@ NEW_NAMES = {f"model.{old}": f"model.{new}" for old, new in {
     "mtp_weight": "mtp.weight",
     "mup_base": "mup.base",
     "mup_head_dim": "mup.head_dim",
-}.items()}
+}
+NAMES_OF_EXPERTS = FLAT_NAMES | FLAT_TRAINING_NAMES | {  # as a command line has them
+    "experts": "mlp.experts, of model.mlp experts",
+    "moe_ffn": "mlp.width, of model.mlp experts",
+    "first_dense": "pattern: 3 dense, block... with model.blocks.dense.mlp mlp",
+    "moe_every": "pattern: (dense, block)... with model.blocks.dense.mlp mlp",
+    "router_bias": "mlp.router.bias_rate 1e-3",
+}
+NEW_NAMES = {  # key of before: its name
+    f"model.{old}": f"model.{new}"
+    for old, new in (NAMES_OF_PARTS | NAMES_OF_EXPERTS | {"mixer.gate_by": "mixer.gate.by"}).items()
+}
 
 
-def is_earlier(model: Mapping[str, Any]) -> bool:
-    """Whether a saved model has the keys of before."""
+def is_first_form(model: Mapping[str, Any]) -> bool:
+    """Whether a saved model has the keys of before there were parts."""
     return {"heads", "ffn", "rope_theta", "positions"} <= model.keys()
 
 
+def is_second_form(model: Mapping[str, Any]) -> bool:
+    """Whether a saved model has parts, and the keys of experts beside them."""
+    return "mlp" in model and {"top_k", "moe_ffn", "moe_every"} <= model.keys()
+
+
 def current_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config, which states every key, with the keys of today."""
+    """A saved config, which states every key, with the keys of today. Raises ConfigError."""
     model = tree.get("model")
-    if not isinstance(model, Mapping) or not is_earlier(model):
-        return dict(tree)
-    old = {**ADDED_LATE, **model}
-    current = {**tree, "model": current_model(old)}
+    if isinstance(model, Mapping) and is_first_form(model):
+        old = {**ADDED_LATE, **model}
+        tree = with_model(tree, current_model(old), lambda rows: current_rows(rows, old))
+        model = tree["model"]
+    if isinstance(model, Mapping) and is_second_form(model):
+        old = {**ADDED_TO_EXPERTS, **model}
+        tree = with_model(tree, with_experts_in_mlp(old), lambda rows: rows_of_experts(rows, old))
+    return dict(tree)
+
+
+def with_model(
+    tree: Mapping[str, Any], model: Mapping[str, Any], rows: Callable[[list[Any]], list[Any]]
+) -> dict[str, Any]:
+    """The config with another model, and its phases as `rows` changes them."""
+    current = {**tree, "model": model}
     phases = tree.get("train", {}).get("phases")
     if isinstance(phases, str):
         phases = json.loads(phases)
     if phases:
-        current["train"] = {**tree["train"], "phases": json.dumps(current_rows(phases, old))}
+        current["train"] = {**tree["train"], "phases": json.dumps(rows(phases))}
     return current
+
+
+def renamed(path: str, names: Mapping[str, str]) -> str:
+    """A key of a phase under its new name."""
+    name = names.get(path.removeprefix("model."))
+    return f"model.{name}" if name and path.startswith("model.") else path
 
 
 def current_rows(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -84,7 +119,7 @@ def current_rows(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> l
     found: list[dict[str, Any]] = []
     for row in rows:
         old = {**old, **{key.removeprefix("model."): value for key, value in row.items()}}
-        current = {NEW_NAMES.get(key, key): value for key, value in row.items()}
+        current = {renamed(key, NAMES_OF_PARTS): value for key, value in row.items()}
         of_scaling = [key for key in current if key.startswith(f"{SCALING}.")]
         if of_scaling:
             current[SCALING] = current_rope(old)["scaling"]
@@ -94,8 +129,7 @@ def current_rows(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> l
 
 def current_model(old: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of model.* of before -> the tree of parts."""
-    moved = {name.partition(".")[2] for name in NEW_NAMES}
-    model = {key: value for key, value in old.items() if key not in moved}
+    model = {key: value for key, value in old.items() if key not in NAMES_OF_PARTS}
     is_learned = old["positions"] == "learned"
     return {
         **model,
@@ -132,3 +166,51 @@ def current_rope(old: Mapping[str, Any]) -> dict[str, Any]:
         names += ["mscale", "mscale_all"] if old["rope_kind"] == "yarn" else []
         scaling = {"kind": old["rope_kind"], **{name: old[f"rope_{name}"] for name in names}}
     return {"base": old["rope_theta"], "pairs": old["rope_pairs"], "scaling": scaling}
+
+
+# ---- experts beside the parts ------------------------------------------------------------------------------
+
+# Keys that the first configs with parts did not have.
+ADDED_TO_EXPERTS = {"router_weighs": "output", "router_logit_bias": False, "blocks": {}, "pattern": None}
+CAPACITY = ("capacity", "drop", "pad")
+
+
+def with_experts_in_mlp(old: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved model with the keys of experts beside its parts -> with experts as its `mlp`. Raises
+    ConfigError."""
+    blocks = {
+        name: {path: with_gate(part) if path == "mixer" else part for path, part in changes.items()}
+        for name, changes in (old["blocks"] or {}).items()
+    }
+    blocks = {name: gate_of_changes(changes, old["mixer"]) for name, changes in blocks.items()}
+    return from_flat({**old, "mixer": with_gate(old["mixer"]), "blocks": blocks})
+
+
+def rows_of_experts(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of train.phases. One that changes a capacity has all of it: there may be none before."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        old = {**old, **{key.removeprefix("model."): value for key, value in row.items()}}
+        moved = {key for key in row if key.removeprefix("model.") in CAPACITY}
+        current = {renamed(key, NAMES_OF_EXPERTS): row[key] for key in row if key not in moved}
+        if moved:
+            current["model.mlp.capacity"] = capacity_part(old)
+        found.append(current)
+    return found
+
+
+def with_gate(mixer: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved mixer whose gate was two keys."""
+    rest = {key: value for key, value in mixer.items() if key != "gate_by"}
+    if isinstance(mixer.get("gate"), str):
+        rest["gate"] = {"kind": mixer["gate"], "by": mixer.get("gate_by", "sigmoid")}
+    return rest
+
+
+def gate_of_changes(changes: Mapping[str, Any], mixer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a kind of block states, its gate as one part."""
+    rest = {path: value for path, value in changes.items() if path != "mixer.gate_by"}
+    stated = {key: changes[f"mixer.{key}"] for key in ("gate", "gate_by") if f"mixer.{key}" in changes}
+    if stated:
+        rest["mixer.gate"] = with_gate({**mixer, **stated}).get("gate")
+    return rest

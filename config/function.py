@@ -12,15 +12,11 @@ from typing import Any
 
 from config.schema import (
     ModelConfig,
-    expert_ffn_size,
-    has_experts,
     head_dim,
     kv_heads,
     layer_model,
-    modules_ahead,
     mup_score_scale,
     mup_width_ratio,
-    no_effect,
     padded_vocab,
     value_dim,
 )
@@ -33,19 +29,20 @@ START = "data.bos"  # whether documents begin with the tokenizer's start token
 # Keys of model.* that say how weights begin, how they are trained, and by which kernel they are used.
 NOT_THE_FUNCTION = (
     "preset", "blocks", "pattern",  # they say which layers have which values
-    "mixer.kernel", "dropout", "init_std", "mtp.weight", "router_bias_rate", "jitter", "aux_loss",
-    "aux_kind", "z_loss", "capacity", "drop", "pad",
+    "mixer.kernel", "dropout", "init_std", "mtp.weight", "mlp.router.jitter", "mlp.router.aux",
+    "mlp.router.z_loss", "mlp.capacity",
 )
 FUNCTION_KEYS = frozenset(
-    f"model.{path}" for path in every_path(ModelConfig) if path not in NOT_THE_FUNCTION
+    f"model.{path}" for path in every_path(ModelConfig) if not is_below(path, NOT_THE_FUNCTION)
 )
 # Those that leave the names and shapes of the weights as they are.
 VALUES_ALONE = tuple(f"model.{key}" for key in (
     "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap",
-    "mixer.value_scale", "mixer.gate_by", "mixer.growth", "mixer.negative_eigenvalues", "mixer.norm_eps",
+    "mixer.value_scale", "mixer.gate.by", "mixer.growth", "mixer.negative_eigenvalues", "mixer.norm_eps",
     "mixer.dt_min",
-    "residual_scale", "embed_scale", "logit_scale", "logit_cap", "mup", "top_k",
-    "router", "router_renorm", "router_groups", "router_group_top_k", "router_scale", "router_weighs",
+    "residual_scale", "embed_scale", "logit_scale", "logit_cap", "mup", "mlp.top_k",
+    "mlp.router.scores", "mlp.router.renorm", "mlp.router.groups", "mlp.router.group_top_k",
+    "mlp.router.scale", "mlp.router.weighs",
 ))
 # Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,
 # and one that pads them.
@@ -60,7 +57,7 @@ RESOLVED: dict[str, Callable[[ModelConfig], object]] = {
     "mixer.kv_heads": kv_heads,
     "mixer.head_dim": head_dim,
     "mixer.value_dim": value_dim,
-    "moe_ffn": expert_ffn_size,
+    "mlp.router.bias_rate": lambda model: model.mlp.router.bias_rate is not None,
     "vocab_multiple": padded_vocab,
     "mup": lambda model: (mup_width_ratio(model), mup_score_scale(model)),
     "mup.base": mup_width_ratio,
@@ -98,10 +95,7 @@ def is_read(key: str, model: ModelConfig) -> bool:
     """Whether the function depends on this key of model.*, given the others."""
     if key == "context":  # RoPE is computed for any position
         return model.positions == "learned"
-    if key == "mlp.width" and model.experts and model.moe_ffn:
-        layers = range(model.layers + modules_ahead(model))
-        return not all(has_experts(model, layer) for layer in layers)
-    return key not in no_effect(model)
+    return True
 
 
 def written(value: object) -> str:

@@ -15,11 +15,6 @@ from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
 from config.tree import plain_data
 
-# Keys of model.* that have no effect after training.
-TRAINING_ONLY_KEYS = (
-    "aux_loss", "aux_kind", "z_loss", "jitter", "capacity", "drop", "pad", "router_bias_rate",
-)
-
 
 # ---- files and recipes -----------------------------------------------------------------------------------
 

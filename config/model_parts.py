@@ -3,7 +3,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from config.tree import Count, CountOrZero, NotNegative, Portion, Positive, Positives
+from config.tree import BelowOne, Count, CountOrZero, NotNegative, Portion, Positive, Positives
 
 # ---- rotary positions --------------------------------------------------------------------------------------
 
@@ -95,6 +95,23 @@ class TokenMixer:
         return {}
 
 
+GateFunction = Literal["sigmoid", "softplus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelGate:
+    """One number for each channel of the output."""
+    kind: Literal["channel"] = "channel"
+    by: GateFunction = "sigmoid"  # what is taken of x W
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadGate:
+    """One number for each head."""
+    kind: Literal["head"] = "head"
+    by: GateFunction = "sigmoid"  # what is taken of x W; softplus: Laguna
+
+
 AttentionKernel = Literal["auto", "flash", "sdpa", "triton", "reference"]
 
 
@@ -121,9 +138,7 @@ class AttentionConfig(TokenMixer):
     growth: GrowthConfig | None = None  # scores grow with the position of their query
     softcap: Positive | None = None  # scores are bounded: softcap tanh(score / softcap) (Gemma 2, arXiv
     #   2408.00118)
-    gate: Literal["channel", "head"] | None = None  # the output is multiplied by sigmoid(x W): one number for
-    #   each channel, or for each head (arXiv 2505.06708)
-    gate_by: Literal["sigmoid", "softplus"] = "sigmoid"  # what the gate takes of x W; softplus: Laguna
+    gate: ChannelGate | HeadGate | None = None  # the output is multiplied by sigmoid(x W) (arXiv 2505.06708)
     sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
@@ -249,7 +264,8 @@ Mixer = AttentionConfig | LatentConfig | DeltaConfig | KimiConfig | MambaConfig 
 
 # ---- mixers of channels, norms -----------------------------------------------------------------------------
 
-ActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_erf", "relu2", "xielu"]
+ExpertActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_erf", "relu2"]
+ActivationName = Literal[ExpertActivationName, "xielu"]  # which learns two numbers of each MLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +276,78 @@ class MLPConfig:
     activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
     #   clamped_swiglu: of gpt-oss; gelu_erf: GELU without the approximation; relu2: squared ReLU (Nemotron);
     #   xielu: of Apertus, learns two numbers
-    bias: bool = False  # biases of its linear layers (GPT-2), and of those of each expert (gpt-oss)
+    bias: bool = False  # biases of its linear layers (GPT-2)
 
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsConfig:
+    """Experts that process every token (arXiv 2401.06066), as one MLP of their widths together."""
+    experts: Count = 1  # number of shared experts, each as wide as a routed one
+    gate: bool = False  # multiply their output by sigmoid(x w) (Qwen2-MoE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceLossConfig:
+    """The load-balance loss of a router."""
+    weight: NotNegative  # what a balanced layer adds to the loss; in Hugging Face's Mixtral a balanced layer
+    #   adds top_k times its coefficient
+    over: Literal["sequence", "global", "micro"] = "sequence"  # which load it balances: that of each
+    #   sequence; that of the step, measured in the step before (arXiv 2501.11873); that of a micro-batch
+    #   (arXiv 2101.03961), the only one that depends on micro_batch and layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Which experts a token gets, and with which weights."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of experts: a softmax over all of them, or a sigmoid
+    #   for each (DeepSeek-V3, arXiv 2412.19437)
+    renorm: bool = True  # divide the scores of the chosen experts by their sum
+    groups: Count = 1  # number of groups of experts; the experts of a token come from its best groups
+    group_top_k: Count = 1  # number of groups that the experts of a token come from; the score of a group is
+    #   the score of its best expert (softmax, arXiv 2405.04434) or the sum of its two best (sigmoid,
+    #   arXiv 2412.19437)
+    scale: Positive = 1.0  # factor of the weights of the chosen experts
+    weighs: Literal["output", "input"] = "output"  # what the score of a routed expert multiplies: what it
+    #   gives, or what it reads (Llama 4)
+    logit_bias: bool = False  # a learned bias of the logits (gpt-oss)
+    bias_rate: NotNegative | None = None  # a bias that affects only the choice of experts moves by this
+    #   against the load after each step (aux-loss-free, arXiv 2408.15664); none: there is no such bias
+    jitter: BelowOne = 0.0  # training: multiply the router's input by uniform(1 - jitter, 1 + jitter)
+    #   (arXiv 2101.03961)
+    aux: BalanceLossConfig | None = None  # load-balance loss
+    z_loss: NotNegative = 0.0  # factor of the mean squared logsumexp of the logits (arXiv 2202.08906)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """How many tokens an expert takes in training."""
+    factor: Positive  # an expert takes at most this times its fair share of the tokens of a sequence
+    drop: Literal["probability", "position"] = "probability"  # which tokens an expert over capacity drops:
+    #   the least likely ones, or the last ones
+    pad: bool = False  # each rank pads what it sends to every expert, so that no tensor shape depends on the
+    #   routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of the MLP (arXiv 2101.03961): a router sends each token to some."""
+    kind: Literal["experts"] = "experts"
+    experts: Count = 8  # number of routed experts
+    top_k: Count = 2  # number of routed experts that process a token
+    width: Count = 352  # inner width of one expert
+    activation: ExpertActivationName = "swiglu"  # of each expert, as that of an MLP
+    bias: bool = False  # biases of the linear layers of each expert (gpt-oss)
+    shared: SharedExpertsConfig | None = None  # experts that process every token
+    router: RouterConfig = RouterConfig()
+    capacity: CapacityConfig | None = None  # training: tokens beyond it are dropped; none: no token is
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared experts together; 0 without any."""
+        return self.shared.experts * self.width if self.shared else 0
+
+
+ChannelMixer = MLPConfig | ExpertsConfig | NoPart
 
 NormPlace = Literal["before", "after", "around"]
 

@@ -19,7 +19,16 @@ from config.earlier import NEW_NAMES
 from config.pattern import BLOCK_PARTS, PLAIN, BlockVariant
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
-from config.tree import every_path, field_names, hints_of, kind_of, members_of, part_types, plain_data
+from config.tree import (
+    every_path,
+    field_names,
+    hints_of,
+    kind_of,
+    members_of,
+    part_types,
+    parts_at,
+    plain_data,
+)
 
 Section = TypeVar("Section")  # a dataclass of config/schema.py
 CONFIG_FOLDER = pathlib.Path(__file__).parent.parent / "configs"
@@ -129,13 +138,14 @@ def sections() -> dict[str, type[Any]]:
 
 def nearest_key(cls: type[Any], prefix: str, key: str) -> str:
     """The end of an error about an unknown key: the key that was probably meant, or the keys that exist."""
+    others = every_path(Config)
+    part = prefix.rstrip(".")
+    owners = [kind_of(other) for other in parts_at(Config, part) if key in field_names(other)]
+    if owners:
+        return f" of {kind_of(cls)}; it belongs to {part}.kind {owners[0]}"
     new_name = NEW_NAMES.get(prefix + key) or NEW_NAMES.get(f"model.{key}")
     if new_name and new_name != prefix + key:
         return f"; it is {new_name} now"
-    others = every_path(Config)
-    if prefix + key in others:  # of another kind of this part
-        part = prefix.rstrip(".")
-        return f" of {kind_of(cls)}; it belongs to {part}.kind {kind_of(others[prefix + key][0])}"
     meant = synonyms()
     foreign = meant.get(prefix + key) or meant.get(key.rsplit(".")[-1])
     if foreign:

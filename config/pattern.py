@@ -14,7 +14,7 @@ import difflib
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,10 +138,43 @@ def pattern_text(kinds: Sequence[str]) -> str | None:
     """A pattern of these layers, which also fits other numbers of layers; None if all are `block`."""
     if set(kinds) <= {PLAIN}:
         return None
-    for size in range(1, len(kinds) // 2 + 1):
-        if all(kind == kinds[place % size] for place, kind in enumerate(kinds)):
-            return f"({runs_text(kinds[:size])})..." if size > 1 else f"{kinds[0]}..."
+    # the fewest layers that lead into a period, and the shortest one: at least two of it
+    sizes = ((first, size) for first in range(len(kinds)) for size in range(1, (len(kinds) - first) // 2 + 1))
+    for first, size in sorted(sizes, key=sum):
+        rest = kinds[first:]
+        if all(kind == rest[place % size] for place, kind in enumerate(rest)):
+            before = f"{runs_text(kinds[:first])}, " if first else ""
+            return before + (f"({runs_text(rest[:size])})..." if size > 1 else f"{rest[0]}...")
     return f"{runs_text(kinds)}..."
+
+
+def with_dense_layers(
+    blocks: Mapping[str, Mapping[str, Any]],
+    kinds: Sequence[str],
+    is_dense: Sequence[bool],
+    dense: Callable[[str], Any],
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Kinds of blocks and layers of a model whose MLPs are experts, with MLPs in some layers.
+
+    blocks: {kind: {path: value}} of the others. kinds, is_dense: of each layer. dense: a kind -> its `mlp`.
+    A kind that has MLPs alone keeps its name; else its layers with MLPs are of another: `dense`, or its name
+    with `-dense`.
+    """
+    mixtures = {kind for kind, is_mlp in zip(kinds, is_dense) if not is_mlp}
+    found = {name: dict(changes) for name, changes in blocks.items()}
+    layers: list[str] = []
+    for kind, is_mlp in zip(kinds, is_dense):
+        name = kind
+        if is_mlp and (kind == PLAIN or kind in mixtures):
+            name = "dense" if kind == PLAIN else f"{kind}-dense"
+            while name in blocks:
+                name = f"{name}-dense"
+        if is_mlp:
+            changes = blocks.get(kind, {})
+            others = {path: value for path, value in changes.items() if not path.startswith("mlp")}
+            found[name] = {**others, "mlp": dense(kind)}
+        layers.append(name)
+    return {name: changes for name, changes in found.items() if name in layers}, layers
 
 
 def runs_text(kinds: Sequence[str]) -> str:

@@ -35,8 +35,9 @@ CHANGEABLE = {
     "model": "context mixer.window mixer.kernel mixer.rope.base mixer.rope.scaling mixer.rope.scaling.factor "
              "mixer.rope.scaling.original mixer.rope.scaling.low_freq mixer.rope.scaling.high_freq "
              "mixer.rope.scaling.mscale mixer.rope.scaling.mscale_all mixer.rope.scaling.short "
-             "mixer.rope.scaling.long dropout mtp.weight aux_loss z_loss "
-             "jitter capacity drop pad router_bias_rate",
+             "mixer.rope.scaling.long dropout mtp.weight "
+             "mlp.router.aux.weight mlp.router.z_loss mlp.router.jitter mlp.router.bias_rate mlp.capacity "
+             "mlp.capacity.factor mlp.capacity.drop mlp.capacity.pad",
     "train": "seq_len micro_batch global_batch ramp",
     "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay clip",
     "parallel": f"{' '.join(axis.key for axis in AXES)} sp async_tp vpp schedule stages cp_kind ep_chunks "
@@ -47,8 +48,11 @@ SCHEDULE_KEYS = tuple(  # one of them begins a new schedule
     f"optim.{key}" for key in ("lr", "min_lr", "warmup", "decay", "decay_fraction", "decay_steps")
 )
 
+WHOLE_PARTS = {  # parts that a phase may add or take away, as they are written
+    "model.mixer.rope.scaling": "{kind: yarn, factor: 8}",
+    "model.mlp.capacity": "{factor: 1.25}",
+}
 LAYOUT = ("parallel.", "train.micro_batch")  # beginnings of keys that decide who computes what
-
 
 
 @dataclass(frozen=True)
@@ -245,9 +249,7 @@ def next_phase(before: Phase, row: Tree, where: str) -> Phase:
         part = key.rpartition(".")[0]
         if not has_path(before.cfg, key) and part not in changes:
             raise ConfigError(
-                f"{where}: phase {number}: {key}: there is no {part} before the phase; state all of it, as "
-                f"{part}: {{kind: yarn, factor: 8}}"
-            )
+                f"{where}: phase {number}: {key}: there is no {part} before the phase; {whole_part(part)}")
     cfg = with_changes(before.cfg, {key: parse_key(key, row[key], key) for key in changes})
     decay_steps = cfg.optim.decay_steps
     if decay_steps is not None and "optim.decay_steps" in changes and decay_steps <= steps:
@@ -256,6 +258,12 @@ def next_phase(before: Phase, row: Tree, where: str) -> Phase:
             f"come after step {steps:,}, where the phase begins; raise it, or leave it out"
         )
     return Phase(number, steps, before.tokens_seen(steps), cfg, changes)
+
+
+def whole_part(part: str) -> str:
+    """What to do where a phase states a key of a part that is not there before it."""
+    example = WHOLE_PARTS.get(part)
+    return f"state all of it, as {part}: {example}" if example else "state it from the beginning"
 
 
 def with_changes(cfg: Config, changes: Tree) -> Config:

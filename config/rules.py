@@ -16,13 +16,12 @@ from config import (
     Config,
     comma_separated,
     divisors,
-    expert_ffn_size,
     fp8_recipe,
-    has_experts,
     head_dim,
     kv_heads,
     layer_kinds,
     layer_models,
+    mixture,
     phases_of,
     positive_integers,
     profiled_steps,
@@ -30,10 +29,26 @@ from config import (
     sections,
 )
 from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
-from config.function import BY_TEXT, FUNCTION_KEYS, START, TOKENIZER, differences, leaves_weights_alone
+from config.function import (
+    BY_TEXT,
+    FUNCTION_KEYS,
+    START,
+    TOKENIZER,
+    differences,
+    leaves_weights_alone,
+    written,
+)
 from config.loading import nearest_key
 from config.optimizers import in_words, optimizers_that
-from config.model_parts import KimiConfig, LatentConfig, LongRopeScaling, MLPConfig, NoPart, YarnScaling
+from config.model_parts import (
+    ExpertsConfig,
+    KimiConfig,
+    LatentConfig,
+    LongRopeScaling,
+    MLPConfig,
+    NoPart,
+    YarnScaling,
+)
 from config.tree import every_path, is_below, ranged_values
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
@@ -42,6 +57,7 @@ RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
     "recompute_stages": ("none", "selective", "full"),
 }
 FP8_BLOCKS = (16, 32, 64, 128)  # suggested values of train.fp8_block
+EXPERTS_ALIKE = ("experts", "top_k", "router", "capacity")  # keys that all layers with experts share
 FP8_UNIT = 16  # chips read fp8 matrices in multiples of this many elements
 
 
@@ -202,54 +218,22 @@ def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Mixtures of experts: sizes, router, capacity, layout."""
-    if cfg.model.experts is None:
-        yield from without_experts_rules(cfg)
+    """Mixtures of experts: what their kinds have in common, capacity, router, layout."""
+    first, parallel = mixture(cfg.model), cfg.parallel
+    if first is None:
+        key = next((key for key in ("ep", "etp", "ep_chunks") if getattr(parallel, key) > 1), "ep")
+        yield Rule(
+            getattr(parallel, key) == 1,
+            f"parallel.{key}: shards experts, and no layer has any (model.mlp.kind); leave it at 1")
         return
-    yield Rule(
-        not isinstance(cfg.model.mlp, NoPart),
-        "model.mlp.kind: none, and model.experts replaces the MLPs of a model by experts; let the kinds of "
-        "model.blocks say which layers have none")
-    yield from expert_parallel_rules(cfg, world)
-    yield from router_rules(cfg)
-    yield from mixture_rules(cfg)
-
-
-def without_experts_rules(cfg: Config) -> Iterator[Rule]:
-    parallel = cfg.parallel
-    key = "ep" if parallel.ep > 1 else "etp"
-    yield Rule(
-        parallel.ep == parallel.etp == 1,
-        f"parallel.{key}: shards experts, and model.experts is none; leave it at 1")
-    yield Rule(
-        parallel.ep_chunks == 1,
-        "parallel.ep_chunks: divides the exchanges of experts, and model.experts is none; leave it at 1")
-    yield Rule(
-        cfg.model.capacity is None,
-        "model.capacity: belongs to experts, and model.experts is none; leave it out")
-
-
-def expert_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    model, parallel = cfg.model, cfg.parallel
-    experts, width = model.experts, expert_ffn_size(model)
-    assert experts is not None
-    yield Rule(
-        getattr(model.mlp, "activation", "") != "xielu",
-        "model.mlp.activation: xielu learns two numbers of each MLP, and experts have none; take another")
-    yield Rule(
-        experts % parallel.ep == 0,
-        f"parallel.ep: {parallel.ep} does not divide model.experts={experts}",
-        "parallel.ep", divisors(experts))
-    yield Rule(
-        width % parallel.etp == 0,
-        f"parallel.etp: {parallel.etp} does not divide model.moe_ffn={width}",
-        "parallel.etp", divisors(width))
-    mlps = [like.mlp for like in layer_models(model).values()]
-    yield Rule(
-        model.hidden % parallel.etp == 0 or not any(isinstance(mlp, MLPConfig) and mlp.bias for mlp in mlps),
-        f"parallel.etp: {parallel.etp} does not divide model.hidden={model.hidden}, over which the biases of "
-        "experts are divided (model.mlp.bias)",
-        "parallel.etp", divisors(model.hidden))
+    for name, like in layer_models(cfg.model).items():
+        mlp = like.mlp
+        for key in EXPERTS_ALIKE if isinstance(mlp, ExpertsConfig) else ():
+            yield Rule(
+                getattr(mlp, key) == getattr(first, key),
+                f"model.blocks.{name}.mlp.{key}: {written(getattr(mlp, key))}, and other layers with experts "
+                f"have {written(getattr(first, key))}; give all of them the same")
+    yield from of_each_kind(mixture_rules)(cfg, world)
     ranks = world // (parallel.pp * parallel.dp_rep)
     yield Rule(
         ranks % (parallel.ep * parallel.etp) == 0,
@@ -257,71 +241,69 @@ def expert_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "parallel.ep parallel.etp", divisors(ranks))
 
 
-def router_rules(cfg: Config) -> Iterator[Rule]:
-    model = cfg.model
-    experts, groups, top_groups = model.experts, model.router_groups, model.router_group_top_k
-    assert experts is not None
+def mixture_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """One kind of layer with experts: capacity, layout, router."""
+    model, mlp, train, parallel = cfg.model, cfg.model.mlp, cfg.train, cfg.parallel
+    if not isinstance(mlp, ExpertsConfig):
+        return
+    factor = mlp.capacity.factor if mlp.capacity else math.inf
     yield Rule(
-        model.top_k <= experts,
-        f"model.top_k: {model.top_k} is more than model.experts={experts}",
-        "model.top_k", (experts,))
-    yield Rule(
-        experts % groups == 0,
-        f"model.router_groups: {groups} does not divide model.experts={experts}",
-        "model.router_groups", divisors(experts))
-    yield Rule(
-        top_groups <= groups,
-        f"model.router_group_top_k: {top_groups} is more than model.router_groups={groups}",
-        "model.router_group_top_k", (groups,))
-    candidates = experts // groups * top_groups
-    yield Rule(
-        model.top_k <= candidates,
-        f"model.top_k: {model.top_k} is more than the {candidates} experts of "
-        f"model.router_group_top_k={top_groups} groups",
-        "model.top_k model.router_group_top_k", range(1, experts + 1))
-    yield Rule(
-        model.router == "softmax" or groups == 1 or experts // groups > 1,
-        f"model.router_groups: {groups} groups have one expert each, and a sigmoid router adds up the scores "
-        "of the best two of a group",
-        "model.router_groups", divisors(experts))
-
-
-def mixture_rules(cfg: Config) -> Iterator[Rule]:
-    model, train, parallel = cfg.model, cfg.train, cfg.parallel
-    experts = model.experts
-    assert experts is not None
-
-    # capacity and losses
-    yield Rule(
-        model.capacity is None or model.capacity >= 1 / experts,
-        f"model.capacity: {model.capacity} is below 1/experts = {1 / experts:g}, and most tokens would be "
-        "dropped; take 1 for a fair share, or none to drop no token")
-    yield Rule(
-        model.capacity is not None or not model.pad,
-        "model.pad: pads to model.capacity, which is none; set model.capacity, or leave pad out")
-
-    # which layers have experts, and what kind they are
-    yield Rule(
-        any(has_experts(model, layer) for layer in range(model.layers)),
-        f"model.first_dense: {model.first_dense} and model.moe_every={model.moe_every} leave no layer with "
-        f"experts (model.layers={model.layers})",
-        "model.first_dense model.moe_every", range(model.layers))
-    yield Rule(
-        not model.shared_gate or model.shared_experts,
-        "model.shared_gate: there are no shared experts; set model.shared_experts, or leave it out")
+        factor >= 1 / mlp.experts,
+        f"model.mlp.capacity.factor: {factor} is below 1/experts = {1 / mlp.experts:g}, and most tokens "
+        "would be dropped; take 1 for a fair share, or model.mlp.capacity none to drop no token")
 
     # layout
-    shared_width = model.shared_experts * expert_ffn_size(model)
     yield Rule(
-        shared_width % parallel.tp == 0,
-        f"parallel.tp: {parallel.tp} does not divide the shared experts' width {shared_width}",
-        "parallel.tp", divisors(shared_width))
+        mlp.experts % parallel.ep == 0,
+        f"parallel.ep: {parallel.ep} does not divide model.mlp.experts={mlp.experts}",
+        "parallel.ep", divisors(mlp.experts))
+    yield Rule(
+        mlp.width % parallel.etp == 0,
+        f"parallel.etp: {parallel.etp} does not divide model.mlp.width={mlp.width}",
+        "parallel.etp", divisors(mlp.width))
+    yield Rule(
+        model.hidden % parallel.etp == 0 or not mlp.bias,
+        f"parallel.etp: {parallel.etp} does not divide model.hidden={model.hidden}, over which the biases of "
+        "experts are divided (model.mlp.bias)",
+        "parallel.etp", divisors(model.hidden))
+    yield Rule(
+        mlp.shared_width % parallel.tp == 0,
+        f"parallel.tp: {parallel.tp} does not divide the shared experts' width {mlp.shared_width}",
+        "parallel.tp", divisors(mlp.shared_width))
     shards = parallel.cp * parallel.tp
     yield Rule(
         train.seq_len % shards == 0,
         f"train.seq_len: {train.seq_len} is not a multiple of cp*tp = {parallel.cp}*{parallel.tp}, "
         "over which the tokens of a mixture layer are sharded",
         "train.seq_len", nearby_multiples(train.seq_len, shards))
+    yield from router_rules(mlp)
+
+
+def router_rules(mlp: ExpertsConfig) -> Iterator[Rule]:
+    experts, groups, top_groups = mlp.experts, mlp.router.groups, mlp.router.group_top_k
+    yield Rule(
+        mlp.top_k <= experts,
+        f"model.mlp.top_k: {mlp.top_k} is more than model.mlp.experts={experts}",
+        "model.mlp.top_k", (experts,))
+    yield Rule(
+        experts % groups == 0,
+        f"model.mlp.router.groups: {groups} does not divide model.mlp.experts={experts}",
+        "model.mlp.router.groups", divisors(experts))
+    yield Rule(
+        top_groups <= groups,
+        f"model.mlp.router.group_top_k: {top_groups} is more than model.mlp.router.groups={groups}",
+        "model.mlp.router.group_top_k", (groups,))
+    candidates = experts // groups * top_groups
+    yield Rule(
+        mlp.top_k <= candidates,
+        f"model.mlp.top_k: {mlp.top_k} is more than the {candidates} experts of "
+        f"model.mlp.router.group_top_k={top_groups} groups",
+        "model.mlp.top_k model.mlp.router.group_top_k", range(1, experts + 1))
+    yield Rule(
+        mlp.router.scores == "softmax" or groups == 1 or experts // groups > 1,
+        f"model.mlp.router.groups: {groups} groups have one expert each, and a sigmoid router adds up the "
+        "scores of the best two of a group",
+        "model.mlp.router.groups", divisors(experts))
 
 
 # ---- the run and its layout ------------------------------------------------------------------------------
@@ -465,7 +447,7 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "train.fp8_keep", range((layers + 1) // 2))
 
     yield Rule(
-        model.experts is None or parallel.etp == 1 or recipe == "blockwise",
+        not isinstance(model.mlp, ExpertsConfig) or parallel.etp == 1 or recipe == "blockwise",
         f"parallel.etp: {parallel.etp} ranks share an expert, and a {recipe} scale would cover all of them; "
         "take train.fp8 blockwise, or parallel.ep")
     kv = model.mixer.heads_over_tp().get("kv_heads", parallel.tp)
@@ -493,7 +475,8 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
         unit = 1 if proof else FP8_UNIT
         unit_text = f"{unit}, as fp8 products require"
     for key, (features, degree) in fp8_features(cfg).items():
-        degree_name = "etp" if key == "model.moe_ffn" else "tp"
+        of_expert = key == "model.mlp.width" and isinstance(cfg.model.mlp, ExpertsConfig)
+        degree_name = "etp" if of_expert else "tp"
         shards = f" / {degree_name} {degree}" if degree > 1 else ""
         yield Rule(
             features % (degree * unit) == 0,
@@ -522,13 +505,12 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
     """{key that sets the size: (features of a matrix in fp8, degree that shards them)}."""
     model, tp, etp = cfg.model, cfg.parallel.tp, cfg.parallel.etp
     features = {"model.hidden": (model.hidden, 1)}
-    has_mlp = isinstance(model.mlp, MLPConfig)
-    if has_mlp and not all(has_experts(model, layer) for layer in range(model.layers)):
+    if isinstance(model.mlp, MLPConfig):
         features["model.mlp.width"] = (model.mlp.width, tp)
-    if model.experts and has_mlp:
-        features["model.moe_ffn"] = (expert_ffn_size(model), etp)
-    if model.experts and has_mlp and model.shared_experts:
-        features["model.shared_experts"] = (model.shared_experts * expert_ffn_size(model), tp)
+    if isinstance(model.mlp, ExpertsConfig):
+        features["model.mlp.width"] = (model.mlp.width, etp)
+        if model.mlp.shared:
+            features["model.mlp.shared.experts"] = (model.mlp.shared_width, tp)
     of_mixer = model.mixer.features_over_tp(model.hidden)
     return features | {f"model.{key}": (size, tp) for key, size in of_mixer.items()}
 
@@ -539,7 +521,7 @@ def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
     obstacles = {
         f"{world} ranks (one GPU, whose tensors nothing carries to others)": world > 1,
         f"train.dtype={train.dtype} (but fp32, bf16 and fp16)": train.dtype in ("fp64", "fp8"),
-        "model.experts (their routers count in fp64)": model.experts is not None,
+        "model.mlp.kind experts (their routers count in fp64)": mixture(model) is not None,
         "train.compile (not tried there)": train.compile,
         f"parallel.offload={parallel.offload} (its memory is the host's)": parallel.offload != "none",
     }
@@ -572,18 +554,18 @@ def mixture_obstacles(cfg: Config) -> dict[str, bool]:
     It can where no number of rows is read on the host: where none is dropped (parallel/expert/dispatch.py),
     and where the kernels multiply (kernels/grouped_gemm.py).
     """
-    model, train = cfg.model, cfg.train
-    if model.experts is None:
+    mlp, dtype = mixture(cfg.model), cfg.train.dtype
+    if mlp is None:
         return {}
-    sizes = {"model.hidden": model.hidden, "model.moe_ffn": expert_ffn_size(model)}
+    sizes = {"model.hidden": cfg.model.hidden, "model.mlp.width": mlp.width}
     unaligned = [f"{key}={size}" for key, size in sizes.items() if size % ALIGNED_FEATURES]
     return {
-        "model.capacity without model.pad, where the host reads how many tokens are dropped":
-            model.capacity is not None and not model.pad,
-        f"model.experts in {train.dtype}, whose products may read numbers of rows on the host":
-            train.dtype not in ("bf16", "fp16"),
-        f"model.experts and {', '.join(unaligned)}, which is no multiple of {ALIGNED_FEATURES}, so the host "
-        "would multiply the experts one by one": bool(unaligned),
+        "model.mlp.capacity without pad, where the host reads how many tokens are dropped":
+            mlp.capacity is not None and not mlp.capacity.pad,
+        f"experts in {dtype}, whose products may read numbers of rows on the host":
+            dtype not in ("bf16", "fp16"),
+        f"experts and {', '.join(unaligned)}, not a multiple of {ALIGNED_FEATURES}, so the host would "
+        "multiply the experts one by one": bool(unaligned),
     }
 
 

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from config.optimizers import OPTIMIZERS
 from config.model_parts import (
     AttentionConfig,
+    ChannelMixer,
+    ExpertsConfig,
     LatentConfig,
     LayerNormConfig,
     Llama3Scaling,
@@ -23,13 +25,12 @@ from config.model_parts import (
     MTPConfig,
     Mixer,
     MupConfig,
-    NoPart,
     RMSNormConfig,
     YarnScaling,
 )
 from config.pattern import BlockVariant, kinds_of_layers
 from config.strict import ConfigError
-from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
+from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, value_at, with_values
 
 MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py)
 
@@ -39,7 +40,6 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
 
-ChannelMixer = MLPConfig | NoPart
 NormPart = RMSNormConfig | LayerNormConfig
 
 
@@ -81,45 +81,6 @@ class ModelConfig:
     #   position)
     init_std: Positive = 0.02  # of initial matrices; output projections have init_std / sqrt(2 layers)
     mup: MupConfig | None = None  # muP (arXiv 2203.03466): learning rates and init_std of a narrower model
-
-    # ---- mixture of experts (MoE)
-    experts: Count | None = None  # routed experts of a mixture layer (arXiv 2101.03961); none: dense model
-    top_k: Count = 2  # number of routed experts that process a token
-    moe_ffn: Count | None = None  # inner width of one expert; none: mlp.width
-    shared_experts: CountOrZero = 0  # experts that process every token (arXiv 2401.06066), as one MLP whose
-    #   inner width is shared_experts x moe_ffn
-    shared_gate: bool = False  # multiply the output of the shared experts by sigmoid(x w) (Qwen2-MoE)
-    first_dense: CountOrZero = 0  # number of first layers that have a dense MLP (DeepSeek)
-    moe_every: Count = 1  # n: of the other layers, those with index n-1, 2n-1, ... have experts
-    router: Literal["softmax", "sigmoid"] = "softmax"  # scores of experts: a softmax over all experts, or a
-    #   sigmoid for each expert (DeepSeek-V3, arXiv 2412.19437)
-    router_renorm: bool = True  # divide the scores of the chosen experts by their sum
-    router_groups: Count = 1  # number of groups of experts; the experts of a token come from its best groups
-    router_group_top_k: Count = 1  # number of groups that the experts of a token come from; the score of a
-    #   group is the score of its best expert (softmax, arXiv 2405.04434) or the sum of its two best (sigmoid,
-    #   arXiv 2412.19437)
-    router_scale: Positive = 1.0  # factor of the weights of the chosen experts
-    router_weighs: Literal["output", "input"] = "output"  # what the score of a routed expert multiplies: what
-    #   it gives, or what it reads (Llama 4)
-    router_logit_bias: bool = False  # a learned bias of the router's logits (gpt-oss)
-    router_bias: bool = False  # a bias that affects only the choice of experts; after each step it moves
-    #   against the load (aux-loss-free, arXiv 2408.15664)
-    router_bias_rate: NotNegative = 1e-3  # size of the move of router_bias in one step
-    jitter: BelowOne = 0.0  # training: multiply the input of the router by uniform(1 - jitter, 1 + jitter)
-    #   (arXiv 2101.03961)
-    aux_loss: NotNegative = 0.0  # load-balance loss: what a balanced layer adds to the loss; in Hugging
-    #   Face's Mixtral a balanced layer adds top_k times its coefficient
-    aux_kind: Literal["sequence", "global", "micro"] = "sequence"  # which load aux_loss balances: that of
-    #   each sequence; that of the step, measured in the step before (arXiv 2501.11873); that of a micro-batch
-    #   (arXiv 2101.03961), the only kind that depends on micro_batch and layout
-    z_loss: NotNegative = 0.0  # factor of the mean squared logsumexp of the router's logits (arXiv
-    #   2202.08906)
-    capacity: Positive | None = None  # training: an expert takes at most this times its fair share of the
-    #   tokens of a sequence; none: no token is dropped
-    drop: Literal["probability", "position"] = "probability"  # which tokens an expert over capacity drops:
-    #   the least likely ones, or the last ones
-    pad: bool = False  # training, with a capacity: each rank pads what it sends to every expert, so that no
-    #   tensor shape depends on the routing
 
 
 @dataclass(frozen=True)
@@ -490,18 +451,36 @@ def mup_score_scale(model: ModelConfig) -> float:
     return (model.mup.head_dim / head_dim(model)) ** 0.5
 
 
-def expert_ffn_size(model: ModelConfig) -> int:
-    """Inner width of one expert; 0 of a layer without an MLP."""
-    return model.moe_ffn or (0 if isinstance(model.mlp, NoPart) else model.mlp.width)
-
-
 def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether the layer with this index has experts instead of a dense MLP."""
-    if model.experts is None or layer < model.first_dense:
-        return False
-    if isinstance(layer_model(model, layer).mlp, NoPart):
-        return False
-    return (layer + 1) % model.moe_every == 0
+    """Whether the layer with this index has experts instead of an MLP."""
+    return isinstance(layer_model(model, layer).mlp, ExpertsConfig)
+
+
+@lru_cache(maxsize=1 << 12)
+def mixture(model: ModelConfig) -> ExpertsConfig | None:
+    """The experts of the first layer that has some; None of a dense model.
+
+    Those of other kinds of layers differ from them in what computes an expert alone (config/rules.py).
+    """
+    mlps = (like.mlp for like in layer_models(model).values())
+    return next((mlp for mlp in mlps if isinstance(mlp, ExpertsConfig)), None)
+
+
+def with_mlps(model: ModelConfig, change: Callable[[ChannelMixer], ChannelMixer]) -> ModelConfig:
+    """The model with `change` of its MLPs and experts, those of its kinds of blocks included."""
+    def changed(path: str, value: Any) -> Any:
+        part, _, key = path.partition(".")
+        if part != "mlp":
+            return value
+        if not key:
+            return change(value)
+        return value_at(change(with_values(model.mlp, {key: value})), key)
+
+    blocks = tuple(
+        replace(variant, changes=tuple((path, changed(path, value)) for path, value in variant.changes))
+        for variant in model.blocks
+    )
+    return replace(model, mlp=change(model.mlp), blocks=blocks)
 
 
 def vocab_size(model: ModelConfig) -> int:
@@ -517,49 +496,6 @@ def vocab_size(model: ModelConfig) -> int:
 def padded_vocab(model: ModelConfig) -> int:
     """Number of rows of the embedding: the vocabulary, rounded up to a multiple of model.vocab_multiple."""
     return ceil_div(vocab_size(model), model.vocab_multiple) * model.vocab_multiple
-
-
-# ---- keys of the model without effect ----------------------------------------------------------------------
-
-class UnusedModelKeys(NamedTuple):
-    """Keys of model.* that have no effect under the same condition."""
-    keys: str  # names without their section, separated by spaces
-    when: Callable[[ModelConfig], bool]
-
-
-WITHOUT_EXPERTS = UnusedModelKeys(
-    "top_k moe_ffn shared_experts shared_gate first_dense moe_every router router_renorm router_groups "
-    "router_group_top_k router_scale router_weighs router_logit_bias router_bias router_bias_rate jitter "
-    "aux_loss aux_kind z_loss drop pad",
-    lambda model: model.experts is None,
-)
-WITHOUT_ROUTER_BIAS = UnusedModelKeys("router_bias_rate", lambda model: not model.router_bias)
-WITHOUT_AUX_LOSS = UnusedModelKeys("aux_kind", lambda model: not model.aux_loss)
-WITHOUT_CAPACITY = UnusedModelKeys("drop", lambda model: model.capacity is None)
-
-WITHOUT_GATE = UnusedModelKeys(
-    "mixer.gate_by",
-    lambda model: isinstance(model.mixer, AttentionConfig)
-    and not any(getattr(like.mixer, "gate", None) for like in layer_models(model).values()),
-)
-
-# config/unused.py refuses the keys of these rows where they are set; an export leaves them out.
-UNUSED_MODEL_KEYS = (
-    WITHOUT_EXPERTS,
-    WITHOUT_ROUTER_BIAS,
-    WITHOUT_AUX_LOSS,
-    WITHOUT_CAPACITY,
-    WITHOUT_GATE,
-)
-
-
-def no_effect(model: ModelConfig) -> set[str]:
-    """The keys of model.* that have no effect in this model: every value of them gives the same model."""
-    names: set[str] = set()
-    for row in UNUSED_MODEL_KEYS:
-        if row.when(model):
-            names.update(row.keys.split())
-    return names
 
 
 # ---- batches and steps ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from config.model_parts import AttentionConfig
 from config.schema import ModelConfig, divisors, head_dim
 from config.tree import has_path, value_at
 
-WIDTHS = ("mlp.width", "moe_ffn", "mixer.kv_rank", "mixer.q_rank")  # of model.*
+WIDTHS = ("mlp.width", "mixer.kv_rank", "mixer.q_rank")  # of model.*
 MULTIPLE = 16  # of these
 
 
@@ -42,7 +42,10 @@ def sizes_at_width(model: ModelConfig, hidden: int, heads: int | None = None) ->
             sizes["mixer.kv_heads"] = max(each for each in divisors(shared) if each <= most)
         if mixer.head_dim is not None or heads * head_dim(model) != hidden:
             sizes["mixer.head_dim"] = head_dim(model)
-    for key in WIDTHS:
+    of_kinds = tuple(
+        f"blocks.{variant.name}.mlp.width" for variant in model.blocks
+        if has_path(model, f"blocks.{variant.name}.mlp.width"))
+    for key in (*WIDTHS, *of_kinds):
         if has_path(model, key) and value_at(model, key) is not None:
             sizes[key] = math.ceil(value_at(model, key) * ratio / MULTIPLE) * MULTIPLE
     return sizes

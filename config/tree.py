@@ -73,6 +73,15 @@ def part_types(hint: Any) -> tuple[type, ...]:
     return tuple(member for member in members_of(hint) if dataclasses.is_dataclass(member))
 
 
+def parts_at(cls: type, path: str) -> tuple[type, ...]:
+    """The dataclasses of which a config of this type may have one at a path; () where it has keys alone."""
+    parts: tuple[type, ...] = (cls,)
+    for name in path.split(".") if path else ():
+        hints = [hints_of(part)[name] for part in parts if name in hints_of(part)]
+        parts = tuple(dict.fromkeys(part for hint in hints for part in part_types(hint)))
+    return parts
+
+
 @functools.cache
 def kind_of(part: type) -> str | None:
     """The name of a kind of part; None of a part that has no others beside it."""

@@ -19,25 +19,18 @@ from config import (
     OPTIMIZERS,
     Config,
     ConfigError,
+    ModelConfig,
     as_number,
     build_tree,
     comma_separated,
     compression_block,
     dotted_overrides,
     fp8_recipe,
+    mixture,
     phases_of,
     presets,
 )
 from config.optimizers import in_words, optimizers_that
-from config.schema import (
-    WITHOUT_AUX_LOSS,
-    WITHOUT_CAPACITY,
-    WITHOUT_EXPERTS,
-    WITHOUT_GATE,
-    WITHOUT_ROUTER_BIAS,
-    ModelConfig,
-    UnusedModelKeys,
-)
 from config.sizes import sizes_at_width
 from config.tree import has_path, value_at
 
@@ -90,11 +83,6 @@ def has_sources(path: str) -> bool:
         return True
 
 
-def unused_in(row: UnusedModelKeys, why: str, remedy: str) -> UnusedKeys:
-    """A row whose condition depends on the model alone (config/schema.py, which no_effect reads, too)."""
-    return UnusedKeys("model", row.keys, lambda cfg, _: row.when(cfg.model), why, remedy)
-
-
 def optimizer_rows() -> Iterator[UnusedKeys]:
     """A row for each key that only some optimizers read (config/optimizers.py)."""
     published = ("beta1", "beta2", "eps")
@@ -115,31 +103,6 @@ MANY_SIZES = "one script, many sizes"  # scaling runs keep the key set while the
 
 TABLE = (
     # ---- the model
-    unused_in(
-        WITHOUT_EXPERTS,
-        why="belongs to a mixture of experts, and model.experts is none",
-        remedy="set model.experts, or leave it out",
-    ),
-    unused_in(
-        WITHOUT_ROUTER_BIAS,
-        why="moves model.router_bias, which is false",
-        remedy="set that true, or leave it out",
-    ),
-    unused_in(
-        WITHOUT_AUX_LOSS,
-        why="selects the load that model.aux_loss balances, which is 0",
-        remedy="set model.aux_loss, or leave it out",
-    ),
-    unused_in(
-        WITHOUT_CAPACITY,
-        why="selects the tokens that exceed model.capacity, which is none",
-        remedy="set model.capacity, or leave it out",
-    ),
-    unused_in(
-        WITHOUT_GATE,
-        why="is what model.mixer.gate takes, which is none",
-        remedy="set that to channel or head, or leave it out",
-    ),
     UnusedKeys(
         section="model",
         keys="context",
@@ -219,7 +182,7 @@ TABLE = (
     UnusedKeys(
         section="parallel",
         keys="ep_chunks",
-        when=lambda cfg, _: cfg.model.experts is not None and cfg.parallel.ep * cfg.parallel.etp == 1,
+        when=lambda cfg, _: mixture(cfg.model) is not None and cfg.parallel.ep * cfg.parallel.etp == 1,
         why="has no exchange to divide: every rank has all experts at parallel.ep 1",
         remedy="leave it out",
         note=MANY_SIZES,

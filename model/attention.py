@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import AttentionConfig, Config, head_dim, kv_heads, mup_score_scale, recomputes, value_dim
+from config import (
+    AttentionConfig,
+    ChannelGate,
+    Config,
+    head_dim,
+    kv_heads,
+    mup_score_scale,
+    recomputes,
+    value_dim,
+)
 from kernels import rope
 from kernels.attention import attention
 from kernels.grad import read_weight
@@ -35,7 +44,7 @@ from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
 
 
-GATE_FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}  # by model.mixer.gate_by
+GATE_FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}  # by model.mixer.gate.by
 
 
 class Attention(nn.Module):
@@ -66,7 +75,7 @@ class Attention(nn.Module):
         has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
         self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
-        self.gate_function = GATE_FUNCTIONS[mixer.gate_by]
+        self.gate_function = GATE_FUNCTIONS[mixer.gate.by] if mixer.gate else None
         self.out = RowLinear(
             mesh,
             f"{key}.o",
@@ -223,7 +232,7 @@ def gate_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear:
     [b, s/cp, h dv / tp]."""
     model, mixer = cfg.model, cfg.model.mixer
     assert isinstance(mixer, AttentionConfig)
-    numbers = value_dim(model) if mixer.gate == "channel" else 1
+    numbers = value_dim(model) if isinstance(mixer.gate, ChannelGate) else 1
     return ColumnLinear(
         mesh,
         {f"layers.{layer}.attn.gate": mixer.heads * numbers},

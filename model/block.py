@@ -7,8 +7,8 @@ residual stream x, with norms where model.norm.place says:
 
 or, with model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)).
 
-A mixture of experts may stand in the place of the MLP (model/moe.py), and another of MIXERS in that of
-attention. A kind of block may have one of the two alone (Nemotron-H, arXiv 2504.03624).
+MIXERS and MLPS are what there is: a mixture of experts may stand in the place of the MLP, and a mixer with a
+state in that of attention. A kind of block may have one of the two alone (Nemotron-H, arXiv 2504.03624).
 """
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from config import (
     AttentionConfig,
     Config,
     DeltaConfig,
+    ExpertsConfig,
     KimiConfig,
     LatentConfig,
     MambaConfig,
@@ -53,16 +54,14 @@ MIXERS: dict[type, type[nn.Module]] = {  # by the class of model.mixer
     MambaConfig: Mamba,
     ShortConvConfig: GatedShortConvolution,
 }
+MLPS: dict[type, type[nn.Module]] = {MLPConfig: MLP, ExpertsConfig: MoE}  # by the class of model.mlp
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, statistics), see TransformerBlock
 
 
 class BlockKind(NamedTuple):
-    """Blocks of the same kind differ in nothing but the names of their parameters. name: in model.pattern.
-    mixer: of tokens, if they have one beside the MLP."""
+    """Blocks of the same kind differ in the names of their parameters alone. name: in model.pattern."""
     name: str
-    mixer: type[nn.Module] | None
-    has_experts: bool
     in_fp8: bool
 
 
@@ -108,7 +107,6 @@ class TransformerBlock(nn.Module):
         cfg = config_of_layer(cfg, layer)
         self.layer = layer
         key = f"layers.{layer}"
-        self.has_experts = has_experts(cfg.model, layer)
         self.is_parallel = cfg.model.residual == "parallel"
         self.residual_scale = cfg.model.residual_scale
         self.dropout = cfg.model.dropout
@@ -126,10 +124,11 @@ class TransformerBlock(nn.Module):
             self.attn_norm = Norm(cfg, f"{key}.attn_norm", readers) if before else SUM
             self.attn = mixer(cfg, mesh, layer)
             self.attn_norm_after = Norm(cfg, f"{key}.attn_norm_after") if after else None
-        if isinstance(cfg.model.mlp, MLPConfig):
+        mlp = MLPS.get(type(cfg.model.mlp))
+        if mlp is not None:
             if not self.is_parallel:
                 self.mlp_norm = Norm(cfg, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer)) if before else SUM
-            self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
+            self.mlp = mlp(cfg, mesh, layer)
             self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
         exchange_weight_maxima_together(self, mesh.tp)
 
@@ -153,7 +152,7 @@ class TransformerBlock(nn.Module):
         attended = x
         if not self.is_parallel:
             h, residual = self.mlp_norm.add_and_norm(attended, residual)
-        if self.has_experts:
+        if isinstance(self.mlp, MoE):
             y, router_stats = self.mlp(h, context.router_inputs)
         else:
             y = self.mlp(h)
@@ -180,6 +179,5 @@ class TransformerBlock(nn.Module):
 
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:
-        mixer = TransformerBlock.mixer(cfg, layer)
         name = layer_kinds(cfg.model)[min(layer, cfg.model.layers - 1)]
-        return BlockKind(name, mixer, has_experts(cfg.model, layer), layer_in_fp8(cfg, layer))
+        return BlockKind(name, layer_in_fp8(cfg, layer))

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
+from config import Config, ModelConfig, head_dim, layer_model, mixture, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
 from model.context import View, forward_context, view_of
@@ -84,7 +84,8 @@ def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
     """FLOPs of a token in the product with one parameter, which may be no matrix."""
     if len(spec.shape) < 2 or spec.role in NO_PRODUCTS:
         return 0.0
-    used = model.top_k / model.experts if spec.is_expert else 1.0
+    experts = mixture(model)
+    used = experts.top_k / experts.experts if experts and spec.is_expert else 1.0
     return 2.0 * used * spec.numel
 
 

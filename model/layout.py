@@ -2,7 +2,7 @@
 import math
 from typing import NamedTuple
 
-from config import Config, ConfigError, ParallelConfig, divisors, expert_ffn_size
+from config import Config, ConfigError, ParallelConfig, divisors, mixture
 from config.rules import RULES_OF_WEIGHTS
 from config.tree import with_values
 
@@ -64,9 +64,10 @@ def with_degrees(cfg: Config, tp: int, pp: int) -> Config:
     """The config with these degrees. Of a mixture, the ranks of tp divide the experts, and what is left of
     them the inner width of each."""
     ep = etp = 1
-    if cfg.model.experts is not None:
-        ep = math.gcd(cfg.model.experts, tp)
-        etp = tp // ep if expert_ffn_size(cfg.model) % (tp // ep) == 0 else 1
+    experts = mixture(cfg.model)
+    if experts is not None:
+        ep = math.gcd(experts.experts, tp)
+        etp = tp // ep if experts.width % (tp // ep) == 0 else 1
     return with_values(cfg, {"parallel": ParallelConfig(tp=tp, pp=pp, ep=ep, etp=etp)})
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from config import Config, expert_ffn_size
+from config import Config
 from kernels.activations import ACTIVATIONS
 from kernels.expert_bias import add_expert_bias, members_of
 from kernels.fp8_grouped import scaled_grouped_linear
@@ -15,7 +15,7 @@ from kernels.permute import RowOrder, permute, unpermute
 from model.init import residual_std
 from model.mlp import MLP
 from model.precision import fp8_of_layer
-from model.router import Router, RouterInputs, expert_count
+from model.router import Router, RouterInputs
 from parallel.expert.dispatch import Combine, Dispatch, DispatchPlan, ExpertRows, plan_dispatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -32,22 +32,22 @@ class MoE(nn.Module):
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
-        model = cfg.model
+        experts = cfg.model.mlp
         self.sp = cfg.parallel.sp
         self.tp = mesh.tp
         self.ep_etp = mesh.ep_etp
         self.etp = cfg.parallel.etp
         self.num_chunks = cfg.parallel.ep_chunks if mesh.ep_etp.size > 1 else 1
-        self.num_experts = expert_count(model)
-        self.has_capacity = model.capacity is not None
-        self.pad_to_capacity = model.pad
+        self.num_experts = experts.experts
+        self.has_capacity = experts.capacity is not None
+        self.pad_to_capacity = self.has_capacity and experts.capacity.pad
         self.token_shards = mesh.tp_cp.size  # of a sequence
 
         # in this order, in which their parameters lie in a bucket
-        self.shared_gate = SharedExpertGate(cfg, layer) if model.shared_gate else None
+        self.shared_gate = SharedExpertGate(cfg, layer) if experts.shared and experts.shared.gate else None
         self.router = Router(cfg, mesh, layer)
         self.experts = Experts(cfg, mesh, layer)
-        self.shared_experts = SharedExperts(cfg, mesh, layer) if model.shared_experts else None
+        self.shared_experts = SharedExperts(cfg, mesh, layer) if experts.shared else None
 
     def forward(self, x: Tensor, router_inputs: RouterInputs | None) -> tuple[Tensor, Tensor | None]:
         # route: each tp rank its own tokens
@@ -109,8 +109,7 @@ class SharedExperts(MLP):
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
-        width = cfg.model.shared_experts * expert_ffn_size(cfg.model)
-        super().__init__(cfg, mesh, layer, "mlp.shared", width)
+        super().__init__(cfg, mesh, layer, "mlp.shared", cfg.model.mlp.shared_width)
 
 
 class SharedExpertGate(nn.Module):
@@ -161,7 +160,7 @@ class Experts(nn.Module):
             param.late_grads = self.late_grads
 
         self.activation = ACTIVATIONS[model.mlp.activation]
-        self.weighs_input = model.router_weighs == "input"
+        self.weighs_input = model.mlp.router.weighs == "input"
         fp8 = fp8_of_layer(cfg, layer)
         self.product = grouped_linear
         if fp8 is not None:
@@ -210,11 +209,11 @@ def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[B
     """(gate and up, down) of this rank's experts: which part of which global matrix each is."""
     model = cfg.model
     etp = cfg.parallel.etp
-    width = expert_ffn_size(model)
+    width = model.mlp.width
     local_width = width // etp
     start = mesh.ep_etp.index % etp * local_width
 
-    num_local = expert_count(model) // cfg.parallel.ep
+    num_local = model.mlp.experts // cfg.parallel.ep
     first = mesh.ep_etp.index // etp * num_local
     names = ("gate", "up") if ACTIVATIONS[model.mlp.activation].is_gated else ("up",)
     gate_up: list[Box] = []

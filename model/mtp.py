@@ -22,7 +22,7 @@ from operator import add
 import torch
 from torch import Tensor, nn
 
-from config import Config
+from config import Config, mixture
 from kernels.linear import linear
 from model.block import TransformerBlock
 from model.context import ForwardContext, LossInputs
@@ -96,7 +96,7 @@ class MultiTokenPrediction(nn.Module):
         sp = self.cfg.parallel.sp
         ahead = zip(self.modules_ahead, microbatch.tokens_ahead, microbatch.targets_ahead)
         for module, tokens, targets in ahead:
-            if self.cfg.model.experts:
+            if mixture(self.cfg.model):
                 router_inputs = make_router_inputs(self.cfg, self.mesh, targets, scale, context.dropout_rng)
                 context = replace(context, router_inputs=router_inputs)
             embedded = embed_tokens(tokens, self.table, self.mesh.tp, sp=sp, scale=self.embed_scale)

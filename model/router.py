@@ -5,10 +5,10 @@ Losses and statistics are over the tokens whose target is counted, as the main l
 same global number of them. So microbatches, accumulation and layout change nothing. With p_i the scores of a
 token (sigmoid: divided by their sum), sums over counted tokens, T of them in the step:
 
-    load balance   aux_loss / T * sum p_i f_i     f_i: E / top_k times the share of the choices of expert i
+    load balance   weight / T * sum p_i f_i     f_i: E / top_k times the share of the choices of expert i
     z              z_loss / T * sum logsumexp(logits)^2     (arXiv 2202.08906)
 
-f is a constant for the gradient. model.aux_kind says over what it is taken:
+f is a constant for the gradient. `aux.over` says over what it is taken:
 
     sequence   the token's own sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20)
     global     the global batch (arXiv 2501.11873). Its counts are known only after the step's last forward,
@@ -17,7 +17,7 @@ f is a constant for the gradient. model.aux_kind says over what it is taken:
     micro      the microbatch, as in Switch Transformer and Hugging Face. It depends on how tokens are
                grouped, so scripts.verify refuses it
 
-A balanced layer adds aux_loss to the loss, whatever E and top_k. (Hugging Face's Mixtral: top_k times that,
+A balanced layer adds aux.weight to the loss, whatever E and top_k. (Hugging Face's Mixtral: top_k times that,
 over all layers at once.) Their gradients are added where those of the scores are computed
 (kernels/router.py), each on the stage that has the layer, and they are reported separately.
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, ModelConfig
+from config import Config, ExpertsConfig, mixture
 from kernels.cross_entropy import IGNORE_INDEX
 from kernels.grad import accumulation_dtype
 from kernels.router import (
@@ -53,22 +53,16 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
 
-def expert_count(model: ModelConfig) -> int:
-    """Number of routed experts of a mixture layer. Raises ConfigError for a dense model."""
-    if model.experts is None:
-        raise ConfigError("model.experts: none, and a mixture layer has some; give their number")
-    return model.experts
-
-
-def routing_rule(model: ModelConfig) -> RoutingRule:
-    """How the model's routers choose."""
+def routing_rule(experts: ExpertsConfig) -> RoutingRule:
+    """How the routers of these experts choose."""
+    router = experts.router
     return RoutingRule(
-        model.top_k,
-        sigmoid=model.router == "sigmoid",
-        groups=model.router_groups,
-        top_groups=model.router_group_top_k,
-        renorm=model.router_renorm,
-        scale=model.router_scale,
+        experts.top_k,
+        sigmoid=router.scores == "sigmoid",
+        groups=router.groups,
+        top_groups=router.group_top_k,
+        renorm=router.renorm,
+        scale=router.scale,
     )
 
 
@@ -77,7 +71,7 @@ class RouterInputs:
     """What a router needs in training.
 
     counted [b, s/cp/tp]: is the target of each of this rank's tokens counted? scale: 1 / the global number of
-    counted tokens, times the loss scale. jitter_rng: None without model.jitter.
+    counted tokens, times the loss scale. jitter_rng: None without jitter.
     """
     counted: Tensor
     scale: Tensor | float
@@ -87,7 +81,7 @@ class RouterInputs:
 def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor | float,
                   dropout_rng: DropoutRng | None) -> RouterInputs:
     """targets [b, s/cp]. dropout_rng: of this rank's tokens, which are divided over tp under sp."""
-    jitter_rng = dropout_rng if cfg.model.jitter else None
+    jitter_rng = dropout_rng if mixture(cfg.model).router.jitter else None
     if jitter_rng is not None and not cfg.parallel.sp:
         positions = local_chunk(jitter_rng.positions[None], mesh.tp)[0]
         jitter_rng = replace(jitter_rng, positions=positions)
@@ -97,37 +91,39 @@ def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor |
 class Router(nn.Module):
     """x [b, s/cp/tp, d] -> the experts of these tokens, and the weights of these, in fp32 or better.
 
-    Beside its weight, and the bias of its logits that it learns with model.router_logit_bias, it keeps in
-    fp64:
+    Beside its weight, and the bias of its logits that it learns with logit_bias, it keeps in fp64:
 
         bias [E]                        added to the scores for the choice alone (arXiv 2408.15664)
-        load [E]                        f of the step before, for model.aux_kind global
+        load [E]                        f of the step before, for aux.over global
         stats [E + len(ROUTER_STATS)]   this rank's statistics of the step so far
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
-        model = cfg.model
-        self.model = model
+        experts = cfg.model.mlp
+        router = experts.router
+        self.router = router
+        self.top_k = experts.top_k
+        self.capacity = experts.capacity
         self.layer = layer
         self.mesh = mesh
         self.key = f"layers.{layer}.mlp.router"
-        self.num_experts = expert_count(model)
-        self.rule = routing_rule(model)
+        self.num_experts = experts.experts
+        self.rule = routing_rule(experts)
 
         # every tp rank routes its own tokens, with and without sp
-        box = Box.whole(f"{self.key}.weight", (self.num_experts, model.hidden))
-        spec = ParameterSpec((box,), "router", model.init_std, partial_over=("tp",))
+        box = Box.whole(f"{self.key}.weight", (self.num_experts, cfg.model.hidden))
+        spec = ParameterSpec((box,), "router", cfg.model.init_std, partial_over=("tp",))
         self.weight = parameter(spec)
         self.logit_bias: ShardedParameter | None = None
-        if model.router_logit_bias:
+        if router.logit_bias:
             key = f"{self.key}.logit_bias"
             self.logit_bias = replicated_vector(key, self.num_experts, "bias", is_partial=True)
         self.bias: Tensor | None = None
-        if model.router_bias:
+        if router.bias_rate is not None:
             self.bias = torch.zeros(self.num_experts, dtype=torch.float64)
         self.load: Tensor | None = None
-        if model.aux_kind == "global":
+        if router.aux and router.aux.over == "global":
             self.load = torch.ones(self.num_experts, dtype=torch.float64)
         self.stats = torch.zeros(self.num_experts + len(ROUTER_STATS), dtype=torch.float64)
 
@@ -139,7 +135,7 @@ class Router(nn.Module):
         """
         if router_inputs is not None and router_inputs.jitter_rng is not None:
             x = x.to(accumulation_dtype(x.dtype))
-            jitter = self.model.jitter
+            jitter = self.router.jitter
             factors = router_inputs.jitter_rng.uniform(-1 - self.layer, x.shape[-1], jitter, x.dtype)
             x = x * factors
 
@@ -158,7 +154,7 @@ class Router(nn.Module):
         index = choice.index
 
         # what finds no place at its expert is dropped
-        if self.model.capacity is not None:
+        if self.capacity is not None:
             is_kept = self.apply_capacity(index, probs.detach())
             is_dropped = ~is_kept & router_inputs.counted[..., None]
             stats[self.num_experts + ROUTER_STATS.index("dropped")] = is_dropped.sum()
@@ -171,27 +167,27 @@ class Router(nn.Module):
     @torch.no_grad()
     def losses(self, sums: RouterSums, router_inputs: RouterInputs) -> tuple[RouterLosses, Tensor]:
         """What the router adds to the loss on this rank, and its stats [E + len(ROUTER_STATS)]."""
-        model = self.model
+        aux_weight = self.router.aux.weight if self.router.aux else 0.0
+        z_loss = self.router.z_loss
         scale = router_inputs.scale
         if not isinstance(scale, Tensor):  # filled on the device: a copy would stop the host
             scale = sums.shares.new_full((), scale)
 
         load: Tensor | None = None
         counts: Tensor | None = None
-        if model.aux_loss and self.load is not None:
+        if aux_weight and self.load is not None:
             load = self.load.to(sums.shares.dtype)[None]
-        elif model.aux_loss:
+        elif aux_weight:
             counts = self.balanced_counts(sums.counts)
         stats, load = router_statistics(
             sums,
             scale,
-            aux_loss=model.aux_loss,
-            z_loss=model.z_loss,
+            aux_loss=aux_weight,
+            z_loss=z_loss,
             load=load,
             counts=counts,
         )
-        losses = RouterLosses(
-            router_inputs.counted, scale, load, aux_loss=model.aux_loss, z_loss=model.z_loss)
+        losses = RouterLosses(router_inputs.counted, scale, load, aux_loss=aux_weight, z_loss=z_loss)
         return losses, stats
 
     def balanced_counts(self, counts: Tensor) -> Tensor:
@@ -199,7 +195,7 @@ class Router(nn.Module):
 
         One all-reduce over tp x cp.
         """
-        if self.model.aux_kind != "sequence":
+        if self.router.aux.over != "sequence":
             counts = counts.sum(0, keepdim=True)
         elif self.mesh.tp_cp.size > 1:
             counts = counts.clone()  # the sum over ranks is in place
@@ -208,17 +204,14 @@ class Router(nn.Module):
     # ---- capacity (GShard, arXiv 2006.16668, section 2.2) --------------------------------------------------
 
     def expert_capacity(self, seq_len: int) -> int:
-        """How many tokens of a sequence an expert takes. Raises ConfigError without model.capacity."""
-        model = self.model
-        if model.capacity is None:
-            raise ConfigError("model.capacity: none, and an expert then takes any number of tokens")
-        return math.ceil(model.capacity * seq_len * model.top_k / self.num_experts)
+        """How many tokens of a sequence an expert takes, where there is a capacity."""
+        return math.ceil(self.capacity.factor * seq_len * self.top_k / self.num_experts)
 
     @torch.no_grad()
     def apply_capacity(self, index: Tensor, probs: Tensor) -> Tensor:
         """index, probs [b, s, k] -> bool [b, s, k]: for which choices their experts have capacity.
 
-        The choices of the full sequence compete: by position, or with model.drop probability by probs.
+        The choices of the full sequence compete: by position, or with capacity.drop probability by probs.
         """
         tp, cp = self.mesh.tp, self.mesh.cp
         k = index.shape[-1]
@@ -236,7 +229,7 @@ class Router(nn.Module):
         # the order in which choices are admitted, and the position of each among those of its expert
         order = torch.arange(index.shape[1], device=index.device)
         order = order.expand(index.shape)
-        if self.model.drop == "probability":
+        if self.capacity.drop == "probability":
             order = probs.argsort(dim=1, descending=True, stable=True)
         experts = torch.arange(self.num_experts, device=index.device)
         is_for_expert = (index.gather(1, order)[..., None] == experts).long()  # [b, s k, E]
@@ -263,12 +256,12 @@ class Router(nn.Module):
     def balance(self, counts: Tensor, is_good: Tensor) -> None:
         """After a step. counts [E]: the tokens of each expert in the global batch.
 
-        The bias of an expert with more than the mean falls by router_bias_rate, that of one with fewer rises
+        The bias of an expert with more than the mean falls by bias_rate, that of one with fewer rises
         (arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). is_good: a bool scalar;
         where it is False nothing changes.
         """
         if self.bias is not None:
-            change = self.model.router_bias_rate * torch.sign(counts.mean() - counts)
+            change = self.router.bias_rate * torch.sign(counts.mean() - counts)
             self.bias += torch.where(is_good, change, 0.0)
         if self.load is not None:
             load = counts * (self.num_experts / counts.sum().clamp(min=1))

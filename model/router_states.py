@@ -6,8 +6,8 @@ choices, which are summed over all ranks after the optimizer (one all-reduce per
 import torch
 from torch import Tensor
 
-from config import Config, has_experts, modules_ahead
-from model.router import ROUTER_STATS, Router, expert_count
+from config import Config, has_experts, mixture, modules_ahead
+from model.router import ROUTER_STATS, Router
 from model.transformer import PipelineStage
 from parallel.sharding.boxes import Box
 from parallel.topology.mesh import Mesh
@@ -48,7 +48,7 @@ class RouterStates:
         """
         if not self.layers:
             return
-        num_experts = expert_count(self.model)
+        num_experts = mixture(self.model).experts
 
         # the statistics of all layers, in one exchange
         shape = (len(self.layers), num_experts + len(ROUTER_STATS))

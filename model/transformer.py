@@ -3,7 +3,7 @@ end."""
 import torch
 from torch import Tensor, nn
 
-from config import Config
+from config import Config, mixture
 from model.block import TransformerBlock
 from model.context import ForwardContext, GenerationCache, LossInputs, forward_context
 from model.embedding import Embedding
@@ -96,10 +96,11 @@ class PipelineStage(nn.Module):
     def training_context(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
         """The context of a forward with dropout and router losses."""
         cfg = self.cfg
-        is_random = cfg.model.dropout or cfg.model.jitter
+        experts = mixture(cfg.model)
+        is_random = cfg.model.dropout or (experts and experts.router.jitter)
         rng = self.dropout_rng(microbatch) if is_random else None
         router_inputs = None
-        if cfg.model.experts:
+        if experts is not None:
             router_inputs = make_router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)
         return forward_context(
             cfg,

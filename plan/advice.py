@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from config import Config, ConfigError, phases_of
+from config import Config, ConfigError, mixture, phases_of
 from config.tree import with_values
 from config.values import Values
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
@@ -87,7 +87,7 @@ def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
         if parallel.zero < zero:
             yield {"parallel.zero": zero}
     for axis in ("pp", "cp", "ep"):
-        if axis != "ep" or cfg.model.experts is not None:
+        if axis != "ep" or mixture(cfg.model) is not None:
             yield {f"parallel.{axis}": 2 * getattr(parallel, axis)}
     if is_same_everywhere and parallel.recompute != "full":
         yield {"parallel.recompute": "full"}

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from config import Config, has_experts, modules_ahead
+from config import Config, has_experts, mixture, modules_ahead
 from model.precision import accumulation_bytes, compute_bytes
 from model.router import ROUTER_STATS
 from parallel.pipeline.schedule import Op, StagePlacement
@@ -124,17 +124,18 @@ def add_scalars(ledger: StepLedger) -> None:
     groups = ["dp_cp", "pp", "model_parallel"]  # the loss over the first two; the norm
     if cfg.parallel.zero:
         groups.append("fsdp")
-    if model.experts:
+    experts = mixture(model)
+    if experts:
         groups.append("expert_model_parallel")
         if cfg.parallel.zero:
             groups.append("expert_fsdp")
     for group in groups:
         ledger.add(group, "all_reduce", ledger.grad_bytes)
 
-    if model.experts:
+    if experts:
         layers = range(model.layers + modules_ahead(model))
         mixtures = sum(has_experts(model, layer) for layer in layers)
-        statistics = mixtures * (model.experts + len(ROUTER_STATS))
+        statistics = mixtures * (experts.experts + len(ROUTER_STATS))
         ledger.add("world", "all_reduce", statistics * COUNTER_BYTES)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from config import CONFIG_FOLDER, OPTIMIZERS, Config, ConfigError, read_yaml
+from config import CONFIG_FOLDER, OPTIMIZERS, Config, ConfigError, mixture, read_yaml
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import make_schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
@@ -192,8 +192,9 @@ class Links(NamedTuple):
 
 
 def links_of(job: Job, cluster: Cluster, efficiency: Efficiency) -> Links:
-    is_relayed = efficiency.relayed and job.cfg.model.experts
-    return Links(job.layout, cluster, efficiency, copies=job.cfg.model.top_k if is_relayed else 1)
+    experts = mixture(job.cfg.model)
+    copies = experts.top_k if experts and efficiency.relayed else 1
+    return Links(job.layout, cluster, efficiency, copies=copies)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from config import Config, ModelConfig
+from config import Config, ModelConfig, mixture
 from config.terminal import table_lines
 from model.describe import describe_model
 from model.flops import flops_of_parts
@@ -31,7 +31,8 @@ def parameters(model: ModelConfig) -> Mapping[str, int]:
     main = replace(model, mtp=None)
     total = count_elements(main)
     experts = count_elements(main, lambda spec: spec.is_expert)
-    used_experts = experts * model.top_k // model.experts if model.experts else 0
+    mlp = mixture(model)
+    used_experts = experts * mlp.top_k // mlp.experts if mlp else 0
     return {
         "total": total,
         "active": total - experts + used_experts,
@@ -79,6 +80,7 @@ def table(configs: Mapping[str, Config], width: int | None = None) -> str:
     for name, cfg in configs.items():
         model = cfg.model
         counted = parameters(model)
+        experts = mixture(model)
         rows.append({
             "recipe": name,
             "params": size_text(counted["total"]),
@@ -86,7 +88,7 @@ def table(configs: Mapping[str, Config], width: int | None = None) -> str:
             "layers": str(model.layers),
             "width": str(model.hidden),
             "heads/kv": heads_text(model),
-            "experts": f"{model.experts}:{model.top_k}" if model.experts else "-",
+            "experts": f"{experts.experts}:{experts.top_k}" if experts else "-",
             "vocab": str(model.vocab or "data"),
             "context": str(model.context),
         })

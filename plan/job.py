@@ -2,7 +2,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from config import Config, ConfigError, config_of_stage
+from config import Config, ConfigError, config_of_stage, mixture
 from model.describe import PartDescription, describe_stage
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
@@ -71,12 +71,13 @@ def sharding_axes(expert: bool) -> tuple[str, ...]:
 
 def check_routing(cfg: Config) -> None:
     """Raises ConfigError where no plan can assume what routers decide."""
-    model = cfg.model
-    if model.experts and model.capacity is not None and model.capacity < 1 and not model.pad:
+    experts = mixture(cfg.model)
+    capacity = experts.capacity if experts else None
+    if capacity is not None and capacity.factor < 1 and not capacity.pad:
         raise ConfigError(
-            f"model.capacity: {model.capacity} is below 1, and experts drop tokens even of equal shares, "
-            "which a plan assumes; set model.pad true, under which the number of rows is known, or "
-            "take 1 or more"
+            f"model.mlp.capacity.factor: {capacity.factor} is below 1, and experts drop tokens even of equal "
+            "shares, which a plan assumes; set model.mlp.capacity.pad true, under which the number of rows "
+            "is known, or take 1 or more"
         )
 
 

@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
 import config
-from config import Config
+from config import Config, mixture
 from config.tree import with_values
 from plan.cost import Cluster, Efficiency, cluster, forecast
 from plan.count import parameters
@@ -162,8 +162,8 @@ def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
         groups[f"{row.of}, {row.use}"].append(row)
     judged = [row for row in every if row.use == "judge"]
     groups["all, fit"] = [row for row in every if row.use == "fit"]
-    groups["dense, judge"] = [row for row in judged if not row.job.cfg.model.experts]
-    groups["mixtures, judge"] = [row for row in judged if row.job.cfg.model.experts]
+    groups["dense, judge"] = [row for row in judged if not mixture(row.job.cfg.model)]
+    groups["mixtures, judge"] = [row for row in judged if mixture(row.job.cfg.model)]
     groups["all, judge"] = judged
     return {what: members for what, members in groups.items() if members}
 
@@ -210,7 +210,7 @@ def fit(rows: list[Measured]) -> Efficiency:
     Least squares of the logarithms of forecast / measured.
     """
     start = replace(SHARED, relayed=rows[0].of in RELAYED)
-    has_experts = any(row.job.cfg.model.experts for row in rows)
+    has_experts = any(mixture(row.job.cfg.model) for row in rows)
     has_fp8 = any(row.job.cfg.train.dtype == "fp8" for row in rows)
     names = [name for name in BOUNDS if (name, False) not in (("route", has_experts), ("gemm8", has_fp8))]
     names += ADDED

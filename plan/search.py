@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from config import Config, ConfigError, divisors
+from config import Config, ConfigError, divisors, mixture
 from config.axes import axis_degrees, ranks_of_layout, ranks_of_microbatch
 from config.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
 from config.tree import with_values
@@ -122,7 +122,8 @@ def compute_axes(cfg: Config, world: int, cluster: Cluster) -> Axes:
     model, seq_len = cfg.model, cfg.train.seq_len
     degrees = divisors(world)
     most_cp = max(1, seq_len // TOKENS_OF_CP_RANK)
-    ep = [degree for degree in divisors(model.experts) if world % degree == 0] if model.experts else [1]
+    experts = mixture(model)
+    ep = [degree for degree in divisors(experts.experts) if world % degree == 0] if experts else [1]
     return {
         "parallel.tp": tuple(degree for degree in degrees if degree <= cluster.node),
         "parallel.cp": tuple(degree for degree in degrees if degree <= most_cp),

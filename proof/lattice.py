@@ -18,7 +18,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import OPTIMIZERS, Config, ConfigError, MupConfig, phases_of
+from config import (
+    OPTIMIZERS,
+    CapacityConfig,
+    Config,
+    ConfigError,
+    MupConfig,
+    has_experts,
+    mixture,
+    phases_of,
+)
 from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
@@ -74,7 +83,9 @@ BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "ph
 EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     # of full rank, which loses nothing
     ("reduce", "powersgd"): {"reduce": "collective", "compress": "powersgd", "powersgd_rank": 1 << 20},
-    ("capacity", "padded"): {"capacity": 1.0, "pad": True},
+    ("capacity", None): {"model.mlp.capacity": None},
+    ("capacity", 1.0): {"model.mlp.capacity": CapacityConfig(factor=1.0)},
+    ("capacity", "padded"): {"model.mlp.capacity": CapacityConfig(factor=1.0, pad=True)},
     # states in bf16, arithmetic in fp64: the rounding depends on names and element indices only
     **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
     ("mup", MUP_BASE): {"mup": MupConfig(base=MUP_BASE, head_dim=2)},
@@ -165,8 +176,6 @@ PHASES = ("train.phases",)  # of the word "phases": made for each cell
 SECTION = {
     "layers": "model",
     "context": "model",
-    "capacity": "model",
-    "pad": "model",
     "mup": "model",
     "vocab_multiple": "model",
     "micro_batch": "train",
@@ -326,7 +335,8 @@ class Lattice:
         experts.
         """
         model = self.cfg.model
-        return 2 if values["fp8"] or model.first_dense or model.moe_every > 1 else 1
+        has_both = len({has_experts(model, layer) for layer in range(model.layers)}) > 1
+        return 2 if values["fp8"] or has_both else 1
 
     def _global_batch(self, values: Values) -> int:
         """Sequences of a step: enough for the warm-up and the steady state of the schedule."""
@@ -358,7 +368,7 @@ class Lattice:
     def is_legal(self, values: Values) -> bool:
         """Whether the cell can be proved: it repeats no other one, and train.py runs it."""
         needs_experts = values["capacity"] is not None or values["ep_chunks"] > 1
-        if idle(values, self.world) or (needs_experts and self.cfg.model.experts is None):
+        if idle(values, self.world) or (needs_experts and not has_path(self.cfg, "model.mlp.capacity")):
             return False  # these are quick to ask
         bundles = [values[switch] for switch in BUNDLE_SWITCHES if values[switch]]
         if any(self.kept.issuperset(BUNDLES.get(word, PHASES)) for word in bundles):
@@ -383,10 +393,12 @@ def check_provable(cfg: Config) -> None:
         raise ConfigError("data.tokenizer: bytes has neither sentinels nor a start token")
     if cfg.checkpoint.branch and any(0 < phase.steps_before <= TRUNK_STEPS for phase in phases_of(cfg).all):
         raise ConfigError("train.phases: a phase begins where the branch does, or before")
-    if model.experts and model.aux_loss and model.aux_kind == "micro":
+    experts = mixture(model)
+    aux = experts.router.aux if experts else None
+    if aux and aux.weight and aux.over == "micro":
         raise ConfigError(
-            "model.aux_kind: micro balances the load of a micro-batch, which depends on train.micro_batch "
-            "and the layout; sequence and global do not"
+            "model.mlp.router.aux.over: micro balances the load of a micro-batch, which depends on "
+            "train.micro_batch and the layout; sequence and global do not"
         )
 
     parallel = cfg.parallel
@@ -430,7 +442,7 @@ def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:
     found = Lattice(cfg, world, layouts=[], refused={}, kept=frozenset(kept))
     divisors = tuple(degree for degree in range(1, world + 1) if world % degree == 0)
     degrees = dict.fromkeys(DEGREES, divisors)
-    if not cfg.model.experts:
+    if not mixture(cfg.model):
         degrees |= {axis.key: (1,) for axis in AXES if axis.of_experts}
 
     for values in combinations(degrees | LAYOUT):

@@ -23,12 +23,17 @@ import config
 from build import build_run
 from config import (
     AttentionConfig,
+    ChannelMixer,
     Config,
     ConfigError,
+    ExpertsConfig,
     LatentConfig,
     MupConfig,
+    has_experts,
     kv_heads,
+    mixture,
     with_fitting_longrope,
+    with_mlps,
     with_original_context,
 )
 from config.suggestions import check_rules
@@ -75,7 +80,8 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
     model = cfg.model
     num_heads = width // HEAD_DIM
     heads_a_group = min(model.mixer.heads // kv_heads(model), base // HEAD_DIM)
-    num_layers = max(LAYERS, model.first_dense + model.moe_every) if model.experts else LAYERS
+    mixtures = (layer + 1 for layer in range(model.layers) if has_experts(model, layer))
+    num_layers = max(LAYERS, next(mixtures, 0))
 
     def grown(size: int | None) -> int | None:
         return None if size is None else max(1, round(size * (width / model.hidden)))
@@ -98,21 +104,22 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
             kv_heads=None if mixer.kv_heads is None else num_heads // heads_a_group,
             head_dim=HEAD_DIM,
         )
+    def widened_mlp(mlp: ChannelMixer) -> ChannelMixer:
+        mlp = replace(mlp, width=grown(mlp.width))
+        if not isinstance(mlp, ExpertsConfig):
+            return mlp
+        return replace(mlp, router=replace(mlp.router, jitter=0.0), capacity=None)
+
     widened_model = with_fitting_longrope(replace(
-        model,
+        with_mlps(model, widened_mlp),
         hidden=width,
         mixer=with_original_context(mixer, SEQ_LEN),
-        mlp=replace(model.mlp, width=grown(model.mlp.width)),
-        moe_ffn=grown(model.moe_ffn),
         layers=num_layers,
         vocab=VOCAB,
         vocab_multiple=32,
         context=SEQ_LEN,
         dropout=0.0,
-        jitter=0.0,
         mtp=None,
-        capacity=None,
-        pad=False,
         mup=MupConfig(base=base) if mup else None,
     ))
     train = replace(
@@ -282,7 +289,7 @@ def check(
     if out is not None and out.suffix != ".png":
         raise ConfigError(f"--out: {out} must end in .png")
 
-    widths = MIXTURE_WIDTHS if cfg.model.experts else WIDTHS
+    widths = MIXTURE_WIDTHS if mixture(cfg.model) else WIDTHS
     cells = [widened(cfg, width, mup, widths[0]) for width in widths for mup in (False, True)]
     check_reached(overrides, cells, 1, "--coord")
     found = {"standard": rows(cfg, widths, False), "muP": rows(cfg, widths, True)}

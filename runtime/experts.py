@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from config import ModelConfig, has_experts, modules_ahead
+from config import ExpertsConfig, ModelConfig, has_experts, mixture, modules_ahead
 
 INK = "#333333"
 COLUMNS = 512  # time steps of the picture
@@ -22,7 +22,7 @@ MAX_LAYER_LABELS = 24
 
 # ---- the numbers of a step ---------------------------------------------------------------------------------
 
-def router_metrics(stats: np.ndarray, model: ModelConfig) -> dict[str, float | list[float | None] | None]:
+def router_metrics(stats: np.ndarray, experts: ExpertsConfig) -> dict[str, float | list[float | None] | None]:
     """The fields of one step in metrics.jsonl, from the statistics of all routers.
 
     stats [mixture layers, experts + 4]: choices of each expert (a token makes top_k of them), then choices
@@ -32,11 +32,11 @@ def router_metrics(stats: np.ndarray, model: ModelConfig) -> dict[str, float | l
     scores in nats per token. Over all layers: moe_dropped, the share of choices that were dropped, aux_loss
     and z_loss.
     """
-    counts = stats[:, :model.experts]
-    dropped, entropy, aux_loss, z_loss = stats[:, model.experts:].T
+    counts = stats[:, :experts.experts]
+    dropped, entropy, aux_loss, z_loss = stats[:, experts.experts:].T
     choices = np.maximum(counts.sum(1), 1.0)
-    load = counts.max(1) * model.experts / choices
-    token_entropy = entropy * model.top_k / choices
+    load = counts.max(1) * experts.experts / choices
+    token_entropy = entropy * experts.top_k / choices
     return {
         "moe_load": [finite_or_none(value) for value in load],
         "moe_entropy": [finite_or_none(value) for value in token_entropy],
@@ -106,9 +106,10 @@ class ExpertLoadMap:
     """
 
     def __init__(self, run_dir: Path, model: ModelConfig, start_step: int) -> None:
-        if model.experts is None:
-            raise ValueError("model.experts: none, and there is no load to draw")
-        self.experts = model.experts
+        experts = mixture(model)
+        if experts is None:
+            raise ValueError("model.mlp: no layer has experts, and there is no load to draw")
+        self.experts = experts.experts
         self.file = Path(run_dir) / "experts.npz"
         all_layers = range(model.layers + modules_ahead(model))
         self.layers = [layer for layer in all_layers if has_experts(model, layer)]

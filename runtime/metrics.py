@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Phase, Tree, phases_of
+from config import Config, ModelConfig, Phase, Tree, mixture, phases_of
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
 from config.phases import change_lines
 from config.tree import plain_data
@@ -201,7 +201,7 @@ class MetricsLogger:
         self.picture: LivePicture | None = None
 
         self.experts: ExpertLoadMap | None = None
-        if is_writer and cfg.model.experts:
+        if is_writer and mixture(cfg.model):
             self.experts = ExpertLoadMap(self.run_dir, cfg.model, self.start_step)
             if self.experts.trouble:
                 self.console.write(f"warning: {self.experts.trouble}")
@@ -432,8 +432,8 @@ class MetricsLogger:
             row |= self.smoothed_noise.update(noise_scale_parts, bool(is_good))
         if self.experts and pending.router_stats is not None:
             stats = pending.router_stats.cpu().numpy()
-            row |= router_metrics(stats, self.cfg.model)
-            self.experts.add(step, stats[:, :self.cfg.model.experts])
+            row |= router_metrics(stats, mixture(self.cfg.model))
+            self.experts.add(step, stats[:, :self.experts.experts])
         return row
 
     def utilization(self, flops: float) -> float | None:
@@ -777,8 +777,9 @@ def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
         f"d {model.hidden}",
         heads,
     ]
-    if model.experts:
-        parts.append(f"{model.experts} experts, {model.top_k} a token")
+    experts = mixture(model)
+    if experts:
+        parts.append(f"{experts.experts} experts, {experts.top_k} a token")
     parts.append(f"vocab {model.vocab or 0:,}")
     return " · ".join(parts)
 
@@ -791,7 +792,7 @@ def layout_text(cfg: Config, world: int) -> str:
     """dp counts the replicas of dp_rep, too."""
     parts = [f"world {world} = dp {data_parallel_size(cfg, world)}"]
     for axis in AXES:
-        is_in_model = cfg.model.experts or not axis.of_experts
+        is_in_model = mixture(cfg.model) or not axis.of_experts
         if is_in_model and axis.key != "dp_rep":
             parts.append(f"{axis.word} {getattr(cfg.parallel, axis.key)}")
     return " · ".join([*parts, cfg.train.dtype])

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import config
-from config import Config, ConfigError, usable_cores
+from config import Config, ConfigError, mixture, usable_cores
 from config.provenance import Provenance, describe, read_code, typed
 from runtime.faults import FaultInjector, parse
 from runtime.processes import catches, die_with_parent, process_seconds
@@ -109,9 +109,9 @@ def read_environment(cfg: Config) -> LaunchEnv:
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
     if cfg.log.tensorboard:
         check_tensorboard()
-    needs_hopper = cfg.train.cuda_graphs and cfg.model.experts is not None
+    needs_hopper = cfg.train.cuda_graphs and mixture(cfg.model) is not None
     if needs_hopper and torch.cuda.get_device_capability(device)[0] < 9:
-        raise ConfigError("train.cuda_graphs: with model.experts it needs Hopper or later, whose kernels "
+        raise ConfigError("train.cuda_graphs: with experts it needs Hopper or later, whose kernels "
                           "find the rows of experts without the host; leave it out")
     return LaunchEnv(
         rank=rank,

@@ -43,8 +43,8 @@ from torch import Tensor, nn
 import config
 from build import Fill, check_counts, check_size, model_in_parts, tokenizer_of_run, weights_of_rank
 from checkpoint import foreign, hf, hf_config, hf_ranks, hf_tokenizer, state, store
-from checkpoint.files import remove, storage_errors, sync_dir
 from checkpoint.families.table import FAMILIES
+from checkpoint.files import remove, storage_errors, sync_dir
 from checkpoint.hf_rules import spell_out
 from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
@@ -281,9 +281,7 @@ def with_all_values(model: ModelConfig) -> ModelConfig:
 
     Two configs of the same model become equal.
     """
-    defaults = ModelConfig()
-    training_only = {key: getattr(defaults, key) for key in config.TRAINING_ONLY_KEYS}
-    return replace(spell_out(model), preset="", **training_only)
+    return replace(spell_out(model), preset="")
 
 
 # ---- export ----------------------------------------------------------------------------------------------
@@ -742,7 +740,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
         # Llama 4 with images fails on text alone, and has a whole model of text inside
         text = getattr(model, "language_model", None)
         model = text if hasattr(text, "lm_head") else model
-        if ours.experts and hasattr(model, "set_experts_implementation"):
+        if config.mixture(ours) and hasattr(model, "set_experts_implementation"):
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
             model.set_experts_implementation("eager")
         model.eval()

@@ -22,7 +22,7 @@ from checkpoint import store
 FILE = pathlib.Path(__file__).with_name("golden.json")
 STEPS = 24
 RUN = (*MODEL, "--train.steps", str(STEPS), "--model.dropout", "0.1", "--checkpoint.every", "none")
-MIXTURE = ("--model.experts", "4", "--model.top_k", "2")
+MIXTURE = ("--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.top_k", "2")
 LAYOUTS = {  # name: (ranks, words)
     "one rank": (1, ()),
     "dp2 zero1 in bf16": (2, ("--parallel.zero", "1", "--train.dtype", "bf16")),

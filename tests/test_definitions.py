@@ -266,7 +266,7 @@ def test_every_tensor_starts_as_it_should(name):
         seen[first] = key
     parts = (
         {"attn.o", "down", "embed"}
-        | ({"router"} if cfg.model.experts else set())
+        | ({"router"} if config.mixture(cfg.model) else set())
         | ({"kv_a", "kv_b"} if cfg.model.mixer.kind == "latent" else set())
     )
     assert all(any(part in key for key in seen.values()) for part in parts)
@@ -380,7 +380,7 @@ def test_initial_weights_change_with_the_seed_and_with_nothing_else():
         ("--optim.name", "muon"),
         ("--log.noise_scale", "true"),
         ("--train.steps", "9"),
-        ("--model.aux_loss", "0.5"),
+        ("--model.mlp.router.aux.weight", "0.5"),
     ):
         same = whole(family("dots1-tiny", *args))
         assert same.keys() == base.keys() and all(torch.equal(base[key], same[key]) for key in base), args
@@ -508,11 +508,13 @@ def test_where_noise_is_in_a_run(home, prefix):
         prefix,
         "--model.dropout",
         "0.2",
-        "--model.jitter",
+        "--model.mlp.router.jitter",
         "0.1",
-        "--model.experts",
+        "--model.mlp",
+        "experts",
+        "--model.mlp.experts",
         "4",
-        "--model.moe_ffn",
+        "--model.mlp.width",
         "16",
         "--eval.sample",
         "4",

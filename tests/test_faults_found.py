@@ -143,7 +143,7 @@ def forge(checkpoint, change):
         {"mlp": {"width": 10**9}},
         {"vocab": 10**12},
         {"layers": 10**6},
-        {"experts": 10**6, "top_k": 2, "moe_ffn": 48},
+        {"mlp": {"kind": "experts", "experts": 10**6, "width": 48}},
     ],
 )
 def test_forged_sizes_are_refused_before_they_are_allocated(home, tmp_path, change):

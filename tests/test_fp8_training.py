@@ -111,15 +111,17 @@ def test_the_loss_follows_bf16(bf16, recipe):
 
 
 MIXTURE = (
-    "--model.experts",
+    "--model.mlp",
+    "experts",
+    "--model.mlp.experts",
     "4",
-    "--model.top_k",
+    "--model.mlp.top_k",
     "2",
-    "--model.moe_ffn",
+    "--model.mlp.width",
     "64",
-    "--model.shared_experts",
+    "--model.mlp.shared.experts",
     "1",
-    "--model.aux_loss",
+    "--model.mlp.router.aux.weight",
     "0.01",
 )
 

@@ -224,17 +224,19 @@ def test_cutting_a_sequence_does_not_wait():
         assert shard_batch(batch, Group("cp", (0, 1), 1)).tokens.shape == (2, 16)
 
 
-MIXTURE = ("--model.experts", "4", "--model.moe_ffn", "32", "--train.dtype", "bf16")
+EXPERTS = ("--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.width", "32")
+MIXTURE = (*EXPERTS, "--train.dtype", "bf16")
 
 
 @pytest.mark.parametrize("args", [
     "",
-    "--model.router sigmoid --model.shared_experts 1",
-    "--model.router_groups 2 --model.router_group_top_k 1",
+    "--model.mlp.router.scores sigmoid --model.mlp.shared.experts 1",
+    "--model.mlp.router.groups 2 --model.mlp.router.group_top_k 1",
     "--parallel.recompute full",
-    "--model.capacity 1.0 --model.pad true",
-    "--model.mlp.bias true --model.router_logit_bias true",
-    "--model.mlp.bias true --model.router_weighs input --model.capacity 1.0 --model.pad true",
+    "--model.mlp.capacity.factor 1.0 --model.mlp.capacity.pad true",
+    "--model.mlp.bias true --model.mlp.router.logit_bias true",
+    "--model.mlp.bias true --model.mlp.router.weighs input --model.mlp.capacity.factor 1.0 "
+    "--model.mlp.capacity.pad true",
 ])
 def test_a_mixture_on_one_rank_does_not_wait(monkeypatch, args):
     """Its grouped products read on the device how many rows each expert has."""
@@ -243,7 +245,7 @@ def test_a_mixture_on_one_rank_does_not_wait(monkeypatch, args):
     step_once(monkeypatch, *MIXTURE, *args.split())
 
 
-@pytest.mark.parametrize("args", ["--model.capacity 1.0", "reference"])
+@pytest.mark.parametrize("args", ["--model.mlp.capacity.factor 1.0", "reference"])
 def test_a_mixture_that_drops_or_has_no_kernels_reads_its_counts(monkeypatch, args):
     """Known, and why config/rules.py refuses train.cuda_graphs there."""
     if args == "reference":

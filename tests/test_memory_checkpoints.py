@@ -157,7 +157,8 @@ def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
 @pytest.mark.parametrize(
     "words",
     [
-        "--model.experts 4 --model.top_k 2 --model.router_bias true --parallel.ep 2 --train.ema 0.9",
+        "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 "
+        "--model.mlp.router.bias_rate 0.001 --parallel.ep 2 --train.ema 0.9",
         "--parallel.compress powersgd --train.dtype bf16",
     ],
     ids=["mixture", "powersgd"],
@@ -244,7 +245,8 @@ CHANGES = {  # of keys that change nothing of what a rank holds: (layout, both t
     "cp_kind": ("cp2", "", "", "--parallel.cp_kind ulysses"),
     "ep_chunks": (
         "dp2 zero1",
-        "--model.experts 4 --model.top_k 2 --model.router_bias true --parallel.ep 2",
+        "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 "
+        "--model.mlp.router.bias_rate 0.001 --parallel.ep 2",
         "",
         "--parallel.ep_chunks 2",
     ),
@@ -370,7 +372,7 @@ def flip_bit(path):
 # ---- another layout ----------------------------------------------------------------------------------------
 
 EXACT = ("--train.dtype", "fp64")
-MIXTURE = "--model.experts 4 --model.top_k 2 --model.router_bias true"
+MIXTURE = "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 --model.mlp.router.bias_rate 0.001"
 MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after, more words)
     "a node is lost": ("dp2 zero1", "alone", ""),
     "two of four ranks are lost": ("dp4 zero3", "dp2 zero1", "--train.ema 0.9"),

@@ -359,6 +359,12 @@ def bounded(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(logits / cap)
 
 
+def first_is_dense(before: Seen, after: Seen) -> bool:
+    """The first layer has an MLP in the place of its experts."""
+    gone = ("layers.0.mlp.router", "layers.0.mlp.experts")
+    return added(*(f"layers.0.{name}" for name in EVERY_LAYER), gone=gone)(before, after)
+
+
 def dropped(before: Seen, after: Seen) -> bool:
     """No expert takes more than its fair share of a sequence, 16 * 2 / 4 = 8; what is left out is told."""
     rows = [n for counts in after.rows for n in counts]
@@ -399,8 +405,14 @@ DELTA_SIZES = {"mixer.key_heads": 2, "mixer.key_dim": 6, "mixer.v_dim": 8}
 MAMBA = {"mixer.kind": "mamba", "mixer.heads": 4, "mixer.dim": 8, "mixer.state": 6}
 DELTA = {"mixer.kind": "delta", "mixer.heads": 4, **DELTA_SIZES}
 LEARNED = {"positions": "learned", "mixer.rope": None}
-MIXTURE = {"experts": 4, "top_k": 2, "moe_ffn": 16}
-FULL = {**MIXTURE, "capacity": 1.0}
+MIXTURE = {"mlp.kind": "experts", "mlp.experts": 4, "mlp.top_k": 2, "mlp.width": 16}
+SHARED = {**MIXTURE, "mlp.shared.experts": 1}
+UNBALANCED = {**MIXTURE, "mlp.router.aux.weight": 0.0}
+BALANCED = {**MIXTURE, "mlp.router.aux.weight": 0.1}
+FULL = {**MIXTURE, "mlp.capacity.factor": 1.0}
+WITH_DENSE = {
+    **MIXTURE, "blocks": {"dense": {"mlp": {"kind": "mlp", "width": 88}}}, "pattern": "block, block",
+}
 TRAINED = {"loss", "gradients"}
 FIRST_LOCAL = {"blocks": {"local": {"mixer.window": 4}}, "pattern": "local, block..."}
 EVERY_LAYER = ("mlp.gate", "mlp.up", "mlp.down")
@@ -491,9 +503,9 @@ CASES = [
         {"mixer.qk_norm": "after_rope"},
     ),
     Case("mixer.qk_norm", "after_rope", VALUES, base={"mixer.qk_norm": "head"}),
-    Case("mixer.gate", "channel", NEW, added("attn.gate.weight")),
-    Case("mixer.gate", "head", NEW, shaped(attn_to_gate=(4, 32)), {"mixer.gate": "channel"}),
-    Case("mixer.gate_by", "softplus", VALUES, base={"mixer.gate": "channel"}),
+    Case("mixer.gate", {"kind": "channel"}, NEW, added("attn.gate.weight")),
+    Case("mixer.gate.kind", "head", NEW, shaped(attn_to_gate=(4, 32)), {"mixer.gate.kind": "channel"}),
+    Case("mixer.gate.by", "softplus", VALUES, base={"mixer.gate.kind": "channel"}),
     Case("mixer.growth", {"every": 4}, VALUES),
     Case("mixer.growth.rate", 0.5, VALUES, base=GROWTH, also=EVERY_FOUR),
     Case("mixer.growth.every", 8, VALUES, base=GROWTH),
@@ -598,70 +610,55 @@ CASES = [
     Case("mixer.kernel", "reference", {"kernels"}, only("reference")),
     Case("mixer.kernel", "sdpa", {"kernels"}, only("sdpa")),
     Case(
+        "mlp.kind",
         "experts",
-        4,
         {*NEW, *ROUTED},
-        added("mlp.router.weight", *(f"mlp.experts.{e}." for e in range(4)), gone=EVERY_LAYER),
+        added("mlp.router.weight", *(f"mlp.experts.{e}." for e in range(8)), gone=EVERY_LAYER),
     ),
-    Case("top_k", 1, {*VALUES, *ROUTED}, fewer_choices, MIXTURE),
     Case(
-        "moe_ffn",
+        "mlp.experts",
+        2,
+        {*NEW, *ROUTED},
+        lambda before, after: not any(".mlp.experts.2." in name for name in after.shapes),
+        MIXTURE,
+    ),
+    Case("mlp.top_k", 1, {*VALUES, *ROUTED}, fewer_choices, MIXTURE),
+    Case(
+        "mlp.width",
         24,
         {*NEW, *ROUTED},
         lambda before, after: after.shapes["layers.1.mlp.experts.3.down.weight"] == (32, 24),
         MIXTURE,
     ),
     Case(
-        "shared_experts",
-        2,
+        "mlp.shared",
+        {"experts": 2},
         {*NEW, *ROUTED},
         added("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
         MIXTURE,
     ),
     Case(
-        "shared_gate",
-        True,
-        {*NEW, *ROUTED},
-        added("mlp.shared_gate.weight"),
-        {**MIXTURE, "shared_experts": 1},
-    ),
-    Case(
-        "first_dense",
-        1,
-        {*NEW, *ROUTED},
-        added(
-            "layers.0.mlp.gate",
-            "layers.0.mlp.up",
-            "layers.0.mlp.down",
-            gone=("layers.0.mlp.router", "layers.0.mlp.experts"),
-        ),
-        MIXTURE,
-    ),
-    Case(
-        "moe_every",
+        "mlp.shared.experts",
         2,
         {*NEW, *ROUTED},
-        added(
-            "layers.0.mlp.gate",
-            "layers.0.mlp.up",
-            "layers.0.mlp.down",
-            gone=("layers.0.mlp.router", "layers.0.mlp.experts"),
-        ),
-        MIXTURE,
+        lambda before, after: after.shapes["layers.1.mlp.shared.down.weight"] == (32, 32),
+        SHARED,
     ),
-    Case("router", "sigmoid", {*VALUES, *ROUTED}, base=MIXTURE),
-    Case("router_renorm", False, {*VALUES, *ROUTED}, base=MIXTURE),
-    Case("router_groups", 2, {*VALUES, *ROUTED}, one_group, MIXTURE),
+    Case("mlp.shared.gate", True, {*NEW, *ROUTED}, added("mlp.shared_gate.weight"), SHARED),
+    Case("pattern", "dense, block", {*NEW, *ROUTED}, first_is_dense, WITH_DENSE),
+    Case("mlp.router.scores", "sigmoid", {*VALUES, *ROUTED}, base=MIXTURE),
+    Case("mlp.router.renorm", False, {*VALUES, *ROUTED}, base=MIXTURE),
+    Case("mlp.router.groups", 2, {*VALUES, *ROUTED}, one_group, MIXTURE),
     Case(
-        "router_group_top_k",
+        "mlp.router.group_top_k",
         2,
         {*VALUES, *ROUTED},
         lambda before, after: one_group(after, before),
-        {**MIXTURE, "router_groups": 2},
+        {**MIXTURE, "mlp.router.groups": 2},
     ),
-    Case("router_scale", 2.5, {*VALUES, *ROUTED}, base=MIXTURE),
-    Case("router_weighs", "input", {*VALUES, *ROUTED}, base=MIXTURE),
-    Case("router_logit_bias", True, {*NEW, *ROUTED}, added("mlp.router.logit_bias"), MIXTURE),
+    Case("mlp.router.scale", 2.5, {*VALUES, *ROUTED}, base=MIXTURE),
+    Case("mlp.router.weighs", "input", {*VALUES, *ROUTED}, base=MIXTURE),
+    Case("mlp.router.logit_bias", True, {*NEW, *ROUTED}, added("mlp.router.logit_bias"), MIXTURE),
     Case(
         "mlp.bias",
         True,
@@ -669,16 +666,18 @@ CASES = [
         added(*(f"mlp.experts.{e}.{part}.bias" for e in range(4) for part in ("gate", "up", "down"))),
         MIXTURE,
     ),
-    Case("router_bias", True, {"router"}, bias_moved(1e-3), MIXTURE),
-    Case("router_bias_rate", 1e-2, {"router"}, bias_moved(1e-2), {**MIXTURE, "router_bias": True}),
-    Case("jitter", 0.1, {*TRAINED, *ROUTED}, base=MIXTURE),
-    Case("aux_loss", 0.1, {"gradients", "told"}, loss_told(6, 0.1, 0.9), MIXTURE),
-    Case("aux_kind", "global", {"gradients", "told", "router"}, base={**MIXTURE, "aux_loss": 0.1}),
-    Case("aux_kind", "micro", {"gradients", "told"}, base={**MIXTURE, "aux_loss": 0.1}),
-    Case("z_loss", 0.1, {"gradients", "told"}, loss_told(7, 0.1, 0.5), MIXTURE),
-    Case("capacity", 1.0, {*TRAINED, *ROUTED}, dropped, MIXTURE),
-    Case("drop", "position", {*TRAINED, *ROUTED}, dropped, FULL),
-    Case("pad", True, {"rows"}, filled_up, FULL),
+    Case("mlp.router.bias_rate", 1e-3, {"router"}, bias_moved(1e-3), MIXTURE),
+    Case("mlp.router.bias_rate", 1e-2, {"router"}, bias_moved(1e-2), {**MIXTURE, "mlp.router.bias_rate": 0}),
+    Case("mlp.router.jitter", 0.1, {*TRAINED, *ROUTED}, base=MIXTURE),
+    Case("mlp.router.aux", {"weight": 0.1}, {"gradients", "told"}, loss_told(6, 0.1, 0.9), MIXTURE),
+    Case("mlp.router.aux.weight", 0.1, {"gradients", "told"}, loss_told(6, 0.1, 0.9), UNBALANCED),
+    Case("mlp.router.aux.over", "global", {"gradients", "told", "router"}, base=BALANCED),
+    Case("mlp.router.aux.over", "micro", {"gradients", "told"}, base=BALANCED),
+    Case("mlp.router.z_loss", 0.1, {"gradients", "told"}, loss_told(7, 0.1, 0.5), MIXTURE),
+    Case("mlp.capacity", {"factor": 1.0}, {*TRAINED, *ROUTED}, dropped, MIXTURE),
+    Case("mlp.capacity.factor", 1.0, {*TRAINED, *ROUTED}, dropped, {**MIXTURE, "mlp.capacity.factor": 4.0}),
+    Case("mlp.capacity.drop", "position", {*TRAINED, *ROUTED}, dropped, FULL),
+    Case("mlp.capacity.pad", True, {"rows"}, filled_up, FULL),
 ]
 ELSEWHERE = {"preset": "below: it says where the others start from"}
 NEEDS_A_GPU = {("mixer.kernel", "flash"), ("mixer.kernel", "triton")}  # tests/kernels/test_attention.py
@@ -735,7 +734,7 @@ def test_it_does_what_it_says_and_nothing_else(seen, case):
 # must be refused there, or named as one without effect.
 OTHER_KINDS = {
     "latent attention": {**LATENT, "mixer.q_rank": 20},
-    "mixture": {**MIXTURE, "shared_experts": 1},
+    "mixture": SHARED,
     "learned positions": {
         **LEARNED,
         "norm.kind": "layernorm",
@@ -754,8 +753,6 @@ def test_it_acts_in_every_kind_of_model_or_is_refused(seen, case, kind):
     keyed = case.changed(base)
     if keyed == base:
         return  # it is what this kind is made of
-    if (kind, case.key) == ("mixture", "mlp.width"):
-        return  # every layer has experts: it is what an export gives as the width of dense layers
     try:
         before, after = seen(base), seen(keyed)
     except config.ConfigError:
@@ -777,7 +774,11 @@ def test_a_preset_is_what_models_yaml_has(name):
     entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
     model = config.from_tree({"model": {"preset": name}}).model
     has = {path: None if value == "none" else value for path, value in config.flatten_tree(entry).items()}
+    blocks = {path: has.pop(path) for path in list(has) if path.startswith("blocks.")}
     for path, value in leaves(model):
+        if path == "blocks":
+            assert all(value_at(model, each) == value for each, value in blocks.items())
+            continue
         part, _, key = path.rpartition(".")
         default = getattr(type(value_at(model, part) if part else model), key, None)
         assert value == {"preset": name, **has}.get(path, default), path

@@ -209,7 +209,7 @@ def test_an_evaluation_on_the_gpu_of_a_mac_has_no_fp64():
 @pytest.mark.parametrize("args, says", [
     ("--train.dtype fp64", "train.dtype=fp64 (but fp32, bf16 and fp16)"),
     ("--train.dtype fp8", "train.dtype=fp8"),
-    ("--model.experts 4", "model.experts"),
+    ("--model.mlp experts --model.mlp.experts 4", "model.mlp.kind experts"),
     ("--train.compile true", "train.compile"),
     ("--parallel.offload both", "parallel.offload=both"),
     ("--train.cuda_graphs true", "train.device=mps, which has no graphs"),

@@ -20,7 +20,7 @@ from config.schema import ParallelConfig
 from parallel.pipeline.schedule import COMPUTE_KINDS
 
 FOUR = ("--model.layers", "4", "--model.dropout", "0.1")
-EXPERTS = (*FOUR, "--model.moe_ffn", "16", "--model.experts", "4")
+EXPERTS = (*FOUR, "--model.mlp", "experts", "--model.mlp.width", "16", "--model.mlp.experts", "4")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -447,7 +447,7 @@ def test_the_rates_by_hand(tmp_path):
         ("llama3-tiny", {"zero": 1}, {}),
         ("llama3-tiny", {"tp": 2}, {"parallel.tp": 1, "parallel.cp": 2, "parallel.recompute": "full"}),
         ("llama3-tiny", {"pp": 2}, {"parallel.pp": 1, "parallel.zero": 3}),
-        ("mixtral-tiny", {"ep": 2}, {"model.aux_loss": 0.0, "parallel.ep": 1}),
+        ("mixtral-tiny", {"ep": 2}, {"model.mlp.router.aux.weight": 0.0, "parallel.ep": 1}),
     ],
     ids=["zero1", "tp2-cp2", "pp2-zero3", "moe"],
 )

@@ -16,7 +16,7 @@ from parallel.sharding.replicas import ReplicasDiffer
 from parallel.wire import comm
 from parallel.wire.checksum import checksum
 
-MOE = ("--model.experts", "4", "--model.top_k", "2")
+MOE = ("--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.top_k", "2")
 OUT = "layers.0.attn.o.weight"  # the output projection of the first block's attention
 FIRST_NORM = "layers.0.attn_norm.weight"
 
@@ -198,9 +198,12 @@ SOUND = [
     "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --parallel.tp 2 --model.hidden 64 "
     "--model.mlp.width 64",
     "--parallel.zero 1 --parallel.offload optimizer --train.dtype fp16 --parallel.tp 2",
-    "--model.experts 4 --model.top_k 2 --parallel.ep 2 --parallel.tp 2 --model.router_bias true",
-    "--model.experts 4 --model.top_k 2 --parallel.ep 2 --parallel.zero 1 --optim.name muon",
-    "--model.experts 4 --model.top_k 2 --parallel.dp_rep 2 --parallel.zero 3 --train.dtype bf16",
+    "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 --parallel.ep 2 --parallel.tp 2 "
+    "--model.mlp.router.bias_rate 0.001",
+    "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 --parallel.ep 2 --parallel.zero 1 "
+    "--optim.name muon",
+    "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 --parallel.dp_rep 2 "
+    "--parallel.zero 3 --train.dtype bf16",
     "--parallel.pp 2 --parallel.schedule zb-h1 --parallel.zero 2 --model.dropout 0.1",
     "--parallel.zero 1 --parallel.reduce ring --parallel.cp 2",
     "--parallel.zero 0 --parallel.reduce server",

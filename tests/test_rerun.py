@@ -24,7 +24,10 @@ STEPS = 4
 BAD = 3  # the step that is disturbed
 EVERY = ("--train.rerun_every", "1")
 SUSPECTS = ("--train.rerun_suspects", "true")
-MOE = "--model.experts 4 --model.top_k 2 --model.router_bias true --model.aux_loss 0.01"
+MOE = (
+    "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 --model.mlp.router.bias_rate 0.001 "
+    "--model.mlp.router.aux.weight 0.01"
+)
 LAYOUTS = {  # (ranks, words)
     "alone": (1, "--train.micro_batch 2"),
     "fp16": (1, "--train.dtype fp16"),
@@ -42,8 +45,9 @@ LAYOUTS = {  # (ranks, words)
     "cp2": (2, "--parallel.cp 2 --parallel.zero 1"),
     "pp2": (2, "--parallel.pp 2 --model.tied true"),
     "zb": (2, "--parallel.pp 2 --parallel.schedule zb-h1"),
-    "ep2": (2, f"{MOE} --model.aux_kind global --model.jitter 0.1 --parallel.ep 2 --parallel.zero 1"),
-    "drops": (2, f"{MOE} --model.capacity 1 --parallel.ep 2 --parallel.ep_chunks 2"),
+    "ep2": (2, f"{MOE} --model.mlp.router.aux.over global --model.mlp.router.jitter 0.1 --parallel.ep 2 "
+    f"--parallel.zero 1"),
+    "drops": (2, f"{MOE} --model.mlp.capacity.factor 1 --parallel.ep 2 --parallel.ep_chunks 2"),
 }
 CLEAN = ("tp2", "pp2", "dp2 zero1", "ep2")
 
@@ -123,7 +127,7 @@ def test_routers_count_each_token_once(tmp_path, prefix):
         if point == "run.built":
             made.append(shown["run"])
         if point == "step.end":
-            counts.append(made[0].routers.stats[:, :cfg.model.experts].sum(1).tolist())
+            counts.append(made[0].routers.stats[:, :cfg.model.mlp.experts].sum(1).tolist())
 
     assert trained(World(), cfg, str(tmp_path / "run"), watch) == 0
     assert counts == [[4 * 16 * 2] * 2] * 2  # two layers, two steps

@@ -12,7 +12,7 @@ MODEL = (
     "--model.layers", "2", "--model.hidden", "32", "--model.mixer.heads", "4", "--model.mixer.kv_heads", "2",
     "--model.mlp.width", "48", "--model.dropout", "0.1",
 )
-MIXTURE = ("--model.experts", "4", "--model.top_k", "2")
+MIXTURE = ("--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.top_k", "2")
 RUN = (
     "--train.steps", str(STEPS), "--train.seq_len", "16", "--train.micro_batch", "1",
     "--train.global_batch", "4", "--train.threads", "1", "--optim.warmup", "2",

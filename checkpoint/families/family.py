@@ -8,21 +8,21 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from checkpoint.hf_rules import NotedKeys, Rule, UnlikeFamily, read_rules, spell_out, write_rules
+from checkpoint.hf_rules import NotedKeys, Rule, UnlikeFamily, read_parts, spell_out, write_rules
 from config import (
-    TRAINING_ONLY_KEYS,
     ConfigError,
+    ExpertsConfig,
     MLPConfig,
     ModelConfig,
     Tree,
     layer_model,
     modules_ahead,
-    no_effect,
 )
+from config.flat import FLAT_NAMES, flat_model
 from config.tree import has_path, is_below, stated_leaves, value_at
 
 # Fields that change training or speed, and not the function of the weights.
-NOT_THE_MODEL = (*TRAINING_ONLY_KEYS, "mtp.weight", "preset", "mixer.kernel", "vocab_multiple", "dropout")
+NOT_THE_MODEL = ("mtp.weight", "preset", "mixer.kernel", "vocab_multiple", "dropout")
 # Keys of any config.json that change no logits: what it was made by, tokens, what a call returns, dropout,
 # losses of the training, and settings of generation, which older folders have here.
 NO_LOGITS = frozenset(
@@ -122,7 +122,7 @@ class Family:
     def read(self, hf_config: Tree) -> Tree:
         """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
         keys = NotedKeys({**self.defaults, **self.with_first_names(hf_config)})
-        values = read_rules(self.rules, keys)
+        values = read_parts(self.rules, keys)
         for key, value in hf_config.items():
             if value is not None and key not in keys.asked | set(self.aliases) and not changes_nothing(key):
                 raise UnlikeFamily(
@@ -151,11 +151,12 @@ class Family:
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """The fields of the model, out of all that it has, whose values have no form in this family."""
+        flat, lost = flat_model(model)
         explicit = spell_out(model)
         kinds = [rule for rule in self.rules if "mixer.kind" in rule.fields]
         found = [name for rule in kinds for name in rule.obstacles(explicit)]
         others = ["mixer"] if found else []  # parts of another kind, which have other fields
-        if not isinstance(model.mlp, MLPConfig):
+        if not isinstance(flat.mlp, MLPConfig):
             others.append("mlp")
             found.append("mlp.kind")
         covered: set[str] = set()
@@ -165,11 +166,16 @@ class Family:
                 continue
             found += rule.obstacles(explicit)
             covered.update(rule.fields)
-        found += [path for path in stated_leaves(model) if not is_below(path, covered)]
+        found += [path for path in stated_leaves(flat) if not is_below(path, covered)]
 
-        ignored = {*NOT_THE_MODEL, *FOLDED, *no_effect(model)}
-        named = dict.fromkeys(name if has_path(model, name) else kind_before(model, name) for name in found)
-        return [name for name in named if not is_below(name, ignored)]
+        ignored = {*NOT_THE_MODEL, *FOLDED}
+        if flat.experts is None:
+            ignored |= FLAT_NAMES.keys() - {"experts"}
+        in_blocks = flat.experts is not None and not isinstance(model.mlp, ExpertsConfig)
+        names = dict.fromkeys(FLAT_NAMES, "blocks") if in_blocks else FLAT_NAMES
+        ours = [names.get(name, name) for name in (*lost, *found) if not is_below(name, ignored)]
+        return list(dict.fromkeys(
+            name if has_path(model, name) else kind_before(model, name) for name in ours))
 
     def hf_name(self, key: str, model: ModelConfig) -> str:
         """Their name of our tensor `key`. Raises ConfigError if the family has no such tensor.

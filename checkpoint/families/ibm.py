@@ -101,7 +101,7 @@ GRANITEMOE = Family(
     tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | GRANITE_EXPERTS)
     | with_leaf("bias", QKV | OUTPUT),
     arrangements=dict.fromkeys(
-        with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.experts)
+        with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.mlp.experts)
     ),
 )
 
@@ -162,7 +162,7 @@ GRANITEMOE_SWA = Family(
     tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT) | with_leaf("bias", QKV | OUTPUT)
     | GRANITE_SINKS | GRANITE_SWA_EXPERTS,
     arrangements={
-        name: lambda model: Arrangement(leading=model.experts)
+        name: lambda model: Arrangement(leading=model.mlp.experts)
         for name in GRANITE_SWA_EXPERTS.values() if ".experts." in name
     },
 )
@@ -208,7 +208,7 @@ GRANITEMOEHYBRID = Family(
     of_mixers={"mamba": mamba_names("model.layers", "mamba", "input_layernorm")},
     arrangements={
         **dict.fromkeys(
-            with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.experts)
+            with_leaf("weight", GRANITE_STACKS).values(), lambda model: Arrangement(leading=model.mlp.experts)
         ),
         "model.layers.{layer}.mamba.conv1d.weight": lambda model: Arrangement(inner=True),
     },

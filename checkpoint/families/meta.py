@@ -114,7 +114,7 @@ LLAMA4_TEXT = Family(
     | with_leaf("bias", QKV | OUTPUT)
     | LLAMA4_STACKS,
     arrangements=dict.fromkeys(
-        LLAMA4_STACKS.values(), lambda model: Arrangement(transpose=True, leading=model.experts)
+        LLAMA4_STACKS.values(), lambda model: Arrangement(transpose=True, leading=model.mlp.experts)
     ),
 )
 

@@ -161,6 +161,6 @@ MISTRAL4 = Family(
     tensors=with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | SHARED_EXPERTS | ONE_ROUTER)
     | STACKED_EXPERTS,
     arrangements=dict.fromkeys(
-        STACKED_EXPERTS.values(), lambda model: Arrangement(leading=model.experts)
+        STACKED_EXPERTS.values(), lambda model: Arrangement(leading=model.mlp.experts)
     ),
 )

@@ -16,7 +16,7 @@ from checkpoint.hf_rules import (
     Idle,
     Only,
 )
-from config import ModelConfig, expert_ffn_size
+from config import ModelConfig
 
 SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")  # of GPT-2's other heads
 GPT2_OUTER = {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}
@@ -106,8 +106,8 @@ def gpt_oss_stack(name: str) -> ArrangementOf:
     is_matrix = not name.endswith("_bias")
 
     def arrangement(model: ModelConfig) -> Arrangement:
-        pairs = expert_ffn_size(model) if "gate_up" in name else 1
-        return Arrangement(groups=pairs, transpose=is_matrix, leading=model.experts)
+        pairs = model.mlp.width if "gate_up" in name else 1
+        return Arrangement(groups=pairs, transpose=is_matrix, leading=model.mlp.experts)
 
     return arrangement
 

@@ -275,7 +275,7 @@ LAGUNA = Family(
         NO_ATTENTION_BIAS,
         Fixed("mixer.qk_norm", "head"),
         GATING,
-        Fixed("mixer.gate_by", "softplus"),
+        Fixed("mixer.gate.by", "softplus"),
         *without_rope_share(DECODER),
         LAGUNA_LAYERS,
         NO_ATTENTION_DROPOUT,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import kernels.grad
-from config import Config, has_experts, modules_ahead
+from config import Config, has_experts, mixture, modules_ahead
 from model.block import BlockOutput
 from model.context import ForwardContext, LossInputs
 from model.describe import mesh_of_one_stage
@@ -186,7 +186,8 @@ def record_of(form: PartForm) -> PartRecord:
 
 def has_several_experts(cfg: Config, ep: int) -> bool:
     """Whether each of `ep` ranks has several experts in each chunk: one alone needs no order of its rows."""
-    experts, rest = divmod(cfg.model.experts or 0, ep)
+    mlp = mixture(cfg.model)
+    experts, rest = divmod(mlp.experts if mlp else 0, ep)
     return rest == 0 and experts >= 2 * cfg.parallel.ep_chunks
 
 

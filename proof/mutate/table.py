@@ -1056,8 +1056,8 @@ TABLE = (
     Mutation(
         what="the router's gradient is not summed over the tp ranks that routed other tokens",
         file="model/router.py",
-        old='"router", model.init_std, partial_over=("tp",))',
-        new='"router", model.init_std)',
+        old='"router", cfg.model.init_std, partial_over=("tp",))',
+        new='"router", cfg.model.init_std)',
         model="mixtral-tiny",
         world=2,
         layout="tp2 zero0 mb1",

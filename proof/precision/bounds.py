@@ -2,7 +2,7 @@
 import math
 import re
 
-from config import Config
+from config import Config, mixture
 from proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
 from proof.precision.paper import MUON_SLOPE
 
@@ -81,7 +81,7 @@ def with_rerouting(cfg: Config, error: float) -> float:
     difference of 0.56 error sigma: each layer reroutes a share `error` of the tokens, whose gradients are
     then off by their size.
     """
-    return error + math.sqrt(cfg.model.layers * error) if cfg.model.experts else error
+    return error + math.sqrt(cfg.model.layers * error) if mixture(cfg.model) else error
 
 
 def path_bound(cfg: Config, rho: float) -> float:

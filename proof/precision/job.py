@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import config
-from config import Config, ConfigError
+from config import ChannelMixer, Config, ConfigError, ExpertsConfig, NoPart
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from proof.verify.overrides import Overrides
@@ -43,7 +43,6 @@ SETTINGS = {
     "eval.sample": 0,
     "checkpoint.every": "none",
     "model.dropout": 0,
-    "model.jitter": 0,
     "parallel.bucket_mb": 0.06,
     "log.every": 1,
     "log.name": "run",
@@ -55,7 +54,7 @@ NEEDED = {
     "model.vocab": "--precision writes data with the ids of the byte tokenizer",
     "model.context": "--precision trains sequences of one length",
     "model.dropout": "the bounds of --precision hold without random masks",
-    "model.jitter": "the bounds of --precision hold without random masks",
+    "model.mlp.router.jitter": "the bounds of --precision hold without random masks",
 }
 
 MIXER_SIZES = {
@@ -88,6 +87,16 @@ def write_corpus(folder: Path) -> str:
     return str(folder / "text")
 
 
+def shrunk_mlp(mlp: ChannelMixer) -> ChannelMixer:
+    """An MLP, or experts without jitter, of the shrunk recipe."""
+    if isinstance(mlp, NoPart):
+        return mlp
+    if not isinstance(mlp, ExpertsConfig):
+        return replace(mlp, width=64)
+    router = replace(mlp.router, groups=1, group_top_k=1, jitter=0.0)
+    return replace(mlp, experts=4, top_k=min(mlp.top_k, 2), width=32, router=router)
+
+
 @functools.cache
 def precision_config(
     name: str, data: str, dtype: str, optimizer: str, *, overrides: Overrides = Overrides()
@@ -113,22 +122,13 @@ def precision_config(
 
     model = cfg.model
     shrunk = replace(
-        with_sizes(model, MIXER_SIZES, 64),
+        with_sizes(model, MIXER_SIZES, shrunk_mlp),
         layers=4,
         hidden=64,
         vocab=None,
         vocab_multiple=32,
         context=32,
     )
-    if model.experts:
-        shrunk = replace(
-            shrunk,
-            experts=4,
-            top_k=min(model.top_k, 2),
-            moe_ffn=32,
-            router_groups=1,
-            router_group_top_k=1,
-        )
     return overrides.apply(replace(cfg, model=shrunk))
 
 

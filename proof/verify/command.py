@@ -219,8 +219,11 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
 
 
 def pool_of(world: int, cfg: Config, overrides: Overrides) -> WorkerPool:
-    """The ranks of a proof. cfg: with the overrides, of which parallel.timeout_s is for them, too: where
-    other work leaves them little time, a cell takes longer than they wait without it."""
+    """The ranks of a proof. cfg: with the overrides.
+
+    parallel.timeout_s among these is for the ranks, too: on a busy machine a cell takes longer than their
+    usual limit.
+    """
     is_set = "parallel.timeout_s" in overrides.keys()
     return WorkerPool(world, cfg.parallel.timeout_s) if is_set else WorkerPool(world)
 

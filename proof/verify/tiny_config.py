@@ -1,6 +1,6 @@
 """What scripts.verify trains: a recipe shrunk to a tiny twin of itself, and the data that it reads."""
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +10,15 @@ import tokenizers
 import config
 from checkpoint.branch import NOT_INHERITED, branch_config
 from config import (
+    ChannelMixer,
     CheckpointConfig,
     Config,
-    MLPConfig,
+    ExpertsConfig,
     ModelConfig,
+    NoPart,
     RopeConfig,
     with_fitting_longrope,
+    with_mlps,
     with_original_context,
 )
 from config.model_parts import Mixer
@@ -93,20 +96,38 @@ ORIGINAL_CONTEXT = 16  # of scaled rotary positions
 GROWTH_EVERY = 5  # positions of growing scores that share a factor
 
 
-def with_sizes(model: ModelConfig, sizes: Mapping[str, int], width: int) -> ModelConfig:
+def with_sizes(
+    model: ModelConfig, sizes: Mapping[str, int], mlp: Callable[[ChannelMixer], ChannelMixer]
+) -> ModelConfig:
     """The model whose mixers, those of its kinds of blocks included, have these sizes in the place of those
-    that they state. width: of MLPs. A second window is half as long."""
+    that they state, and whose MLPs and experts are as `mlp` makes them. A second window is half as long."""
+    model = with_mlps(model, mlp)
     blocks = [
         replace(variant, changes=tuple(
-            (path, shrunk_value(path, value, sizes, width, model.mixer)) for path, value in variant.changes))
+            (path, shrunk_value(path, value, sizes, model.mixer)) for path, value in variant.changes))
         for variant in model.blocks
     ]
     return replace(
         model,
         mixer=shrunk_mixer(model.mixer, sizes),
-        mlp=replace(model.mlp, width=width) if isinstance(model.mlp, MLPConfig) else model.mlp,
         blocks=tuple(blocks),
     )
+
+
+def shrunk_mlp(mlp: ChannelMixer) -> ChannelMixer:
+    """An MLP or experts of the shrunk recipe, whose routers change more in a few steps."""
+    if isinstance(mlp, NoPart):
+        return mlp
+    if not isinstance(mlp, ExpertsConfig):
+        return replace(mlp, width=48)
+    router = replace(
+        mlp.router,
+        groups=min(mlp.router.groups, 4),
+        bias_rate=None if mlp.router.bias_rate is None else 0.01,
+        aux=mlp.router.aux and replace(mlp.router.aux, weight=10 * mlp.router.aux.weight),
+        jitter=0.05 if mlp.router.scores == "softmax" else 0.0,
+    )
+    return replace(mlp, experts=8, top_k=min(mlp.top_k, 3), width=16, router=router)
 
 
 def shrunk_mixer(mixer: Mixer, sizes: Mapping[str, int]) -> Mixer:
@@ -117,14 +138,10 @@ def shrunk_mixer(mixer: Mixer, sizes: Mapping[str, int]) -> Mixer:
     return with_original_context(replace(mixer, **stated), ORIGINAL_CONTEXT)
 
 
-def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], width: int, mixer: Mixer) -> Any:
+def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], mixer: Mixer) -> Any:
     """A value or part that a kind of block states."""
     if path == "mixer":
         return shrunk_mixer(value, sizes)
-    if path == "mlp":
-        return replace(value, width=width) if isinstance(value, MLPConfig) else value
-    if path == "mlp.width":
-        return width
     if path == "mixer.rope":
         return value and with_original_context(replace(mixer, rope=value), ORIGINAL_CONTEXT).rope
     if path == "mixer.rope.scaling":
@@ -149,24 +166,13 @@ def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -
 
     model = cfg.model
     shrunk = replace(
-        with_sizes(model, MIXER_SIZES, 48),
+        with_sizes(model, MIXER_SIZES, shrunk_mlp),
         layers=8,
         hidden=32,
         vocab=257,
         vocab_multiple=32,
         context=32,
     )
-    if model.experts:
-        shrunk = replace(
-            shrunk,
-            experts=8,
-            top_k=min(model.top_k, 3),
-            moe_ffn=16,
-            router_groups=min(model.router_groups, 4),
-            router_bias_rate=0.01,
-            aux_loss=10 * model.aux_loss,
-            jitter=0.05 if model.router == "softmax" else 0.0,
-        )
     return overrides.apply(replace(cfg, model=with_fitting_longrope(shrunk)))
 
 

@@ -1,13 +1,20 @@
-"""Models of the Hugging Face tests: with other keys, and compared key by key."""
+"""Models of the Hugging Face tests: with other keys, and compared key by key.
+
+Keys are those of ModelConfig, and FLAT ones too, by which the records of families say experts: `experts`,
+`first_dense` (config/flat.py). With one of these, `mlp` is that of the layers without experts.
+"""
 
 import math
 
 import config
 from checkpoint.families.family import FOLDED, NOT_THE_MODEL
-from checkpoint.hf_rules import spell_out
 from config import (
     AttentionConfig,
+    BalanceLossConfig,
+    CapacityConfig,
+    ChannelGate,
     DeltaConfig,
+    ExpertsConfig,
     GrowthConfig,
     KimiConfig,
     LatentConfig,
@@ -21,13 +28,24 @@ from config import (
     ModelConfig,
     MupConfig,
     RopeConfig,
+    RouterConfig,
+    SharedExpertsConfig,
     ShortConvConfig,
     YarnScaling,
+    head_dim,
+    kv_heads,
     layer_model,
+    value_dim,
 )
+from config.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, FlatModel, flat_model, from_flat
 from config.tree import every_path, has_path, is_below, leaves, plain_data
 
 PATHS = every_path(ModelConfig)
+FLAT = FLAT_NAMES | FLAT_TRAINING_NAMES
+# Of a mixture, what only its training reads.
+TRAINING = ("mlp.router.jitter", "mlp.router.aux", "mlp.router.z_loss", "mlp.capacity")
+EXPERTS = {"mlp": {"kind": "experts", "experts": 8, "top_k": 3, "width": 20, "activation": "swiglu"}}
+OF_EXPERTS = (ExpertsConfig, RouterConfig, SharedExpertsConfig, BalanceLossConfig, CapacityConfig)
 NO_KINDS = {"blocks": None, "pattern": None}
 LACKED = {  # what a model is given that lacks the part to which a key belongs
     AttentionConfig: {"mixer.kind": "attention"},
@@ -45,7 +63,11 @@ LACKED = {  # what a model is given that lacks the part to which a key belongs
     LinearScaling: {"mixer.rope.scaling": {"kind": "linear", "factor": 2.0}},
     LongRopeScaling: {"mixer.rope.scaling": {"kind": "longrope", "factor": 2.0, "short": [1], "long": [2]}},
     GrowthConfig: {"mixer.growth": {}},
+    ChannelGate: {"mixer": {"kind": "attention", "gate": {"kind": "channel"}}},
     MLPConfig: {"mlp": {"kind": "mlp"}},
+    SharedExpertsConfig: {"mlp.shared": {}},
+    BalanceLossConfig: {"mlp.router.aux": {"weight": 0.01}},
+    CapacityConfig: {"mlp.capacity": {"factor": 1.5}},
     LayerNormConfig: {"norm.kind": "layernorm"},
     MTPConfig: {"mtp": {}},
     MupConfig: {"mup.base": 8},
@@ -57,21 +79,50 @@ PATTERN = {"blocks": {"local": {"mixer.window": 5}}, "pattern": "(local, block).
 
 def changed(model, change):
     """The model with other values: {path: value}."""
+    if FLAT.keys() & change.keys():
+        return from_flat_keys(config.merge(plain_data(flat_model(model)[0]), change, FlatModel))
     return config.build_tree(ModelConfig, config.merge(plain_data(model), change, ModelConfig))
+
+
+def from_flat_keys(keys):
+    """The model of these keys, with flat ones among them."""
+    return config.build_tree(ModelConfig, from_flat(keys))
+
+
+def with_part(model, path):
+    """The model with the part to which a key belongs."""
+    owner, _ = PATHS[path]
+    if owner in OF_EXPERTS and not isinstance(model.mlp, ExpertsConfig):
+        model = changed(model, EXPERTS)
+    return model if has_path(model, path) else changed(model, LACKED[owner])
 
 
 def with_key(model, path, value):
     """The model with this value of a key; it gets the part to which the key belongs."""
     if path in ("blocks", "pattern"):
         return changed(model, {**PATTERN, path: value})
-    if not has_path(model, path):
-        model = changed(model, LACKED[PATHS[path][0]])
+    if path not in FLAT:
+        model = with_part(model, path)
     return changed(model, {path: value})
 
 
-def without_meaning(model):
-    """Keys whose values say nothing about the function of this model's weights, or are folded into them."""
-    return {*NOT_THE_MODEL, *FOLDED, *config.no_effect(model)}
+def without_meaning():
+    """Keys whose values say nothing about the function of the weights, or are folded into them."""
+    return {*NOT_THE_MODEL, *FOLDED, *TRAINING}
+
+
+def values_of(model):
+    """{key: value} of a model whose layers are alike, with a number where none stands for one."""
+    values = dict(leaves(model))
+    if isinstance(model.mixer, AttentionConfig):
+        values["mixer.kv_heads"] = kv_heads(model)
+        values["mixer.head_dim"] = head_dim(model)
+        values["mixer.value_dim"] = value_dim(model)
+    if isinstance(model.mixer, DeltaConfig):
+        values["mixer.key_heads"] = model.mixer.key_heads or model.mixer.heads
+    if isinstance(model.mlp, ExpertsConfig):
+        values["mlp.router.bias_rate"] = model.mlp.router.bias_rate is not None
+    return values
 
 
 def same(a, b, tolerance):
@@ -86,8 +137,8 @@ def differences(first, second, tolerance=1e-12):
         for layer in range(first.layers):
             found |= differences(layer_model(first, layer), layer_model(second, layer), tolerance)
         return found
-    values = [dict(leaves(spell_out(model))) for model in (first, second)]
-    ignored = without_meaning(first) & without_meaning(second)
+    values = [values_of(model) for model in (first, second)]
+    ignored = without_meaning()
     found = {}
     for path in values[0].keys() | values[1].keys():
         pair = [of_model.get(path, "absent") for of_model in values]

@@ -17,7 +17,7 @@ from checkpoint import foreign, hf, hf_config
 from checkpoint.families.family import Arrangement
 from checkpoint.families.table import FAMILIES
 from checkpoint.tensors_by_name import open_safetensors_folder
-from config import Config, ConfigError, ModelConfig
+from config import Config, ConfigError, ExpertsConfig, ModelConfig
 from parallel.sharding.boxes import Box
 
 
@@ -122,7 +122,7 @@ def test_boxes_are_read_out_of_groups_of_a_stack(tmp_path):
         tensors=dict.fromkeys(keys, "stack"),
         arrangements={"stack": lambda model: arrangement},
     )
-    model = ModelConfig(experts=2)
+    model = ModelConfig(mlp=ExpertsConfig(experts=2))
     said = {"name": "stack", "keys": keys, "numbers": {"layer": "0"}, "where": "file: stack"}
     found = list(foreign.places_in(family, model, shape=tuple(stack.shape), **said))
     assert {box.key: box.shape for box, _ in found} == {key: (6, 4) for key in values}
@@ -142,7 +142,7 @@ def test_boxes_are_read_out_of_groups_of_a_stack(tmp_path):
 def test_gpt_oss_as_it_is_published(tmp_path):
     """Its experts are in MXFP4: what is read is what transformers makes of the same bytes."""
     integration = pytest.importorskip("transformers.integrations.mxfp4")
-    small = {"hidden": 64, "mlp.width": 32, "mixer.heads": 4, "experts": 3, "top_k": 2}
+    small = {"hidden": 64, "mixer.heads": 4, "mlp": {"width": 32, "experts": 3, "top_k": 2}}
     model = changed(general_model("gpt_oss"), small)
     keys = hf_config.to_hf_config(model, "bfloat16", NO_SPECIAL_TOKENS)
     plain, packed = tmp_path / "plain", tmp_path / "packed"

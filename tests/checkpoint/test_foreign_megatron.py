@@ -57,7 +57,13 @@ LLAMA_ARGS = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
-MIXTURE = {**LLAMA, "model.experts": 6, "model.top_k": 2, "model.moe_ffn": 10, "model.aux_loss": 0}
+MIXTURE = {
+    **LLAMA,
+    "model.mlp.kind": "experts",
+    "model.mlp.experts": 6,
+    "model.mlp.top_k": 2,
+    "model.mlp.width": 10,
+}
 MIXTURE_ARGS = {
     **LLAMA_ARGS,
     "num_experts": 6,
@@ -67,16 +73,18 @@ MIXTURE_ARGS = {
 }
 SIGMOIDS = {
     **MIXTURE,
-    "model.experts": 8,
-    "model.top_k": 4,
-    "model.router": "sigmoid",
-    "model.router_bias": True,
-    "model.router_scale": 1.7,
-    "model.router_groups": 4,
-    "model.router_group_top_k": 2,
-    "model.shared_experts": 2,
-    "model.shared_gate": True,
-    "model.first_dense": 1,
+    "model.mlp.experts": 8,
+    "model.mlp.top_k": 4,
+    "model.mlp.router.scores": "sigmoid",
+    "model.mlp.router.bias_rate": 0.001,
+    "model.mlp.router.scale": 1.7,
+    "model.mlp.router.groups": 4,
+    "model.mlp.router.group_top_k": 2,
+    "model.mlp.shared.experts": 2,
+    "model.mlp.shared.gate": True,
+    "model.blocks.dense.mlp.kind": "mlp",
+    "model.blocks.dense.mlp.width": FFN,
+    "model.pattern": "dense, block...",
 }
 SIGMOID_ARGS = {
     **MIXTURE_ARGS,
@@ -386,7 +394,7 @@ def test_gpt(tmp_path, is_fused):
     "args, settings",
     [
         (MIXTURE_ARGS, MIXTURE),
-        ({**MIXTURE_ARGS, "moe_router_pre_softmax": True}, {**MIXTURE, "model.router_renorm": False}),
+        ({**MIXTURE_ARGS, "moe_router_pre_softmax": True}, {**MIXTURE, "model.mlp.router.renorm": False}),
         (SIGMOID_ARGS, SIGMOIDS),
     ],
 )

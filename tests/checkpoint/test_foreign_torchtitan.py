@@ -28,8 +28,8 @@ LLAMA = {
     "model.norm.eps": 1e-5,
 }
 QWEN = {**LLAMA, "model.mixer.head_dim": 16}
-QWEN_MOE = {**QWEN, "model.experts": 6, "model.top_k": 2, "model.moe_ffn": 20,
-            "model.router_bias": True, "model.aux_loss": 0}
+QWEN_MOE = {**QWEN, "model.mlp.experts": 6, "model.mlp.top_k": 2, "model.mlp.width": 20,
+            "model.mlp.router.bias_rate": 0.001, "model.mlp.router.aux": None}
 
 DEEPSEEK = {
     "model.layers": 3,
@@ -42,15 +42,15 @@ DEEPSEEK = {
     "model.mixer.v_dim": 10,
     "model.mixer.rope.base": BASE,
     "model.mixer.rope.scaling": None,
-    "model.mlp.width": 48,
-    "model.experts": 6,
-    "model.top_k": 2,
-    "model.moe_ffn": 20,
-    "model.first_dense": 1,
-    "model.router_groups": 1,
-    "model.router_group_top_k": 1,
-    "model.router_scale": 1.5,
-    "model.aux_loss": 0,
+    "model.blocks.dense.mlp.width": 48,
+    "model.pattern": "dense, block...",
+    "model.mlp.experts": 6,
+    "model.mlp.top_k": 2,
+    "model.mlp.width": 20,
+    "model.mlp.router.groups": 1,
+    "model.mlp.router.group_top_k": 1,
+    "model.mlp.router.scale": 1.5,
+    "model.mlp.router.aux": None,
     "model.norm.eps": 1e-5,
     "model.mixer.norm_eps": 1e-5,
     "model.mtp": None,

@@ -3,7 +3,6 @@ rest is refused.
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from hf_models import differences
 import config
 from checkpoint import hf_config
 from checkpoint.families.table import FAMILIES
-from checkpoint.hf_rules import spell_out
 from config import ConfigError, Llama3Scaling, ModelConfig, RopeConfig
 from config.tree import value_at
 from plan.count import parameters
@@ -176,11 +174,6 @@ def preset(name, change={}):
 def read(tmp_path, said):
     (tmp_path / "config.json").write_text(said if isinstance(said, str) else json.dumps(said))
     return hf_config.read_hf_config(tmp_path)
-
-
-def full(m):
-    plain = {key: getattr(ModelConfig(), key) for key in config.TRAINING_ONLY_KEYS}  # theirs are others
-    return replace(spell_out(m), **plain)
 
 
 def test_mixers_that_no_family_has_together_are_refused_by_name():
@@ -413,8 +406,8 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
             1.0,
         ),
         ({**DEEPSEEK, "num_mtp_layers": 2}, "mtp.modules", 2),
-        ({**DEEPSEEK, **MIXTURE, "first_k_dense_replace": 0, "num_local_experts": 4}, "experts", 4),
-        ({**LLAMA, "model_type": "mixtral", "num_experts": 4}, "experts", 4),
+        ({**DEEPSEEK, **MIXTURE, "first_k_dense_replace": 0, "num_local_experts": 4}, "mlp.experts", 4),
+        ({**LLAMA, "model_type": "mixtral", "num_experts": 4}, "mlp.experts", 4),
         ({**QWEN, "model_type": "qwen2_moe", "layer_types": ["full_attention"] * 2}, "mixer.window", None),
         ({**LLAMA, "model_type": "olmoe", "head_dim": 8}, "mixer.head_dim", None),
         ({**QWEN, "model_type": "qwen3"}, "mixer.head_dim", 128),
@@ -432,20 +425,21 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         ({**STARCODER, "sliding_window": 4096}, "mixer.window", 4096),
         (STARCODER, "norm.eps", 1e-5),
         (SOLAR, "mixer.rope.base", 1e6),
-        (SOLAR, "mlp.width", 100),
+        (SOLAR, "mlp.width", 20),
         ({**SOLAR, "intermediate_size": None}, "mlp.width", 20),
         ({**SOLAR, "attention_bias": True}, "mixer.bias", "qkv"),
-        (SOLAR, "first_dense", 0),
-        (SARVAM, "first_dense", 1),
+        (SOLAR, "pattern", None),
+        (SARVAM, "pattern", "dense, block..."),
         (SARVAM, "mixer.rope.base", 8e6),
         ({**SARVAM, "use_qkv_bias": True}, "mixer.bias", "qkv"),
         ({**SARVAM, "use_qk_norm": False}, "mixer.qk_norm", None),
-        (HUNYUAN, "first_dense", 1),
-        ({**HUNYUAN, "mlp_layer_types": ["sparse", "sparse"]}, "first_dense", 0),
-        (HUNYUAN, "router_scale", 2.826),
+        (HUNYUAN, "pattern", "dense, block..."),
+        ({**HUNYUAN, "mlp_layer_types": ["sparse", "sparse"]}, "pattern", None),
+        (HUNYUAN, "mlp.router.scale", 2.826),
         (HUNYUAN, "mixer.rope.base", 11158840.0),
-        ({**HUNYUAN, "expert_hidden_dim": 24}, "moe_ffn", 24),
-        (GLM, "first_dense", 1),
+        ({**HUNYUAN, "expert_hidden_dim": 24}, "mlp.width", 24),
+        (GLM, "pattern", "dense, block..."),
+        (GLM, "blocks.dense.mlp.width", 100),
         (GLM, "mtp", None),
         ({**GLM, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1}, "mtp.modules", 1),
         (GLM, "mixer.rope.pairs", True),
@@ -453,7 +447,7 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         (YOUTU, "tied", True),
         (YOUTU, "init_std", 2 / 240**0.5),
         ({**YOUTU, "initializer_range": 0.02}, "init_std", 0.02),
-        (YOUTU, "experts", None),
+        (YOUTU, "mlp.kind", "mlp"),
         ({**INTERN, "qkv_bias": True, "bias": True}, "mixer.bias", "all"),
         ({**INTERN, "qkv_bias": True, "bias": True}, "mlp.bias", True),
         (INTERN, "mixer.kv_heads", 2),
@@ -466,14 +460,19 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         ),
         ({**PHI, "rope_scaling": LONGROPE}, "mixer.rope.scaling.long", (1.0, 2.0, 4.0, 8.0)),
         ({**PHI, "partial_rotary_factor": 0.75}, "mixer.rope.share", 0.75),
-        (MIMO, "pattern", "block, 2 local..."),
+        (MIMO, "pattern", "dense, local..."),
         (MIMO, "blocks.local.mixer.window", 129),
         (MIMO, "blocks.local.mixer.kv_heads", 6),
         (MIMO, "mixer.rope.share", 64 / 192),
-        (MIMO, "router_scale", 1.0),
-        (LAGUNA, "mixer.gate", "head"),
+        (MIMO, "mlp.router.scale", 1.0),
+        (LAGUNA, "mixer.gate.kind", "head"),
+        (LAGUNA, "mixer.gate.by", "softplus"),
         (LAGUNA, "mixer.rope.share", 0.5),
-        ({**LAGUNA, "gating": "per-element", "gating_types": ["per_element"] * 2}, "mixer.gate", "channel"),
+        (
+            {**LAGUNA, "gating": "per-element", "gating_types": ["per_element"] * 2},
+            "mixer.gate.kind",
+            "channel",
+        ),
         ({**PHI, "sliding_window": 2047, "original_max_position_embeddings": 4096}, "mixer.window", 2047),
     ],
 )

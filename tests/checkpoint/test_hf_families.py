@@ -2,26 +2,48 @@
 effect, or is refused by name; nothing is lost on the way to a config.json and back."""
 
 import ast
+import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import lzma
 import typing
 from dataclasses import fields, make_dataclass, replace
-from functools import reduce
 from operator import getitem
 from pathlib import Path
 
 import pytest
 import torch
 import whole_folder
-from hf_models import LACKED, PATHS, PATTERN, changed, differences, without_meaning
+from hf_models import (
+    LACKED,
+    PATHS,
+    PATTERN,
+    changed,
+    differences,
+    from_flat_keys,
+    with_part,
+    without_meaning,
+)
 
 import config
 from checkpoint import hf_config
+from checkpoint.families.family import Family
 from checkpoint.families.table import FAMILIES
-from checkpoint.hf_rules import FieldGroup, Fixed, spell_out
-from config import AttentionConfig, ConfigError, LatentConfig, Llama3Scaling, ModelConfig, ShortConvConfig
+from checkpoint.hf_rules import FieldGroup, Fixed, UnlikeFamily, spell_out
+from config import (
+    AttentionConfig,
+    ChannelGate,
+    ConfigError,
+    ExpertsConfig,
+    LatentConfig,
+    Llama3Scaling,
+    ModelConfig,
+    RouterConfig,
+    ShortConvConfig,
+)
+from config.flat import FLAT_NAMES, FlatModel, flat_model
 from config.tree import (
     has_path,
     hints_of,
@@ -137,7 +159,6 @@ CHANGED = {  # of the preset
     },
     "minimax_m2": {
         "mixer.qk_norm": "whole", "mixer.rope.share": 0.5, "router": "sigmoid", "router_bias": True,
-        "aux_loss": 0.0,
     },
 }
 
@@ -147,6 +168,7 @@ def preset(name):
     return config.build_tree(ModelConfig, {"vocab": 1000, **entry})
 
 
+@functools.cache
 def start_of(model_type):
     """A model of the family."""
     return changed(preset(FAMILY_PRESETS[model_type]), CHANGED.get(model_type, {}))
@@ -183,7 +205,10 @@ def models(model_type):
         {"mixer.bias": None},
     ]
     changes += of_latent if isinstance(plain.mixer, LatentConfig) else of_attention
-    found = [changed(plain, change) for change in changes]
+    found = []
+    for change in changes:
+        with contextlib.suppress(ConfigError):  # modules for further tokens that would have other MLPs
+            found.append(changed(plain, change))
     return [model for model in found if not FAMILIES[model_type].obstacles(model)]
 
 
@@ -199,6 +224,8 @@ def other_changes(model, path):
     if path == "mixer.rope.scaling.kind":
         others = {"llama3": "yarn", "yarn": "llama3", "linear": "yarn", "longrope": "linear"}
         return [{path: others[value]}]
+    if path == "mixer.gate.kind":
+        return [{path: "head" if value == "channel" else "channel"}]
     if part_types(hint) and type(None) not in members_of(hint):
         return []
     if part_types(hint):
@@ -218,7 +245,26 @@ def other_values(hint, value):
         return [not value]
     if value is None:
         return [next(kind for kind in kinds if kind is not type(None))(2)]
-    return [f"{value}-other" if isinstance(value, str) else value * 2 or type(value)(1)]
+    none = [None] * (type(None) in kinds)
+    return [f"{value}-other" if isinstance(value, str) else value * 2 or type(value)(1), *none]
+
+
+def other_flat_values(model, name):
+    """Values of a flat key that are not that of the model."""
+    value = getattr(spell_out(model), name)
+    words = {"router": ("softmax", "sigmoid"), "router_weighs": ("output", "input")}
+    if name in words:
+        return [word for word in words[name] if word != value]
+    if isinstance(value, bool):
+        return [not value]
+    return [8 if value is None else value * 2 or 1]
+
+
+def other_changes_of_rule(model, name):
+    """other_changes; of a flat key, by that."""
+    if name in FLAT_NAMES:
+        return [{name: value} for value in other_flat_values(model, name)]
+    return other_changes(model, name)
 
 
 def written_lines():
@@ -228,7 +274,8 @@ def written_lines():
 
 @pytest.mark.parametrize("line", written_lines(), ids=lambda line: line.split()[0])
 def test_a_preset_is_written_as_ever(line):
-    """Byte for byte, the order of the keys included: a folder of today equals one of yesterday."""
+    """Byte for byte, the order of the keys included: a folder of today equals one of yesterday. The width of
+    dense MLPs that no layer has is that of an expert."""
     name, _, text = line.partition(" ")
     assert (
         json.dumps(
@@ -247,13 +294,16 @@ def test_each_group_reads_what_it_writes(model_type):
     assert groups
     for model in models(model_type):
         keys = {**family.defaults, **family.write(model)}
-        blank = LatentConfig(kv_rank=1) if isinstance(model.mixer, LatentConfig) else AttentionConfig()
-        bare = plain_data(ModelConfig(mixer=blank, norm=type(model.norm)())) | {"blocks": None}
+        gate = getattr(model.mixer, "gate", None) and ChannelGate()
+        is_latent = isinstance(model.mixer, LatentConfig)
+        blank = LatentConfig(kv_rank=1) if is_latent else AttentionConfig(gate=gate)
+        bare = plain_data(FlatModel(mixer=blank, norm=type(model.norm)())) | {"blocks": None}
+        stated = plain_data(flat_model(model)[0])
         for group in groups:
-            plain = {name: reduce(getitem, name.split("."), bare) for name in group.fields}
-            back = changed(changed(model, plain), group.read(keys))
-            lost = [path for path in differences(model, back) if is_below(path, group.fields)]
-            assert not lost, (group, lost, model)
+            plain = {name: functools.reduce(getitem, name.split("."), bare) for name in group.fields}
+            without = config.merge(stated, plain, FlatModel)
+            back = from_flat_keys(config.merge(without, group.read(keys), FlatModel))
+            assert not differences(model, back), (group, model)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -268,15 +318,17 @@ def test_two_rules_never_write_one_key(model_type):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_field_is_written_without_effect_or_refused(model_type, path):
     family = FAMILIES[model_type]
-    base = start_of(model_type)
-    if not has_path(base, path):
-        base = changed(base, LACKED[PATHS[path][0]])
+    base = with_part(start_of(model_type), path)
     for change in other_changes(base, path):
         model = changed(base, change)
         lost = family.obstacles(model)
         if lost:
-            assert not any(is_below(name, without_meaning(model)) for name in lost)
-            place = path if has_path(start_of(model_type), path) else path.rpartition(".")[0]
+            assert not any(is_below(name, without_meaning()) for name in lost)
+            place = path
+            if not has_path(start_of(model_type), path):  # the part that the family's model lacks
+                place = path.rpartition(".")[0]
+            while not has_path(start_of(model_type), place):
+                place = place.rpartition(".")[0]
             covered = any(is_below(path, rule.fields) for rule in family.rules)
             # heads, say, which makes a head_dim that has no key
             assert covered or any(is_below(name, [place]) for name in lost)
@@ -402,7 +454,7 @@ YARN = {"kind": "yarn", "factor": 4.0, "low_freq": 1.0, "high_freq": 30.0, "orig
             {"mixer.rope.scaling": {**YARN, "low_freq": 0.0}},  # transformers reads 0 as its default
             "mixer.rope.scaling.low_freq",
         ),
-        ("deepseek_v2", {"router_groups": 1, "router_group_top_k": 2}, "router_group_top_k"),
+        ("deepseek_v2", {"router_groups": 1, "router_group_top_k": 2}, "mlp.router.group_top_k"),
         ("deepseek_v2", {"mixer.heads": 3}, "mixer.heads"),  # transformers wants hidden % heads == 0
         ("deepseek_v3", {"experts": None}, "mtp"),  # in transformers every such module has experts
         ("deepseek_v2", {"experts": None, "mtp": {}}, "mtp.modules"),
@@ -411,17 +463,98 @@ YARN = {"kind": "yarn", "factor": 4.0, "low_freq": 1.0, "high_freq": 30.0, "orig
         ("qwen2", {"mixer.bias": "all"}, "mixer.bias"),
         ("internlm3", {"mixer.bias": "all"}, "mixer.bias"),
         ("internlm3", {"mlp.bias": True}, "mixer.bias"),
-        ("qwen2_moe", {"shared_experts": 0}, "shared_experts"),
-        ("mixtral", {"moe_ffn": 7}, "moe_ffn"),
+        ("qwen2_moe", {"shared_experts": 0}, "mlp.shared"),
+        ("mixtral", {"moe_ffn": 7, "first_dense": 1}, "mlp.width"),
         ("olmoe", {"mixer.head_dim": 40}, "mixer.head_dim"),
         ("gpt2", {"mixer.kv_heads": 1}, "mixer.kv_heads"),
-        ("llama", {"router": "sigmoid", "experts": 4}, "router"),
-        ("mixtral", {"experts": None}, "experts"),
+        ("llama", {"router": "sigmoid", "experts": 4}, "mlp.router.scores"),
+        ("mixtral", {"experts": None}, "mlp.kind"),
     ],
 )
 def test_what_a_group_cannot_express_is_refused(model_type, change, name):
     """Each would come back as another value, or as another model."""
     assert name in FAMILIES[model_type].obstacles(changed(start_of(model_type), change))
+
+
+MLPS = {"dense": {"mlp": {"kind": "mlp", "width": 40}}, "wider": {"mlp": {"kind": "mlp", "width": 44}}}
+GELU = {"dense": {"mlp": {"kind": "mlp", "width": 40, "activation": "gelu"}}}
+IN_BLOCKS = {"mlp": {"kind": "mlp", "width": 40}, "pattern": "block, sparse..."}
+
+
+@pytest.mark.parametrize(
+    "change, names",
+    [
+        ({"blocks": MLPS, "pattern": "dense, wider, block..."}, ["blocks"]),
+        ({"blocks": MLPS, "pattern": "block, dense, block..."}, ["pattern"]),
+        ({"blocks": GELU, "pattern": "dense, block..."}, ["blocks"]),
+        ({"blocks": {"other": {"mlp.width": 24}}, "pattern": "other, block..."}, ["blocks"]),
+        ({"blocks": {"other": {"mlp.router.scale": 2.0}}, "pattern": "block, other..."}, ["blocks"]),
+        ({"mlp.router.bias_rate": 1e-3}, ["mlp.router.bias_rate"]),
+        (
+            {**IN_BLOCKS, "blocks": {"sparse": {"mlp": {"kind": "experts", "router.scores": "sigmoid"}}}},
+            ["blocks"],
+        ),
+        ({**IN_BLOCKS, "blocks": {"sparse": {"mlp": {"kind": "experts", "experts": 4}}}}, []),
+        (
+            {**IN_BLOCKS, "mlp": "none", "blocks": {"sparse": {"mlp": {"kind": "experts"}}}},
+            ["blocks", "pattern"],
+        ),
+        ({"blocks": MLPS, "pattern": "dense..."}, ["mlp.experts"]),
+    ],
+)
+def test_layers_of_which_flat_keys_say_nothing_are_refused(change, names):
+    """Layers with other MLPs than the first ones, or with others among themselves, and experts of blocks."""
+    model = changed(preset("qwen3-moe-tiny"), {"layers": 4, **change})
+    assert FAMILIES["qwen3_moe"].obstacles(model) == names
+    if not names:
+        assert not differences(model, config.build_tree(
+            ModelConfig, FAMILIES["qwen3_moe"].read(FAMILIES["qwen3_moe"].write(model))
+        ))
+
+
+def test_a_mixture_whose_layers_are_all_dense_is_read_as_a_dense_model():
+    family = FAMILIES["qwen3_moe"]
+    keys = family.defaults | family.write(preset("qwen3-moe-tiny")) | {"intermediate_size": 36}
+    for dense in ({"decoder_sparse_step": 9}, {"mlp_only_layers": list(range(keys["num_hidden_layers"]))}):
+        model = config.build_tree(ModelConfig, family.read(keys | dense))
+        assert (model.mlp, model.blocks, model.pattern) == (config.MLPConfig(width=36), (), None)
+        assert hf_config.family_of(model) == "qwen3"
+
+
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ({"decoder_sparse_step": 0}, "the step from one layer with experts to the next must be"),
+        ({"decoder_sparse_step": 2.5}, "at least 1, not 2.5"),
+        ({"num_hidden_layers": 10**9}, "model.layers: 1000000000 must be a whole number from 1 to 100,000"),
+        ({"num_hidden_layers": 2.5}, "model.layers: 2.5 must be a whole number"),
+    ],
+)
+def test_numbers_that_say_no_layers_are_refused(said, words):
+    family = FAMILIES["qwen3_moe"]
+    keys = family.defaults | family.write(preset("qwen3-moe-tiny"))
+    with pytest.raises(UnlikeFamily, match=words):
+        family.read(keys | said)
+
+
+def test_modules_for_further_tokens_have_the_mlp_of_the_last_layer():
+    """A config that says other MLPs for them is refused, whichever way their number is written."""
+    flat = {"experts": 4, "layers": 3, "first_dense": 3}
+    for mtp in ({"mtp.modules": 1}, {"mtp": {"modules": 1}}):
+        with pytest.raises(ConfigError, match="model.mtp: its modules have another kind of MLP"):
+            from_flat_keys(flat | mtp)
+    assert from_flat_keys(flat | {"first_dense": 2, "mtp.modules": 1}).mtp.modules == 1
+
+
+def test_dense_layers_keep_a_kind_that_is_called_dense():
+    """Of a saved config: its own kind of that name, and layers that flat keys make dense."""
+    blocks = {"dense": {"mixer.window": 5}}
+    model = from_flat_keys(
+        {"experts": 4, "layers": 3, "first_dense": 1, "blocks": blocks, "pattern": "block, dense, block"}
+    )
+    windows = [config.layer_model(model, layer).mixer.window for layer in range(3)]
+    assert windows == [None, 5, None]
+    assert [config.has_experts(model, layer) for layer in range(3)] == [False, True, True]
 
 
 def test_fixed_fields_are_those_of_the_family():
@@ -430,10 +563,28 @@ def test_fixed_fields_are_those_of_the_family():
         for rule in FAMILIES[model_type].rules:
             if isinstance(rule, Fixed):
                 base = start_of(model_type)
-                for change in other_changes(base, rule.name):
+                changes = other_changes_of_rule(base, rule.name)
+                if rule.name in FLAT_NAMES and rule.name != "experts":
+                    base = changed(base, {"experts": 8})
+                for change in changes:
                     model = changed(base, change)
                     lost = FAMILIES[model_type].obstacles(model)
-                    assert rule.name in lost or rule.name in config.no_effect(model)
+                    name = FLAT_NAMES.get(rule.name, rule.name)
+                    assert any(is_below(name, [each]) for each in lost), (model_type, rule, lost)
+
+
+@pytest.mark.parametrize("part", [ExpertsConfig, RouterConfig])
+def test_a_key_of_experts_that_the_table_does_not_know_is_refused(part):
+    """Of a feature that somebody adds to the experts: no flat key says it."""
+    extended = make_dataclass("Extended", [("sinks", int, 0)], bases=(part,), frozen=True, kw_only=True)
+    path = "mlp" if part is ExpertsConfig else "mlp.router"
+    for model_type in ("mixtral", "dots1", "llama"):
+        model = changed(start_of(model_type), {"experts": 8})
+        old = value_at(model, path)
+        values = {field.name: getattr(old, field.name) for field in fields(part)}
+        for sinks in (0, 4):
+            new = with_values(model, {path: extended(**values, sinks=sinks)})
+            assert (f"{path}.sinks" in FAMILIES[model_type].obstacles(new)) == (sinks > 0)
 
 
 def test_a_part_of_a_kind_that_somebody_adds_is_refused():

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint.families.table import FAMILIES
 from checkpoint.hf import (
     HEAD,
     SHARD_BYTES,
@@ -23,7 +24,6 @@ from checkpoint.hf import (
     write_index,
     write_tensors,
 )
-from checkpoint.hf_families import FAMILIES
 from config import ConfigError, ModelConfig
 
 

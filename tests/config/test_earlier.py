@@ -2,7 +2,7 @@
 key of before is refused with the name that it has now."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import yaml
@@ -11,7 +11,12 @@ import config
 import train
 from config import (
     AttentionConfig,
+    BalanceLossConfig,
+    CapacityConfig,
+    ChannelGate,
     Config,
+    ExpertsConfig,
+    HeadGate,
     LatentConfig,
     LayerNormConfig,
     Llama3Scaling,
@@ -21,10 +26,13 @@ from config import (
     MupConfig,
     RMSNormConfig,
     RopeConfig,
+    RouterConfig,
+    SharedExpertsConfig,
     YarnScaling,
 )
-from config.earlier import ADDED_LATE, NEW_NAMES, current_tree
-from config.tree import with_values
+from config.earlier import ADDED_LATE, NAMES_OF_EXPERTS, NAMES_OF_PARTS, NEW_NAMES, current_tree
+from config.pattern import BlockVariant
+from config.tree import plain_data, with_values
 from runtime.failure import fail_cleanly
 
 # Every key of model.*, as a run saved it.
@@ -133,29 +141,57 @@ TODAY = {  # the same models
                 ),
                 kernel="reference",
             ),
-            mlp=MLPConfig(width=18432),
+            mlp=ExpertsConfig(
+                experts=256,
+                top_k=8,
+                width=2048,
+                shared=SharedExpertsConfig(experts=1),
+                router=RouterConfig(
+                    scores="sigmoid",
+                    groups=8,
+                    group_top_k=4,
+                    scale=2.5,
+                    bias_rate=0.002,
+                    aux=BalanceLossConfig(weight=0.0001, over="global"),
+                ),
+                capacity=CapacityConfig(factor=1.5, drop="position", pad=True),
+            ),
+            blocks=(BlockVariant("dense", (("mlp", MLPConfig(width=18432)),)),),
+            pattern="3 dense, block...",
             norm=RMSNormConfig(eps=1e-6),
             mtp=MTPConfig(modules=2, weight=0.1),
             init_std=0.006,
-            experts=256,
-            top_k=8,
-            moe_ffn=2048,
-            shared_experts=1,
-            first_dense=3,
-            router="sigmoid",
-            router_groups=8,
-            router_group_top_k=4,
-            router_scale=2.5,
-            router_bias=True,
-            router_bias_rate=0.002,
-            aux_loss=0.0001,
-            aux_kind="global",
-            capacity=1.5,
-            drop="position",
-            pad=True,
         ),
     ),
 }
+# The keys of experts of a model of parts, as a run saved them beside the parts.
+FLAT = {
+    "experts": 8, "top_k": 3, "moe_ffn": 24, "shared_experts": 2, "shared_gate": True, "first_dense": 1,
+    "moe_every": 2, "router": "sigmoid", "router_renorm": False, "router_groups": 4, "router_group_top_k": 2,
+    "router_scale": 2.5, "router_weighs": "input", "router_logit_bias": True, "router_bias": True,
+    "router_bias_rate": 0.01, "jitter": 0.1, "aux_loss": 0.0, "aux_kind": "micro", "z_loss": 0.5,
+    "capacity": None, "drop": "position", "pad": True,
+}  # fmt: skip
+FLAT_TODAY = ExpertsConfig(
+    experts=8,
+    top_k=3,
+    width=24,
+    activation="relu2",
+    shared=SharedExpertsConfig(experts=2, gate=True),
+    router=RouterConfig(
+        scores="sigmoid",
+        renorm=False,
+        groups=4,
+        group_top_k=2,
+        scale=2.5,
+        weighs="input",
+        logit_bias=True,
+        bias_rate=0.01,
+        jitter=0.1,
+        aux=BalanceLossConfig(weight=0.0, over="micro"),
+        z_loss=0.5,
+    ),
+)
 PHASES = [
     {"after_steps": 10, "model.attention": "reference", "train.seq_len": 512},
     {"after_steps": 20, "model.dropout": 0.2, "optim.lr": 3e-4},
@@ -165,7 +201,7 @@ CURRENT_PHASES = [{"after_steps": 10, "model.mixer.kernel": "reference", "train.
 
 def saved(model, phases=None, **train_keys):
     """A config as a run has saved it, with every key of every section."""
-    whole = asdict(Config())
+    whole = plain_data(Config())
     rows = json.dumps(phases) if phases else None
     return {**whole, "model": model, "train": {**whole["train"], "steps": 30, "phases": rows, **train_keys}}
 
@@ -175,8 +211,62 @@ def test_a_saved_config_is_the_same_model(name):
     before, today = TODAY[name]
     wanted = with_values(Config(model=today), {"train.steps": 30, "train.phases": json.dumps(CURRENT_PHASES)})
     assert config.saved_config(saved(before, PHASES)) == wanted
-    assert config.saved_config(asdict(wanted)) == wanted  # keys of today stay
+    assert config.saved_config(plain_data(wanted)) == wanted  # keys of today stay
     assert current_tree(saved(before)) == current_tree(current_tree(saved(before)))
+
+
+def with_flat_experts(**changes):
+    """A model of parts as a run saved it when its experts were keys beside them."""
+    mixer = plain_data(AttentionConfig()) | {"gate": "head", "gate_by": "softplus"}
+    mlp = plain_data(MLPConfig(width=96, activation="relu2"))
+    return {**plain_data(ModelConfig(layers=6)), "mixer": mixer, "mlp": mlp, **FLAT, **changes}
+
+
+def test_experts_beside_the_parts_are_the_same_experts():
+    """Layers 2, 4 and 6 have them; the kinds of blocks that have both are two."""
+    local = {"mixer.window": 4, "mixer.gate": "channel", "mlp.width": 72}
+    blocks = {"local": local, "near": {"mixer.window": 2}}
+    rows = [
+        {"after_steps": 2, "model.aux_loss": 0.3, "model.router_bias_rate": 0.2},
+        {"after_steps": 4, "model.capacity": 1.5},
+        {"after_steps": 6, "model.pad": False},
+    ]
+    old = with_flat_experts(blocks=blocks, pattern="2 local, near, 3 block")
+    cfg = config.saved_config(saved(old, rows))
+    assert [kind for kind in config.layer_kinds(cfg.model)] == [
+        "local-dense", "local", "near", "block", "dense", "block",
+    ]
+    models = [config.layer_model(cfg.model, layer) for layer in range(6)]
+    dense = {width: MLPConfig(width=width, activation="relu2") for width in (72, 96)}
+    assert [model.mlp for model in models] == [
+        dense[72], FLAT_TODAY, dense[96], FLAT_TODAY, dense[96], FLAT_TODAY,
+    ]
+    assert [model.mixer.window for model in models] == [4, 4, 2, None, None, None]
+    gates = [model.mixer.gate for model in models]
+    assert gates == [ChannelGate(by="softplus")] * 2 + [HeadGate(by="softplus")] * 4
+    assert config.saved_config(plain_data(cfg)) == cfg
+
+    experts = [phase.cfg.model.mlp for phase in config.phases_of(cfg).all]
+    assert [each.router.aux.weight for each in experts] == [0.0, 0.3, 0.3, 0.3]
+    assert [each.router.bias_rate for each in experts] == [0.01, 0.2, 0.2, 0.2]
+    full = [CapacityConfig(factor=1.5, drop="position", pad=pad) for pad in (True, False)]
+    assert [each.capacity for each in experts] == [None, None, *full]
+
+
+def test_a_dense_model_with_keys_of_experts_is_dense():
+    cfg = config.saved_config(saved(with_flat_experts(experts=None)))
+    assert cfg.model.mlp == MLPConfig(width=96, activation="relu2") and config.mixture(cfg.model) is None
+
+
+def test_experts_as_wide_as_the_mlp():
+    cfg = config.saved_config(saved(with_flat_experts(moe_ffn=None, first_dense=0, moe_every=1)))
+    assert cfg.model.mlp == replace(FLAT_TODAY, width=96) and cfg.model.pattern is None
+
+
+def test_modules_ahead_of_another_kind_than_the_last_layer():
+    old = with_flat_experts(mtp={"modules": 1, "weight": 0.3})
+    with pytest.raises(config.ConfigError, match="^model.mtp: its modules have another kind of MLP here"):
+        config.saved_config(saved(old))
 
 
 @pytest.mark.parametrize("name", TODAY)
@@ -229,7 +319,8 @@ def test_a_phase_that_begins_or_ends_a_scaling(stated, scaling):
 
 def test_every_key_that_has_moved_is_in_the_models_above():
     for before, _ in TODAY.values():
-        assert NEW_NAMES.keys() <= {f"model.{key}" for key in before}
+        assert {f"model.{key}" for key in NAMES_OF_PARTS} <= {f"model.{key}" for key in before}
+    assert NAMES_OF_EXPERTS.keys() == FLAT.keys()
     moved = {key.removeprefix("model.") for key in NEW_NAMES}
     kept = set(GPT2) - moved
     assert kept < set(asdict(ModelConfig()))
@@ -237,7 +328,7 @@ def test_every_key_that_has_moved_is_in_the_models_above():
 
 @pytest.mark.parametrize("key", NEW_NAMES)
 def test_a_key_of_before_is_refused_with_its_new_name(capsys, key):
-    values = [before[key.removeprefix("model.")] for before, _ in TODAY.values()]
+    values = [before.get(key.removeprefix("model.")) for before in (GPT2, LLAMA3, DEEPSEEK, FLAT)]
     stated = next((value for value in values if value), 1)
     assert fail_cleanly(train.main, ["llama3-tiny", f"--{key}", str(stated)]) == 2
     told = capsys.readouterr().err

@@ -86,7 +86,8 @@ def test_a_key_is_named_if_and_only_if_the_function_changes(seen, case: Case):
         named = function.differences(before.model, after.model)
         # of a part that was not there, the part is named; of kinds of blocks, what a layer has otherwise
         key = case.key if has_path(before.model, case.key) else case.key.rpartition(".")[0]
-        key = "mixer.window" if key in ("blocks", "pattern") else key
+        if key in ("blocks", "pattern"):
+            key = "mlp.kind" if "dense" in base["blocks"] else "mixer.window"
         expected = {f"model.{key}"} if after.differs_from(before) else set()
         assert set(named) == expected, (case.key, base)
         if before.shapes != after.shapes:
@@ -97,7 +98,8 @@ def test_every_key_of_the_model_is_tried():
     names = every_path(ModelConfig).keys()
     assert {case.key for case in CASES} == names - {"preset"}
     assert function.FUNCTION_KEYS.isdisjoint(f"model.{key}" for key in function.NOT_THE_FUNCTION)
-    assert len(function.FUNCTION_KEYS) + len(function.NOT_THE_FUNCTION) == len(names)
+    others = {path for path in names if is_below(path, function.NOT_THE_FUNCTION)}
+    assert function.FUNCTION_KEYS == {f"model.{path}" for path in names - others}
     for part in function.VALUES_ALONE:
         assert any(is_below(path, (part,)) for path in function.FUNCTION_KEYS), part
 
@@ -109,7 +111,6 @@ def test_every_key_of_the_model_is_tried():
         ({"mixer.head_dim": 8}, {}),  # hidden / heads
         ({"mup.base": 32}, {}),  # as wide as the base
         ({"vocab_multiple": 64}, {}),  # 100 ids take 128 rows either way
-        ({"experts": 4, "moe_ffn": 48}, {"experts": 4}),  # mlp.width
     ],
     ids=str,
 )
@@ -135,7 +136,7 @@ def changed_value(kind: object, value: object) -> object:
 
 @pytest.mark.parametrize("name", [name for name in config.sections() if name != "model"])
 def test_keys_of_other_sections_do_not_change_it(seen, name):
-    base = {"experts": 4, "dropout": 0.1}
+    base = {"mlp.kind": "experts", "mlp.experts": 4, "dropout": 0.1}
     section = config.sections()[name]
     for key, kind in typing.get_type_hints(section).items():
         if (name == "train" and key in ROUNDS) or key == "phases":

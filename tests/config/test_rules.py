@@ -13,14 +13,19 @@ import config
 import train
 from config import (
     AttentionConfig,
+    BalanceLossConfig,
+    CapacityConfig,
     ConfigError,
     DeltaConfig,
+    ExpertsConfig,
     GrowthConfig,
     KimiConfig,
     LatentConfig,
     MambaConfig,
     MTPConfig,
     MupConfig,
+    RouterConfig,
+    SharedExpertsConfig,
     YarnScaling,
 )
 from config.rules import divisors
@@ -59,6 +64,13 @@ KIMI = {"model__mixer": KimiConfig(heads=4)}
 MAMBA = {"model__mixer": MambaConfig(heads=4)}
 DELTA = {"model__mixer": DeltaConfig(heads=4)}
 LATENT = {"model__mixer": LatentConfig(kv_rank=8)}
+EXPERTS = {
+    "model__mlp": ExpertsConfig(
+        shared=SharedExpertsConfig(),
+        router=RouterConfig(bias_rate=1e-3, aux=BalanceLossConfig(weight=0.1)),
+        capacity=CapacityConfig(factor=1.0),
+    )
+}
 YARN = {"model__mixer__rope__scaling": YarnScaling(factor=8.0)}
 
 
@@ -72,6 +84,9 @@ WITH_PART = {
     "model.mixer.dt_min": MAMBA,
     "model.mixer.rope.scaling": YARN,
     "model.mixer.growth": {"model__mixer__growth": GrowthConfig()},
+    **dict.fromkeys((
+        f"model.mlp.{part}" for part in ("experts", "top_k", "shared", "router", "router.aux", "capacity")
+    ), EXPERTS),
     "model.mtp": {"model__mtp": MTPConfig()},
     "model.mup": {"model__mup": MupConfig(base=64)},
 }
@@ -97,8 +112,11 @@ def test_a_number_below_its_range_is_refused_first(key):
 
 
 EIGHT = {"train__dtype": "fp8"}
-MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
+MIXTURE = {"model__mlp": ExpertsConfig(width=48)}
+FULL, SMALL = CapacityConfig(factor=1.0), CapacityConfig(factor=0.1)
+NEGATIVE = BalanceLossConfig(weight=-1.0)
 RECORDED_MIXTURE = {**MIXTURE, "train__dtype": "bf16"}
+RECORDED_FULL = {**RECORDED_MIXTURE, "model__mlp__capacity": FULL}
 # (settings that break one rule, world, the key that the line names, whether a value must be offered)
 CASES = [
     (having(model__mixer=DeltaConfig(heads=4, key_heads=3)), 1, "model.mixer.key_heads", True),
@@ -137,27 +155,28 @@ CASES = [
     (having(parallel__ep=2), 2, "parallel.ep", False),
     (having(parallel__ep_chunks=2), 2, "parallel.ep_chunks", False),
     (having(**MIXTURE, parallel__ep=2, parallel__ep_chunks=0), 2, "parallel.ep_chunks", False),
-    (having(model__capacity=1.0), 1, "model.capacity", False),
     (having(**MIXTURE, parallel__ep=3), 3, "parallel.ep", True),
     (having(**MIXTURE, parallel__ep=4), 2, "parallel.ep", True),
     (having(**MIXTURE, parallel__etp=5), 4, "parallel.etp", True),
     (having(**MIXTURE, parallel__ep=4, parallel__etp=2), 4, "parallel.ep", True),
-    (having(**MIXTURE, model__top_k=9), 1, "model.top_k", True),
-    (having(**MIXTURE, model__router_groups=3), 1, "model.router_groups", True),
-    (having(**MIXTURE, model__router_group_top_k=2), 1, "model.router_group_top_k", True),
-    (having(**MIXTURE, model__router_groups=4, model__top_k=3), 1, "model.top_k", True),
+    (having(**MIXTURE, model__mlp__top_k=9), 1, "model.mlp.top_k", True),
+    (having(**MIXTURE, model__mlp__router__groups=3), 1, "model.mlp.router.groups", True),
+    (having(**MIXTURE, model__mlp__router__group_top_k=2), 1, "model.mlp.router.group_top_k", True),
+    (having(**MIXTURE, model__mlp__router__groups=4, model__mlp__top_k=3), 1, "model.mlp.top_k", True),
     (
-        having(**MIXTURE, model__router="sigmoid", model__router_groups=8, model__top_k=1),
+        having(
+            **MIXTURE,
+            model__mlp__router__scores="sigmoid",
+            model__mlp__router__groups=8,
+            model__mlp__top_k=1,
+        ),
         1,
-        "model.router_groups",
+        "model.mlp.router.groups",
         True,
     ),
-    (having(**MIXTURE, model__capacity=0.1), 1, "model.capacity", False),
-    (having(**MIXTURE, model__pad=True), 1, "model.pad", False),
-    (having(**MIXTURE, model__jitter=1.0), 1, "model.jitter", False),
-    (having(**MIXTURE, model__aux_loss=-1.0), 1, "model.aux_loss", False),
-    (having(**MIXTURE, model__first_dense=4), 1, "model.first_dense", True),
-    (having(**MIXTURE, model__shared_gate=True), 1, "model.shared_gate", False),
+    (having(**MIXTURE, model__mlp__capacity=SMALL), 1, "model.mlp.capacity.factor", False),
+    (having(**MIXTURE, model__mlp__router__jitter=1.0), 1, "model.mlp.router.jitter", False),
+    (having(**MIXTURE, model__mlp__router__aux=NEGATIVE), 1, "model.mlp.router.aux.weight", False),
     (having(**MIXTURE, model__mlp__bias=True, parallel__etp=3), 3, "parallel.etp", True),
     (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
     (having(**LATENT, model__mixer__rope_dim=5), 1, "model.mixer.rope_dim", True),
@@ -176,9 +195,9 @@ CASES = [
     (having(train__cuda_graphs=True, parallel__zero=3), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, train__dtype="fp32", **MIXTURE), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, **RECORDED_MIXTURE), 2, "train.cuda_graphs", False),
-    (having(train__cuda_graphs=True, **RECORDED_MIXTURE, model__capacity=1.0), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, **RECORDED_FULL), 1, "train.cuda_graphs", False),
     (
-        having(train__cuda_graphs=True, **{**RECORDED_MIXTURE, "model__moe_ffn": 50}),
+        having(train__cuda_graphs=True, **{**RECORDED_MIXTURE, "model__mlp": ExpertsConfig(width=50)}),
         1,
         "train.cuda_graphs",
         False,
@@ -193,11 +212,11 @@ CASES = [
     (having(**EIGHT, train__fp8_keep=2), 1, "train.fp8_keep", True),
     (having(**EIGHT, train__fp8_keep=-1), 1, "train.fp8_keep", False),
     (having(**EIGHT, **MIXTURE, parallel__etp=2), 2, "parallel.etp", False),
-    (having(**EIGHT, **{**MIXTURE, "model__moe_ffn": 100}), 1, "train.dtype", False),
+    (having(**EIGHT, **{**MIXTURE, "model__mlp": ExpertsConfig(width=100)}), 1, "train.dtype", False),
     (
         having(
             **EIGHT,
-            **{**MIXTURE, "model__moe_ffn": 64},
+            **{**MIXTURE, "model__mlp": ExpertsConfig(width=64)},
             train__fp8="blockwise",
             train__fp8_block=64,
             parallel__etp=2,

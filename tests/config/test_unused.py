@@ -18,38 +18,9 @@ from config.tree import every_path, has_path, is_below, value_at
 from data.blend import parse_blend
 
 OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
-MIXTURE = {
-    "top_k": 1,
-    "moe_ffn": 64,
-    "shared_experts": 1,
-    "shared_gate": "true",
-    "first_dense": 1,
-    "moe_every": 2,
-    "router": "sigmoid",
-    "router_renorm": "false",
-    "router_groups": 2,
-    "router_group_top_k": 2,
-    "router_scale": 2,
-    "router_weighs": "input",
-    "router_logit_bias": "true",
-    "router_bias": "true",
-    "router_bias_rate": 0.1,
-    "jitter": 0.1,
-    "aux_loss": 0.1,
-    "aux_kind": "global",
-    "z_loss": 0.1,
-    "drop": "position",
-    "pad": "true",
-}
-EXPERTS = "--model.experts 4 --model.aux_loss 0.1 --model.capacity 1 --model.router_bias true"
 # of each row of unused.TABLE, found by its keys: a value of each; settings with which they do nothing;
 # settings with which they do something, and on how many ranks
 CASES = (
-    (MIXTURE, "", EXPERTS, 1),
-    ({"router_bias_rate": 0.1}, "--model.experts 4", EXPERTS, 1),
-    ({"aux_kind": "global"}, "--model.experts 4", EXPERTS, 1),
-    ({"drop": "position"}, "--model.experts 4", EXPERTS, 1),
-    ({"mixer.gate_by": "softplus"}, "", "--model.mixer.gate head", 1),
     ({"context": 128}, "--train.seq_len 256", "--train.seq_len 128", 1),
     ({"mixer.kernel": "sdpa"}, "--parallel.cp 2", "--parallel.cp 2 --parallel.cp_kind ulysses", 2),
     ({"fp8_keep": 0, "fp8_block": 64}, "--train.dtype bf16", "--train.dtype fp8 --train.fp8 blockwise", 1),
@@ -64,7 +35,7 @@ CASES = (
     ({"beta2": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"eps": 1e-4}, "--optim.name lion", "--optim.name muon", 1),
     ({"sp": "true", "async_tp": "true"}, "", "--parallel.tp 2", 2),
-    ({"ep_chunks": 2}, "--model.experts 4", "--model.experts 4 --parallel.ep 2", 2),
+    ({"ep_chunks": 2}, "--model.mlp experts", "--model.mlp experts --parallel.ep 2", 2),
     ({"schedule": "gpipe", "vpp": 3}, "", "--parallel.pp 2", 2),
     ({"cp_kind": "ulysses"}, "", "--parallel.cp 2", 2),
     ({"zero": 1, "reduce": "ring", "compress": "int8", "compress_weights": "int8"}, "--parallel.tp 1", "", 2),
@@ -99,7 +70,7 @@ CASES = (
 # keys that every run reads, whatever the other keys are
 READ = {
     "model": "preset layers hidden vocab vocab_multiple blocks pattern residual residual_scale positions "
-    "embed_scale logit_scale logit_cap tied dropout init_std experts",
+    "embed_scale logit_scale logit_cap tied dropout init_std",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay decay_steps weight_decay clip spike_sigma",
@@ -114,7 +85,6 @@ READ = {
 # of the keys that config/rules.py or build.py refuses where they do nothing, for any world size and in every
 # program: settings with which they do
 RULED = {
-    "model.capacity": "1",
     "train.fp8": "rowwise",
     "optim.spike_rewind": "2",
     "optim.states": "bf16 --optim.name lion",
@@ -124,8 +94,7 @@ RULED = {
 }
 
 
-# parts: every key of one is read where the part is, but for those of a row (if a mixture has no dense layers,
-# only exports read model.mlp.width; a preset has the published value)
+# parts: every key of one is read where the part is, but for those of a row
 PARTS = ("model.mixer", "model.mlp", "model.norm", "model.mtp", "model.mup")
 
 
@@ -195,16 +164,6 @@ def test_the_rules_refuse_the_rest(path):
 @pytest.mark.parametrize("name", config.recipes())
 def test_no_recipe_sets_what_does_nothing(name):
     assert unused.check_unused(config.resolve(name, None, [])) == ""
-
-
-def test_what_a_preset_brings_may_idle_and_what_a_person_brings_may_not(tmp_path):
-    off = ["--model.experts", "none"]
-    cfg = config.resolve("deepseek-v3-tiny", None, off)  # sixteen keys of its mixture
-    assert cfg.model.router == "sigmoid" and unused.check_unused(cfg) == ""
-    (tmp_path / "dump.yaml").write_text(config.dump(cfg))
-    assert unused.check_unused(config.resolve(None, str(tmp_path / "dump.yaml"), [])) == ""
-    with pytest.raises(ConfigError, match=r"^model\.top_k: 3 does nothing: .* none; set model\.experts"):
-        unused.check_unused(config.resolve("deepseek-v3-tiny", None, [*off, "--model.top_k", "3"]))
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +247,6 @@ WHOLE = (
         "llama2-tiny",
         "--optim.decay linear",
         {
-            **{f"model.{key}": value for key, value in MIXTURE.items()},
             "train.fp8_keep": 0,
             "train.fp8_block": 64,
             "optim.decay_fraction": 0.5,

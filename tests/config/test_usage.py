@@ -13,7 +13,7 @@ import yaml
 import config
 import train
 from config import Config, ConfigError, loading, model_parts, parse, schema, strict, usage
-from config.tree import every_path, has_path, hints_of, kind_of, leaves, value_at
+from config.tree import every_path, has_path, hints_of, kind_of, leaves, plain_data, value_at
 
 EVERY = every_path(Config)
 
@@ -46,7 +46,7 @@ def shown(capsys, *argv: str) -> str:
 
 def parsed(cfg: Config, path: str, argument: str):
     """What train.py makes of --section.key ARGUMENT over a config."""
-    tree = config.merge(dataclasses.asdict(cfg), config.dotted_overrides([f"--{path}={argument}"]))
+    tree = config.merge(plain_data(cfg), config.dotted_overrides([f"--{path}={argument}"]))
     return value_at(config.build_tree(Config, tree), path)
 
 
@@ -76,6 +76,9 @@ def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
     found = re.findall(entry, out, re.MULTILINE)
     assert [path for path, *_ in found] == [path for path, _ in leaves(cfg)]
     for path, kind, usual, here in found:
+        if path == "model.blocks":  # which kinds there are
+            assert here == ", ".join(variant.name for variant in cfg.model.blocks)
+            continue
         for text, tree in ((usual, Config()), (here or usual, cfg)):
             if text and has_path(tree, path):
                 argument = shlex.split(text)[0]

@@ -91,7 +91,7 @@ def places(index: IndexedDataset, first: int, last: int) -> dict[tuple, int]:
     return found
 
 
-MIXTURE = ("--model.experts", "4", "--model.moe_ffn", "16")
+MIXTURE = ("--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.width", "16")
 LAYOUTS = [
     (1, "llama3-tiny", (), {}),
     (2, "llama3-tiny", (), {}),

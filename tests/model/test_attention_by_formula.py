@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from build import build_run
-from config import AttentionConfig, GrowthConfig, Llama3Scaling, LongRopeScaling, RopeConfig
+from config import (
+    AttentionConfig,
+    ChannelGate,
+    GrowthConfig,
+    HeadGate,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+)
 from config.tree import with_values
 from kernels import rope
 from model.context import GenerationCache, forward_context
@@ -38,7 +46,7 @@ FORMS = {
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
     "values": {
-        "value_dim": 6, "value_scale": 0.7, "qk_norm": "head", "gate": "channel", "sinks": True,
+        "value_dim": 6, "value_scale": 0.7, "qk_norm": "head", "gate": ChannelGate(), "sinks": True,
         "bias": "qkv",
     },
     "values of whole norms": {
@@ -47,13 +55,13 @@ FORMS = {
     "biased": {"bias": "all"},
     "norm after rope": {"qk_norm": "after_rope", "rope": RopeConfig(base=50.0, share=0.5)},
     "norm without weight": {"qk_norm": "unweighted"},
-    "gate of channels": {"gate": "channel"},
-    "biased gate of heads": {"gate": "head", "bias": "all"},
-    "softplus gate": {"gate": "head", "gate_by": "softplus"},
+    "gate of channels": {"gate": ChannelGate()},
+    "biased gate of heads": {"gate": HeadGate(), "bias": "all"},
+    "softplus gate": {"gate": HeadGate(by="softplus")},
     "growth": {"growth": GrowthConfig(rate=0.7, every=3)},
     "growth from one": {"growth": GrowthConfig(rate=0.7, every=3, first=1), "rope": None},
     "all": {
-        "scale": 0.7, "softcap": 2.0, "sinks": True, "chunk": 5, "qk_norm": "head", "gate": "channel",
+        "scale": 0.7, "softcap": 2.0, "sinks": True, "chunk": 5, "qk_norm": "head", "gate": ChannelGate(),
         "growth": GrowthConfig(every=2),
         "rope": RopeConfig(base=50.0, share=0.5),
     },
@@ -149,7 +157,7 @@ def by_the_formula(attn, mixer, x, documents):
     out = torch.stack(out, 1)  # [s, h, d]
     if mixer.gate:
         gate = torch.exp(linear(attn.gate, x).view(S, 4, -1))
-        out = out * (torch.log(1 + gate) if mixer.gate_by == "softplus" else gate / (1 + gate))
+        out = out * (torch.log(1 + gate) if mixer.gate.by == "softplus" else gate / (1 + gate))
     out = out.flatten(1)
     return linear(attn.out, out)
 

@@ -8,9 +8,10 @@ import pytest
 
 import config
 from config.pattern import pattern_text
-from config.tree import with_values
+from config.tree import value_at, with_values
 from model.describe import describe_stage, keys_of_modules, mesh_of_one_stage
 from model.flops import flops_of_parts, keys_seen, mean_keys
+from model.block import MLPS
 from model.mlp import MLP
 from model.split import split_by_cost
 from model.transformer import PipelineStage
@@ -163,7 +164,8 @@ def test_every_recipe_builds_without_storage_what_is_counted(name):
     """The whole model, every layer of it, on one rank."""
     model = config.resolve(name, None, []).model
     model = replace(model, vocab=model.vocab or 500, vocab_multiple=1)
-    if model.layers * (model.experts or 1) > 4000:
+    experts = config.mixture(model)
+    if model.layers * (experts.experts if experts else 1) > 4000:
         pattern = pattern_text(config.layer_kinds(model)[:8])
         model = replace(model, layers=8, pattern=pattern)
     stage = PipelineStage(config.Config(model=model), mesh_of_one_stage(config.Config()), 0, model.layers)
@@ -244,7 +246,7 @@ def test_a_new_projection_is_counted_everywhere(monkeypatch):
         parameters(replace(model, init_std=0.124)),
         flops_per_token(replace(model, init_std=0.124), 256),
     )
-    monkeypatch.setattr("model.block.MLP", GatedMLP)
+    monkeypatch.setitem(MLPS, config.MLPConfig, GatedMLP)
     more = model.mlp.width * model.hidden
     assert parameters(model)["total"] == plain["total"] + model.layers * more
     assert flops_per_token(model, 256) == plain_flops + 6 * model.layers * more
@@ -286,9 +288,10 @@ def test_flops_of_a_mixture_are_those_of_the_experts_that_a_token_has():
     width = m.hidden // mixer.heads
     attention = m.hidden * (mixer.heads + 2 * mixer.kv_heads) * width + mixer.heads * width * m.hidden
     attention += 2 * mixer.heads * width * 7.5
-    dense = 3 * m.hidden * m.mlp.width
-    expert = 3 * m.hidden * m.moe_ffn
-    mixture = (m.top_k + m.shared_experts) * expert + m.hidden * m.experts + m.hidden  # and router, and gate
+    dense = 3 * m.hidden * value_at(m, "blocks.dense.mlp.width")
+    e = m.mlp
+    expert = 3 * m.hidden * e.width
+    mixture = (e.top_k + e.shared.experts) * expert + m.hidden * e.experts + m.hidden  # and router, and gate
     blocks = [2 * (attention + mlp) for mlp in (dense, mixture, dense, mixture)]
     head = 2 * m.hidden * m.vocab
     assert flops_of_parts(m, (14,), 14) == pytest.approx([0, *blocks, head], rel=1e-12)
@@ -304,8 +307,9 @@ def test_flops_of_latent_attention_with_a_module_ahead_and_a_window():
     attention += mixer.kv_rank * mixer.heads * (mixer.nope_dim + mixer.v_dim)
     attention += mixer.heads * mixer.v_dim * m.hidden
     attention += mixer.heads * (query + mixer.v_dim) * keys
-    dense = 3 * m.hidden * m.mlp.width
-    mixture = (m.top_k + m.shared_experts) * 3 * m.hidden * m.moe_ffn + m.hidden * m.experts
+    dense = 3 * m.hidden * value_at(m, "blocks.dense.mlp.width")
+    e = m.mlp
+    mixture = (e.top_k + e.shared.experts) * 3 * m.hidden * e.width + m.hidden * e.experts
     head = m.hidden * m.vocab
     ahead = 2 * m.hidden * m.hidden + attention + mixture + head  # a join, a block, the head once more
     parts = [0, attention + dense, *[attention + mixture] * 3, head + ahead]

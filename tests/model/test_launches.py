@@ -28,7 +28,7 @@ SIZES = {
     "model.hidden": 64,
     "model.mixer.heads": 4,
     "model.mixer.kv_heads": 2,
-    "model.moe_ffn": 32,
+    "model.mlp.width": 32,
     "train.seq_len": 32,
     "train.micro_batch": 2,
     "train.global_batch": 2,
@@ -101,9 +101,12 @@ def count_launches(monkeypatch, *args: str) -> tuple[Counter, Counter]:
 
 # settings: the most launches of a forward, and of a backward
 CASES = {
-    "--model.experts 8 --model.top_k 2 --model.aux_loss 0.01 --model.z_loss 0.001": (13, 15),
-    "--model.experts 16 --model.top_k 4 --model.router sigmoid --model.router_bias true "
-    "--model.router_groups 4 --model.router_group_top_k 2 --model.aux_loss 0.01": (13, 15),
+    "--model.mlp experts --model.mlp.experts 8 --model.mlp.top_k 2 --model.mlp.router.aux.weight 0.01 "
+    "--model.mlp.router.z_loss 0.001": (13, 15),
+    "--model.mlp experts --model.mlp.experts 16 --model.mlp.top_k 4 --model.mlp.router.scores sigmoid "
+    "--model.mlp.router.bias_rate 0.001 "
+    "--model.mlp.router.groups 4 --model.mlp.router.group_top_k 2 "
+    "--model.mlp.router.aux.weight 0.01": (13, 15),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from test_delta import weights_and_gradients
 
 from build import build_run
+from config import MLPConfig
 from config.tree import with_values
 from kernels import rope
 from model.context import GenerationCache, forward_context
@@ -22,7 +23,7 @@ ROPE = pytest.mark.parametrize("mixer", [{}, {"rope": None}], ids=("rope", "with
 
 def made(name, **mixer):
     cfg = tiny_config(name)
-    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None))
+    cfg = replace(cfg, model=replace(cfg.model, layers=2, mlp=MLPConfig(width=48), blocks=(), pattern=None))
     cfg = with_values(cfg, {f"model.mixer.{key}": value for key, value in mixer.items()})
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
 

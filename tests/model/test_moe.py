@@ -10,6 +10,8 @@ import torch
 
 import config
 from build import build_run
+from config import CapacityConfig, ExpertsConfig
+from config.tree import with_values
 from model.moe import MoE
 from model.router import ROUTER_STATS, Router, RouterInputs
 from parallel.sharding.views import boxes_of
@@ -22,9 +24,11 @@ from train import train_step
 E, K, D = 8, 3, 12
 
 
-def router(dtype=torch.float64, **model) -> Router:
+def router(dtype=torch.float64, **experts) -> Router:
+    """experts: keys of model.mlp."""
+    mlp = {"kind": "experts", "experts": E, "top_k": K, **experts}
     tree = {
-        "model": {"hidden": D, "mixer.heads": 2, "experts": E, "top_k": K, "vocab": 64, **model},
+        "model": {"hidden": D, "mixer.heads": 2, "mlp": mlp, "vocab": 64},
         "train": {"steps": 1, "dtype": "fp64"},
     }
     r = Router(config.build_tree(config.Config, tree), Mesh.single(), 0)
@@ -42,17 +46,17 @@ def inputs(b=2, s=6, dtype=torch.float64):
 
 def scores_of(r, x):
     logits = x.double() @ r.weight.double().t()
-    return logits, logits.softmax(-1) if r.model.router == "softmax" else logits.sigmoid()
+    return logits, logits.softmax(-1) if r.router.scores == "softmax" else logits.sigmoid()
 
 
 @pytest.mark.parametrize(
     "model",
     [
         {},
-        {"router_renorm": False},
-        {"router": "sigmoid", "router_scale": 2.5},
-        {"router_groups": 4, "router_group_top_k": 2},
-        {"router": "sigmoid", "router_groups": 2, "router_group_top_k": 1, "router_bias": True},
+        {"router.renorm": False},
+        {"router": {"scores": "sigmoid", "scale": 2.5}},
+        {"router": {"groups": 4, "group_top_k": 2}},
+        {"router": {"scores": "sigmoid", "groups": 2, "group_top_k": 1, "bias_rate": 0.001}},
     ],
     ids=str,
 )
@@ -62,37 +66,38 @@ def test_who_is_chosen_and_how_much_they_weigh(model):
         r.bias += torch.linspace(-0.3, 0.3, E, dtype=torch.float64)
     index, probs, told = r(x, None)
     assert told is None
-    m, (_, scores) = r.model, scores_of(r, x)
+    m, (_, scores) = r.router, scores_of(r, x)
     for i, p, own in zip(index.flatten(0, 1), probs.flatten(0, 1), scores.flatten(0, 1)):
         chooses = own + (0 if r.bias is None else r.bias)
-        groups = chooses.view(m.router_groups, -1)
-        rank = [sum(sorted(g.tolist())[-2:]) if m.router == "sigmoid" else g.max().item() for g in groups]
-        best = sorted(range(m.router_groups), key=lambda g: -rank[g])[: m.router_group_top_k]
+        groups = chooses.view(m.groups, -1)
+        rank = [sum(sorted(g.tolist())[-2:]) if m.scores == "sigmoid" else g.max().item() for g in groups]
+        best = sorted(range(m.groups), key=lambda g: -rank[g])[: m.group_top_k]
         open_ = (
-            [e for e in range(E) if e // (E // m.router_groups) in best] if m.router_groups > 1 else range(E)
+            [e for e in range(E) if e // (E // m.groups) in best] if m.groups > 1 else range(E)
         )
         want = sorted(open_, key=lambda e: -chooses[e])[:K]
         assert sorted(i.tolist()) == sorted(want)
-        whole = sum(own[e] for e in want) if m.router_renorm else 1.0
-        assert torch.allclose(p, own[i] / whole * m.router_scale)
+        whole = sum(own[e] for e in want) if m.renorm else 1.0
+        assert torch.allclose(p, own[i] / whole * m.scale)
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        {"aux_loss": 0.3},
-        {"aux_loss": 0.3, "router": "sigmoid"},
+        {"aux.weight": 0.3},
+        {"aux.weight": 0.3, "scores": "sigmoid"},
         {"z_loss": 0.1},
-        {"aux_loss": 0.3, "z_loss": 0.1},
-        {"aux_loss": 0.3, "aux_kind": "micro"},
-        {"aux_loss": 0.3, "aux_kind": "global"},
+        {"aux.weight": 0.3, "z_loss": 0.1},
+        {"aux": {"weight": 0.3, "over": "micro"}},
+        {"aux": {"weight": 0.3, "over": "global"}},
     ],
     ids=str,
 )
 def test_the_losses_are_what_they_say(model):
     """Their value, and their gradient for the router's weight and input, beside one of the main loss."""
-    r, (x, learn) = router(**model), inputs()
-    m, x = r.model, x.requires_grad_()
+    r, (x, learn) = router(router=model), inputs()
+    m, x = r.router, x.requires_grad_()
+    over, weight = (m.aux.over, m.aux.weight) if m.aux else ("sequence", 0.0)
     if r.load is not None:
         r.load.copy_(torch.linspace(0.5, 1.5, E))
     index, probs, told = r(x, learn)
@@ -101,15 +106,15 @@ def test_the_losses_are_what_they_say(model):
 
     w, y = r.weight.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
     logits = y @ w.t()
-    scores = logits.softmax(-1) if m.router == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if m.scores == "softmax" else logits.sigmoid()
     share = scores / scores.sum(-1, keepdim=True)
     total, aux, z, counts = learn.counted.sum().double(), 0.0, 0.0, torch.zeros(E, dtype=torch.float64)
     for b in range(2):
-        mine = learn.counted[b] if m.aux_kind == "sequence" else learn.counted
-        chosen = index[b] if m.aux_kind == "sequence" else index
+        mine = learn.counted[b] if over == "sequence" else learn.counted
+        chosen = index[b] if over == "sequence" else index
         hits = torch.stack([(chosen == e).any(-1)[mine].sum() for e in range(E)]).double()
-        f = r.load if m.aux_kind == "global" else hits * E / (K * mine.sum())
-        aux = aux + m.aux_loss * (share[b][learn.counted[b]] * f).sum() / total
+        f = r.load if over == "global" else hits * E / (K * mine.sum())
+        aux = aux + weight * (share[b][learn.counted[b]] * f).sum() / total
         z = z + m.z_loss * logits[b][learn.counted[b]].logsumexp(-1).square().sum() / total
     for e in range(E):
         counts[e] = ((index == e).any(-1) & learn.counted).sum()
@@ -127,16 +132,16 @@ def test_the_losses_are_what_they_say(model):
 
 
 def test_a_balanced_layer_costs_its_coefficient():
-    r, (x, learn) = router(aux_loss=0.25), inputs()
+    r, (x, learn) = router(**{"router.aux.weight": 0.25}), inputs()
     r.weight.data.zero_()
     assert math.isclose(float(r(x, learn)[2][E + ROUTER_STATS.index("aux_loss")]), 0.25, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 def test_who_is_turned_away(drop):
-    r, (x, learn) = router(capacity=0.9, drop=drop), inputs(s=16)
+    r, (x, learn) = router(capacity={"factor": 0.9, "drop": drop}), inputs(s=16)
     index, probs, told = r(x, learn)
-    free, before, _ = replaced(r, capacity=None)(x, learn)
+    free, before, _ = without_capacity(r)(x, learn)
     room, lost = math.ceil(0.9 * 16 * K / E), 0
     for b in range(2):
         taken = [0] * E
@@ -156,13 +161,13 @@ def test_who_is_turned_away(drop):
     assert (r(x, None)[0] >= 0).all()  # evaluation drops nothing
 
 
-def replaced(r, **model):
+def without_capacity(r):
     other = Router.__new__(Router)
     torch.nn.Module.__init__(other)
     other.__dict__.update(
         {k: v for k, v in r.__dict__.items() if k not in ("_parameters", "_modules", "_buffers")}
     )
-    other.model, other.weight = replace(r.model, **model), r.weight
+    other.capacity, other.weight = None, r.weight
     return other
 
 
@@ -179,18 +184,17 @@ def test_the_router_computes_in_fp32_from_bf16():
 # ---- whole steps -------------------------------------------------------------------------------------------
 
 
-def made(name, **changes):
-    cfg = tiny_config(name)
-    cfg = replace(
-        cfg,
-        model=replace(cfg.model, layers=2, **{k: v for k, v in changes.items() if hasattr(cfg.model, k)}),
-        train=replace(cfg.train, **{k: v for k, v in changes.items() if hasattr(cfg.train, k)}),
-    )
+def made(name, micro_batch=None, **experts):
+    """experts: keys of model.mlp."""
+    cfg = with_values(tiny_config(name), {"model.layers": 2} | {
+        f"model.mlp.{key}": value for key, value in experts.items()})
+    if micro_batch:
+        cfg = with_values(cfg, {"train.micro_batch": micro_batch})
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10), RandomTokens(cfg, 0, 1)
 
 
-def gradients(name, **changes):
-    run, data = made(name, **changes)
+def gradients(name, micro_batch, **experts):
+    run, data = made(name, micro_batch, **experts)
     kept = {}
 
     def grads_ready():
@@ -205,19 +209,19 @@ def gradients(name, **changes):
     [
         ("mixtral-tiny", {}),
         ("dots1-tiny", {}),
-        ("mixtral-tiny", {"capacity": 1.0}),
-        ("olmoe-tiny", {"aux_kind": "global"}),
+        ("mixtral-tiny", {"capacity": CapacityConfig(factor=1.0)}),
+        ("olmoe-tiny", {"router.aux.over": "global"}),
     ],
     ids=str,
 )
 def test_microbatches_change_nothing(name, changes):
-    (one, _), (many, _) = (gradients(name, micro_batch=n, **changes) for n in (8, 1))
+    (one, _), (many, _) = (gradients(name, n, **changes) for n in (8, 1))
     for key, g in one.items():
         assert torch.allclose(g, many[key], rtol=1e-9, atol=1e-12), key
 
 
 def test_the_micro_form_does_depend_on_them():
-    (one, _), (many, _) = (gradients("mixtral-tiny", micro_batch=n, aux_kind="micro") for n in (8, 1))
+    (one, _), (many, _) = (gradients("mixtral-tiny", n, **{"router.aux.over": "micro"}) for n in (8, 1))
     key = "layers.0.mlp.router.weight"
     assert (one[key] - many[key]).abs().max() > 1e-4 * one[key].abs().max()
 
@@ -226,7 +230,7 @@ def test_experts_without_tokens_are_updated_all_the_same():
     """No gradient, but moments and weight decay: the step that any other parameter without a gradient
     makes.
     """
-    run, data = made("dots1-tiny", router_groups=1, router_group_top_k=1)
+    run, data = made("dots1-tiny", **{"router.groups": 1, "router.group_top_k": 1})
     for r in run.routers.local_routers:
         r.bias[4:] -= 10  # 3 of the first 4 experts are chosen
     before = {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
@@ -244,7 +248,7 @@ def test_experts_without_tokens_are_updated_all_the_same():
         assert e < 4 or torch.allclose(after[key], before[key] * (1 - lr * o.weight_decay), rtol=1e-12)
     for r in run.routers.local_routers:
         assert torch.allclose(
-            r.bias[4:], torch.full((4,), -10 + run.cfg.model.router_bias_rate, dtype=torch.float64)
+            r.bias[4:], torch.full((4,), -10 + run.cfg.model.mlp.router.bias_rate, dtype=torch.float64)
         )
 
 
@@ -287,7 +291,7 @@ def test_generation_one_token_at_a_time():
     """The cache gives what the whole sequence gives: routing looks at no other token."""
     from model.context import GenerationCache
 
-    run, _ = made("mixtral-tiny", capacity=1.0)
+    run, _ = made("mixtral-tiny", capacity=CapacityConfig(factor=1.0))
     tokens, cache = torch.arange(1, 13)[None], GenerationCache()
     positions = torch.arange(12)[None]
     whole = run.stages[0].logits(tokens, positions)
@@ -304,9 +308,11 @@ def fill(moe: MoE) -> None:
         p.data = torch.randn(p.spec.shape, generator=g, dtype=torch.float64) * (2 if p.dim() > 1 else 3)
 
 
-def mixture(**model) -> MoE:
+def mixture(**experts) -> MoE:
+    """experts: keys of model.mlp."""
+    mlp = {"kind": "experts", "experts": 6, "width": 20, **experts}
     tree = {
-        "model": {"hidden": D, "mixer.heads": 2, "mlp.width": 20, "experts": 6, "vocab": 64, **model},
+        "model": {"hidden": D, "mixer.heads": 2, "mlp": mlp, "vocab": 64},
         "train": {"steps": 1, "dtype": "fp64"},
     }
     moe = MoE(config.build_tree(config.Config, tree), Mesh.single(), 0)
@@ -319,7 +325,7 @@ def test_experts_with_biases_are_those_of_gpt_oss():
     modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     from transformers import GptOssConfig
 
-    biased = {"mlp.bias": True, "mlp.activation": "clamped_swiglu", "router_logit_bias": True}
+    biased = {"bias": True, "activation": "clamped_swiglu", "router.logit_bias": True}
     moe = mixture(top_k=3, **biased)
     small = GptOssConfig(hidden_size=D, intermediate_size=20, num_local_experts=6, num_experts_per_tok=3)
     theirs = modeling.GptOssMLP(small).double()
@@ -352,7 +358,7 @@ def test_a_score_on_the_input_is_that_of_llama4():
     modeling = pytest.importorskip("transformers.models.llama4.modeling_llama4")
     from transformers import Llama4TextConfig
 
-    moe = mixture(top_k=2, router="sigmoid", router_renorm=False, router_weighs="input", shared_experts=1)
+    moe = mixture(shared={}, router={"scores": "sigmoid", "renorm": False, "weighs": "input"})
     small = Llama4TextConfig(hidden_size=D, intermediate_size=20, num_local_experts=6, num_experts_per_tok=2)
     theirs = modeling.Llama4TextMoe(small).double()
     e, shared = moe.experts, moe.shared_experts
@@ -383,8 +389,8 @@ def test_a_score_on_the_input_is_that_of_llama4():
 @pytest.mark.parametrize("weighs", ["output", "input"])
 def test_biases_of_rows_that_are_padded_or_dropped(weighs):
     """With a capacity, as without one whose experts all have room; and what is turned away adds no bias."""
-    more = {"mlp.bias": True, "router_weighs": weighs, "router_logit_bias": True}
-    free, roomy = mixture(**more), mixture(**more, capacity=3.0, pad=True)
+    more = {"bias": True, "router": {"weighs": weighs, "logit_bias": True}}
+    free, roomy = mixture(**more), mixture(**more, capacity={"factor": 3.0, "pad": True})
     x = torch.randn(2, 6, D, dtype=torch.float64)
     learn = RouterInputs(torch.ones(2, 6, dtype=torch.bool), 1.0, None)
     got, want = roomy(x, learn)[0], free(x, learn)[0]
@@ -394,7 +400,7 @@ def test_biases_of_rows_that_are_padded_or_dropped(weighs):
                     torch.autograd.grad(want, list(free.parameters()), dy)):
         assert torch.allclose(a, b, atol=1e-9)
 
-    tight, padded = mixture(**more, capacity=0.5), mixture(**more, capacity=0.5, pad=True)
+    tight, padded = (mixture(**more, capacity={"factor": 0.5, "pad": pad}) for pad in (False, True))
     assert torch.allclose(tight(x, learn)[0], padded(x, learn)[0], atol=1e-9)
     index, probs, _ = tight.router(x, learn)
     assert (index < 0).any()
@@ -409,7 +415,7 @@ def test_a_mixture_of_one_expert_is_an_mlp():
         "train": {"steps": 1, "dtype": "fp64"},
     }
     cfg = config.build_tree(config.Config, tree)
-    mix = replace(cfg, model=replace(cfg.model, experts=1, top_k=1))
+    mix = replace(cfg, model=replace(cfg.model, mlp=ExpertsConfig(experts=1, top_k=1, width=20)))
     torch.manual_seed(0)
     from model.mlp import MLP
 

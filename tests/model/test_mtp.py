@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from build import build_run
-from config import MTPConfig
+from config import MLPConfig, MTPConfig
 from parallel.context.zigzag import shard_batch, token_positions
 from parallel.microbatch import Microbatch
 from parallel.sharding.views import boxes_of
@@ -58,12 +58,17 @@ def test_a_cut_carries_what_is_ahead_of_the_whole_sequence():
         )
 
 
+DENSE = MLPConfig(width=48)
+
+
 def run_of(depth, weight=0.3, dtype="fp64", **model):
     cfg = tiny_config("deepseek-v3-tiny")
     mtp = MTPConfig(modules=depth, weight=weight) if depth else None
     cfg = replace(
         cfg,
-        model=replace(cfg.model, layers=2, experts=None, mtp=mtp, dropout=0.0, **model),
+        model=replace(
+            cfg.model, layers=2, mlp=DENSE, blocks=(), pattern=None, mtp=mtp, dropout=0.0, **model
+        ),
         train=replace(cfg.train, global_batch=2, dtype=dtype),
     )
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 50)
@@ -118,6 +123,7 @@ def test_gradients_are_those_of_transformers_modules(tied):
         )
     # dense layers, as config.json can describe them without further tokens; the modules come below
     said = hf_config.to_hf_config(replace(m, mtp=None), "float32", {})
+    said["n_shared_experts"] = 1  # of layers that are replaced below
     main = transformers.DeepseekV3ForCausalLM(
         transformers.DeepseekV3Config(**{k: v for k, v in said.items() if k != "torch_dtype"})
     ).double()

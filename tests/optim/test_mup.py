@@ -11,7 +11,7 @@ import torch
 import build
 from build import weights_only
 from checkpoint import hf
-from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig
+from config import OPTIMIZERS, ConfigError, ExpertsConfig, MupConfig, ParallelConfig, with_mlps
 from model import head as loss
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec
@@ -25,11 +25,17 @@ CPU = torch.device("cpu")
 LR, DECAY, M = 0.01, 0.1, 4.0
 
 
+def without_jitter(mlp):
+    if not isinstance(mlp, ExpertsConfig):
+        return mlp
+    return replace(mlp, router=replace(mlp.router, jitter=0.0))
+
+
 def wide(name, base=8, head_dim=None, **more):
     """tiny_config's hidden is 32: four times the base."""
     cfg = tiny_config(name)
     mup = MupConfig(base=base, head_dim=head_dim) if base else None
-    return replace(cfg, model=replace(cfg.model, mup=mup, dropout=0.0, jitter=0.0, **more))
+    return replace(cfg, model=replace(with_mlps(cfg.model, without_jitter), mup=mup, dropout=0.0, **more))
 
 
 def made(cfg):

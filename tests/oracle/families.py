@@ -16,6 +16,7 @@ LATENT = (
     "--model.mixer.rope.scaling.high_freq 2 --model.mixer.rope.scaling.low_freq 0.3"
 )
 LLAMA3 = "--model.mixer.rope.scaling.original 16"
+DENSE_WIDTH = "--model.blocks.dense.mlp.width 48"  # of the layers of a mixture that have an MLP
 
 BASE = {
     "hidden_size": 32,
@@ -133,7 +134,8 @@ DENSE = (
 MIXTURES = (
     Family(
         "mixtral",
-        f"mixtral-tiny {GROUPED} --model.experts 6 --model.aux_loss 0.05 --model.aux_kind micro",
+        f"mixtral-tiny {GROUPED} --model.mlp.experts 6 --model.mlp.router.aux.weight 0.05 "
+        "--model.mlp.router.aux.over micro",
         "Mixtral",
         {
             **BASE,
@@ -148,7 +150,7 @@ MIXTURES = (
     ),
     Family(
         "qwen2-moe",
-        f"qwen2-moe-tiny {GROUPED} --model.moe_ffn 20 --model.aux_loss 0.05",
+        f"qwen2-moe-tiny {GROUPED} {DENSE_WIDTH} --model.mlp.width 20 --model.mlp.router.aux.weight 0.05",
         "Qwen2Moe",
         {
             **BASE,
@@ -166,8 +168,8 @@ MIXTURES = (
     ),
     Family(
         "qwen3-moe",
-        f"qwen3-moe-tiny {GROUPED} --model.mixer.head_dim 10 --model.experts 7 --model.top_k 3 "
-        "--model.moe_ffn 20 --model.aux_loss 0.05",
+        f"qwen3-moe-tiny {GROUPED} --model.mixer.head_dim 10 --model.mlp.experts 7 "
+        "--model.mlp.top_k 3 --model.mlp.width 20 --model.mlp.router.aux.weight 0.05",
         "Qwen3Moe",
         {
             **BASE,
@@ -185,7 +187,8 @@ MIXTURES = (
     ),
     Family(
         "olmoe",
-        f"olmoe-tiny {SMALL} --model.experts 6 --model.top_k 3 --model.aux_loss 0.05 --model.z_loss 0.02",
+        f"olmoe-tiny {SMALL} --model.mlp.experts 6 --model.mlp.top_k 3 "
+        "--model.mlp.router.aux.weight 0.05 --model.mlp.router.z_loss 0.02",
         "Olmoe",
         {
             **BASE,
@@ -201,8 +204,8 @@ MIXTURES = (
     ),
     Family(
         "dots1",
-        f"dots1-tiny {SMALL} --model.experts 8 --model.top_k 3 --model.moe_ffn 20 "
-        "--model.aux_loss 0.05 --model.router_bias_rate 0.02",
+        f"dots1-tiny {SMALL} {DENSE_WIDTH} --model.mlp.experts 8 --model.mlp.top_k 3 --model.mlp.width 20 "
+        "--model.mlp.router.aux.weight 0.05 --model.mlp.router.bias_rate 0.02",
         "Dots1",
         {
             **BASE,
@@ -229,8 +232,9 @@ MIXTURES = (
 EXPERTS_OF_THEIR_OWN = (
     Family(
         "gpt-oss",
-        f"gpt-oss-tiny {GROUPED} --model.mixer.head_dim 8 --model.experts 6 --model.top_k 3 "
-        "--model.moe_ffn 20 --model.aux_loss 0.05 --model.blocks.local.mixer.window 7 "
+        f"gpt-oss-tiny {GROUPED} --model.mixer.head_dim 8 --model.mlp.experts 6 "
+        "--model.mlp.top_k 3 --model.mlp.width 20 --model.mlp.router.aux.weight 0.05 "
+        "--model.blocks.local.mixer.window 7 "
         "--model.mixer.rope.scaling.original 16 --model.mixer.rope.scaling.factor 4",
         "GptOss",
         {
@@ -250,7 +254,8 @@ EXPERTS_OF_THEIR_OWN = (
     ),
     Family(
         "llama4",
-        f"llama4-tiny {GROUPED} --model.layers 4 --model.experts 6 --model.moe_ffn 20 --model.aux_loss 0.05 "
+        f"llama4-tiny {GROUPED} {DENSE_WIDTH} --model.layers 4 --model.mlp.experts 6 "
+        "--model.mlp.width 20 --model.mlp.router.aux.weight 0.05 "
         "--model.mixer.chunk 7 --model.blocks.nope.mixer.growth.every 5",
         "Llama4Text",
         {
@@ -275,8 +280,8 @@ EXPERTS_OF_THEIR_OWN = (
 LATENTS = (
     Family(
         "deepseek-v2-lite",
-        f"deepseek-v2-lite-tiny {LATENT} --model.layers 3 --model.experts 6 "
-        "--model.top_k 3 --model.moe_ffn 20 --model.aux_loss 0.05",
+        f"deepseek-v2-lite-tiny {LATENT} {DENSE_WIDTH} --model.layers 3 --model.mlp.experts 6 "
+        "--model.mlp.top_k 3 --model.mlp.width 20 --model.mlp.router.aux.weight 0.05",
         "DeepseekV2",
         {
             **LATENT_BASE,
@@ -294,8 +299,9 @@ LATENTS = (
     ),
     Family(
         "deepseek-v3",
-        f"deepseek-v3-tiny {LATENT} --model.mixer.q_rank 14 --model.experts 8 --model.top_k 3 "
-        "--model.moe_ffn 20 --model.aux_loss 0.05 --model.router_bias_rate 0.02",
+        f"deepseek-v3-tiny {LATENT} {DENSE_WIDTH} --model.mixer.q_rank 14 --model.mlp.experts 8 "
+        "--model.mlp.top_k 3 --model.mlp.width 20 --model.mlp.router.aux.weight 0.05 "
+        "--model.mlp.router.bias_rate 0.02",
         "DeepseekV3",
         {
             **LATENT_BASE,

@@ -31,8 +31,6 @@ SPLIT = 80  # percent of the documents that train; the others validate
 PLAIN = (
     "--model.dropout",
     "0",
-    "--model.jitter",
-    "0",
     "--train.dtype",
     "fp64",
     "--train.threads",

@@ -64,8 +64,9 @@ def test_capacity(place_without_ties, note, by_place):
     drop = "position" if by_place else "probability"
     router = replace(MIXTRAL.router, kind="sequence", capacity=0.75, by_place=by_place)
     family = families.variant(replace(MIXTRAL, name=f"mixtral drops by {drop}", router=router), False, 2)
+    capacity = f"--model.mlp.capacity.factor 0.75 --model.mlp.capacity.drop {drop}"
     row, run, *_ = compare.prove(
-        *place_without_ties, family, f"--model.aux_kind sequence --model.capacity 0.75 --model.drop {drop}"
+        *place_without_ties, family, f"--model.mlp.router.aux.over sequence {capacity}"
     )
     assert min(run.of("moe_dropped")) > 0.1
     note(row)

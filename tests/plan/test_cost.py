@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import spearmanr
 
 import config
-from config import CONFIG_FOLDER, has_experts, modules_ahead, read_yaml
+from config import CONFIG_FOLDER, has_experts, mixture, modules_ahead, read_yaml
 from config.tree import with_values
 from model.describe import describe_stage
 from model.flops import attention_flops, mean_keys
@@ -87,7 +87,8 @@ def test_the_products_of_all_ranks_are_the_models(name, keys):
     # a router's gradients are multiplied as two numbers of 16 bits, by each rank
     routers = sum(has_experts(model, layer) for layer in range(model.layers + modules_ahead(model)))
     tokens = train.micro_batch * train.seq_len
-    of_routers = 2 * 2 * tokens * model.hidden * (model.experts or 0) * routers
+    mlp = mixture(model)
+    of_routers = 2 * 2 * tokens * model.hidden * (mlp.experts if mlp else 0) * routers
     assert products - of_routers + 3 * attention == pytest.approx(
         flops_per_token(model, train.seq_len) * tokens, rel=1e-9
     )
@@ -192,11 +193,11 @@ def test_chunks_hide_behind_the_experts_products(num_chunks, links):
     c = replace(IDEAL, node=8, inside=links, between=links)
     job, _ = job_of(cfg, 8)
     model = cfg.model
-    rows = 2 * 256 * model.top_k
-    computes = rows * 3 * 2 * model.hidden * model.moe_ffn / 1e15
+    rows = 2 * 256 * model.mlp.top_k
+    computes = rows * 3 * 2 * model.hidden * model.mlp.width / 1e15
     travels = rows * model.hidden * 2 * 7 / 8 / links  # one way
     probs = rows * 4 * 7 / 8 / links
-    counts = model.experts * 8 * 7 / 8 / links
+    counts = model.mlp.experts * 8 * 7 / 8 / links
 
     end = travels / num_chunks
     others = 2 * travels - 2 * end
@@ -253,9 +254,9 @@ def test_forecasts_beside_what_others_have_published(judged):
     errors = [error for _, error in judged]
     assert len(errors) == 98
     assert share_off(errors, 0.5) < 0.055 and abs(statistics.median(errors)) < 0.03
-    dense = [error for row, error in judged if not row.job.cfg.model.experts]
+    dense = [error for row, error in judged if not mixture(row.job.cfg.model)]
     assert len(dense) == 83 and share_off(dense, 0.5) < 0.05 and share_off(dense, 0.9) < 0.2
-    mixtures = [error for row, error in judged if row.job.cfg.model.experts]
+    mixtures = [error for row, error in judged if mixture(row.job.cfg.model)]
     assert len(mixtures) == 15 and share_off(mixtures, 0.5) < 0.3 and share_off(mixtures, 0.9) < 0.65
 
 

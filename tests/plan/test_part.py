@@ -78,7 +78,7 @@ def test_the_record_of_a_block_grows_by_the_same_with_each_sequence(name, layout
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("layout", [{}, SP, {"parallel.ep_chunks": 2, "parallel.recompute": "full"}], ids=str)
 def test_the_record_of_a_mixture_is_on_a_line_by_the_experts_of_a_rank(layout):
-    cfg = config_of("deepseek-v3-tiny", layout | {"train.dtype": "bf16", "model.experts": 64})
+    cfg = config_of("deepseek-v3-tiny", layout | {"train.dtype": "bf16", "model.mlp.experts": 64})
     for ranks in (2, 16, 32):
         keys = {"parallel.ep": ranks}
         form = PartForm(with_values(cfg, keys), cfg.model.layers - 1, CHIPS["h100"], is_split=True)

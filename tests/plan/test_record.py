@@ -24,7 +24,7 @@ SIZE = (
 ).split()
 EXCHANGE = dispatch.exchange_departures
 TRIES = 3  # of a real job
-MIXTURE = [*SIZE, "--model.experts", "4", "--model.moe_ffn", "32"]
+MIXTURE = [*SIZE, "--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.width", "32"]
 
 
 def random_batch(cfg: Config, dims, rank: int, step: int):
@@ -156,11 +156,11 @@ MIXTURES = [
     (1, ""),
     (2, "--parallel.ep 2"),
     (2, "--parallel.ep 2 --parallel.ep_chunks 2 --parallel.recompute full"),
-    (2, "--parallel.ep 2 --model.capacity 1.0 --model.pad true"),
+    (2, "--parallel.ep 2 --model.mlp.capacity.factor 1.0 --model.mlp.capacity.pad true"),
     (4, "--parallel.tp 2 --parallel.sp true --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name muon --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name lamb --parallel.ep 2 --parallel.tp 2"),
-    (4, "--model.mlp.bias true --model.router_logit_bias true --parallel.ep 2 --parallel.etp 2"),
+    (4, "--model.mlp.bias true --model.mlp.router.logit_bias true --parallel.ep 2 --parallel.etp 2"),
 ]
 
 

@@ -21,7 +21,7 @@ SIZE = (
 ).split()
 SIZES = {
     "llama3-tiny": SIZE,
-    "mixtral-tiny": [*SIZE, "--model.experts", "4", "--model.moe_ffn", "32"],
+    "mixtral-tiny": [*SIZE, "--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.width", "32"],
     "deepseek-v3-tiny": "--model.vocab 288 --train.seq_len 32 --train.micro_batch 1".split(),
 }
 

@@ -42,7 +42,7 @@ FORMS = Overrides((  # of llama3-tiny: what no recipe has
     ("model.mixer.chunk", "9"),
     ("model.mixer.sinks", "true"),
     ("model.mixer.gate", "head"),
-    ("model.mixer.gate_by", "softplus"),
+    ("model.mixer.gate.by", "softplus"),
     ("model.mixer.value_dim", "6"),
     ("model.mixer.value_scale", "0.7"),
     ("model.mixer.growth.every", "5"),

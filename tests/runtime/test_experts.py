@@ -14,11 +14,15 @@ import torch
 from ranks import MODEL, corpus
 
 import train
-from config import ModelConfig
+from config import ExpertsConfig, MLPConfig, ModelConfig
+from config.pattern import BlockVariant
 from runtime import experts
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 
-M = ModelConfig(layers=3, experts=4, top_k=2, first_dense=1)
+FOUR = ExpertsConfig(experts=4, top_k=2)
+M = ModelConfig(  # the first layer has an MLP
+    layers=3, mlp=FOUR, blocks=(BlockVariant("dense", (("mlp", MLPConfig()),)),), pattern="dense, block..."
+)
 
 
 def told(*counts):
@@ -29,7 +33,7 @@ def told(*counts):
 
 
 def test_numbers_of_a_step():
-    n = router_metrics(told((4, 4, 4, 4), (8, 8, 0, 0)), M)
+    n = router_metrics(told((4, 4, 4, 4), (8, 8, 0, 0)), FOUR)
     assert n == {
         "moe_load": [1.0, 2.0],
         "moe_entropy": [0.5, 0.5],
@@ -42,8 +46,8 @@ def test_numbers_of_a_step():
     )
     broken = told((0, 0, 0, 0), (1, 1, 1, 1))
     broken[:, 5] = np.nan
-    assert router_metrics(broken, M)["moe_entropy"] == [None, None] and json.dumps(
-        router_metrics(broken, M), allow_nan=False
+    assert router_metrics(broken, FOUR)["moe_entropy"] == [None, None] and json.dumps(
+        router_metrics(broken, FOUR), allow_nan=False
     )
 
 
@@ -66,7 +70,8 @@ def test_a_resumed_run_goes_on(tmp_path):
     again.add(7, np.full((2, 4), 2))
     assert again.counts[:, 0, 0].tolist() == [1] * 6 + [2]
     assert len(ExpertLoadMap(tmp_path, M, 0).counts) == 0  # a new run
-    assert len(ExpertLoadMap(tmp_path, dataclasses.replace(M, experts=8), 6).counts) == 0  # another model's
+    other = dataclasses.replace(M, mlp=ExpertsConfig(experts=8))
+    assert len(ExpertLoadMap(tmp_path, other, 6).counts) == 0  # another model's
 
 
 def spoilt(good: bytes, how: str) -> bytes:
@@ -178,7 +183,7 @@ def test_metrics_tell_it(metrics, tmp_path, cfg):
 @pytest.mark.slow
 def test_a_run_of_a_mixture_leaves_its_pictures_and_a_dense_one_has_no_experts(tmp_path, whole_runs):
     words = [*MODEL, "--train.steps", "2", "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
-    mixture = ["--model.experts", "4", "--model.moe_ffn", "16", "--log.name", "mixture"]
+    mixture = ["--model.mlp.experts", "4", "--model.mlp.width", "16", "--log.name", "mixture"]
     assert train.main(["mixtral-tiny", *words, *mixture]) == 0
     assert train.main(["llama2-tiny", *words, "--log.name", "dense"]) == 0
     pictures = {

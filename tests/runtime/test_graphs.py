@@ -161,7 +161,10 @@ def test_a_ramp_is_recorded_anew_for_each_number_of_microbatches(device):
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
 
 
-MIXTURE = "--train.dtype bf16 --model.experts 4 --model.top_k 2 --model.moe_ffn 16 --model.aux_loss 0.1"
+MIXTURE = (
+    "--train.dtype bf16 --model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 "
+    "--model.mlp.width 16 --model.mlp.router.aux.weight 0.1"
+)
 
 
 def record_on_cpu(monkeypatch) -> None:
@@ -193,10 +196,11 @@ def mixtures_as_on_a_gpu(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [
-    "--model.router sigmoid --model.router_bias true --model.router_groups 2 --model.shared_experts 1 "
-    "--model.z_loss 0.01",
-    "--parallel.recompute full --model.aux_kind global --model.jitter 0.1",
-    "--model.capacity 1.0 --model.pad true",
+    "--model.mlp.router.scores sigmoid --model.mlp.router.bias_rate 0.001 --model.mlp.router.groups 2 "
+    "--model.mlp.shared.experts 1 "
+    "--model.mlp.router.z_loss 0.01",
+    "--parallel.recompute full --model.mlp.router.aux.over global --model.mlp.router.jitter 0.1",
+    "--model.mlp.capacity.factor 1.0 --model.mlp.capacity.pad true",
 ])
 def test_a_mixture_is_recorded(mixtures_as_on_a_gpu, args):
     """Another division of the rows each step, from the same recording."""
@@ -251,7 +255,7 @@ def test_a_mixture_needs_hopper(monkeypatch):
         if chip == 9:
             assert setup.read_environment(cfg).device.type == "cuda"
         else:
-            with pytest.raises(ConfigError, match="train.cuda_graphs: with model.experts it needs Hopper"):
+            with pytest.raises(ConfigError, match="train.cuda_graphs: with experts it needs Hopper"):
                 setup.read_environment(cfg)
 
 

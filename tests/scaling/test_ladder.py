@@ -202,7 +202,7 @@ def test_a_warmup_that_is_long_for_the_shortest_run_is_said():
 
 
 def test_of_a_mixture_the_parameters_that_a_token_uses_are_counted():
-    mixture = (*SETTINGS, ("model.experts", "4"), ("model.top_k", "1"))
+    mixture = (*SETTINGS, ("model.mlp", "experts"), ("model.mlp.experts", "4"), ("model.mlp.top_k", "1"))
     ladder = dataclasses.replace(LADDER, settings=mixture)
     counts = parameters(config_of_depth(ladder, 2).model)
     run = runs_of(ladder, 2)[0]

@@ -179,7 +179,8 @@ def check_memory(snapshot: dict, tree: dict) -> None:
     ("--world 2 --trace x.txt", "--trace"),
     ("--world 2 --cluster cpu --trace x.json", "--trace"),
     ("--world 2 --json /dev/null/x.json", "--json: /dev/null/x.json cannot be written"),
-    ("--world 2 --model.experts 4 --model.moe_ffn 16 --model.capacity 0.5", "model.capacity"),
+    ("--world 2 --model.mlp experts --model.mlp.experts 4 --model.mlp.width 16 "
+    "--model.mlp.capacity.factor 0.5", "model.mlp.capacity.factor"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(words, named):
     done = dry_run(*words.split())

@@ -20,7 +20,7 @@ FAMILIES = {
     "llama2-tiny": MODEL,
     "gpt2-tiny": (*MODEL, "--model.context", "32"),
     "mistral-tiny": (*MODEL, "--model.mixer.window", "5"),
-    "deepseek-v2-lite-tiny": (*SIZES, "--model.experts", "4", "--model.moe_ffn", "16"),
+    "deepseek-v2-lite-tiny": (*SIZES, "--model.mlp.experts", "4", "--model.mlp.width", "16"),
 }
 PROMPT, NEW = "abc", 12
 

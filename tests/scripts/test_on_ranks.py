@@ -24,7 +24,7 @@ from checkpoint.files import StorageError
 from scripts import convert, evaluate, generate
 
 # latents, biases of routers, a module that predicts further ahead
-MIXTURE = (*SIZES, "--model.experts", "8", "--model.moe_ffn", "16")
+MIXTURE = (*SIZES, "--model.mlp", "experts", "--model.mlp.experts", "8", "--model.mlp.width", "16")
 RUNS = {  # recipe, its model, what trains it
     "dense": ("llama2-tiny", MODEL, "--parallel.tp 2 --parallel.pp 2"),
     "tied": ("gpt2-tiny", (*MODEL, "--model.mixer.kv_heads", "none"), "--parallel.zero 3"),

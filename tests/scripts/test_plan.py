@@ -254,8 +254,8 @@ def test_json_has_the_parts_of_a_step(capsys):
             "parallel.tp*pp*cp*dp_rep = 2*1*1*1 = 2 does not divide the world size 7",
         ),
         (
-            ["mixtral-8x7b", "--gpus", "8", "--cluster", "h100-ib", "--model.capacity", "0.5"],
-            "model.capacity: 0.5 is below 1, and experts drop tokens even of equal shares",
+            ["mixtral-8x7b", "--gpus", "8", "--cluster", "h100-ib", "--model.mlp.capacity.factor", "0.5"],
+            "model.mlp.capacity.factor: 0.5 is below 1, and experts drop tokens even of equal shares",
         ),
         (
             ["llama3-8b", "--gpus", "16", "--cluster", "h100-ib", "--parallel.tpp", "2"],

@@ -73,7 +73,7 @@ def timed(world, name, chunks):
     cfg = replace(cfg, parallel=replace(cfg.parallel, ep=world.size, ep_chunks=chunks))
     mesh = Mesh.bind(ParallelDims(world.size, ep=world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, 1)
-    moe = next(block.mlp for block in run.stages[0].blocks if block.has_experts)
+    moe = next(block.mlp for block in run.stages[0].blocks if hasattr(block.mlp, "router"))
     clock = SlowJob(cfg.model.hidden, chunks)
     g = torch.Generator().manual_seed(world.rank)
     x = torch.randn(2, 6, cfg.model.hidden, generator=g, dtype=torch.float64, requires_grad=True)
@@ -117,7 +117,7 @@ def with_weight_gradients(world, name, chunks, recompute):
     cfg = tiny_config(name, world.size)
     cfg = replace(cfg, parallel=replace(cfg.parallel, ep=world.size, ep_chunks=chunks, recompute=recompute))
     run = build_run(cfg, Mesh.bind(ParallelDims(world.size, ep=world.size), world), CPU, None, 1)
-    block = next(block for block in run.stages[0].blocks if block.has_experts)
+    block = next(block for block in run.stages[0].blocks if hasattr(block.mlp, "router"))
     experts = block.mlp.experts
     job = SlowJob(cfg.model.hidden, chunks)
     g = torch.Generator().manual_seed(world.rank)
@@ -156,7 +156,7 @@ def test_the_numbers_are_those_of_one_chunk(ranks, name, chunks):
     """Bit for bit where each expert is in one chunk; else its weights' gradient is a sum of two."""
     whole = ranks(2).run(timed, name, 1)
     divided = ranks(2).run(timed, name, chunks)
-    num_local = tiny_config(name, 2).model.experts // 2
+    num_local = tiny_config(name, 2).model.mlp.experts // 2
     for (*_, expected), (*_, got) in zip(whole, divided):
         for a, b in zip(expected, got):
             if num_local % chunks == 0:

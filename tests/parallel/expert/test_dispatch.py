@@ -118,7 +118,7 @@ def overlapped(world, name):
     run = build_run(
         cfg, Mesh.bind(ParallelDims(world.size, ep=world.size), world), torch.device("cpu"), None, 1
     )
-    moe = next(b.mlp for b in run.stages[0].blocks if b.has_experts)
+    moe = next(b.mlp for b in run.stages[0].blocks if hasattr(b.mlp, "router"))
     shared = moe.shared_experts
     done, (active, down) = [], (shared.hidden_activation, shared.down.forward)
     start, wait = comm.start_all_to_all, comm.PendingExchange.wait

@@ -306,8 +306,8 @@ def test_chunks_send_the_same_bytes_in_more_messages(ranks, dtype):
         seen[chunks] = {ledger["ep_etp", "all_to_all"] for ledger, _ in found}
     model = cfg.model
     size = 8 if dtype == "fp64" else 2
-    rows = 2 * cfg.train.seq_len * model.top_k
-    layer = 8 * model.experts + rows * (4 * model.hidden * size + 2 * max(size, 4))
+    rows = 2 * cfg.train.seq_len * model.mlp.top_k
+    layer = 8 * model.mlp.experts + rows * (4 * model.hidden * size + 2 * max(size, 4))
     times = model.layers * cfg.train.global_batch // (2 * 2)  # two sequences on each of two ranks
     for chunks, ledgers in seen.items():
         assert ledgers == {(times * (3 + 4 * chunks), times * layer)}, chunks

@@ -1,0 +1,275 @@
+"""Mixtures of experts said by numbers beside the parts: `experts 8`, `first_dense 3`, `moe_every 2`.
+
+A config.json says them so, and configs that runs have saved did: from_flat makes of such keys the parts that
+our model has, flat_model the opposite for what writes a config.json. Ours says which layers have MLPs by
+kinds of blocks and model.pattern.
+"""
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from config.model_parts import ExpertsConfig, MLPConfig, NoPart
+from config.pattern import MOST_LAYERS, PLAIN, BlockVariant, kinds_of_layers, pattern_text, with_dense_layers
+from config.schema import ModelConfig, has_experts, layer_kinds, layer_model, mixture
+from config.strict import ConfigError
+from config.tree import is_below, stated_leaves
+
+# {flat key: ours}, of model.*
+FLAT_NAMES = {
+    "experts": "mlp.experts",
+    "top_k": "mlp.top_k",
+    "moe_ffn": "mlp.width",
+    "shared_experts": "mlp.shared.experts",
+    "shared_gate": "mlp.shared.gate",
+    "first_dense": "pattern",
+    "moe_every": "pattern",
+    "router": "mlp.router.scores",
+    "router_renorm": "mlp.router.renorm",
+    "router_groups": "mlp.router.groups",
+    "router_group_top_k": "mlp.router.group_top_k",
+    "router_scale": "mlp.router.scale",
+    "router_weighs": "mlp.router.weighs",
+    "router_logit_bias": "mlp.router.logit_bias",
+    "router_bias": "mlp.router.bias_rate",
+}
+# Of the training alone: saved configs had them, a config.json says nothing of them.
+FLAT_TRAINING_NAMES = {
+    "router_bias_rate": "mlp.router.bias_rate",
+    "jitter": "mlp.router.jitter",
+    "aux_loss": "mlp.router.aux.weight",
+    "aux_kind": "mlp.router.aux.over",
+    "z_loss": "mlp.router.z_loss",
+    "capacity": "mlp.capacity.factor",
+    "drop": "mlp.capacity.drop",
+    "pad": "mlp.capacity.pad",
+}
+ROUTER_KEYS = {  # {flat key: key of the router} of those that are the same in both
+    flat: ours.removeprefix("mlp.router.")
+    for flat, ours in (FLAT_NAMES | FLAT_TRAINING_NAMES).items()
+    if ours.startswith("mlp.router.") and ".aux." not in ours and not flat.startswith("router_bias")
+}
+SAID = (*FLAT_NAMES.values(), *FLAT_TRAINING_NAMES.values(), "mlp.kind", "mlp.activation", "mlp.bias")
+USUAL_BIAS_RATE = 1e-3
+ALONE = "mixer-alone"  # the kind of blocks without changes, in a model whose `mlp` is none
+
+
+@dataclass(frozen=True)
+class FlatModel(ModelConfig):
+    """A model whose experts are said by numbers.
+
+    Its mlp is that of layers without experts, which are the first ones (first_dense), and of the others all
+    but each multiple of moe_every, counted from 1. experts: None for a model without any. moe_ffn: the inner
+    width of an expert; None: that of the MLPs. router_bias: whether a bias affects the choice alone.
+    """
+    experts: int | None = None
+    top_k: int = 2
+    moe_ffn: int | None = None
+    shared_experts: int = 0
+    shared_gate: bool = False
+    first_dense: int = 0
+    moe_every: int = 1
+    router: str = "softmax"
+    router_renorm: bool = True
+    router_groups: int = 1
+    router_group_top_k: int = 1
+    router_scale: float = 1.0
+    router_weighs: str = "output"
+    router_logit_bias: bool = False
+    router_bias: bool = False
+
+    def has_experts(self, layer: int) -> bool:
+        is_counted = layer >= self.first_dense and (layer + 1) % self.moe_every == 0
+        has_mlp = not isinstance(layer_model(self, layer).mlp, NoPart)
+        return self.experts is not None and is_counted and has_mlp
+
+
+USUAL = {
+    field.name: field.default for field in dataclasses.fields(FlatModel) if field.name in FLAT_NAMES
+}
+
+
+# ---- flat keys -> parts ------------------------------------------------------------------------------------
+
+def from_flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a model with flat ones among them -> keys of ours. Those of its mlp may be nested or dotted.
+
+    Raises ConfigError for layers with and without experts in an order that has no form here.
+    """
+    flat_names = FLAT_NAMES | FLAT_TRAINING_NAMES
+    flat = {**USUAL, **{name: value for name, value in values.items() if name in flat_names}}
+    rest = {name: value for name, value in values.items() if name not in flat_names}
+    if flat["experts"] is None:
+        return rest
+    check_numbers(flat)
+    mlp = dict(rest.pop("mlp", {}))
+    mlp |= {path.removeprefix("mlp."): rest.pop(path) for path in list(rest) if path.startswith("mlp.")}
+    blocks = dict(rest.get("blocks") or {})
+
+    # which layers have experts
+    layers = values.get("layers", ModelConfig.layers)
+    if layers != int(layers) or not 0 < layers <= MOST_LAYERS:
+        raise ConfigError(f"model.layers: {layers} must be a whole number from 1 to {MOST_LAYERS:,}")
+    layers = int(layers)
+    kinds = kinds_of_layers(values.get("pattern"), tuple(blocks), layers)
+    without = {name for name, changes in blocks.items() if has_no_mlp(changes)}
+    is_dense = [kind not in without and not is_counted(flat, layer) for layer, kind in enumerate(kinds)]
+    modules = values.get("mtp.modules", (values.get("mtp") or {}).get("modules", 0))
+    for layer in range(layers, layers + min(math.ceil(modules), flat["moe_every"] + 1)):
+        if is_counted(flat, layer) == is_dense[-1]:
+            raise ConfigError(
+                "model.mtp: its modules have another kind of MLP here than the last layer, and ours are of "
+                "the kind of that")
+    if not any(is_counted(flat, layer) and kind not in without for layer, kind in enumerate(kinds)):
+        return {**rest, "mlp": mlp}
+
+    # kinds of blocks: their widths are those of MLPs, unless experts have the same
+    widths = set() if flat["moe_ffn"] is None else {"mlp.width"}
+    of_experts = {
+        name: {path: value for path, value in changes.items() if path not in widths}
+        for name, changes in blocks.items()
+    }
+
+    def dense(kind: str) -> dict[str, Any]:
+        changes = blocks.get(kind, {}).items()
+        own = {path.removeprefix("mlp."): value for path, value in changes if path.startswith("mlp.")}
+        return {**mlp, "kind": "mlp", **own}
+
+    found, names = with_dense_layers(of_experts, kinds, is_dense, dense)
+    pattern = pattern_text(names) if any(is_dense) else values.get("pattern")
+    return {**rest, "mlp": experts_part(flat, mlp), "blocks": found, "pattern": pattern}
+
+
+def check_numbers(flat: Mapping[str, Any]) -> None:
+    """Raises ConfigError for numbers that say nothing of which layers have experts, and how many."""
+    for name, least, meaning in (
+        ("first_dense", 0, "the number of first layers without experts"),
+        ("moe_every", 1, "the step from one layer with experts to the next"),
+        ("shared_experts", 0, "the number of shared experts"),
+    ):
+        number = flat[name]
+        if number != int(number) or number < least:
+            raise ConfigError(
+                f"model.{FLAT_NAMES[name]}: {meaning} must be a whole number, at least {least}, not {number}")
+
+
+def is_counted(flat: Mapping[str, Any], layer: int) -> bool:
+    return layer >= flat["first_dense"] and (layer + 1) % flat["moe_every"] == 0
+
+
+def has_no_mlp(changes: Mapping[str, Any]) -> bool:
+    """Whether a kind of block states that it has a mixer of tokens alone."""
+    part = changes.get("mlp")
+    kind = part.get("kind") if isinstance(part, Mapping) else part
+    return "none" in (kind, changes.get("mlp.kind"))
+
+
+def experts_part(flat: Mapping[str, Any], mlp: Mapping[str, Any]) -> dict[str, Any]:
+    """`mlp` of a model with experts. mlp: the keys of its MLPs."""
+    router = {ours: flat[name] for name, ours in ROUTER_KEYS.items() if name in flat}
+    if flat["router_bias"]:
+        router["bias_rate"] = flat.get("router_bias_rate", USUAL_BIAS_RATE)
+    if "aux_loss" in flat:
+        router["aux"] = {"weight": flat["aux_loss"], "over": flat["aux_kind"]}
+    has_shared = flat["shared_experts"] > 0
+    return {
+        "kind": "experts",
+        "experts": flat["experts"],
+        "top_k": flat["top_k"],
+        **{key: mlp[key] for key in ("width", "activation", "bias") if key in mlp},
+        **({} if flat["moe_ffn"] is None else {"width": flat["moe_ffn"]}),
+        "shared": {"experts": flat["shared_experts"], "gate": flat["shared_gate"]} if has_shared else None,
+        "router": router,
+        "capacity": capacity_part(flat),
+    }
+
+
+def capacity_part(flat: Mapping[str, Any]) -> dict[str, Any] | None:
+    if flat.get("capacity") is None:
+        return None
+    return {"factor": flat["capacity"], "drop": flat["drop"], "pad": flat["pad"]}
+
+
+# ---- parts -> flat keys ------------------------------------------------------------------------------------
+
+@functools.lru_cache(maxsize=1 << 8)
+def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
+    """The model with its experts as numbers, and the keys of model.* whose values no such numbers say."""
+    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(ModelConfig)}
+    lost = [path for path in stated_leaves(model) if path.partition(".")[0] not in values]
+    experts = mixture(model)
+    if experts is None and not isinstance(model.mlp, ExpertsConfig):
+        return FlatModel(**values), tuple(lost)
+
+    # the MLPs of layers without experts
+    layers = [layer_model(model, layer) for layer in range(model.layers)]
+    mlps = [layer.mlp for layer in layers]
+    dense = {mlp for mlp in mlps if isinstance(mlp, MLPConfig)}
+    blocks, kinds = kinds_without_dense(model, layers)
+    values |= {"blocks": blocks, "pattern": pattern_text(kinds)}
+    if experts is None:
+        lost += ["blocks"] if len(dense) > 1 else []
+        return FlatModel(**{**values, "mlp": next(iter(dense), NoPart())}), tuple(lost)
+
+    # which layers have experts
+    stated = (f"mlp.{path}" for path in stated_leaves(experts))
+    lost += [path for path in stated if not is_below(path, SAID)]
+    order = order_of_experts(mlps)
+    if order is None:
+        lost.append("pattern")
+    usual = MLPConfig(width=experts.width, activation=experts.activation, bias=experts.bias)
+    if {dataclasses.replace(mlp, width=0) for mlp in dense} - {dataclasses.replace(usual, width=0)}:
+        lost.append("blocks")
+    if len(dense) > 1 or {mlp for mlp in mlps if isinstance(mlp, ExpertsConfig)} != {experts}:
+        lost.append("blocks")
+
+    router, shared = experts.router, experts.shared
+    values |= {
+        "mlp": dataclasses.replace(usual, width=dense.pop().width) if dense else usual,
+        "experts": experts.experts,
+        "top_k": experts.top_k,
+        "moe_ffn": experts.width,
+        "shared_experts": shared.experts if shared else 0,
+        "shared_gate": shared is not None and shared.gate,
+        "router_bias": router.bias_rate is not None,
+        **{name: getattr(router, ours) for name, ours in ROUTER_KEYS.items() if name in FLAT_NAMES},
+    }
+    first_dense, moe_every = order or (0, 1)
+    return FlatModel(**values, first_dense=first_dense, moe_every=moe_every), tuple(lost)
+
+
+def order_of_experts(mlps: Sequence[object]) -> tuple[int, int] | None:
+    """(first_dense, moe_every) of layers with these MLPs; None if they are in another order."""
+    wanted = {layer: isinstance(mlp, ExpertsConfig) for layer, mlp in enumerate(mlps)
+              if not isinstance(mlp, NoPart)}
+    for every in range(1, len(mlps) + 1):
+        for first in range(len(mlps)):
+            flat = {"first_dense": first, "moe_every": every}
+            if all(is_counted(flat, layer) == has for layer, has in wanted.items()):
+                return first, every
+    return None
+
+
+def kinds_without_dense(
+    model: ModelConfig, layers: Sequence[ModelConfig]
+) -> tuple[tuple[BlockVariant, ...], list[str]]:
+    """The kinds of blocks, and that of each layer, of a model whose layers have MLPs in the place of experts:
+    two kinds that differ in that alone are one."""
+    changes = {variant.name: variant.changes for variant in model.blocks}
+    is_alone = [isinstance(like.mlp, NoPart) for like in layers]
+    first_of: dict[object, str] = {(model.mixer, model.norm, False): PLAIN}
+    names = layer_kinds(model)
+    for layer in sorted(range(len(layers)), key=lambda layer: not has_experts(model, layer)):
+        name = ALONE if is_alone[layer] and names[layer] == PLAIN else names[layer]
+        first_of.setdefault((layers[layer].mixer, layers[layer].norm, is_alone[layer]), name)
+    kinds = [first_of[(like.mixer, like.norm, alone)] for like, alone in zip(layers, is_alone)]
+
+    found: list[BlockVariant] = []
+    for name, alone in dict(zip(kinds, is_alone)).items():
+        if name == PLAIN:
+            continue
+        own = [change for change in changes.get(name, ()) if change[0].partition(".")[0] != "mlp"]
+        found.append(BlockVariant(name, (*own, *[("mlp", NoPart())] * alone)))
+    return tuple(found), kinds
