@@ -1725,8 +1725,8 @@ def test_logits_are_compared_beyond_the_window(transformers, tmp_path, capsys, m
     # one token more in the window
     read = convert.hf_config.read_hf_config
 
-    def wider(folder):
-        family, model = read(folder)
+    def wider(*args, **keywords):
+        family, model = read(*args, **keywords)
         return family, with_values(model, {"mixer.window": 301})
 
     monkeypatch.setattr(convert.hf_config, "read_hf_config", wider)
