@@ -60,8 +60,10 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, stati
 
 
 class BlockKind(NamedTuple):
-    """Blocks of the same kind differ in the names of their parameters alone. name: in model.pattern."""
+    """Blocks of the same kind differ in the names of their parameters alone. name: in model.pattern. mixer:
+    of tokens, if they have one beside the MLP."""
     name: str
+    mixer: type[nn.Module] | None
     in_fp8: bool
 
 
@@ -180,4 +182,4 @@ class TransformerBlock(nn.Module):
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:
         name = layer_kinds(cfg.model)[min(layer, cfg.model.layers - 1)]
-        return BlockKind(name, layer_in_fp8(cfg, layer))
+        return BlockKind(name, TransformerBlock.mixer(cfg, layer), layer_in_fp8(cfg, layer))

@@ -266,11 +266,19 @@ def key_problems(page: Page) -> list[str]:
     for span in page.spans():
         setting = SETTING.match(span)
         if setting and setting[1].rpartition(".")[2] not in new and not setting[2].isupper():
-            try:
-                config.resolve("llama3-tiny", None, [f"--{setting[1]}", setting[2].strip('"')])
-            except ConfigError as error:
-                problems.append(f"{page.name}: {span}: {error}")
+            refusals = [refusal_of(name, *setting.groups()) for name in ("llama3-tiny", "mixtral-tiny")]
+            if all(refusals):
+                problems.append(f"{page.name}: {span}: {refusals[0]}")
     return problems
+
+
+def refusal_of(name: str, key: str, value: str) -> str:
+    """What is said of a key in a recipe; "" if it is taken."""
+    try:
+        config.resolve(name, None, [f"--{key}", value.strip('"')])
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @cache

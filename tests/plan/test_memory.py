@@ -10,7 +10,7 @@ import torch
 
 import config
 from build import build_run
-from config import OPTIMIZERS, MLPConfig
+from config import OPTIMIZERS
 from config.tree import with_values
 from model.describe import describe_stage
 from model.sharding import parallel_dims
@@ -83,7 +83,7 @@ def held(world, cfg):
 
 def laid(name, parallel, **train):
     cfg = tiny_config(name)
-    cfg = replace(cfg, model=replace(cfg.model, layers=4, hidden=64, mlp=MLPConfig(width=96), context=64))
+    cfg = replace(cfg, model=replace(cfg.model, layers=4, hidden=64, mlp=replace(cfg.model.mlp, width=96), context=64))
     return replace(
         cfg,
         parallel=replace(cfg.parallel, **parallel),
