@@ -14,7 +14,7 @@ import shlex
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from config import (
     TrainConfig,
     Tree,
     is_permanent_step,
+    layer_model,
     phases_of,
     saved_config,
 )
@@ -61,6 +62,7 @@ from config.phases import (
     horizon_of,
     same_plan,
 )
+from config.pattern import BLOCK_PARTS
 from config.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
 from config.tree import differing_leaves, plain_data
 from parallel.sharding.boxes import Box
@@ -330,6 +332,25 @@ def name_of(index: store.StoredIndex, in_memory: bool) -> str:
     return f"the checkpoint of step {index.step:,} in memory" if in_memory else str(index.path)
 
 
+def differing_settings(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """{section.key: (old value, new one)} where they differ.
+
+    Where all layers are the same, it does not count what kinds of blocks are called and how a pattern is
+    spelled.
+    """
+    differing = differing_leaves(old, new)
+    if blocks_of_layers(old.model) == blocks_of_layers(new.model):
+        differing.pop("model.blocks", None)
+        differing.pop("model.pattern", None)
+    return differing
+
+
+def blocks_of_layers(model: ModelConfig) -> list[tuple[Any, ...]]:
+    """The mixer, MLP and norm of each layer."""
+    layers = (layer_model(model, layer) for layer in range(model.layers))
+    return [tuple(getattr(like, part) for part in BLOCK_PARTS) for like in layers]
+
+
 def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = False) -> list[str]:
     """Compares the settings in `meta` with those of the run.
 
@@ -337,7 +358,7 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
     save. Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
     """
     old, new = saved_config(meta["config"]), run.phases.whole
-    differing = differing_leaves(old, new)
+    differing = differing_settings(old, new)
     changed = {key: values for key, values in differing.items() if not key.startswith(UNREPORTED)}
     changed.pop("train.phases", None)  # compared phase by phase
     phase_notes: list[str] = []
@@ -471,7 +492,7 @@ def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> No
         raise ConfigError(f"train.{key}: {where} is {finished}: nothing is left to train; {advice}")
 
     old = saved_config(meta["config"])
-    changed = differing_leaves(old, run.phases.whole)
+    changed = differing_settings(old, run.phases.whole)
     if same_plan(old, run.phases.whole, LAYOUT if run.cfg.parallel.elastic else ()):
         changed.pop("train.phases", None)
     for key, (before, now) in changed.items():

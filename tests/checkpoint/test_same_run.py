@@ -1,6 +1,5 @@
 """checkpoint/state.py: what is said of a run that goes on from a checkpoint of other settings or data."""
 
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 from checkpoint.origin import UNKNOWN
 from checkpoint.state import check_same_run
 from config import Config, ConfigError, YarnScaling, phases_of
-from config.tree import with_values
+from config.pattern import BlockVariant
+from config.tree import plain_data, with_values
 
 STEP = 3
 WHERE = "runs/one/checkpoints/step_00000003"
@@ -28,7 +28,7 @@ def compared(old=(), new=(), *, in_memory=False, **meta):
     tokenizer = SimpleNamespace(fingerprint=TOKENIZER)
     data = SimpleNamespace(tokenizer=tokenizer, fingerprint=DATA, has_start=False)
     run = SimpleNamespace(cfg=phases.whole, phases=phases, phase=phases.all[0], steps=9, data=data)
-    meta = {"step": STEP, "steps": 9, "config": asdict(config_with(**dict(old))), "tokenizer": TOKENIZER,
+    meta = {"step": STEP, "steps": 9, "config": plain_data(config_with(**dict(old))), "tokenizer": TOKENIZER,
             "data": DATA, "bos": False, "torch": torch.__version__, **meta}
     return check_same_run(meta, run, "the checkpoint" if in_memory else WHERE, in_memory)
 
@@ -64,6 +64,21 @@ def test_what_decides_the_samples_is_refused(key, old, new, in_memory):
     assert told.endswith(f"or {NEW_RUN} {'CHECKPOINT' if in_memory else WHERE}")
 
 
+def with_kinds(pattern, **windows):
+    blocks = tuple(BlockVariant(name, (("mixer.window", window),)) for name, window in windows.items())
+    return {"model__layers": 4, "model__blocks": blocks, "model__pattern": pattern}
+
+
+def test_other_names_of_the_same_layers_are_no_other_model():
+    old = with_kinds("local, 2 block, local", local=8)
+    assert compared(old, with_kinds("near, 2 block, near", near=8, unused=3)) == []
+    assert compared(old, with_kinds("(local, block, block)...", local=8)) == []
+    told = refused(old, with_kinds("local, block, near, local", local=8, near=7))
+    assert told.startswith("model.blocks: ") and "set it back" in told
+    told = refused(old, with_kinds("local, block, local, block", local=8))
+    assert told.startswith("model.pattern: ") and "set it back" in told
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_another_model_is_refused_with_what_to_state(in_memory):
     old, new = ({"model__layers": layers, "model__mixer__rope__base": layers / 2} for layers in (2, 3))
@@ -88,7 +103,7 @@ def test_a_checkpoint_of_before_is_the_same_run():
     model |= {"kv_heads": None, "head_dim": None, "window": None, "attention": "auto", "bias": False}
     model |= {"qkv_bias": False, "qk_norm": False, "rope_factor": None, "activation": "swiglu"}
     model |= {"norm": "rmsnorm", "norm_eps": 1e-5, "layers": 2}
-    tree = {**asdict(Config()), "model": model}
+    tree = {**plain_data(Config()), "model": model}
     assert compared({}, {"model__layers": 2}, config=tree) == []
     assert "model.mixer.heads: " in refused({}, {"model__layers": 2, "model__mixer__heads": 8}, config=tree)
 
