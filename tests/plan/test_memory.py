@@ -83,7 +83,8 @@ def held(world, cfg):
 
 def laid(name, parallel, **train):
     cfg = tiny_config(name)
-    cfg = replace(cfg, model=replace(cfg.model, layers=4, hidden=64, mlp=replace(cfg.model.mlp, width=96), context=64))
+    mlp = replace(cfg.model.mlp, width=96)
+    cfg = replace(cfg, model=replace(cfg.model, layers=4, hidden=64, mlp=mlp, context=64))
     return replace(
         cfg,
         parallel=replace(cfg.parallel, **parallel),
