@@ -97,8 +97,11 @@ def vocab_rows(index: ForeignIndex, key: str) -> int:
 
 def place_in(piece: Box, box: Box) -> tuple[slice, ...]:
     """Where a piece lies in the tensor of its box."""
-    firsts = [one - begin for one, begin in zip(piece.start, box.start)]
-    return tuple(slice(first, first + size) for first, size in zip(firsts, piece.size))
+    place: list[slice] = []
+    for start, size, box_start in zip(piece.start, piece.size, box.start):
+        first = start - box_start
+        place.append(slice(first, first + size))
+    return tuple(place)
 
 
 def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:

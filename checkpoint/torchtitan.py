@@ -264,11 +264,17 @@ def with_halves(tensors: NamedTensors, size: int) -> NamedTensors:
     def read_box(want: Box) -> Tensor:
         if not rotated.fullmatch(want.key):
             return tensors.read_box(want)
-        first, end = want.start[0] // size, -(-(want.start[0] + want.size[0]) // size)  # heads
-        start, rows = (first * size, *want.start[1:]), ((end - first) * size, *want.size[1:])
+        # the whole heads that the rows lie in
+        end = want.start[0] + want.size[0]
+        first_row = want.start[0] // size * size
+        end_row = -(-end // size) * size
+        start = (first_row, *want.start[1:])
+        rows = (end_row - first_row, *want.size[1:])
         heads = tensors.read_box(Box(want.key, want.shape, start, rows))
-        halves = heads.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2)
-        skipped = want.start[0] - first * size
-        return halves[skipped:skipped + want.size[0]]
+
+        # pairs of neighbours -> halves
+        pairs = heads.unflatten(0, (-1, size // 2, 2))
+        halves = pairs.transpose(1, 2).flatten(0, 2)
+        return halves[want.start[0] - first_row:end - first_row]
 
     return replace(tensors, read_box=read_box)

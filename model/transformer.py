@@ -33,6 +33,7 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
+        self.experts = mixture(cfg.model)
         self.embedding = Embedding(cfg, mesh, ends_are_apart) if first == 0 else None
         if self.embedding is not None:
             table = self.embedding.weight
@@ -96,11 +97,10 @@ class PipelineStage(nn.Module):
     def training_context(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
         """The context of a forward with dropout and router losses."""
         cfg = self.cfg
-        experts = mixture(cfg.model)
-        is_random = cfg.model.dropout or (experts and experts.router.jitter)
+        is_random = cfg.model.dropout or (self.experts and self.experts.router.jitter)
         rng = self.dropout_rng(microbatch) if is_random else None
         router_inputs = None
-        if experts is not None:
+        if self.experts is not None:
             router_inputs = make_router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)
         return forward_context(
             cfg,
