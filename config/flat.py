@@ -51,7 +51,9 @@ ROUTER_KEYS = {  # {flat key: key of the router} of those that are the same in b
     for flat, ours in (FLAT_NAMES | FLAT_TRAINING_NAMES).items()
     if ours.startswith("mlp.router.") and ".aux." not in ours and not flat.startswith("router_bias")
 }
-SAID = (*FLAT_NAMES.values(), *FLAT_TRAINING_NAMES.values(), "mlp.kind", "mlp.activation", "mlp.bias")
+EXPRESSIBLE = (  # keys whose values flat ones say
+    *FLAT_NAMES.values(), *FLAT_TRAINING_NAMES.values(), "mlp.kind", "mlp.activation", "mlp.bias",
+)
 USUAL_BIAS_RATE = 1e-3
 ALONE = "mixer-alone"  # the kind of blocks without changes, in a model whose `mlp` is none
 
@@ -215,7 +217,7 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
 
     # which layers have experts
     stated = (f"mlp.{path}" for path in stated_leaves(experts))
-    lost += [path for path in stated if not is_below(path, SAID)]
+    lost += [path for path in stated if not is_below(path, EXPRESSIBLE)]
     order = order_of_experts(mlps)
     if order is None:
         lost.append("pattern")
