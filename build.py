@@ -21,14 +21,13 @@ from config import (
     ConfigError,
     ModelConfig,
     ParallelConfig,
-    Phase,
-    Phases,
     Tree,
     config_of_stage,
     layer_models,
-    mixture,
-    phases_of,
 )
+from config.reading import Phase, Phases, phases_of
+from config.reading.layout import AskedLayout, layout_of_weights
+from config.reading.schedules import make_schedules, schedule_of
 from config.tree import has_path
 from data import tokenizer
 from data.loader import BatchLoader
@@ -37,10 +36,9 @@ from data.task_scores import Score, TextRow, score_rows
 from data.tokenizer import Tokenizer
 from model.context import GenerationCache
 from model.generate import pipeline_logits
-from model.layout import AskedLayout, layout_of_weights
 from model.precision import DTYPES
+from model.router import mixture
 from model.router_states import RouterStates
-from model.schedules import make_schedules, schedule_of
 from model.score import pipeline_scores
 from model.sharding import parallel_dims, scale_for_mup, sharding_config
 from model.split import layers_of_stages

@@ -22,12 +22,15 @@ from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
 from checkpoint.foreign import ForeignIndex
 from checkpoint.memory import MemoryCheckpoints, has_record
-from config import Config, ConfigError, Phase, Tree, is_due, phases_of, provenance
+from config import Config, ConfigError, Tree, is_due, provenance
 from config.optimizers import EMA
-from config.earlier import current_tree
-from config.phases import named, with_next_layout
+from config.reading import Phase, dump, from_tree, phases_of, saved_config
+from config.reading.earlier import current_tree
+from config.reading.kinds import stated_leaves
+from config.reading.phases import named, with_next_layout
+from config.reading.schedules import make_schedules
 from config.terminal import output_width, wrapped
-from config.tree import plain_data, stated_leaves, value_at, with_values
+from config.tree import plain_data, value_at, with_values
 from data import tokenizer_files
 from data.blend import named_paths, source_names, validation_key
 from data.contract import check_same_tokenizer
@@ -38,7 +41,6 @@ from data.raw import RawShards
 from data.start_tokens import files_of
 from data.task_files import ScoredTask, read_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
-from model.schedules import make_schedules
 from model.sharding import parallel_dims
 from optim.lr import learning_rate_of_run, schedules_of, warmup_steps
 from parallel.context.zigzag import shard_batch
@@ -52,7 +54,6 @@ from remote.files import RemoteError
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
 from runtime.goodput import read_starts
-
 
 WARMUP = "optim.warmup"
 ADVICE_TIMEOUT_S = 120  # of a process that plans
@@ -115,7 +116,7 @@ def trained_layout(folder: Path) -> tuple[Config, int] | None:
     """
     try:
         ranks = [start.world for start in read_starts(folder) if start.first_step is not None]
-        cfg = config.from_tree(current_tree(config.read_yaml(folder / "config.yaml")))
+        cfg = from_tree(current_tree(config.read_yaml(folder / "config.yaml")))
     except (OSError, ConfigError):  # of another version, or damaged
         return None
     return (cfg, ranks[-1]) if ranks else None
@@ -157,7 +158,7 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
 
     They would train different models, or wait for each other. Collective: gathers a few KiB from each rank.
     """
-    own = {"torch": str(torch.__version__), "code": config.code_hash(), "config": config.dump(cfg)}
+    own = {"torch": str(torch.__version__), "code": config.code_hash(), "config": dump(cfg)}
     all_ranks: list[dict[str, str]] = comm.all_gather_objects(own, world.all_ranks())
     for what in own:
         count = Counter(theirs[what] for theirs in all_ranks)
@@ -387,7 +388,7 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
         return []
     meta, step = start.resumed.meta, start.step
     try:
-        before, horizon = phases_of(config.saved_config(meta["config"])), state.horizon_in(meta)
+        before, horizon = phases_of(saved_config(meta["config"])), state.horizon_in(meta)
     except ConfigError:  # of another version, whose keys are not those of today
         return []
     if horizon is None:
@@ -762,7 +763,7 @@ def sample_prompt(cfg: Config, valid_data: BatchLoader) -> SamplePrompt:
 def write_config(cfg: Config, folder: Path) -> None:
     """Writes config.yaml: a reader sees the old file or the new one."""
     temp = folder / "config.yaml.tmp"
-    temp.write_text(config.dump(cfg))
+    temp.write_text(dump(cfg))
     temp.replace(folder / "config.yaml")
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import runtime  # before torch (see there)
-import config
+import config.reading
+from config.reading import from_tree, recipe, resolve, split_argv, stated_keys
 import torch
 from build import TrainingRun
 from checkpoint import branch, memory, mirror, state, store
@@ -28,24 +29,13 @@ from checkpoint.progress import steps_done
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
-from config import (
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    Phase,
-    Tree,
-    is_due,
-    is_permanent_step,
-    mixture,
-    modules_ahead,
-    phases_of,
-    rope_switches,
-    unused,
-    usage,
-)
+from config import CheckpointConfig, Config, ConfigError, Tree, is_due, is_permanent_step, modules_ahead
+from config.reading import Phase, phases_of, unused, usage
+from model.rope import rope_switches
+from model.router import mixture
 from config.exit_codes import FINISHED, STOPPED_EARLY
-from config.phases import change_text, named
-from config.run_name import with_own_folder
+from config.reading.phases import change_text, named
+from config.reading.run_name import with_own_folder
 from config.terminal import output_width, wrapped
 from data.loader import BatchLoader, check_paths
 from data.prompts import Prompts
@@ -54,7 +44,7 @@ from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
 from data.tokenizer import Tokenizer, continuation
 from model.generate import generate
 from model.precision import DTYPES
-from model.schedules import plan_pipeline
+from config.reading.schedules import plan_pipeline
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
@@ -1069,19 +1059,19 @@ def show_help(name: str | None, file: str | None, argv: list[str], option_index:
     """Prints the keys that match the word after --help, argv[option_index]; all without a word."""
     overrides = argv[:option_index]
     words = argv[option_index + 1:]
-    cfg = config.resolve(name, file, overrides)
+    cfg = resolve(name, file, overrides)
     print(usage.help_text(cfg, words[0] if words else ""))
 
 
 def main(argv: list[str]) -> int:
     if "--list" in argv:
-        recipes = {name: config.from_tree(config.recipe(name), name) for name in config.recipes()}
+        recipes = {name: from_tree(recipe(name), name) for name in config.reading.recipes()}
         print(table(recipes, output_width()))
         return 0
     if "--dry-run" in argv:  # another program: it loads Triton before the kernels
         os.execv(sys.executable, [sys.executable, "-c", DRY_RUN, str(Path(__file__).parent), *argv])
     words = argv
-    name, file, argv = config.split_argv(words)
+    name, file, argv = split_argv(words)
     for index, word in enumerate(argv):
         if word in ("--help", "-h"):
             show_help(name, file, argv, index)
@@ -1090,7 +1080,7 @@ def main(argv: list[str]) -> int:
     rank, size = setup.rank_and_world()[:2]
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
         cfg = branch.resolve(name, file, argv)
-        stated = config.stated_keys(file, argv)
+        stated = stated_keys(file, argv)
         usual_name = cfg.log.name
         cfg = with_own_folder(cfg, file, argv)
         folder = run_folder(cfg)

@@ -36,6 +36,7 @@ from benchmarks.card_table import make_table, progress_line
 from benchmarks.process import Outcome, Task, last_error_line, run_task, terminates_cleanly
 from benchmarks.shape import Shape
 from benchmarks.travel import describe_peers, travel_line
+from config.reading import build_tree
 from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.memory import peak_activation_bytes, state_bytes
@@ -256,7 +257,7 @@ def planned_bytes(shape: Shape, dtype: str = "bf16") -> int:
     }
     if shape.hidden % 128:  # a tiny model
         train["fp8_block"] = 32
-    cfg = config.build_tree(config.Config, {"model": shape.model_keys(), "train": train})
+    cfg = build_tree(config.Config, {"model": shape.model_keys(), "train": train})
     job = job_of_rank(cfg, world=1, rank=0)
     return sum(state_bytes(job).values()) + peak_activation_bytes(job)
 
@@ -316,7 +317,7 @@ def environment_of(contestant: str, site: str) -> dict[str, str]:
 def derived_figures(row: dict, shape: Shape, peak_flops: float | None) -> dict:
     """Returns tokens/s, TFLOP/s and MFU of a step. peak_flops: of the GPU, in FLOP/s, if known."""
     tokens_per_s = shape.tokens / row["ms"] * 1e3
-    model = config.build_tree(config.ModelConfig, shape.model_keys())
+    model = build_tree(config.ModelConfig, shape.model_keys())
     flops = flops_per_token(model, shape.seq, shape.documents)
     flops_per_s = flops * shape.tokens / row["ms"] * 1e3
     mfu = flops_per_s / peak_flops if peak_flops else None

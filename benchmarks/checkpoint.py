@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import config
 from benchmarks.shape import show
 from checkpoint import memory, store
 from checkpoint.files import forget_cached, raw_bytes
 from checkpoint.memory import MemoryCheckpoints
 from checkpoint.saver import CheckpointSaver, writer_threads
+from config.reading import resolve
 from parallel.sharding.boxes import Box
 from parallel.wire.comm import Group
 from parallel.wire.world import join_alone, leave_job
@@ -220,7 +220,7 @@ def measure_in_memory(place: SavedState, folder: Path, threads: int) -> Seconds:
     shutil.rmtree(path.parent)
 
     words = ["--checkpoint.memory_every", "1", "--checkpoint.memory_dir", str(folder)]
-    cfg = config.resolve("quickstart", None, words)
+    cfg = resolve("quickstart", None, words)
     run = place.empty("run")
     kept = MemoryCheckpoints(cfg, run, "node0", Group("job", (0,), 0))
     found["ours memory"] = seconds_of(lambda: kept.save(1, place.pieces(), {}))

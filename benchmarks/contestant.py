@@ -71,7 +71,7 @@ NUM_BATCHES = 4
 
 def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     """train.py's own step."""
-    import config
+    import config.reading
     from build import build_run
     from parallel.sharding import spec
     from parallel.topology.mesh import Mesh
@@ -91,7 +91,7 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     optim_keys = {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"}
     data_keys = {"doc_mask": bool(shape.documents)}
     tree = {"model": shape.model_keys(), "optim": optim_keys, "train": train_keys, "data": data_keys}
-    cfg = config.build_tree(config.Config, tree)
+    cfg = config.reading.build_tree(config.Config, tree)
 
     # train.py draws the initial weights on the host, which would take longer than all steps here
     if device == "cuda":

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-import config
 from benchmarks.shape import show
+from config.reading import resolve
 from data import documents, prepare
 from data import tokenizer as tokenizers
 from data.loader import open_loader
@@ -40,7 +40,7 @@ def measure_loader() -> list[dict]:
         options += ["--train.global_batch", str(batch)]
         options += ["--data.prefetch", "0"]
         options += ["--data.doc_mask", str(masked).lower()]
-        loader = open_loader(config.resolve("llama3-tiny", None, options), "train", 0, 1)
+        loader = open_loader(resolve("llama3-tiny", None, options), "train", 0, 1)
 
         num_steps = 200
         started = time.perf_counter()
@@ -60,7 +60,7 @@ def measure_opening() -> dict:
         prefix = Path(folder) / "big"
         write_sparse_dataset(prefix, num_documents=10**6)
         options = ["--model.vocab", "1024", "--data.prefetch", "0"]
-        cfg = config.resolve("llama3-tiny", None, options)
+        cfg = resolve("llama3-tiny", None, options)
         cfg = replace(cfg, data=replace(cfg.data, path=str(prefix)))
 
         peak_before = peak_kib()

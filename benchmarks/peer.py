@@ -75,7 +75,7 @@ def num_parameters(model: nn.Module) -> int:
 
 def ours(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tuple[TrainStep, int]:
     """train.py's own step."""
-    import config
+    import config.reading
     from build import build_run
     from parallel.microbatch import Microbatch
     from parallel.topology.dims import ParallelDims
@@ -97,7 +97,7 @@ def ours(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tuple[Tr
         "optim": {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"},
         "parallel": {"tp": ranks.tp},
     }
-    cfg = config.build_tree(config.Config, tree)
+    cfg = config.reading.build_tree(config.Config, tree)
     mesh = Mesh.bind(ParallelDims(ranks.size, tp=cfg.parallel.tp), ranks.join())
     run = build_run(cfg, mesh, torch.device("cpu"), None, 1000)
     guard = NonFiniteGuard()

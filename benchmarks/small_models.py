@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import config
 import train
 from benchmarks.jobs import Report
 from build import TrainingRun, with_vocab
 from config import ConfigError
+from config.reading import resolve
 from data.loader import open_loader
 from kernels import triton_
 from parallel.sharding.views import boxes_of
@@ -247,7 +247,7 @@ def check_model(name: str, device: str, is_tiny: bool, folder: Path) -> dict:
 
 def prepare(device: str) -> None:
     """Makes the corpus that all models read, so that they need not make it beside each other."""
-    cfg = config.resolve("llama3-tiny", None, ["--train.device", device])
+    cfg = resolve("llama3-tiny", None, ["--train.device", device])
     data = open_loader(cfg, "train", 0, 1)
     with_vocab(cfg, data.required_tokenizer.vocab)
     data.close()

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-import config
+from config.reading import build_tree, merge
 from benchmarks.card import fit_layers
 from benchmarks.shape import Shape
 from build import build_run
@@ -120,7 +120,7 @@ def shape_of(scenario: Scenario, chip: Chip, tiny: bool) -> Shape:
 
 def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Config:
     """The config that a user of the GPU would write. layers: another number of them."""
-    model = config.merge(shape.model_keys(), scenario.model, ModelConfig)
+    model = merge(shape.model_keys(), scenario.model, ModelConfig)
     if layers is not None:
         model["layers"] = layers
     train = {
@@ -140,7 +140,7 @@ def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Co
         "data": {"doc_mask": bool(document_lengths(scenario, shape))},
         "optim": {"lr": 3e-4, "warmup": 0, "decay": "constant", **scenario.optim},
     }
-    return config.build_tree(Config, tree)
+    return build_tree(Config, tree)
 
 
 def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:

@@ -9,10 +9,21 @@ import copy
 import json
 from pathlib import Path
 
-import config
+import config.reading
 from checkpoint import mirror, state, store
-from config import Config, ConfigError, LogConfig, Phases, Tree, nested, phases_of, rest_of_ramp, span_of
-from config.phases import CHANGEABLE, SCHEDULE_KEYS, differing_keys, phases_text
+from config import Config, ConfigError, LogConfig, Tree, rest_of_ramp
+from config.reading import (
+    Phases,
+    build_tree,
+    dotted_overrides,
+    flatten_tree,
+    merge,
+    nested,
+    phases_of,
+    saved_config,
+    span_of,
+)
+from config.reading.phases import CHANGEABLE, SCHEDULE_KEYS, differing_keys, phases_text
 from config.tree import has_path, plain_data, value_at, with_values
 
 NOT_INHERITED = {  # section: keys that a branch does not have from its source
@@ -22,11 +33,14 @@ NOT_INHERITED = {  # section: keys that a branch does not have from its source
 
 
 def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
-    """config.resolve; if argv states checkpoint.branch, the config of the branch. Raises ConfigError."""
-    overrides = config.dotted_overrides(argv)
+    """As config.reading.resolve; if argv states checkpoint.branch, the config of the branch.
+
+    Raises ConfigError.
+    """
+    overrides = dotted_overrides(argv)
     where = overrides.get("checkpoint.branch")
     if where in (None, "none"):
-        return config.resolve(name, file, argv)
+        return config.reading.resolve(name, file, argv)
     if name:
         raise ConfigError(
             f"{name}: a branch has the settings of {where}; leave the recipe out, and give --log.name"
@@ -41,7 +55,7 @@ def begun_branch(where: str, layers: list[Tree]) -> str:
     """
     stated: Tree = {}
     for layer in layers:
-        stated = config.merge(stated, layer)
+        stated = merge(stated, layer)
     log = stated.get("log") or {}
     if "@" in where or not log.get("name"):
         return where
@@ -59,7 +73,7 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     path = find_source(where)
     meta = store.read_meta(path)
     step = meta["step"]
-    before = phases_of(config.saved_config(meta["config"]))
+    before = phases_of(saved_config(meta["config"]))
     here = before.of_step(step)
 
     # the settings at that step, and what the branch states
@@ -75,15 +89,15 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
         given = layer.get("train", {}).pop("phases", None) if isinstance(layer.get("train"), dict) else None
         text = phases_text(given)
         later = json.loads(text) if text else later
-        tree = config.merge(tree, layer)
-    stated = config.build_tree(Config, tree)
+        tree = merge(tree, layer)
+    stated = build_tree(Config, tree)
 
     # what may change in a phase begins here; the rest is compared at the resume (state.check_same_run)
     differing = differing_keys(here.cfg, stated)
     changes = {key: plain_data(value) for key, value in differing.items() if key in changeable_keys()}
     ramp = rest_of_ramp(here.cfg.train, step - here.steps_before)
     begins = SCHEDULE_KEYS + (("train.ramp", "train.global_batch") if ramp else ("train.ramp",))
-    for key in config.flatten_tree(layers[-1]):  # of the command line: a value that is as it was, too
+    for key in flatten_tree(layers[-1]):  # of the command line: a value that is as it was, too
         if key in begins:
             changes[key] = value_at(stated, key)
     if changes and ramp and "train.global_batch" not in changes:  # a ramp goes on to the batch of the source

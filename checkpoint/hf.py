@@ -22,16 +22,9 @@ from checkpoint.families.family import Arrangement, Family
 from checkpoint.families.table import BESIDE_TEXT, FAMILIES, text_names
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
 from checkpoint.tensors_by_name import weight_files
-from config import (
-    AttentionConfig,
-    ConfigError,
-    LatentConfig,
-    ModelConfig,
-    layer_model,
-    layer_models,
-    mup_score_scale,
-    mup_width_ratio,
-)
+from config import ConfigError, ModelConfig, layer_model, layer_models, mup_score_scale, mup_width_ratio
+from model.attention import AttentionConfig
+from model.mla import LatentConfig
 from parallel.sharding.boxes import Box
 
 # ---- names -------------------------------------------------------------------------------------------------

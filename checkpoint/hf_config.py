@@ -5,7 +5,7 @@ directions.
 
 Guarantees: what is read means the same model, or it is refused with the reason. Nothing that changes the
 logits is guessed. What is written describes every field of the model that changes its function, or it is
-refused. Keys that only the training of a mixture uses (config/flat.py) are not translated: Hugging
+refused. Keys that only the training of a mixture uses (config/reading/flat.py) are not translated: Hugging
 Face defines those losses otherwise (model/moe.py).
 
 Spellings: transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes
@@ -19,10 +19,10 @@ from pathlib import Path
 from checkpoint.families.family import changes_nothing
 from checkpoint.families.table import FAMILIES, LACKING, WRAPPERS
 from checkpoint.hf_rules import UnlikeFamily
-from config import ConfigError, ModelConfig, Tree, build_tree
-from config.function import written
+from config import ConfigError, ModelConfig, Tree
+from config.reading import build_tree
+from config.reading.function import written
 from config.tree import value_at
-
 
 TEXT = "text_config"
 TAKEN_ALONG = ("quantization_config", "tie_word_embeddings")  # from beside the text part

@@ -25,9 +25,12 @@ from checkpoint.hf_rules import (
     sliding_layers,
     write_rope_scaling,
 )
-from config import AttentionConfig, GrowthConfig, ModelConfig, RopeConfig, Tree, build_tree, head_dim
+from config import ModelConfig, Tree, head_dim
 from config.pattern import PLAIN, pattern_text
+from config.reading import build_tree, defaults
 from config.tree import value_at, with_values
+from model.attention import AttentionConfig
+from model.rope import GrowthConfig, RopeConfig
 
 FIELDS = ("mixer.window", "mixer.rope", "blocks", "pattern")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -104,8 +107,9 @@ class LayerTypes:
 
     def without_type(self, mixer: AttentionConfig) -> AttentionConfig:
         """The part of the mixer that both types of layers share."""
-        usual = {path: value_at(ModelConfig(), path) for path in self.differ}
-        return with_values(ModelConfig(mixer=replace(mixer, window=None, rope=None)), usual).mixer
+        model = defaults().model
+        usual = {path: value_at(model, path) for path in self.differ}
+        return with_values(replace(model, mixer=replace(mixer, window=None, rope=None)), usual).mixer
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Fields that differ once they were written and read."""

@@ -22,9 +22,10 @@ from checkpoint.hf_rules import (
 )
 from checkpoint.hf_state_layers import EARLIER_TYPES, LINEAR, StateLayers
 from config import ModelConfig, Tree
-from config.model_parts import MambaConfig, NoPart
+from config.model_parts import NoPart
 from config.pattern import pattern_text
-from config.tree import stated_leaves
+from config.reading.kinds import stated_leaves
+from model.mamba import MambaConfig
 
 # ---- Granite hybrid ----------------------------------------------------------------------------------------
 

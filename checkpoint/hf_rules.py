@@ -16,17 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from config import (
-    AttentionConfig,
     ConfigError,
-    DeltaConfig,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    MLPConfig,
     ModelConfig,
-    Scaling,
     Tree,
-    YarnScaling,
     head_dim,
     kv_heads,
     layer_kinds,
@@ -35,10 +27,13 @@ from config import (
     rotated_dim,
     value_dim,
 )
-from config.flat import FlatModel, flat_model, from_flat
 from config.pattern import PLAIN, BlockVariant, pattern_text
+from config.reading.flat import FlatModel, flat_model, from_flat
 from config.tree import has_path, value_at, with_values
-
+from model.attention import AttentionConfig
+from model.delta import DeltaConfig
+from model.mlp import MLPConfig
+from model.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Scaling, YarnScaling
 
 LOCAL, NOPE = "local", "nope"  # kinds of blocks: with a window, without rotary positions
 

@@ -26,8 +26,8 @@ from checkpoint.hf_rules import (
 )
 from config import ModelConfig, Tree
 from config.pattern import PLAIN, pattern_text
-from config.tree import differing_leaves, stated_leaves
-
+from config.reading.kinds import stated_leaves
+from config.tree import differing_leaves
 
 LINEAR = "linear_attention"
 EARLIER_TYPES = {"mamba": LINEAR, "attention": FULL}  # names of before, which transformers 5 reads too

@@ -54,7 +54,8 @@ from checkpoint.files import (
 from checkpoint.saver import writer_threads
 from checkpoint.state import StartingPoint, choose_together, ranks_of
 from checkpoint.together import Ranks
-from config import CheckpointConfig, Config, ConfigError, Tree, phases_of
+from config import CheckpointConfig, Config, ConfigError, Tree
+from config.reading import phases_of
 from parallel.sharding.boxes import Box, from_rows, to_rows
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError

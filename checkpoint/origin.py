@@ -1,7 +1,7 @@
 """The weights of another run as those that a new run begins with: checkpoint.init_from.
 
-They are taken by name, into a model that computes the same function from them (config/function.py), under the
-tokenizer that they were trained with, with or without its start token as there. checkpoint.init_changes
+They are taken by name, into a model that computes the same function from them (config/reading/function.py),
+under the tokenizer that they were trained with, with or without its start token as there. init_changes
 states what is meant to be otherwise: a key of the model, data.tokenizer, data.bos, or the name of a weight
 that is not to be taken; and data.tokenizer=text, with which rows go to the tokens of the same text. All else
 is refused.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from checkpoint.store import StoredIndex
 from config import Config, ConfigError, ModelConfig, Tree, comma_separated, vocab_size
-from config.function import (
+from config.reading.function import (
     BY_TEXT,
     FUNCTION_KEYS,
     ROWS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoint import mirror, state, store
 from config import Config, ConfigError
-from config.run_name import OWN_CHECKPOINTS
+from config.reading.run_name import OWN_CHECKPOINTS
 from remote.files import RemoteError, RemoteFolder, is_url, open_folder
 
 

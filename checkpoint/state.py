@@ -43,18 +43,16 @@ from config import (
     Config,
     ConfigError,
     ModelConfig,
-    Phase,
-    Phases,
     TrainConfig,
     Tree,
     is_permanent_step,
     layer_model,
-    phases_of,
-    saved_config,
 )
-from config.function import FUNCTION_KEYS, START, written
 from config.optimizers import EMA
-from config.phases import (
+from config.pattern import BLOCK_PARTS
+from config.reading import Phase, Phases, phases_of, saved_config
+from config.reading.function import FUNCTION_KEYS, START, written
+from config.reading.phases import (
     CHANGEABLE,
     LAYOUT,
     check_same_past,
@@ -62,8 +60,7 @@ from config.phases import (
     horizon_of,
     same_plan,
 )
-from config.pattern import BLOCK_PARTS
-from config.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
+from config.reading.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
 from config.tree import differing_leaves, plain_data
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -76,7 +73,7 @@ from parallel.wire import comm, messages
 from remote.files import is_url
 
 # If one of these changed, samples would be repeated or lost, or a checkpoint would hold other states. So must
-# the keys that decide what the weights compute (config/function.py).
+# the keys that decide what the weights compute (config/reading/function.py).
 MUST_MATCH = (
     "model.aux_kind",
     "train.seed",

@@ -13,7 +13,8 @@ from checkpoint.families.family import Family
 from checkpoint.hf import VOCAB_KEYS
 from checkpoint.hf_rules import NotedKeys, UnlikeFamily, read_parts
 from checkpoint.tensors_by_name import NamedTensors
-from config import ConfigError, ModelConfig, build_tree
+from config import ConfigError, ModelConfig
+from config.reading import build_tree
 
 
 def read_model(

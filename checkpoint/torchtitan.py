@@ -25,9 +25,11 @@ from checkpoint.foreign import ForeignIndex, foreign_index
 from checkpoint.hf import MAX_NAMED
 from checkpoint.system_rules import check_dims
 from checkpoint.tensors_by_name import NamedTensors
-from config import AttentionConfig, ConfigError, ModelConfig, build_tree, head_dim
-from config.flat import FlatModel, flat_model, from_flat
+from config import ConfigError, ModelConfig, head_dim
+from config.reading import build_tree
+from config.reading.flat import FlatModel, flat_model, from_flat
 from config.tree import plain_data, with_values
+from model.attention import AttentionConfig
 from parallel.sharding.boxes import Box
 
 STEP = re.compile(r"step-(\d+)")

@@ -7,19 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from config.model_parts import MLPConfig
 from config.schema import Config, ParallelConfig
 
 
 def sizes_over_tp(cfg: Config) -> dict[str, int]:
     """Heads, or the features of a mixer without them; the width of the MLP; rows of the vocabulary."""
     model, tp = cfg.model, cfg.parallel.tp
-    has_mlp = isinstance(model.mlp, MLPConfig)
     divided = {f"mixer.{name}": number for name, number in model.mixer.heads_over_tp().items()}
     divided = divided or model.mixer.features_over_tp(model.hidden)
     sizes = {
         **{f"model.{key}": size for key, size in divided.items()},
-        **({"model.mlp.width": model.mlp.width} if has_mlp else {}),
+        **{f"model.{key}": size for key, size in model.mlp.features_over_tp(model.hidden).items()},
         "model.vocab_multiple": model.vocab_multiple,
     }
     may_share = getattr(model.mixer, "qk_norm", None) != "whole"

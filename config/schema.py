@@ -1,36 +1,21 @@
-"""Every config key of Bevatron: one tree of frozen dataclasses, and plain functions of their values.
+"""The config keys of Bevatron: one tree of frozen dataclasses, and plain functions of their values.
 
-The comment of a key is its help text (config/usage.py prints it). config/loading.py reads the tree from
-recipes, files and the command line, and exports everything in this file. The ranges of single values follow
-the keys; config/rules.py holds the rules that involve several keys.
+The keys of a part of the model stand beside its module, in model/. The comment of a key is its help text, its
+type has its range. config/reading/ reads the tree from recipes, files and the command line, and holds the
+rules that involve several keys.
 """
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from config.model_parts import ChannelMixer, HeadShape, MTPConfig, MupConfig, NormConfig, TokenMixer
 from config.optimizers import OPTIMIZERS
-from config.model_parts import (
-    AttentionConfig,
-    ChannelMixer,
-    ExpertsConfig,
-    LatentConfig,
-    LayerNormConfig,
-    Llama3Scaling,
-    LongRopeScaling,
-    MLPConfig,
-    MTPConfig,
-    Mixer,
-    MupConfig,
-    RMSNormConfig,
-    YarnScaling,
-)
 from config.pattern import BlockVariant, kinds_of_layers
 from config.strict import ConfigError
-from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, value_at, with_values
+from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
 
 MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py)
 
@@ -40,10 +25,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
 
-NormPart = RMSNormConfig | LayerNormConfig
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture of the model."""
 
@@ -57,9 +39,9 @@ class ModelConfig:
     context: Count = 2048  # length of the longest sequence that the positions are made for
 
     # ---- parts of a block
-    mixer: Mixer = AttentionConfig()  # what mixes the tokens of a sequence
-    mlp: ChannelMixer = MLPConfig()  # what mixes the channels of a token
-    norm: NormPart = RMSNormConfig()  # around the mixer and the MLP of every block, and after the last block
+    mixer: TokenMixer  # what mixes the tokens of a sequence
+    mlp: ChannelMixer  # what mixes the channels of a token
+    norm: NormConfig  # around the mixer and the MLP of every block, and after the last block
     residual: Literal["sequential", "parallel"] = "sequential"  # a block adds its mixer's output to the
     #   residual stream before the MLP reads it; parallel: both read the same norm, and are added together
     #   (PaLM, arXiv 2204.02311)
@@ -330,7 +312,7 @@ class ProfileConfig:
 @dataclass(frozen=True)
 class Config:
     """All settings of a run; one field for each section."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -374,62 +356,29 @@ def config_of_layer(cfg: Config, layer: int) -> Config:
     return replace(cfg, model=layer_model(cfg.model, layer))
 
 
+def head_shape(model: ModelConfig) -> HeadShape:
+    """The heads of softmax attention."""
+    return model.mixer.head_shape(model.hidden)
+
+
 def head_dim(model: ModelConfig) -> int:
     """Channels of a query or key head of attention."""
-    mixer = model.mixer
-    if isinstance(mixer, LatentConfig):
-        return mixer.nope_dim + mixer.rope_dim
-    return mixer.head_dim or model.hidden // mixer.heads
+    return head_shape(model).head_dim
 
 
 def value_dim(model: ModelConfig) -> int:
     """Channels of a value head."""
-    mixer = model.mixer
-    return mixer.v_dim if isinstance(mixer, LatentConfig) else mixer.value_dim or head_dim(model)
+    return head_shape(model).value_dim
 
 
 def kv_heads(model: ModelConfig) -> int:
     """Number of key and value heads."""
-    mixer = model.mixer
-    return mixer.heads if isinstance(mixer, LatentConfig) else mixer.kv_heads or mixer.heads
+    return head_shape(model).kv_heads
 
 
 def rotated_dim(model: ModelConfig) -> int:
     """Channels of a head that rotary positions rotate; 0 without such."""
-    mixer = model.mixer
-    if mixer.rope is None:
-        return 0
-    return mixer.rope_dim if isinstance(mixer, LatentConfig) else round(head_dim(model) * mixer.rope.share)
-
-
-def with_original_context(mixer: Mixer, original: int) -> Mixer:
-    """The mixer with another length of the context before the scaling of its rotary positions, if it has
-    one."""
-    rope = getattr(mixer, "rope", None)
-    if rope is None or not isinstance(rope.scaling, (Llama3Scaling, YarnScaling, LongRopeScaling)):
-        return mixer
-    scaling = replace(mixer.rope.scaling, original=original)
-    return replace(mixer, rope=replace(mixer.rope, scaling=scaling))
-
-
-def with_fitting_longrope(model: ModelConfig) -> ModelConfig:
-    """The model with LongRoPE's numbers for as many pairs of channels as it rotates: the first ones that it
-    states, and the last of them for the rest."""
-    rope = getattr(model.mixer, "rope", None)
-    if rope is None or not isinstance(rope.scaling, LongRopeScaling):
-        return model
-    pairs, scaling = rotated_dim(model) // 2, rope.scaling
-    fitting = {
-        f"mixer.rope.scaling.{name}": numbers[:pairs] + numbers[-1:] * (pairs - len(numbers))
-        for name, numbers in (("short", scaling.short), ("long", scaling.long))
-    }
-    return with_values(model, fitting)
-
-
-def rope_switches(model: ModelConfig) -> set[int]:
-    """The lengths of a sequence beyond which it is rotated by other angles from its first token on."""
-    ropes = (getattr(like.mixer, "rope", None) for like in layer_models(model).values())
-    return {rope.scaling.original for rope in ropes if rope and isinstance(rope.scaling, LongRopeScaling)}
+    return head_shape(model).rotated
 
 
 def modules_ahead(model: ModelConfig) -> int:
@@ -449,38 +398,6 @@ def mup_score_scale(model: ModelConfig) -> float:
     if not model.mixer.has_softmax:
         return 1.0
     return (model.mup.head_dim / head_dim(model)) ** 0.5
-
-
-def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether the layer with this index has experts instead of an MLP."""
-    return isinstance(layer_model(model, layer).mlp, ExpertsConfig)
-
-
-@lru_cache(maxsize=1 << 12)
-def mixture(model: ModelConfig) -> ExpertsConfig | None:
-    """The experts of the first layer that has some; None of a dense model.
-
-    Those of other kinds of layers differ from them in what computes an expert alone (config/rules.py).
-    """
-    mlps = (like.mlp for like in layer_models(model).values())
-    return next((mlp for mlp in mlps if isinstance(mlp, ExpertsConfig)), None)
-
-
-def with_mlps(model: ModelConfig, change: Callable[[ChannelMixer], ChannelMixer]) -> ModelConfig:
-    """The model with `change` of its MLPs and experts, those of its kinds of blocks included."""
-    def changed(path: str, value: Any) -> Any:
-        part, _, key = path.partition(".")
-        if part != "mlp":
-            return value
-        if not key:
-            return change(value)
-        return value_at(change(with_values(model.mlp, {key: value})), key)
-
-    blocks = tuple(
-        replace(variant, changes=tuple((path, changed(path, value)) for path, value in variant.changes))
-        for variant in model.blocks
-    )
-    return replace(model, mlp=change(model.mlp), blocks=blocks)
 
 
 def vocab_size(model: ModelConfig) -> int:

@@ -6,7 +6,6 @@ its keys. The range of a key stands in its type: `heads: Count = 4`.
 """
 import dataclasses
 import functools
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -62,26 +61,6 @@ def ranges_of(cls: type) -> dict[str, Range]:
     return found
 
 
-def members_of(hint: Any) -> tuple[Any, ...]:
-    """The types that a union allows; of another type, itself alone."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def part_types(hint: Any) -> tuple[type, ...]:
-    """The dataclasses of which a field may hold one; () for a plain key."""
-    return tuple(member for member in members_of(hint) if dataclasses.is_dataclass(member))
-
-
-def parts_at(cls: type, path: str) -> tuple[type, ...]:
-    """The dataclasses of which a config of this type may have one at a path; () where it has keys alone."""
-    parts: tuple[type, ...] = (cls,)
-    for name in path.split(".") if path else ():
-        hints = [hints_of(part)[name] for part in parts if name in hints_of(part)]
-        parts = tuple(dict.fromkeys(part for hint in hints for part in part_types(hint)))
-    return parts
-
-
 @functools.cache
 def kind_of(part: type) -> str | None:
     """The name of a kind of part; None of a part that has no others beside it."""
@@ -91,19 +70,6 @@ def kind_of(part: type) -> str | None:
 
 def field_names(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
-
-
-def every_path(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
-    """{path: (the dataclass that has the key, its name)} of every key that some config may have, and of every
-    part that may be none. A path that several kinds of a part have is listed once."""
-    found: dict[str, tuple[type, str]] = {}
-    for name, hint in hints_of(cls).items():
-        parts = part_types(hint)
-        if not parts or type(None) in members_of(hint):
-            found[prefix + name] = cls, name
-        for part in parts:
-            found = every_path(part, f"{prefix}{name}.") | found
-    return found
 
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -128,25 +94,6 @@ def ranged_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range
             yield from ranged_values(value, f"{prefix}{name}.")
         elif name in ranges:
             yield prefix + name, value, ranges[name]
-
-
-def stated_leaves(node: Any, prefix: str = "") -> list[str]:
-    """The paths of the keys whose value is not the default of their field; of a part of another kind than the
-    first, its key `kind`, too; all keys of a part that is none by default."""
-    found: list[str] = []
-    for field in dataclasses.fields(node):
-        value, default = getattr(node, field.name), field.default
-        path = prefix + field.name
-        if not dataclasses.is_dataclass(value):
-            found += [path] if value != default else []
-            continue
-        if default is None:
-            found += [inner for inner, _ in leaves(value, f"{path}.")]
-            continue
-        kinds = [kind_of(part) for part in part_types(hints_of(type(node))[field.name])]
-        found += [f"{path}.kind"] if kind_of(type(value)) != kinds[0] else []
-        found += stated_leaves(value, f"{path}.")
-    return found
 
 
 def is_below(path: str, parts: Collection[str]) -> bool:

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Config, ConfigError, phases_of
+from config import Config, ConfigError
+from config.reading import phases_of
 from data.blend import named_paths
 from data.blocks import BLOCK, ChecksumError
 from data.indexed import FILE_ENDS, IndexedDataset, sibling_file

@@ -33,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from config import Config, ConfigError, global_batch_at, phases_of, sequences_seen
+from config import Config, ConfigError, global_batch_at, sequences_seen
+from config.reading import phases_of
 from data import prepare, tokenizer
 from data.best_fit import PackedSampler, document_ranges
 from data.blend import named_paths, validation_key

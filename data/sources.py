@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from config import Phase, Phases, sequences_seen, span_of
+from config import sequences_seen
+from config.reading import Phase, Phases, span_of
 from data import blend
 from data.best_fit import PackedSampler, pack_ranges
 from data.sampler import SpanSampler, WindowSampler

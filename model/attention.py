@@ -4,31 +4,27 @@ queries and keys (arXiv 2302.05442, section 2), rotary positions (RoPE, arXiv 21
 Shapes: b sequences of s tokens, h heads of queries, g of keys and values, d channels of a head, dv of a value
 head, which are as many unless model.mixer.value_dim says otherwise.
 """
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import (
-    AttentionConfig,
-    ChannelGate,
-    Config,
-    head_dim,
-    kv_heads,
-    mup_score_scale,
-    recomputes,
-    value_dim,
-)
+from config import Config, head_dim, kv_heads, mup_score_scale, recomputes, value_dim
+from config.model_parts import HeadShape, TokenMixer
+from config.tree import Count, Positive
 from kernels import rope
 from kernels.attention import attention
 from kernels.grad import read_weight
 from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
-from model.context import ForwardContext, View, rotation_of, view_of
+from model.context import ForwardContext, View, view_of
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
 from model.recompute import checkpoint_activations
+from model.rope import GrowthConfig, RopeConfig, rotation_of
 from parallel.context.ring import ring_attention
 from parallel.context.ulysses import ulysses_attention
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -42,6 +38,74 @@ from parallel.tensor.layers import (
 )
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
+
+GateFunction = Literal["sigmoid", "softplus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelGate:
+    """One number for each channel of the output."""
+    kind: Literal["channel"] = "channel"
+    by: GateFunction = "sigmoid"  # what is taken of x W
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadGate:
+    """One number for each head."""
+    kind: Literal["head"] = "head"
+    by: GateFunction = "sigmoid"  # what is taken of x W; softplus: Laguna
+
+
+AttentionKernel = Literal["auto", "flash", "sdpa", "triton", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(TokenMixer):
+    """Grouped-query attention (arXiv 2305.13245)."""
+    kind: Literal["attention"] = "attention"
+    heads: Count = 4  # number of query heads
+    kv_heads: Count | None = None  # number of key and value heads (GQA); none: equal to heads
+    head_dim: Count | None = None  # channels of one head; none: hidden / heads
+    value_dim: Count | None = None  # channels of a value head; none: equal to head_dim
+    value_scale: Positive = 1.0  # values are multiplied by it (MiMo-V2)
+    window: Count | None = None  # sliding-window attention (Mistral): a token attends to this many tokens,
+    #   itself included; none: to all tokens before it
+    chunk: Count | None = None  # chunked attention (Llama 4): a token attends to its chunk of this many
+    #   tokens, counted from the start of its document
+    bias: Literal["qkv", "all"] | None = None  # biases of the projections of q, k and v (Qwen2), or of all
+    #   four (GPT-2)
+    qk_norm: Literal["head", "whole", "after_rope", "unweighted"] | None = None  # RMSNorm of q and k: of each
+    #   head (Qwen3); over all heads of q together, and all heads of k together (OLMoE); of each head after
+    #   RoPE instead of before it (Hunyuan); the same without a weight (Llama 4)
+    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: the scores know no positions
+    scale: Positive | None = None  # factor of the scores; none: 1 / sqrt(head_dim)
+    growth: GrowthConfig | None = None  # scores grow with the position of their query
+    softcap: Positive | None = None  # scores are bounded: softcap tanh(score / softcap) (Gemma 2, arXiv
+    #   2408.00118)
+    gate: ChannelGate | HeadGate | None = None  # the output is multiplied by sigmoid(x W) (arXiv 2505.06708)
+    sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
+    kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
+    #   device
+
+    has_softmax = True
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads, "kv_heads": self.kv_heads or self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        size = self.head_dim or hidden // self.heads
+        of_value = self.value_dim or size
+        shared = (self.kv_heads or self.heads) * math.gcd(size, of_value)
+        return {"mixer.heads": self.heads * of_value, "mixer.kv_heads": shared}
+
+    def head_shape(self, hidden: int) -> HeadShape:
+        size = self.head_dim or hidden // self.heads
+        return HeadShape(
+            head_dim=size,
+            value_dim=self.value_dim or size,
+            kv_heads=self.kv_heads or self.heads,
+            rotated=round(size * self.rope.share) if self.rope else 0,
+        )
 
 
 GATE_FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}  # by model.mixer.gate.by

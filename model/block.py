@@ -15,33 +15,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config import (
-    AttentionConfig,
-    Config,
-    DeltaConfig,
-    ExpertsConfig,
-    KimiConfig,
-    LatentConfig,
-    MambaConfig,
-    MLPConfig,
-    ShortConvConfig,
-    config_of_layer,
-    has_experts,
-    layer_in_fp8,
-    layer_kinds,
-    layer_model,
-)
+from config import Config, config_of_layer, layer_in_fp8, layer_kinds, layer_model
 from kernels.norm import Fp8Readers
-from model.attention import Attention
+from model.attention import Attention, AttentionConfig
 from model.context import ForwardContext
-from model.delta import GatedDeltaNet, KimiDeltaAttention
-from model.mamba import GatedShortConvolution, Mamba
-from model.mla import MultiLatentAttention
-from model.mlp import MLP
+from model.delta import DeltaConfig, GatedDeltaNet, KimiConfig, KimiDeltaAttention
+from model.mamba import GatedShortConvolution, Mamba, MambaConfig, ShortConvConfig
+from model.mla import LatentConfig, MultiLatentAttention
+from model.mlp import MLP, MLPConfig
 from model.moe import MoE
 from model.norm import SUM, Norm, add_residual
 from model.precision import fp8_reader_of_layer
 from model.recompute import checkpoint_activations
+from model.router import ExpertsConfig, has_experts
 from parallel.rng import dropout
 from parallel.tensor.layers import exchange_weight_maxima_together
 from parallel.topology.mesh import Mesh

@@ -1,25 +1,14 @@
 """What all blocks of one forward pass share."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from config import (
-    AttentionConfig,
-    Config,
-    GrowthConfig,
-    Llama3Scaling,
-    LongRopeScaling,
-    ModelConfig,
-    Scaling,
-    YarnScaling,
-    layer_models,
-    rotated_dim,
-)
-from kernels import rope
+from config import Config, ModelConfig, layer_models
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
+from model.rope import GrowthConfig, Rotation, query_growth, rope_tables, rotation_of
 from model.router import RouterInputs
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
@@ -47,13 +36,6 @@ class GenerationCache:
         return self.kept[layer, "keys"], self.kept[layer, "values"]
 
 
-class Rotation(NamedTuple):
-    """What rotary tables depend on, beside positions. channels: of a head that are rotated."""
-    base: float
-    scaling: Scaling | None
-    channels: int
-
-
 class View(NamedTuple):
     """What masks depend on, beside documents: which keys a query sees, in tokens before it."""
     window: int | None
@@ -62,14 +44,7 @@ class View(NamedTuple):
 
 def view_of(model: ModelConfig) -> View:
     """Of the layers of a model that are like this (config.layer_model), with softmax attention."""
-    mixer = model.mixer
-    return View(mixer.window, mixer.chunk if isinstance(mixer, AttentionConfig) else None)
-
-
-def rotation_of(model: ModelConfig) -> Rotation | None:
-    """Of the layers of a model that are like this (config.layer_model); None: they do not rotate."""
-    rope = getattr(model.mixer, "rope", None)
-    return None if rope is None else Rotation(rope.base, rope.scaling, rotated_dim(model))
+    return View(model.mixer.window, getattr(model.mixer, "chunk", None))
 
 
 @dataclass(frozen=True)
@@ -151,47 +126,3 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         document_counts=None if sequence_is_sharded else document_counts,
         router_inputs=router_inputs,
     )
-
-
-def query_growth(cfg: Config, growth: GrowthConfig, positions: Tensor) -> Tensor:
-    """positions [b, s] -> the factor of the queries there [b, s, 1, 1], in fp32, or fp64 in an fp64 run."""
-    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
-    steps = torch.div(positions + growth.first, growth.every, rounding_mode="floor")
-    return (1 + growth.rate * torch.log1p(steps.to(dtype)))[..., None, None]
-
-
-def rope_tables(
-    cfg: Config, rotation: Rotation, positions: Tensor, length: int
-) -> tuple[Tensor, Tensor]:
-    """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run. length: tokens
-    of the whole sequences, over ranks and earlier passes.
-
-    RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
-    3.1 (arXiv 2407.21783), YaRN (arXiv 2309.00071) or LongRoPE (arXiv 2402.13753), or with interpolated
-    positions (arXiv 2306.15595). The tables of YaRN and LongRoPE are also multiplied by a number, which in
-    DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
-    """
-    scaling = rotation.scaling
-    scaled: dict[str, Any] = {}
-    if isinstance(scaling, LongRopeScaling):
-        scaled = {"slowed": scaling.long if length > scaling.original else scaling.short}
-    elif scaling is not None:
-        scaled = {"factor": scaling.factor, "kind": scaling.kind}
-    if isinstance(scaling, (Llama3Scaling, YarnScaling)):
-        scaled |= {"low": scaling.low_freq, "high": scaling.high_freq, "original": scaling.original}
-    if isinstance(scaling, YarnScaling):
-        scaled |= {"truncate": scaling.truncate}
-    frequencies = rope.frequencies(
-        rotation.channels,
-        rotation.base,
-        **scaled,
-        device=positions.device,  # computed there: a copy from the host would make it wait
-    )
-    scale = 1.0
-    if isinstance(scaling, YarnScaling):
-        scale = (rope.yarn_mscale(scaling.factor, scaling.mscale)
-                 / rope.yarn_mscale(scaling.factor, scaling.mscale_all))
-    elif isinstance(scaling, LongRopeScaling):
-        scale = rope.longrope_scale(scaling.factor, scaling.original)
-    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
-    return rope.cos_sin_tables(positions, frequencies, dtype, scale)

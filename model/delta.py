@@ -3,11 +3,16 @@ form of Qwen3-Next, and Kimi delta attention (arXiv 2510.26692), with a gate for
 
 Shapes: b sequences of s tokens, h heads of values, g of queries and keys, d channels of a key, e of a value.
 """
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, DeltaConfig, KimiConfig, recomputes
+from config import Config, recomputes
+from config.model_parts import TokenMixer
+from config.tree import Count, Positive
 from kernels.delta_rule import delta_rule, delta_rule_effect, recurrent_delta_rule, zero_state
 from kernels.grad import accumulation_dtype, read_weight
 from kernels.linear import linear
@@ -24,6 +29,43 @@ from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 
 UNIT_EPS = 1e-6  # below the root of the length of queries and keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(TokenMixer):
+    """Gated delta net (arXiv 2412.06464): linear attention with a state for each head, which forgets."""
+    kind: Literal["delta"] = "delta"
+    heads: Count  # number of value heads, each with a state [key_dim, v_dim]
+    key_heads: Count | None = None  # number of query and key heads; none: equal to heads
+    key_dim: Count = 128  # channels of a query or key head
+    v_dim: Count = 128  # channels of a value head
+    conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+    negative_eigenvalues: bool = False  # the rate at which a state learns is twice as high, in (0, 2), so
+    #   that a key may turn its value around (arXiv 2411.12537)
+    norm_eps: Positive | None = None  # added to the mean square in the norm of the output; none: that of
+    #   model.norm
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads, "key_heads": self.key_heads or self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        keys = (self.key_heads or self.heads) * self.key_dim
+        return {"mixer.heads": self.heads * self.v_dim, "mixer.key_heads": keys}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiConfig(TokenMixer):
+    """Kimi delta attention (arXiv 2510.26692): as delta, but each channel of a key forgets on its own."""
+    kind: Literal["kimi"] = "kimi"
+    heads: Count  # number of heads, each with a state [dim, dim]
+    dim: Count = 128  # channels of a query, key or value head, and the rank of both gates' matrices
+    conv: Count = 4  # tokens that the convolution of q, k and v sees, the token itself included
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {"mixer.heads": self.heads * self.dim}
 
 
 class GatedDeltaNet(nn.Module):

@@ -12,11 +12,12 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from config import Config, ModelConfig, head_dim, layer_model, mixture, modules_ahead, value_dim
+from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
 from model.context import View, forward_context, view_of
 from model.describe import PartDescription, describe_stage, mesh_of_one_stage
+from model.router import mixture
 from parallel.sharding.spec import ParameterSpec, sharded_parameters
 
 NO_PRODUCTS = ("embedding", "positions", "convolution")  # roles of parameters

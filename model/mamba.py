@@ -3,11 +3,16 @@ the gated convolution of LFM2, which has no other state.
 
 Shapes: b sequences of s tokens, h heads of p channels, g groups that share B and C of n channels.
 """
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, MambaConfig, ShortConvConfig, recomputes
+from config import Config, recomputes
+from config.model_parts import TokenMixer
+from config.tree import Count, NotNegative
 from kernels.grad import accumulation_dtype, read_weight
 from kernels.state_space import recurrent_state_space, state_space, state_space_effect, zero_state
 from model.attention import head_vector
@@ -17,6 +22,35 @@ from model.recompute import checkpoint_activations
 from model.recurrence import ShortConvolution, SplitProjection, TokenStretch, output_projection
 from parallel.tensor.layers import ColumnLinear
 from parallel.topology.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig(TokenMixer):
+    """The state space layer of Mamba-2 (arXiv 2405.21060)."""
+    kind: Literal["mamba"] = "mamba"
+    heads: Count  # number of heads, each with a state [dim, state]
+    dim: Count = 64  # channels of a head
+    groups: Count = 1  # number of groups of heads; a group shares what is written by (B) and read by (C), and
+    #   the norm of its outputs
+    state: Count = 128  # channels of B and C
+    conv: Count = 4  # tokens that the convolution of x, B and C sees, the token itself included
+    dt_min: NotNegative = 0.0  # the steps dt of all tokens are at least this (Nemotron-H: 0.001)
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads, "groups": self.groups}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {"mixer.heads": self.heads * self.dim, "mixer.groups": self.groups * self.state}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvConfig(TokenMixer):
+    """A gated short convolution (LFM2): out(C conv(B x)), of as many channels as the residual stream has."""
+    kind: Literal["short_conv"] = "short_conv"
+    conv: Count = 3  # tokens that the convolution sees, the token itself included
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {"hidden": hidden}
 
 
 class Mamba(nn.Module):

@@ -14,26 +14,70 @@ instead of d (without q_rank x is gathered as well), and their gradients are par
 the tokens are divided.
 """
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from config import Config, LatentConfig, ModelConfig, YarnScaling, mup_score_scale
+from config import Config, ModelConfig, mup_score_scale
+from config.model_parts import HeadShape, TokenMixer
+from config.tree import Count, Positive
 from kernels import rope
 from kernels.attention import attention
 from kernels.latent_heads import keys_and_values, rotate_heads
 from kernels.linear import linear
 from kernels.norm import rms_norm
-from model.attention import AttentionCore
-from model.context import ForwardContext, rotation_of
+from model.attention import AttentionCore, AttentionKernel
+from model.context import ForwardContext
 from model.init import residual_std
 from model.precision import fp8_of_layer
+from model.rope import GrowthConfig, RopeConfig, YarnScaling, rotation_of
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import ColumnLinear, RowLinear, partial_over_tp, replicated_vector, row_shard
 from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(TokenMixer):
+    """Multi-head latent attention (MLA, arXiv 2405.04434)."""
+    kind: Literal["latent"] = "latent"
+    heads: Count = 4  # number of heads
+    kv_rank: Count  # width of the latent vector of keys and values
+    q_rank: Count | None = None  # width of the latent vector of queries; none: queries are projected from the
+    #   hidden state directly
+    nope_dim: Count = 128  # channels of a query or key head that have no positions
+    rope_dim: Count = 64  # channels of a query or key head that have positions; all heads share this part of
+    #   the key
+    v_dim: Count = 128  # channels of a value head
+    window: Count | None = None  # sliding-window attention: a token attends to this many tokens, itself
+    #   included; none: to all tokens before it
+    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: no channel has any (Kimi Linear)
+    norm_eps: Positive = 1e-6  # added to the mean square in the norms of the latents: 1e-6 in the published
+    #   models, whatever norm.eps is
+    growth: GrowthConfig | None = None  # scores grow with the position of their query
+    kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
+    #   device
+
+    has_softmax = True
+
+    def heads_over_tp(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        size = self.nope_dim + self.rope_dim
+        return {"mixer.heads": self.heads * (self.v_dim if self.q_rank else math.gcd(size, self.v_dim))}
+
+    def head_shape(self, hidden: int) -> HeadShape:
+        return HeadShape(
+            head_dim=self.nope_dim + self.rope_dim,
+            value_dim=self.v_dim,
+            kv_heads=self.heads,
+            rotated=self.rope_dim if self.rope else 0,
+        )
 
 
 class MultiLatentAttention(nn.Module):

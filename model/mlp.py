@@ -1,9 +1,13 @@
 """The feed-forward half of a block: SwiGLU (gate and up as one matrix product), or another of ACTIVATIONS."""
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from torch import Tensor, nn
 
 from config import Config, recomputes
+from config.model_parts import ChannelMixer
+from config.tree import Count
 from kernels.activations import ACTIVATIONS
 from kernels.grad import read_weight
 from kernels.linear import recompute_output
@@ -11,6 +15,23 @@ from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
 from parallel.tensor.layers import ColumnLinear, RowLinear, replicated_vector
 from parallel.topology.mesh import Mesh
+
+ExpertActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_erf", "relu2"]
+ActivationName = Literal[ExpertActivationName, "xielu"]  # which learns two numbers of each MLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig(ChannelMixer):
+    """The MLP of a block."""
+    kind: Literal["mlp"] = "mlp"
+    width: Count = 352  # inner width
+    activation: ActivationName = "swiglu"  # gelu, geglu: with the tanh approximation (GPT-2, Gemma);
+    #   clamped_swiglu: of gpt-oss; gelu_erf: GELU without the approximation; relu2: squared ReLU (Nemotron);
+    #   xielu: of Apertus, learns two numbers
+    bias: bool = False  # biases of its linear layers (GPT-2)
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        return {"mlp.width": self.width}
 
 
 class MLP(nn.Module):

@@ -22,14 +22,14 @@ from operator import add
 import torch
 from torch import Tensor, nn
 
-from config import Config, mixture
+from config import Config
 from kernels.linear import linear
 from model.block import TransformerBlock
 from model.context import ForwardContext, LossInputs
 from model.embedding import embed_tokens
 from model.modules import ModuleList
 from model.norm import Norm
-from model.router import make_router_inputs
+from model.router import make_router_inputs, mixture
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import partial_over_tp

@@ -1,11 +1,38 @@
 """RMSNorm or LayerNorm, as the config says, with the addition of the residual in the same kernel."""
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
-from config import Config, LayerNormConfig, recomputes
+from config import Config, recomputes
+from config.model_parts import NormConfig, NormPlace
+from config.tree import Positive
 from kernels import norm
 from kernels.linear import recompute_output
 from parallel.tensor.layers import replicated_vector
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSNormConfig(NormConfig):
+    """RMSNorm (arXiv 1910.07467)."""
+    kind: Literal["rmsnorm"] = "rmsnorm"
+    eps: Positive = 1e-5  # added to the mean square
+    place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give
+    #   (after: OLMo 2); or both (around: Gemma 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormConfig(NormConfig):
+    """LayerNorm (arXiv 1607.06450)."""
+    kind: Literal["layernorm"] = "layernorm"
+    eps: Positive = 1e-5  # added to the variance
+    place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give
+    #   (after); or both (around)
+    bias: bool = True  # it has one (GPT-2); false: a weight alone (Cohere)
+
+
+NORMS = (RMSNormConfig, LayerNormConfig)  # kinds of model.norm
 
 
 class Norm(nn.Module):

@@ -25,12 +25,17 @@ A capacity counts all tokens of a sequence, with or without a target. It holds i
 and generation, where later tokens are not known yet, drop nothing.
 """
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from config import Config, ExpertsConfig, mixture
+from config import Config, ModelConfig, layer_model, layer_models
+from config.model_parts import ChannelMixer
+from config.tree import BelowOne, Count, NotNegative, Positive, value_at, with_values
 from kernels.cross_entropy import IGNORE_INDEX
 from kernels.grad import accumulation_dtype
 from kernels.router import (
@@ -43,6 +48,7 @@ from kernels.router import (
     router_logits,
     router_statistics,
 )
+from model.mlp import ExpertActivationName
 from parallel.context import zigzag
 from parallel.rng import DropoutRng
 from parallel.sharding.boxes import Box
@@ -51,6 +57,111 @@ from parallel.tensor.layers import replicated_vector
 from parallel.tensor.regions import all_gather_sequence, local_chunk
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
+
+# ---- keys --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsConfig:
+    """Experts that process every token (arXiv 2401.06066), as one MLP of their widths together."""
+    experts: Count = 1  # number of shared experts, each as wide as a routed one
+    gate: bool = False  # multiply their output by sigmoid(x w) (Qwen2-MoE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceLossConfig:
+    """The load-balance loss of a router."""
+    weight: NotNegative  # what a balanced layer adds to the loss; in Hugging Face's Mixtral a balanced layer
+    #   adds top_k times its coefficient
+    over: Literal["sequence", "global", "micro"] = "sequence"  # which load it balances: that of each
+    #   sequence; that of the step, measured in the step before (arXiv 2501.11873); that of a micro-batch
+    #   (arXiv 2101.03961), the only one that depends on micro_batch and layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Which experts a token gets, and with which weights."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of experts: a softmax over all of them, or a sigmoid
+    #   for each (DeepSeek-V3, arXiv 2412.19437)
+    renorm: bool = True  # divide the scores of the chosen experts by their sum
+    groups: Count = 1  # number of groups of experts; the experts of a token come from its best groups
+    group_top_k: Count = 1  # number of groups that the experts of a token come from; the score of a group is
+    #   the score of its best expert (softmax, arXiv 2405.04434) or the sum of its two best (sigmoid,
+    #   arXiv 2412.19437)
+    scale: Positive = 1.0  # factor of the weights of the chosen experts
+    weighs: Literal["output", "input"] = "output"  # what the score of a routed expert multiplies: what it
+    #   gives, or what it reads (Llama 4)
+    logit_bias: bool = False  # a learned bias of the logits (gpt-oss)
+    bias_rate: NotNegative | None = None  # a bias that affects only the choice of experts moves by this
+    #   against the load after each step (aux-loss-free, arXiv 2408.15664); none: there is no such bias
+    jitter: BelowOne = 0.0  # training: multiply the router's input by uniform(1 - jitter, 1 + jitter)
+    #   (arXiv 2101.03961)
+    aux: BalanceLossConfig | None = None  # load-balance loss
+    z_loss: NotNegative = 0.0  # factor of the mean squared logsumexp of the logits (arXiv 2202.08906)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """How many tokens an expert takes in training."""
+    factor: Positive  # an expert takes at most this times its fair share of the tokens of a sequence
+    drop: Literal["probability", "position"] = "probability"  # which tokens an expert over capacity drops:
+    #   the least likely ones, or the last ones
+    pad: bool = False  # each rank pads what it sends to every expert, so that no tensor shape depends on the
+    #   routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(ChannelMixer):
+    """A mixture of experts in the place of the MLP (arXiv 2101.03961): a router sends each token to some."""
+    kind: Literal["experts"] = "experts"
+    experts: Count = 8  # number of routed experts
+    top_k: Count = 2  # number of routed experts that process a token
+    width: Count = 352  # inner width of one expert
+    activation: ExpertActivationName = "swiglu"  # of each expert, as that of an MLP
+    bias: bool = False  # biases of the linear layers of each expert (gpt-oss)
+    shared: SharedExpertsConfig | None = None  # experts that process every token
+    router: RouterConfig = RouterConfig()
+    capacity: CapacityConfig | None = None  # training: tokens beyond it are dropped; none: no token is
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the shared experts together; 0 without any."""
+        return self.shared.experts * self.width if self.shared else 0
+
+
+# ---- what follows from them --------------------------------------------------------------------------------
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Whether the layer with this index has experts instead of an MLP."""
+    return isinstance(layer_model(model, layer).mlp, ExpertsConfig)
+
+
+@lru_cache(maxsize=1 << 12)
+def mixture(model: ModelConfig) -> ExpertsConfig | None:
+    """The experts of the first layer that has some; None of a dense model.
+
+    Those of other kinds of layers differ from them in what computes an expert alone (EXPERTS_ALIKE in
+    config/reading/rules.py).
+    """
+    mlps = (like.mlp for like in layer_models(model).values())
+    return next((mlp for mlp in mlps if isinstance(mlp, ExpertsConfig)), None)
+
+
+def with_mlps(model: ModelConfig, change: Callable[[ChannelMixer], ChannelMixer]) -> ModelConfig:
+    """The model with `change` of its MLPs and experts, those of its kinds of blocks included."""
+    def changed(path: str, value: Any) -> Any:
+        part, _, key = path.partition(".")
+        if part != "mlp":
+            return value
+        if not key:
+            return change(value)
+        return value_at(change(with_values(model.mlp, {key: value})), key)
+
+    blocks = tuple(
+        replace(variant, changes=tuple((path, changed(path, value)) for path, value in variant.changes))
+        for variant in model.blocks
+    )
+    return replace(model, mlp=change(model.mlp), blocks=blocks)
 
 
 def routing_rule(experts: ExpertsConfig) -> RoutingRule:
@@ -65,6 +176,8 @@ def routing_rule(experts: ExpertsConfig) -> RoutingRule:
         scale=router.scale,
     )
 
+
+# ---- routing -----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class RouterInputs:

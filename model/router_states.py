@@ -6,8 +6,8 @@ choices, which are summed over all ranks after the optimizer (one all-reduce per
 import torch
 from torch import Tensor
 
-from config import Config, has_experts, mixture, modules_ahead
-from model.router import ROUTER_STATS, Router
+from config import Config, modules_ahead
+from model.router import ROUTER_STATS, Router, has_experts, mixture
 from model.transformer import PipelineStage
 from parallel.sharding.boxes import Box
 from parallel.topology.mesh import Mesh

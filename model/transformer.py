@@ -3,7 +3,7 @@ end."""
 import torch
 from torch import Tensor, nn
 
-from config import Config, mixture
+from config import Config
 from model.block import TransformerBlock
 from model.context import ForwardContext, GenerationCache, LossInputs, forward_context
 from model.embedding import Embedding
@@ -11,7 +11,7 @@ from model.head import OutputHead
 from model.modules import ModuleList
 from model.moe import MoE
 from model.norm import add_residual
-from model.router import Router, make_router_inputs
+from model.router import Router, make_router_inputs, mixture
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
 from parallel.sharding.spec import ShardedParameter

@@ -2,7 +2,8 @@
 import math
 from dataclasses import dataclass
 
-from config import OptimConfig, Phases
+from config import OptimConfig
+from config.reading import Phases
 
 
 @dataclass(frozen=True)

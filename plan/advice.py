@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from config import Config, ConfigError, mixture, phases_of
+from config import Config, ConfigError
+from config.reading import phases_of
 from config.tree import with_values
 from config.values import Values
+from model.router import mixture
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
 from plan.search import TRANSIENT_BYTES, job_of

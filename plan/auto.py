@@ -9,11 +9,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from config import Config, ConfigError, Phase, phases_of
+from config import Config, ConfigError
 from config.axes import AXES, axis_degrees, ranks_of_layout
+from config.reading import Phase, defaults, phases_of
+from config.reading.schedules import plan_pipeline
 from config.tree import value_at, with_values
 from config.values import Values
-from model.schedules import plan_pipeline
 from plan import elastic, run_report
 from plan.cost import Cluster, cluster
 from plan.efficiency import efficiency_of
@@ -270,11 +271,11 @@ def layout_text(cfg: Config, world: int) -> str:
 
 def arguments(cfg: Config) -> str:
     """The arguments of train.py that select this layout."""
-    defaults = Config()
+    usual = defaults()
     words: list[str] = []
     for path in LAYOUT_KEYS:
         value = value_at(cfg, path)
-        is_default = path.startswith("parallel.") and value == value_at(defaults, path)
+        is_default = path.startswith("parallel.") and value == value_at(usual, path)
         if value is not None and not is_default:
             words.append(f"--{path} {str(value).lower()}")
     return " ".join(words)

@@ -34,9 +34,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from config import Config, has_experts, mixture, modules_ahead
+from config import Config, modules_ahead
 from model.precision import accumulation_bytes, compute_bytes
-from model.router import ROUTER_STATS
+from model.router import ROUTER_STATS, has_experts, mixture
 from parallel.pipeline.schedule import Op, StagePlacement
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire.compress import CODECS, SCALE_BYTES

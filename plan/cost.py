@@ -21,8 +21,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from config import CONFIG_FOLDER, OPTIMIZERS, Config, ConfigError, mixture, read_yaml
+from config import OPTIMIZERS, Config, ConfigError, read_yaml
+from config.reading import CONFIG_FOLDER
 from model.precision import accumulation_bytes, compute_bytes
+from model.router import mixture
 from parallel.pipeline.schedule import make_schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan.buckets import PlannedBucket, buckets, unique_buckets

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from config import Config, ModelConfig, mixture
+from config import Config, ModelConfig
 from config.terminal import table_lines
 from model.describe import describe_model
 from model.flops import flops_of_parts
+from model.router import mixture
 from parallel.sharding.spec import ParameterSpec, ShardedParameter
 
 LOOKUP_ROLES = ("embedding", "positions", "head")  # of the parameters of embedding and output head

@@ -19,13 +19,14 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from config import CONFIG_FOLDER, Config, ConfigError, Phase, divisors, phases_of, read_yaml
+from config import Config, ConfigError, divisors, read_yaml
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
-from config.phases import with_values_from
-from config.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
+from config.reading import CONFIG_FOLDER, Phase, phases_of
+from config.reading.phases import with_values_from
+from config.reading.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
+from config.reading.schedules import plan_pipeline
 from config.tree import value_at, with_values
 from config.values import Values
-from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from plan.advice import size_text
 from plan.cost import Cluster, cluster

@@ -2,9 +2,10 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from config import Config, ConfigError, config_of_stage, mixture
+from config import Config, ConfigError, config_of_stage
+from config.reading.schedules import plan_pipeline
 from model.describe import PartDescription, describe_stage
-from model.schedules import plan_pipeline
+from model.router import mixture
 from model.sharding import parallel_dims
 from model.split import layers_of_stages
 from parallel.pipeline.schedule import Schedule

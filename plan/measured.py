@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import config
 from config import Config, ConfigError
-from config.earlier import current_tree
+from config.reading import from_tree
+from config.reading.earlier import current_tree
 from plan.cost import Cluster, Efficiency, forecast
 from plan.efficiency import MEASURED_RANGE, StepRange, efficiency_of, range_of
 from plan.job import check_routing
@@ -53,7 +54,7 @@ def rates_of(hardware: Cluster, run: Path | None = None) -> CostRates:
 def read_measured(run: Path) -> MeasuredStep:
     """From config.yaml and summary.json of a run folder. Raises ConfigError."""
     try:
-        cfg = config.from_tree(current_tree(config.read_yaml(run / "config.yaml")))
+        cfg = from_tree(current_tree(config.read_yaml(run / "config.yaml")))
         summary = json.loads((run / "summary.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{KEY}: {run}: cannot be read ({error}); give the folder of a run that has ended, "

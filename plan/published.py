@@ -23,9 +23,10 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
-import config
-from config import Config, mixture
+from config import Config
+from config.reading import from_tree
 from config.tree import with_values
+from model.router import mixture
 from plan.cost import Cluster, Efficiency, cluster, forecast
 from plan.count import parameters
 from plan.efficiency import RELAYED, SHARED, Class, class_of
@@ -99,7 +100,7 @@ def read_rows() -> list[Row]:
 
 def config_of(row: Row) -> Config:
     keys = {path: value for path, value in row.items() if "." in path and value != ""}
-    return config.from_tree({"train.steps": 1, "model.context": row["train.seq_len"], **keys})
+    return from_tree({"train.steps": 1, "model.context": row["train.seq_len"], **keys})
 
 
 def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:

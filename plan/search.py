@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from config import Config, ConfigError, divisors, mixture
+from config import Config, ConfigError, divisors
 from config.axes import axis_degrees, ranks_of_layout, ranks_of_microbatch
-from config.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
+from config.reading.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
 from config.tree import with_values
 from config.values import Values, combinations
 from model.describe import PartDescription
 from model.precision import accumulation_bytes, compute_bytes
+from model.router import mixture
 from parallel.pipeline.schedule import SCHEDULES
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, slower, stage_times

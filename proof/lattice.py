@@ -18,22 +18,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import (
-    OPTIMIZERS,
-    CapacityConfig,
-    Config,
-    ConfigError,
-    MupConfig,
-    has_experts,
-    mixture,
-    phases_of,
-)
+from config import OPTIMIZERS, Config, ConfigError, MupConfig
 from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
+from config.reading import phases_of
+from config.reading.schedules import plan_pipeline
 from config.tree import has_path, with_values
 from config.values import Values, combinations
-from model.schedules import plan_pipeline
+from model.router import CapacityConfig, has_experts, mixture
 from parallel.pipeline.schedule import SCHEDULES
 
 # ---- what a cell is made of --------------------------------------------------------------------------------

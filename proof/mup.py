@@ -21,27 +21,17 @@ from torch import Tensor, nn
 
 import config
 from build import build_run
-from config import (
-    AttentionConfig,
-    ChannelMixer,
-    Config,
-    ConfigError,
-    ExpertsConfig,
-    LatentConfig,
-    MupConfig,
-    has_experts,
-    kv_heads,
-    mixture,
-    with_fitting_longrope,
-    with_mlps,
-    with_original_context,
-)
-from config.suggestions import check_rules
+from config import ChannelMixer, Config, ConfigError, MupConfig, kv_heads
+from config.reading import resolve
+from config.reading.suggestions import check_rules
 from kernels.linear import linear
+from model.attention import AttentionConfig
 from model.block import TransformerBlock
+from model.mla import LatentConfig
 from model.moe import MoE
 from model.norm import add_residual
-from model.router import Router
+from model.rope import with_fitting_longrope, with_original_context
+from model.router import ExpertsConfig, Router, has_experts, mixture, with_mlps
 from model.transformer import PipelineStage
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
@@ -285,7 +275,7 @@ def check(
 
     Returns 0 if muP holds, else 1. Raises ConfigError if the recipe, an override or `out` is unusable.
     """
-    cfg = overrides.apply(config.resolve(name, None, []))
+    cfg = overrides.apply(resolve(name, None, []))
     if out is not None and out.suffix != ".png":
         raise ConfigError(f"--out: {out} must end in .png")
 

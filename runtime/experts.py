@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from config import ExpertsConfig, ModelConfig, has_experts, mixture, modules_ahead
+from config import ModelConfig, modules_ahead
+from model.router import ExpertsConfig, has_experts, mixture
 
 INK = "#333333"
 COLUMNS = 512  # time steps of the picture

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from config.exit_codes import FINISHED
-from config.run_name import STARTS_FILE
+from config.reading.run_name import STARTS_FILE
 from runtime.console import duration
 
 LINE_BYTES = 1024  # of a line, with spaces at its end

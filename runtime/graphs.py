@@ -13,7 +13,7 @@ which its kernels read (kernels/grouped_gemm.py); what it allocates is as large 
 
 A batch-size ramp (train.ramp) needs one recording for each number of microbatches. Only one is kept at a
 time: a ramp never returns to an earlier number, so the memory of the old recording is free for the next one.
-`cuda_graph_rules` in config/rules.py refuses configs that a recording cannot hold.
+`cuda_graph_rules` in config/reading/rules.py refuses configs that a recording cannot hold.
 
 A CPU cannot record. There a replay runs the pipeline again, over the same held tensors; the tests use this,
 and for mixtures a recording of operations and launches (tests/capture.py).

@@ -29,11 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Phase, Tree, mixture, phases_of
+from config import Config, ModelConfig, Tree
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
-from config.phases import change_lines
+from config.reading import Phase, phases_of
+from config.reading.phases import change_lines
 from config.tree import plain_data
 from config.version import VERSION
+from model.router import mixture
 from parallel.wire import clock
 from runtime.console import (
     Console,

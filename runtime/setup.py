@@ -20,8 +20,10 @@ import numpy as np
 import torch
 
 import config
-from config import Config, ConfigError, mixture, usable_cores
+from config import Config, ConfigError, usable_cores
 from config.provenance import Provenance, describe, read_code, typed
+from config.reading import CONFIG_FOLDER
+from model.router import mixture
 from runtime.faults import FaultInjector, parse
 from runtime.processes import catches, die_with_parent, process_seconds
 from runtime.spares import SPARE_WORD, wait_for_job
@@ -328,7 +330,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 def peak_flops_of_gpu(name: str, dtype: str) -> float | None:
     """As peak_flops, by the GPU's name: the longest name in configs/clusters.yaml that it contains counts."""
-    gpus = config.read_yaml(config.CONFIG_FOLDER / "clusters.yaml")["gpus"]
+    gpus = config.read_yaml(CONFIG_FOLDER / "clusters.yaml")["gpus"]
     matching = [gpu for gpu in gpus if gpu in name.lower()]
     if not matching:
         return None

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from config import ConfigError, flatten_tree
+from config import ConfigError
+from config.reading import flatten_tree
 from runtime.sinks import Values, ending
 
 FLUSH_SECONDS = 10  # between writes to the disk

@@ -24,20 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import config
-from config import (
-    Config,
-    ConfigError,
-    Phase,
-    Phases,
-    Tree,
-    as_number,
-    phases_of,
-    provenance,
-    span_of,
-)
-from config.tree import plain_data, value_at
+from config import Config, ConfigError, Tree, as_number, provenance
+from config.reading import Phase, Phases, flatten_tree, phases_of, resolve, span_of
 from config.terminal import table_lines
+from config.tree import plain_data, value_at
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
 from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
@@ -159,7 +149,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Raises ConfigError, which names the folder, where there is no run, or no step of one yet."""
     try:
-        cfg = config.resolve(None, str(folder / "config.yaml"), [])
+        cfg = resolve(None, str(folder / "config.yaml"), [])
     except (OSError, ConfigError) as error:
         raise ConfigError(f"{folder}: no run that can be read ({error}); give folders that train.py has "
                           "written, as runs/NAME") from error
@@ -285,7 +275,7 @@ def column(rows: Rows, name: str) -> Array:
 
 def flat_settings(cfg: Config) -> dict[str, Any]:
     """{section.key: value}, without those that say where a run is."""
-    settings = config.flatten_tree(plain_data(cfg))
+    settings = flatten_tree(plain_data(cfg))
     return {key: value for key, value in settings.items() if not key.startswith(PLACES)}
 
 

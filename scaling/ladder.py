@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import config
-from config import AttentionConfig, Config, ConfigError, MLPConfig, ModelConfig
-from config.sizes import sizes_at_width
-from config.suggestions import check_rules
+from config import Config, ConfigError, ModelConfig
+from config.reading import build_tree, defaults, merge, resolve
+from config.reading.sizes import sizes_at_width
+from config.reading.suggestions import check_rules
 from config.tree import plain_data
+from model.attention import AttentionConfig
+from model.mlp import MLPConfig
 from plan.count import flops_per_token, parameters
 from scaling.manifest import first_difference, refuse_other, write_manifest
 from scaling.settings import refuse_own_keys, words_of
@@ -200,7 +202,7 @@ def check_settings(ladder: Ladder) -> None:
     """Raises ConfigError for keys of train.py that a ladder sets itself, or cannot count with."""
     own = (*OWN_KEYS, *(f"model.{key}" for key in model_keys(ladder, min(ladder.depths))))
     refuse_own_keys(ladder.settings, own, "a ladder")
-    train = config.resolve(ladder.recipe, None, words_of(ladder.settings)).train
+    train = resolve(ladder.recipe, None, words_of(ladder.settings)).train
     for key in ("ramp", "phases"):
         if getattr(train, key) is not None:
             raise ConfigError(f"train.{key}: a ladder counts steps of train.global_batch sequences, all with "
@@ -239,9 +241,9 @@ def warmup_line(ladder: Ladder, depth: int) -> str | None:
 
 def config_of_depth(ladder: Ladder, depth: int) -> Config:
     """The recipe with the ladder's settings and the model of this depth."""
-    cfg = config.resolve(ladder.recipe, None, words_of(ladder.settings))
-    tree = config.merge(plain_data(cfg.model), model_keys(ladder, depth), ModelConfig)
-    return replace(cfg, model=config.build_tree(ModelConfig, tree, "model."))
+    cfg = resolve(ladder.recipe, None, words_of(ladder.settings))
+    tree = merge(plain_data(cfg.model), model_keys(ladder, depth), ModelConfig)
+    return replace(cfg, model=build_tree(ModelConfig, tree, "model."))
 
 
 def model_keys(ladder: Ladder, depth: int) -> dict[str, int]:
@@ -259,7 +261,7 @@ def family_model(head_dim: int) -> ModelConfig:
     """A model with the proportions of all sizes. The MLP is 8/3 as wide as the hidden state: its three
     matrices hold what two of 4 would."""
     mixer = AttentionConfig(heads=3, kv_heads=3, head_dim=head_dim)
-    return ModelConfig(hidden=3 * head_dim, mixer=mixer, mlp=MLPConfig(width=8 * head_dim))
+    return replace(defaults().model, hidden=3 * head_dim, mixer=mixer, mlp=MLPConfig(width=8 * head_dim))
 
 
 def runs_of(ladder: Ladder, depth: int | None = None) -> list[LadderRun]:

@@ -3,7 +3,8 @@ import argparse
 import math
 from collections.abc import Iterable
 
-from config import ConfigError, dotted_overrides, usable_cores
+from config import ConfigError, usable_cores
+from config.reading import dotted_overrides
 
 # For a laptop: bytes of the source of Python's standard library.
 LAPTOP_SETTINGS = {

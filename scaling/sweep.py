@@ -18,6 +18,7 @@ import numpy as np
 
 import config
 from config import Config, ConfigError
+from config.reading import resolve
 from plan.job import job_of_rank
 from runtime.lines import Rows, read_metrics
 from scaling.experiment import final_loss
@@ -125,7 +126,7 @@ class CriticalBatch:
 
 def config_of_sweep(sweep: Sweep) -> Config:
     """The recipe with the sweep's settings."""
-    return config.resolve(sweep.recipe, None, words_of(sweep.settings))
+    return resolve(sweep.recipe, None, words_of(sweep.settings))
 
 
 def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
@@ -155,7 +156,7 @@ def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
                 f"fewer than {LEAST_STEPS} show nothing; raise --tokens, or leave the batch out"
             )
         name, *argv = sweep_arguments(sweep, run, folder, ranks)
-        job_of_rank(config.resolve(name, None, argv), ranks, rank=0)
+        job_of_rank(resolve(name, None, argv), ranks, rank=0)
 
 
 def keep_sweep(sweep: Sweep, folder: Path) -> None:

@@ -13,8 +13,8 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import config
-from config import Config, ConfigError, unused
+from config import Config, ConfigError
+from config.reading import resolve, unused
 from config.terminal import table_lines
 from plan.cost import Cluster, Efficiency, forecast
 from plan.count import flops_per_token
@@ -153,7 +153,7 @@ def keep_systems(systems: Systems, folder: Path, cluster: str | None) -> None:
 
 def config_of_recipe(systems: Systems, more: tuple[tuple[str, str], ...] = ()) -> Config:
     """The recipe with the settings of all cells, and more. Raises ConfigError."""
-    return config.resolve(systems.recipe, None, words_of(systems.settings + more))
+    return resolve(systems.recipe, None, words_of(systems.settings + more))
 
 
 def config_of_cell(systems: Systems, mode: str, layout: ScalingLayout, ranks: int) -> Config:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-import config
 from build import check_size, weights_only
 from checkpoint import state, store
 from checkpoint.branch import find_source
 from checkpoint.files import remove
 from config import Config, ConfigError, Tree, provenance
 from config.command_line import CommandParser
-from config.function import differences
+from config.reading import dump
+from config.reading.function import differences
 from config.tree import plain_data
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
@@ -102,7 +102,7 @@ def average(paths: list[Path], folder: Path, made: Tree) -> None:
     }
     try:
         store.save(folder / "checkpoints", meta["step"], boxes, meta, keep=1)
-        (folder / "config.yaml").write_text(config.dump(cfgs[-1]))
+        (folder / "config.yaml").write_text(dump(cfgs[-1]))
         tokenizer = paths[-1].parent.parent / "tokenizer"
         if tokenizer.is_dir():
             shutil.copytree(tokenizer, folder / "tokenizer")

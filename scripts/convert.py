@@ -49,7 +49,8 @@ from checkpoint.hf_rules import spell_out
 from checkpoint.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
 from config.command_line import CommandParser
-from config.suggestions import check_rules
+from config.reading import CONFIG_FOLDER, build_tree, dump, from_tree, merge, presets
+from config.reading.suggestions import check_rules
 from config.terminal import output_width, wrapped
 from config.tree import plain_data
 from data import tokenizer, tokenizer_files
@@ -59,6 +60,8 @@ from data.same_tokens import another_text
 from data.tokenizer import Tokenizer
 from kernels.delta_rule import CHUNK
 from model.precision import DTYPES
+from model.rope import rope_switches
+from model.router import mixture
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import PeerError
 from parallel.wire.world import World
@@ -114,7 +117,7 @@ def from_hf(
         ours = import_weights(
             family, cfg, found, source=folder, tok=tok, checkpoints=temp / "checkpoints", made=made)
         with storage_errors(temp, 0):
-            (temp / "config.yaml").write_text(config.dump(cfg))
+            (temp / "config.yaml").write_text(dump(cfg))
             if tok:
                 (temp / "tokenizer").mkdir()
                 tok.save(temp / "tokenizer")
@@ -254,14 +257,14 @@ def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
     data.path is left open, for the user to name.
     """
     preset = None
-    for name, entry in config.presets().items():
+    for name, entry in presets().items():
         if with_all_values(preset_model(entry, model.vocab)) == with_all_values(model):
             preset = name
             break
 
-    recipe = config.read_yaml(config.CONFIG_FOLDER / "runs" / "continue.yaml")
+    recipe = config.read_yaml(CONFIG_FOLDER / "runs" / "continue.yaml")
     seq_len = min(recipe["train"]["seq_len"], model.context)
-    return config.from_tree(config.merge(recipe, {
+    return from_tree(merge(recipe, {
         "model": {**plain_data(model), "preset": preset},
         "train": {"seq_len": seq_len},
         "checkpoint": {"init_from": str(run)},
@@ -273,7 +276,7 @@ def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
 def preset_model(entry: dict, vocab: int | None) -> ModelConfig:
     """The model of an entry of configs/models.yaml; vocab: if the entry has none."""
     values = {key: value for key, value in entry.items() if key != "recipe"}
-    return config.build_tree(ModelConfig, {"vocab": vocab, **values})
+    return build_tree(ModelConfig, {"vocab": vocab, **values})
 
 
 def with_all_values(model: ModelConfig) -> ModelConfig:
@@ -670,7 +673,7 @@ def probes(model: ModelConfig) -> list[Tensor]:
     """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the longest window of any
     layer that is not too long, beyond the first chunk of layers with a state, and beyond the length from
     which on angles are others; the first are within that length."""
-    switches = config.rope_switches(model)
+    switches = rope_switches(model)
     shapes = [(2, min(PROBED, model.context, *switches))]
     has_state = any(not like.mixer.has_softmax for like in config.layer_models(model).values())
     reaches = [*windows_of(model), *[CHUNK] * has_state, *switches]
@@ -684,7 +687,7 @@ def probes(model: ModelConfig) -> list[Tensor]:
 def window_notes(model: ModelConfig) -> list[str]:
     """[that the logits were compared within the window, or the original context, alone]; [] if they were
     compared beyond it."""
-    named = {"window": windows_of(model), "original context": sorted(config.rope_switches(model))}
+    named = {"window": windows_of(model), "original context": sorted(rope_switches(model))}
     missed = {name: [length for length in lengths if length >= min(model.context, MOST_PROBED)]
               for name, lengths in named.items()}
     return [f"no logits were compared beyond the {name} of {', '.join(f'{length:,}' for length in lengths)}"
@@ -740,7 +743,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
         # Llama 4 with images fails on text alone, and has a whole model of text inside
         text = getattr(model, "language_model", None)
         model = text if hasattr(text, "lm_head") else model
-        if config.mixture(ours) and hasattr(model, "set_experts_implementation"):
+        if mixture(ours) and hasattr(model, "set_experts_implementation"):
             # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
             model.set_experts_implementation("eager")
         model.eval()

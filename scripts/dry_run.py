@@ -39,16 +39,16 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-import config
 from build import build_run, with_vocab
-from config import Config, ConfigError, phases_of, unused
+from config import Config, ConfigError
 from config.command_line import CommandParser
+from config.reading import phases_of, resolve, split_argv, stated_keys, unused
+from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, table_lines, wrapped
 from config.tree import plain_data, with_values
 from data.loader import open_loader
 from data.tokenizer import load_tokenizer
 from model.flops import keys_of_layers
-from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
 from plan import auto, elastic
@@ -129,10 +129,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--trace: {args.trace} must end in {', '.join(TRACES)}")
     if args.trace and args.cluster == ON_CPU:
         raise ConfigError("--trace: needs times, and rates are known of GPUs; leave it out, or --cluster cpu")
-    name, file, rest = config.split_argv([*([args.name] if args.name else []), *rest])
-    cfg = config.resolve(name, file, rest)
+    name, file, rest = split_argv([*([args.name] if args.name else []), *rest])
+    cfg = resolve(name, file, rest)
     if cfg.parallel.auto is not None:
-        stated = config.stated_keys(file, rest)
+        stated = stated_keys(file, rest)
         layout = auto.best_layout(cfg, args.world, elastic.RankDevice(), stated)
         print("\n".join(wrapped(f"auto: {layout.text}", output_width())))
         cfg = with_values(cfg, layout.values)

@@ -29,8 +29,9 @@ import torch
 
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
-from config import Config, ConfigError, rope_switches
+from config import Config, ConfigError
 from config.command_line import CommandParser
+from config.reading.layout import AskedLayout
 from data.blend import parse_blend
 from data.loader import BatchLoader, check_path, open_loader
 from data.raw import is_raw_file
@@ -38,7 +39,7 @@ from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
 from model.generate import generate
-from model.layout import AskedLayout
+from model.rope import rope_switches
 from parallel.microbatch import Microbatch
 from runtime.evaluate import loss_report
 from runtime.failure import exit_process, fail_cleanly

@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
-from config import ConfigError, rope_switches
+from config import ConfigError
 from config.command_line import CommandParser
+from config.reading.layout import AskedLayout
 from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
 from data.tokenizer import continuation
 from model.generate import generate
-from model.layout import AskedLayout
+from model.rope import rope_switches
 from runtime.failure import exit_process, fail_cleanly
 from runtime.script_job import add_layout_options, check_layout_options, script_job
 

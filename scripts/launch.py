@@ -45,10 +45,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import config
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.exit_codes import FINISHED, INTERRUPTED, MEANINGS, STOPPED_EARLY
+from config.reading import dotted_overrides, resolve, split_argv
 from runtime import restarts
 from runtime.processes import catches, dying_with, print_error
 from runtime.relay import SignalRelay
@@ -231,9 +231,9 @@ def check_words(argv: list[str]) -> Config | None:
 
     None for a branch, which is left to the ranks: the settings that it goes on with are in a checkpoint.
     """
-    name, file, overrides = config.split_argv(argv)
-    if config.dotted_overrides(overrides).get("checkpoint.branch") in (None, "none"):
-        return config.resolve(name, file, overrides)
+    name, file, overrides = split_argv(argv)
+    if dotted_overrides(overrides).get("checkpoint.branch") in (None, "none"):
+        return resolve(name, file, overrides)
     return None
 
 
@@ -409,10 +409,10 @@ def closing_line(ends: list[RankEnd], seconds: float, code: int) -> str:
 def elastic_config(words: list[str]) -> tuple[Config, Path]:
     """The config of an elastic job, and its run folder, as the ranks will find them. Raises ConfigError."""
     from checkpoint import branch
-    from config.run_name import with_own_folder
+    from config.reading.run_name import with_own_folder
 
-    name, file, overrides = config.split_argv(words)
-    given = config.dotted_overrides(overrides)
+    name, file, overrides = split_argv(words)
+    given = dotted_overrides(overrides)
     if "checkpoint.branch" in given and not given.keys() >= {"log.name", "log.dir"}:
         raise ConfigError("checkpoint.branch: of an elastic job, give --log.name and --log.dir too")
     cfg = with_own_folder(branch.resolve(name, file, overrides), file, overrides)

@@ -46,9 +46,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import config
-from config import Config, ConfigError, phases_of, unused
+from config import Config, ConfigError
 from config.command_line import CommandParser
+from config.reading import dotted_overrides, phases_of, resolve, stated_keys, unused
 from config.terminal import hanging_lines, output_width, table_lines, wrapped
 from config.values import Values
 from plan import batch_file, elastic, run_limits, run_report
@@ -387,7 +387,7 @@ def settings(given: list[str], of_layout: list[str]) -> str:
     """The settings of a command line and those of a layout, each key once."""
     words: dict[str, str] = {}
     for argv in (given, of_layout):
-        words |= {f"--{path}": value for path, value in config.dotted_overrides(argv).items()}
+        words |= {f"--{path}": value for path, value in dotted_overrides(argv).items()}
     return " ".join(f"{key} {shlex.quote(value)}" for key, value in words.items())
 
 
@@ -402,7 +402,7 @@ def parse_span(text: str) -> tuple[int, int]:
 
 def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
     """Prints the layout of an elastic job on each number of GPUs. Returns 2 if there is none for any."""
-    cfg = config.resolve(args.name, None, [*rest, "--parallel.elastic", "true"])
+    cfg = resolve(args.name, None, [*rest, "--parallel.elastic", "true"])
     unused.check_unused(cfg, args.gpus[1], but=SEARCHED)
     hardware = cluster(args.cluster)
     check_plannable(cfg, hardware)
@@ -488,14 +488,14 @@ def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> 
     law = fitted_law(Path(args.law)) if args.law else None
     jobs: list[AskedJob] = []
     for name in args.name.split(","):
-        whole = config.resolve(name, None, rest)
+        whole = resolve(name, None, rest)
         unused.check_unused(whole, numbers[-1], but=SEARCHED)  # as train.py does
         cfg, note = phase_to_plan(whole)
         check_plannable(cfg, hardware)
         question = None
         if run_report.is_asked(args):
             question = run_report.question_of(args, cfg, hardware, law)
-        fixed = fixed_values(cfg, config.stated_keys(None, rest))
+        fixed = fixed_values(cfg, stated_keys(None, rest))
         jobs.append(AskedJob(name, cfg, note, numbers, fixed, question))
     return jobs
 

@@ -22,7 +22,7 @@ from config import CheckpointConfig, ConfigError, Tree, code_hash, provenance
 from config.command_line import CommandParser
 from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.provenance import GitError, git
-from config.run_name import IDLE
+from config.reading.run_name import IDLE
 from config.terminal import output_width, wrapped
 from data.indexed import IndexedDataset
 from data.raw import ENDS, RawShards

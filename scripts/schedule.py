@@ -26,8 +26,9 @@ import config
 from build import TrainingRun, build_run
 from config import Config, ConfigError
 from config.command_line import CommandParser
+from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, wrapped
-from model.schedules import plan_pipeline
 from parallel.microbatch import Microbatch
 from parallel.pipeline import executor as pipeline
 from parallel.pipeline.schedule import (
@@ -205,7 +206,7 @@ def run_config(args: argparse.Namespace, schedule: Schedule) -> Config:
     if args.pp > MAX_RANKS:
         raise ConfigError(f"--run: starts a process for each of --pp {args.pp} ranks, "
                           f"at most {MAX_RANKS} here")
-    cfg = config.resolve(args.run, None, [
+    cfg = resolve(args.run, None, [
         "--train.micro_batch", "1",
         "--train.global_batch", str(args.micro),
         "--train.dtype", "fp32",

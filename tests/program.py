@@ -13,6 +13,7 @@ from ranks import MODEL, corpus  # noqa: F401  corpus is for those who import th
 
 import config
 import train
+from config.reading import resolve, split_argv
 from config.tree import with_values
 from parallel.topology.dims import GROUP_AXES
 from parallel.wire import comm
@@ -26,8 +27,8 @@ def settings(prefix: str, *args: str, name: str = "llama3-tiny", **sections) -> 
     """A small model on the corpus `prefix` in fp64, two steps. sections: {parallel: {...}, ...}, keys set
     past the command line."""
     argv = [name, *MODEL, "--data.path", prefix, "--train.dtype", "fp64", "--train.steps", str(WARM)]
-    name, file, rest = config.split_argv([*argv, "--checkpoint.every", "none", *args])
-    cfg = config.resolve(name, file, rest)
+    name, file, rest = split_argv([*argv, "--checkpoint.every", "none", *args])
+    cfg = resolve(name, file, rest)
     return replace(
         cfg, **{section: with_values(getattr(cfg, section), keys) for section, keys in sections.items()}
     )

@@ -10,6 +10,7 @@ import pytest
 from ranks import MODEL, corpus, job
 
 import config
+from config.reading import from_tree, resolve
 from plan import auto, elastic
 from plan.auto import arguments, layout_text
 from plan.cost import cluster
@@ -35,7 +36,7 @@ def run(home: pathlib.Path, world: int, words: list[str], *more: str, before=lam
 
 
 def saved(home: pathlib.Path) -> config.Config:
-    return config.from_tree(config.read_yaml(home / "run" / "config.yaml"))
+    return from_tree(config.read_yaml(home / "run" / "config.yaml"))
 
 
 def header(log: str) -> list[str]:
@@ -117,7 +118,7 @@ def test_the_same_command_finds_its_finished_run(words, tmp_path):
 
 
 def test_a_card_decides_the_memory_and_must_be_of_the_cluster(words):
-    cfg = config.resolve(words[0], None, [*words[1:], *AUTO])
+    cfg = resolve(words[0], None, [*words[1:], *AUTO])
     card = elastic.RankDevice("NVIDIA H100 NVL", 93.1 * 2**30)
     assert auto.machine_of(cfg, card) == dataclasses.replace(cluster("h100-ib"), memory=card.memory)
     with pytest.raises(config.ConfigError, match="h100-ib has GPUs named h100, and this machine a"):

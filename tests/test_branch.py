@@ -10,7 +10,8 @@ from test_resume import ARGS, run, story, weights
 
 import config
 from checkpoint import branch, folder, store
-from config import ConfigError, phases_of
+from config import ConfigError
+from config.reading import from_tree, phases_of
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home):
     assert [row["loss"] for row in whole] == [row["loss"] for row in killed]
     assert [row["tokens"] for row in whole] == [6 * 64 + 128 * n for n in range(1, 7)]
     assert [row["lr"] for row in whole] == pytest.approx([1e-5 + 9e-5 * (6 - n) / 6 for n in range(1, 7)])
-    cfg = config.from_tree(config.read_yaml(home / "whole" / "config.yaml"))
+    cfg = from_tree(config.read_yaml(home / "whole" / "config.yaml"))
     assert [phase.steps_before for phase in phases_of(cfg).all] == [0, 6]
     again = run(home, "whole", extra=("--config", str(home / "whole" / "config.yaml")), args=())
     assert again == 0 and "already at step 12 of 12" in (home / "whole.log").read_text()

@@ -18,12 +18,13 @@ from program import Enough, corpus, rows, settings, trained
 from ranks import MODEL, job
 from torch.nn.functional import cross_entropy
 
-import config
 from build import build_run
 from config import OptimConfig
+from config.reading import resolve
 from kernels.attention_mask import make_attention_mask
 from model.flops import mean_keys
 from model.norm import add_residual
+from model.router import mixture
 from model.sharding import parallel_dims
 from optim.clip import clip_factor
 from optim.lr import learning_rate
@@ -222,7 +223,7 @@ LARGE = (
 
 
 def family(name: str, *args: str):
-    return config.resolve(name, None, [*LARGE, *args])
+    return resolve(name, None, [*LARGE, *args])
 
 
 def initial(world: World, cfg) -> list[tuple[Box, torch.Tensor]]:
@@ -266,7 +267,7 @@ def test_every_tensor_starts_as_it_should(name):
         seen[first] = key
     parts = (
         {"attn.o", "down", "embed"}
-        | ({"router"} if config.mixture(cfg.model) else set())
+        | ({"router"} if mixture(cfg.model) else set())
         | ({"kv_a", "kv_b"} if cfg.model.mixer.kind == "latent" else set())
     )
     assert all(any(part in key for key in seen.values()) for part in parts)

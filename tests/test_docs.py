@@ -44,10 +44,11 @@ import scripts.reproduce
 import scripts.schedule
 import scripts.scrub
 import train
-from config import ConfigError, unused
-from config.earlier import NEW_NAMES
-from config.tree import every_path
-from model.schedules import plan_pipeline
+from config import ConfigError
+from config.reading import resolve, sections, split_argv, unused
+from config.reading.earlier import NEW_NAMES
+from config.reading.kinds import every_path
+from config.reading.schedules import plan_pipeline
 from proof.mutate.checkout import checkout_files
 from proof.verify.overrides import check_free, read_overrides, split_overrides
 from proof.verify.tiny_config import tiny_config
@@ -237,7 +238,7 @@ def made_by_diffs(page: Page) -> set[str]:
 
 # ---- keys and names ----------------------------------------------------------------------------------------
 
-SECTIONS = "|".join(config.sections())
+SECTIONS = "|".join(sections())
 KEY = re.compile(rf"(?<![\w./-])(?:--)?((?:{SECTIONS})(?:\.[a-z]\w*)+)(?![\w/])")
 SETTING = re.compile(rf"^(?:--)?((?:{SECTIONS})(?:\.[a-z]\w*)+) (\S+)$")
 
@@ -275,7 +276,7 @@ def key_problems(page: Page) -> list[str]:
 def refusal_of(name: str, key: str, value: str) -> str:
     """What is said of a key in a recipe; "" if it is taken."""
     try:
-        config.resolve(name, None, [f"--{key}", value.strip('"')])
+        resolve(name, None, [f"--{key}", value.strip('"')])
     except ConfigError as error:
         return str(error)
     return ""
@@ -409,7 +410,7 @@ def parse(words: list[str]) -> None:
         from scripts import dry_run
 
         options, settings = dry_run.arguments().parse_known_args(rest[1:])
-        config.resolve(options.name, None, settings)
+        resolve(options.name, None, settings)
     elif rest[0] == "train.py":
         parse_train(rest[0], rest[1:], 1)
     elif rest[:2] == ["-m", "pytest"]:
@@ -429,12 +430,12 @@ def parse_train(script: str, words: list[str], world: int) -> None:
     assert script == "train.py", script
     if "--list" in words:
         return
-    name, file, rest = config.split_argv(words)
+    name, file, rest = split_argv(words)
     asked = rest.index("--help") if "--help" in rest else len(rest)
-    cfg = config.resolve(name, None, rest[:asked])  # a file is one of a run's folder
+    cfg = resolve(name, None, rest[:asked])  # a file is one of a run's folder
     if asked < len(rest):
         word = rest[asked + 1] if asked + 1 < len(rest) else ""
-        assert word in (*config.sections(), "") or word in sources(), f"--help {word}: nothing speaks of it"
+        assert word in (*sections(), "") or word in sources(), f"--help {word}: nothing speaks of it"
     elif file is None:
         plan_pipeline(cfg, world)
         unused.check_unused(cfg, world)
@@ -466,10 +467,10 @@ def parse_script(module: str, words: list[str]) -> None:
         return
     options, rest = PARSERS[module](words)
     if module == "scripts.plan" and options.name:
-        config.resolve(options.name, None, rest)
+        resolve(options.name, None, rest)
         return
     if module == "scripts.scaling" and "recipe" in options:
-        config.resolve(options.recipe, None, rest)
+        resolve(options.recipe, None, rest)
         return
     assert not rest, f"{module} does not know {rest}"
     if module == "scripts.mutate" and options.draw is None:
@@ -740,7 +741,7 @@ def test_errors_are_quoted_as_they_are():
     assert quoted
     for text in quoted:
         with pytest.raises(ConfigError) as error:
-            config.resolve("llama3-tiny", None, [f"--{text.split(':')[1].strip()}", "2"])
+            resolve("llama3-tiny", None, [f"--{text.split(':')[1].strip()}", "2"])
         assert f"error: {error.value}" == text
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from ranks import MODEL, corpus, job
 
-import config
 from checkpoint import store
+from config.reading import resolve
 from data.loader import BatchLoader
 from plan import elastic
 
@@ -259,7 +259,7 @@ def test_fewer_ranks_take_a_layout_that_fits_or_are_refused(tmp_path, words, tru
     """Under ZeRO-3 two ranks hold more each than four: here a byte more than there is. A refusal comes before
     the first step."""
     more = [*words, "--parallel.zero", "3"]
-    cfg = config.resolve(more[0], None, [*more[1:], "--parallel.elastic", "true"])
+    cfg = resolve(more[0], None, [*more[1:], "--parallel.elastic", "true"])
     card = elastic.RankDevice("NVIDIA A100")
     of_two, of_four = (elastic.held_by_fullest(cfg, world, card) for world in (2, 4))
     assert of_four < of_two - 1

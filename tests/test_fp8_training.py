@@ -11,6 +11,7 @@ from ranks import MODEL, corpus, job
 
 import config
 from build import build_run
+from config.reading import resolve
 from kernels import norm, rope, swiglu, triton_
 from kernels.fp8_linear import RECIPES, Fp8Scaling, scaled_linear
 from kernels.fp8_origin import unwritten
@@ -78,7 +79,7 @@ class Counting(RandomTokens):
 
 
 def job_of(*keys) -> config.Config:
-    return config.resolve("llama3-tiny", None, [*SMALL, *keys])
+    return resolve("llama3-tiny", None, [*SMALL, *keys])
 
 
 def losses(world: World, cfg: config.Config) -> list[float]:
@@ -280,7 +281,7 @@ def step_of_kernels(world: World, cfg: config.Config, handed_over: bool) -> tupl
 @pytest.mark.parametrize("more", [(), RECOMPUTED], ids=["kept", "recomputed"])
 def test_unwritten_results_train_with_the_same_bits(kind, recipe, more):
     keys = [*TWO_BLOCKS, *(MIXTURE if kind == "mixture" else ()), *more]
-    cfg = config.resolve("llama3-tiny", None, [*keys, "--train.dtype", "fp8", "--train.fp8", recipe])
+    cfg = resolve("llama3-tiny", None, [*keys, "--train.dtype", "fp8", "--train.fp8", recipe])
     got, counts = step_of_kernels(World(), cfg, handed_over=True)
     want, none = step_of_kernels(World(), cfg, handed_over=False)
     microbatches = cfg.train.global_batch // cfg.train.micro_batch

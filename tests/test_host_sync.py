@@ -15,9 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import config
 import kernels
 from build import build_run
+from config.reading import resolve
 from kernels import grouped_gemm, triton_
 from model.sharding import parallel_dims
 from optim.clip import clip_factor
@@ -108,7 +108,7 @@ class Launch:
 
 def step_once(monkeypatch, *args: str, mesh: Mesh | None = None) -> None:
     grouped = () if "latent" in args else ("--model.mixer.kv_heads", "2")
-    cfg = config.resolve("llama3-tiny", None, [*ARGS, *grouped, *args])
+    cfg = resolve("llama3-tiny", None, [*ARGS, *grouped, *args])
     monkeypatch.setattr(spec, "draw_normal", lambda *_: None)  # initial weights are drawn on the host
     with META:
         run = build_run(cfg, mesh or Mesh.single(), META, None, 10)
@@ -149,7 +149,7 @@ def test_nothing_in_a_step_of_a_layout_waits_for_the_device(monkeypatch, args, r
     launch_nothing(monkeypatch)
     world = 4 if "dp_rep" in args else 2
     words = ["--train.dtype", "bf16", "--model.layers", "4", *args.split()]
-    dims = parallel_dims(config.resolve("llama3-tiny", None, [*ARGS, *words]), world)
+    dims = parallel_dims(resolve("llama3-tiny", None, [*ARGS, *words]), world)
     sequences = 4 * dims.dp_shard * dims.dp_replicate  # two microbatches on each rank
     words += ["--train.global_batch", str(sequences)]
     mesh = Mesh.without_processes(dims, rank, Activity(wire=RecordingWire()))
@@ -159,7 +159,7 @@ def test_nothing_in_a_step_of_a_layout_waits_for_the_device(monkeypatch, args, r
 def test_logging_a_step_does_not_wait(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "Event", Mock())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    cfg = config.resolve("llama3-tiny", None, ["--train.steps", "9", "--log.every", "5"])
+    cfg = resolve("llama3-tiny", None, ["--train.steps", "9", "--log.every", "5"])
     env = LaunchEnv(device=torch.device("cuda", 0))
     log = MetricsLogger(tmp_path, cfg, env, steps=9, flops_per_token=1.0, start_step=1)
     loss, is_good = torch.zeros((), device=META), torch.zeros((), device=META, dtype=torch.bool)
@@ -247,7 +247,7 @@ def test_a_mixture_on_one_rank_does_not_wait(monkeypatch, args):
 
 @pytest.mark.parametrize("args", ["--model.mlp.capacity.factor 1.0", "reference"])
 def test_a_mixture_that_drops_or_has_no_kernels_reads_its_counts(monkeypatch, args):
-    """Known, and why config/rules.py refuses train.cuda_graphs there."""
+    """Known, and why config/reading/rules.py refuses train.cuda_graphs there."""
     if args == "reference":
         args = ""
     else:

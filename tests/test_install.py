@@ -159,8 +159,8 @@ def test_a_notebook_can_use_the_modules(place, tmp_path):
         bevatron.use()
         import sys
         assert sys.path.count(str(bevatron.FOLDER)) == 1
-        import config, data
-        print(config.resolve("llama3-tiny", None, []).model.preset, config.__file__, data.__file__)
+        import config.reading, data
+        print(config.reading.resolve("llama3-tiny", None, []).model.preset, config.__file__, data.__file__)
         print(bevatron.__version__)
     """
     out, _ = run(place, tmp_path, "-c", textwrap.dedent(program))

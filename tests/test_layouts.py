@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from config import ConfigError
-from model.schedules import plan_pipeline
+from config.reading.schedules import plan_pipeline
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
 

@@ -18,9 +18,10 @@ import torch
 import config
 import train
 from build import build_run
-from config import unused
+from config.reading import flatten_tree, from_tree, presets, unused
+from config.reading.kinds import every_path, members_of, part_types
 from config.schema import ModelConfig
-from config.tree import every_path, hints_of, leaves, members_of, part_types, value_at
+from config.tree import hints_of, leaves, value_at
 from kernels import attention
 from model import moe
 from parallel.microbatch import Microbatch
@@ -96,7 +97,7 @@ def sized(model: dict) -> dict:
 
 def look(model: dict) -> Seen:
     preset = model.get("preset", "llama2-tiny")
-    cfg = config.from_tree(
+    cfg = from_tree(
         {"model": {"preset": preset, **sized(model)}, "train": TRAIN, "log": {"name": "keys"}}
     )
     run = build_run(cfg, Mesh.single(), CPU, None, 9)
@@ -758,22 +759,22 @@ def test_it_acts_in_every_kind_of_model_or_is_refused(seen, case, kind):
     except config.ConfigError:
         return
     tree = {"model": {"preset": "llama2-tiny", **sized(keyed)}, "train": TRAIN, "log": {"name": "keys"}}
-    without_effect = {path for path, _, _ in unused.find_unused(config.from_tree(tree), 1)}
+    without_effect = {path for path, _, _ in unused.find_unused(from_tree(tree), 1)}
     if f"model.{case.key}" in without_effect:
         return
     fields = [field.name for field in dataclasses.fields(Seen)]
     is_new = before.router.keys() != after.router.keys()
     assert is_new or any(not same(getattr(before, name), getattr(after, name)) for name in fields), (
-        f"model.{case.key}={case.to} does nothing beside {base}: refuse it in config/rules.py, or name it in "
-        "config/unused.py"
+        f"model.{case.key}={case.to} does nothing beside {base}: refuse it in config/reading/rules.py, "
+        "or name it in config/reading/unused.py"
     )
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "deepseek-v3-tiny"])
 def test_a_preset_is_what_models_yaml_has(name):
-    entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
-    model = config.from_tree({"model": {"preset": name}}).model
-    has = {path: None if value == "none" else value for path, value in config.flatten_tree(entry).items()}
+    entry = {key: value for key, value in presets()[name].items() if key != "recipe"}
+    model = from_tree({"model": {"preset": name}}).model
+    has = {path: None if value == "none" else value for path, value in flatten_tree(entry).items()}
     blocks = {path: has.pop(path) for path in list(has) if path.startswith("blocks.")}
     for path, value in leaves(model):
         if path == "blocks":
@@ -783,5 +784,5 @@ def test_a_preset_is_what_models_yaml_has(name):
         default = getattr(type(value_at(model, part) if part else model), key, None)
         assert value == {"preset": name, **has}.get(path, default), path
     assert len(entry) > 5 and has.keys() <= {path for path, _ in leaves(model)}
-    over = config.from_tree({"model": {"preset": name, "layers": 7}}).model
+    over = from_tree({"model": {"preset": name, "layers": 7}}).model
     assert over.layers == 7 and over.hidden == entry["hidden"]

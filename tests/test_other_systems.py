@@ -15,10 +15,10 @@ from test_host_sync import step_once
 from test_house import MODULES, ROOMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import config
 from config import ConfigError
+from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from kernels import rope
-from model.schedules import plan_pipeline
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
 from proof.mutate.checkout import checkout_files
@@ -179,7 +179,7 @@ def test_what_the_gpu_of_a_mac_reports(monkeypatch, tmp_path, capsys):
     """Its own clock and memory; the numbers of a step without fp64."""
     monkeypatch.setattr(torch.mps, "Event", Event)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3 * 2**30)
-    cfg = config.resolve("llama3-tiny", None, ["--train.steps", "3", "--log.every", "3"])
+    cfg = resolve("llama3-tiny", None, ["--train.steps", "3", "--log.every", "3"])
     env = LaunchEnv(device=torch.device("mps"))
     log = MetricsLogger(tmp_path, cfg, env, steps=3, flops_per_token=1.0)
     log.header((1, 1), "x")
@@ -217,7 +217,7 @@ def test_an_evaluation_on_the_gpu_of_a_mac_has_no_fp64():
     ("--parallel.tp 2", "2 ranks"),
 ])
 def test_what_the_gpu_of_a_mac_does_not_run_is_named(args, says):
-    cfg = config.resolve("llama3-tiny", None, ["--train.device", "mps", *args.split()])
+    cfg = resolve("llama3-tiny", None, ["--train.device", "mps", *args.split()])
     with pytest.raises(ConfigError) as refusal:
         plan_pipeline(cfg, 2 if "tp" in args else 1)
     assert says in str(refusal.value) and "\n" not in str(refusal.value)

@@ -16,12 +16,13 @@ import config
 import train
 from build import build_run, total_steps
 from checkpoint import store
-from config import ConfigError, phases_of
-from config.phases import check_same_past, first_difference, same_plan
+from config import ConfigError
+from config.reading import phases_of, resolve
+from config.reading.phases import check_same_past, first_difference, same_plan
+from config.reading.schedules import plan_pipeline
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
-from model.schedules import plan_pipeline
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.advice import holdings
@@ -509,7 +510,7 @@ def test_what_is_refused(tmp_path, text, words):
     file = write_phases(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         argv = ["--train.phases", file, "--train.steps", "2", "--train.seq_len", "16"]
-        cfg = config.resolve("llama3-tiny", None, argv)
+        cfg = resolve("llama3-tiny", None, argv)
         plan_pipeline(cfg, 1)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(words.format(file=file))

@@ -15,8 +15,8 @@ from ranks import MODEL, corpus, job
 
 from build import build_run, total_steps
 from config import TrainConfig, global_batch_at, global_batch_sizes, sequences_seen, steps_to_see
+from config.reading.schedules import make_schedules, plan_pipeline
 from data import loader
-from model.schedules import make_schedules, plan_pipeline
 from parallel.topology.mesh import Mesh
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config

@@ -13,12 +13,12 @@ import fake_wandb
 import numpy as np
 import pytest
 import torch
-from tokenizer_families import make_tokenizer
 from ranks import MODEL, corpus, job
+from tokenizer_families import make_tokenizer
 
-import config
 import train
-from config import ConfigError, provenance, unused
+from config import ConfigError, provenance
+from config.reading import resolve, split_argv, unused
 from proof.mutate.checkout import checkout_files
 from runtime.failure import fail_cleanly
 from scripts import average, compare, convert, prepare_data, reproduce
@@ -351,7 +351,7 @@ def test_a_run_is_made_again_from_its_tree(run, repo, tmp_path, capfd):
     words = shlex.split(command.strip())
     assert words[:3] == ["cd", os.getcwd(), "&&"] and words[4] == str(tree / "train.py")
     assert words[words.index("--config") + 1] == str(out / "config.yaml")
-    again = config.resolve(*config.split_argv(words[5:]))
+    again = resolve(*split_argv(words[5:]))
     assert again.checkpoint.mirror is None  # nothing goes where the first run has sent it
     unused.check_unused(again, 1)  # train.py takes the command
 

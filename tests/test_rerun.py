@@ -10,11 +10,11 @@ import torch
 from program import settings, trained
 from ranks import MODEL, corpus, job
 
-import config
 import train
 from checkpoint import store
 from config import ConfigError
-from config.suggestions import check_rules
+from config.reading import resolve
+from config.reading.suggestions import check_rules
 from model.block import TransformerBlock
 from parallel.wire.comm import Group
 from parallel.wire.record import NumbersRecord, different
@@ -324,4 +324,4 @@ def test_the_first_entry_that_differs():
 ])
 def test_bad_values_are_refused(words, key):
     with pytest.raises(ConfigError, match=f"^{key}: "):
-        check_rules(config.resolve("llama3-tiny", None, words.split()))
+        check_rules(resolve("llama3-tiny", None, words.split()))

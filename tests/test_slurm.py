@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-import config
-from model.schedules import plan_pipeline
+from config.reading import resolve, split_argv
+from config.reading.schedules import plan_pipeline
 from plan.batch_file import batch_text, node_shape, write_batch_file
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -237,7 +237,7 @@ def test_a_recipe_is_legal_at_its_size(file):
     text = file.read_text()
     world = int(re.search(r"^WORLD=(\d+)$", text, re.MULTILINE)[1])
     out = subprocess.run(["bash", str(file), "--words"], capture_output=True, text=True, check=True).stdout
-    plan_pipeline(config.resolve(*config.split_argv(out.splitlines())), world)
+    plan_pipeline(resolve(*split_argv(out.splitlines())), world)
     assert f"on {world:,} GPUs" in text and f"--nodes {world // 8} " in text
     assert "arXiv" in text or "our choice" in text
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from ranks import MODEL, corpus, job
 
-import config
 import train
 from checkpoint import state, store
 from config import ConfigError
+from config.reading import resolve
+from config.reading.suggestions import check_rules
 from config.schema import OptimConfig
-from config.suggestions import check_rules
 from data.loader import BatchLoader
 from optim.spikes import SpikeState, SpikeWindow
 from parallel.wire.comm import Group
@@ -482,7 +482,7 @@ def test_progress_resets_how_often_a_run_has_gone_back():
 ])
 def test_bad_values_are_refused(words, key):
     with pytest.raises(ConfigError, match=f"^{key}: "):
-        check_rules(config.resolve("llama3-tiny", None, ["--train.micro_batch", "8", *words.split()]))
+        check_rules(resolve("llama3-tiny", None, ["--train.micro_batch", "8", *words.split()]))
 
 
 def test_a_row_of_spikes_ends_where_nothing_is_judged():

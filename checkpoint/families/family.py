@@ -9,17 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from checkpoint.hf_rules import NotedKeys, Rule, UnlikeFamily, read_parts, spell_out, write_rules
-from config import (
-    ConfigError,
-    ExpertsConfig,
-    MLPConfig,
-    ModelConfig,
-    Tree,
-    layer_model,
-    modules_ahead,
-)
-from config.flat import FLAT_NAMES, flat_model
-from config.tree import has_path, is_below, stated_leaves, value_at
+from config import ConfigError, ModelConfig, Tree, layer_model, modules_ahead
+from config.reading.flat import FLAT_NAMES, flat_model
+from config.reading.kinds import stated_leaves
+from config.tree import has_path, is_below, value_at
+from model.mlp import MLPConfig
+from model.router import ExpertsConfig
 
 # Fields that change training or speed, and not the function of the weights.
 NOT_THE_MODEL = ("mtp.weight", "preset", "mixer.kernel", "vocab_multiple", "dropout")

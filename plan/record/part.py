@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import kernels.grad
-from config import Config, has_experts, mixture, modules_ahead
+from config import Config, modules_ahead
 from model.block import BlockOutput
 from model.context import ForwardContext, LossInputs
 from model.describe import mesh_of_one_stage
 from model.flops import keys_of_layer
 from model.precision import DTYPES
+from model.router import has_experts, mixture
 from model.sharding import scale_for_mup, sharding_config
 from model.transformer import PipelineStage
 from parallel.context.zigzag import shard_batch

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 
 from config import Config, ParallelConfig
+from config.reading.schedules import schedule_of
 from kernels.attention_mask import DocumentCounts
-from model.schedules import schedule_of
 from parallel.microbatch import Microbatch
 from parallel.pipeline.executor import Pipeline
 from parallel.pipeline.schedule import Op, Schedule

@@ -2,7 +2,8 @@
 import math
 import re
 
-from config import Config, mixture
+from config import Config
+from model.router import mixture
 from proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
 from proof.precision.paper import MUON_SLOPE
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from config import Config, ConfigError, MTPConfig
 from config.axes import ranks_of_layout
-from model.schedules import plan_pipeline
+from config.reading.schedules import plan_pipeline
 from proof.precision.job import DTYPES, LEARNING_RATES, precision_config
 from proof.verify.overrides import Overrides
 

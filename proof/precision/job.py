@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 
 import config
-from config import ChannelMixer, Config, ConfigError, ExpertsConfig, NoPart
+from config import ChannelMixer, Config, ConfigError, NoPart
+from config.reading import resolve
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
+from model.router import ExpertsConfig
 from proof.verify.overrides import Overrides
 from proof.verify.tiny_config import arguments, with_sizes
 
@@ -118,7 +120,7 @@ def precision_config(
         "optim.lr": LEARNING_RATES[optimizer],
         "data.path": data,
     }
-    cfg = config.resolve(name, None, arguments(settings))
+    cfg = resolve(name, None, arguments(settings))
 
     model = cfg.model
     shrunk = replace(

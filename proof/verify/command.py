@@ -37,9 +37,10 @@ import config
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.parts import part_of
+from config.reading import dotted_overrides
+from config.reading.kinds import every_path
+from config.reading.schedules import plan_pipeline
 from config.terminal import hanging_lines, output_width
-from config.tree import every_path
-from model.schedules import plan_pipeline
 from proof import lattice, mup, precision
 from proof.lattice import Lattice, Values
 from proof.verify.cells import chosen, words
@@ -165,7 +166,7 @@ def refuse_unknown(words: list[str], options: list[str]) -> None:
     near = difflib.get_close_matches(option, options, 1)
     if near and option.removeprefix("--") not in keys:
         raise ConfigError(f"{option}: no such option; did you mean {near[0]}?")
-    config.dotted_overrides(words)  # which names the section that the key is in
+    dotted_overrides(words)  # which names the section that the key is in
 
 
 def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> int:

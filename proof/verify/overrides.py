@@ -6,10 +6,10 @@ of a bundle (lattice.BUNDLES) is not: all cells have the value that is given.
 """
 from dataclasses import dataclass
 
-import config
-from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree, unused
+from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree
 from config.axes import AXES
-from config.phases import phases_text
+from config.reading import build_tree, defaults, dotted_overrides, merge, phases_of, unused
+from config.reading.phases import phases_text
 from config.tree import plain_data, value_at
 
 # {key that the cells vary: the words of --only that choose its values}
@@ -106,7 +106,7 @@ class Overrides:
             if path == "train.phases":
                 value = phases_text(value)
             changed[path] = value
-        return config.build_tree(Config, config.merge(plain_data(cfg), changed))
+        return build_tree(Config, merge(plain_data(cfg), changed))
 
 
 # ---- the command line --------------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ def read_overrides(words: list[str]) -> Overrides:
 
     Raises ConfigError, as train.py does, if a key is unknown, or a value is missing or of the wrong type.
     """
-    overrides = Overrides(tuple(config.dotted_overrides(words).items()))
-    overrides.apply(Config())
+    overrides = Overrides(tuple(dotted_overrides(words).items()))
+    overrides.apply(defaults())
     return overrides
 
 
@@ -155,7 +155,7 @@ def check_free(overrides: Overrides) -> None:
 
 def check_phases(cfg: Config, steps: int) -> None:
     """Raises ConfigError if a phase of train.phases begins after the `steps` steps of a proof."""
-    for phase in config.phases_of(cfg).all:
+    for phase in phases_of(cfg).all:
         if phase.steps_before >= steps:
             raise ConfigError(
                 f"train.phases: the proof makes {steps} steps, and phase {phase.number} begins after "

@@ -3,32 +3,22 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 
-import config
 from checkpoint.branch import NOT_INHERITED, branch_config
-from config import (
-    ChannelMixer,
-    CheckpointConfig,
-    Config,
-    ExpertsConfig,
-    ModelConfig,
-    NoPart,
-    RopeConfig,
-    with_fitting_longrope,
-    with_mlps,
-    with_original_context,
-)
-from config.model_parts import Mixer
+from config import ChannelMixer, CheckpointConfig, Config, ModelConfig, NoPart, TokenMixer
+from config.reading import resolve
 from config.tree import plain_data, with_values
 from data import fim, tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import Tokenizer
+from model.rope import RopeConfig, with_fitting_longrope, with_original_context
+from model.router import ExpertsConfig, with_mlps
 from proof.lattice import NUM_STEPS, TRUNK_STEPS
 from proof.verify.overrides import Overrides
-from typing import Any
 
 LAST = 4  # steps of a proof
 SAVED = 3  # the step after which a layout is stopped, saves, and is started again
@@ -130,7 +120,7 @@ def shrunk_mlp(mlp: ChannelMixer) -> ChannelMixer:
     return replace(mlp, experts=8, top_k=min(mlp.top_k, 3), width=16, router=router)
 
 
-def shrunk_mixer(mixer: Mixer, sizes: Mapping[str, int]) -> Mixer:
+def shrunk_mixer(mixer: TokenMixer, sizes: Mapping[str, int]) -> TokenMixer:
     stated = {name: size for name, size in sizes.items() if getattr(mixer, name, None) is not None}
     growth = getattr(mixer, "growth", None)
     if growth is not None:
@@ -138,7 +128,7 @@ def shrunk_mixer(mixer: Mixer, sizes: Mapping[str, int]) -> Mixer:
     return with_original_context(replace(mixer, **stated), ORIGINAL_CONTEXT)
 
 
-def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], mixer: Mixer) -> Any:
+def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], mixer: TokenMixer) -> Any:
     """A value or part that a kind of block states."""
     if path == "mixer":
         return shrunk_mixer(value, sizes)
@@ -162,7 +152,7 @@ def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -
     global_batch = world * (-(-8 // world))
     if world > 1 and world % 2 == 1:
         global_batch *= 2
-    cfg = config.resolve(name, None, arguments({**SETTINGS, "train.global_batch": global_batch}))
+    cfg = resolve(name, None, arguments({**SETTINGS, "train.global_batch": global_batch}))
 
     model = cfg.model
     shrunk = replace(

@@ -28,6 +28,7 @@ from build import TrainingRun
 from checkpoint import store
 from config import Config, ConfigError, TrainConfig
 from config.exit_codes import STOPPED_EARLY
+from config.reading import phases_of
 from data.loader import BatchLoader
 from kernels import cross_entropy, partial_attention
 from parallel.microbatch import Microbatch
@@ -572,7 +573,7 @@ def phases_without_layout(cfg: Config) -> str | None:
     if cfg.train.phases is None:
         return None
     rows: list[dict[str, Any]] = []
-    for row, phase in zip(json.loads(cfg.train.phases), config.phases_of(cfg).all[1:]):
+    for row, phase in zip(json.loads(cfg.train.phases), phases_of(cfg).all[1:]):
         kept = {key: value for key, value in row.items() if not key.startswith("parallel.")}
         rows.append({**kept, "train.micro_batch": largest_micro_batch(phase.cfg.train)})
     return json.dumps(rows)

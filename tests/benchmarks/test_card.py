@@ -20,6 +20,7 @@ from benchmarks.card import PLAN, Entry, derived_figures, fit_layers
 from benchmarks.card_table import make_table, table_cells
 from benchmarks.process import last_error_line
 from benchmarks.shape import Shape
+from config.reading import build_tree
 from plan.count import flops_per_token, parameters
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -45,7 +46,7 @@ def args(tmp_path, **more):
 
 def test_the_models_are_those_of_the_targets():
     shapes = Shape.gpu_models(False)
-    models = {name: config.build_tree(config.ModelConfig, s.model_keys()) for name, s in shapes.items()}
+    models = {name: build_tree(config.ModelConfig, s.model_keys()) for name, s in shapes.items()}
     sizes = {name: parameters(model) for name, model in models.items()}
     assert [round(sizes[n]["total"] / 1e9, 2) for n in ("dense", "moe", "8b")] == [1.57, 3.87, 8.03]
     assert round(sizes["moe"]["active"] / 1e9, 1) == 0.7 and shapes["dense-128k"].vocab > 128000
@@ -64,7 +65,7 @@ def test_packed_documents_cost_what_unpacked_ones_do(tiny):
         assert shape.model_keys() == dense.model_keys()
 
     def flops(shape):
-        model = config.build_tree(config.ModelConfig, shape.model_keys())
+        model = build_tree(config.ModelConfig, shape.model_keys())
         return flops_per_token(model, shape.seq, shape.documents)
 
     assert flops(packed) == flops(dense) > flops(uneven)

@@ -24,7 +24,7 @@ import kernels
 from benchmarks import command, step_model
 from benchmarks.shape import Shape
 from benchmarks.step_model import SCENARIOS, config_of, document_lengths, record, record_step
-from config import Config, ConfigError, LatentConfig
+from config import Config, ConfigError
 from kernels import (
     adam,
     attention,
@@ -41,6 +41,7 @@ from kernels import (
     triton_,
 )
 from model.flops import flops_of_parts, keys_seen
+from model.mla import LatentConfig
 from plan.count import parameters
 from plan.record.kernel_source import plain_function
 from plan.record.launches import CHIPS, Recorder, claimed_cpu, claimed_gpu, without_initial_weights

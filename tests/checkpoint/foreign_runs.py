@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from ranks import corpus, job
 
 import config
+from config.reading import from_tree
 from data.loader import open_loader
 
 RUN = {
@@ -61,7 +62,7 @@ def refusal(home, recipe, settings, ranks=1):
 
 def expected_loss(home, logits):
     """The mean loss of the first step of the run of one rank. logits(tokens [b, s]) -> [b, s, vocab]"""
-    cfg = config.from_tree(config.read_yaml(home / "runs" / "one" / "config.yaml"))
+    cfg = from_tree(config.read_yaml(home / "runs" / "one" / "config.yaml"))
     loader = open_loader(cfg, "train", 0, 1)
     batches = loader.microbatches(0)
     loader.close()

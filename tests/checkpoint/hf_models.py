@@ -1,44 +1,25 @@
 """Models of the Hugging Face tests: with other keys, and compared key by key.
 
 Keys are those of ModelConfig, and FLAT ones too, by which the records of families say experts: `experts`,
-`first_dense` (config/flat.py). With one of these, `mlp` is that of the layers without experts.
+`first_dense` (config/reading/flat.py). With one of these, `mlp` is that of the layers without experts.
 """
 
 import math
 
-import config
 from checkpoint.families.family import FOLDED, NOT_THE_MODEL
-from config import (
-    AttentionConfig,
-    BalanceLossConfig,
-    CapacityConfig,
-    ChannelGate,
-    DeltaConfig,
-    ExpertsConfig,
-    GrowthConfig,
-    KimiConfig,
-    LatentConfig,
-    LayerNormConfig,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    MLPConfig,
-    MTPConfig,
-    MambaConfig,
-    ModelConfig,
-    MupConfig,
-    RopeConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-    ShortConvConfig,
-    YarnScaling,
-    head_dim,
-    kv_heads,
-    layer_model,
-    value_dim,
-)
-from config.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, FlatModel, flat_model, from_flat
-from config.tree import every_path, has_path, is_below, leaves, plain_data
+from config import ModelConfig, MTPConfig, MupConfig, head_dim, kv_heads, layer_model, value_dim
+from config.reading import build_tree, merge
+from config.reading.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, FlatModel, flat_model, from_flat
+from config.reading.kinds import every_path
+from config.tree import has_path, is_below, leaves, plain_data
+from model.attention import AttentionConfig, ChannelGate
+from model.delta import DeltaConfig, KimiConfig
+from model.mamba import MambaConfig, ShortConvConfig
+from model.mla import LatentConfig
+from model.mlp import MLPConfig
+from model.norm import LayerNormConfig
+from model.rope import GrowthConfig, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig, SharedExpertsConfig
 
 PATHS = every_path(ModelConfig)
 FLAT = FLAT_NAMES | FLAT_TRAINING_NAMES
@@ -80,13 +61,13 @@ PATTERN = {"blocks": {"local": {"mixer.window": 5}}, "pattern": "(local, block).
 def changed(model, change):
     """The model with other values: {path: value}."""
     if FLAT.keys() & change.keys():
-        return from_flat_keys(config.merge(plain_data(flat_model(model)[0]), change, FlatModel))
-    return config.build_tree(ModelConfig, config.merge(plain_data(model), change, ModelConfig))
+        return from_flat_keys(merge(plain_data(flat_model(model)[0]), change, FlatModel))
+    return build_tree(ModelConfig, merge(plain_data(model), change, ModelConfig))
 
 
 def from_flat_keys(keys):
     """The model of these keys, with flat ones among them."""
-    return config.build_tree(ModelConfig, from_flat(keys))
+    return build_tree(ModelConfig, from_flat(keys))
 
 
 def with_part(model, path):

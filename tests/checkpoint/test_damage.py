@@ -15,7 +15,8 @@ from sample import blank, loaded, reseal, same, whole
 
 from checkpoint import files, folder, store
 from checkpoint.state import newest_start
-from config import Config, ConfigError
+from config import ConfigError
+from config.reading import defaults
 from parallel.sharding.boxes import Box
 from parallel.wire.comm import Group
 
@@ -366,7 +367,7 @@ def test_what_was_found_damaged_since_is_passed_over(saved):
 
 def test_a_start_passes_over_what_a_rank_has_found_damaged(saved):
     root, newest, _ = saved
-    chosen = lambda bad=None: newest_start(Config(), root, Group("job"), bad).resumed.path
+    chosen = lambda bad=None: newest_start(defaults(), root, Group("job"), bad).resumed.path
     assert chosen() == chosen({}) == newest
     assert chosen({newest: "it is rotten"}).name == "step_00000010"
     with pytest.raises(store.IntegrityError):

@@ -17,7 +17,9 @@ from checkpoint import foreign, hf, hf_config
 from checkpoint.families.family import Arrangement
 from checkpoint.families.table import FAMILIES
 from checkpoint.tensors_by_name import open_safetensors_folder
-from config import Config, ConfigError, ExpertsConfig, ModelConfig
+from config import Config, ConfigError
+from config.reading import defaults
+from model.router import ExpertsConfig
 from parallel.sharding.boxes import Box
 
 
@@ -122,7 +124,7 @@ def test_boxes_are_read_out_of_groups_of_a_stack(tmp_path):
         tensors=dict.fromkeys(keys, "stack"),
         arrangements={"stack": lambda model: arrangement},
     )
-    model = ModelConfig(mlp=ExpertsConfig(experts=2))
+    model = replace(defaults().model, mlp=ExpertsConfig(experts=2))
     said = {"name": "stack", "keys": keys, "numbers": {"layer": "0"}, "where": "file: stack"}
     found = list(foreign.places_in(family, model, shape=tuple(stack.shape), **said))
     assert {box.key: box.shape for box, _ in found} == {key: (6, 4) for key in values}

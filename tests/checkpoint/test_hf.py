@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoint import hf
-from config import ConfigError, ModelConfig, build_tree, merge
+from config import ConfigError, ModelConfig
+from config.reading import build_tree, merge
 from parallel.sharding.boxes import Box
 
 D, F, V, PADDED = 12, 20, 37, 128

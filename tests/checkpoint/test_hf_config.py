@@ -8,11 +8,12 @@ import pytest
 import torch
 from hf_models import differences
 
-import config
 from checkpoint import hf_config
 from checkpoint.families.table import FAMILIES
-from config import ConfigError, Llama3Scaling, ModelConfig, RopeConfig
+from config import ConfigError, ModelConfig
+from config.reading import build_tree, merge, presets
 from config.tree import value_at
+from model.rope import Llama3Scaling, RopeConfig
 from plan.count import parameters
 
 NONE = {"bos_token_id": None, "eos_token_id": None}
@@ -167,8 +168,8 @@ SCALED = {
 
 
 def preset(name, change={}):
-    entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
-    return config.build_tree(ModelConfig, config.merge({"vocab": 1000, **entry}, change, ModelConfig))
+    entry = {key: value for key, value in presets()[name].items() if key != "recipe"}
+    return build_tree(ModelConfig, merge({"vocab": 1000, **entry}, change, ModelConfig))
 
 
 def read(tmp_path, said):
@@ -226,7 +227,7 @@ def test_a_published_config_is_the_preset(tmp_path, name):
     assert not differences(preset(name), back)
 
 
-@pytest.mark.parametrize("name", config.presets())
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_comes_back(tmp_path, name):
     m = preset(name)
     kind, back = read(tmp_path, hf_config.to_hf_config(m, "bfloat16", NONE))

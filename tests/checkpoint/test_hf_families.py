@@ -32,28 +32,17 @@ from checkpoint import hf_config
 from checkpoint.families.family import Family
 from checkpoint.families.table import FAMILIES
 from checkpoint.hf_rules import FieldGroup, Fixed, UnlikeFamily, spell_out
-from config import (
-    AttentionConfig,
-    ChannelGate,
-    ConfigError,
-    ExpertsConfig,
-    LatentConfig,
-    Llama3Scaling,
-    ModelConfig,
-    RouterConfig,
-    ShortConvConfig,
-)
-from config.flat import FLAT_NAMES, FlatModel, flat_model
-from config.tree import (
-    has_path,
-    hints_of,
-    is_below,
-    members_of,
-    part_types,
-    plain_data,
-    value_at,
-    with_values,
-)
+from config import ConfigError, ModelConfig
+from config.reading import build_tree, defaults, merge, presets
+from config.reading.flat import FLAT_NAMES, FlatModel, flat_model
+from config.reading.kinds import members_of, part_types
+from config.tree import has_path, hints_of, is_below, plain_data, value_at, with_values
+from model.attention import AttentionConfig, ChannelGate
+from model.mamba import ShortConvConfig
+from model.mla import LatentConfig
+from model.mlp import MLPConfig
+from model.rope import Llama3Scaling
+from model.router import ExpertsConfig, RouterConfig, has_experts
 from parallel.sharding.boxes import Box
 
 ROOT = Path(__file__).parent.parent.parent
@@ -164,8 +153,8 @@ CHANGED = {  # of the preset
 
 
 def preset(name):
-    entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
-    return config.build_tree(ModelConfig, {"vocab": 1000, **entry})
+    entry = {key: value for key, value in presets()[name].items() if key != "recipe"}
+    return build_tree(ModelConfig, {"vocab": 1000, **entry})
 
 
 @functools.cache
@@ -301,8 +290,8 @@ def test_each_group_reads_what_it_writes(model_type):
         stated = plain_data(flat_model(model)[0])
         for group in groups:
             plain = {name: functools.reduce(getitem, name.split("."), bare) for name in group.fields}
-            without = config.merge(stated, plain, FlatModel)
-            back = from_flat_keys(config.merge(without, group.read(keys), FlatModel))
+            without = merge(stated, plain, FlatModel)
+            back = from_flat_keys(merge(without, group.read(keys), FlatModel))
             assert not differences(model, back), (group, model)
 
 
@@ -333,7 +322,7 @@ def test_every_field_is_written_without_effect_or_refused(model_type, path):
             # heads, say, which makes a head_dim that has no key
             assert covered or any(is_below(name, [place]) for name in lost)
             continue
-        back = config.build_tree(ModelConfig, family.read(family.write(model)))
+        back = build_tree(ModelConfig, family.read(family.write(model)))
         assert not differences(model, back)
 
 
@@ -401,16 +390,16 @@ def test_a_tensor_that_the_table_does_not_know_is_refused_before_a_file_is_made(
 
 def test_names_keep_their_numbers():
     assert (
-        FAMILIES["mixtral"].hf_name("layers.31.mlp.experts.7.up.weight", ModelConfig())
+        FAMILIES["mixtral"].hf_name("layers.31.mlp.experts.7.up.weight", defaults().model)
         == "model.layers.31.block_sparse_moe.experts.7.w3.weight"
     )
-    name = FAMILIES["gpt2"].hf_name("layers.3.attn.k.bias", ModelConfig())
+    name = FAMILIES["gpt2"].hf_name("layers.3.attn.k.bias", defaults().model)
     assert name == "transformer.h.3.attn.c_attn.bias"
     assert (
-        FAMILIES["deepseek_v3"].hf_name("layers.61.mlp.router.bias", ModelConfig())
+        FAMILIES["deepseek_v3"].hf_name("layers.61.mlp.router.bias", defaults().model)
         == "model.layers.61.mlp.gate.e_score_correction_bias"
     )
-    assert FAMILIES["dots1"].hf_name("embed.weight", ModelConfig()) == "model.embed_tokens.weight"
+    assert FAMILIES["dots1"].hf_name("embed.weight", defaults().model) == "model.embed_tokens.weight"
 
 
 def test_the_table_has_each_record():
@@ -507,7 +496,7 @@ def test_layers_of_which_flat_keys_say_nothing_are_refused(change, names):
     model = changed(preset("qwen3-moe-tiny"), {"layers": 4, **change})
     assert FAMILIES["qwen3_moe"].obstacles(model) == names
     if not names:
-        assert not differences(model, config.build_tree(
+        assert not differences(model, build_tree(
             ModelConfig, FAMILIES["qwen3_moe"].read(FAMILIES["qwen3_moe"].write(model))
         ))
 
@@ -516,8 +505,8 @@ def test_a_mixture_whose_layers_are_all_dense_is_read_as_a_dense_model():
     family = FAMILIES["qwen3_moe"]
     keys = family.defaults | family.write(preset("qwen3-moe-tiny")) | {"intermediate_size": 36}
     for dense in ({"decoder_sparse_step": 9}, {"mlp_only_layers": list(range(keys["num_hidden_layers"]))}):
-        model = config.build_tree(ModelConfig, family.read(keys | dense))
-        assert (model.mlp, model.blocks, model.pattern) == (config.MLPConfig(width=36), (), None)
+        model = build_tree(ModelConfig, family.read(keys | dense))
+        assert (model.mlp, model.blocks, model.pattern) == (MLPConfig(width=36), (), None)
         assert hf_config.family_of(model) == "qwen3"
 
 
@@ -554,7 +543,7 @@ def test_dense_layers_keep_a_kind_that_is_called_dense():
     )
     windows = [config.layer_model(model, layer).mixer.window for layer in range(3)]
     assert windows == [None, 5, None]
-    assert [config.has_experts(model, layer) for layer in range(3)] == [False, True, True]
+    assert [has_experts(model, layer) for layer in range(3)] == [False, True, True]
 
 
 def test_fixed_fields_are_those_of_the_family():

@@ -15,9 +15,11 @@ from hf_models import FLAT, PATHS, PATTERN, differences, from_flat_keys, with_ke
 from build import weights_only
 from checkpoint import hf, hf_config
 from checkpoint.families.table import FAMILIES
-from config import Config, ConfigError, merge, mixture
-from config.flat import FlatModel
-from config.rules import validate
+from config import Config, ConfigError
+from config.reading import defaults, merge
+from config.reading.flat import FlatModel
+from config.reading.rules import validate
+from model.router import mixture
 
 CASES = 90  # of each family and direction
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -410,7 +412,7 @@ OWN_VALUES = {  # of keys that a family alone has
 
 
 def random_model(rng, model_type):
-    """A model of the family with some keys changed; None if config/rules.py does not allow it."""
+    """A model of the family with some keys changed; None if config/reading/rules.py does not allow it."""
     values = MODEL_VALUES | FLAT_VALUES
     keys = rng.sample(sorted(values), rng.choice((1, 2, 3)))
     changes = {key: rng.choice(values[key]) for key in keys}
@@ -418,7 +420,7 @@ def random_model(rng, model_type):
         kind = rng.choice(("yarn", "llama3"))
         changes = {"mixer.rope.scaling": {"kind": kind, "factor": 2.0, "original": 32}, **changes}
     model = general_model(model_type)
-    train = replace(Config().train, steps=1, seq_len=16)
+    train = replace(defaults().train, steps=1, seq_len=16)
     try:
         for key, value in changes.items():
             model = with_key(model, key, value)
@@ -497,7 +499,7 @@ def test_a_damaged_config_is_read_exactly_or_refused_by_name(tmp_path, model_typ
             refused += 1
             assert str(error).startswith(f"{tmp_path}/config.json: ") and "\n" not in str(error)
             continue
-        if validate(Config(model=model, train=replace(Config().train, steps=1, seq_len=16))) is not None:
+        if validate(Config(model=model, train=replace(defaults().train, steps=1, seq_len=16))) is not None:
             continue
         accepted += 1
         assert read_type not in OUT_AS or hf_config.family_of(model) in WRITTEN

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 from sample import state as tensors
@@ -11,8 +12,8 @@ from sample import whole
 
 from checkpoint import state, store
 from config import CheckpointConfig, is_permanent_step
-from config.rules import checkpoint_rules
-from config.schema import Config
+from config.reading import defaults
+from config.reading.rules import checkpoint_rules
 
 
 def steps(root) -> list[int]:
@@ -133,6 +134,6 @@ def test_a_save_without_room_leaves_no_mark(tmp_path, monkeypatch):
 
 def test_what_is_refused():
     for text in ("log", "1,x", "0", ""):
-        cfg = Config(checkpoint=CheckpointConfig(keep_at=text))
+        cfg = replace(defaults(), checkpoint=CheckpointConfig(keep_at=text))
         broken = [rule.message for rule in checkpoint_rules(cfg, 1) if not rule.holds]
         assert broken and broken[0].startswith("checkpoint.keep_at: ")

@@ -7,9 +7,11 @@ import torch
 
 from checkpoint.origin import UNKNOWN
 from checkpoint.state import check_same_run
-from config import Config, ConfigError, YarnScaling, phases_of
+from config import ConfigError
 from config.pattern import BlockVariant
+from config.reading import defaults, phases_of
 from config.tree import plain_data, with_values
+from model.rope import YarnScaling
 
 STEP = 3
 WHERE = "runs/one/checkpoints/step_00000003"
@@ -19,7 +21,7 @@ NEW_RUN = "start a new run from its weights: --log.name OTHER --checkpoint.init_
 
 def config_with(**settings):
     """{section__key: value}"""
-    return with_values(Config(), {name.replace("__", "."): value for name, value in settings.items()})
+    return with_values(defaults(), {name.replace("__", "."): value for name, value in settings.items()})
 
 
 def compared(old=(), new=(), *, in_memory=False, **meta):
@@ -41,7 +43,7 @@ def refused(*settings, **more):
 
 @pytest.mark.parametrize("old, new, warnings", [
     ({}, {}, []),
-    ({}, {"optim__lr": 0.5}, [f"resumed with another optim.lr ({Config().optim.lr} -> 0.5)"]),
+    ({}, {"optim__lr": 0.5}, [f"resumed with another optim.lr ({defaults().optim.lr} -> 0.5)"]),
     ({"data__valid": "a"}, {"data__valid": "b"}, ["resumed with another data.valid (a -> b)"]),
 ])
 def test_what_may_change_is_a_warning(old, new, warnings):
@@ -103,7 +105,7 @@ def test_a_checkpoint_of_before_is_the_same_run():
     model |= {"kv_heads": None, "head_dim": None, "window": None, "attention": "auto", "bias": False}
     model |= {"qkv_bias": False, "qk_norm": False, "rope_factor": None, "activation": "swiglu"}
     model |= {"norm": "rmsnorm", "norm_eps": 1e-5, "layers": 2}
-    tree = {**plain_data(Config()), "model": model}
+    tree = {**plain_data(defaults()), "model": model}
     assert compared({}, {"model__layers": 2}, config=tree) == []
     assert "model.mixer.heads: " in refused({}, {"model__layers": 2, "model__mixer__heads": 8}, config=tree)
 

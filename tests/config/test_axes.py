@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from config import rules
 from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
+from config.reading import rules
 from config.tree import with_values
 from model.describe import mesh_of_one_stage
 from model.sharding import parallel_dims

@@ -9,30 +9,24 @@ import yaml
 
 import config
 import train
-from config import (
-    AttentionConfig,
+from config import Config, ModelConfig, MTPConfig, MupConfig
+from config.pattern import BlockVariant
+from config.reading import defaults, phases_of, resolve, saved_config
+from config.reading.earlier import ADDED_LATE, NAMES_OF_EXPERTS, NAMES_OF_PARTS, NEW_NAMES, current_tree
+from config.tree import plain_data, with_values
+from model.attention import AttentionConfig, ChannelGate, HeadGate
+from model.mla import LatentConfig
+from model.mlp import MLPConfig
+from model.norm import LayerNormConfig, RMSNormConfig
+from model.rope import Llama3Scaling, RopeConfig, YarnScaling
+from model.router import (
     BalanceLossConfig,
     CapacityConfig,
-    ChannelGate,
-    Config,
     ExpertsConfig,
-    HeadGate,
-    LatentConfig,
-    LayerNormConfig,
-    Llama3Scaling,
-    MLPConfig,
-    MTPConfig,
-    ModelConfig,
-    MupConfig,
-    RMSNormConfig,
-    RopeConfig,
     RouterConfig,
     SharedExpertsConfig,
-    YarnScaling,
+    mixture,
 )
-from config.earlier import ADDED_LATE, NAMES_OF_EXPERTS, NAMES_OF_PARTS, NEW_NAMES, current_tree
-from config.pattern import BlockVariant
-from config.tree import plain_data, with_values
 from runtime.failure import fail_cleanly
 
 # Every key of model.*, as a run saved it.
@@ -115,6 +109,7 @@ TODAY = {  # the same models
                 rope=RopeConfig(base=500000.0, scaling=Llama3Scaling(factor=8.0, original=4096)),
             ),
             mlp=MLPConfig(width=14336),
+            norm=RMSNormConfig(),
         ),
     ),
     "deepseek-v3": (
@@ -201,7 +196,7 @@ CURRENT_PHASES = [{"after_steps": 10, "model.mixer.kernel": "reference", "train.
 
 def saved(model, phases=None, **train_keys):
     """A config as a run has saved it, with every key of every section."""
-    whole = plain_data(Config())
+    whole = plain_data(defaults())
     rows = json.dumps(phases) if phases else None
     return {**whole, "model": model, "train": {**whole["train"], "steps": 30, "phases": rows, **train_keys}}
 
@@ -210,8 +205,8 @@ def saved(model, phases=None, **train_keys):
 def test_a_saved_config_is_the_same_model(name):
     before, today = TODAY[name]
     wanted = with_values(Config(model=today), {"train.steps": 30, "train.phases": json.dumps(CURRENT_PHASES)})
-    assert config.saved_config(saved(before, PHASES)) == wanted
-    assert config.saved_config(plain_data(wanted)) == wanted  # keys of today stay
+    assert saved_config(saved(before, PHASES)) == wanted
+    assert saved_config(plain_data(wanted)) == wanted  # keys of today stay
     assert current_tree(saved(before)) == current_tree(current_tree(saved(before)))
 
 
@@ -219,7 +214,7 @@ def with_flat_experts(**changes):
     """A model of parts as a run saved it when its experts were keys beside them."""
     mixer = plain_data(AttentionConfig()) | {"gate": "head", "gate_by": "softplus"}
     mlp = plain_data(MLPConfig(width=96, activation="relu2"))
-    return {**plain_data(ModelConfig(layers=6)), "mixer": mixer, "mlp": mlp, **FLAT, **changes}
+    return {**plain_data(replace(defaults().model, layers=6)), "mixer": mixer, "mlp": mlp, **FLAT, **changes}
 
 
 def test_experts_beside_the_parts_are_the_same_experts():
@@ -232,7 +227,7 @@ def test_experts_beside_the_parts_are_the_same_experts():
         {"after_steps": 6, "model.pad": False},
     ]
     old = with_flat_experts(blocks=blocks, pattern="2 local, near, 3 block")
-    cfg = config.saved_config(saved(old, rows))
+    cfg = saved_config(saved(old, rows))
     assert [kind for kind in config.layer_kinds(cfg.model)] == [
         "local-dense", "local", "near", "block", "dense", "block",
     ]
@@ -244,9 +239,9 @@ def test_experts_beside_the_parts_are_the_same_experts():
     assert [model.mixer.window for model in models] == [4, 4, 2, None, None, None]
     gates = [model.mixer.gate for model in models]
     assert gates == [ChannelGate(by="softplus")] * 2 + [HeadGate(by="softplus")] * 4
-    assert config.saved_config(plain_data(cfg)) == cfg
+    assert saved_config(plain_data(cfg)) == cfg
 
-    experts = [phase.cfg.model.mlp for phase in config.phases_of(cfg).all]
+    experts = [phase.cfg.model.mlp for phase in phases_of(cfg).all]
     assert [each.router.aux.weight for each in experts] == [0.0, 0.3, 0.3, 0.3]
     assert [each.router.bias_rate for each in experts] == [0.01, 0.2, 0.2, 0.2]
     full = [CapacityConfig(factor=1.5, drop="position", pad=pad) for pad in (True, False)]
@@ -254,19 +249,19 @@ def test_experts_beside_the_parts_are_the_same_experts():
 
 
 def test_a_dense_model_with_keys_of_experts_is_dense():
-    cfg = config.saved_config(saved(with_flat_experts(experts=None)))
-    assert cfg.model.mlp == MLPConfig(width=96, activation="relu2") and config.mixture(cfg.model) is None
+    cfg = saved_config(saved(with_flat_experts(experts=None)))
+    assert cfg.model.mlp == MLPConfig(width=96, activation="relu2") and mixture(cfg.model) is None
 
 
 def test_experts_as_wide_as_the_mlp():
-    cfg = config.saved_config(saved(with_flat_experts(moe_ffn=None, first_dense=0, moe_every=1)))
+    cfg = saved_config(saved(with_flat_experts(moe_ffn=None, first_dense=0, moe_every=1)))
     assert cfg.model.mlp == replace(FLAT_TODAY, width=96) and cfg.model.pattern is None
 
 
 def test_modules_ahead_of_another_kind_than_the_last_layer():
     old = with_flat_experts(mtp={"modules": 1, "weight": 0.3})
     with pytest.raises(config.ConfigError, match="^model.mtp: its modules have another kind of MLP here"):
-        config.saved_config(saved(old))
+        saved_config(saved(old))
 
 
 @pytest.mark.parametrize("name", TODAY)
@@ -279,14 +274,14 @@ def test_the_file_of_a_run_is_read(tmp_path, name, as_list):
         tree["train"]["phases"] = PHASES
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree, sort_keys=False))
-    cfg = config.resolve(None, str(file), ["--model.mixer.heads", "64"])
+    cfg = resolve(None, str(file), ["--model.mixer.heads", "64"])
     assert cfg.model == with_values(today, {"mixer.heads": 64})
-    assert [phase.cfg.model.mixer.kernel for phase in config.phases_of(cfg).all][1:] == ["reference"] * 2
+    assert [phase.cfg.model.mixer.kernel for phase in phases_of(cfg).all][1:] == ["reference"] * 2
 
 
 def test_what_the_first_configs_did_not_have():
     late = {key: value for key, value in LLAMA3.items() if key not in ADDED_LATE}
-    model = config.saved_config(saved(late)).model
+    model = saved_config(saved(late)).model
     assert model == with_values(TODAY["llama3"][1], {"mixer.qk_norm": "head"})
 
 
@@ -307,8 +302,8 @@ def test_a_phase_that_begins_or_ends_a_scaling(stated, scaling):
         {"after_steps": 20, "model.rope_low_freq": 2.0},
         {"after_steps": 25, "model.rope_factor": None},
     ]
-    cfg = config.saved_config(saved({**LLAMA3, "rope_factor": None}, rows))
-    ropes = [phase.cfg.model.mixer.rope for phase in config.phases_of(cfg).all]
+    cfg = saved_config(saved({**LLAMA3, "rope_factor": None}, rows))
+    ropes = [phase.cfg.model.mixer.rope for phase in phases_of(cfg).all]
     assert ropes == [
         RopeConfig(base=500000.0),
         RopeConfig(base=7.0, scaling=scaling),
@@ -323,7 +318,7 @@ def test_every_key_that_has_moved_is_in_the_models_above():
     assert NAMES_OF_EXPERTS.keys() == FLAT.keys()
     moved = {key.removeprefix("model.") for key in NEW_NAMES}
     kept = set(GPT2) - moved
-    assert kept < set(asdict(ModelConfig()))
+    assert kept < set(asdict(defaults().model))
 
 
 @pytest.mark.parametrize("key", NEW_NAMES)
@@ -340,4 +335,4 @@ def test_a_file_with_some_keys_of_before_is_refused(tmp_path):
     file = tmp_path / "some.yaml"
     file.write_text("model: {heads: 8, ffn: 512}\n")
     with pytest.raises(config.ConfigError, match="^model.heads: no such key; it is model.mixer.heads now$"):
-        config.resolve(None, str(file), [])
+        resolve(None, str(file), [])

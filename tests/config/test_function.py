@@ -1,5 +1,5 @@
-"""config/function.py names exactly the keys that change what weights compute: every key is changed in a tiny
-model, and its logits in fp64, and the names and shapes of its weights, are looked at.
+"""config/reading/function.py names exactly the keys that change what weights compute: every key is changed in
+a tiny model, and its logits in fp64, and the names and shapes of its weights, are looked at.
 """
 
 import dataclasses
@@ -10,11 +10,13 @@ import pytest
 import torch
 from test_model_keys import CASES, OTHER_KINDS, SIZE, TRAIN, Case
 
-import config
+import config.reading
 from build import weights_only
-from config import ConfigError, ModelConfig, function
-from config.suggestions import check_rules
-from config.tree import every_path, has_path, is_below
+from config import ConfigError, ModelConfig
+from config.reading import from_tree, function, merge
+from config.reading.kinds import every_path
+from config.reading.suggestions import check_rules
+from config.tree import has_path, is_below
 
 TOKENS = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(4))
 KINDS = {"plain": {}, **OTHER_KINDS}
@@ -48,7 +50,7 @@ def look(model: dict, **sections) -> Seen:
     """The model with weights that follow from their names. Raises ConfigError where it is refused."""
     model = {"preset": "llama2-tiny", **SIZE, **model}
     tree = {"model": model, "train": TRAIN, "log": {"name": "function"}}
-    cfg = config.from_tree(config.merge(tree, sections))
+    cfg = from_tree(merge(tree, sections))
     if not sections:
         check_rules(cfg)
     stage, boxes = weights_only(cfg, torch.device("cpu"), "fp64")
@@ -134,10 +136,10 @@ def changed_value(kind: object, value: object) -> object:
     return "1"
 
 
-@pytest.mark.parametrize("name", [name for name in config.sections() if name != "model"])
+@pytest.mark.parametrize("name", [name for name in config.reading.sections() if name != "model"])
 def test_keys_of_other_sections_do_not_change_it(seen, name):
     base = {"mlp.kind": "experts", "mlp.experts": 4, "dropout": 0.1}
-    section = config.sections()[name]
+    section = config.reading.sections()[name]
     for key, kind in typing.get_type_hints(section).items():
         if (name == "train" and key in ROUNDS) or key == "phases":
             continue

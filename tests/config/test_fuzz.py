@@ -8,10 +8,12 @@ import typing
 
 import pytest
 
-import config
+import config.reading
 from config import ConfigError
-from config.tree import every_path, has_path, hints_of
-from model.schedules import plan_pipeline
+from config.reading import recipes
+from config.reading.kinds import every_path
+from config.reading.schedules import plan_pipeline
+from config.tree import has_path, hints_of
 
 VALID = """\
 # a run
@@ -69,13 +71,13 @@ def outcome(resolve):
 def test_any_damage_of_a_file_is_one_line(tmp_path):
     file, draw = tmp_path / "c.yaml", random.Random(4)
     file.write_text(VALID)
-    assert outcome(lambda: config.resolve(None, str(file), [])) == "taken"
+    assert outcome(lambda: config.reading.resolve(None, str(file), [])) == "taken"
     began, seen = time.process_time(), []
     for number in range(FILES):
         data = damaged(VALID.encode(), draw)
         file.write_bytes(data)
         try:
-            seen.append(outcome(lambda: config.resolve(None, str(file), [])))
+            seen.append(outcome(lambda: config.reading.resolve(None, str(file), [])))
         except Exception as error:
             pytest.fail(f"number {number}, {data!r}: {error!r}")
     assert seen.count("taken") > 10 and seen.count("refused") > FILES / 2
@@ -94,7 +96,7 @@ EVERY_PATH = every_path(config.Config)
 def drawn_settings(draw: random.Random, name: str) -> list[str]:
     """One to four keys with values that are theirs, a number's, or a word's. Some are of parts that the
     recipe does not have."""
-    cfg = config.resolve(name, None, [])
+    cfg = config.reading.resolve(name, None, [])
     words = []
     for _ in range(draw.randint(1, 4)):
         section = draw.choice(dataclasses.fields(config.Config)).name
@@ -112,10 +114,10 @@ def test_any_settings_are_taken_or_refused_in_one_line():
     draw = random.Random(7)
     began, seen = time.process_time(), []
     for number in range(SETTINGS):
-        name, world = draw.choice(config.recipes()), draw.choice((1, 2, 8, 48))
+        name, world = draw.choice(recipes()), draw.choice((1, 2, 8, 48))
         words = drawn_settings(draw, name)
         try:
-            seen.append(outcome(lambda: plan_pipeline(config.resolve(name, None, words), world)))
+            seen.append(outcome(lambda: plan_pipeline(config.reading.resolve(name, None, words), world)))
         except Exception as error:
             pytest.fail(f"number {number}, {name} on {world} ranks with {words}: {error!r}")
     assert seen.count("taken") > 20 and seen.count("refused") > SETTINGS / 3

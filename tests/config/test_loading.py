@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-import config
 from config import ConfigError
-from config.suggestions import check_rules
-from model.schedules import plan_pipeline
+from config.reading import dump, recipes, resolve
+from config.reading.schedules import plan_pipeline
+from config.reading.suggestions import check_rules
 
 
 def refused(*argv, name=None, file=None, match=None):
     with pytest.raises(ConfigError, match=match) as e:
-        plan_pipeline(config.resolve(name, file, list(argv)), 1)
+        plan_pipeline(resolve(name, file, list(argv)), 1)
     assert "\n" not in str(e.value)
     return str(e.value)
 
@@ -22,7 +22,7 @@ def refused(*argv, name=None, file=None, match=None):
 def test_precedence(tmp_path):
     f = tmp_path / "a.yaml"
     f.write_text("optim: {lr: 3e-4}\ntrain: {seed: 7}\n")
-    cfg = config.resolve("llama3-tiny", str(f), ["--train.seed", "8", "--optim.beta1=0.8"])
+    cfg = resolve("llama3-tiny", str(f), ["--train.seed", "8", "--optim.beta1=0.8"])
     assert cfg.optim.lr == 3e-4 and cfg.train.seed == 8 and cfg.optim.beta1 == 0.8
     assert cfg.model.mixer.rope.scaling.factor == 8.0 and cfg.model.mixer.kv_heads == 4  # from the preset
     assert cfg.log.name == "llama3-tiny"
@@ -30,11 +30,11 @@ def test_precedence(tmp_path):
 
 @pytest.mark.slow
 def test_the_dump_repeats_the_run(tmp_path):
-    for name in config.recipes():
-        cfg = config.resolve(name, None, [])
+    for name in recipes():
+        cfg = resolve(name, None, [])
         f = tmp_path / "config.yaml"
-        f.write_text(config.dump(cfg))
-        assert config.resolve(None, str(f), []) == cfg
+        f.write_text(dump(cfg))
+        assert resolve(None, str(f), []) == cfg
         check_rules(
             dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=cfg.model.vocab or 500))
         )
@@ -42,13 +42,13 @@ def test_the_dump_repeats_the_run(tmp_path):
 
 def test_no_recipe_ends_before_its_schedule_does():
     """Of a time limit a machine decides which rates a run sees, and the run ends with code 75."""
-    assert config.resolve(None, None, []).train == config.resolve("quickstart", None, []).train
-    limits = {name: config.resolve(name, None, []).train.max_minutes for name in config.recipes()}
+    assert resolve(None, None, []).train == resolve("quickstart", None, []).train
+    limits = {name: resolve(name, None, []).train.max_minutes for name in recipes()}
     assert {name for name, limit in limits.items() if limit is not None} == set()
 
 
 def test_a_horizon_replaces_the_one_below():
-    cfg = config.resolve("llama3-tiny", None, ["--train.tokens", "1e6"])
+    cfg = resolve("llama3-tiny", None, ["--train.tokens", "1e6"])
     assert cfg.train.steps is None and cfg.train.tokens == 1e6
     assert "exactly one" in refused("--train.tokens", "1e6", "--train.steps", "3")
 
@@ -150,7 +150,7 @@ def test_yaml_words_are_words(tmp_path):
     f.write_text(
         "log: {wandb: off, name: no}\ndata: {doc_mask: yes}\ntrain: {deterministic: false, tokens: 1e9}\n"
     )
-    cfg = config.resolve(None, str(f), [])
+    cfg = resolve(None, str(f), [])
     assert (cfg.log.wandb, cfg.log.name, cfg.data.doc_mask, cfg.train.deterministic, cfg.train.tokens) == (
         "off",
         "no",

@@ -4,17 +4,18 @@ import random
 
 import pytest
 
-import config
-from config import ConfigError, LatentConfig, function, layer_kinds, layer_model
+from config import ConfigError, layer_kinds, layer_model
 from config.pattern import PLAIN, kinds_of_layers, pattern_text
-from config.suggestions import check_rules
+from config.reading import dump, function, resolve
+from config.reading.suggestions import check_rules
+from model.mla import LatentConfig
 
 NAMES = ("local", "full", "dense")
 LOCAL = {"model.blocks.local.mixer.window": "16", "model.pattern": "(2 local, block)..."}
 
 
 def resolved(settings=LOCAL, name="llama3-tiny", file=None):
-    return config.resolve(name, file, [f"--{key}={value}" for key, value in settings.items()])
+    return resolve(name, file, [f"--{key}={value}" for key, value in settings.items()])
 
 
 def refused(settings):
@@ -141,9 +142,9 @@ def test_recipe_file_and_command_line_are_merged(tmp_path):
 
 def test_a_dump_is_read_back(tmp_path):
     cfg = resolved({**LOCAL, "model.blocks.local.mixer.rope.scaling": "none"})
-    (tmp_path / "config.yaml").write_text(config.dump(cfg))
-    assert config.resolve(None, str(tmp_path / "config.yaml"), []) == cfg
-    assert "mixer.window: 16" in config.dump(cfg)
+    (tmp_path / "config.yaml").write_text(dump(cfg))
+    assert resolve(None, str(tmp_path / "config.yaml"), []) == cfg
+    assert "mixer.window: 16" in dump(cfg)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

@@ -11,29 +11,21 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import (
-    AttentionConfig,
-    BalanceLossConfig,
-    CapacityConfig,
-    ConfigError,
-    DeltaConfig,
-    ExpertsConfig,
-    GrowthConfig,
-    KimiConfig,
-    LatentConfig,
-    MambaConfig,
-    MTPConfig,
-    MupConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-    YarnScaling,
-)
-from config.rules import divisors
-from config.tree import every_path, has_path, hints_of, members_of, ranges_of, with_values
-from model.schedules import plan_pipeline
+from config import ConfigError, MTPConfig, MupConfig
+from config.reading import resolve
+from config.reading.kinds import every_path, members_of
+from config.reading.rules import divisors
+from config.reading.schedules import plan_pipeline
+from config.tree import has_path, hints_of, ranges_of, with_values
+from model.attention import AttentionConfig
+from model.delta import DeltaConfig, KimiConfig
+from model.mamba import MambaConfig
+from model.mla import LatentConfig
+from model.rope import GrowthConfig, YarnScaling
+from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig, SharedExpertsConfig
 from runtime.failure import code_of
 
-BASE = config.resolve(
+BASE = resolve(
     "llama3-tiny",
     None,
     [

@@ -10,8 +10,8 @@ import sys
 import pytest
 from ranks import MODEL, corpus
 
-import config
-from config.run_name import with_own_folder
+from config.reading import dump, resolve, split_argv
+from config.reading.run_name import with_own_folder
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def test_a_sweep_by_a_plain_shell_loop_makes_three_runs(tmp_path):
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {*expected}
     for name, rate in expected.items():
         folder = tmp_path / "runs" / name
-        cfg = config.resolve(None, str(folder / "config.yaml"), [])
+        cfg = resolve(None, str(folder / "config.yaml"), [])
         assert (cfg.optim.lr, cfg.log.name) == (rate, name)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.add([row["loss"] for row in rows if "loss" in row][-1])
@@ -49,15 +49,15 @@ def name_of(tmp_path):
     folder = tmp_path / "llama2-tiny"
     folder.mkdir()
     base = ["llama2-tiny", "--train.steps", "9", "--log.dir", str(tmp_path)]
-    trained = config.resolve(*config.split_argv([*base, "--model.vocab", "257"]))  # the data decided it
-    (folder / "config.yaml").write_text(config.dump(trained))
+    trained = resolve(*split_argv([*base, "--model.vocab", "257"]))  # the data decided it
+    (folder / "config.yaml").write_text(dump(trained))
 
     def of(*words, finished=True, last_exit=0):
         starts = [{"exit_code": 0}, {"exit_code": last_exit}]
         (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
         (folder / "summary.json").write_text(json.dumps({"finished": finished}))
-        name, file, argv = config.split_argv([*base, *words])
-        return with_own_folder(config.resolve(name, file, argv), file, argv).log.name
+        name, file, argv = split_argv([*base, *words])
+        return with_own_folder(resolve(name, file, argv), file, argv).log.name
 
     of.config_file = str(folder / "config.yaml")
     return of

@@ -6,17 +6,18 @@ import pytest
 
 import config
 from config import ConfigError
-from config.earlier import NEW_NAMES
-from config.parse import CONFIG_FOLDER, build_tree, synonyms
+from config.reading import resolve
+from config.reading.earlier import NEW_NAMES
+from config.reading.kinds import every_path
+from config.reading.parse import CONFIG_FOLDER, build_tree, synonyms
 from config.strict import read_yaml
-from config.tree import every_path
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 
 
 def refusal(*argv):
     with pytest.raises(ConfigError) as error:
-        config.resolve("llama3-tiny", None, list(argv))
+        resolve("llama3-tiny", None, list(argv))
     return str(error.value)
 
 

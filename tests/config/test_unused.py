@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 
 import config
 import train
-from config import Config, ConfigError, rules, unused
+from config import Config, ConfigError
+from config.reading import recipes, resolve, rules, split_argv, unused
+from config.reading.kinds import every_path
 from config.schema import OptimConfig
-from config.tree import every_path, has_path, is_below, value_at
+from config.tree import has_path, is_below, value_at
 from data.blend import parse_blend
 
 OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
@@ -82,8 +84,8 @@ READ = {
     "log": "dir name every wandb tensorboard",
     "profile": "steps",
 }
-# of the keys that config/rules.py or build.py refuses where they do nothing, for any world size and in every
-# program: settings with which they do
+# of the keys that config/reading/rules.py or build.py refuses where they do nothing, for any world size and
+# in every program: settings with which they do
 RULED = {
     "train.fp8": "rowwise",
     "optim.spike_rewind": "2",
@@ -100,7 +102,7 @@ PARTS = ("model.mixer", "model.mlp", "model.norm", "model.mtp", "model.mup")
 
 def resolved(words: str, section: str = "", **keys) -> Config:
     argv = [f"--{section}.{key}={value}" for key, value in keys.items()]
-    return config.resolve("llama2-tiny", None, [*shlex.split(words), *argv])
+    return resolve("llama2-tiny", None, [*shlex.split(words), *argv])
 
 
 def test_every_key_has_a_row_or_is_always_read():
@@ -110,7 +112,8 @@ def test_every_key_has_a_row_or_is_always_read():
     every = [path for path in every_path(Config) if path in table or not is_below(path, PARTS)]
     missing = sorted(set(every) - set(named))
     assert not missing, (
-        f"when has {missing} no effect? never: add it to READ in this file; else: a row of config/unused.py"
+        f"when has {missing} no effect? never: add it to READ in this file; else: a row of "
+        "config/reading/unused.py"
     )
     assert sorted(named) == sorted(every)  # each in one of the three, and no other
 
@@ -161,9 +164,9 @@ def test_the_rules_refuse_the_rest(path):
         train.plan_pipeline(cfg, 2)
 
 
-@pytest.mark.parametrize("name", config.recipes())
+@pytest.mark.parametrize("name", recipes())
 def test_no_recipe_sets_what_does_nothing(name):
-    assert unused.check_unused(config.resolve(name, None, [])) == ""
+    assert unused.check_unused(resolve(name, None, [])) == ""
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +213,8 @@ def test_train_refuses_before_it_makes_anything_and_notes_in_one_line(tmp_path, 
 ])
 def test_what_does_not_follow_another_width_is_named(words, stays, follow):
     """Nothing is changed but what is typed."""
-    name, file, argv = config.split_argv(["llama3-tiny", *words.split()])
-    note = unused.kept_sizes(config.resolve(name, file, argv), argv)
+    name, file, argv = split_argv(["llama3-tiny", *words.split()])
+    note = unused.kept_sizes(resolve(name, file, argv), argv)
     told = f"of llama3-tiny, whose sizes stay: {stays}; to keep its proportions, add  {follow}"
     assert note.endswith(told) if stays else note == ""
 
@@ -219,13 +222,13 @@ def test_what_does_not_follow_another_width_is_named(words, stays, follow):
 SIZES = ("mixer.heads", "mixer.kv_heads", "mixer.kv_rank", "mlp.width", "moe_ffn")
 
 
-@pytest.mark.parametrize("name", config.recipes())
+@pytest.mark.parametrize("name", recipes())
 def test_what_is_to_be_added_keeps_the_proportions(name):
-    base = config.resolve(name, None, []).model
+    base = resolve(name, None, []).model
     for share in (2, 1 / 2, 17 / 16):
         argv = ["--model.hidden", str(int(share * base.hidden))]
-        argv += unused.kept_sizes(config.resolve(name, None, argv), argv).partition(", add  ")[2].split()
-        cfg = config.resolve(name, None, argv)
+        argv += unused.kept_sizes(resolve(name, None, argv), argv).partition(", add  ")[2].split()
+        cfg = resolve(name, None, argv)
         assert unused.kept_sizes(cfg, argv) == "" and rules.validate(cfg) is None
         assert config.head_dim(cfg.model) == config.head_dim(base)
         for key in SIZES if share == 2 else ():
@@ -293,7 +296,7 @@ def test_what_the_table_calls_idle_changes_no_bit(tmp_path, args, monkeypatch, n
     monkeypatch.setattr(unused, "check_unused", lambda cfg, world: "")
     base = [name, *args, *words.split()]
     more = [f"--{key}={value}" for key, value in idle.items()]
-    called = {path for path, *_ in unused.find_unused(config.resolve(name, None, [*base[1:], *more]), 1)}
+    called = {path for path, *_ in unused.find_unused(resolve(name, None, [*base[1:], *more]), 1)}
     assert called == set(idle)
     for folder, extra in (("plain", []), ("idle", more)):
         assert train.main([*base, *extra, "--log.dir", str(tmp_path / folder)]) == 0
@@ -319,7 +322,7 @@ def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, nam
     for key in sorted({*some_read, "min_lr"}):
         value = {"eps": 1e-2, "min_lr": 1e-4}.get(key, 0.5)
         words = [f"--optim.{key}", str(value)]
-        cfg = config.resolve("llama2-tiny", None, [*base[1:], *words])
+        cfg = resolve("llama2-tiny", None, [*base[1:], *words])
         idle = any(path == f"optim.{key}" for path, *_ in unused.find_unused(cfg, 1))
         same = weights(key, *words) == plain
         assert same == idle, f"optim.{key} of {name}"
@@ -329,11 +332,11 @@ def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, nam
 def test_every_blend_has_sources(blend):
     assert len(parse_blend(blend)[1]) == 2  # which train.py validates one by one
     words = ["--data.path", blend, "--eval.source_batches", "4"]
-    assert unused.check_unused(config.resolve("llama3-tiny", None, words)) == ""
+    assert unused.check_unused(resolve("llama3-tiny", None, words)) == ""
 
 
 @pytest.mark.parametrize("path", ["stdlib", "a folder of text", "1 'my text'", "0.5 a"])
 def test_a_single_source_has_none(path):
     assert len(parse_blend(path)[1]) == 1
     words = ["--data.path", path, "--eval.source_batches", "4"]
-    assert "eval.source_batches 4" in unused.check_unused(config.resolve("llama3-tiny", None, words))
+    assert "eval.source_batches 4" in unused.check_unused(resolve("llama3-tiny", None, words))

@@ -5,15 +5,28 @@ parsed once.
 import dataclasses
 import re
 import shlex
+import sys
 import tokenize
 
 import pytest
 import yaml
 
-import config
 import train
-from config import Config, ConfigError, loading, model_parts, parse, schema, strict, usage
-from config.tree import every_path, has_path, hints_of, kind_of, leaves, plain_data, value_at
+from config import Config, ConfigError, schema, strict
+from config.reading import (
+    build_tree,
+    defaults,
+    dotted_overrides,
+    loading,
+    merge,
+    parse,
+    presets,
+    recipes,
+    resolve,
+    usage,
+)
+from config.reading.kinds import every_path
+from config.tree import has_path, hints_of, kind_of, leaves, plain_data, value_at
 
 EVERY = every_path(Config)
 
@@ -22,8 +35,8 @@ def comments() -> dict[str, str]:
     """{"ModelConfig.layers": its comment}, by Python's own tokenizer: every comment up to the next key."""
     out, section, key = {}, "", ""
     tokens = []
-    for module in (schema, model_parts):
-        with open(module.__file__, "rb") as f:
+    for module in dict.fromkeys(part.__module__ for part, _ in EVERY.values()):
+        with open(sys.modules[module].__file__, "rb") as f:
             tokens += tokenize.tokenize(f.readline)
     for i, token in enumerate(tokens):
         if token.type == tokenize.NAME and token.string == "class":
@@ -46,8 +59,8 @@ def shown(capsys, *argv: str) -> str:
 
 def parsed(cfg: Config, path: str, argument: str):
     """What train.py makes of --section.key ARGUMENT over a config."""
-    tree = config.merge(plain_data(cfg), config.dotted_overrides([f"--{path}={argument}"]))
-    return value_at(config.build_tree(Config, tree), path)
+    tree = merge(plain_data(cfg), dotted_overrides([f"--{path}={argument}"]))
+    return value_at(build_tree(Config, tree), path)
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -55,7 +68,7 @@ def test_help_says_all_of_every_comment(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = shown(capsys, "llama3-tiny", "--help")
     whole, said = " ".join(out.split()), comments()
-    for path, _ in leaves(config.resolve("llama3-tiny", None, [])):
+    for path, _ in leaves(resolve("llama3-tiny", None, [])):
         part, key = EVERY[path]
         if key == "kind" and kind_of(part):  # its meaning is that of the field that has the part
             where, key = path.split(".")[-2:]
@@ -70,7 +83,7 @@ def test_help_says_all_of_every_comment(capsys, monkeypatch, width):
 
 def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")
-    cfg = config.resolve("deepseek-v3-tiny", None, [])
+    cfg = resolve("deepseek-v3-tiny", None, [])
     out = shown(capsys, "deepseek-v3-tiny", "--help")
     entry = r"--([\w.]+) (\S+)\s.*\((?:no default|default: (.*?))(?:; here: (.*))?\)$"
     found = re.findall(entry, out, re.MULTILINE)
@@ -79,7 +92,7 @@ def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
         if path == "model.blocks":  # which kinds there are
             assert here == ", ".join(variant.name for variant in cfg.model.blocks)
             continue
-        for text, tree in ((usual, Config()), (here or usual, cfg)):
+        for text, tree in ((usual, defaults()), (here or usual, cfg)):
             if text and has_path(tree, path):
                 argument = shlex.split(text)[0]
                 assert parsed(tree, path, argument) == value_at(tree, path), (path, text)
@@ -115,7 +128,7 @@ def test_list_parses_each_file_once(capsys, monkeypatch):
     monkeypatch.setattr(parse, "read_yaml", lambda path: read.append(path.name) or strict.read_yaml(path))
     parse.parse_yaml_cached.cache_clear()
     out = shown(capsys, "--list")
-    assert len(out.splitlines()) == 1 + len(config.recipes())
+    assert len(out.splitlines()) == 1 + len(recipes())
     assert sorted(read) == sorted({*read}) and "models.yaml" in read
     shown(capsys, "--list")
     assert len(read) == len({*read})
@@ -124,9 +137,9 @@ def test_list_parses_each_file_once(capsys, monkeypatch):
 def test_what_was_read_cannot_be_spoiled_and_a_new_file_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "CONFIG_FOLDER", tmp_path)
     (tmp_path / "models.yaml").write_text("llama-mini: {layers: 4}\n")
-    config.presets()["llama-mini"]["layers"] = 9
-    assert config.presets() == {"llama-mini": {"layers": 4}}
+    presets()["llama-mini"]["layers"] = 9
+    assert presets() == {"llama-mini": {"layers": 4}}
     text = yaml.safe_dump({"llama-mini": {"layers": 5}})
     (tmp_path / "new").write_text(text)
     (tmp_path / "new").replace(tmp_path / "models.yaml")
-    assert config.presets()["llama-mini"]["layers"] == 5
+    assert presets()["llama-mini"]["layers"] == 5

@@ -11,6 +11,7 @@ from test_resume import run, same_as_clean
 
 import config
 from checkpoint import store
+from config.reading import defaults
 from data import tokenizer
 from data.best_fit import PackedSampler, best_fit_decreasing, document_ranges, pack_ranges
 from data.indexed import IndexedDataset, IndexedDatasetWriter
@@ -88,7 +89,8 @@ def test_every_token_is_predicted_once_and_documents_stay_whole(tmp_path):
 
 
 def settings(path, **data):
-    return config.Config(
+    return replace(
+        defaults(),
         data=config.DataConfig(path=str(path), pack="best_fit", split="80,20", **data),
         train=config.TrainConfig(steps=1, seq_len=16, micro_batch=2, global_batch=4),
     )
@@ -126,7 +128,8 @@ def test_batches_by_hand_on_any_ranks_at_any_step(tmp_path, doc_mask):
             found += [torch.cat([b.tokens, b.targets], 1) for b in loader.microbatches(step)]
         assert torch.cat(found).equal(rows[step])
     assert "% full" in whole.describe()
-    stream = config.Config(
+    stream = replace(
+        defaults(),
         data=config.DataConfig(path=str(tmp_path / "a"), split="80,20", doc_mask=doc_mask),
         train=config.TrainConfig(steps=1, seq_len=16, micro_batch=2, global_batch=4),
     )

@@ -3,6 +3,7 @@ loss of transformers with labels of -100; and every layout trains the same.
 """
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from ranks import MODEL, job
 
 import config
+from config.reading import defaults
 from data import tokenizer
 from data.chat import PlainChat, chat_format
 from data.conversation import BadConversation, parse_messages, read_conversation
@@ -399,7 +401,8 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
 
 
 def settings(path, doc_mask=False, seq_len=24):
-    return config.Config(
+    return replace(
+        defaults(),
         data=config.DataConfig(path=path, doc_mask=doc_mask),
         train=config.TrainConfig(steps=1, seq_len=seq_len, micro_batch=1, global_batch=4),
     )

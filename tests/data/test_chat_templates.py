@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from chat_table import CONVERSATIONS, OWN, WEATHER, published, said, templates, tokenizer_folder, verdict
 
 import config
+from config.reading import defaults
 from data.chat import chat_format
 from data.conversation import BadConversation, read_conversation
 from data.documents import plan_units, read_piece
@@ -496,7 +498,7 @@ def test_the_next_command_keeps_conversations_whole(tmp_path, capsys):
 
     data = config.DataConfig(path=str(tmp_path / "a"), pack=command[3], doc_mask=True)
     train = config.TrainConfig(steps=1, seq_len=128, micro_batch=1, global_batch=4)
-    batches = open_loader(config.Config(data=data, train=train), "train", 0, 1).microbatches(0)
+    batches = open_loader(replace(defaults(), data=data, train=train), "train", 0, 1).microbatches(0)
     for batch in batches:
         text = bytes(id for id in batch.tokens[0].tolist() if id < 256).decode()
         assert text.startswith("user: a") and re.fullmatch("(user: a+\nassistant: b+\n)*", text)
@@ -534,7 +536,7 @@ def test_an_answer_whose_question_is_cut_away_does_not_count(tmp_path, pack):
     assert prepare(rows, "bytes", tmp_path / "a") == 0
     data = config.DataConfig(path=str(tmp_path / "a"), pack=pack, doc_mask=True)
     train = config.TrainConfig(steps=1, seq_len=40, micro_batch=1, global_batch=16)
-    batches = open_loader(config.Config(data=data, train=train), "train", 0, 1).microbatches(0)
+    batches = open_loader(replace(defaults(), data=data, train=train), "train", 0, 1).microbatches(0)
     counted = 0
     for batch in batches:
         tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()

@@ -12,6 +12,7 @@ from ranks import MODEL, job
 from test_resume import run, same_as_clean
 
 import config
+from config.reading import defaults
 from data import tokenizer
 from data.documents import stdlib_files
 from data.fim import SENTINELS, gives_parts_back, open_fim
@@ -99,7 +100,8 @@ def code(tmp_path_factory):
 
 def settings(path, seq_len: int = 64, **data):
     data = {"fim_rate": 0.7, "fim_spm_rate": 0.4, "split": "80,20", **data}
-    return config.Config(
+    return replace(
+        defaults(),
         data=config.DataConfig(path=str(path), **data),
         train=config.TrainConfig(steps=1, seq_len=seq_len, micro_batch=4, global_batch=8),
     )

@@ -268,10 +268,13 @@ def test_a_failed_writer_leaves_the_old_files(tmp_path):
 
 BIG = """
 import resource, sys, time
-from config import Config, DataConfig, TrainConfig
+from dataclasses import replace
+from config import DataConfig, TrainConfig
+from config.reading import defaults
 from data.loader import open_loader
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-cfg = Config(data=DataConfig(path=sys.argv[1], split="998,2"), train=TrainConfig(steps=1, seq_len=2048))
+data = DataConfig(path=sys.argv[1], split="998,2")
+cfg = replace(defaults(), data=data, train=TrainConfig(steps=1, seq_len=2048))
 before, clock = peak(), time.perf_counter()
 data = open_loader(cfg, "train", 0, 1)
 ids = [i for step in range(100) for i in data.sample_ids(step)]

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from ranks import MODEL
 
-import config
 import train
+from config.reading import resolve
 from data import tokenizer
 from data.indexed import IndexedDataset, IndexedDatasetWriter
 from data.lengths import byte_check, has_plain_offsets, token_byte_lengths
@@ -158,7 +158,7 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
     for text in texts:
         starts.add(len(stream))
         stream += [*text.encode(), 256]
-    cfg = config.resolve("llama2-tiny", None, words[1:])
+    cfg = resolve("llama2-tiny", None, words[1:])
     index, valid = IndexedDataset(data, 257), open_loader(cfg, "valid", 0, 1)
     assert index.read(0, len(stream)).tolist() == stream
     tokens = size = 0
@@ -204,7 +204,7 @@ def test_mfu_counts_attention_within_documents(tmp_path):
             f"w{window}",
         ]
         assert train.main(words) == 0
-        cfg = config.resolve("llama2-tiny", None, words[1:])
+        cfg = resolve("llama2-tiny", None, words[1:])
         lines = (tmp_path / f"w{window}" / "metrics.jsonl").read_text().splitlines()
         row = next(row for row in map(json.loads, lines) if "tflops_per_gpu" in row)
         reader = open_loader(cfg, "train", 0, 1)

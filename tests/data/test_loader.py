@@ -18,7 +18,8 @@ import torch
 
 import config
 import start
-from config import Config, ConfigError
+from config import ConfigError
+from config.reading import defaults
 from data import loader, tokenizer
 from data.indexed import ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import check_paths, open_loader, split_shares
@@ -42,8 +43,11 @@ def settings(path, seed=1, seq_len=16, micro_batch=2, global_batch=12, vocab=Non
     train = config.TrainConfig(
         steps=1, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch, seed=seed
     )
-    return Config(
-        data=config.DataConfig(path=str(path), **data), train=train, model=config.ModelConfig(vocab=vocab)
+    return replace(
+        defaults(),
+        data=config.DataConfig(path=str(path), **data),
+        train=train,
+        model=replace(defaults().model, vocab=vocab),
     )
 
 
@@ -373,9 +377,12 @@ def test_speed(prefix):
 
 OPEN = """
 import sys
-from config import Config, DataConfig, TrainConfig
+from dataclasses import replace
+from config import DataConfig, TrainConfig
+from config.reading import defaults
 from data.loader import open_loader
-cfg = Config(data=DataConfig(cache=sys.argv[1], tokenizer=sys.argv[2]), train=TrainConfig(steps=1))
+data = DataConfig(cache=sys.argv[1], tokenizer=sys.argv[2])
+cfg = replace(defaults(), data=data, train=TrainConfig(steps=1))
 data = open_loader(cfg, "train", 0, 1)
 print(data.fingerprint, data.describe())
 """

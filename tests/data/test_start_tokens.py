@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from tokenizer_families import FAMILIES, make_tokenizer
 from ranks import MODEL
+from tokenizer_families import FAMILIES, make_tokenizer
 
-import config
 import train
 from config import ConfigError
+from config.reading import resolve, split_argv
 from data.indexed import IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
 from data.start_tokens import StartedDocuments
@@ -61,8 +61,8 @@ def settings(home, path, *more):
 
 
 def loader(home, path, *more):
-    name, file, rest = config.split_argv(settings(home, path, *more))
-    return open_loader(config.resolve(name, file, rest), "train", 0, 1)
+    name, file, rest = split_argv(settings(home, path, *more))
+    return open_loader(resolve(name, file, rest), "train", 0, 1)
 
 
 def test_ranges_are_those_of_the_list(home):

@@ -5,12 +5,14 @@ A line that is missing here is a run that is slower, or rounds more, without a w
 
 import pathlib
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from build import check_device
-from config import Config, ConfigError, TrainConfig
+from config import ConfigError, TrainConfig
+from config.reading import defaults
 from kernels import (
     adam,
     cross_entropy,
@@ -219,7 +221,7 @@ def test_fp8_is_refused_under_rocm(monkeypatch):
     """Its capability is above NVIDIA's (8, 9), and its fp8 has other formats."""
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    cfg = Config(train=TrainConfig(dtype="fp8"))
+    cfg = replace(defaults(), train=TrainConfig(dtype="fp8"))
     check_device(cfg, gpu)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ConfigError, match="use bf16"):

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from build import build_run
-from config import ChannelMixer, Config, ExpertsConfig, with_mlps
+from config import ChannelMixer, Config
 from kernels import grouped_gemm, linear, triton_
+from model.router import ExpertsConfig, with_mlps
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from proof.random_tokens import RandomTokens

@@ -7,18 +7,11 @@ import pytest
 import torch
 
 from build import build_run
-from config import (
-    AttentionConfig,
-    ChannelGate,
-    GrowthConfig,
-    HeadGate,
-    Llama3Scaling,
-    LongRopeScaling,
-    RopeConfig,
-)
 from config.tree import with_values
 from kernels import rope
+from model.attention import AttentionConfig, ChannelGate, HeadGate
 from model.context import GenerationCache, forward_context
+from model.rope import GrowthConfig, Llama3Scaling, LongRopeScaling, RopeConfig
 from parallel.topology.mesh import Mesh
 from proof.verify.tiny_config import tiny_config
 

@@ -4,10 +4,10 @@ of each weight and of the input. Theirs compute within the rule in fp32."""
 import pytest
 import torch
 
-import config
 import train
 from build import build_run
 from config import ConfigError
+from config.reading import resolve
 from model.context import GenerationCache, forward_context
 from model.flops import flops_of_parts
 from parallel.sharding.views import boxes_of
@@ -33,7 +33,7 @@ KEY, VALUE = 2 * 6, 4 * 8  # features
 def made_of(settings):
     """A run whose tensors are far from their initial values."""
     words = [f"--{key}={value}" for key, value in settings.items()]
-    run = build_run(config.resolve("llama2-tiny", None, words), Mesh.single(), torch.device("cpu"), None, 1)
+    run = build_run(resolve("llama2-tiny", None, words), Mesh.single(), torch.device("cpu"), None, 1)
     for number, param in enumerate(run.stages[0].parameters()):
         numbers = torch.Generator().manual_seed(number)
         param.data.add_(0.3 * torch.randn(param.shape, generator=numbers, dtype=param.dtype))
@@ -195,7 +195,7 @@ def test_the_cache_changes_nothing_and_does_not_grow():
 
 def test_initial_values_are_those_of_the_papers():
     words = [f"--{key}={value}" for key, value in (SETTINGS | {"model.mixer.heads": 512}).items()]
-    run = build_run(config.resolve("llama2-tiny", None, words), Mesh.single(), torch.device("cpu"), None, 1)
+    run = build_run(resolve("llama2-tiny", None, words), Mesh.single(), torch.device("cpu"), None, 1)
     w = {key: value for key, (value, _) in weights_and_gradients(run).items()}
     rate, step = w["A_log"].exp(), torch.nn.functional.softplus(w["dt_bias"])
     assert 1 <= rate.min() < 1.5 and 15.5 < rate.max() <= 16 and 7.5 < rate.mean() < 9.5
@@ -206,7 +206,7 @@ def test_initial_values_are_those_of_the_papers():
 def test_flops_are_those_of_matrices_and_chunks():
     """A chunk of 64 tokens is multiplied, however long a sequence is: per token and head, products with
     the keys of the chunk, with the state and with what was written."""
-    cfg = config.resolve("llama2-tiny", None, [f"--{key}={value}" for key, value in SETTINGS.items()])
+    cfg = resolve("llama2-tiny", None, [f"--{key}={value}" for key, value in SETTINGS.items()])
     short, long = (flops_of_parts(cfg.model, (n,), n)[1] for n in (64, 640))
     assert short == long
     matrices = 2 * HIDDEN * (2 * KEY + 2 * VALUE + 8 + VALUE) + 2 * 3 * HIDDEN * cfg.model.mlp.width
@@ -216,7 +216,7 @@ def test_flops_are_those_of_matrices_and_chunks():
 
 def test_a_layout_that_cannot_divide_it_is_refused():
     words = [f"--{key}={value}" for key, value in SETTINGS.items()]
-    cfg = config.resolve("llama2-tiny", None, [*words, "--model.mlp.width=48", "--parallel.tp=4"])
+    cfg = resolve("llama2-tiny", None, [*words, "--model.mlp.width=48", "--parallel.tp=4"])
     with pytest.raises(ConfigError, match="parallel.tp: 4 does not divide model.mixer.key_heads=2"):
         train.plan_pipeline(cfg, 4)
 

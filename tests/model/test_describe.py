@@ -8,11 +8,13 @@ import pytest
 
 import config
 from config.pattern import pattern_text
+from config.reading import defaults, presets, recipes, resolve
 from config.tree import value_at, with_values
+from model.block import MLPS
 from model.describe import describe_stage, keys_of_modules, mesh_of_one_stage
 from model.flops import flops_of_parts, keys_seen, mean_keys
-from model.block import MLPS
-from model.mlp import MLP
+from model.mlp import MLP, MLPConfig
+from model.router import mixture
 from model.split import split_by_cost
 from model.transformer import PipelineStage
 from parallel.sharding.boxes import Box
@@ -130,7 +132,7 @@ LAYOUTS = [
 
 
 def shrunk(name, parallel=None, **model):
-    cfg = config.resolve(name, None, [])
+    cfg = resolve(name, None, [])
     return replace(
         cfg,
         model=replace(cfg.model, vocab=cfg.model.vocab or 500, **model),
@@ -139,10 +141,10 @@ def shrunk(name, parallel=None, **model):
 
 
 def test_every_preset_has_the_parameters_of_its_paper():
-    real = [name for name in config.presets() if not name.endswith(("-tiny", "-mini"))]
+    real = [name for name in presets() if not name.endswith(("-tiny", "-mini"))]
     assert sorted({**PUBLISHED, **ROUNDED}) == sorted(real), "a new preset needs its published count here"
     for name in real:
-        count = parameters(config.resolve(name, None, []).model)
+        count = parameters(resolve(name, None, []).model)
         if name in PUBLISHED:
             assert count["total"] == PUBLISHED[name], name
         else:
@@ -152,23 +154,23 @@ def test_every_preset_has_the_parameters_of_its_paper():
             assert any(number == pytest.approx(ACTIVE[name], rel=0.11) for number in counted), name
         else:
             assert count["active"] == count["total"]
-    deepseek = parameters(config.resolve("deepseek-v3", None, []).model)
+    deepseek = parameters(resolve("deepseek-v3", None, []).model)
     assert deepseek["ahead"] == pytest.approx(
         11.5e9, rel=0.02
     )  # the module ahead, without embedding and head (684.5B with them)
 
 
 @pytest.mark.slow(every=2)
-@pytest.mark.parametrize("name", config.recipes())
+@pytest.mark.parametrize("name", recipes())
 def test_every_recipe_builds_without_storage_what_is_counted(name):
     """The whole model, every layer of it, on one rank."""
-    model = config.resolve(name, None, []).model
+    model = resolve(name, None, []).model
     model = replace(model, vocab=model.vocab or 500, vocab_multiple=1)
-    experts = config.mixture(model)
+    experts = mixture(model)
     if model.layers * (experts.experts if experts else 1) > 4000:
         pattern = pattern_text(config.layer_kinds(model)[:8])
         model = replace(model, layers=8, pattern=pattern)
-    stage = PipelineStage(config.Config(model=model), mesh_of_one_stage(config.Config()), 0, model.layers)
+    stage = PipelineStage(config.Config(model=model), mesh_of_one_stage(defaults()), 0, model.layers)
     count = parameters(model)
     assert sum(param.spec.numel for param in sharded_parameters(stage)) == count["total"] + count["ahead"]
     assert all(param.numel() == 0 for param in stage.parameters())
@@ -240,13 +242,13 @@ class GatedMLP(MLP):
 
 def test_a_new_projection_is_counted_everywhere(monkeypatch):
     model = replace(
-        config.resolve("llama3-tiny", None, []).model, vocab=512, init_std=0.123
+        resolve("llama3-tiny", None, []).model, vocab=512, init_std=0.123
     )  # a model of its own: nothing of it is cached
     plain, plain_flops = (
         parameters(replace(model, init_std=0.124)),
         flops_per_token(replace(model, init_std=0.124), 256),
     )
-    monkeypatch.setitem(MLPS, config.MLPConfig, GatedMLP)
+    monkeypatch.setitem(MLPS, MLPConfig, GatedMLP)
     more = model.mlp.width * model.hidden
     assert parameters(model)["total"] == plain["total"] + model.layers * more
     assert flops_per_token(model, 256) == plain_flops + 6 * model.layers * more

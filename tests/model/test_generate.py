@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from build import build_run
-from config import rope_switches
 from model.context import GenerationCache
 from model.generate import generate, sample_token
+from model.rope import rope_switches
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World

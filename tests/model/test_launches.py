@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import config
 import kernels
 from build import build_run
+from config.reading import resolve
 from kernels import triton_
 from model.router import RouterInputs
 from parallel.sharding import spec
@@ -80,7 +80,7 @@ def count_launches(monkeypatch, *args: str) -> tuple[Counter, Counter]:
     monkeypatch.setattr(spec, "draw_normal", lambda *_: None)  # initial weights are drawn on the host
 
     sizes = [part for key, value in SIZES.items() for part in (f"--{key}", str(value))]
-    cfg = config.resolve("llama3-tiny", None, [*sizes, *args])
+    cfg = resolve("llama3-tiny", None, [*sizes, *args])
     with META:
         run = build_run(cfg, Mesh.single(), META, None, 10)
         for bucket in run.buckets:

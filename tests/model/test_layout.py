@@ -1,16 +1,16 @@
-"""model/layout.py: which layout ranks take where none is given, and which they cannot have."""
+"""config/reading/layout.py: which layout ranks take where none is given, and which they cannot have."""
 
 from dataclasses import replace
 
 import pytest
 
-import config
 from config import ConfigError
-from model.layout import AskedLayout, layout_of_weights
+from config.reading import from_tree, recipe
+from config.reading.layout import AskedLayout, layout_of_weights
 
 
 def layout(name: str, world: int, asked: AskedLayout):
-    cfg = config.from_tree(config.recipe(name), name)
+    cfg = from_tree(recipe(name), name)
     parallel = layout_of_weights(replace(cfg, model=replace(cfg.model, vocab=32000)), world, asked).parallel
     return parallel.tp, parallel.pp, parallel.ep, parallel.etp
 

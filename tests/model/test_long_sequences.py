@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import config
 from build import build_run
+from config.reading import resolve
 from model.context import GenerationCache, forward_context
 from parallel.topology.mesh import Mesh
 
@@ -33,7 +33,7 @@ def made(kind, seq_len):
     words = [*WIDTH, *HEADS, *KINDS[kind].split(), "--model.vocab", str(VOCAB), "--model.context", str(SEQ)]
     words += ["--train.seq_len", str(seq_len), "--train.micro_batch", "1", "--train.global_batch", "1"]
     words += ["--train.dtype", "fp32", "--train.steps", "9", "--train.tokens", "none"]
-    cfg = config.resolve("llama3-tiny", None, words)
+    cfg = resolve("llama3-tiny", None, words)
     data = SimpleNamespace(
         tokenizer=SimpleNamespace(fingerprint="none"), fingerprint="random", is_chat=False, has_start=False
     )

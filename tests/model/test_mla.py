@@ -9,11 +9,11 @@ import torch
 from test_delta import weights_and_gradients
 
 from build import build_run
-from config import MLPConfig
 from config.tree import with_values
 from kernels import rope
 from model.context import GenerationCache, forward_context
 from model.generate import generate
+from model.mlp import MLPConfig
 from parallel.topology.mesh import Mesh
 from proof.verify.tiny_config import tiny_config
 

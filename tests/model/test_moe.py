@@ -10,10 +10,10 @@ import torch
 
 import config
 from build import build_run
-from config import CapacityConfig, ExpertsConfig
+from config.reading import build_tree
 from config.tree import with_values
 from model.moe import MoE
-from model.router import ROUTER_STATS, Router, RouterInputs
+from model.router import ROUTER_STATS, CapacityConfig, ExpertsConfig, Router, RouterInputs
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from proof.random_tokens import RandomTokens
@@ -31,7 +31,7 @@ def router(dtype=torch.float64, **experts) -> Router:
         "model": {"hidden": D, "mixer.heads": 2, "mlp": mlp, "vocab": 64},
         "train": {"steps": 1, "dtype": "fp64"},
     }
-    r = Router(config.build_tree(config.Config, tree), Mesh.single(), 0)
+    r = Router(build_tree(config.Config, tree), Mesh.single(), 0)
     r.weight = torch.nn.Parameter(torch.randn(E, D, generator=torch.Generator().manual_seed(0)).to(dtype))
     return r
 
@@ -315,7 +315,7 @@ def mixture(**experts) -> MoE:
         "model": {"hidden": D, "mixer.heads": 2, "mlp": mlp, "vocab": 64},
         "train": {"steps": 1, "dtype": "fp64"},
     }
-    moe = MoE(config.build_tree(config.Config, tree), Mesh.single(), 0)
+    moe = MoE(build_tree(config.Config, tree), Mesh.single(), 0)
     fill(moe)
     return moe
 
@@ -414,7 +414,7 @@ def test_a_mixture_of_one_expert_is_an_mlp():
         "model": {"hidden": D, "mixer.heads": 2, "mlp.width": 20, "vocab": 64},
         "train": {"steps": 1, "dtype": "fp64"},
     }
-    cfg = config.build_tree(config.Config, tree)
+    cfg = build_tree(config.Config, tree)
     mix = replace(cfg, model=replace(cfg.model, mlp=ExpertsConfig(experts=1, top_k=1, width=20)))
     torch.manual_seed(0)
     from model.mlp import MLP

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from build import build_run
-from config import MLPConfig, MTPConfig
+from config import MTPConfig
+from model.mlp import MLPConfig
 from parallel.context.zigzag import shard_batch, token_positions
 from parallel.microbatch import Microbatch
 from parallel.sharding.views import boxes_of

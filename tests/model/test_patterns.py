@@ -4,9 +4,9 @@ the cache, in FLOPs and in what the planner describes. (Logits beside transforme
 import pytest
 import torch
 
-import config
 import train
 from build import build_run
+from config.reading import resolve
 from model.block import TransformerBlock
 from model.context import GenerationCache, forward_context
 from model.describe import describe_stage
@@ -41,7 +41,7 @@ KINDS = ("local", "block", "few", "local", "block")
 
 @pytest.fixture(scope="module")
 def run():
-    cfg = config.resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in SETTINGS.items()])
+    cfg = resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in SETTINGS.items()])
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
     for number, p in enumerate(run.stages[0].parameters()):
         numbers = torch.Generator().manual_seed(number)
@@ -144,7 +144,7 @@ def test_a_mixer_alone_and_an_mlp_alone_are_a_block(place, recompute):
     }
     runs = []
     for keys in (whole, halves):
-        cfg = config.resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in keys.items()])
+        cfg = resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in keys.items()])
         runs.append(build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1))
     weights = [{box.key: x for b in run.buckets for box, x in boxes_of(b, b.weights.master)} for run in runs]
     for number, (key, x) in enumerate(weights[0].items()):

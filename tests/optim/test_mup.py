@@ -11,8 +11,9 @@ import torch
 import build
 from build import weights_only
 from checkpoint import hf
-from config import OPTIMIZERS, ConfigError, ExpertsConfig, MupConfig, ParallelConfig, with_mlps
+from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig
 from model import head as loss
+from model.router import ExpertsConfig, with_mlps
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec
 from parallel.sharding.views import boxes_of
@@ -209,11 +210,11 @@ WIDTHS = (64, 128, 256)
 
 @pytest.fixture(scope="module")
 def standard():
-    return coord.rows(coord.config.resolve("llama-mini", None, []), WIDTHS, False)
+    return coord.rows(coord.config.reading.resolve("llama-mini", None, []), WIDTHS, False)
 
 
 def judged(standard, name="llama-mini"):
-    return coord.verdict(standard, coord.rows(coord.config.resolve(name, None, []), WIDTHS, True))
+    return coord.verdict(standard, coord.rows(coord.config.reading.resolve(name, None, []), WIDTHS, True))
 
 
 @pytest.mark.slow

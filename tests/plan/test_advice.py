@@ -10,10 +10,10 @@ import pytest
 import torch
 from ranks import MODEL, corpus, job
 
-import config
+import config.reading
 import start
 import train
-from model.schedules import plan_pipeline
+from config.reading.schedules import plan_pipeline
 from plan import advice
 from plan.advice import GIB, find_savings, holdings, memory_advice
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
@@ -36,7 +36,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def resolve(name: str, *settings: str) -> config.Config:
-    return config.resolve(name, None, ["--train.dtype", "bf16", *settings])
+    return config.reading.resolve(name, None, ["--train.dtype", "bf16", *settings])
 
 
 def named_settings(text: str) -> list[tuple[list[str], float]]:

@@ -10,7 +10,8 @@ import torch
 import config
 from build import make_buckets, make_stages
 from config import MupConfig
-from model.schedules import plan_pipeline
+from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from plan.buckets import buckets, unique_buckets
@@ -81,7 +82,7 @@ def test_rates_of_mup_divide_buckets():
     """A matrix of another rate lies elsewhere: deepseek-v3-tiny had 47 buckets in the run and 46 in the
     planner.
     """
-    cfg = config.resolve(
+    cfg = resolve(
         "deepseek-v3-tiny",
         None,
         ["--model.mup.base", "32", "--parallel.bucket_mb", "0.05", "--model.vocab", "512"],

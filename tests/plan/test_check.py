@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 
-import config
+from config.reading import resolve
 from model.sharding import parallel_dims
 from plan.record.check import TRANSPORTS, check
+from plan.record.events import PostedExchange, Wait
 from plan.record.launches import CHIPS
 from plan.record.role import record_role
-from plan.record.events import PostedExchange, Wait
 from scripts.dry_run import program_of
 
 SIZE = (
@@ -43,7 +43,7 @@ def in_order(*exchanges: PostedExchange) -> list:
 
 @functools.cache
 def recorded(words: str) -> dict[int, list]:
-    cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])
+    cfg = resolve("llama3-tiny", None, [*SIZE, *words.split()])
     dims = parallel_dims(cfg, cfg.parallel.pp * cfg.parallel.tp)
     ranks = dims.group(0, "pp")
     return {rank: record_role(cfg, dims, rank, CHIPS["h100"], program_of(cfg)).events for rank in ranks}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import config
+from config.reading import resolve
 from parallel.topology.dims import ParallelDims, connections_of_rank
 from parallel.topology.mesh import Mesh
 from parallel.wire import world as wire
@@ -80,7 +80,7 @@ def test_a_communicator_over_several_nodes():
 
 def job(name, world, *settings):
     words = ["--train.dtype", "bf16", "--train.global_batch", "64", *settings]
-    return job_of_rank(config.resolve(name, None, words), world, rank=0)
+    return job_of_rank(resolve(name, None, words), world, rank=0)
 
 
 @pytest.mark.parametrize(

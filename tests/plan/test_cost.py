@@ -10,22 +10,23 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-import config
-from config import CONFIG_FOLDER, has_experts, mixture, modules_ahead, read_yaml
+from config import modules_ahead, read_yaml
+from config.reading import CONFIG_FOLDER, resolve
+from config.reading.schedules import plan_pipeline
 from config.tree import with_values
 from model.describe import describe_stage
 from model.flops import attention_flops, mean_keys
-from model.schedules import plan_pipeline
+from model.router import has_experts, mixture
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan import bytes as wire
 from plan import cost, published
 from plan.count import flops_per_token, parameters
 from plan.efficiency import (
     CLASSES,
-    MEASURED_PAIRS,
-    MEASURED_RANGE,
     GENERATIONS,
     KINDS,
+    MEASURED_PAIRS,
+    MEASURED_RANGE,
     RELAYED,
     SHARED,
     Class,
@@ -44,7 +45,7 @@ IDEAL = cost.Cluster(
 
 def config_of(name, **keys):
     return with_values(
-        config.resolve(
+        resolve(
             name, None, ["--train.micro_batch", "2", "--train.seq_len", "256", "--train.global_batch", "64"]
         ),
         {k.replace("__", "."): v for k, v in keys.items()},

@@ -7,8 +7,9 @@ import pytest
 
 import config
 from config import ConfigError
-from config.run_name import ELASTIC_KEYS, with_own_folder
-from model.schedules import plan_pipeline
+from config.reading import dump, phases_of, resolve
+from config.reading.run_name import ELASTIC_KEYS, with_own_folder
+from config.reading.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
 from plan.elastic import RankDevice, layout_for
@@ -17,7 +18,7 @@ TINY = ("--parallel.tp 2", "--train.global_batch 8", "--train.micro_batch 4", "-
 
 
 def tiny(*words, name="llama3-tiny"):
-    return config.resolve(name, None, " ".join([*TINY, *words]).split())
+    return resolve(name, None, " ".join([*TINY, *words]).split())
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_else_the_planner_proposes_one_and_nothing_but_the_layout_changes(world,
 @pytest.mark.slow
 def test_what_a_gpu_cannot_hold_is_not_proposed():
     """8B parameters, Adam and its gradients: 128 GB and more. Of a card with 79 GiB, two with ZeRO do."""
-    cfg = config.resolve("llama3-8b", None, "--parallel.tp 8 --train.steps 9 --train.seq_len 2048".split())
+    cfg = resolve("llama3-8b", None, "--parallel.tp 8 --train.steps 9 --train.seq_len 2048".split())
     card = RankDevice("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
     assert elastic.target_of(cfg, 4, card).cluster.name == "h100-ib"
     assert layout_for(cfg, 4, card).by_planner
@@ -79,7 +80,7 @@ H100 = RankDevice("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
 @pytest.mark.parametrize("zero", ["1", "3"])
 def test_where_fewer_gpus_hold_more_each_the_given_degrees_stay_and_the_rest_fits(zero):
     """8B parameters with tp 2, on 16 GPUs as given; on ever fewer until nothing fits."""
-    cfg = config.resolve("llama3-8b", None, [*OF_8B, "--parallel.tp", "2", "--parallel.zero", zero])
+    cfg = resolve("llama3-8b", None, [*OF_8B, "--parallel.tp", "2", "--parallel.zero", zero])
     changed = []
     for world in (16, 8, 4, 2):
         layout = layout_for(cfg, world, H100)
@@ -97,7 +98,7 @@ def test_where_fewer_gpus_hold_more_each_the_given_degrees_stay_and_the_rest_fit
 @pytest.mark.slow
 def test_what_no_layout_can_hold_is_refused_with_sizes_that_do():
     """70B parameters on 4 GPUs; of those that would do, only such that fit are named."""
-    cfg = config.resolve("llama3-70b", None, [*OF_8B, "--parallel.tp", "4", "--parallel.zero", "3"])
+    cfg = resolve("llama3-70b", None, [*OF_8B, "--parallel.tp", "4", "--parallel.zero", "3"])
     with pytest.raises(ConfigError) as error:
         layout_for(cfg, 4, H100)
     line = str(error.value)
@@ -134,7 +135,7 @@ def test_a_run_that_finished_on_fewer_ranks_is_not_another_run(tmp_path):
     folder = tmp_path / "llama3-tiny"
     folder.mkdir()
     (folder / "summary.json").write_text('{"finished": true}')
-    (folder / "config.yaml").write_text(config.dump(layout_for(cfg, 1, RankDevice()).cfg))
+    (folder / "config.yaml").write_text(dump(layout_for(cfg, 1, RankDevice()).cfg))
     assert with_own_folder(cfg, None, []).log.name == "llama3-tiny"
     fixed = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, elastic=False))
     assert "+parallel.tp=2" in with_own_folder(fixed, None, []).log.name
@@ -164,8 +165,8 @@ def test_a_phase_that_is_past_has_no_word(world, row, changed):
     assert elastic.same_axes(cfg, world) is None
     layout = layout_for(cfg, world, RankDevice(), 9)
     assert layout.by_planner is (changed is None) and (changed is None or layout.changed == changed)
-    first, second = config.phases_of(layout.cfg).all
-    assert first.cfg == config.phases_of(cfg).all[0].cfg
-    assert second.cfg == layout.phase == elastic.with_values(config.phases_of(cfg).all[1].cfg, layout.changed)
+    first, second = phases_of(layout.cfg).all
+    assert first.cfg == phases_of(cfg).all[0].cfg
+    assert second.cfg == layout.phase == elastic.with_values(phases_of(cfg).all[1].cfg, layout.changed)
     plan_pipeline(layout.cfg, world, after=9)
     assert elastic.most_ranks(cfg, world, world, 9) == world

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import config
 from config import ConfigError
+from config.reading import dump, resolve
 from plan.cost import cluster, forecast
 from plan.efficiency import efficiency_of
 from plan.measured import read_measured, scaled, times_the_forecast
@@ -19,14 +19,14 @@ SETTINGS = ["--train.global_batch", "128", "--parallel.tp", "4", "--parallel.pp"
 def run_folder(home, tokens_per_s, *more, **changed):
     """The folder of a run of 64 ranks, as train.py leaves it."""
     home.mkdir()
-    cfg = config.resolve("llama3-8b", None, [*SETTINGS, *more])
-    (home / "config.yaml").write_text(config.dump(cfg))
+    cfg = resolve("llama3-8b", None, [*SETTINGS, *more])
+    (home / "config.yaml").write_text(dump(cfg))
     (home / "summary.json").write_text(json.dumps({"world": 64, "tokens_per_s": tokens_per_s} | changed))
     return home
 
 
 def seconds(name, world, words, efficiency):
-    job, microbatches = job_of(config.resolve(name, None, words), world)
+    job, microbatches = job_of(resolve(name, None, words), world)
     return forecast(job, microbatches, HARDWARE, efficiency).step
 
 
@@ -43,7 +43,7 @@ def test_every_forecast_takes_that_much_longer(name, words):
 
 
 def test_the_forecast_of_the_measured_job_is_what_was_measured(tmp_path):
-    context = config.resolve("llama3-8b", None, SETTINGS).train.seq_len
+    context = resolve("llama3-8b", None, SETTINGS).train.seq_len
     expected = seconds("llama3-8b", 64, SETTINGS, EFFICIENCY)
     measured = read_measured(run_folder(tmp_path / "run", 128 * context / (1.2 * expected)))
     ratio = times_the_forecast(measured, HARDWARE, EFFICIENCY)

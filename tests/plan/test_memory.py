@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import config
 from build import build_run
 from config import OPTIMIZERS
+from config.reading import resolve
 from config.tree import with_values
 from model.describe import describe_stage
 from model.sharding import parallel_dims
@@ -292,7 +292,7 @@ def recorded_activations(cfg, world, rank):
 @pytest.mark.parametrize("name, keys", CASES, ids=IDS)
 def test_activations_are_those_of_a_recorded_step(name, keys):
     """To 1.5 % below, and to 6 % above: what passes is added, though it may not be there at the peak."""
-    cfg = with_values(config.resolve(name, None, SIZE), keys)
+    cfg = with_values(resolve(name, None, SIZE), keys)
     world = 2 if cfg.parallel.zero else math.prod((cfg.parallel.tp, cfg.parallel.cp, cfg.parallel.pp))
     world = max(world, cfg.parallel.ep)
     for rank in sorted({0, world - 1}):
@@ -314,7 +314,7 @@ def test_shared_key_heads(ranks, parallel):
 @pytest.mark.parametrize("keys", [{}, SP, PP | {"parallel.recompute": "full"}], ids=str)
 def test_what_is_offloaded_is_not_on_the_device(keys):
     """Eight blocks are in flight: eight of one microbatch, or four of two. One computes, one is fetched."""
-    cfg = with_values(config.resolve("llama3-tiny", None, SIZE), keys)
+    cfg = with_values(resolve("llama3-tiny", None, SIZE), keys)
     world = cfg.parallel.tp * cfg.parallel.pp
     (block,) = records_of_part(describe_stage(cfg, 1, 2).parts[0], cfg.train.micro_batch)
     away = with_values(cfg, {"parallel.offload": "activations"})
@@ -327,7 +327,7 @@ def test_what_lowers_the_peak():
     """Sequence parallelism below tensor parallelism alone; 1F1B below GPipe, most on the last rank."""
 
     def peaks(ranks, **parallel):
-        cfg = config.resolve("llama3-tiny", None, [*SIZE, "--train.global_batch", "32"])
+        cfg = resolve("llama3-tiny", None, [*SIZE, "--train.global_batch", "32"])
         cfg = with_values(cfg, {f"parallel.{key}": value for key, value in parallel.items()})
         return [recorded_activations(cfg, 4, rank) for rank in ranks]
 

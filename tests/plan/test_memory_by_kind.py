@@ -2,7 +2,7 @@
 
 import pytest
 
-import config
+from config.reading import resolve
 from model.sharding import parallel_dims
 from plan.record.launches import CHIPS
 from plan.record.memory import Change, Holder, curve_of
@@ -33,7 +33,7 @@ def test_each_stretch_of_the_step_shows_its_highest_point():
     ],
 )
 def test_all_that_is_held_belongs_to_a_part_or_to_the_state(name, words, parts):
-    cfg = config.resolve(name, None, ["--train.global_batch", "16", "--model.vocab", "512", *words])
+    cfg = resolve(name, None, ["--train.global_batch", "16", "--model.vocab", "512", *words])
     record = record_role(cfg, parallel_dims(cfg, 1), 0, CHIPS["h100"], program_of(cfg))
     held = memory_by_kind(MemoryTrace(record.begun_with, record.changes), most=10**9)
     assert parts | {"weights", "gradients", "optimizer"} <= set(held.nbytes)

@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-import config
+from config.reading import resolve
 from config.tree import with_values
 from plan.cost import Forecast, cluster
 from plan.efficiency import efficiency_of
 from plan.near_ties import NEAR, difference, near_groups
 from plan.search import LAYOUT_KEYS, Best, Candidate, Found, Held, Target, compute_axes, layout_axes, search
 
-CFG = config.resolve("llama3-8b", None, [])
+CFG = resolve("llama3-8b", None, [])
 GIB = 2**30
 
 
@@ -72,7 +72,7 @@ def test_a_layout_is_looked_at_again_once_what_stood_before_it_is_no_near_tie():
     assert best.take_passed_over() == []
 
 
-SMALL = config.resolve("qwen3-0.6b", None, ["--train.global_batch", "64", "--train.seq_len", "4096"])
+SMALL = resolve("qwen3-0.6b", None, ["--train.global_batch", "64", "--train.seq_len", "4096"])
 NODE = cluster("h100-ib")
 
 

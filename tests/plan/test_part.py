@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-import config
-from config import AttentionConfig
+from config.reading import resolve
 from config.tree import with_values
 from kernels import triton_
-from model.attention import Attention
+from model.attention import Attention, AttentionConfig
 from model.block import MIXERS, TransformerBlock
 from model.flops import flops_of_parts
 from model.split import split_by_cost
@@ -62,7 +61,7 @@ CORE = ["llama3-tiny tp 2 sp true async_tp true", "deepseek-v3-tiny tp 2 ep 4 dt
 
 
 def config_of(name, layout):
-    cfg = config.resolve(name, None, [*SIZE, *(DENSE if name == "llama3-tiny" else [])])
+    cfg = resolve(name, None, [*SIZE, *(DENSE if name == "llama3-tiny" else [])])
     return with_values(cfg, layout)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import config
+from config.reading import resolve
 from plan.communicators import Gpu
 from plan.cost import cluster
 from plan.frameworks import FRAMEWORKS, MEGATRON, framework_activation_bytes
@@ -90,6 +90,6 @@ def test_recipes_fit_their_gpus(recipe):
     words = subprocess.run(
         ["bash", str(recipe), "--words"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    cfg = config.resolve(words[0], None, words[1:])
+    cfg = resolve(words[0], None, words[1:])
     job, _ = job_of(cfg, world)
     assert held_bytes(job, Gpu("h100")).total <= cluster("h100-ib").memory

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-import config
 from config import Config
+from config.reading import resolve
 from model.sharding import parallel_dims
 from parallel.expert import dispatch
 from parallel.topology.mesh import Mesh
@@ -171,7 +171,7 @@ def ids(layouts):
 @pytest.mark.slow(core=["zero 3 recompute full"])
 @pytest.mark.parametrize("world, words", DENSE, ids=ids(DENSE))
 def test_a_dense_record_is_the_run(ranks, world, words):
-    cfg = config.resolve("llama3-tiny", None, [*SIZE, *words.split()])
+    cfg = resolve("llama3-tiny", None, [*SIZE, *words.split()])
 
     def record_of(rank, decided):
         assert not decided
@@ -199,7 +199,7 @@ def test_the_first_rank_of_a_place_is_the_fullest(name, words):
     """All of a place compute alike, hold as much as the first or less, and exchange as often: but under ZeRO
     the ranks that own the norms sum their gradients over tp."""
     keys = MIXTURE if name == "mixtral-tiny" else SIZE
-    cfg = config.resolve(name, None, [*keys, *ONE_LAYER_EACH, *words.split()])
+    cfg = resolve(name, None, [*keys, *ONE_LAYER_EACH, *words.split()])
     dims = parallel_dims(cfg, 8)
     records = [record_role(cfg, dims, rank, CHIPS["h100"], program_of(cfg)) for rank in range(8)]
     for record in records:
@@ -215,7 +215,7 @@ def test_the_first_rank_of_a_place_is_the_fullest(name, words):
 @pytest.mark.slow(core=["ep 2"])
 @pytest.mark.parametrize("world, words", MIXTURES, ids=ids(MIXTURES))
 def test_the_record_of_a_mixture_is_the_run_with_its_routing(ranks, monkeypatch, world, words):
-    cfg = config.resolve("mixtral-tiny", None, [*MIXTURE, *words.split()])
+    cfg = resolve("mixtral-tiny", None, [*MIXTURE, *words.split()])
 
     def record_of(rank, decided):
         repeat_decisions(monkeypatch, decided)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-import config
+from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from config.tree import with_values
 from config.values import combinations
-from model.schedules import plan_pipeline
 from plan.communicators import Gpu
 from plan.cost import Efficiency, cluster
 from plan.search import (
@@ -56,7 +56,7 @@ def brute(cfg, world, c, fixed):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [80e9, 9e9])
 def test_nothing_faster_is_left_out(memory):
-    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
+    cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
     c = replace(cluster("h100-ib"), memory=memory, node=4)
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.recompute": "none", "parallel.cp": 1}
     cfg = with_values(cfg, fixed)
@@ -70,7 +70,7 @@ def test_nothing_faster_is_left_out(memory):
 
 @pytest.mark.slow
 def test_what_is_set_stays_and_what_is_found_fits():
-    cfg = config.resolve("mixtral-8x7b", None, ["--train.global_batch", "64", "--parallel.ep", "8"])
+    cfg = resolve("mixtral-8x7b", None, ["--train.global_batch", "64", "--parallel.ep", "8"])
     fixed = {"parallel.ep": 8, "train.micro_batch": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
     found = search(with_values(cfg, fixed), target(32, cluster("h100-ib")), fixed, 3).found
     assert len(found) == 3 and [x.forecast.step for x in found] == sorted(x.forecast.step for x in found)
@@ -81,7 +81,7 @@ def test_what_is_set_stays_and_what_is_found_fits():
 
 
 def test_the_margin_is_left_where_a_layout_leaves_it():
-    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
+    cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.pp": 1, "parallel.cp": 1}
     cfg, hardware = with_values(cfg, fixed), cluster("h100-ib")
     every = search(cfg, target(8, hardware), fixed, 10_000).found
@@ -104,7 +104,7 @@ def test_the_margin_is_left_where_a_layout_leaves_it():
 
 @pytest.mark.parametrize("memory", [80e9, 9e9])
 def test_two_processes_find_what_one_finds(memory):
-    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "4096"])
+    cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "4096"])
     here = target(8, replace(cluster("h100-ib"), memory=memory, node=4))
     fixed = {"parallel.cp": 1}
     one = search(cfg, here, fixed, 5, near=0.02)
@@ -157,7 +157,7 @@ def test_no_schedule_is_priced_twice():
 def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
     """What is said to be held at least is no more than what is held."""
     cfg, c = (
-        config.resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"]),
+        resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"]),
         cluster("h100-ib"),
     )
     values = {
@@ -184,7 +184,7 @@ def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
 
 
 def test_gpipe_holds_all_microbatches_and_other_schedules_need_only_a_few_to_show_their_peak():
-    cfg = config.resolve(
+    cfg = resolve(
         "llama3-8b", None, ["--train.global_batch", "64", "--train.seq_len", "1024", "--parallel.pp", "4"]
     )
     held = {}

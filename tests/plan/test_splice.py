@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-import config
+from config.reading import resolve
 from model.sharding import parallel_dims
 from parallel.pipeline.executor import Pipeline
 from plan.record import splice
@@ -29,7 +29,7 @@ SIZES = {
 def record_of(
     name: str, world: int, rank: int, words: str, chip: str | None = "h100", traces_all: bool = False
 ) -> RoleRecord:
-    cfg = config.resolve(name, None, [*SIZES[name], *words.split()])
+    cfg = resolve(name, None, [*SIZES[name], *words.split()])
     dims = parallel_dims(cfg, world)
     where = None if chip is None else CHIPS[chip]
     answers = what_others_say(cfg, dims, [rank], where)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-import config
 from config import ConfigError
+from config.reading import resolve
 from config.tree import with_values
 from plan.cost import Efficiency, cluster, forecast
 from plan.near_ties import NEAR
@@ -28,7 +28,7 @@ LAYOUTS = [  # of parallel
 
 def priced(keys, **what):
     """(job, microbatches, step) of a layout; what: of WhatIf."""
-    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "64", "--train.micro_batch", "1"])
+    cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "64", "--train.micro_batch", "1"])
     cfg = with_values(cfg, {f"parallel.{key}": value for key, value in keys.items()})
     job, microbatches = job_of(cfg, WORLD)
     what_if = WhatIf(**what)
@@ -107,7 +107,7 @@ def test_who_waits_for_whom():
 @pytest.mark.parametrize("what", [{"slow_rank": 1.3}, {"jitter": 0.05}, {"links": 0.1}], ids=str)
 def test_the_search_under_it_leaves_out_nothing_faster(what):
     """Against every layout that the search without it finds, priced under it."""
-    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "32", "--train.seq_len", "2048"])
+    cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "32", "--train.seq_len", "2048"])
     fixed = {"train.micro_batch": 1, "parallel.recompute": "none", "parallel.cp": 1, "parallel.dp_rep": 1}
     what_if = WhatIf(**what)
     now = Target(8, H100, Efficiency())

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-import config
+from config.reading import resolve
 from plan.run_report import checkpoint_bytes
 from plan.whole_run import (
     GPU_HOURS_BETWEEN_FAILURES,
@@ -89,13 +89,13 @@ def test_a_job_that_fails_before_it_begins_never_ends():
 @pytest.mark.parametrize("optimizer, copies", [("adamw", 3), ("lion", 2), ("sgd", 2)])
 def test_a_checkpoint_has_masters_and_moments(optimizer, copies):
     words = ["--optim.name", optimizer, "--parallel.pp", "4", "--train.ema", "0.9"]
-    cfg = config.resolve("llama3-8b", None, words)
+    cfg = resolve("llama3-8b", None, words)
     weights = 4 * 8_030_261_248  # of Llama 3 8B, in fp32
     assert checkpoint_bytes(cfg) == pytest.approx((copies + 1) * weights, rel=1e-3)
 
 
 def test_muon_has_one_moment_of_hidden_matrices():
-    of = {name: checkpoint_bytes(config.resolve("llama3-8b", None, ["--optim.name", name]))
+    of = {name: checkpoint_bytes(resolve("llama3-8b", None, ["--optim.name", name]))
           for name in ("adamw", "muon")}  # fmt: skip
     ends = 2 * 128_256 * 4096  # the embedding and the head
     assert of["adamw"] - of["muon"] == pytest.approx(4 * (8_030_261_248 - ends), rel=1e-3)

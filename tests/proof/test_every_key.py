@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from config import Config, layer_models, unused
-from config.tree import every_path, has_path, value_at
+from config import Config, layer_models
+from config.reading import defaults, unused
+from config.reading.kinds import every_path
+from config.tree import has_path, value_at
 from proof import lattice
 from proof.precision.cells import choose_cells
 from proof.verify.overrides import Overrides
@@ -80,9 +82,9 @@ def has_another_value(cfg: Config, key: str, usual: Config) -> bool:
 @pytest.mark.slow
 def test_every_key_is_on_in_two_layouts():
     """A key counts where it has another value than the default, or the default config does not have its part,
-    and config/unused.py finds that it acts.
+    and config/reading/unused.py finds that it acts.
     """
-    usual, layouts = Config(), {key: set() for key in EVERY_KEY if key not in WITHOUT_CELLS}
+    usual, layouts = defaults(), {key: set() for key in EVERY_KEY if key not in WITHOUT_CELLS}
     assert len(layouts) + len(WITHOUT_CELLS) == len(EVERY_KEY), "a key of WITHOUT_CELLS is not in the schema"
     for layout, cfg in jobs():
         wanted = [key for key, where in layouts.items() if len(where) < 2 and layout not in where]

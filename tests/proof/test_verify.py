@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import config
 from config import Config, ConfigError
-from config.tree import every_path, has_path, value_at, with_values
+from config.reading import phases_of
+from config.reading.kinds import every_path
+from config.tree import has_path, value_at, with_values
 from parallel.wire.world import World
 from proof import lattice, mup
 from proof.precision.cells import Cell
@@ -434,7 +435,7 @@ def test_one_process_has_the_microbatches_of_scales_in_every_phase(fp8, batches)
     """Its phases had whole batches, and scales of other tokens than the layout's."""
     cfg = tiny_config("llama3-tiny", 2, read_overrides(["--train.phases", "configs/phases/proof.yaml"]))
     alone = single_process(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, fp8=fp8)))
-    assert [phase.cfg.train.micro_batch for phase in config.phases_of(alone).all[1:]] == batches
+    assert [phase.cfg.train.micro_batch for phase in phases_of(alone).all[1:]] == batches
 
 
 @pytest.mark.parametrize("value, want", [(None, 60.0), ("7", 7.0)])

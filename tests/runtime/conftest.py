@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-import config
+from config.reading import defaults
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
 
@@ -17,7 +17,7 @@ def one_thread():
 
 @pytest.fixture
 def cfg():
-    c = config.Config()
+    c = defaults()
     return dataclasses.replace(
         c,
         log=dataclasses.replace(c.log, every=4, name="t"),

@@ -7,6 +7,7 @@ import io
 import json
 import tracemalloc
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,14 +15,20 @@ import torch
 from ranks import MODEL, corpus
 
 import train
-from config import ExpertsConfig, MLPConfig, ModelConfig
 from config.pattern import BlockVariant
+from config.reading import defaults
+from model.mlp import MLPConfig
+from model.router import ExpertsConfig
 from runtime import experts
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 
 FOUR = ExpertsConfig(experts=4, top_k=2)
-M = ModelConfig(  # the first layer has an MLP
-    layers=3, mlp=FOUR, blocks=(BlockVariant("dense", (("mlp", MLPConfig()),)),), pattern="dense, block..."
+M = replace(  # the first layer has an MLP
+    defaults().model,
+    layers=3,
+    mlp=FOUR,
+    blocks=(BlockVariant("dense", (("mlp", MLPConfig()),)),),
+    pattern="dense, block...",
 )
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from capture import recorded, watch_kernels
 
-import config
 from build import build_run
 from config import ConfigError
+from config.reading import resolve
 from kernels import grouped_gemm, linear, triton_
 from parallel.expert import dispatch
 from parallel.microbatch import Microbatch
@@ -80,7 +80,7 @@ def trained(
     """Losses and norms of some steps, one of which is skipped, and the weights after them. numbers: of
     microbatches, for each step.
     """
-    cfg = config.resolve("llama3-tiny", None, [*ARGS, *args])
+    cfg = resolve("llama3-tiny", None, [*ARGS, *args])
     run = build_run(cfg, Mesh.single(), device, None, 20)
     recording = RecordedPipeline(run.pipeline, device) if graph else None
     run = replace(run, recording=recording)
@@ -127,7 +127,7 @@ def test_a_recording_quantizes_its_weights_itself(monkeypatch):
     """It repeats what ran when it was made. An evaluation before that step leaves its weights in 8 bits,
     which later steps must not find in the recording.
     """
-    cfg = config.resolve("llama3-tiny", None, [*ARGS, "--train.dtype", "fp8", "--model.layers", "3"])
+    cfg = resolve("llama3-tiny", None, [*ARGS, "--train.dtype", "fp8", "--model.layers", "3"])
     device = torch.device("cpu")
     run = build_run(cfg, Mesh.single(), device, None, 20)
     run = replace(run, recording=RecordedPipeline(run.pipeline, device))
@@ -247,7 +247,7 @@ def test_another_shape_is_an_error():
 
 
 def test_a_mixture_needs_hopper(monkeypatch):
-    cfg = config.resolve("llama3-tiny", None, [*ARGS, *MIXTURE.split(), "--train.cuda_graphs", "true"])
+    cfg = resolve("llama3-tiny", None, [*ARGS, *MIXTURE.split(), "--train.cuda_graphs", "true"])
     monkeypatch.setattr(setup, "pick_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(setup, "set_determinism", lambda *_: None)
     for chip in (8, 9):
@@ -262,4 +262,4 @@ def test_a_mixture_needs_hopper(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_refused_without_a_gpu():
     with pytest.raises(ConfigError, match="train.cuda_graphs: needs a GPU"):
-        setup.read_environment(config.resolve("llama3-tiny", None, ["--train.cuda_graphs", "true"]))
+        setup.read_environment(resolve("llama3-tiny", None, ["--train.cuda_graphs", "true"]))

@@ -1,13 +1,13 @@
 """summary.json says of a run what its metrics say."""
-import pytest
-
 import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-import config
+import pytest
+
+from config.reading import resolve
 from plan.count import flops_per_token, parameters
 from runtime.summary import summarize_metrics
 
@@ -43,7 +43,7 @@ def test_a_run_and_its_resumed_end_are_summed_up(tmp_path):
     assert summary["tokens_per_s"] == statistics.median(line["tokens_per_s"] for line in steps[1:])
     assert abs(summary["minutes_in_steps"] - sum(line["step_ms"] for line in steps) / 60_000) < 1e-12
 
-    cfg = config.resolve(None, str(tmp_path / "r" / "config.yaml"), [])
+    cfg = resolve(None, str(tmp_path / "r" / "config.yaml"), [])
     assert summary["parameters"] == parameters(cfg.model)["total"]
     assert summary["flops"] == summary["tokens"] * flops_per_token(cfg.model, cfg.train.seq_len)
 

@@ -9,10 +9,10 @@ import warnings
 import numpy as np
 import pytest
 
-import config
 import scaling.compare
 import scripts.compare
-from config import ConfigError, phases_of
+from config import ConfigError
+from config.reading import dump, phases_of, resolve
 from plan.count import flops_per_token
 from runtime.goodput import STARTS_FILE, StartRecord
 from scaling.compare import CHART, different_settings, doubts, draw_runs, page, read_run, table_rows
@@ -24,9 +24,9 @@ def make_run(folder, losses, *, start=0, finished=True, **keys):
     argv = ["--model.vocab", "257", "--log.name", folder.name]
     for key, value in keys.items():
         argv += [f"--{key.replace('__', '.')}", str(value)]
-    cfg = config.resolve("llama3-tiny", None, argv)
+    cfg = resolve("llama3-tiny", None, argv)
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(config.dump(cfg))
+    (folder / "config.yaml").write_text(dump(cfg))
     lines = []
     for step, loss in enumerate(losses, start + 1):
         row = {"step": step, "loss": loss, "tokens": 100 * step, "tokens_per_s": 50.0 + step, "mfu": None}
@@ -106,7 +106,7 @@ def test_flops_are_counted_phase_by_phase(tmp_path, finished):
     phases = '[{"after_tokens": 200, "train.seq_len": 512}]'
     sizes = {"train__seq_len": 128, "train__global_batch": 1, "train__micro_batch": 1, "model__context": 512}
     folder = make_run(tmp_path / "r", [5.0, 4.0, 3.0, 2.0], finished=finished, train__phases=phases, **sizes)
-    cfg = config.resolve(None, str(folder / "config.yaml"), [])
+    cfg = resolve(None, str(folder / "config.yaml"), [])
     short, long = (flops_per_token(cfg.model, seq_len) for seq_len in (128, 512))
     begin = phases_of(cfg).all[1].tokens_before  # a whole step's
     want = [short * min(n, begin) + long * max(n - begin, 0) for n in (100, 200, 300, 400)]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import config
 from config import ConfigError
-from model.schedules import plan_pipeline
+from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from optim.lr import learning_rate
 from plan.count import flops_per_token, parameters
 from runtime.lines import read_metrics
@@ -49,7 +49,7 @@ LADDER = Ladder("quickstart", (1, 2, 3), 5e9, budgets=3, ratio=2, aspect=16, hea
 
 def config_of(run, folder="runs"):
     name, *argv = train_arguments(LADDER, run, folder)
-    cfg = config.resolve(name, None, argv)
+    cfg = resolve(name, None, argv)
     plan_pipeline(cfg, 1)  # the rules hold
     return cfg
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import config
 from config import ConfigError
+from config.reading import resolve
 from scaling.command import main
 from scaling.sweep import (
     Sweep,
@@ -112,7 +112,7 @@ def test_each_run_has_its_rate_its_batch_and_the_same_tokens(tmp_path):
     assert len(runs) == 4 and len({run.name for run in runs}) == 4
     for run in runs:
         name, *argv = sweep_arguments(SWEEP, run, tmp_path, 1)
-        cfg = config.resolve(name, None, argv)
+        cfg = resolve(name, None, argv)
         assert (cfg.optim.lr, cfg.train.global_batch) == (run.rate, run.batch)
         assert 0 <= SWEEP.tokens - cfg.train.steps * run.batch * 16 < run.batch * 16
         assert cfg.optim.decay == "constant" and cfg.log.noise_scale
@@ -125,7 +125,7 @@ def test_the_noise_scale_is_measured_where_it_can_be(tmp_path):
     def settings(batch, ranks, *more):
         run = SweepRun("r", 1e-3, batch, 16 * batch, 50)
         name, *argv = sweep_arguments(replace(SWEEP, settings=(*SETTINGS, *more)), run, tmp_path, ranks)
-        cfg = config.resolve(name, None, argv)
+        cfg = resolve(name, None, argv)
         return cfg.train.micro_batch, cfg.log.noise_scale
 
     assert settings(1, 1) == (1, False)

@@ -27,11 +27,14 @@ import config
 from build import build_run, load_run
 from checkpoint import foreign, hf, hf_config, hf_tokenizer, state, store
 from checkpoint.families.table import FAMILIES
+from config.reading import dump, resolve, split_argv
 from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer_files import write_files
 from model.context import GenerationCache
+from model.rope import RopeConfig
+from model.router import with_mlps
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
@@ -952,7 +955,7 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     assert code == 0, err
     assert json.loads(out)["logits"]["against"].startswith("transformers")
 
-    cfg = config.resolve(
+    cfg = resolve(
         None,
         str(tmp_path / "run" / "config.yaml"),
         [
@@ -976,7 +979,7 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
             "0.5",
         ],
     )
-    cfg = replace(cfg, model=config.with_mlps(cfg.model, with_still_bias))
+    cfg = replace(cfg, model=with_mlps(cfg.model, with_still_bias))
     tok = SimpleNamespace(fingerprint="none")
     data = SimpleNamespace(tokenizer=tok, fingerprint="random", is_chat=False, has_start=False)
     ours = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 3)
@@ -1270,7 +1273,7 @@ def alone(monkeypatch):
 
 def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
     """A run folder with random weights and one checkpoint."""
-    cfg = config.resolve(
+    cfg = resolve(
         preset,
         None,
         ["--train.steps", "1", "--model.layers", "2", "--model.hidden", "32", "--model.mlp.width", "40"],
@@ -1281,7 +1284,7 @@ def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
     path = save(made, folder / "checkpoints", 5)
     (folder / "tokenizer").mkdir()
     tok.save(folder / "tokenizer")
-    (folder / "config.yaml").write_text(config.dump(cfg))
+    (folder / "config.yaml").write_text(dump(cfg))
     return path
 
 
@@ -1529,7 +1532,7 @@ def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys
     assert code == 0 and any(
         "no weights for multi-token prediction" in n for n in json.loads(out)["notes"]
     ), err
-    assert config.resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp is None
+    assert resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp is None
 
 
 @pytest.mark.slow
@@ -1556,7 +1559,7 @@ def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
         ("llama3-tiny", {}, "llama"),
         ("qwen2.5-tiny", {}, "qwen2"),
         ("mistral-tiny", {}, "mistral"),
-        ("gpt2-tiny", {"positions": None, "mixer.rope": config.RopeConfig()}, "starcoder2"),
+        ("gpt2-tiny", {"positions": None, "mixer.rope": RopeConfig()}, "starcoder2"),
         (
             "llama3-tiny",
             {
@@ -1586,7 +1589,7 @@ def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset, ch
 
 def test_resume_in_place_is_refused_with_the_way_out(alone, exported, tmp_path, capsys):
     assert run(capsys, "from-hf", exported, tmp_path / "back")[0] == 0
-    cfg = config.resolve(None, str(tmp_path / "back" / "config.yaml"), ["--train.dtype", "fp32"])
+    cfg = resolve(None, str(tmp_path / "back" / "config.yaml"), ["--train.dtype", "fp32"])
     assert Path(cfg.log.dir) / cfg.log.name == tmp_path / "back-train" and cfg.checkpoint.init_from == str(
         tmp_path / "back"
     )
@@ -1615,7 +1618,7 @@ def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tm
     second = shlex.split(told["next"])
     assert first[:3] == ["python", "-m", "scripts.prepare_data"] and second[:2] == ["python", "train.py"]
 
-    cfg = config.resolve(*config.split_argv(second[2:]))
+    cfg = resolve(*split_argv(second[2:]))
     assert cfg.model.preset is None and cfg.train.tokens is None and cfg.train.steps == 1000
     assert cfg.optim.lr <= 5e-5 and cfg.train.global_batch <= 64 and cfg.checkpoint.init_from == "runs/little"
     with pytest.raises(config.ConfigError, match="^data.path: empty; name the data"):
@@ -1640,7 +1643,7 @@ def test_an_import_that_is_a_preset_has_its_name(alone, tmp_path, capsys):
     make_run(tmp_path / "run", "qwen2.5-tiny", layers=4, hidden=128, **{"mlp.width": 384})
     assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
     assert run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")[0] == 0
-    assert config.resolve(None, str(tmp_path / "back" / "config.yaml"), []).model.preset == "qwen2.5-tiny"
+    assert resolve(None, str(tmp_path / "back" / "config.yaml"), []).model.preset == "qwen2.5-tiny"
 
 
 @pytest.mark.slow

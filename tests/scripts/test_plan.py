@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-import config
-from config import ConfigError, unused
-from config.suggestions import check_rules
+from config import ConfigError
+from config.reading import dump, resolve, unused
+from config.reading.schedules import plan_pipeline
+from config.reading.suggestions import check_rules
 from config.tree import with_values
-from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
 from plan.count import parameters
@@ -51,7 +51,7 @@ def test_the_best_layouts_and_how_to_run_them(capsys):
     assert "8.0B parameters" in said[0] and "16 GPUs of h100-ib" in said[0]
     assert said[3].split()[:2] == ["layout", "step"] and len(said[4:7]) == 3
     words = said[-1].removeprefix("best     train.py ").split()
-    cfg = config.resolve(words[0], None, words[1:])
+    cfg = resolve(words[0], None, words[1:])
     check_rules(cfg, 16)
     assert cfg.train.global_batch == 64 and plan.layout_text(cfg, 16) == re.split(" {2,}", said[4])[0]
 
@@ -303,7 +303,7 @@ def test_an_elastic_job_on_each_number_of_gpus(capsys):
     reports = list(map(json.loads, capsys.readouterr().out.splitlines()))
     assert [each["gpus"] for each in reports] == [4, 3, 2]
     memory = cluster("h100-ib").memory
-    cfg = config.resolve("llama3-8b", None, [*of_run, "--parallel.elastic", "true"])
+    cfg = resolve("llama3-8b", None, [*of_run, "--parallel.elastic", "true"])
     for each in reports:
         layout = elastic.layout_for(cfg, each["gpus"], elastic.RankDevice("NVIDIA H100 80GB HBM3", memory))
         assert (each["changed"], each["given_memory"] or 0) == (layout.changed, layout.too_large)
@@ -353,7 +353,7 @@ def test_a_whole_run_by_hand(capsys, tmp_path, monkeypatch):
     assert run["dollars"] == pytest.approx(2 * run["gpu_hours"])
     assert run["mwh"] == pytest.approx(700e-6 * run["gpu_hours"])
     assert run["times_fewest_tokens"] == run["times_fewest_steps"] == 2.0
-    size = parameters(config.resolve("qwen3-0.6b", None, []).model)["total"]
+    size = parameters(resolve("qwen3-0.6b", None, []).model)["total"]
     assert run["loss"] == pytest.approx(1.7 + 400 / size**0.34 + 410 / 1e12**0.28, rel=1e-3)
     assert run["loss_interval"][0] <= run["loss"] * 1.001 and run["loss"] <= run["loss_interval"][1] * 1.001
 
@@ -367,9 +367,9 @@ def test_a_whole_run_by_hand(capsys, tmp_path, monkeypatch):
 
 def test_a_measured_step_sets_the_proportion(capsys, tmp_path):
     (found,) = found_by(ONE_LAYOUT, capsys)
-    cfg = config.resolve("qwen3-0.6b", None, [*ONE_LAYOUT[7:], *found["arguments"].split()])
+    cfg = resolve("qwen3-0.6b", None, [*ONE_LAYOUT[7:], *found["arguments"].split()])
     speed = cfg.train.global_batch * cfg.train.seq_len / (1.25 * found["step_s"])
-    (tmp_path / "config.yaml").write_text(config.dump(cfg))
+    (tmp_path / "config.yaml").write_text(dump(cfg))
     (tmp_path / "summary.json").write_text(json.dumps({"world": 8, "tokens_per_s": speed}))
 
     argv = [*ONE_LAYOUT, "--measured", str(tmp_path), "--tokens", "1e9"]
@@ -403,7 +403,7 @@ def test_numbers_of_a_run_have_the_range_of_the_step(capsys):
     argv = [*ONE_LAYOUT, "--tokens", "1e8", "--price", "2", "--mtbf", "20", "--restart", "300"]
     (found,) = found_by(argv, capsys)
     step, run = found["step_s"], found["run"]
-    cfg = config.resolve("qwen3-0.6b", None, [])
+    cfg = resolve("qwen3-0.6b", None, [])
     writing = checkpoint_bytes(cfg) / 2e9
     reliability = Reliability(20.0, restart=300.0, blocking=writing, writing=writing)
     for end, share in enumerate(CLASSES[Class("hopper", OURS)].range):
@@ -493,7 +493,7 @@ def test_the_batch_file_runs_the_printed_command(capsys, tmp_path):
     assert words == shlex.split(command.removeprefix("best     train.py "))
 
     # as train.py checks them on 16 ranks
-    cfg = config.resolve(words[0], None, words[1:])
+    cfg = resolve(words[0], None, words[1:])
     plan_pipeline(cfg, 16)
     unused.check_unused(cfg, 16)
     assert cfg.data.path == "0.5 a 0.5 b"
@@ -567,7 +567,7 @@ def test_a_layout_that_is_as_fast_as_the_best_stays_the_best():
     hardware = cluster("h100-ib")
     fixed = {"parallel.cp": 1, "parallel.pp": 1}
     sizes = ["--train.global_batch", "64", "--train.seq_len", "4096"]
-    cfg = with_values(config.resolve("qwen3-0.6b", None, sizes), fixed)
+    cfg = with_values(resolve("qwen3-0.6b", None, sizes), fixed)
     target = Target(8, hardware, efficiency_of(hardware))
     first, *others = near_groups(search(cfg, target, fixed, 10_000, near=NEAR).found)[0]
     assert others

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-import config
 from config import ConfigError
+from config.reading import resolve
 from plan import run_report
 from plan.count import parameters
 from plan.run_limits import numbers_of_gpus
@@ -73,7 +73,7 @@ def test_the_most_tokens_are_whole_steps(capsys, limit):
 
     assert plan.main([*argv, *limit]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    size = parameters(config.resolve("qwen3-0.6b", None, []).model)["total"]
+    size = parameters(resolve("qwen3-0.6b", None, []).model)["total"]
     assert f" · {run['tokens'] / size:,.0f} a parameter" in lines["tokens"]
     assert f"{run['tokens'] / 1e9:,.4g}B (" in lines["tokens"]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import config
+from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from kernels.attention_mask import make_attention_mask as interval
-from model.schedules import plan_pipeline
 from parallel.context.zigzag import (
     chunk_mask,
     shard_batch,
@@ -116,7 +117,7 @@ def test_cut_of_a_batch():
     ],
 )
 def test_what_cannot_be_cut_is_one_clear_line(over, match):
-    cfg = config.resolve("llama3-tiny", None, [])
+    cfg = resolve("llama3-tiny", None, [])
     seq, layout = over.get("seq_len", cfg.train.seq_len), {k: v for k, v in over.items() if k != "seq_len"}
     bad = replace(cfg, train=replace(cfg.train, seq_len=seq), parallel=replace(cfg.parallel, **layout))
     with pytest.raises(config.ConfigError, match=match) as e:

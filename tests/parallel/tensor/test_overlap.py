@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-import config
 from config import ConfigError
+from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from kernels.linear import linear_out_of_region
-from model.schedules import plan_pipeline
 from parallel.tensor import overlap
 from parallel.tensor.regions import TensorParallelRegion
 from parallel.wire import comm
@@ -166,6 +166,6 @@ def test_every_round_pairs_up(size):
     ("--parallel.tp 2 --parallel.sp true --parallel.async_tp true --train.dtype fp8", "set train.dtype bf16"),
 ])
 def test_what_it_cannot_do_is_refused(keys, message):
-    cfg = config.resolve("llama3-tiny", None, keys.split())
+    cfg = resolve("llama3-tiny", None, keys.split())
     with pytest.raises(ConfigError, match=message):
         plan_pipeline(cfg, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import config
-from config.suggestions import check_rules
+from config.reading.suggestions import check_rules
 from parallel.wire.algorithms import ranks_by_node, start_scatter_sum, start_sum
 from proof.verify.tiny_config import tiny_config
 

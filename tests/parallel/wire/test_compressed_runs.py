@@ -15,8 +15,8 @@ import config
 from build import build_run
 from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
-from config import MLPConfig
-from config.suggestions import check_rules
+from config.reading.suggestions import check_rules
+from model.mlp import MLPConfig
 from model.sharding import parallel_dims
 from parallel.microbatch import Microbatch
 from parallel.sharding import powersgd

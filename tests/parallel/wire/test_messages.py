@@ -18,6 +18,7 @@ from checkpoint.files import IntegrityError, StorageError
 from checkpoint.folder import NewerFormat, StoredPiece
 from checkpoint.hf_rules import UnlikeFamily
 from config.provenance import CODE_FOLDERS
+from config.reading import resolve
 from parallel.sharding.boxes import Box
 from parallel.wire import comm, messages
 from parallel.wire.comm import Group, PeerError
@@ -70,7 +71,7 @@ def test_everything_comes_back_equal():
         sent = value(random.Random(seed), seed % 5)
         assert alike(messages.decode(messages.encode(sent)), sent), sent
     assert math.isnan(messages.decode(messages.encode(math.nan)))
-    cfg = config.resolve("llama3-tiny", None, [])
+    cfg = resolve("llama3-tiny", None, [])
     assert messages.decode(messages.encode(cfg)) == cfg
 
 

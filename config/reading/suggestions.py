@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from config import Config, ConfigError, divisors, positive_integers
-from config.rules import Rule, validate
+from config.reading.rules import Rule, validate
 from config.tree import value_at, with_values
 
 MAX_SUGGESTIONS = 4

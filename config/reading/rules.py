@@ -1,7 +1,7 @@
 """The rules that involve several config keys.
 
 They are checked before any work starts. A config that breaks one is refused with one line, which names the
-key, what is wrong with it and, where possible, values nearby that are accepted (config/suggestions.py).
+key, what is wrong with it and, where possible, values nearby that are accepted (suggestions.py).
 """
 import math
 import re
@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from config import (
-    HORIZONS,
     MAX_LOSS_SCALE,
     OPTIMIZERS,
     Config,
@@ -21,15 +20,14 @@ from config import (
     kv_heads,
     layer_kinds,
     layer_models,
-    mixture,
-    phases_of,
     positive_integers,
     profiled_steps,
     rotated_dim,
-    sections,
 )
 from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
-from config.function import (
+from config.model_parts import NoPart
+from config.optimizers import in_words, optimizers_that
+from config.reading.function import (
     BY_TEXT,
     FUNCTION_KEYS,
     START,
@@ -38,18 +36,16 @@ from config.function import (
     leaves_weights_alone,
     written,
 )
-from config.loading import nearest_key
-from config.optimizers import in_words, optimizers_that
-from config.model_parts import (
-    ExpertsConfig,
-    KimiConfig,
-    LatentConfig,
-    LongRopeScaling,
-    MLPConfig,
-    NoPart,
-    YarnScaling,
-)
-from config.tree import every_path, is_below, ranged_values
+from config.reading.kinds import every_path
+from config.reading.loading import nearest_key
+from config.reading.parse import HORIZONS, sections
+from config.reading.phases import phases_of
+from config.tree import is_below, ranged_values
+from model.delta import KimiConfig
+from model.mla import LatentConfig
+from model.mlp import MLPConfig
+from model.rope import LongRopeScaling, YarnScaling
+from model.router import ExpertsConfig, mixture
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
 RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
@@ -62,7 +58,7 @@ FP8_UNIT = 16  # chips read fp8 matrices in multiples of this many elements
 
 
 class Rule(NamedTuple):
-    """One rule, evaluated for one config. Where it is broken, config/suggestions.py looks for values.
+    """One rule, evaluated for one config. Where it is broken, config/reading/suggestions.py looks for values.
 
     They are other values of the first of `keys` that has any, or another train.ramp.
     """

@@ -1,20 +1,27 @@
-"""The config: the tree of config/schema.py, read from recipes, files and the command line.
+"""The config, read from recipes, files and the command line.
 
-Precedence: command line > --config file > recipe > defaults of config/schema.py. config/parse.py reads keys
-and values, config/rules.py holds the rules that involve several keys.
+Precedence: command line > --config file > recipe > defaults of the keys. config/reading/parse.py reads keys
+and values, config/reading/rules.py holds the rules that involve several keys.
 """
 import difflib
 import json
 
 import yaml
 
-from config.earlier import current_tree
-from config.parse import CONFIG_FOLDER, build_tree, flatten_tree, merge, nearest_key, nested, shipped_configs
-from config.phases import phases_of, phases_text, where_stated
+from config.reading.earlier import current_tree
+from config.reading.parse import (
+    CONFIG_FOLDER,
+    build_tree,
+    flatten_tree,
+    merge,
+    nearest_key,
+    nested,
+    shipped_configs,
+)
+from config.reading.phases import phases_of, phases_text, where_stated
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
 from config.tree import plain_data
-
 
 # ---- files and recipes -----------------------------------------------------------------------------------
 

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from config.model_parts import ExpertsConfig, MLPConfig, NoPart
+from config.model_parts import NoPart
 from config.pattern import MOST_LAYERS, PLAIN, BlockVariant, kinds_of_layers, pattern_text, with_dense_layers
-from config.schema import ModelConfig, has_experts, layer_kinds, layer_model, mixture
+from config.reading.kinds import stated_leaves
+from config.schema import ModelConfig, layer_kinds, layer_model
 from config.strict import ConfigError
-from config.tree import is_below, stated_leaves
+from config.tree import is_below
+from model.mlp import MLPConfig
+from model.router import ExpertsConfig, has_experts, mixture
 
 # {flat key: ours}, of model.*
 FLAT_NAMES = {

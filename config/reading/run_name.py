@@ -13,10 +13,10 @@ import json
 import re
 from pathlib import Path
 
-from config.earlier import current_tree
 from config.exit_codes import FINISHED
-from config.loading import from_tree, stated_keys
-from config.phases import LAYOUT, differing_keys, same_plan
+from config.reading.earlier import current_tree
+from config.reading.loading import from_tree, stated_keys
+from config.reading.phases import LAYOUT, differing_keys, same_plan
 from config.schema import Config
 from config.strict import ConfigError, read_yaml
 

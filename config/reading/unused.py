@@ -5,8 +5,8 @@ preset, which may set keys of a feature that the user turns off. Most such keys 
 in one line. Keys that scripts keep set while they vary something else (sizes, optimizers, data) are noted in
 one line, and the run continues.
 
-Keys that contradict each other are the subject of config/rules.py. A key without a row is read by every run
-(tests/config/test_unused.py lists those), or config/rules.py refuses it where it has no effect.
+Keys that contradict each other are the subject of rules.py. A key without a row is read by every run
+(tests/config/test_unused.py lists those), or rules.py refuses it where it has no effect.
 
 train.py calls check_unused, and scripts.plan for what it does not search; programs that build configs for a
 proof or a search (proof/verify, plan/search.py) do not.
@@ -21,18 +21,17 @@ from config import (
     ConfigError,
     ModelConfig,
     as_number,
-    build_tree,
     comma_separated,
     compression_block,
-    dotted_overrides,
     fp8_recipe,
-    mixture,
-    phases_of,
-    presets,
 )
 from config.optimizers import in_words, optimizers_that
-from config.sizes import sizes_at_width
+from config.reading.loading import dotted_overrides, presets
+from config.reading.parse import build_tree, defaults
+from config.reading.phases import phases_of
+from config.reading.sizes import sizes_at_width
 from config.tree import has_path, value_at
+from model.router import mixture
 
 
 @dataclass(frozen=True)
@@ -448,7 +447,7 @@ def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]
 def is_set(cfg: Config, section: str, key: str, preset: ModelConfig) -> bool:
     """Whether the key has a value that neither config/schema.py nor the preset gives it."""
     value = value_at(cfg, f"{section}.{key}")
-    not_set = [value_at(Config(), f"{section}.{key}")]
+    not_set = [value_at(defaults(), f"{section}.{key}")]
     if section == "model" and has_path(preset, key):
         not_set.append(value_at(preset, key))
     return value not in not_set

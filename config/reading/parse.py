@@ -15,23 +15,15 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from config.earlier import NEW_NAMES
 from config.pattern import BLOCK_PARTS, PLAIN, BlockVariant
+from config.reading.earlier import NEW_NAMES
+from config.reading.kinds import every_path, members_of, part_types, parts_at
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
-from config.tree import (
-    every_path,
-    field_names,
-    hints_of,
-    kind_of,
-    members_of,
-    part_types,
-    parts_at,
-    plain_data,
-)
+from config.tree import field_names, hints_of, kind_of, plain_data
 
-Section = TypeVar("Section")  # a dataclass of config/schema.py
-CONFIG_FOLDER = pathlib.Path(__file__).parent.parent / "configs"
+Section = TypeVar("Section")  # a dataclass of the tree
+CONFIG_FOLDER = pathlib.Path(__file__).parent.parent.parent / "configs"
 NONE = ("none", "None")
 TRUE_WORDS = ("true", "on", "yes", "1")
 FALSE_WORDS = ("false", "off", "no", "0")
@@ -41,7 +33,7 @@ HORIZONS = ("steps", "tokens", "flops")  # keys of train.* that set the length o
 # ---- plain data -> dataclasses ---------------------------------------------------------------------------
 
 def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") -> Section:
-    """A dataclass of config/schema.py from nested plain data.
+    """A dataclass of the tree from nested plain data.
 
     prefix: dotted path of the dataclass, with a dot at its end; "" for the whole config.
     Raises ConfigError, which names the dotted key, if a key is unknown or a value has the wrong type.
@@ -55,7 +47,9 @@ def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") ->
             raise ConfigError(f"{prefix}{key}: no such key" + nearest_key(cls, prefix, str(key)))
     for field in dataclasses.fields(cls):
         is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if is_needed and field.name not in data:
+        if is_needed and field.name not in data and part_types(hints[field.name]):
+            data[field.name] = {}  # a part of the first kind
+        elif is_needed and field.name not in data:
             part = kind_of(cls) or prefix.rstrip(".").rpartition(".")[2]
             raise ConfigError(f"{prefix}{field.name}: missing, and {part} has no value of it that fits all "
                               "models; set it")
@@ -64,6 +58,11 @@ def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") ->
     if not kinds:
         return node
     return dataclasses.replace(node, blocks=parse_blocks(node, kinds, f"{prefix}blocks"))
+
+
+def defaults() -> Config:
+    """The config in which nothing is stated, without a preset below it."""
+    return build_tree(Config, {})
 
 
 def parse_blocks(model: ModelConfig, kinds: Any, path: str) -> tuple[BlockVariant, ...]:

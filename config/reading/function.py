@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from config.reading.kinds import every_path
 from config.schema import (
     ModelConfig,
     head_dim,
@@ -20,7 +21,7 @@ from config.schema import (
     padded_vocab,
     value_dim,
 )
-from config.tree import differing_leaves, every_path, is_below, leaves, plain_data
+from config.tree import differing_leaves, is_below, leaves, plain_data
 
 TOKENIZER = "data.tokenizer"
 BY_TEXT = "data.tokenizer=text"  # another tokenizer, and rows go to the tokens of the same text

@@ -2,9 +2,10 @@
 import math
 from typing import NamedTuple
 
-from config import Config, ConfigError, ParallelConfig, divisors, mixture
-from config.rules import RULES_OF_WEIGHTS
+from config import Config, ConfigError, ParallelConfig, divisors
+from config.reading.rules import RULES_OF_WEIGHTS
 from config.tree import with_values
+from model.router import mixture
 
 
 class AskedLayout(NamedTuple):

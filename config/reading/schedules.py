@@ -5,19 +5,11 @@ What train.py makes, the planner and the proofs ask for here, so all refuse the 
 from collections.abc import Iterator
 from functools import lru_cache
 
-from config import (
-    Config,
-    ConfigError,
-    comma_separated,
-    divisors,
-    global_batch_sizes,
-    phases_of,
-    positive_integers,
-)
+from config import Config, ConfigError, comma_separated, divisors, global_batch_sizes, positive_integers
 from config.axes import axis_degrees, ranks_of_microbatch
-from config.phases import named
-from config.rules import RULES_OF_PHASES, Rule, validate
-from config.suggestions import suggestion
+from config.reading.phases import named, phases_of
+from config.reading.rules import RULES_OF_PHASES, Rule, validate
+from config.reading.suggestions import suggestion
 from model.split import split_by_cost
 from parallel.pipeline.schedule import Schedule, check_schedule, make_schedule
 

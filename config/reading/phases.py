@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from config.axes import AXES
-from config.parse import parse_key
+from config.reading.parse import parse_key
 from config.schema import Config, TrainConfig, rest_of_ramp, sequences_seen, steps_to_see
 from config.strict import ConfigError, Tree, read_yaml_value
 from config.tree import differing_leaves, has_path, plain_data, value_at, with_values
@@ -30,7 +30,7 @@ from config.tree import differing_leaves, has_path, plain_data, value_at, with_v
 STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is in each phase
 
 # {section: its keys that a phase may change}. None of them changes what a checkpoint holds, but for
-# model.context with learned positions, which config/rules.py refuses.
+# model.context with learned positions, which config/reading/rules.py refuses.
 CHANGEABLE = {
     "model": "context mixer.window mixer.kernel mixer.rope.base mixer.rope.scaling mixer.rope.scaling.factor "
              "mixer.rope.scaling.original mixer.rope.scaling.low_freq mixer.rope.scaling.high_freq "

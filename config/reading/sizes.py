@@ -2,9 +2,9 @@
 import math
 from fractions import Fraction
 
-from config.model_parts import AttentionConfig
 from config.schema import ModelConfig, divisors, head_dim
 from config.tree import has_path, value_at
+from model.attention import AttentionConfig
 
 WIDTHS = ("mlp.width", "mixer.kv_rank", "mixer.q_rank")  # of model.*
 MULTIPLE = 16  # of these

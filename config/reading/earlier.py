@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from config.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, capacity_part, from_flat
+from config.reading.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, capacity_part, from_flat
 
 SCALING = "model.mixer.rope.scaling"
 # Keys that the first configs did not have, with what they meant without them.

@@ -1,7 +1,7 @@
-"""The text of train.py --help: every key of config/schema.py with its type, its meaning and its value.
+"""The text of train.py --help: every key with its type, its meaning and its value.
 
-All of it is read from config/schema.py: the comment of a key is its meaning, and its annotation is the type
-that config.parse_value parses. So the help cannot disagree with the parser.
+All of it is read from the classes that define them: the comment of a key is its meaning, and its annotation
+is the type that parse_value parses. So the help cannot disagree with the parser.
 """
 import dataclasses
 import inspect
@@ -13,8 +13,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from config import Config, ConfigError, sections
-from config.tree import every_path, has_path, hints_of, kind_of, members_of, part_types
+from config import Config, ConfigError
+from config.reading.kinds import every_path, members_of, part_types
+from config.reading.parse import defaults, sections
+from config.tree import has_path, hints_of, kind_of
 
 USAGE = """usage: python train.py [NAME] [--config FILE] [--section.key VALUE ...]
        python train.py [NAME] --help [SECTION | WORD]   some keys only
@@ -27,7 +29,7 @@ TYPE_NAMES = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false"}
 
 
 def key_meanings(section: type) -> dict[str, str]:
-    """{key: its whole comment} of one dataclass of config/schema.py, in the order of the file.
+    """{key: its whole comment} of one dataclass, in the order of its file.
 
     The comment starts beside the key and continues on the lines below it, up to the next key or empty line.
     """
@@ -123,7 +125,7 @@ def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
 
 def section_lines(cfg: Config, section: str, word: str, width: int) -> list[str]:
     """The help entries of the keys of one section that match `word`."""
-    keys = list(shown_keys(getattr(cfg, section), sections()[section](), f"{section}."))
+    keys = list(shown_keys(getattr(cfg, section), getattr(defaults(), section), f"{section}."))
     if word and word not in sections():
         keys += absent_keys(cfg, section)
 

@@ -1,0 +1,71 @@
+"""The kinds of parts that a model may have, and what follows from the types of the tree: all of its paths.
+
+A part that is left out is of the first kind.
+"""
+import dataclasses
+import types
+import typing
+from typing import Any
+
+from config.model_parts import ChannelMixer, NoPart, NormConfig, TokenMixer
+from config.tree import hints_of, kind_of, leaves
+from model.block import MIXERS, MLPS
+from model.norm import NORMS
+
+KINDS: dict[Any, tuple[type, ...]] = {
+    TokenMixer: (*MIXERS, NoPart),
+    ChannelMixer: (*MLPS, NoPart),
+    NormConfig: NORMS,
+}
+
+
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows, and the kinds of a part; of another type, itself alone."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else KINDS.get(hint, (hint,))
+
+
+def part_types(hint: Any) -> tuple[type, ...]:
+    """The dataclasses of which a field may hold one; () for a plain key."""
+    return tuple(member for member in members_of(hint) if dataclasses.is_dataclass(member))
+
+
+def parts_at(cls: type, path: str) -> tuple[type, ...]:
+    """The dataclasses of which a config of this type may have one at a path; () where it has keys alone."""
+    parts: tuple[type, ...] = (cls,)
+    for name in path.split(".") if path else ():
+        hints = [hints_of(part)[name] for part in parts if name in hints_of(part)]
+        parts = tuple(dict.fromkeys(part for hint in hints for part in part_types(hint)))
+    return parts
+
+
+def every_path(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
+    """{path: (the dataclass that has the key, its name)} of every key that some config may have, and of every
+    part that may be none. A path that several kinds of a part have is listed once."""
+    found: dict[str, tuple[type, str]] = {}
+    for name, hint in hints_of(cls).items():
+        parts = part_types(hint)
+        if not parts or type(None) in members_of(hint):
+            found[prefix + name] = cls, name
+        for part in parts:
+            found = every_path(part, f"{prefix}{name}.") | found
+    return found
+
+
+def stated_leaves(node: Any, prefix: str = "") -> list[str]:
+    """The paths of the keys whose value is not the default of their field; of a part of another kind than the
+    first, its key `kind`, too; all keys of a part that is none by default."""
+    found: list[str] = []
+    for field in dataclasses.fields(node):
+        value, default = getattr(node, field.name), field.default
+        path = prefix + field.name
+        if not dataclasses.is_dataclass(value):
+            found += [path] if value != default else []
+            continue
+        if default is None:
+            found += [inner for inner, _ in leaves(value, f"{path}.")]
+            continue
+        kinds = [kind_of(part) for part in part_types(hints_of(type(node))[field.name])]
+        found += [f"{path}.kind"] if kind_of(type(value)) != kinds[0] else []
+        found += stated_leaves(value, f"{path}.")
+    return found

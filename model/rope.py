@@ -1,0 +1,175 @@
+"""Rotary positions (RoPE, arXiv 2104.09864): their keys, their scalings for a longer context, and the tables
+of a pass; and scores that grow with the position of their query.
+"""
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from config import Config, ModelConfig, layer_models, rotated_dim
+from config.model_parts import TokenMixer
+from config.tree import Count, CountOrZero, NotNegative, Portion, Positive, Positives, with_values
+from kernels import rope
+
+# ---- keys --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """RoPE for a longer context by interpolation of positions (arXiv 2306.15595)."""
+    kind: Literal["linear"] = "linear"
+    factor: Positive  # all positions are divided by it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """RoPE for a longer context, as in Llama 3.1 (arXiv 2407.21783)."""
+    kind: Literal["llama3"] = "llama3"
+    factor: Positive  # context length / original
+    original: Count = 8192  # context length before scaling
+    low_freq: Positive = 1.0  # channels that rotate fewer times than this within `original` are slowed down
+    #   by the factor
+    high_freq: Positive = 4.0  # channels that rotate more often than this stay unchanged, with a ramp between
+    #   the two limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """RoPE for a longer context by YaRN (arXiv 2309.00071)."""
+    kind: Literal["yarn"] = "yarn"
+    factor: Positive  # context length / original
+    original: Count = 8192  # context length before scaling
+    low_freq: Positive = 1.0  # channels that rotate fewer times than this within `original` are slowed down
+    #   by the factor (beta_slow)
+    high_freq: Positive = 32.0  # channels that rotate more often than this stay unchanged, with a ramp
+    #   between the two limits (beta_fast)
+    mscale: NotNegative = 1.0  # cos and sin are multiplied by f(mscale) / f(mscale_all), where f(m) = 1 + m
+    #   ln(factor) / 10
+    truncate: bool = True  # the limits of the ramp are whole channels (false: gpt-oss)
+    mscale_all: NotNegative = 0.0  # latent attention multiplies its scores by f(mscale_all) squared
+    #   (DeepSeek)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """RoPE for a longer context by LongRoPE (arXiv 2402.13753)."""
+    kind: Literal["longrope"] = "longrope"
+    factor: Positive  # context length / original; above 1, cos and sin are multiplied by sqrt(1 + ln(factor)
+    #   / ln(original))
+    original: Count = 8192  # context length before scaling
+    short: Positives  # each pair of channels is slowed by its own number here, at all positions of a run
+    #   whose sequences (train.seq_len) have at most `original` tokens
+    long: Positives  # the same where the sequences are longer; a text that grows beyond `original` while it
+    #   is generated is read again with them
+
+
+Scaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions (arXiv 2104.09864)."""
+    base: Positive = 10000.0  # base of the rotary wavelengths
+    share: Portion = 1.0  # of the channels of a head, the first ones: those that are rotated (GPT-NeoX)
+    pairs: bool = False  # true: rotate channels 2i and 2i + 1 together; false: i and i + dim/2
+    scaling: Scaling | None = None  # for a longer context than the model was trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthConfig:
+    """Queries at position p are multiplied by 1 + rate ln(1 + floor((p + first) / every)) (Llama 4)."""
+    rate: Positive = 0.1  # of the growth
+    every: Count = 8192  # positions that share a factor
+    first: CountOrZero = 0  # number of the first position: 1 in Llama 4, 0 in Ministral 3
+
+
+# ---- what follows from them --------------------------------------------------------------------------------
+
+def with_original_context(mixer: TokenMixer, original: int) -> TokenMixer:
+    """The mixer with another length of the context before the scaling of its rotary positions, if it has
+    one."""
+    keys = getattr(mixer, "rope", None)
+    if keys is None or not isinstance(keys.scaling, (Llama3Scaling, YarnScaling, LongRopeScaling)):
+        return mixer
+    return with_values(mixer, {"rope.scaling.original": original})
+
+
+def with_fitting_longrope(model: ModelConfig) -> ModelConfig:
+    """The model with LongRoPE's numbers for as many pairs of channels as it rotates: the first ones that it
+    states, and the last of them for the rest."""
+    keys = getattr(model.mixer, "rope", None)
+    if keys is None or not isinstance(keys.scaling, LongRopeScaling):
+        return model
+    pairs, scaling = rotated_dim(model) // 2, keys.scaling
+    fitting = {
+        f"mixer.rope.scaling.{name}": numbers[:pairs] + numbers[-1:] * (pairs - len(numbers))
+        for name, numbers in (("short", scaling.short), ("long", scaling.long))
+    }
+    return with_values(model, fitting)
+
+
+def rope_switches(model: ModelConfig) -> set[int]:
+    """The lengths of a sequence beyond which it is rotated by other angles from its first token on."""
+    of_kinds = (getattr(like.mixer, "rope", None) for like in layer_models(model).values())
+    scalings = [keys.scaling for keys in of_kinds if keys]
+    return {scaling.original for scaling in scalings if isinstance(scaling, LongRopeScaling)}
+
+
+class Rotation(NamedTuple):
+    """What rotary tables depend on, beside positions. channels: of a head that are rotated."""
+    base: float
+    scaling: Scaling | None
+    channels: int
+
+
+def rotation_of(model: ModelConfig) -> Rotation | None:
+    """Of the layers of a model that are like this (config.layer_model); None: they do not rotate."""
+    keys = getattr(model.mixer, "rope", None)
+    return None if keys is None else Rotation(keys.base, keys.scaling, rotated_dim(model))
+
+
+# ---- of a pass ---------------------------------------------------------------------------------------------
+
+def query_growth(cfg: Config, growth: GrowthConfig, positions: Tensor) -> Tensor:
+    """positions [b, s] -> the factor of the queries there [b, s, 1, 1], in fp32, or fp64 in an fp64 run."""
+    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
+    steps = torch.div(positions + growth.first, growth.every, rounding_mode="floor")
+    return (1 + growth.rate * torch.log1p(steps.to(dtype)))[..., None, None]
+
+
+def rope_tables(
+    cfg: Config, rotation: Rotation, positions: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
+    """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run. length: tokens
+    of the whole sequences, over ranks and earlier passes.
+
+    RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
+    3.1 (arXiv 2407.21783), YaRN (arXiv 2309.00071) or LongRoPE (arXiv 2402.13753), or with interpolated
+    positions (arXiv 2306.15595). The tables of YaRN and LongRoPE are also multiplied by a number, which in
+    DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
+    """
+    scaling = rotation.scaling
+    scaled: dict[str, Any] = {}
+    if isinstance(scaling, LongRopeScaling):
+        scaled = {"slowed": scaling.long if length > scaling.original else scaling.short}
+    elif scaling is not None:
+        scaled = {"factor": scaling.factor, "kind": scaling.kind}
+    if isinstance(scaling, (Llama3Scaling, YarnScaling)):
+        scaled |= {"low": scaling.low_freq, "high": scaling.high_freq, "original": scaling.original}
+    if isinstance(scaling, YarnScaling):
+        scaled |= {"truncate": scaling.truncate}
+    frequencies = rope.frequencies(
+        rotation.channels,
+        rotation.base,
+        **scaled,
+        device=positions.device,  # computed there: a copy from the host would make it wait
+    )
+    scale = 1.0
+    if isinstance(scaling, YarnScaling):
+        scale = (rope.yarn_mscale(scaling.factor, scaling.mscale)
+                 / rope.yarn_mscale(scaling.factor, scaling.mscale_all))
+    elif isinstance(scaling, LongRopeScaling):
+        scale = rope.longrope_scale(scaling.factor, scaling.original)
+    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
+    return rope.cos_sin_tables(positions, frequencies, dtype, scale)
