@@ -21,8 +21,7 @@ from checkpoint.files import is_finite, raw_bytes
 from checkpoint.folder import StoredIndex, StoredPiece
 from checkpoint.quantized import dequantized, pieces_of
 from checkpoint.tensors_by_name import NamedTensors, open_safetensors_folder
-from config import ConfigError, ModelConfig, head_dim, kv_heads, layer_model, padded_vocab, value_dim
-from config.model_parts import NoPart
+from config import ConfigError, ModelConfig, NoPart, head_dim, kv_heads, layer_model, padded_vocab, value_dim
 from config.tree import plain_data
 from model.attention import AttentionConfig, HeadGate
 from model.delta import DeltaConfig

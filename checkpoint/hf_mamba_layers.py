@@ -21,8 +21,7 @@ from checkpoint.hf_rules import (
     write_rules,
 )
 from checkpoint.hf_state_layers import EARLIER_TYPES, LINEAR, StateLayers
-from config import ModelConfig, Tree
-from config.model_parts import NoPart
+from config import ModelConfig, NoPart, Tree
 from config.pattern import pattern_text
 from config.reading.kinds import stated_leaves
 from model.mamba import MambaConfig

@@ -1,7 +1,7 @@
 """The keys of a run, and what follows from them. Nothing here needs torch.
 
 schema.py    every key with its type, default and meaning, but for those of the model's parts
-model_parts.py  what the parts of a model have in common; the keys of each stand beside its module, in model/
+rule.py      what a rule about several keys says of one config
 tree.py      paths of keys, ranges of values
 pattern.py   kinds of blocks, and the order in which a model has them
 axes.py      the degrees of parallelism, and what follows from each
@@ -16,20 +16,26 @@ reading/     recipes, files and command lines become a config, by rules; it know
 What a reader of a config needs can be imported from here.
 """
 from config.machine import usable_cores
-from config.model_parts import ChannelMixer, MTPConfig, MupConfig, NoPart, NormConfig, TokenMixer
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.provenance import code_hash
 from config.schema import (
     MAX_LOSS_SCALE,
+    ChannelMixer,
     CheckpointConfig,
     Config,
     DataConfig,
     EvalConfig,
+    HeadShape,
     LogConfig,
     ModelConfig,
+    MTPConfig,
+    MupConfig,
+    NoPart,
+    NormConfig,
     OptimConfig,
     ParallelConfig,
     ProfileConfig,
+    TokenMixer,
     TrainConfig,
     as_number,
     comma_separated,

@@ -6,14 +6,15 @@ rules that involve several keys.
 """
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from config.model_parts import ChannelMixer, HeadShape, MTPConfig, MupConfig, NormConfig, TokenMixer
 from config.optimizers import OPTIMIZERS
 from config.pattern import BlockVariant, kinds_of_layers
+from config.rule import Rule
 from config.strict import ConfigError
 from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
 
@@ -24,6 +25,94 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
 
+
+# ---- what the parts of a block have in common: the keys of each stand beside its module, in model/ ---------
+
+
+class HeadShape(NamedTuple):
+    """The heads of softmax attention. rotated: channels of a query or key head that RoPE rotates."""
+    head_dim: int  # channels of a query or key head
+    value_dim: int  # channels of a value head
+    kv_heads: int
+    rotated: int
+
+
+class TokenMixer:
+    """What mixes the tokens of a sequence. Beside its keys it says, for rules and planner:
+
+    has_softmax: a token sees all tokens before it; in the other mixers it sees a state.
+    """
+    has_softmax = False
+
+    def heads_over_tp(self) -> dict[str, int]:
+        """{key of the mixer: its number} of the heads that tp divides, and of what several heads share."""
+        return {}
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        """{key of the model that sets the size: features of a matrix that tp divides}."""
+        return {}
+
+    def head_shape(self, hidden: int) -> HeadShape:
+        """Of a mixer with softmax."""
+        raise TypeError(f"{type(self).__name__} has no softmax attention")
+
+    def rules(self, cfg: "Config") -> Iterator[Rule]:
+        """Which values go together. cfg: of a layer with this mixer."""
+        for name, shared in self.heads_over_tp().items():
+            heads = self.heads_over_tp()["heads"]
+            yield Rule(
+                heads % shared == 0,
+                f"model.mixer.{name}: {shared} does not divide model.mixer.heads={heads}",
+                f"model.mixer.{name}", divisors(heads))
+
+
+class ChannelMixer:
+    """What mixes the channels of a token."""
+
+    def features_over_tp(self, hidden: int) -> dict[str, int]:
+        """{key of the model that sets the size: features of a matrix that tp divides}."""
+        return {}
+
+    def rules(self, cfg: "Config") -> Iterator[Rule]:
+        """Which values go together. cfg: of a layer with these keys."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPart(TokenMixer, ChannelMixer):
+    """A block without this part: with an MLP alone, or a mixer of tokens alone (Nemotron-H, arXiv
+    2504.03624)."""
+    kind: Literal["none"] = "none"
+
+
+NormPlace = Literal["before", "after", "around"]
+
+
+class NormConfig:
+    """A norm around the mixer and the MLP of every block, and after the last block."""
+    eps: float  # added to the mean square, or to the variance
+    place: NormPlace
+
+
+# ---- around the blocks -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """Multi-token prediction (arXiv 2412.19437)."""
+    modules: Count = 1  # after the last block; each predicts one token further ahead
+    weight: NotNegative = 0.3  # of their mean loss, which is added to the next-token loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class MupConfig:
+    """muP (arXiv 2203.03466): MLP, heads and ranks grow with the width."""
+    base: Count  # width of the model whose learning rates and init_std are tuned
+    head_dim: Count | None = None  # head_dim of the tuned model; attention scores change as 1 / head_dim from
+    #   there; none: head_dim is the same as in the tuned model
+
+
+# ---- sections ----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -5,6 +5,7 @@ Shapes: b sequences of s tokens, h heads of queries, g of keys and values, d cha
 head, which are as many unless model.mixer.value_dim says otherwise.
 """
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, head_dim, kv_heads, mup_score_scale, recomputes, value_dim
-from config.model_parts import HeadShape, TokenMixer
+from config import (
+    Config,
+    HeadShape,
+    TokenMixer,
+    TrainConfig,
+    divisors,
+    head_dim,
+    kv_heads,
+    mup_score_scale,
+    recomputes,
+    value_dim,
+)
+from config.rule import Rule
 from config.tree import Count, Positive
 from kernels import rope
 from kernels.attention import attention
@@ -24,7 +36,7 @@ from model.context import ForwardContext, View, view_of
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
 from model.recompute import checkpoint_activations
-from model.rope import GrowthConfig, RopeConfig, rotation_of
+from model.rope import GrowthConfig, RopeConfig, rotation_of, scaling_rules
 from parallel.context.ring import ring_attention
 from parallel.context.ulysses import ulysses_attention
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -106,6 +118,50 @@ class AttentionConfig(TokenMixer):
             kv_heads=self.kv_heads or self.heads,
             rotated=round(size * self.rope.share) if self.rope else 0,
         )
+
+    def rules(self, cfg: Config) -> Iterator[Rule]:
+        model = cfg.model
+        yield Rule(
+            self.head_dim or model.hidden % self.heads == 0,
+            f"model.mixer.heads: {self.heads} does not divide model.hidden={model.hidden}, "
+            "and model.mixer.head_dim is not set",
+            "model.mixer.heads", divisors(model.hidden))
+        yield from super().rules(cfg)
+        yield from kernel_rules(self.kernel, cfg.train)
+
+        # positions
+        size, _, _, rotated = self.head_shape(model.hidden)
+        share = self.rope.share if self.rope else 1.0
+        yield Rule(
+            share != 1 or rotated % 2 == 0,
+            f"model.mixer.head_dim: {rotated} must be even for RoPE",
+            "model.mixer.head_dim", (rotated - 1, rotated + 1))
+        yield Rule(
+            share == 1 or (rotated > 0 and rotated % 2 == 0 and rotated == size * share),
+            f"model.mixer.rope.share: {share} of {size} channels is not an even number of them; take "
+            f"{2 * max(1, round(size * share / 2)) / size:g}")
+        yield Rule(
+            self.rope is not None or self.qk_norm != "after_rope",
+            "model.mixer.qk_norm: after_rope, and model.mixer.rope is none; take head")
+        yield from scaling_rules(self.rope, rotated)
+
+        yield Rule(
+            not (self.scale and model.mup and model.mup.head_dim),
+            "model.mixer.scale: says how scores are scaled, and so does model.mup.head_dim; leave one of "
+            "them out")
+
+
+def kernel_rules(kernel: AttentionKernel, train: TrainConfig) -> Iterator[Rule]:
+    """Devices and dtypes of the kernels of softmax attention."""
+    yield Rule(
+        kernel not in ("flash", "triton") or train.device not in ("cpu", "mps"),
+        f"model.mixer.kernel: {kernel} needs a CUDA GPU, and train.device is {train.device}; take auto")
+    yield Rule(
+        kernel != "flash" or train.dtype in ("bf16", "fp8"),
+        f"model.mixer.kernel: flash-attn has no {train.dtype}; set train.dtype bf16 or take auto")
+    yield Rule(
+        kernel != "triton" or train.dtype != "fp64",
+        "model.mixer.kernel: the Triton kernels have no fp64; take auto or reference")
 
 
 GATE_FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}  # by model.mixer.gate.by

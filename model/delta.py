@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, recomputes
-from config.model_parts import TokenMixer
+from config import Config, TokenMixer, recomputes
 from config.tree import Count, Positive
 from kernels.delta_rule import delta_rule, delta_rule_effect, recurrent_delta_rule, zero_state
 from kernels.grad import accumulation_dtype, read_weight

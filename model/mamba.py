@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import Config, recomputes
-from config.model_parts import TokenMixer
+from config import Config, TokenMixer, recomputes
 from config.tree import Count, NotNegative
 from kernels.grad import accumulation_dtype, read_weight
 from kernels.state_space import recurrent_state_space, state_space, state_space_effect, zero_state

@@ -14,25 +14,26 @@ instead of d (without q_rank x is gathered as well), and their gradients are par
 the tokens are divided.
 """
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from config import Config, ModelConfig, mup_score_scale
-from config.model_parts import HeadShape, TokenMixer
+from config import Config, HeadShape, ModelConfig, TokenMixer, mup_score_scale
+from config.rule import Rule
 from config.tree import Count, Positive
 from kernels import rope
 from kernels.attention import attention
 from kernels.latent_heads import keys_and_values, rotate_heads
 from kernels.linear import linear
 from kernels.norm import rms_norm
-from model.attention import AttentionCore, AttentionKernel
+from model.attention import AttentionCore, AttentionKernel, kernel_rules
 from model.context import ForwardContext
 from model.init import residual_std
 from model.precision import fp8_of_layer
-from model.rope import GrowthConfig, RopeConfig, YarnScaling, rotation_of
+from model.rope import GrowthConfig, RopeConfig, YarnScaling, rotation_of, scaling_rules
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import ColumnLinear, RowLinear, partial_over_tp, replicated_vector, row_shard
@@ -78,6 +79,19 @@ class LatentConfig(TokenMixer):
             kv_heads=self.heads,
             rotated=self.rope_dim if self.rope else 0,
         )
+
+    def rules(self, cfg: Config) -> Iterator[Rule]:
+        yield from kernel_rules(self.kernel, cfg.train)
+        yield Rule(
+            self.rope_dim % 2 == 0,
+            f"model.mixer.rope_dim: {self.rope_dim} must be even for RoPE",
+            "model.mixer.rope_dim", (self.rope_dim - 1, self.rope_dim + 1))
+        share = self.rope.share if self.rope else 1.0
+        yield Rule(
+            share == 1,
+            f"model.mixer.rope.share: {share}, and of latent attention model.mixer.rope_dim says how many "
+            "channels are rotated; leave it out")
+        yield from scaling_rules(self.rope, self.rope_dim)
 
 
 class MultiLatentAttention(nn.Module):

@@ -5,8 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from config import Config, recomputes
-from config.model_parts import ChannelMixer
+from config import ChannelMixer, Config, recomputes
 from config.tree import Count
 from kernels.activations import ACTIVATIONS
 from kernels.grad import read_weight

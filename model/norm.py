@@ -5,8 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from config import Config, recomputes
-from config.model_parts import NormConfig, NormPlace
+from config import Config, NormConfig, NormPlace, recomputes
 from config.tree import Positive
 from kernels import norm
 from kernels.linear import recompute_output

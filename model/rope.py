@@ -1,14 +1,15 @@
 """Rotary positions (RoPE, arXiv 2104.09864): their keys, their scalings for a longer context, and the tables
 of a pass; and scores that grow with the position of their query.
 """
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, layer_models, rotated_dim
-from config.model_parts import TokenMixer
+from config import Config, ModelConfig, TokenMixer, layer_models, rotated_dim
+from config.rule import Rule
 from config.tree import Count, CountOrZero, NotNegative, Portion, Positive, Positives, with_values
 from kernels import rope
 
@@ -82,6 +83,26 @@ class GrowthConfig:
     rate: Positive = 0.1  # of the growth
     every: Count = 8192  # positions that share a factor
     first: CountOrZero = 0  # number of the first position: 1 in Llama 4, 0 in Ministral 3
+
+
+def scaling_rules(keys: RopeConfig | None, rotated: int) -> Iterator[Rule]:
+    """Limits, and numbers for each pair of channels. rotated: channels of a head."""
+    scaling = keys.scaling if keys else None
+    yield Rule(
+        not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
+        "model.mixer.rope.scaling.low_freq: must not lie above high_freq of the same scaling")
+    if not isinstance(scaling, LongRopeScaling):
+        return
+    for name in ("short", "long"):
+        count = len(getattr(scaling, name))
+        yield Rule(
+            count == rotated // 2,
+            f"model.mixer.rope.scaling.{name}: {count} numbers, and {rotated} channels of a head are "
+            f"rotated; give {rotated // 2}, one for each pair")
+    yield Rule(
+        scaling.original > 1,
+        f"model.mixer.rope.scaling.original: {scaling.original}, and its logarithm is divided by; take the "
+        "number of tokens that the model was trained on")
 
 
 # ---- what follows from them --------------------------------------------------------------------------------

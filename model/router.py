@@ -25,7 +25,7 @@ A capacity counts all tokens of a sequence, with or without a target. It holds i
 and generation, where later tokens are not known yet, drop nothing.
 """
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from config import Config, ModelConfig, layer_model, layer_models
-from config.model_parts import ChannelMixer
+from config import ChannelMixer, Config, ModelConfig, divisors, layer_model, layer_models
+from config.rule import Rule, nearby_multiples
 from config.tree import BelowOne, Count, NotNegative, Positive, value_at, with_values
 from kernels.cross_entropy import IGNORE_INDEX
 from kernels.grad import accumulation_dtype
@@ -127,6 +127,67 @@ class ExpertsConfig(ChannelMixer):
     def shared_width(self) -> int:
         """Inner width of the shared experts together; 0 without any."""
         return self.shared.experts * self.width if self.shared else 0
+
+    def rules(self, cfg: Config) -> Iterator[Rule]:
+        model, train, parallel = cfg.model, cfg.train, cfg.parallel
+        factor = self.capacity.factor if self.capacity else math.inf
+        yield Rule(
+            factor >= 1 / self.experts,
+            f"model.mlp.capacity.factor: {factor} is below 1/experts = {1 / self.experts:g}, and most tokens "
+            "would be dropped; take 1 for a fair share, or model.mlp.capacity none to drop no token")
+
+        # layout
+        yield Rule(
+            self.experts % parallel.ep == 0,
+            f"parallel.ep: {parallel.ep} does not divide model.mlp.experts={self.experts}",
+            "parallel.ep", divisors(self.experts))
+        yield Rule(
+            self.width % parallel.etp == 0,
+            f"parallel.etp: {parallel.etp} does not divide model.mlp.width={self.width}",
+            "parallel.etp", divisors(self.width))
+        yield Rule(
+            model.hidden % parallel.etp == 0 or not self.bias,
+            f"parallel.etp: {parallel.etp} does not divide model.hidden={model.hidden}, over which the biases "
+            "of experts are divided (model.mlp.bias)",
+            "parallel.etp", divisors(model.hidden))
+        yield Rule(
+            self.shared_width % parallel.tp == 0,
+            f"parallel.tp: {parallel.tp} does not divide the shared experts' width {self.shared_width}",
+            "parallel.tp", divisors(self.shared_width))
+        shards = parallel.cp * parallel.tp
+        yield Rule(
+            train.seq_len % shards == 0,
+            f"train.seq_len: {train.seq_len} is not a multiple of cp*tp = {parallel.cp}*{parallel.tp}, "
+            "over which the tokens of a mixture layer are sharded",
+            "train.seq_len", nearby_multiples(train.seq_len, shards))
+        yield from self.router_rules()
+
+    def router_rules(self) -> Iterator[Rule]:
+        """How many experts a token may choose, from how many groups."""
+        experts, groups, top_groups = self.experts, self.router.groups, self.router.group_top_k
+        yield Rule(
+            self.top_k <= experts,
+            f"model.mlp.top_k: {self.top_k} is more than model.mlp.experts={experts}",
+            "model.mlp.top_k", (experts,))
+        yield Rule(
+            experts % groups == 0,
+            f"model.mlp.router.groups: {groups} does not divide model.mlp.experts={experts}",
+            "model.mlp.router.groups", divisors(experts))
+        yield Rule(
+            top_groups <= groups,
+            f"model.mlp.router.group_top_k: {top_groups} is more than model.mlp.router.groups={groups}",
+            "model.mlp.router.group_top_k", (groups,))
+        candidates = experts // groups * top_groups
+        yield Rule(
+            self.top_k <= candidates,
+            f"model.mlp.top_k: {self.top_k} is more than the {candidates} experts of "
+            f"model.mlp.router.group_top_k={top_groups} groups",
+            "model.mlp.top_k model.mlp.router.group_top_k", range(1, experts + 1))
+        yield Rule(
+            self.router.scores == "softmax" or groups == 1 or experts // groups > 1,
+            f"model.mlp.router.groups: {groups} groups have one expert each, and a sigmoid router adds up "
+            "the scores of the best two of a group",
+            "model.mlp.router.groups", divisors(experts))
 
 
 # ---- what follows from them --------------------------------------------------------------------------------

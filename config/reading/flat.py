@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from config.model_parts import NoPart
 from config.pattern import MOST_LAYERS, PLAIN, BlockVariant, kinds_of_layers, pattern_text, with_dense_layers
 from config.reading.kinds import stated_leaves
-from config.schema import ModelConfig, layer_kinds, layer_model
+from config.schema import ModelConfig, NoPart, layer_kinds, layer_model
 from config.strict import ConfigError
 from config.tree import is_below
 from model.mlp import MLPConfig

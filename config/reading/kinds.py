@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any
 
-from config.model_parts import ChannelMixer, NoPart, NormConfig, TokenMixer
+from config.schema import ChannelMixer, NoPart, NormConfig, TokenMixer
 from config.tree import hints_of, kind_of, leaves
 from model.block import MIXERS, MLPS
 from model.norm import NORMS

@@ -5,9 +5,8 @@ key, what is wrong with it and, where possible, values nearby that are accepted 
 """
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from config import (
     MAX_LOSS_SCALE,
@@ -16,16 +15,12 @@ from config import (
     comma_separated,
     divisors,
     fp8_recipe,
-    head_dim,
-    kv_heads,
     layer_kinds,
     layer_models,
     positive_integers,
     profiled_steps,
-    rotated_dim,
 )
 from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
-from config.model_parts import NoPart
 from config.optimizers import in_words, optimizers_that
 from config.reading.function import (
     BY_TEXT,
@@ -40,11 +35,12 @@ from config.reading.kinds import every_path
 from config.reading.loading import nearest_key
 from config.reading.parse import HORIZONS, sections
 from config.reading.phases import phases_of
+from config.rule import Rule, nearby_multiples
+from config.schema import NoPart
 from config.tree import is_below, ranged_values
 from model.delta import KimiConfig
 from model.mla import LatentConfig
 from model.mlp import MLPConfig
-from model.rope import LongRopeScaling, YarnScaling
 from model.router import ExpertsConfig, mixture
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
@@ -57,18 +53,6 @@ EXPERTS_ALIKE = ("experts", "top_k", "router", "capacity")  # keys that all laye
 FP8_UNIT = 16  # chips read fp8 matrices in multiples of this many elements
 
 
-class Rule(NamedTuple):
-    """One rule, evaluated for one config. Where it is broken, config/reading/suggestions.py looks for values.
-
-    They are other values of the first of `keys` that has any, or another train.ramp.
-    """
-    holds: object  # true if the config keeps the rule
-    message: str  # the error if it does not: names the key, and how to correct it
-    keys: str = ""  # separated by spaces
-    values: Iterable[int] = ()  # candidates for each of `keys`
-    ramp_unit: int = 0  # above 0: another train.ramp, whose sizes are all multiples of it (sequences)
-
-
 def validate(cfg: Config, world: int = 1) -> Rule | None:
     """The first rule that a run on `world` ranks breaks; None if it keeps all that involve several keys."""
     for rules in RULES:
@@ -76,11 +60,6 @@ def validate(cfg: Config, world: int = 1) -> Rule | None:
             if not rule.holds:
                 return rule
     return None
-
-
-def nearby_multiples(value: int, unit: int) -> list[int]:
-    """Multiples of `unit` around `value`: candidates for a suggestion."""
-    return [unit * max(1, value // unit + offset) for offset in range(-1, 3)]
 
 
 # ---- single values ---------------------------------------------------------------------------------------
@@ -120,81 +99,14 @@ def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"model.residual: parallel, and model.{''.join(absent[:1])}.kind is none; take sequential")
 
 
-def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Heads, attention kernels and positions."""
-    model, mixer, train = cfg.model, cfg.model.mixer, cfg.train
-    if not mixer.has_softmax:
-        return
-    is_latent = isinstance(mixer, LatentConfig)
-    yield Rule(
-        is_latent or mixer.head_dim or model.hidden % mixer.heads == 0,
-        f"model.mixer.heads: {mixer.heads} does not divide model.hidden={model.hidden}, "
-        "and model.mixer.head_dim is not set",
-        "model.mixer.heads", divisors(model.hidden))
-    yield Rule(
-        mixer.heads % kv_heads(model) == 0,
-        f"model.mixer.kv_heads: {kv_heads(model)} does not divide model.mixer.heads={mixer.heads}",
-        "model.mixer.kv_heads", divisors(mixer.heads))
-
-    kernel = mixer.kernel
-    yield Rule(
-        kernel not in ("flash", "triton") or train.device not in ("cpu", "mps"),
-        f"model.mixer.kernel: {kernel} needs a CUDA GPU, and train.device is {train.device}; take auto")
-    yield Rule(
-        kernel != "flash" or train.dtype in ("bf16", "fp8"),
-        f"model.mixer.kernel: flash-attn has no {train.dtype}; set train.dtype bf16 or take auto")
-    yield Rule(
-        kernel != "triton" or train.dtype != "fp64",
-        "model.mixer.kernel: the Triton kernels have no fp64; take auto or reference")
-
-    key = "model.mixer.rope_dim" if is_latent else "model.mixer.head_dim"
-    rotated = mixer.rope_dim if is_latent else rotated_dim(model)
-    share = mixer.rope.share if mixer.rope else 1.0
-    yield Rule(
-        share != 1 or rotated % 2 == 0,
-        f"{key}: {rotated} must be even for RoPE", key, (rotated - 1, rotated + 1))
-    yield Rule(
-        share == 1 or (rotated > 0 and rotated % 2 == 0 and rotated == head_dim(model) * share),
-        f"model.mixer.rope.share: {share} of {head_dim(model)} channels is not an even number of them; take "
-        f"{2 * max(1, round(head_dim(model) * share / 2)) / head_dim(model):g}")
-    yield Rule(
-        share == 1 or not is_latent,
-        f"model.mixer.rope.share: {share}, and of latent attention model.mixer.rope_dim says how many "
-        "channels are rotated; leave it out")
-    yield Rule(
-        is_latent or not (mixer.scale and model.mup and model.mup.head_dim),
-        "model.mixer.scale: says how scores are scaled, and so does model.mup.head_dim; leave one of them "
-        "out")
-    yield Rule(
-        is_latent or mixer.rope is not None or mixer.qk_norm != "after_rope",
-        "model.mixer.qk_norm: after_rope, and model.mixer.rope is none; take head")
-    scaling = mixer.rope.scaling if mixer.rope else None
-    yield Rule(
-        not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
-        "model.mixer.rope.scaling.low_freq: must not lie above high_freq of the same scaling")
-    if isinstance(scaling, LongRopeScaling):
-        for name in ("short", "long"):
-            count = len(getattr(scaling, name))
-            yield Rule(
-                count == rotated // 2,
-                f"model.mixer.rope.scaling.{name}: {count} numbers, and {rotated} channels of a head are "
-                f"rotated; give {rotated // 2}, one for each pair")
-        yield Rule(
-            scaling.original > 1,
-            f"model.mixer.rope.scaling.original: {scaling.original}, and its logarithm is divided by; take "
-            "the number of tokens that the model was trained on")
+def mixer_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """What the mixer of tokens says of its keys."""
+    yield from cfg.model.mixer.rules(cfg)
 
 
-def state_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Heads of mixers with a state: several share the keys, as the mixer's module has them."""
-    mixer = cfg.model.mixer
-    if mixer.has_softmax:
-        return
-    for name, shared in mixer.heads_over_tp().items():
-        yield Rule(
-            mixer.heads % shared == 0,
-            f"model.mixer.{name}: {shared} does not divide model.mixer.heads={mixer.heads}",
-            f"model.mixer.{name}", divisors(mixer.heads))
+def mlp_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """What the mixer of channels says of its keys."""
+    yield from cfg.model.mlp.rules(cfg)
 
 
 def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -229,77 +141,12 @@ def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
                 getattr(mlp, key) == getattr(first, key),
                 f"model.blocks.{name}.mlp.{key}: {written(getattr(mlp, key))}, and other layers with experts "
                 f"have {written(getattr(first, key))}; give all of them the same")
-    yield from of_each_kind(mixture_rules)(cfg, world)
+    yield from of_each_kind(mlp_rules)(cfg, world)
     ranks = world // (parallel.pp * parallel.dp_rep)
     yield Rule(
         ranks % (parallel.ep * parallel.etp) == 0,
         f"parallel.ep*etp = {parallel.ep}*{parallel.etp} does not divide dp*cp*tp = {ranks}",
         "parallel.ep parallel.etp", divisors(ranks))
-
-
-def mixture_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """One kind of layer with experts: capacity, layout, router."""
-    model, mlp, train, parallel = cfg.model, cfg.model.mlp, cfg.train, cfg.parallel
-    if not isinstance(mlp, ExpertsConfig):
-        return
-    factor = mlp.capacity.factor if mlp.capacity else math.inf
-    yield Rule(
-        factor >= 1 / mlp.experts,
-        f"model.mlp.capacity.factor: {factor} is below 1/experts = {1 / mlp.experts:g}, and most tokens "
-        "would be dropped; take 1 for a fair share, or model.mlp.capacity none to drop no token")
-
-    # layout
-    yield Rule(
-        mlp.experts % parallel.ep == 0,
-        f"parallel.ep: {parallel.ep} does not divide model.mlp.experts={mlp.experts}",
-        "parallel.ep", divisors(mlp.experts))
-    yield Rule(
-        mlp.width % parallel.etp == 0,
-        f"parallel.etp: {parallel.etp} does not divide model.mlp.width={mlp.width}",
-        "parallel.etp", divisors(mlp.width))
-    yield Rule(
-        model.hidden % parallel.etp == 0 or not mlp.bias,
-        f"parallel.etp: {parallel.etp} does not divide model.hidden={model.hidden}, over which the biases of "
-        "experts are divided (model.mlp.bias)",
-        "parallel.etp", divisors(model.hidden))
-    yield Rule(
-        mlp.shared_width % parallel.tp == 0,
-        f"parallel.tp: {parallel.tp} does not divide the shared experts' width {mlp.shared_width}",
-        "parallel.tp", divisors(mlp.shared_width))
-    shards = parallel.cp * parallel.tp
-    yield Rule(
-        train.seq_len % shards == 0,
-        f"train.seq_len: {train.seq_len} is not a multiple of cp*tp = {parallel.cp}*{parallel.tp}, "
-        "over which the tokens of a mixture layer are sharded",
-        "train.seq_len", nearby_multiples(train.seq_len, shards))
-    yield from router_rules(mlp)
-
-
-def router_rules(mlp: ExpertsConfig) -> Iterator[Rule]:
-    experts, groups, top_groups = mlp.experts, mlp.router.groups, mlp.router.group_top_k
-    yield Rule(
-        mlp.top_k <= experts,
-        f"model.mlp.top_k: {mlp.top_k} is more than model.mlp.experts={experts}",
-        "model.mlp.top_k", (experts,))
-    yield Rule(
-        experts % groups == 0,
-        f"model.mlp.router.groups: {groups} does not divide model.mlp.experts={experts}",
-        "model.mlp.router.groups", divisors(experts))
-    yield Rule(
-        top_groups <= groups,
-        f"model.mlp.router.group_top_k: {top_groups} is more than model.mlp.router.groups={groups}",
-        "model.mlp.router.group_top_k", (groups,))
-    candidates = experts // groups * top_groups
-    yield Rule(
-        mlp.top_k <= candidates,
-        f"model.mlp.top_k: {mlp.top_k} is more than the {candidates} experts of "
-        f"model.mlp.router.group_top_k={top_groups} groups",
-        "model.mlp.top_k model.mlp.router.group_top_k", range(1, experts + 1))
-    yield Rule(
-        mlp.router.scores == "softmax" or groups == 1 or experts // groups > 1,
-        f"model.mlp.router.groups: {groups} groups have one expert each, and a sigmoid router adds up the "
-        "scores of the best two of a group",
-        "model.mlp.router.groups", divisors(experts))
 
 
 # ---- the run and its layout ------------------------------------------------------------------------------
@@ -857,8 +704,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     pattern_rules,
     range_rules_of_kinds,
     of_each_kind(part_rules),
-    of_each_kind(attention_rules),
-    of_each_kind(state_rules),
+    of_each_kind(mixer_rules),
     other_model_rules,
     run_length_rules,
     phase_rules,
