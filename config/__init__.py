@@ -32,6 +32,7 @@ from config.schema import (
     MupConfig,
     NoPart,
     NormConfig,
+    NormPlace,
     OptimConfig,
     ParallelConfig,
     ProfileConfig,

@@ -147,8 +147,8 @@ class ExpertsConfig(ChannelMixer):
             "parallel.etp", divisors(self.width))
         yield Rule(
             model.hidden % parallel.etp == 0 or not self.bias,
-            f"parallel.etp: {parallel.etp} does not divide model.hidden={model.hidden}, over which the biases "
-            "of experts are divided (model.mlp.bias)",
+            f"parallel.etp: {parallel.etp} does not divide model.hidden={model.hidden}, over which the "
+            "biases of experts are divided (model.mlp.bias)",
             "parallel.etp", divisors(model.hidden))
         yield Rule(
             self.shared_width % parallel.tp == 0,
