@@ -2179,7 +2179,7 @@ TABLE = (
     ),
     Mutation(
         what="scores grow with a token's place on its rank, and not in the sequence",
-        file="model/context.py",
+        file="model/rope.py",
         old="torch.div(positions + growth.first,",
         new="torch.div(torch.arange(positions.shape[1]).expand_as(positions) + growth.first,",
         model="ministral3-tiny",
