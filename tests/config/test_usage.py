@@ -1,4 +1,4 @@
-"""--help and --list: all of what config/schema.py says, in words that the parser takes, at any width; files
+"""--help and --list: all that the keys' comments say, in words that the parser takes, at any width; files
 parsed once.
 """
 
