@@ -102,7 +102,8 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
     # the groups that the piece's rows lie in; of a single group the rows alone
     begin, end = piece.start[0], piece.start[0] + piece.size[0]
     first_group, last_group = begin // place.rows, -(-end // place.rows)
-    if arrangement.groups == 1:
+    in_groups = arrangement.groups > 1 or arrangement.turned
+    if not in_groups:
         rows = slice(place.first + begin, place.first + end)
     else:
         rows = slice(first_group * place.of, last_group * place.of)
@@ -127,8 +128,10 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
         value = value.squeeze(0)
     if arrangement.inner:
         value = value.squeeze(1)
-    if arrangement.groups > 1:
+    if in_groups:
         grouped = value.unflatten(0, (-1, place.of))[:, place.first:place.first + place.rows]
+        if arrangement.turned:
+            grouped = grouped.roll(place.rows // 2, 1)
         value = grouped.flatten(0, 1)[begin - first_group * place.rows:][:end - begin]
     target.copy_(value)
     if place.above:

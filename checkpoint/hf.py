@@ -224,7 +224,9 @@ def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
         return parts[0]
     arrangement = tensor.arrangement
     grouped = [part.unflatten(0, (arrangement.groups, -1)) for part in parts]
-    value = torch.cat(grouped, 1).flatten(0, 1) if len(parts) > 1 else parts[0]
+    if arrangement.turned:
+        grouped = [part.roll(part.shape[1] // 2, 1) for part in grouped]
+    value = torch.cat(grouped, 1).flatten(0, 1) if len(parts) > 1 or arrangement.turned else parts[0]
     if arrangement.inner:
         value = value.unsqueeze(1)
     if arrangement.outer:
@@ -257,6 +259,9 @@ def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> Non
             "which multi-token prediction reads too; no Hugging Face folder can hold this model "
             "(model.tied with model.mtp)"
         )
+    if model.mup and model.tied and not model.norm.weight:
+        raise ConfigError("model.mup: the factor of a tied head goes into the weight of the last norm, which "
+                          "has none (model.norm.weight); untie the head (model.tied)")
     for like in layer_models(model).values():
         query_names(like)  # refuses what has none
     head = ("norm.weight", "norm.bias") if model.tied else ("head.weight",)

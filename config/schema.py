@@ -92,6 +92,7 @@ class NormConfig:
     """A norm around the mixer and the MLP of every block, and after the last block."""
     eps: float  # added to the mean square, or to the variance
     place: NormPlace
+    weight: bool  # false: it scales no channel
 
 
 # ---- around the blocks -------------------------------------------------------------------------------------
@@ -144,6 +145,7 @@ class ModelConfig:
     positions: Literal["learned"] | None = None  # learned absolute positions, added to the embedding (GPT-2);
     #   none: positions are the mixer's matter
     embed_scale: Positive = 1.0  # factor of the embedding (Gemma: sqrt(hidden))
+    embed_norm: bool = False  # a norm of the embedding, before the first block (nanochat)
     logit_scale: Positive = 1.0  # factor of the logits (Granite, Cohere)
     logit_cap: Positive | None = None  # logits are bounded: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118)
     tied: bool = False  # the output head uses the weight of the embedding

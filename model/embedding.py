@@ -3,6 +3,7 @@ from torch import Tensor, nn
 
 from config import Config, padded_vocab
 from kernels.embedding import embedding
+from model.norm import Norm
 from parallel.rng import DropoutRng, dropout
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -58,10 +59,13 @@ class Embedding(nn.Module):
             partial_over = partial_over_tp(self.sp)
             spec = ParameterSpec((box,), "positions", model.init_std, partial_over=partial_over)
             self.positions = parameter(spec)
+        self.norm = Norm(cfg, "embed_norm") if model.embed_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor, dropout_rng: DropoutRng | None) -> Tensor:
         x = embed_tokens(tokens, self.weight, self.tp, sp=self.sp, scale=self.scale)
         if self.positions is not None:
             local_positions = local_chunk(positions, self.tp) if self.sp else positions
             x = x + embedding(local_positions, self.positions)
+        if self.norm is not None:
+            x = self.norm(x)
         return dropout(x, self.dropout, dropout_rng, EMBEDDING_SITE)

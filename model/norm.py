@@ -19,6 +19,7 @@ class RMSNormConfig(NormConfig):
     eps: Positive = 1e-5  # added to the mean square
     place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give
     #   (after: OLMo 2); or both (around: Gemma 2)
+    weight: bool = True  # it has one; false: it scales no channel (nanochat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class LayerNormConfig(NormConfig):
     eps: Positive = 1e-5  # added to the variance
     place: NormPlace = "before"  # what a block normalizes: what its mixer and MLP read; what they give
     #   (after); or both (around)
+    weight: bool = True  # it has one; false: it scales no channel (OLMo 1)
     bias: bool = True  # it has one (GPT-2); false: a weight alone (Cohere)
 
 
@@ -45,7 +47,9 @@ class Norm(nn.Module):
         self.compiled = cfg.train.compile
         self.readers = readers
         self.recompute = recomputes(cfg, "norm")
-        self.weight = replicated_vector(f"{key}.weight", hidden, "norm", is_partial=sp)
+        self.weight = None
+        if cfg.model.norm.weight:
+            self.weight = replicated_vector(f"{key}.weight", hidden, "norm", is_partial=sp)
         self.is_layer_norm = isinstance(cfg.model.norm, LayerNormConfig)
         self.bias = None
         if isinstance(cfg.model.norm, LayerNormConfig) and cfg.model.norm.bias:
@@ -57,24 +61,30 @@ class Norm(nn.Module):
 
     def normalize(self, x: Tensor) -> Tensor:
         settings = (self.eps, self.compiled, self.readers)
+        weight = self.factors(x)
         if not self.is_layer_norm:
-            return norm.rms_norm(x, self.weight, *settings)
-        return norm.layer_norm(x, self.weight, self.added(), *settings)
+            return norm.rms_norm(x, weight, *settings)
+        return norm.layer_norm(x, weight, self.added(weight), *settings)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x). One pass, either way."""
         settings = (self.eps, self.compiled, self.readers)
+        weight = self.factors(x)
         if not self.is_layer_norm:
-            y, total = norm.add_rms_norm(x, residual, self.weight, *settings)
+            y, total = norm.add_rms_norm(x, residual, weight, *settings)
         else:
-            y, total = norm.add_layer_norm(x, residual, self.weight, self.added(), *settings)
+            y, total = norm.add_layer_norm(x, residual, weight, self.added(weight), *settings)
         if self.recompute:
             y = recompute_output(y, self.normalize, total)
         return y, total
 
-    def added(self) -> Tensor:
+    def factors(self, x: Tensor) -> Tensor:
+        """The weight [d]: ones where it has none. x: what is normalized."""
+        return x.new_ones(x.shape[-1]) if self.weight is None else self.weight
+
+    def added(self, weight: Tensor) -> Tensor:
         """The bias of LayerNorm [d]: zeros where it has none."""
-        return torch.zeros_like(self.weight) if self.bias is None else self.bias
+        return torch.zeros_like(weight) if self.bias is None else self.bias
 
 
 class PlainSum:

@@ -439,6 +439,7 @@ CASES = [
     Case("context", 128, {"shapes"}, shaped(positions=(128, 32)), LEARNED),
     Case("norm.kind", "layernorm", NEW, added("attn_norm.bias", "mlp_norm.bias", "norm.bias")),
     Case("norm.eps", 1e-2, VALUES),
+    Case("norm.weight", False, NEW, added(gone=("norm.weight",))),
     Case("norm.bias", False, NEW, added(gone=("norm.bias",)), {"norm.kind": "layernorm"}),
     Case(
         "norm.place",
@@ -450,6 +451,7 @@ CASES = [
     Case("residual", "parallel", NEW, added(gone=("mlp_norm.weight",))),
     Case("residual_scale", 0.5, VALUES),
     Case("embed_scale", 3.0, VALUES),
+    Case("embed_norm", True, NEW, added("embed_norm.weight")),
     Case("logit_scale", 0.5, VALUES, lambda before, after: same(after.logits, 0.5 * before.logits)),
     Case("logit_cap", 0.5, VALUES, lambda before, after: same(after.logits, bounded(before.logits, 0.5))),
     Case("mlp.activation", "gelu", NEW, added(gone=("mlp.gate",))),

@@ -68,6 +68,7 @@ class Arrangement:
     inner: bool = False  # with a dim of size 1 after the rows (torch.nn.Conv1d)
     outer: bool = False  # with a dim of size 1 before the rows
     leading: int | None = None  # stacks along a first dim in front
+    turned: bool = False  # the second half of each of our groups comes before the first
 
 
 PLAIN_ARRANGEMENT = Arrangement()

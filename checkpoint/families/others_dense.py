@@ -1,9 +1,9 @@
 """Dense models of makers that have one family here.
 
 StarCoder2 (BigCode), SmolLM3 (Hugging Face), Seed-OSS (ByteDance), InternLM3 (Shanghai AI Laboratory), Phi-3
-and Phi-4 (Microsoft), Apertus (Swiss AI).
+and Phi-4 (Microsoft), Apertus (Swiss AI), nanochat.
 """
-from checkpoint.families.family import Family
+from checkpoint.families.family import Arrangement, ArrangementOf, Family
 from checkpoint.families.names import (
     LLAMA_TENSORS,
     MLP,
@@ -54,6 +54,7 @@ from checkpoint.hf_rules import (
     Idle,
     Only,
 )
+from config import kv_heads
 
 STARCODER_MLP = in_layer("model.layers", {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 STARCODER_TENSORS = (
@@ -267,4 +268,47 @@ APERTUS = Family(
     | with_leaf("bias", QKV | OUTPUT)
     | XIELU,
     constants={"model.layers.{layer}.mlp.act_fn.beta": 0.5, "model.layers.{layer}.mlp.act_fn.eps": -1e-6},
+)
+
+
+NANOCHAT_MLP = in_layer("model.layers", {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"})
+# Its angles run the other way. Halves of q and k that change places make of it the rotation of the others.
+NANOCHAT_TURNED: dict[str, ArrangementOf] = {
+    "q_proj": lambda model: Arrangement(groups=model.mixer.heads, turned=True),
+    "k_proj": lambda model: Arrangement(groups=kv_heads(model), turned=True),
+}
+
+NANOCHAT = Family(
+    model_type="nanochat",
+    architecture="NanoChatForCausalLM",
+    rules=(
+        *SIZES,
+        ATTENTION_BIAS,
+        NO_MLP_BIAS,
+        Fixed("mixer.qk_norm", "unweighted"),
+        NO_WINDOW,
+        Fixed("norm.kind", "rmsnorm"),
+        Fixed("norm.weight", False),
+        Fixed("embed_norm", True),
+        Fixed("mlp.activation", "relu2"),
+        Only("hidden_act", ("relu2",)),
+        *ROTARY,
+        ROPE,
+        Field("logit_cap", "final_logit_softcapping", nullable=True),
+        NO_ATTENTION_DROPOUT,
+        NO_PADDING,
+    ),
+    defaults={
+        **ROPE_DEFAULTS,
+        "attention_bias": False,
+        "final_logit_softcapping": 15.0,
+        "max_position_embeddings": 2048,
+    },
+    tensors=with_leaf(
+        "weight", {"embed": OUTER["embed"], "head": OUTER["head"]} | QKV | OUTPUT | NANOCHAT_MLP
+    ) | with_leaf("bias", QKV | OUTPUT),
+    arrangements={
+        f"model.layers.{{layer}}.self_attn.{name}.{leaf}": arrangement
+        for name, arrangement in NANOCHAT_TURNED.items() for leaf in ("weight", "bias")
+    },
 )

@@ -61,6 +61,7 @@ FAMILIES = {family.model_type: family for family in (
     arcee.ARCEE,
     nvidia.NEMOTRON,
     others_dense.APERTUS,
+    others_dense.NANOCHAT,
     cohere.COHERE,
     cohere.COHERE2,
     zai.GLM,
@@ -108,7 +109,6 @@ LACKING = {  # model_type of other models: the part that they need
     **dict.fromkeys(("glm5_next", "glm5_next_text", "hy_v4"), "hyper-connections or an indexer"),
     "deepseek_v4": "compressed attention or hyper-connections",
     "minimax": "lightning attention",
-    "nanochat": "norms without a weight",
     **dict.fromkeys(("step3p5", "step3p7"), "a SwiGLU that is clamped after its activation"),
 }
 

@@ -238,3 +238,11 @@ def test_a_factor_of_scores_goes_into_queries_of_attention_alone():
     assert [tensor[0].item() for _, tensor in found] == [1.0, pytest.approx(0.5)]
     hf.fold_mup(made, found, undo=True)
     assert all(torch.equal(tensor, torch.ones(4)) for _, tensor in found)
+
+
+def test_a_factor_of_a_tied_head_needs_a_norm_with_a_weight():
+    plain = {"mup": {"base": 6}, "tied": True, "norm.weight": False}
+    made = build_tree(ModelConfig, merge(SIZES, plain, ModelConfig))
+    with pytest.raises(ConfigError, match=r"model.mup: .* \(model.norm.weight\); untie the head"):
+        hf.fold_mup(made, [])
+    hf.fold_mup(build_tree(ModelConfig, merge(SIZES, plain | {"tied": False}, ModelConfig)), [])

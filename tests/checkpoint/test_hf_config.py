@@ -53,6 +53,7 @@ FAMILY = {
     "nemotron-h": "nemotron_h",
     "nemotron3": "nemotron_h",
     "apertus": "apertus",
+    "nanochat": "nanochat",
     "nemotron": "nemotron",
     "command-r": "cohere2",
     "cohere2": "cohere2",

@@ -84,6 +84,7 @@ FAMILY_PRESETS = {
     "granite": "granite-tiny",
     "arcee": "arcee-tiny",
     "apertus": "apertus-tiny",
+    "nanochat": "nanochat-tiny",
     "nemotron": "nemotron-tiny",
     "cohere": "cohere2-tiny",
     "cohere2": "cohere2-tiny",

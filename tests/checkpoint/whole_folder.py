@@ -73,6 +73,8 @@ def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
         shares = [len(part) // arrangement.groups for part in parts]
         sources = rows.unflatten(0, (arrangement.groups, -1)).split(shares, 1)
         for part, source in zip(parts, sources):
+            if arrangement.turned:
+                source = source.roll(source.shape[1] // 2, 1)
             part.copy_(source.flatten(0, 1))
             if tensor.above:
                 part.add_(tensor.above)

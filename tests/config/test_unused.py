@@ -72,7 +72,7 @@ CASES = (
 # keys that every run reads, whatever the other keys are
 READ = {
     "model": "preset layers hidden vocab vocab_multiple blocks pattern residual residual_scale positions "
-    "embed_scale logit_scale logit_cap tied dropout init_std",
+    "embed_scale embed_norm logit_scale logit_cap tied dropout init_std",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay decay_steps weight_decay clip spike_sigma",

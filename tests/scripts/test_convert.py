@@ -330,6 +330,14 @@ CASES = {
             "route_scale": 1.7, "mup_enabled": True,
         },
     ),
+    "nanochat": ("NanoChat", {**ROPE, "head_dim": 10, "rope_scaling": YARN, "pad_token_id": None}),
+    "nanochat-biased": (
+        "NanoChat",
+        {
+            **ROPE, "num_key_value_heads": 1, "attention_bias": True, "final_logit_softcapping": None,
+            "tie_word_embeddings": True, "pad_token_id": None,
+        },
+    ),
     "laguna": (
         "Laguna",
         {
