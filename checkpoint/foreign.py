@@ -158,7 +158,7 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
     tensors = open_safetensors_folder(folder)
     if quantization is not None:
         tensors = dequantized(tensors, quantization, path)
-    notes = tuple(hf.unread_notes(tensors.tensors, family))
+    notes = tuple(hf.unread_notes(tensors.tensors, family, model.layers))
     tensors = with_full_names(tensors, family, model)
     return foreign_index(folder, family, hf.tie_embeddings(model, tensors.tensors), tensors, notes)
 
@@ -227,7 +227,8 @@ def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -
         text if text == hf.HEAD or not bare else family.prefix + text: name for text, name in names.items()
     }
     stored = {
-        family.usual_name(full, model): name for full, name in stored.items() if hf.is_weight(full, family)
+        family.usual_name(full, model): name for full, name in stored.items()
+        if hf.is_weight(full, family, model.layers)
     }
     return replace(
         tensors,

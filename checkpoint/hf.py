@@ -6,6 +6,7 @@ families stack several of ours in one tensor, in groups of rows, transposed, or 
 checkpoint/foreign.py reads them. No pickle is opened.
 """
 import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.families.family import Arrangement, Family
+from checkpoint.families.family import LAYER, Arrangement, Family
 from checkpoint.families.table import BESIDE_TEXT, FAMILIES, text_names
 from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
 from checkpoint.tensors_by_name import weight_files
@@ -125,8 +126,11 @@ class StoredHFTensor:
     dtype: str  # as safetensors writes it: F32, BF16, ...
 
 
-def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
-    """{full name: StoredHFTensor} of a folder's safetensors files, from their headers alone.
+def stored_tensors(
+    folder: Path, model_type: str, layers: float = math.inf
+) -> dict[str, StoredHFTensor]:
+    """{full name: StoredHFTensor} of a folder's safetensors files, from their headers alone. layers: of the
+    model, where it is known.
 
     Raises ConfigError naming the file.
     """
@@ -145,18 +149,26 @@ def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
     if not any(name.startswith(prefix) for name in found):
         found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
     family = FAMILIES[model_type]
-    return {name: stored for name, stored in found.items() if is_weight(name, family)}
+    return {name: stored for name, stored in found.items() if is_weight(name, family, layers)}
 
 
-def is_weight(name: str, family: Family) -> bool:
-    """Whether a tensor of a folder, under its full name, is one that is read."""
-    return not BUFFERS.fullmatch(name) and not name.startswith(family.unread)
+def is_weight(name: str, family: Family, layers: float) -> bool:
+    """Whether a tensor of a folder, under its full name, is one that is read. layers: of the model."""
+    return not (BUFFERS.fullmatch(name) or name.startswith(family.unread) or ahead(name, family, layers))
 
 
-def unread_notes(names: Collection[str], family: Family) -> list[str]:
-    """Lines that name the tensors of a folder that no model of the family has."""
+def ahead(name: str, family: Family, layers: float) -> str:
+    """The start of a name of a layer after the last, where the family leaves them; else ""."""
+    layer = LAYER.search(name)
+    is_ahead = family.leaves_modules_ahead and layer is not None and int(layer[1]) >= layers
+    return name[:layer.end()] if layer is not None and is_ahead else ""
+
+
+def unread_notes(names: Collection[str], family: Family, layers: int) -> list[str]:
+    """Lines that name the tensors of a folder that no model of the family has. layers: of the model."""
     beside = BESIDE_TEXT if len(text_names(names)) < len(names) else ()
-    numbers = {start: sum(name.startswith(start) for name in names) for start in (*family.unread, *beside)}
+    starts = (*family.unread, *beside, *sorted({ahead(name, family, layers) for name in names} - {""}))
+    numbers = {start: sum(name.startswith(start) for name in names) for start in starts}
     return [
         f"the tensors {start}* ({number}) are not taken: transformers does not load them in a model of text"
         for start, number in numbers.items() if number

@@ -30,7 +30,8 @@ BESIDE_TEXT = (  # keys that do not concern the text part, and those that are ta
     TEXT, *TAKEN_ALONG, "vision_config", "image_token_id", "image_token_index", "video_token_id",
     "vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index",
     "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size",
-    "vision_feature_layer",
+    "vision_feature_layer", "projector_bias", "understand_projector_stride", "image_token_len",
+    "patch_token_len",
 )
 
 

@@ -190,6 +190,14 @@ class NotedKeys(dict[str, Any]):
         return super().get(key, default)
 
 
+def with_keys(keys: Tree, changes: Tree) -> Tree:
+    """The keys with other values of some. What is asked of them is noted as asked of the first."""
+    changed = NotedKeys({**keys, **changes})
+    if isinstance(keys, NotedKeys):
+        changed.asked = keys.asked
+    return changed
+
+
 def no_fields(keys: Tree) -> Tree:
     return {}
 
@@ -1254,20 +1262,26 @@ def read_dense_layers(keys: Tree) -> Tree:
     return {"first_dense": len(dense)}
 
 
-def read_shared_width(keys: Tree) -> Tree:
+def read_shared_width(keys: Tree, key: str) -> Tree:
     """Qwen gives the width of all shared experts together."""
-    shared_size = plain_number(keys, "shared_expert_intermediate_size")
+    shared_size = plain_number(keys, key)
     expert_size = plain_number(keys, "moe_intermediate_size")
     if not expert_size or not shared_size or shared_size % expert_size:
         raise UnlikeFamily(
-            f"shared_expert_intermediate_size = {shared_size} is not a multiple of "
+            f"{key} = {shared_size} is not a multiple of "
             f"moe_intermediate_size = {expert_size}"
         )
     return {"shared_experts": shared_size // expert_size}
 
 
-def write_shared_width(model: ModelConfig) -> Tree:
-    return {"shared_expert_intermediate_size": model.shared_experts * model.moe_ffn}
+def shared_width(key: str) -> FieldGroup:
+    """A key that says the width of all shared experts together, of which there is at least one."""
+    return FieldGroup(
+        ("shared_experts",),
+        functools.partial(read_shared_width, key=key),
+        lambda model: {key: model.shared_experts * model.moe_ffn},
+        lambda model: [] if model.shared_experts else ["shared_experts"],
+    )
 
 
 def read_mlp_layer_types(keys: Tree) -> Tree:
@@ -1304,12 +1318,7 @@ MLP_LAYER_TYPES = FieldGroup(
 QWEN_DENSE_LAYERS = FieldGroup(
     ("first_dense",), read_dense_layers, lambda model: {"mlp_only_layers": list(range(model.first_dense))}
 )
-SHARED_WIDTH = FieldGroup(
-    ("shared_experts",),
-    read_shared_width,
-    write_shared_width,
-    lambda model: [] if model.shared_experts else ["shared_experts"],
-)
+SHARED_WIDTH = shared_width("shared_expert_intermediate_size")
 
 
 def expert_width_obstacles(model: ModelConfig) -> list[str]:

@@ -3,6 +3,7 @@ models, in plain torch.
 
     geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
     clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7
+    limited swiglu   silu(gate) up                        Step 3.7: silu(gate) at most a limit, up within it
     gelu_erf         x Phi(x)                             arXiv 1606.08415, by erf
     relu2            relu(x)^2                            arXiv 2109.08668
     xielu            a x^2 + x / 2 above 0, else          arXiv 2411.13010; it learns a and b
@@ -12,7 +13,7 @@ A gated one reads [gate | up]. Arithmetic is in fp32 or better, and the input al
 train.compile makes each a kernel, forward and backward.
 """
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -95,6 +96,26 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     dgate = (dy * (up + 1) * slope).mul_(gate_moves)
     dup = (dy * gate * sigmoid).mul_(up_moves)
     return torch.cat((dgate, dup), -1).to(gate_up.dtype)
+
+
+@cache  # a function that is compiled is compiled once
+def limited_swiglu(limit: float) -> Definition:
+    """SwiGLU whose two factors are bounded: what SiLU gives above alone, up on both sides."""
+    def forward(gate_up: Tensor) -> Tensor:
+        gate, up = split_gate_up(gate_up)
+        return (F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
+
+    def backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = split_gate_up(gate_up)
+        dy = dy.to(gate.dtype)
+        activated = F.silu(gate)
+        gate_moves = activated <= limit  # at the bound itself it still has a gradient, as clamp has
+        up_moves = up.abs() <= limit
+        dgate = torch.ops.aten.silu_backward(dy * up.clamp(-limit, limit), gate).mul_(gate_moves)
+        dup = (dy * activated.clamp(max=limit)).mul_(up_moves)
+        return torch.cat((dgate, dup), -1).to(gate_up.dtype)
+
+    return Definition(forward, backward)
 
 
 def relu2_forward(x: Tensor) -> Tensor:
@@ -194,3 +215,8 @@ ACTIVATIONS = {  # by model.mlp.activation
     "relu2": defined(Definition(relu2_forward, relu2_backward), is_gated=False),
     "xielu": Activation(xielu, None, is_gated=False, learned=("alpha_p", "alpha_n")),
 }
+
+
+def activation_of(name: str, limit: float | None) -> Activation:
+    """name, limit: model.mlp.activation and limit."""
+    return ACTIVATIONS[name] if limit is None else defined(limited_swiglu(limit), is_gated=True)

@@ -1,4 +1,5 @@
 """The feed-forward half of a block: SwiGLU (gate and up as one matrix product), or another of ACTIVATIONS."""
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -6,10 +7,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from config import ChannelMixer, Config, recomputes
-from config.tree import Count
-from kernels.activations import ACTIVATIONS
+from config.rule import Rule
+from config.tree import Count, Positive
+from kernels.activations import activation_of
 from kernels.grad import read_weight
 from kernels.linear import recompute_output
+from kernels.swiglu import swiglu
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
 from parallel.tensor.layers import ColumnLinear, RowLinear, replicated_vector
@@ -28,26 +31,47 @@ class MLPConfig(ChannelMixer):
     #   clamped_swiglu: of gpt-oss; gelu_erf: GELU without the approximation; relu2: squared ReLU (Nemotron);
     #   xielu: of Apertus, learns two numbers
     bias: bool = False  # biases of its linear layers (GPT-2)
+    limit: Positive | None = None  # of swiglu: silu(gate) is at most this, and up within plus or minus this
+    #   (Step 3.7)
 
     def features_over_tp(self, hidden: int) -> dict[str, int]:
         return {"mlp.width": self.width}
+
+    def rules(self, cfg: Config) -> Iterator[Rule]:
+        yield limit_rule("limit", self.limit, self.activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertsConfig:
+    """Experts that process every token (arXiv 2401.06066), as one MLP of their widths together."""
+    experts: Count = 1  # number of shared experts, each as wide as a routed one
+    gate: bool = False  # multiply their output by sigmoid(x w) (Qwen2-MoE)
+    limit: Positive | None = None  # as that of an MLP
+
+
+def limit_rule(key: str, limit: float | None, activation: str) -> Rule:
+    return Rule(
+        limit is None or activation == "swiglu",
+        f"model.mlp.{key}: bounds swiglu, and model.mlp.activation is {activation}; leave it out")
 
 
 class MLP(nn.Module):
     """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same.
 
-    name, width: of a mixture's shared experts; else of the block's MLP.
+    shared: a mixture's shared experts; else it is the MLP of the block.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, layer: int, name: str = "mlp",
-                 width: int | None = None) -> None:
+    def __init__(
+        self, cfg: Config, mesh: Mesh, layer: int, shared: SharedExpertsConfig | None = None
+    ) -> None:
         super().__init__()
         model = cfg.model
-        key = f"layers.{layer}.{name}"
-        width = width or model.mlp.width
-        activation = ACTIVATIONS[model.mlp.activation]
+        key = f"layers.{layer}.mlp.shared" if shared else f"layers.{layer}.mlp"
+        width = model.mlp.shared_width if shared else model.mlp.width
+        limit = (shared or model.mlp).limit
+        activation = activation_of(model.mlp.activation, limit)
         self.activation = partial(activation.function, compiled=cfg.train.compile)
-        if model.mlp.activation == "swiglu" and not model.mlp.bias:  # a bias sums gate_up's gradient
+        if activation.function is swiglu and not model.mlp.bias:  # a bias sums gate_up's gradient
             self.activation = partial(self.activation, reader=fp8_reader_of_layer(cfg, layer))
         self.recompute_activation = recomputes(cfg, "act")
         self.learned = activation.learned

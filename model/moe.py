@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from config import Config
-from kernels.activations import ACTIVATIONS
+from kernels.activations import ACTIVATIONS, activation_of
 from kernels.expert_bias import add_expert_bias, members_of
 from kernels.fp8_grouped import scaled_grouped_linear
 from kernels.grad import LateWeightGrads, accumulation_dtype
@@ -109,7 +109,7 @@ class SharedExperts(MLP):
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
-        super().__init__(cfg, mesh, layer, "mlp.shared", cfg.model.mlp.shared_width)
+        super().__init__(cfg, mesh, layer, cfg.model.mlp.shared)
 
 
 class SharedExpertGate(nn.Module):
@@ -159,7 +159,7 @@ class Experts(nn.Module):
         for param in parameters:
             param.late_grads = self.late_grads
 
-        self.activation = ACTIVATIONS[model.mlp.activation]
+        self.activation = activation_of(model.mlp.activation, model.mlp.limit)
         self.weighs_input = model.mlp.router.weighs == "input"
         fp8 = fp8_of_layer(cfg, layer)
         self.product = grouped_linear

@@ -48,7 +48,7 @@ from kernels.router import (
     router_logits,
     router_statistics,
 )
-from model.mlp import ExpertActivationName
+from model.mlp import ExpertActivationName, SharedExpertsConfig, limit_rule
 from parallel.context import zigzag
 from parallel.rng import DropoutRng
 from parallel.sharding.boxes import Box
@@ -59,13 +59,6 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
 # ---- keys --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedExpertsConfig:
-    """Experts that process every token (arXiv 2401.06066), as one MLP of their widths together."""
-    experts: Count = 1  # number of shared experts, each as wide as a routed one
-    gate: bool = False  # multiply their output by sigmoid(x w) (Qwen2-MoE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +112,7 @@ class ExpertsConfig(ChannelMixer):
     width: Count = 352  # inner width of one expert
     activation: ExpertActivationName = "swiglu"  # of each expert, as that of an MLP
     bias: bool = False  # biases of the linear layers of each expert (gpt-oss)
+    limit: Positive | None = None  # of each routed expert, as that of an MLP
     shared: SharedExpertsConfig | None = None  # experts that process every token
     router: RouterConfig = RouterConfig()
     capacity: CapacityConfig | None = None  # training: tokens beyond it are dropped; none: no token is
@@ -130,6 +124,8 @@ class ExpertsConfig(ChannelMixer):
 
     def rules(self, cfg: Config) -> Iterator[Rule]:
         model, train, parallel = cfg.model, cfg.train, cfg.parallel
+        yield limit_rule("limit", self.limit, self.activation)
+        yield limit_rule("shared.limit", self.shared and self.shared.limit, self.activation)
         factor = self.capacity.factor if self.capacity else math.inf
         yield Rule(
             factor >= 1 / self.experts,

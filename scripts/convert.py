@@ -79,6 +79,7 @@ DROPOUTS = (
     "resid_pdrop", "embd_pdrop", "attn_pdrop",
 )
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}  # of --shard-size
+LEAST_VISION = {"hidden_size": 16, "num_hidden_layers": 0, "num_attention_heads": 1}
 MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
 
 
@@ -99,7 +100,7 @@ def from_hf(
     Raises ConfigError; LogitsDiffer; StorageError.
     """
     family, model = hf_config.read_hf_config(folder)
-    found = hf.stored_tensors(folder, family)
+    found = hf.stored_tensors(folder, family, model.layers)
     published_mtp = modules_ahead(model)
     model = hf.tie_embeddings(model, found)
     has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
@@ -136,7 +137,7 @@ def from_hf(
     if published_mtp > modules_ahead(model):
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
                      f"{published_mtp}: the model has none (model.mtp none)")
-    notes += hf.unread_notes(open_safetensors_folder(folder).tensors, FAMILIES[family])
+    notes += hf.unread_notes(open_safetensors_folder(folder).tensors, FAMILIES[family], model.layers)
     notes += dropout_notes(folder)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
@@ -726,7 +727,8 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     who = f"transformers {transformers.__version__}"
-    keys = hf_config.read_json(folder / "config.json")
+    keys = hf_config.read_json(folder / "config.json") | {"tie_word_embeddings": ours.tied}
+    keys = as_whole(keys)
     model_type = keys["model_type"]
     family = FAMILIES.get(model_type)
     if family is not None:
@@ -737,7 +739,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
         model_class = transformers.AutoModelForImageTextToText
     try:
         their_config = transformers.CONFIG_MAPPING[model_type].from_dict(
-            {**keys, "model_type": model_type, "tie_word_embeddings": ours.tied})
+            {**keys, "model_type": model_type})
         model = model_class.from_pretrained(
             folder, config=their_config, dtype=torch.float32, local_files_only=True)
         # Llama 4 with images fails on text alone, and has a whole model of text inside
@@ -755,6 +757,16 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     except Exception as error:  # whatever transformers does not accept in the folder
         text = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
         raise LogitsDiffer(f"{folder}: {who} cannot run it: {type(error).__name__}: {text}") from error
+
+
+def as_whole(keys: Tree) -> Tree:
+    """The keys of a model of text, as those of a model of more where transformers has no class for the text
+    alone. What reads images there has no weights in the folder, and reads nothing."""
+    family = FAMILIES.get(keys["model_type"])
+    if family is None or not family.within:
+        return keys
+    tied = {"tie_word_embeddings": keys["tie_word_embeddings"]}
+    return {"model_type": family.within, hf_config.TEXT: keys, "vision_config": LEAST_VISION, **tied}
 
 
 def kept_as_stored(model_class: type | None, folder: Path) -> type | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from checkpoint.hf_rules import NotedKeys, Rule, UnlikeFamily, read_parts, spell_out, write_rules
 from config import ConfigError, ModelConfig, Tree, layer_model, modules_ahead
-from config.reading.flat import FLAT_NAMES, flat_model
+from config.reading.flat import FLAT_NAMES, LIMITS, flat_model
 from config.reading.kinds import stated_leaves
 from config.tree import has_path, is_below, value_at
 from model.mlp import MLPConfig
@@ -112,8 +112,10 @@ class Family:
     # {kind of a layer's mixer: {part of a name that a folder may have: what is written for it}}
     spellings: dict[str, dict[str, str]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()  # with these their names of tensors begin that transformers does not load
+    leaves_modules_ahead: bool = False  # nor does it load layers after the last, of multi-token prediction
     config: str = "config.json"  # what says the model, in errors
     code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
+    within: str = ""  # the same, of more than text, where it has this one as a text part alone
 
     def read(self, hf_config: Tree) -> Tree:
         """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
@@ -166,9 +168,12 @@ class Family:
 
         ignored = {*NOT_THE_MODEL, *FOLDED}
         if flat.experts is None:
-            ignored |= FLAT_NAMES.keys() - {"experts"}
+            ignored |= (FLAT_NAMES | LIMITS).keys() - {"experts"}
         in_blocks = flat.experts is not None and not isinstance(model.mlp, ExpertsConfig)
         names = dict.fromkeys(FLAT_NAMES, "blocks") if in_blocks else FLAT_NAMES
+        for name, path in LIMITS.items():
+            is_stated = has_path(model, path) and value_at(model, path) is not None
+            names = {**names, name: path if is_stated else "blocks"}
         ours = [names.get(name, name) for name in (*lost, *found) if not is_below(name, ignored)]
         return list(dict.fromkeys(
             name if has_path(model, name) else kind_before(model, name) for name in ours))

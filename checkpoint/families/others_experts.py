@@ -1,9 +1,9 @@
 """Mixtures of experts of makers that have one family here.
 
 dots.llm1 (rednote), Solar Open (Upstage), Sarvam-MoE (Sarvam AI), MiniMax-M2 (MiniMax), Laguna (Poolside),
-MiMo-V2-Flash (Xiaomi).
+MiMo-V2-Flash (Xiaomi), Step 3.5 and 3.7 (StepFun).
 """
-from checkpoint.families.family import Family
+from checkpoint.families.family import Arrangement, Family
 from checkpoint.families.names import (
     DOTS_TENSORS,
     EXPERTS,
@@ -13,8 +13,8 @@ from checkpoint.families.names import (
     NORMS,
     OUTER,
     OUTPUT,
-    QKV,
     QK_NORM,
+    QKV,
     QWEN3_TENSORS,
     ROUTER_BIAS,
     SHARED_EXPERTS,
@@ -58,7 +58,9 @@ from checkpoint.hf_rules import (
     bias_of_qkv,
     one_of_null,
     share_of_rope,
+    shared_width,
 )
+from checkpoint.hf_step_layers import STEP_LAYERS, STEP_LIMITS, STEP_MLPS, STEP_SCALAR
 
 DOTS1 = Family(
     model_type="dots1",
@@ -356,4 +358,100 @@ MIMO_V2_FLASH = Family(
     tensors=with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | MLP | EXPERTS) | with_leaf("bias", QKV)
     | ROUTER_BIAS | MIMO_SINKS,
     unread=("model.mtp.",),
+)
+
+
+STEP_NAMES = in_layer("model.layers", {
+    "attn.gate": "self_attn.g_proj",
+    "mlp.router": "moe.gate",
+    "mlp.shared.gate": "share_expert.gate_proj",
+    "mlp.shared.up": "share_expert.up_proj",
+    "mlp.shared.down": "share_expert.down_proj",
+})
+STEP_STACKS = in_layer("model.layers", {  # the experts of a layer are stacked
+    "mlp.experts.{expert}.gate": "moe.gate_proj",
+    "mlp.experts.{expert}.up": "moe.up_proj",
+    "mlp.experts.{expert}.down": "moe.down_proj",
+})
+STEP_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "moe.router_bias"})
+
+STEP3P5 = Family(
+    # Step 3.5 as published, and the text part of Step 3.7, inside of which transformers computes it.
+    model_type="step3p5",
+    architecture="Step3p5ForCausalLM",
+    rules=(
+        *without(LAYERS_AND_WIDTH, "mixer.heads"),
+        Field("mixer.kv_heads", "num_key_value_heads"),
+        Field("mixer.head_dim", "head_dim", minimum=1),
+        *REST_OF_SIZES,
+        Field("experts", "n_routed_experts"),
+        EXPERTS_PER_TOKEN,
+        Field("moe_ffn", "moe_intermediate_size"),
+        shared_width("share_expert_dim"),
+        STEP_MLPS,
+        STEP_LIMITS,
+        Field("router_scale", "moe_router_scaling_factor"),
+        Fixed("router", "sigmoid"),
+        Fixed("router_bias", True),
+        Fixed("router_renorm", True),
+        *NO_BIAS,
+        NO_ATTENTION_BIAS,
+        Only("mlp_bias", (False,), written=False),
+        Fixed("mixer.qk_norm", "head"),
+        Fixed("mixer.gate.kind", "head"),
+        Fixed("mixer.gate.by", "sigmoid"),
+        STEP_SCALAR,
+        *without_rope_share(DECODER),
+        STEP_LAYERS,
+        NO_ATTENTION_DROPOUT,
+        Only("gating", (True, "per-head"), written=False),
+        Only("use_bidirectional_attention", (False,), written=False),
+        # of published folders
+        Only("use_head_wise_attn_gate", (True,), written=False),
+        Only("use_qk_norm", (True,), written=False),
+        Only("zero_centered", (True,), written=False),
+        Only("use_moe", (True,), written=False),
+        Only("use_moe_router_bias", (True,), written=False),
+        Only("moe_router_activation", ("sigmoid",), written=False),
+        Only("norm_expert_weight", (True,), written=False),
+        Only("moe_layer_offset", (0,), written=False),
+        Only("moe_every_n_layer", (1,), written=False),
+        Only("att_impl_type", ("GQA",), written=False),
+        Only("use_mfa", (False,), written=False),
+        Only("sink", (False,), written=False),
+        Only("use_rope_layers", ([],), written=False),
+        Only("yarn_only_types", (["full_attention"],), written=False),
+        Idle(("max_seq_len", "need_fp32_gate", "mtp_layer_types", "mtp_mlp_layer_types")),
+    ),
+    defaults={
+        **ROPE_DEFAULTS,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 288,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280,
+        "moe_router_scaling_factor": 1.0,
+        "sliding_window": None,
+        "max_position_embeddings": 128000,
+    },
+    aliases={
+        "num_attention_groups": "num_key_value_heads",
+        "moe_num_experts": "n_routed_experts",
+        "moe_top_k": "num_experts_per_tok",
+        "share_expert_dims": "share_expert_dim",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    tensors=with_leaf(
+        "weight", OUTER | NORMS | QKV | OUTPUT | QK_NORM | MLP | STEP_NAMES | STEP_STACKS
+    ) | STEP_ROUTER_BIAS,
+    arrangements=dict.fromkeys(
+        with_leaf("weight", STEP_STACKS).values(), lambda model: Arrangement(leading=model.mlp.experts)
+    ),
+    norms_below_one=True,
+    unread=("vision_model.", "vit_large_projector."),
+    leaves_modules_ahead=True,
+    within="step3p7",
 )

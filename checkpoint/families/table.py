@@ -73,6 +73,7 @@ FAMILIES = {family.model_type: family for family in (
     arcee.AFMOE,
     others_experts.LAGUNA,
     others_experts.MIMO_V2_FLASH,
+    others_experts.STEP3P5,
     lg.EXAONE_MOE,
     ibm.GRANITEMOE,
     ibm.GRANITE_SWA,
@@ -109,7 +110,6 @@ LACKING = {  # model_type of other models: the part that they need
     **dict.fromkeys(("glm5_next", "glm5_next_text", "hy_v4"), "hyper-connections or an indexer"),
     "deepseek_v4": "compressed attention or hyper-connections",
     "minimax": "lightning attention",
-    **dict.fromkeys(("step3p5", "step3p7"), "a SwiGLU that is clamped after its activation"),
 }
 
 
@@ -121,6 +121,7 @@ WRAPPERS = {  # model_type: that of its text part, where text_config does not sa
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "step3p7": "step3p5",
 }
 TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # (start of its names, ours)
 BESIDE_TEXT = (  # with these the names of the others begin

@@ -9,15 +9,17 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from config.pattern import MOST_LAYERS, PLAIN, BlockVariant, kinds_of_layers, pattern_text, with_dense_layers
 from config.reading.kinds import stated_leaves
-from config.schema import ModelConfig, NoPart, layer_kinds, layer_model
+from config.schema import ChannelMixer, ModelConfig, NoPart, layer_kinds, layer_model
 from config.strict import ConfigError
 from config.tree import is_below
 from model.mlp import MLPConfig
 from model.router import ExpertsConfig, has_experts, mixture
+
+Part = TypeVar("Part", bound=ChannelMixer)
 
 # {flat key: ours}, of model.*
 FLAT_NAMES = {
@@ -37,6 +39,7 @@ FLAT_NAMES = {
     "router_logit_bias": "mlp.router.logit_bias",
     "router_bias": "mlp.router.bias_rate",
 }
+LIMITS = {"limits": "mlp.limit", "shared_limits": "mlp.shared.limit"}  # a number, or none, for each layer
 # Of the training alone: saved configs had them, a config.json says nothing of them.
 FLAT_TRAINING_NAMES = {
     "router_bias_rate": "mlp.router.bias_rate",
@@ -54,7 +57,8 @@ ROUTER_KEYS = {  # {flat key: key of the router} of those that are the same in b
     if ours.startswith("mlp.router.") and ".aux." not in ours and not flat.startswith("router_bias")
 }
 EXPRESSIBLE = (  # keys whose values flat ones say
-    *FLAT_NAMES.values(), *FLAT_TRAINING_NAMES.values(), "mlp.kind", "mlp.activation", "mlp.bias",
+    *FLAT_NAMES.values(), *LIMITS.values(), *FLAT_TRAINING_NAMES.values(),
+    "mlp.kind", "mlp.activation", "mlp.bias",
 )
 USUAL_BIAS_RATE = 1e-3
 ALONE = "mixer-alone"  # the kind of blocks without changes, in a model whose `mlp` is none
@@ -67,6 +71,8 @@ class FlatModel(ModelConfig):
     Its mlp is that of layers without experts, which are the first ones (first_dense), and of the others all
     but each multiple of moe_every, counted from 1. experts: None for a model without any. moe_ffn: the inner
     width of an expert; None: that of the MLPs. router_bias: whether a bias affects the choice alone.
+    limits: of the MLP or the routed experts of each layer; shared_limits: of its shared experts; (): none of
+    them has any.
     """
     experts: int | None = None
     top_k: int = 2
@@ -83,6 +89,8 @@ class FlatModel(ModelConfig):
     router_weighs: str = "output"
     router_logit_bias: bool = False
     router_bias: bool = False
+    limits: tuple[float | None, ...] = ()
+    shared_limits: tuple[float | None, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
         is_counted = layer >= self.first_dense and (layer + 1) % self.moe_every == 0
@@ -91,7 +99,7 @@ class FlatModel(ModelConfig):
 
 
 USUAL = {
-    field.name: field.default for field in dataclasses.fields(FlatModel) if field.name in FLAT_NAMES
+    field.name: field.default for field in dataclasses.fields(FlatModel) if field.name in FLAT_NAMES | LIMITS
 }
 
 
@@ -102,7 +110,7 @@ def from_flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for layers with and without experts in an order that has no form here.
     """
-    flat_names = FLAT_NAMES | FLAT_TRAINING_NAMES
+    flat_names = FLAT_NAMES | LIMITS | FLAT_TRAINING_NAMES
     flat = {**USUAL, **{name: value for name, value in values.items() if name in flat_names}}
     rest = {name: value for name, value in values.items() if name not in flat_names}
     if flat["experts"] is None:
@@ -143,7 +151,41 @@ def from_flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
     found, names = with_dense_layers(of_experts, kinds, is_dense, dense)
     pattern = pattern_text(names) if any(is_dense) else values.get("pattern")
+    none = (None,) * layers
+    of_layers = (flat["limits"] or none, flat["shared_limits"] or none)
+    if any(len(limits) != layers for limits in of_layers):
+        raise ConfigError(f"model.mlp.limit: give a number, or none, for each of {layers} layers")
+    limits = list(zip(*of_layers))
+    if any(map(any, limits)):
+        found, names = with_limits(found, names, limits)
+        pattern = pattern_text(names)
     return {**rest, "mlp": experts_part(flat, mlp), "blocks": found, "pattern": pattern}
+
+
+def with_limits(
+    blocks: Mapping[str, Mapping[str, Any]],
+    kinds: Sequence[str],
+    limits: Sequence[tuple[float | None, float | None]],
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Kinds of blocks and layers, with other kinds where an activation has limits: of a layer's MLP or routed
+    experts, and of its shared experts."""
+    found = {name: dict(changes) for name, changes in blocks.items()}
+    names: dict[tuple[str, object], str] = {}  # {(kind without limits, limits): kind}
+    for kind, pair in zip(kinds, limits):
+        if (kind, pair) in names or not any(pair):
+            continue
+        name = "limited" if kind == PLAIN else f"{kind}-limited"
+        while name in found:
+            name = f"{name}-limited"
+        names[kind, pair] = name
+        stated = {key: limit for key, limit in zip(("limit", "shared.limit"), pair) if limit is not None}
+        changes = dict(blocks.get(kind, {}))
+        if isinstance(changes.get("mlp"), Mapping):
+            found[name] = {**changes, "mlp": {**changes["mlp"], **stated}}
+        else:
+            found[name] = changes | {f"mlp.{key}": limit for key, limit in stated.items()}
+    layers = [names.get((kind, pair), kind) for kind, pair in zip(kinds, limits)]
+    return {name: changes for name, changes in found.items() if name in layers}, layers
 
 
 def check_numbers(flat: Mapping[str, Any]) -> None:
@@ -218,6 +260,9 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
         return FlatModel(**{**values, "mlp": next(iter(dense), NoPart())}), tuple(lost)
 
     # which layers have experts
+    limits = [limits_of(mlp) for mlp in mlps]
+    experts, mlps = without_limits(experts), [without_limits(mlp) for mlp in mlps]
+    dense = {without_limits(mlp) for mlp in dense}
     stated = (f"mlp.{path}" for path in stated_leaves(experts))
     lost += [path for path in stated if not is_below(path, EXPRESSIBLE)]
     order = order_of_experts(mlps)
@@ -240,8 +285,21 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
         "router_bias": router.bias_rate is not None,
         **{name: getattr(router, ours) for name, ours in ROUTER_KEYS.items() if name in FLAT_NAMES},
     }
+    for name, of_layers in zip(LIMITS, zip(*limits)):
+        values[name] = of_layers if any(of_layers) else ()
     first_dense, moe_every = order or (0, 1)
     return FlatModel(**values, first_dense=first_dense, moe_every=moe_every), tuple(lost)
+
+
+def limits_of(mlp: ChannelMixer) -> tuple[float | None, float | None]:
+    """Of an MLP or routed experts, and of shared ones."""
+    return getattr(mlp, "limit", None), getattr(getattr(mlp, "shared", None), "limit", None)
+
+
+def without_limits(mlp: Part) -> Part:
+    if isinstance(mlp, ExpertsConfig) and mlp.shared:
+        mlp = dataclasses.replace(mlp, shared=dataclasses.replace(mlp.shared, limit=None))
+    return mlp if isinstance(mlp, NoPart) else dataclasses.replace(mlp, limit=None)
 
 
 def order_of_experts(mlps: Sequence[object]) -> tuple[int, int] | None:

@@ -43,7 +43,7 @@ VALUES_ALONE = tuple(f"model.{key}" for key in (
     "mixer.dt_min",
     "residual_scale", "embed_scale", "logit_scale", "logit_cap", "mup", "mlp.top_k",
     "mlp.router.scores", "mlp.router.renorm", "mlp.router.groups", "mlp.router.group_top_k",
-    "mlp.router.scale", "mlp.router.weighs",
+    "mlp.router.scale", "mlp.router.weighs", "mlp.limit", "mlp.shared.limit",
 ))
 # Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,
 # and one that pads them.

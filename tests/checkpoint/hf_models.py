@@ -9,20 +9,20 @@ import math
 from checkpoint.families.family import FOLDED, NOT_THE_MODEL
 from config import ModelConfig, MTPConfig, MupConfig, head_dim, kv_heads, layer_model, value_dim
 from config.reading import build_tree, merge
-from config.reading.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, FlatModel, flat_model, from_flat
+from config.reading.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, LIMITS, FlatModel, flat_model, from_flat
 from config.reading.kinds import every_path
 from config.tree import has_path, is_below, leaves, plain_data
 from model.attention import AttentionConfig, ChannelGate
 from model.delta import DeltaConfig, KimiConfig
 from model.mamba import MambaConfig, ShortConvConfig
 from model.mla import LatentConfig
-from model.mlp import MLPConfig
+from model.mlp import MLPConfig, SharedExpertsConfig
 from model.norm import LayerNormConfig
 from model.rope import GrowthConfig, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
-from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig, SharedExpertsConfig
+from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig
 
 PATHS = every_path(ModelConfig)
-FLAT = FLAT_NAMES | FLAT_TRAINING_NAMES
+FLAT = FLAT_NAMES | FLAT_TRAINING_NAMES | LIMITS
 # Of a mixture, what only its training reads.
 TRAINING = ("mlp.router.jitter", "mlp.router.aux", "mlp.router.z_loss", "mlp.capacity")
 EXPERTS = {"mlp": {"kind": "experts", "experts": 8, "top_k": 3, "width": 20, "activation": "swiglu"}}

@@ -10,7 +10,7 @@ from hf_models import differences
 
 from checkpoint import hf_config
 from checkpoint.families.table import FAMILIES
-from config import ConfigError, ModelConfig
+from config import ConfigError, ModelConfig, layer_model
 from config.reading import build_tree, merge, presets
 from config.tree import value_at
 from model.rope import Llama3Scaling, RopeConfig
@@ -72,6 +72,7 @@ FAMILY = {
     "gpt-oss": "gpt_oss",
     "laguna": "laguna",
     "mimo": "mimo_v2_flash",
+    "step3": "step3p5",
 }  # start of a preset's name
 COUNTED = (
     "gpt2",
@@ -156,6 +157,25 @@ MIMO = {  # as the published folder spells it
 LAGUNA = {
     **LLAMA, "model_type": "laguna", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 20, "num_key_value_heads": 3,
+}
+STEP = {  # as published folders spell it: with a number for each of 4 layers, and of 2 modules after them
+    **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}, "model_type": "step3p5",
+    "num_hidden_layers": 4, "num_nextn_predict_layers": 2, "num_attention_groups": 2, "head_dim": 8,
+    "num_attention_heads": 4, "moe_num_experts": 6, "moe_top_k": 2, "moe_intermediate_size": 20,
+    "share_expert_dim": 40, "moe_layers_enum": "2,3,4,5", "moe_router_scaling_factor": 3.0,
+    "moe_router_activation": "sigmoid", "use_moe_router_bias": True, "norm_expert_weight": True,
+    "layer_types": [*["full_attention", *["sliding_attention"] * 2] * 2], "sliding_window": 5,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 2,
+        "head_dim": 8, "true_head_dim": 8,
+    },
+    "rope_theta": [5e6, 1e4, 1e4, 5e6, 1e4, 1e4], "partial_rotary_factors": [0.5, 1.0, 1.0] * 2,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "yarn_only_types": ["full_attention"], "use_head_wise_attn_gate": True, "zero_centered": True,
+    "swiglu_limits": [0.0, 0.0, 0.0, 7, 0.0, 0.0], "swiglu_limits_shared": [0.0, 5.0, 16.0, 0.0, 0.0, 0.0],
 }
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LONGROPE = {"type": "su", "short_factor": [1.0, 1.0, 1.5, 2.0], "long_factor": [1.0, 2.0, 4.0, 8.0]}
@@ -723,6 +743,17 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**LLAMA, "model_type": "granitemoe_swa", "shared_intermediate_size": 30},
             "shared_intermediate_size = 30 is not a multiple of intermediate_size = 100",
         ),
+        ({**STEP, "gating": "per-element"}, "gating = 'per-element' is not supported"),
+        ({**STEP, "swiglu_limits": [0.0, 7.0]}, "swiglu_limits = [0.0, 7.0] is not supported"),
+        ({**STEP, "rope_theta": [5e6, 1e4, 2e4, 5e6]}, "only one number for each type of layer"),
+        (
+            {**STEP, "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 4}},
+            "attention_other_setting = {'num_attention_heads': 8, 'num_attention_groups': 4}",
+        ),
+        (
+            {**STEP, "per_layer_config": {"1": {"num_attention_heads": 8}}},
+            "per_layer_config = {'1': {'num_attention_heads': 8}} is not supported",
+        ),
         ({**LAGUNA, "gating": False}, "gating = False is not supported"),
         ({**LAGUNA, "gating_types": ["per_head", "per_element"]}, "are not all 'per_head', as gating says"),
         (
@@ -816,3 +847,19 @@ def test_the_error_says_what_helps():
 def test_mistral_stands_in_where_transformers_refuses_llama(change):
     said = hf_config.to_hf_config(preset("llama2-7b", change), "float32", NONE)
     assert (said["model_type"], said["sliding_window"]) == ("mistral", None)
+
+
+def test_a_step_as_published_is_as_transformers_reads_it(tmp_path):
+    """Which drops what its lists have for modules of multi-token prediction."""
+    _, published = read(tmp_path, STEP)
+    mlps = [layer_model(published, layer).mlp for layer in range(4)]
+    assert [mlp.limit for mlp in mlps] == [None, 5.0, None, 7.0]
+    assert [mlp.shared.limit for mlp in mlps[2:]] == [16.0, None]
+    mixers = [layer_model(published, layer).mixer for layer in range(4)]
+    assert [(mixer.heads, mixer.window) for mixer in mixers] == [(4, None), (6, 5), (6, 5), (4, None)]
+    assert [mixer.rope.share for mixer in mixers] == [0.5, 1.0, 1.0, 0.5]
+
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    keys = json.loads(json.dumps(transformers.AutoConfig.for_model(**STEP).to_dict()))
+    assert "rope_theta" not in keys and keys["layer_types"] == STEP["layer_types"][:4]
+    assert not differences(read(tmp_path, keys)[1], published)

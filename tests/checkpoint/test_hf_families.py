@@ -99,6 +99,7 @@ FAMILY_PRESETS = {
     "afmoe": "trinity-tiny",
     "laguna": "laguna-tiny",
     "mimo_v2_flash": "mimo-v2-tiny",
+    "step3p5": "step3.7-tiny",
     "exaone_moe": "dots1-tiny",
     "granite_swa": "granite-swa-tiny",
     "granitemoe_swa": "mixtral-tiny",
@@ -480,6 +481,8 @@ IN_BLOCKS = {"mlp": {"kind": "mlp", "width": 40}, "pattern": "block, sparse..."}
         ({"blocks": {"other": {"mlp.width": 24}}, "pattern": "other, block..."}, ["blocks"]),
         ({"blocks": {"other": {"mlp.router.scale": 2.0}}, "pattern": "block, other..."}, ["blocks"]),
         ({"mlp.router.bias_rate": 1e-3}, ["mlp.router.bias_rate"]),
+        ({"mlp.limit": 2.0}, ["mlp.limit"]),
+        ({"blocks": {"other": {"mlp.limit": 2.0}}, "pattern": "block, other..."}, ["blocks"]),
         (
             {**IN_BLOCKS, "blocks": {"sparse": {"mlp": {"kind": "experts", "router.scores": "sigmoid"}}}},
             ["blocks"],

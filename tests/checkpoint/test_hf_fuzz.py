@@ -20,6 +20,7 @@ from config.reading import defaults, merge
 from config.reading.flat import FlatModel
 from config.reading.rules import validate
 from model.router import mixture
+from scripts.convert import as_whole
 
 CASES = 90  # of each family and direction
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -166,6 +167,17 @@ GENERAL = {  # a model of each family
         "blocks": {"local": {"mixer": {"window": 5, "kv_heads": 2, "sinks": True, "rope.base": 50.0}}},
         "pattern": "(local, block)...",
     },
+    "step3p5": {
+        **MIXTURE, **SIGMOID, "shared_experts": 2, "first_dense": 1,
+        "mixer": {
+            "kv_heads": 2, "head_dim": 8, "qk_norm": "head", "gate": "head",
+            "rope": {"share": 0.5, "scaling": {"kind": "llama3", "factor": 2.0, "original": 7}},
+        },
+        "blocks": {"local": {
+            "mixer": {"window": 5, "heads": 6, "rope": {"base": 50.0, "share": 1.0, "scaling": None}},
+        }},
+        "pattern": "(local, block)...", "limits": (0.3, None, 0.2), "shared_limits": (None, 0.1, None),
+    },
     "exaone_moe": {
         **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "shared_experts": 1,
         "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
@@ -286,6 +298,7 @@ MODEL_VALUES = {
     "mixer.rope.scaling.low_freq": (1.0, 0.5, 0.0, -1.0, 4.0, 8.0),
     "mixer.rope.scaling.high_freq": (4.0, 32.0, 0.5, 0.0), "mixer.rope.scaling.original": (8192, 32, 4, 1),
     "mixer.rope.scaling.mscale": (1.0, 0.7, 0.0), "mixer.rope.scaling.mscale_all": (0.0, 0.7),
+    "mlp.limit": (None, 0.2), "mlp.shared.limit": (None, 0.3),
     "mlp.experts": (8, 1), "mlp.top_k": (1, 3, 8), "mlp.shared": (None, {}), "mlp.shared.experts": (1, 2),
     "mlp.shared.gate": (True, False), "mlp.router.scores": ("softmax", "sigmoid"),
     "mlp.router.renorm": (True, False), "mlp.router.groups": (1, 2, 4), "mlp.router.group_top_k": (1, 2),
@@ -300,6 +313,7 @@ MODEL_VALUES = {
 FLAT_VALUES = {
     "experts": (None, 8, 1), "moe_ffn": (20, 16), "shared_experts": (0, 1, 2), "first_dense": (0, 1, 2, 3),
     "moe_every": (1, 2, 4), "router_bias": (True, False),
+    "limits": ((), (0.1, None, 0.1), (0.2,) * 3), "shared_limits": ((), (None, None, 0.3)),
 }
 
 # Values of keys of config.json, beside those that any key may get.
@@ -405,6 +419,17 @@ OWN_VALUES = {  # of keys that a family alone has
     "olmo_hybrid": LINEAR_VALUES | {
         "linear_allow_neg_eigval": (True, False), "linear_key_head_dim": (None, 12),
         "linear_value_head_dim": (None, 4), "rope_theta": (100.0, None),
+    },
+    "step3p5": {
+        "swiglu_limits": ([0.0, 7, None], [1.0], "x", [-1.0, 0, 0]), "gating": (True, "per-element"),
+        "swiglu_limits_shared": ([0.1] * 3, [0.0] * 3, [0.1] * 4), "num_nextn_predict_layers": (1,),
+        "num_sliding_attention_heads": (2, 4, 0), "moe_layers_enum": ("1,2", [2], [1], ""),
+        "per_layer_config": ({}, {"0": {"num_attention_heads": 6}, "2": {"num_attention_heads": 6}}),
+        "attention_other_setting": ({"num_attention_heads": 2}, {"head_dim": 9}, []),
+        "query_pre_attn_scalar": (8, 20, 0), "share_expert_dim": (20, 30, 60),
+        "rope_theta": ([1e3] * 3, [1e3, 1e4, 1e3], [1.0, 2.0, 3.0]), "rope_parameters": ({}, None),
+        "partial_rotary_factors": ([0.5] * 3, [0.5, 1.0, 0.5], [0.5, 0.6, 0.7], [2.0] * 3),
+        "layer_types": (["full_attention", "sliding_attention", "full_attention"], ["full_attention"] * 4),
     },
     "llama4_text": {
         "no_rope_layers": ([1, 0], [0, 1, 1], [1] * 3, [0] * 3, "x"), "no_rope_layer_interval": (1, 2, 0),
@@ -535,6 +560,18 @@ def write_random_weights(folder, model_type, model, rng):
     return stage
 
 
+def in_transformers(transformers, folder, keys):
+    whole = as_whole(keys)
+    if whole is not keys:
+        their_config = transformers.CONFIG_MAPPING[whole["model_type"]].from_dict(whole)
+        return transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, config=their_config, dtype=torch.float32, local_files_only=True
+        )
+    (architecture,) = keys["architectures"]
+    model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    return model_class.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+
+
 @pytest.mark.slow(every=8)
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # no shared experts
@@ -560,9 +597,7 @@ def test_transformers_computes_the_same(tmp_path, model_type, number):
 
     tokens = torch.arange(2 * 24).reshape(2, 24) % model.vocab
     ours = stage.logits(tokens, torch.arange(24).expand_as(tokens))
-    (architecture,) = keys["architectures"]
-    model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
-    theirs = model_class.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    theirs = in_transformers(transformers, tmp_path, keys)
     logits = theirs.eval()(input_ids=tokens, use_cache=False).logits
     difference, largest = (ours - logits).abs().max(), logits.abs().max()
     assert difference <= 2e-4 * largest, model

@@ -16,17 +16,10 @@ from config.reading.earlier import ADDED_LATE, NAMES_OF_EXPERTS, NAMES_OF_PARTS,
 from config.tree import plain_data, with_values
 from model.attention import AttentionConfig, ChannelGate, HeadGate
 from model.mla import LatentConfig
-from model.mlp import MLPConfig
+from model.mlp import MLPConfig, SharedExpertsConfig
 from model.norm import LayerNormConfig, RMSNormConfig
 from model.rope import Llama3Scaling, RopeConfig, YarnScaling
-from model.router import (
-    BalanceLossConfig,
-    CapacityConfig,
-    ExpertsConfig,
-    RouterConfig,
-    SharedExpertsConfig,
-    mixture,
-)
+from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig, mixture
 from runtime.failure import fail_cleanly
 
 # Every key of model.*, as a run saved it.

@@ -21,8 +21,9 @@ from model.attention import AttentionConfig
 from model.delta import DeltaConfig, KimiConfig
 from model.mamba import MambaConfig
 from model.mla import LatentConfig
+from model.mlp import SharedExpertsConfig
 from model.rope import GrowthConfig, YarnScaling
-from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig, SharedExpertsConfig
+from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig
 from runtime.failure import code_of
 
 BASE = resolve(
@@ -115,6 +116,7 @@ CASES = [
     (having(model__mixer=DeltaConfig(heads=4, key_heads=1), parallel__tp=2), 2, "parallel.tp", True),
     (having(model__mixer=MambaConfig(heads=4, groups=3)), 1, "model.mixer.groups", True),
     (having(model__mixer=MambaConfig(heads=4), parallel__tp=2), 2, "parallel.tp", True),
+    (having(model__mlp__activation="geglu", model__mlp__limit=2.0), 1, "model.mlp.limit", False),
     (having(checkpoint__memory_every=100), 1, "checkpoint.memory_every", False),
     (having(log__name=""), 1, "log.name", False),
     (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),

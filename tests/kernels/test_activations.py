@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.activations import ACTIVATIONS
+from kernels.activations import ACTIVATIONS, activation_of
 
 
 def halves(x):
@@ -22,6 +22,12 @@ def clamped_swiglu(x):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def limited_swiglu(x):
+    """As Step 3.7 has it."""
+    gate, up = halves(x)
+    return F.silu(gate).clamp(max=7.0) * up.clamp(-7.0, 7.0)
+
+
 def xielu(x, alpha_p=torch.zeros(1).double(), alpha_n=torch.zeros(1).double()):
     """arXiv 2411.13010"""
     above, below = F.softplus(alpha_p), 0.5 + F.softplus(alpha_n)
@@ -35,8 +41,10 @@ DEFINITIONS = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_erf": lambda x: x * torch.special.ndtr(x),
     "relu2": lambda x: F.relu(x) ** 2,
+    "limited swiglu": limited_swiglu,
     "xielu": xielu,
 }
+EVERY = {**ACTIVATIONS, "limited swiglu": activation_of("swiglu", 7.0)}
 
 
 def test_every_activation_has_a_definition():
@@ -47,8 +55,8 @@ def test_every_activation_has_a_definition():
 
 @pytest.mark.parametrize(
     "name, weighted",
-    [(name, weighted) for name in ACTIVATIONS for weighted in (False, True)
-     if not weighted or ACTIVATIONS[name].weighted],
+    [(name, weighted) for name in EVERY for weighted in (False, True)
+     if not weighted or EVERY[name].weighted],
 )
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
@@ -59,7 +67,7 @@ def test_against_torch(name, weighted, dtype, bound):
     exact = x.detach().double().requires_grad_()
     exact_weight = weight.detach().double().requires_grad_()
 
-    activation = ACTIVATIONS[name]
+    activation = EVERY[name]
     numbers = [torch.randn(1, dtype=weight.dtype, requires_grad=True) for _ in activation.learned]
     exact_numbers = [number.detach().double().requires_grad_() for number in numbers]
     if weighted:
@@ -78,11 +86,11 @@ def test_against_torch(name, weighted, dtype, bound):
         assert (a.double() - b).norm() <= bound * b.norm()
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", EVERY)
 def test_gradients_far_from_zero(name):
     x = torch.tensor([[200.0, -200.0, 7.0, 1.0, 200.0, -7.0]], dtype=torch.float64, requires_grad=True)
-    numbers = [torch.zeros(1, dtype=torch.float64) for _ in ACTIVATIONS[name].learned]
-    got, want = ACTIVATIONS[name].function(x, *numbers), DEFINITIONS[name](x, *numbers)
+    numbers = [torch.zeros(1, dtype=torch.float64) for _ in EVERY[name].learned]
+    got, want = EVERY[name].function(x, *numbers), DEFINITIONS[name](x, *numbers)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(
         torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(want.sum(), x)[0])

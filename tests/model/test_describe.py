@@ -234,8 +234,8 @@ def test_what_a_search_varies_and_no_module_reads_shares_the_modules():
 class GatedMLP(MLP):
     """An MLP with a projection more, which says so."""
 
-    def __init__(self, cfg, mesh, layer, name="mlp", width=None):
-        super().__init__(cfg, mesh, layer, name, width)
+    def __init__(self, cfg, mesh, layer, shared=None):
+        super().__init__(cfg, mesh, layer, shared)
         box = Box.whole(f"layers.{layer}.mlp.more.weight", (cfg.model.mlp.width, cfg.model.hidden))
         self.more = parameter(ParameterSpec((box,), "hidden", cfg.model.init_std))
 

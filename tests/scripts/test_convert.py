@@ -104,6 +104,7 @@ SIGMOID = {
     "num_experts_per_tok": 3,
     "pad_token_id": None,  # a padding token would not train
 }
+STEP = {key: value for key, value in SIGMOID.items() if key != "pad_token_id"}
 STATE = {  # beyond the chunks of layers with a state
     **ROPE,
     "num_hidden_layers": 3,
@@ -372,6 +373,33 @@ CASES = {
                 "sliding_attention": {
                     "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4,
                 },
+            },
+        },
+    ),
+    "step3.7": (
+        "Step3p7",
+        {
+            "vision_config": convert.LEAST_VISION, "text_config": {
+                **STEP, "num_hidden_layers": 6, "n_routed_experts": 8, "share_expert_dim": 40,
+                "layer_types": [*["full_attention", *["sliding_attention"] * 2] * 2], "sliding_window": 5,
+                "num_sliding_attention_heads": 9, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4,
+                "moe_router_scaling_factor": 1.7, "query_pre_attn_scalar": 20, "rope_parameters": {
+                    "full_attention": {**LLAMA3, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+                "swiglu_limits": [0.0, None, 0.03, None, 0.0, 0.04],
+                "swiglu_limits_shared": [0.0, 0.05, None, 0.06, None, 0.05],
+            },
+        },
+    ),
+    "step3.7-sliding": (
+        "Step3p7",
+        {
+            "vision_config": convert.LEAST_VISION, "tie_word_embeddings": True, "text_config": {
+                **STEP, "n_routed_experts": 4, "num_experts_per_tok": 2, "share_expert_dim": 20,
+                "layer_types": ["sliding_attention"] * 3, "sliding_window": 7, "moe_layers_enum": "1,2,3",
+                "num_hidden_layers": 3, "attention_other_setting": {"num_attention_heads": 3},
+                "rope_theta": [1e3] * 3, "partial_rotary_factors": [0.5] * 3, "tie_word_embeddings": True,
             },
         },
     ),
@@ -815,10 +843,12 @@ CASES = {
     ),
 }
 BELOW_ONE = (
-    "Gemma", "Gemma2", "Gemma3Text", "Nemotron", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText"
+    "Step3p7", "Gemma", "Gemma2", "Gemma3Text", "Nemotron", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText"
 )  # w - 1 of a folder in bf16 is w in fp32, exactly
 SAME = {  # written as the first family that computes the same, or under another name
     "mistral-nowindow": "Llama",
+    "step3.7": "Step3p5",
+    "step3.7-sliding": "Step3p5",
     "deepseek-v3-dense": "DeepseekV2",
     "seed-oss-36b": "Qwen2",
     "seed-oss-biased-output": "Llama",
@@ -882,8 +912,11 @@ def their_model(transformers, family, settings):
     torch.manual_seed(0)
     their_config = getattr(transformers, f"{family}Config")(**settings)
     own = getattr(transformers, f"{family}ForCausalLM", None)
+    if "text_config" in settings:
+        own = getattr(transformers, f"{family}ForConditionalGeneration")
     make = own._from_config if own else transformers.AutoModelForCausalLM.from_config
     model = make(their_config).float().eval()
+    model.get_input_embeddings().padding_idx = None  # Step wants a padding token, which would not train
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.1)
         if family in BELOW_ONE and p.dim() == 1:
@@ -895,7 +928,12 @@ def their_model(transformers, family, settings):
 
 
 def loaded(transformers, folder):
-    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    keys = json.loads((folder / "config.json").read_text())
+    if FAMILIES[keys["model_type"]].within:
+        own, whole = transformers.AutoModelForImageTextToText, convert.as_whole(keys)
+        their_config = transformers.CONFIG_MAPPING[whole["model_type"]].from_dict(whole)
+        return own.from_pretrained(folder, config=their_config, dtype=torch.float32).eval()
+    (architecture,) = keys["architectures"]
     own = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
     return own.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -1044,10 +1082,14 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
         said += re.findall(LOGITS, out)
     ours, back = (weights(tmp_path / name / "checkpoints" / "step_00000000") for name in ("run", "back"))
     assert ours.keys() == back.keys() and all(torch.equal(ours[key], back[key]) for key in ours)
-    if name not in SAME:
+    model_type, model = hf_config.read_hf_config(tmp_path / "hf")
+    family = FAMILIES[model_type]
+    if name not in SAME or family.within:
         theirs, out = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
-        family, model = hf_config.read_hf_config(tmp_path / "hf")
-        theirs = {FAMILIES[family].usual_name(name, model): value for name, value in theirs.items()}
+        theirs = {
+            family.usual_name(name, model): value for name, value in theirs.items()
+            if hf.is_weight(name, family, model.layers)
+        }
         assert theirs.keys() == out.keys() and all(torch.equal(theirs[key], out[key]) for key in theirs)
     read, written = (json.loads((tmp_path / part / "config.json").read_text()) for part in ("hf", "out"))
     worst, largest, tokens = max(said, key=lambda logits: float(logits[0]) / float(logits[1]))
@@ -1228,6 +1270,22 @@ def test_what_transformers_does_not_load_is_left_out_and_named(transformers, tmp
     named = [note for note in json.loads(out)["notes"] if note.startswith("the tensors ")]
     assert len(named) == 1 and named[0].startswith(f"the tensors {start}* (1) are not taken")
     assert not any("mtp" in key for key in foreign.open_hf_folder(tmp_path / "hf").places)
+
+
+def test_modules_ahead_of_step_are_left_out_and_named(transformers, tmp_path, capsys):
+    """As published: layers after the last, which transformers does not load."""
+    their_model(transformers, *CASES["step3.7-sliding"]).save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    of_last = {name: value for name, value in tensors.items() if ".layers.2.self_attn" in name}
+    ahead = {name.replace(".2.", ".3."): value.clone() for name, value in of_last.items()}
+    ahead["model.layers.3.eh_proj.weight"] = torch.ones(48, 96)
+    save_file(tensors | ahead, file, {"format": "pt"})
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    assert code == 0, err
+    said = f"the tensors model.layers.3.* ({len(ahead)}) are not taken"
+    assert any(note.startswith(said) for note in json.loads(out)["notes"])
+    assert not any("layers.3" in key for key in foreign.open_hf_folder(tmp_path / "hf").places)
 
 
 def test_kimi_is_compared_with_the_code_of_deepseek(transformers, tmp_path, capsys):
