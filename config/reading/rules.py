@@ -126,7 +126,7 @@ def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Mixtures of experts: what their kinds have in common, capacity, router, layout."""
+    """Mixtures of experts: what their kinds have in common."""
     first, parallel = mixture(cfg.model), cfg.parallel
     if first is None:
         key = next((key for key in ("ep", "etp", "ep_chunks") if getattr(parallel, key) > 1), "ep")
@@ -141,7 +141,11 @@ def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
                 getattr(mlp, key) == getattr(first, key),
                 f"model.blocks.{name}.mlp.{key}: {written(getattr(mlp, key))}, and other layers with experts "
                 f"have {written(getattr(first, key))}; give all of them the same")
-    yield from of_each_kind(mlp_rules)(cfg, world)
+
+
+def expert_rank_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Ranks that share experts."""
+    parallel = cfg.parallel
     ranks = world // (parallel.pp * parallel.dp_rep)
     yield Rule(
         ranks % (parallel.ep * parallel.etp) == 0,
@@ -697,7 +701,9 @@ def range_rules_of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
 
 # Those that look at train.phases: they are rules for the whole run, whatever of it is past.
 RULES_OF_PHASES = (phase_rules, spike_rules)
-RULES_OF_WEIGHTS = (of_each_kind(layout_rules), moe_rules)  # which ranks can hold a model that only computes
+RULES_OF_WEIGHTS = (  # which ranks can hold a model that only computes
+    of_each_kind(layout_rules), moe_rules, of_each_kind(mlp_rules), expert_rank_rules,
+)
 # In this order: a rule may assume those before it.
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,
@@ -712,6 +718,8 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     of_each_kind(sequence_sharding_rules),
     async_tensor_rules,
     moe_rules,
+    of_each_kind(mlp_rules),
+    expert_rank_rules,
     of_each_kind(fp8_rules),
     mps_rules,
     cuda_graph_rules,
