@@ -203,9 +203,10 @@ def state_space_segment(
     b, s, h, p = x.shape
     groups, n = B.shape[2:]
     shape = (groups, h // groups)
-    tokens = x
+    out_dtype = x.dtype
+    tokens = x.to(state.dtype)  # once, so that both gradients of x are added in fp32
     document = None if starts is None else documents_of_chunk(starts, chunk)
-    x, dt, log_decay, B = (by_chunk(y, chunk, state.dtype) for y in (x, dt[..., None], log_decay, B))
+    x, dt, log_decay, B = (by_chunk(y, chunk, state.dtype) for y in (tokens, dt[..., None], log_decay, B))
     x = x * dt  # [m, b, h, T, p]
     between, inside, outside = head_decays(log_decay, document)
 
@@ -230,7 +231,7 @@ def state_space_segment(
     out = out.permute(1, 0, 4, 2, 3, 5).reshape(b, -1, h, p)[:, :s]
     if skip is not None:
         out = out + skip[..., None] * tokens
-    return out.to(tokens.dtype), last_state
+    return out.to(out_dtype), last_state
 
 
 def side_by_side(x: Tensor, groups: int) -> Tensor:

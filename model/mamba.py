@@ -102,7 +102,8 @@ class Mamba(nn.Module):
         dt = F.softplus(numbers.to(accumulation_dtype(numbers.dtype)) + read_weight(self.step))
         dt = dt.clamp(min=self.dt_min) if self.dt_min else dt
         out = self.run_state_space(x.unflatten(-1, (-1, self.dim)), dt, B, C, stretch)
-        return stretch.join(self.gate_and_normalize(out.flatten(2), z))
+        out = gate_and_normalize(out.flatten(2), z, self.norm, groups=self.groups, eps=self.eps)
+        return stretch.join(out)
 
     def run_state_space(self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, stretch: TokenStretch) -> Tensor:
         """state_space from the state before the stretch, whose last state is kept. Shapes: as there."""
@@ -116,12 +117,13 @@ class Mamba(nn.Module):
         stretch.keep_state(state)
         return out
 
-    def gate_and_normalize(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z [b, s, h p/tp] -> the same: RMSNorm of x SiLU(z), of each group. In fp32 or better."""
-        dtype = accumulation_dtype(x.dtype)
-        gated = (x.to(dtype) * F.silu(z.to(dtype))).unflatten(-1, (self.groups, -1))
-        scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
-        return ((gated * scale).flatten(-2) * read_weight(self.norm)).to(x.dtype)
+
+def gate_and_normalize(x: Tensor, z: Tensor, weight: Tensor, *, groups: int, eps: float) -> Tensor:
+    """x, z [b, s, h p/tp] -> the same: RMSNorm of x SiLU(z), of each group. In fp32 or better."""
+    dtype = accumulation_dtype(x.dtype)
+    gated = (x.to(dtype) * F.silu(z.to(dtype))).unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return ((gated * scale).flatten(-2) * read_weight(weight)).to(x.dtype)
 
 
 class GatedShortConvolution(nn.Module):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from config import OPTIMIZERS, ConfigError
+from proof.precision.bounds import gradient_error
 from proof.precision.cells import LAYOUTS, Cell, check_model, choose_cells
 from proof.precision.errors import BoundedError
 from proof.precision.job import FP16_STEPS, LEARNING_RATES, STEPS, precision_config
@@ -37,7 +38,9 @@ def check(
     """
     if world not in LAYOUTS:
         raise ConfigError(f"--world: {world} must be 1, 2 or 4 with --precision")
-    check_model(precision_config(name, "none", "fp32", "adamw", overrides=overrides))
+    cfg = precision_config(name, "none", "fp32", "adamw", overrides=overrides)
+    check_model(cfg)
+    gradient_error(cfg)  # a mixer without bounds is refused here
     cells = choose_cells(name, world, overrides)
     cfgs = [cell.config(name, world, "none", overrides) for cell in cells]
     check_reached(overrides, cfgs, world, "--precision")

@@ -55,3 +55,8 @@ def relative_distance(ours: Tensors, theirs: Tensors) -> float:
 def matrices(tensors: Tensors) -> list[str]:
     """The keys of the tensors that are no vectors."""
     return [key for key, tensor in tensors.items() if tensor.dim() > 1]
+
+
+def is_convolution(key: str) -> bool:
+    """Whether the tensor [c, w] is a short convolution: w weights for each of c channels, which mix none."""
+    return key.endswith("conv.weight")

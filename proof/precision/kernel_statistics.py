@@ -13,6 +13,7 @@ from kernels.cross_entropy import linear_cross_entropy
 from kernels.norm import layer_norm, rms_norm
 from kernels.partial_attention import attention_part
 from proof.precision.errors import U32, UNIT, BoundedError
+from proof.precision.state_statistics import state_errors
 
 UNIT_BF16 = 1.01 * UNIT["bf16"]
 EPS = 1e-5
@@ -25,6 +26,7 @@ def kernel_errors() -> list[BoundedError]:
         *attention_errors(stream),
         *rms_and_layer_norm_errors(stream),
         cross_entropy_error(stream),
+        *state_errors(stream),
     ]
 
 

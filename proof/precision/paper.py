@@ -14,7 +14,7 @@ from torch import Tensor
 
 from config import OptimConfig
 from kernels.newton_schulz import COEFFICIENTS
-from proof.precision.errors import SIGMAS, U32
+from proof.precision.errors import SIGMAS, U32, is_convolution
 from proof.precision.recorded_run import RecordedRun
 
 LARS_TRUST = 0.001  # eta of LARS (arXiv 1708.03888)
@@ -181,6 +181,12 @@ PAPERS: dict[str, Callable[[Before], Update]] = {  # by the moment that a parame
 
 # ---- a step ------------------------------------------------------------------------------------------------
 
+def has_decay(key: str, master: Tensor) -> bool:
+    """Whether a parameter has weight decay: those that mix channels. Vectors and short convolutions, which
+    multiply each channel alone, have none."""
+    return master.dim() > 1 and not is_convolution(key)
+
+
 def expected_update(run: RecordedRun, n: int) -> dict[str, Expected]:
     """What every master ("key") and moment ("key@name") is after step n, from the state before it."""
     optim = run.cfg.optim
@@ -201,7 +207,7 @@ def expected_update(run: RecordedRun, n: int) -> dict[str, Expected]:
             master=master.double(),
             grad=run.grads[n - 1][key].double() * grad_scale,
             moments=old_moments[key],
-            decay=optim.weight_decay if master.dim() > 1 else 0.0,
+            decay=optim.weight_decay if has_decay(key, master) else 0.0,
         )
         (paper,) = [PAPERS[name] for name in before.moments if name in PAPERS]
         update = paper(before)

@@ -42,7 +42,7 @@ def compare_runs(run: RecordedRun, reference: RecordedRun, against: str) -> list
         if not ours["ok"] and not theirs["ok"]:
             continue
 
-        change = change_in_series(run.weights[n - 1], reference.weights[n - 1])
+        change = change_in_series(run.weights[n - 1], reference.weights[n - 1], cfg.model)
         if against == "fp64":
             error = gradient_error(cfg) + change
         else:

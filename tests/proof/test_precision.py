@@ -3,6 +3,7 @@ loss scale of fp16, and planted bugs, each of which must be seen."""
 
 import json
 import shutil
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +12,27 @@ import torch
 
 import config
 import train
-from kernels import adam, attention, cross_entropy, linear, norm, partial_attention
+from kernels import (
+    adam,
+    attention,
+    cross_entropy,
+    delta_rule,
+    linear,
+    norm,
+    partial_attention,
+    short_conv,
+    state_space,
+)
+from kernels.segments import scan_segments
+from model import delta, mamba
 from optim.adamw import AdamW
 from optim.base import Optimizer
 from optim.muon import Muon
 from parallel.sharding import gradients
 from parallel.sharding.weights import BucketWeights
 from parallel.wire.world import World
-from proof.precision import command
-from proof.precision.bounds import change_in_series
+from proof.precision import bounds, command
+from proof.precision.bounds import change_in_series, gradient_error, through_layers
 from proof.precision.cells import EXTRAS, LAYOUTS, Cell, choose_cells
 from proof.precision.errors import BoundedError
 from proof.precision.job import (
@@ -168,7 +181,7 @@ def test_a_row_whose_rank_dies_does_not_spoil_the_next(monkeypatch, capsys):
 
 def test_statistics_are_wide():
     seen = kernel_errors()
-    assert len(seen) == 8 and all(s.share <= 1 for s in seen), max(seen, key=lambda s: s.share)
+    assert len(seen) == 22 and all(s.share <= 1 for s in seen), max(seen, key=lambda s: s.share)
 
 
 @pytest.mark.slow(every=2)
@@ -185,6 +198,52 @@ def test_statistics_are_wide():
 def test_statistics_in_bf16_are_seen(monkeypatch, module, what):
     monkeypatch.setattr(module, "accumulation_dtype", lambda dtype: dtype)
     assert next(s for s in kernel_errors() if s.where == what).share > 1
+
+
+def carried_in_bf16(tokens: int):
+    """scan_segments, whose state is rounded to bf16 after so many tokens."""
+    def planted(step, state, tensors, length):
+        def rounded(state, parts):
+            out, state = step(state, parts)
+            return out, state.bfloat16().to(state.dtype)
+
+        return scan_segments(rounded, state, tensors, tokens)
+
+    return planted
+
+
+@pytest.mark.parametrize(
+    "module, name, what",
+    [
+        (delta_rule, "scan_segments", "gated delta rule"),
+        (delta_rule, "scan_segments", "gated delta rule, backward"),
+        (delta_rule, "scan_segments", "Kimi delta attention"),
+        (state_space, "scan_segments", "state space"),
+        (state_space, "scan_segments", "state space, backward"),
+        (short_conv, "accumulation_dtype", "short convolution"),
+        (short_conv, "accumulation_dtype", "convolution, SiLU, backward"),
+        (delta, "accumulation_dtype", "unit length"),
+        (mamba, "accumulation_dtype", "gated norm"),
+    ],
+)
+def test_states_and_sums_in_bf16_are_seen(monkeypatch, module, name, what):
+    monkeypatch.setattr(module, name, carried_in_bf16(64) if name == "scan_segments" else lambda dtype: dtype)
+    assert next(s for s in kernel_errors() if s.where == what).share > 1
+
+
+def test_two_gradients_of_one_input_are_added_in_fp32(monkeypatch):
+    """What a head adds to its output and what passes its state, of Mamba: each rounded, their sum would not
+    be off by one rounding."""
+    segment = state_space.state_space_segment
+
+    def planted(state, parts, *, chunk):
+        x, *others = parts
+        dt, log_decay, B, C, skip, starts = others
+        out, last = segment(state, (x, dt, log_decay, B, C, None, starts), chunk=chunk)
+        return out if skip is None else (out + skip[..., None] * x).to(x.dtype), last
+
+    monkeypatch.setattr(state_space, "state_space_segment", planted)
+    assert next(s for s in kernel_errors() if s.where == "state space, backward").share > 1
 
 
 @pytest.mark.slow(core=["bf16-0"])
@@ -440,12 +499,60 @@ def test_who_skips_alone_was_close_to_the_end_of_the_range(tmp_path, layout, goo
 
 def test_matrices_count_with_their_own_distance():
     """Ones of norms hide no change of a matrix; of a layer four count, and changes add up as squares."""
+    model = precision_config(LLAMA, "none", "bf16", "sgd").model
     theirs = {f"layers.0.{n}.weight": torch.eye(4) for n in range(5)}
     theirs |= {"head.weight": torch.eye(4), "norm.weight": torch.ones(10_000)}
     ours = {key: tensor * (1 if tensor.dim() == 1 else 1.01) for key, tensor in theirs.items()}
-    assert change_in_series(ours, theirs) == pytest.approx(2 * 0.01 * 5**0.5, rel=1e-5)
+    assert change_in_series(ours, theirs, model) == pytest.approx(2 * 0.01 * 5**0.5, rel=1e-5)
     ours["layers.0.0.weight"] = theirs["layers.0.0.weight"]
-    assert change_in_series(ours, theirs) == pytest.approx(2 * 0.01 * 5**0.5, rel=1e-5)
+    assert change_in_series(ours, theirs, model) == pytest.approx(2 * 0.01 * 5**0.5, rel=1e-5)
+
+
+def test_errors_grow_by_the_factors_of_mixers_with_a_state():
+    """Two layers of Mamba, whose product has two factors, between none that has more than one."""
+    model = precision_config("nemotron-h-tiny", "none", "bf16", "sgd").model
+    # forward: 1, 2 + 1, 3, 6 + 1, 7; the backward has the error before either layer of Mamba once more
+    assert through_layers(model, 1.0, [1.0, 0.0, 1.0, 0.0]) == 7 + 1 + 3
+    theirs = {"layers.0.attn.o.weight": torch.eye(4), "layers.2.attn.o.weight": torch.eye(4)}
+    for key, growth in (("layers.0.attn.o.weight", 3.0), ("layers.2.attn.o.weight", 1.0)):
+        change = change_in_series({**theirs, key: 1.01 * torch.eye(4)}, theirs, model)
+        assert change == pytest.approx(2 * 0.01 * growth**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype, unit", [("bf16", 2.0**-8), ("fp32", 2.0**-24)])
+def test_a_model_without_a_state_has_the_roundings_of_its_layers_twice(dtype, unit):
+    cfg = precision_config(LLAMA, "none", dtype, "sgd")
+    assert gradient_error(cfg) == pytest.approx(2 * unit * (2 * (13 * 4 + 4) / 6) ** 0.5, rel=1e-12)
+
+
+def test_every_mixer_has_bounds_and_another_is_refused(monkeypatch):
+    kinds = {kind.kind for kind in typing.get_args(config.model_parts.Mixer)}
+    assert kinds == set(bounds.MIXERS)
+    monkeypatch.setattr(bounds, "MIXERS", {"attention": bounds.MIXERS["attention"]})
+    with pytest.raises(config.ConfigError, match="model.mixer.kind: mamba has no bounds; count it in MIXERS"):
+        command.check("mamba-tiny", 2, as_json=False)
+
+
+def against_fp64(tmp_path, name: str) -> set[str]:
+    """What is beyond its bound in a run of fp32 in this process."""
+    cfg = single_process(precision_config(name, write_corpus(tmp_path), "fp32", "sgd"))
+    exact = replace(cfg, train=replace(cfg.train, dtype="fp64"))
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(delta_rule, "scan_segments", scan_segments)
+        inner.setattr(state_space, "scan_segments", scan_segments)
+        reference = train_and_record(Here(), exact, tmp_path / "exact")
+    return beyond(judge(train_and_record(Here(), cfg, tmp_path / "run"), reference, "fp64")[1])
+
+
+@pytest.mark.slow(core=["delta-tiny-delta_rule"])
+@pytest.mark.parametrize(
+    "name, module",
+    [("delta-tiny", delta_rule), ("mamba-tiny", state_space), ("nemotron-h-tiny", state_space)],
+)
+def test_a_state_in_bf16_is_seen_in_the_gradients_of_fp32(monkeypatch, tmp_path, name, module):
+    assert not against_fp64(tmp_path, name)
+    monkeypatch.setattr(module, "scan_segments", carried_in_bf16(8))
+    assert "fp64 gradient" in against_fp64(tmp_path, name)
 
 
 def test_the_largest_value_is_of_what_is_computed():
