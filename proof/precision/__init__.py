@@ -10,7 +10,7 @@ optimizer, every ZeRO stage, on real files. After every step this must hold:
                  masters and moments that were there before: so weights cannot move without masters, nor
                  masters without weights
     movement     every matrix's masters change in every good step; the weights of the compute dtype within
-                 the run (of short convolutions, whose weights are large, only the masters)
+                 the run (of short convolutions, whose weights are large, only masters in fp32)
     norm         the reported norm == the fp64 norm of the gradients / loss scale, to fp32's rounding
     wide         gradients are fp32 tensors with more digits than the compute dtype has; the loss is fp32
     skipped      a step whose gradient is not finite leaves masters, moments and weights bit for bit

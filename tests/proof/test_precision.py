@@ -44,9 +44,11 @@ from proof.precision.job import (
     write_corpus,
 )
 from proof.precision.kernel_statistics import kernel_errors
+from proof.precision.paper import has_decay
 from proof.precision.prover import Prover, judge
 from proof.precision.recorded_run import RecordedRun, read_run, train_and_record
 from proof.precision.recorder import LargestValue, record_run, same_bits
+from proof.precision.single_run import unmoved_matrices
 from proof.precision.two_runs import NOT_COMPARED, compare_runs
 
 LLAMA, MIXTURE = "llama3-tiny", "mixtral-tiny"
@@ -506,6 +508,23 @@ def test_matrices_count_with_their_own_distance():
     assert change_in_series(ours, theirs, model) == pytest.approx(2 * 0.01 * 5**0.5, rel=1e-5)
     ours["layers.0.0.weight"] = theirs["layers.0.0.weight"]
     assert change_in_series(ours, theirs, model) == pytest.approx(2 * 0.01 * 5**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_weights_that_never_move_are_named_but_those_of_short_convolutions(states):
+    cfg = precision_config("short-conv-tiny", "none", "bf16", "sgd")
+    cfg = replace(cfg, optim=replace(cfg.optim, states=states))
+    still = {"layers.0.attn.q.weight": torch.ones(4, 4), "layers.0.attn.conv.weight": torch.ones(4, 3)}
+    steps = [{"step": step, "ok": True} for step in range(2)]
+    run = RecordedRun(cfg, [still] * 2, [], [still] * 2, [], steps, [0.0] * 2)
+    masters = ["layers.0.attn.q.weight", "layers.0.attn.conv.weight"][: 2 if states == "fp32" else 1]
+    wanted = [f"step 1: no master of {key} moved" for key in masters]
+    assert unmoved_matrices(run) == [*wanted, "no weight of layers.0.attn.q.weight moved in 1 steps"]
+
+
+@pytest.mark.parametrize("key, has", [("q", True), ("q_conv", False), ("conv", False)])
+def test_short_convolutions_have_no_weight_decay(key, has):
+    assert has_decay(f"layers.0.attn.{key}.weight", torch.ones(4, 3)) == has
 
 
 def test_errors_grow_by_the_factors_of_mixers_with_a_state():
