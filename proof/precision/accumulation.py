@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config
+from config import ChannelMixer, Config, ExpertsConfig, with_mlps
 from proof.precision.errors import U32, BoundedError
 from proof.precision.job import single_process
 from proof.precision.recorded_run import train_and_record
@@ -14,16 +14,25 @@ from runtime.pool import WorkerPool
 LOSS_SCALE = 2.0**13
 
 
+def without_bias_rate(mlp: ChannelMixer) -> ChannelMixer:
+    """The MLP, or experts whose router's biases do not move."""
+    if not isinstance(mlp, ExpertsConfig):
+        return mlp
+    return replace(mlp, router=replace(mlp.router, bias_rate=None))
+
+
 def accumulation_errors(pool: WorkerPool, cfg: Config, folder: Path) -> list[BoundedError]:
     """The gradient of 8 microbatches against the fp64 sum of their gradients, each computed alone.
 
     Alone means in a run of 8 steps of one sequence, at a learning rate at which nothing moves. The products
-    of both runs have the same bits. What differs are the additions in fp32, at most one for each token.
+    of both runs have the same bits: biases of routers stay, which a step moves at a rate of their own. What
+    differs are the additions in fp32, at most one for each token.
 
     cfg: a layout that splits no product, with micro_batch 1.
     """
     together = replace(
         cfg,
+        model=with_mlps(cfg.model, without_bias_rate),
         optim=replace(cfg.optim, name="sgd", states="fp32", lr=1e-30, weight_decay=0.0),
         train=replace(cfg.train, steps=1, loss_scale=LOSS_SCALE, loss_scale_window=1000),
     )

@@ -255,6 +255,12 @@ def test_microbatches_are_summed_in_fp32(provers, dtype, zero):
     assert not wrong and len(seen) > 20 and all(s.share <= 1 for s in seen), max(seen, key=lambda s: s.share)
 
 
+@pytest.mark.slow
+def test_microbatches_are_summed_beside_biases_of_a_router_that_move(provers):
+    wrong, seen = provers("kimi-delta-tiny", 2).prove_sums("bf16", 0)
+    assert not wrong and len(seen) > 20 and all(s.share <= 1 for s in seen), max(seen, key=lambda s: s.share)
+
+
 # ---- the loss scale ----------------------------------------------------------------------------------------
 
 
