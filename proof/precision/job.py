@@ -60,7 +60,7 @@ NEEDED = {
 }
 
 # {kind of a mixer: the loss scale at first}: a run ends after five steps in a row that overflow
-LOSS_SCALES = {"kimi": 2.0**20, "mamba": 2.0**20}
+LOSS_SCALES = {"delta": 2.0**20, "kimi": 2.0**20, "mamba": 2.0**20}
 
 MIXER_SIZES = {
     "heads": 4,
