@@ -91,7 +91,7 @@ def table(configs: Mapping[str, Config], width: int | None = None) -> str:
             "heads/kv": heads_text(model),
             "experts": f"{experts.experts}:{experts.top_k}" if experts else "-",
             "vocab": str(model.vocab or "data"),
-            "context": str(model.context),
+            "context": context_text(model.context),
         })
     return "\n".join(table_lines(rows, to_left=["recipe"], first_to_go=["vocab", "context"], width=width))
 
@@ -100,6 +100,12 @@ def heads_text(model: ModelConfig) -> str:
     """32/8: heads, and those of keys or groups that several share; "-" without heads."""
     heads = [*model.mixer.heads_over_tp().values()]
     return f"{heads[0]}/{heads[-1]}" if heads else "-"
+
+
+def context_text(tokens: int) -> str:
+    """131072; 10M of whole millions (2^20)."""
+    millions, rest = divmod(tokens, 2**20)
+    return str(tokens) if rest else f"{millions}M"
 
 
 def size_text(count: int) -> str:

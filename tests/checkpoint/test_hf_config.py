@@ -109,7 +109,7 @@ COUNTED = (
     "olmo-hybrid-7b",
     "kimi-linear-48b-a3b",
     "nemotron-h-8b",
-    "nemotron3-nano-30b-a3b",
+    "nemotron3-30b-a3b",
     "delta-tiny",
     "gpt-oss-20b",
     "llama4-maverick",

@@ -80,7 +80,7 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "lfm2-8b-a1b": 8_339_929_856,
     "kimi-linear-48b-a3b": 49_122_681_728 - 26 * 256,
     "nemotron-h-8b": 8_100_852_736,
-    "nemotron3-nano-30b-a3b": 31_577_940_288 - 23 * 128,
+    "nemotron3-30b-a3b": 31_577_940_288 - 23 * 128,
 }
 ROUNDED = {  # as their model cards say
     "mixtral-8x22b": 141e9,
@@ -112,7 +112,7 @@ ACTIVE = {
     "lfm2-8b-a1b": 1.5e9,
     "qwen3-next-80b-a3b": 3e9,
     "kimi-linear-48b-a3b": 3e9,
-    "nemotron3-nano-30b-a3b": 3.2e9,
+    "nemotron3-30b-a3b": 3.2e9,
     "gpt-oss-20b": 3.61e9 + 0.58e9,  # the card leaves out the embedding, and counts the head
     "gpt-oss-120b": 5.13e9 + 0.58e9,
     "llama4-scout": 17e9,
