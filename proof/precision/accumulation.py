@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from config import ChannelMixer, Config, ExpertsConfig, with_mlps
+from config import ChannelMixer, Config
+from model.router import ExpertsConfig, with_mlps
 from proof.precision.errors import U32, BoundedError
 from proof.precision.job import single_process
 from proof.precision.recorded_run import train_and_record
