@@ -569,10 +569,11 @@ def against_fp64(tmp_path, name: str) -> set[str]:
     return beyond(judge(train_and_record(Here(), cfg, tmp_path / "run"), reference, "fp64")[1])
 
 
-@pytest.mark.slow(core=["delta-tiny-delta_rule"])
+@pytest.mark.slow(core=["delta"])
 @pytest.mark.parametrize(
     "name, module",
     [("delta-tiny", delta_rule), ("mamba-tiny", state_space), ("nemotron-h-tiny", state_space)],
+    ids=["delta", "mamba", "nemotron-h"],
 )
 def test_a_state_in_bf16_is_seen_in_the_gradients_of_fp32(monkeypatch, tmp_path, name, module):
     assert not against_fp64(tmp_path, name)
