@@ -3,7 +3,6 @@ loss scale of fp16, and planted bugs, each of which must be seen."""
 
 import json
 import shutil
-import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 import config
 import train
+from config.reading.kinds import KINDS
 from kernels import (
     adam,
     attention,
@@ -551,7 +551,7 @@ def test_a_model_without_a_state_has_the_roundings_of_its_layers_twice(dtype, un
 
 
 def test_every_mixer_has_bounds_and_another_is_refused(monkeypatch):
-    kinds = {kind.kind for kind in typing.get_args(config.model_parts.Mixer)}
+    kinds = {kind.kind for kind in KINDS[config.TokenMixer]}
     assert kinds == set(bounds.MIXERS)
     monkeypatch.setattr(bounds, "MIXERS", {"attention": bounds.MIXERS["attention"]})
     with pytest.raises(config.ConfigError, match="model.mixer.kind: mamba has no bounds; count it in MIXERS"):
