@@ -44,7 +44,7 @@ def step_keys(keys: Tree) -> Tree:
     """The keys with lists of the layers alone, and with mlp_layer_types."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     ahead = number({"num_nextn_predict_layers": None, **keys}, "num_nextn_predict_layers", nullable=True)
-    keys.get("num_nextn_predict_layers")
+    keys.get("num_nextn_predict_layers")  # notes that it is read, which the copy above did not
     lists = {key: keys[key] for key in STEP_LISTS if isinstance(keys.get(key), list)}
     own = {key: entries[:layers] for key, entries in lists.items() if len(entries) == layers + (ahead or 0)}
     if keys.get("mlp_layer_types") is None:
