@@ -288,7 +288,7 @@ def test_each_group_reads_what_it_writes(model_type):
         gate = getattr(model.mixer, "gate", None) and ChannelGate()
         is_latent = isinstance(model.mixer, LatentConfig)
         blank = LatentConfig(kv_rank=1) if is_latent else AttentionConfig(gate=gate)
-        bare = plain_data(FlatModel(mixer=blank, norm=type(model.norm)())) | {"blocks": None}
+        bare = plain_data(FlatModel(mixer=blank, mlp=MLPConfig(), norm=type(model.norm)())) | {"blocks": None}
         stated = plain_data(flat_model(model)[0])
         for group in groups:
             plain = {name: functools.reduce(getitem, name.split("."), bare) for name in group.fields}
