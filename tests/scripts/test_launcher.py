@@ -774,12 +774,6 @@ def test_a_number_of_ranks_that_is_none(nproc, capsys):
     assert line.endswith(f"--nproc/--nproc-per-node: expected a whole number of at least 1, got {nproc!r}")
 
 
-def test_the_launcher_starts_without_torch(real_starts):
-    """Ranks import it meanwhile: the store comes after them."""
-    code = "import sys, scripts.launch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 def test_ranks_die_with_a_launcher_that_is_killed_before_they_have_begun(tmp_path, words):
     """They have not looked for their parent yet: python and torch are still being loaded."""
     launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"])
