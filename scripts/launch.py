@@ -49,6 +49,7 @@ from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.exit_codes import FINISHED, INTERRUPTED, MEANINGS, STOPPED_EARLY
 from config.reading import dotted_overrides, resolve, split_argv
+from parallel.wire.world import launcher_store
 from runtime import restarts
 from runtime.processes import catches, dying_with, print_error
 from runtime.relay import SignalRelay
@@ -246,7 +247,7 @@ def run_ranks(
         for local_rank, rank in enumerate(node.ranks()):
             processes[rank] = start_rank(command, node.environment(local_rank), watch.spares)
             watch.relay.add(processes[rank])
-        store = None if listener is None else host_store(node, listener)
+        store = None if listener is None else launcher_store(node.host, node.port, listener)
         ends = wait_for_ranks(processes, watch)
         linger(node, store, watch.relay)
         return ends
@@ -271,13 +272,6 @@ def start_rank(
         start_new_session=True,  # Ctrl-C comes once, from here
         preexec_fn=dying_with(os.getpid()),
     )
-
-
-def host_store(node: Node, listener: socket.socket) -> Any:
-    """The store where ranks meet. Imports torch here, while the ranks do."""
-    from parallel.wire.world import launcher_store
-
-    return launcher_store(node.host, node.port, listener)
 
 
 def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWatch) -> list[RankEnd]:
@@ -353,7 +347,6 @@ def linger(node: Node, store: Any, relay: SignalRelay) -> None:
     num_nodes = node.nodes_with_ranks()
     if num_nodes == 1 or not node.ranks():
         return
-    from parallel.wire.world import launcher_store
 
     with contextlib.suppress(RuntimeError):  # the other side is gone
         if store is None:
