@@ -605,7 +605,7 @@ def signalled(*args, **more):
     return sound(*args, **more)
 
 setattr(launch, function, signalled)
-launch.host_store = lambda *_: None
+launch.launcher_store = lambda *_: None
 sys.exit(launch.main(sys.argv[5:]))
 """
 # a rank that is lost at the first start, and that later ones would wait for
