@@ -1275,7 +1275,7 @@ def read_shared_width(keys: Tree, key: str) -> Tree:
 
 
 def shared_width(key: str) -> FieldGroup:
-    """A key that says the width of all shared experts together, of which there is at least one."""
+    """A key with the width of all shared experts together; there is at least one."""
     return FieldGroup(
         ("shared_experts",),
         functools.partial(read_shared_width, key=key),

@@ -140,8 +140,8 @@ def read_step_mlps(keys: Tree) -> Tree:
 
 
 def read_step_limits(keys: Tree) -> Tree:
-    """Of routed experts there is one list; the other is of shared experts and, in layers that have none, of
-    the MLP. 0 and null stand for none."""
+    """One list has the limits of routed experts; the other those of shared experts and, in layers without
+    experts, of the MLP. 0 and null mean none."""
     keys = step_keys(keys)
     dense = read_mlp_layer_types(keys)["first_dense"]
     routed, shared = (step_limits(keys, f"swiglu_limits{of}") for of in ("", "_shared"))

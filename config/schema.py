@@ -38,9 +38,9 @@ class HeadShape(NamedTuple):
 
 
 class TokenMixer:
-    """What mixes the tokens of a sequence. Beside its keys it says, for rules and planner:
+    """Base class of the keys of sequence mixers: attention, delta rule, state space, short convolution.
 
-    has_softmax: a token sees all tokens before it; in the other mixers it sees a state.
+    has_softmax: a token attends to all tokens before it; the other mixers keep a state.
     """
     has_softmax = False
 
@@ -53,7 +53,7 @@ class TokenMixer:
         return {}
 
     def head_shape(self, hidden: int) -> HeadShape:
-        """Of a mixer with softmax."""
+        """The heads of softmax attention. Raises TypeError for other mixers."""
         raise TypeError(f"{type(self).__name__} has no softmax attention")
 
     def rules(self, cfg: "Config") -> Iterator[Rule]:
@@ -67,7 +67,7 @@ class TokenMixer:
 
 
 class ChannelMixer:
-    """What mixes the channels of a token."""
+    """Base class of the keys of channel mixers: an MLP, or a mixture of experts."""
 
     def features_over_tp(self, hidden: int) -> dict[str, int]:
         """{key of the model that sets the size: features of a matrix that tp divides}."""

@@ -105,10 +105,9 @@ class AttentionConfig(TokenMixer):
         return {"heads": self.heads, "kv_heads": self.kv_heads or self.heads}
 
     def features_over_tp(self, hidden: int) -> dict[str, int]:
-        size = self.head_dim or hidden // self.heads
-        of_value = self.value_dim or size
-        shared = (self.kv_heads or self.heads) * math.gcd(size, of_value)
-        return {"mixer.heads": self.heads * of_value, "mixer.kv_heads": shared}
+        shape = self.head_shape(hidden)
+        shared = shape.kv_heads * math.gcd(shape.head_dim, shape.value_dim)
+        return {"mixer.heads": self.heads * shape.value_dim, "mixer.kv_heads": shared}
 
     def head_shape(self, hidden: int) -> HeadShape:
         size = self.head_dim or hidden // self.heads

@@ -85,9 +85,9 @@ class GrowthConfig:
     first: CountOrZero = 0  # number of the first position: 1 in Llama 4, 0 in Ministral 3
 
 
-def scaling_rules(keys: RopeConfig | None, rotated: int) -> Iterator[Rule]:
+def scaling_rules(settings: RopeConfig | None, rotated: int) -> Iterator[Rule]:
     """Limits, and numbers for each pair of channels. rotated: channels of a head."""
-    scaling = keys.scaling if keys else None
+    scaling = settings.scaling if settings else None
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
         "model.mixer.rope.scaling.low_freq: must not lie above high_freq of the same scaling")
@@ -110,8 +110,8 @@ def scaling_rules(keys: RopeConfig | None, rotated: int) -> Iterator[Rule]:
 def with_original_context(mixer: TokenMixer, original: int) -> TokenMixer:
     """The mixer with another length of the context before the scaling of its rotary positions, if it has
     one."""
-    keys = getattr(mixer, "rope", None)
-    if keys is None or not isinstance(keys.scaling, (Llama3Scaling, YarnScaling, LongRopeScaling)):
+    settings = getattr(mixer, "rope", None)
+    if settings is None or not isinstance(settings.scaling, (Llama3Scaling, YarnScaling, LongRopeScaling)):
         return mixer
     return with_values(mixer, {"rope.scaling.original": original})
 
@@ -119,10 +119,10 @@ def with_original_context(mixer: TokenMixer, original: int) -> TokenMixer:
 def with_fitting_longrope(model: ModelConfig) -> ModelConfig:
     """The model with LongRoPE's numbers for as many pairs of channels as it rotates: the first ones that it
     states, and the last of them for the rest."""
-    keys = getattr(model.mixer, "rope", None)
-    if keys is None or not isinstance(keys.scaling, LongRopeScaling):
+    settings = getattr(model.mixer, "rope", None)
+    if settings is None or not isinstance(settings.scaling, LongRopeScaling):
         return model
-    pairs, scaling = rotated_dim(model) // 2, keys.scaling
+    pairs, scaling = rotated_dim(model) // 2, settings.scaling
     fitting = {
         f"mixer.rope.scaling.{name}": numbers[:pairs] + numbers[-1:] * (pairs - len(numbers))
         for name, numbers in (("short", scaling.short), ("long", scaling.long))
@@ -133,21 +133,21 @@ def with_fitting_longrope(model: ModelConfig) -> ModelConfig:
 def rope_switches(model: ModelConfig) -> set[int]:
     """The lengths of a sequence beyond which it is rotated by other angles from its first token on."""
     of_kinds = (getattr(like.mixer, "rope", None) for like in layer_models(model).values())
-    scalings = [keys.scaling for keys in of_kinds if keys]
+    scalings = [settings.scaling for settings in of_kinds if settings]
     return {scaling.original for scaling in scalings if isinstance(scaling, LongRopeScaling)}
 
 
 class Rotation(NamedTuple):
-    """What rotary tables depend on, beside positions. channels: of a head that are rotated."""
+    """The settings of rotary tables. channels: those of a head that are rotated."""
     base: float
     scaling: Scaling | None
     channels: int
 
 
 def rotation_of(model: ModelConfig) -> Rotation | None:
-    """Of the layers of a model that are like this (config.layer_model); None: they do not rotate."""
-    keys = getattr(model.mixer, "rope", None)
-    return None if keys is None else Rotation(keys.base, keys.scaling, rotated_dim(model))
+    """The rotation of queries and keys in layers like this (config.layer_model); None without RoPE."""
+    settings = getattr(model.mixer, "rope", None)
+    return None if settings is None else Rotation(settings.base, settings.scaling, rotated_dim(model))
 
 
 # ---- of a pass ---------------------------------------------------------------------------------------------

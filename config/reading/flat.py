@@ -292,7 +292,7 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
 
 
 def limits_of(mlp: ChannelMixer) -> tuple[float | None, float | None]:
-    """Of an MLP or routed experts, and of shared ones."""
+    """(limit of the MLP or of the routed experts, limit of the shared experts)."""
     return getattr(mlp, "limit", None), getattr(getattr(mlp, "shared", None), "limit", None)
 
 

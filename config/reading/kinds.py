@@ -26,12 +26,12 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def part_types(hint: Any) -> tuple[type, ...]:
-    """The dataclasses of which a field may hold one; () for a plain key."""
+    """The dataclasses that a field may hold; () for a plain key."""
     return tuple(member for member in members_of(hint) if dataclasses.is_dataclass(member))
 
 
 def parts_at(cls: type, path: str) -> tuple[type, ...]:
-    """The dataclasses of which a config of this type may have one at a path; () where it has keys alone."""
+    """The dataclasses that a config of this type may have at a path; () for a plain key."""
     parts: tuple[type, ...] = (cls,)
     for name in path.split(".") if path else ():
         hints = [hints_of(part)[name] for part in parts if name in hints_of(part)]

@@ -60,8 +60,9 @@ def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") ->
     return dataclasses.replace(node, blocks=parse_blocks(node, kinds, f"{prefix}blocks"))
 
 
+@functools.cache
 def defaults() -> Config:
-    """The config in which nothing is stated, without a preset below it."""
+    """The config with the default of every key, without a preset."""
     return build_tree(Config, {})
 
 

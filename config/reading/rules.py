@@ -100,12 +100,12 @@ def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def mixer_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """What the mixer of tokens says of its keys."""
+    """The rules of the sequence mixer, which stand beside its keys."""
     yield from cfg.model.mixer.rules(cfg)
 
 
 def mlp_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """What the mixer of channels says of its keys."""
+    """The rules of the MLP or the experts, which stand beside their keys."""
     yield from cfg.model.mlp.rules(cfg)
 
 

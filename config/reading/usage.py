@@ -139,15 +139,15 @@ def section_lines(cfg: Config, section: str, word: str, width: int) -> list[str]
     return lines
 
 
-def shown_keys(node: Any, defaults: Any, prefix: str) -> Iterator[ShownKey]:
+def shown_keys(node: Any, usual: Any, prefix: str) -> Iterator[ShownKey]:
     """The keys below a node of the config, in the order of their files; of a part that is none, the part.
 
-    defaults: the same node of a config by default; None where it has none, or one of another kind.
+    usual: the same node of a config by default; None where it has none, or one of another kind.
     """
     hints = hints_of(type(node))
     for name, meaning in key_meanings(type(node)).items():
         value = getattr(node, name)
-        default = default_of(type(node), name) if defaults is None else getattr(defaults, name)
+        default = default_of(type(node), name) if usual is None else getattr(usual, name)
         if dataclasses.is_dataclass(value):
             same_kind = default if type(default) is type(value) else None
             kinds = part_types(hints[name])

@@ -34,7 +34,7 @@ class PartErrors(NamedTuple):
 NOTHING = PartErrors(factors=1, roundings=0, inner=0, matrices=0, linears=0)
 # norm, inner, activation, down, sum; in and down
 MLP = PartErrors(factors=1, roundings=5, inner=0, matrices=2, linears=2)
-MIXERS = {
+MIXER_ERRORS = {
     # norm, projection, RoPE, probabilities, attention, projection, sum; q or k or v, and out
     "attention": PartErrors(factors=1, roundings=7, inner=0, matrices=2, linears=2),
     "latent": PartErrors(factors=1, roundings=7, inner=0, matrices=2, linears=2),
@@ -66,9 +66,9 @@ def parts(model: ModelConfig, layer: int) -> tuple[PartErrors, PartErrors]:
     """The mixer of tokens and the MLP of a layer. Raises ConfigError for a mixer without derived bounds."""
     of_layer = layer_model(model, layer)
     kind = of_layer.mixer.kind
-    if kind not in MIXERS:
-        raise ConfigError(f"model.mixer.kind: {kind} has no bounds; count it in MIXERS of {__name__}")
-    return MIXERS[kind], NOTHING if isinstance(of_layer.mlp, NoPart) else MLP
+    if kind not in MIXER_ERRORS:
+        raise ConfigError(f"model.mixer.kind: {kind} has no bounds; count it in MIXER_ERRORS of {__name__}")
+    return MIXER_ERRORS[kind], NOTHING if isinstance(of_layer.mlp, NoPart) else MLP
 
 
 def through_layers(model: ModelConfig, before: float, of_layers: list[float]) -> float:

@@ -59,7 +59,7 @@ def bf16(*tensors: Tensor) -> tuple[Tensor, ...]:
 def errors_of(
     where: str, kernel: Formula, formula: Formula, inputs: Sequence[Tensor], stream: torch.Generator
 ) -> list[BoundedError]:
-    """Of the kernel's results, and of the gradients of its inputs, each the worst share of a tolerance."""
+    """Compare the results of a kernel, and the gradients of its inputs, with those of a formula in fp64."""
     found = [x.detach().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     results, wanted = kernel(*found), formula(*exact)
@@ -73,7 +73,7 @@ def errors_of(
 
 
 def worst_share(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Of the tolerance of an element."""
+    """The largest error, as a share of the tolerance of its element."""
     shares: list[float] = []
     for ours, theirs in zip(found, exact, strict=True):
         ours, theirs = ours.detach(), theirs.detach()

@@ -552,9 +552,10 @@ def test_a_model_without_a_state_has_the_roundings_of_its_layers_twice(dtype, un
 
 def test_every_mixer_has_bounds_and_another_is_refused(monkeypatch):
     kinds = {kind.kind for kind in KINDS[config.TokenMixer]}
-    assert kinds == set(bounds.MIXERS)
-    monkeypatch.setattr(bounds, "MIXERS", {"attention": bounds.MIXERS["attention"]})
-    with pytest.raises(config.ConfigError, match="model.mixer.kind: mamba has no bounds; count it in MIXERS"):
+    assert kinds == set(bounds.MIXER_ERRORS)
+    monkeypatch.setattr(bounds, "MIXER_ERRORS", {"attention": bounds.MIXER_ERRORS["attention"]})
+    refusal = "model.mixer.kind: mamba has no bounds; count it in MIXER_ERRORS"
+    with pytest.raises(config.ConfigError, match=refusal):
         command.check("mamba-tiny", 2, as_json=False)
 
 
