@@ -20,7 +20,7 @@ from proof.mutate.checkout import ROOT
 HOOKS = Path(__file__).parent / "hooks"
 CACHE = ROOT / ".cache" / "mutate"
 FOOTPRINTS = ROOT / "tests" / "footprints.xz"
-OF_TESTS = ("names", "seconds", "outcomes", "bits")  # of footprints.xz, a list each
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]  # pb: bytes, not words
 REST = "<rest>"  # what a file holds outside of functions; of a file that is not Python, all of it
 
 
@@ -99,35 +99,74 @@ NOTHING = Footprints(commit="", summary={}, columns=[], tests={})
 
 
 def read_footprints(file: Path = FOOTPRINTS) -> Footprints:
-    tree = json.loads(lzma.decompress(file.read_bytes()))
+    head, _, matrix = lzma.decompress(file.read_bytes()).partition(b"\n")
+    tree = json.loads(head)
+    columns = [(of_file, name) for of_file, names in tree["columns"] for name in names]
+    functions = functions_in(columns)
+    height = 8 * len(matrix) // len(functions)
+    digits = transposed(f"{int.from_bytes(matrix, 'big'):0{height * len(functions)}b}", height)
     tests = {}
-    bits = 0
-    for name, seconds, outcome, changed in zip(*(tree[key] for key in OF_TESTS)):
-        bits ^= int(changed, 16)
-        tests[name] = (seconds, outcome, bits)
-    columns = [(file, name) for file, names in tree["columns"] for name in names]
+    at = 0
+    measured = zip(tree["seconds"], tree["outcomes"])
+    for (step, *cases), row in zip(tree["groups"], digits):
+        at += step
+        bits = int(row, 2) ^ 1 << at
+        for case, (seconds, outcome) in zip(cases, measured):
+            tests[functions[at] + case] = (seconds, outcome, bits)
     return Footprints(tree["commit"], tree["summary"], columns, tests)
 
 
 def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
-    """Small: tests that run nearly the same follow each other, each with the bits that differ from the one
-    before it; seconds have two digits."""
-    tests: list[tuple[str, float, str, str]] = []
+    """Write a line of JSON, and the bits after it. Seconds have two digits.
+
+    The cases of a function that have one footprint are a group; groups that run nearly the same follow each
+    other. "groups": [steps from the last group's column to this one's, the end of each node id].
+    The bits are column by column, the last column first, a bit a group, filled up to whole bytes. The bit of
+    a group's own function is flipped: 0 where it ran.
+    """
+    functions = functions_in(footprints.columns)
+    place = {function: at for at, function in enumerate(functions)}
+
+    def group_of(name: str) -> tuple[int, int]:
+        return footprints.tests[name][2], place.get(name.partition("[")[0], place[""])
+
+    # the groups, and the bits of each as digits
+    names = sorted(footprints.tests, key=group_of)
+    groups, rows = [], []
     before = 0
-    for name, (seconds, outcome, bits) in sorted(footprints.tests.items(), key=lambda item: item[1][2]):
-        tests.append((name, float(f"{seconds:.2g}"), outcome, f"{bits ^ before:x}"))
-        before = bits
+    for (bits, at), group in itertools.groupby(names, key=group_of):
+        groups.append([at - before, *(name.removeprefix(functions[at]) for name in group)])
+        rows.append(f"{bits ^ 1 << at:0{len(functions)}b}")
+        before = at
+
+    # column by column
+    rows += ["0" * len(functions)] * (-len(rows) % 8)
+    digits = "".join(transposed("".join(rows), len(functions)))
+    matrix = int(digits, 2).to_bytes(len(digits) // 8, "big")
+
     columns: list[tuple[str, list[str]]] = []
-    for of_file, group in itertools.groupby(footprints.columns, key=lambda column: column[0]):
-        columns.append((of_file, [name for _, name in group]))
+    for of_file, of_columns in itertools.groupby(footprints.columns, key=lambda column: column[0]):
+        columns.append((of_file, [name for _, name in of_columns]))
     tree = {
         "commit": footprints.commit,
         "summary": footprints.summary,
         "columns": columns,
-        **dict(zip(OF_TESTS, zip(*tests))),
+        "groups": groups,
+        "seconds": [float(f"{footprints.tests[name][0]:.2g}") for name in names],
+        "outcomes": [footprints.tests[name][1] for name in names],
     }
-    text = json.dumps(tree, separators=(",", ":"))
-    file.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    head = json.dumps(tree, separators=(",", ":")).encode()
+    file.write_bytes(lzma.compress(head + b"\n" + matrix, filters=FILTERS))
+
+
+def functions_in(columns: list[tuple[str, str]]) -> list[str]:
+    """How the node id of a test begins that is the function of a column; last "", for tests of no column."""
+    return [*(f"{file}::{name.replace('.', '::')}" for file, name in columns), ""]
+
+
+def transposed(digits: str, width: int) -> list[str]:
+    """The columns of a matrix whose rows of `width` digits follow each other."""
+    return [digits[at::width] for at in range(width)]
 
 
 @dataclass(frozen=True)
