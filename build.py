@@ -41,6 +41,7 @@ from model.router import mixture
 from model.router_states import RouterStates
 from model.score import pipeline_scores
 from model.sharding import parallel_dims, scale_for_mup, sharding_config
+from model.shared_keys import widths_between_stages
 from model.split import layers_of_stages
 from model.transformer import PipelineStage
 from optim.base import Optimizer
@@ -172,6 +173,15 @@ def total_steps(cfg: Config, flops_per_token: float) -> int:
 # ---- stages and buckets ------------------------------------------------------------------------------------
 
 
+def hidden_shape_of(cfg: Config, stages: int) -> HiddenShape:
+    """Of what travels between the stages."""
+    return HiddenShape(
+        widths=widths_between_stages(cfg, layers_of_stages(cfg, stages)),
+        dtype=DTYPES[cfg.train.dtype],
+        sequence_shards=cfg.parallel.tp if cfg.parallel.sp else 1,
+    )
+
+
 def make_stages(cfg: Config, mesh: Mesh, rank_of_stage: tuple[int, ...]) -> dict[int, PipelineStage]:
     """This rank's stages, without storage. rank_of_stage: the rank of each stage."""
     layers = layers_of_stages(cfg, len(rank_of_stage))
@@ -288,7 +298,7 @@ def build_run(
         stages=stages,
         zero_schedulers=made.schedulers,
         weight_grad_stores=weight_grad_stores,
-        hidden_shape=HiddenShape(cfg.model.hidden, dtype, mesh.tp.size if cfg.parallel.sp else 1),
+        hidden_shape=hidden_shape_of(cfg, schedule.n_stages),
         offload=ActivationOffload(device, copies) if offloads_activations else None,
     )
     ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
@@ -542,7 +552,7 @@ def load_run(
             stages=stages,
             zero_schedulers={number: ZeroScheduler.without_buckets() for number in stages},
             weight_grad_stores={},
-            hidden_shape=HiddenShape(cfg.model.hidden, DTYPES[cfg.train.dtype], 1),
+            hidden_shape=hidden_shape_of(cfg, schedule.n_stages),
         )
         return TrainedModel(
             cfg,

@@ -61,7 +61,8 @@ from config.reading.phases import (
     same_plan,
 )
 from config.reading.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
-from config.tree import differing_leaves, plain_data
+from config.tree import differing_leaves, plain_data, with_values
+from model.shared_keys import key_sources
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_matrix
@@ -343,9 +344,15 @@ def differing_settings(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def blocks_of_layers(model: ModelConfig) -> list[tuple[Any, ...]]:
-    """The mixer, MLP and norm of each layer."""
-    layers = (layer_model(model, layer) for layer in range(model.layers))
-    return [tuple(getattr(like, part) for part in BLOCK_PARTS) for like in layers]
+    """The mixer, MLP and norm of each layer, and the layer whose keys it reads."""
+    sources = key_sources(model)
+    found: list[tuple[Any, ...]] = []
+    for layer in range(model.layers):
+        like = layer_model(model, layer)
+        if layer in sources:
+            like = with_values(like, {"mixer.keys_of": None})  # the name of a kind
+        found.append((*(getattr(like, part) for part in BLOCK_PARTS), sources.get(layer)))
+    return found
 
 
 def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = False) -> list[str]:

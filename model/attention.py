@@ -95,6 +95,8 @@ class AttentionConfig(TokenMixer):
     softcap: Positive | None = None  # scores are bounded: softcap tanh(score / softcap) (Gemma 2, arXiv
     #   2408.00118)
     gate: ChannelGate | HeadGate | None = None  # the output is multiplied by sigmoid(x W) (arXiv 2505.06708)
+    keys_of: str | None = None  # kind of block: read the keys and values of the last layer of that kind
+    #   before this one, and project queries alone (arXiv 2405.12981; Gemma 3n); none: make them
     sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
@@ -175,6 +177,7 @@ class Attention(nn.Module):
         assert isinstance(mixer, AttentionConfig)
         key = f"layers.{layer}.attn"
         self.layer = layer
+        self.reads_keys = mixer.keys_of is not None
         self.tp = mesh.tp
         self.head_dim = head_dim(model)
         self.v_dim = value_dim(model)
@@ -219,22 +222,30 @@ class Attention(nn.Module):
             q_features = model.mixer.heads * self.head_dim
             k_features = kv_heads(model) * self.head_dim
             self.q_norm = head_vector(f"{key}.q_norm.weight", q_features, mesh.tp, role="norm")
-            self.k_norm = head_vector(f"{key}.k_norm.weight", k_features, mesh.tp, role="norm")
+            if not self.reads_keys:
+                self.k_norm = head_vector(f"{key}.k_norm.weight", k_features, mesh.tp, role="norm")
         elif mixer.qk_norm in ("head", "after_rope"):
             # one weight for all heads; each tp rank applies it to other heads, so its gradient is partial
             # with and without sp
             self.q_norm = replicated_vector(f"{key}.q_norm.weight", self.head_dim, "norm", is_partial=True)
-            self.k_norm = replicated_vector(f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)
+            if not self.reads_keys:
+                self.k_norm = replicated_vector(
+                    f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         qkv = self.qkv(x)  # [b, s/cp, (h d + g d + g dv) / tp]; under sp it gathers the sequence
-        q, k, v = self.split_heads(qkv, context)
+        if self.reads_keys:  # qkv [b, s/cp, h d / tp]
+            q = self.normalize_and_rotate(qkv.unflatten(-1, (-1, self.head_dim)), self.q_norm, context)
+            k, v = context.shared_keys.read(self.layer)
+        else:
+            q, k, v = self.split_heads(qkv, context)
+            context.shared_keys.keep(self.layer, k, v)
         if self.score_scale != 1:
             q = q * self.score_scale
         if self.growth is not None:
             q = q * context.growths[self.growth].to(q.dtype)
         if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
+            k, v = context.cache.extend(context.shared_keys.source_of(self.layer), k, v)
 
         sinks = None if self.sinks is None else read_weight(self.sinks).to(self.sinks.dtype)
         out = self.core(q, k, v, context, sinks)  # [b, s/cp, h/tp, dv]
@@ -250,8 +261,10 @@ class Attention(nn.Module):
         [b, s/cp, g/tp, dv], normalized and rotated."""
         if self.v_dim != self.head_dim:
             qk, v = qkv.split(((self.heads + self.kv_heads) * self.head_dim, self.kv_heads * self.v_dim), -1)
-            heads = qk.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads), dim=2)
-            return *self.normalize_and_rotate(*heads, context), v.unflatten(-1, (-1, self.v_dim))
+            q, k = qk.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads), dim=2)
+            q = self.normalize_and_rotate(q, self.q_norm, context)
+            k = self.normalize_and_rotate(k, self.k_norm, context)
+            return q, k, v.unflatten(-1, (-1, self.v_dim))
 
         is_plain_rope = self.rotation is not None and not (self.rope_in_pairs or self.rotates_in_part)
         if is_plain_rope and not (self.norms_first or self.norms_last):
@@ -275,20 +288,17 @@ class Attention(nn.Module):
 
         heads = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.split(heads, dim=2)
-        return *self.normalize_and_rotate(q, k, context), v
+        q = self.normalize_and_rotate(q, self.q_norm, context)
+        k = self.normalize_and_rotate(k, self.k_norm, context)
+        return q, k, v
 
-    def normalize_and_rotate(self, q: Tensor, k: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """q [b, s/cp, h/tp, d], k [b, s/cp, g/tp, d] -> the same, one step after the other."""
+    def normalize_and_rotate(self, x: Tensor, weight: Tensor | None, context: ForwardContext) -> Tensor:
+        """Queries or keys x [b, s/cp, heads, d], one step after the other. weight: of their norm."""
         if self.norms_first:
-            q = self.normalize_heads(q, self.q_norm)
-            k = self.normalize_heads(k, self.k_norm)
+            x = self.normalize_heads(x, weight)
         if self.rotation is not None:
-            q = self.rotate(q, *context.rotations[self.rotation])
-            k = self.rotate(k, *context.rotations[self.rotation])
-        if self.norms_last:
-            q = self.normalize_heads(q, self.q_norm)
-            k = self.normalize_heads(k, self.k_norm)
-        return q, k
+            x = self.rotate(x, *context.rotations[self.rotation])
+        return self.normalize_heads(x, weight) if self.norms_last else x
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [b, s/cp, heads, d]: its first channels, as many as cos and sin are for."""
@@ -309,14 +319,16 @@ class Attention(nn.Module):
 
 
 def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | SharedHeadsLinear:
-    """The merged projection [b, s/cp, hidden] -> [b, s/cp, (h d + g d + g dv) / tp].
+    """The merged projection [b, s/cp, hidden] -> [b, s/cp, (h d + g d + g dv) / tp], of queries alone where
+    keys are read.
 
     Where there are fewer heads of keys than tp ranks, several ranks share one.
     """
     model = cfg.model
     key = f"layers.{layer}.attn"
     bias = model.mixer.bias is not None
-    if kv_heads(model) < mesh.tp.size:
+    reads_keys = model.mixer.keys_of is not None
+    if kv_heads(model) < mesh.tp.size and not reads_keys:
         return SharedHeadsLinear(
             mesh,
             key,
@@ -329,11 +341,10 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
             bias=bias,
             sp=cfg.parallel.sp,
         )
-    outputs = {
-        f"{key}.q": model.mixer.heads * head_dim(model),
-        f"{key}.k": kv_heads(model) * head_dim(model),
-        f"{key}.v": kv_heads(model) * value_dim(model),
-    }
+    outputs = {f"{key}.q": model.mixer.heads * head_dim(model)}
+    if not reads_keys:
+        outputs[f"{key}.k"] = kv_heads(model) * head_dim(model)
+        outputs[f"{key}.v"] = kv_heads(model) * value_dim(model)
     return ColumnLinear(
         mesh,
         outputs,

@@ -28,6 +28,7 @@ from model.norm import SUM, Norm, add_residual
 from model.precision import fp8_reader_of_layer
 from model.recompute import checkpoint_activations
 from model.router import ExpertsConfig, has_experts
+from model.shared_keys import key_sources
 from parallel.rng import dropout
 from parallel.tensor.layers import exchange_weight_maxima_together
 from parallel.topology.mesh import Mesh
@@ -47,10 +48,11 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, stati
 
 class BlockKind(NamedTuple):
     """Blocks of the same kind differ in the names of their parameters alone. name: in model.pattern. mixer:
-    of tokens, if they have one beside the MLP."""
+    of tokens, if they have one beside the MLP. is_read: later blocks read its keys."""
     name: str
     mixer: type[nn.Module] | None
     in_fp8: bool
+    is_read: bool
 
 
 def attention_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
@@ -122,7 +124,9 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         if self.recompute and torch.is_grad_enabled():
-            y, residual, router_stats = checkpoint_activations(self.attention_and_mlp, x, residual, context)
+            own = context.of_layer(self.layer)
+            y, residual, router_stats = checkpoint_activations(self.attention_and_mlp, x, residual, own)
+            context.shared_keys.take(self.layer, own.shared_keys)
             return add_residual(y, residual), None, router_stats  # the next block keeps its input: one tensor
         return self.attention_and_mlp(x, residual, context)
 
@@ -168,4 +172,5 @@ class TransformerBlock(nn.Module):
     @staticmethod
     def kind(cfg: Config, layer: int) -> BlockKind:
         name = layer_kinds(cfg.model)[min(layer, cfg.model.layers - 1)]
-        return BlockKind(name, TransformerBlock.mixer(cfg, layer), layer_in_fp8(cfg, layer))
+        is_read = layer in key_sources(cfg.model).values()
+        return BlockKind(name, TransformerBlock.mixer(cfg, layer), layer_in_fp8(cfg, layer), is_read)

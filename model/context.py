@@ -1,6 +1,6 @@
 """What all blocks of one forward pass share."""
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from config import Config, ModelConfig, layer_models
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.rope import GrowthConfig, Rotation, query_growth, rope_tables, rotation_of
 from model.router import RouterInputs
+from model.shared_keys import SharedKeys, key_sources
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
 
@@ -29,10 +30,13 @@ class GenerationCache:
     kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the keys and values of new tokens; returns those of all tokens."""
+        """Appends the keys and values of new tokens, once in a pass; returns those of all tokens."""
         for name, new in (("keys", k), ("values", v)):
             earlier = self.kept.get((layer, name))
-            self.kept[layer, name] = new if earlier is None else torch.cat((earlier, new), 1)
+            if earlier is None:
+                self.kept[layer, name] = new
+            elif earlier.shape[1] == self.length:  # else a layer that shares them has appended these
+                self.kept[layer, name] = torch.cat((earlier, new), 1)
         return self.kept[layer, "keys"], self.kept[layer, "values"]
 
 
@@ -58,7 +62,7 @@ class ForwardContext:
     evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
     sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
     document_counts: of documents, where the sequences are not sharded and the host knows. router_inputs: None
-    outside of training.
+    outside of training. shared_keys: what layers of this pass read of earlier ones.
     """
     rotations: Mapping[Rotation, tuple[Tensor, Tensor]]
     masks: Mapping[View, AttentionMask | None]
@@ -69,6 +73,13 @@ class ForwardContext:
     documents: Tensor | None = None
     document_counts: DocumentCounts | None = None
     router_inputs: RouterInputs | None = None
+    shared_keys: SharedKeys = field(default_factory=SharedKeys)
+
+    def of_layer(self, layer: int) -> "ForwardContext":
+        """With the shared keys that one layer reads, and no others."""
+        if not self.shared_keys.sources:
+            return self
+        return replace(self, shared_keys=self.shared_keys.of_layer(layer))
 
 
 @dataclass(frozen=True)
@@ -125,4 +136,5 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         documents=documents,
         document_counts=None if sequence_is_sharded else document_counts,
         router_inputs=router_inputs,
+        shared_keys=SharedKeys(key_sources(cfg.model)),
     )

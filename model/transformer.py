@@ -12,6 +12,7 @@ from model.modules import ModuleList
 from model.moe import MoE
 from model.norm import add_residual
 from model.router import Router, make_router_inputs, mixture
+from model.shared_keys import with_keys, without_keys
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
 from parallel.sharding.spec import ShardedParameter
@@ -33,6 +34,7 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
+        self.first, self.last = first, last
         self.experts = mixture(cfg.model)
         self.embedding = Embedding(cfg, mesh, ends_are_apart) if first == 0 else None
         if self.embedding is not None:
@@ -91,7 +93,7 @@ class PipelineStage(nn.Module):
             )
         x, residual = self.run_blocks(x, microbatch.positions, context)
         if self.head is None:
-            return add_residual(x, residual)  # one tensor travels to the next stage
+            return self.output(x, residual, context)
         return self.head(x, LossInputs(microbatch, scale, context), residual=residual)
 
     def training_context(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
@@ -131,11 +133,17 @@ class PipelineStage(nn.Module):
         """Embedding, if it is here, and blocks. The hidden states are the sum of the two (model/block.py)."""
         if self.embedding is not None:
             x = self.embedding(x, positions, context.dropout_rng)
+        else:
+            x = without_keys(x, context.shared_keys, self.cfg, self.first)
         residual = None
         for block in self.blocks:
             x, residual, router_stats = block(x, residual, context)
             block.add_router_stats(router_stats)
         return x, residual
+
+    def output(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> Tensor:
+        """The one tensor that travels to the next stage."""
+        return with_keys(add_residual(x, residual), context.shared_keys, self.cfg, self.last)
 
     def hidden_states(self, x: Tensor, positions: Tensor, documents: Tensor | None = None, *,
                       dropout_rng: DropoutRng | None = None, cache: GenerationCache | None = None) -> Tensor:
@@ -145,7 +153,7 @@ class PipelineStage(nn.Module):
         Of full sequences, as in generation.
         """
         context = forward_context(self.cfg, positions, documents, dropout_rng=dropout_rng, cache=cache)
-        return add_residual(*self.run_blocks(x, positions, context))
+        return self.output(*self.run_blocks(x, positions, context), context)
 
     def logits(self, tokens: Tensor, positions: Tensor, *, cache: GenerationCache | None = None,
                position: int | None = None) -> Tensor:

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from config import Config, modules_ahead
 from model.precision import accumulation_bytes, compute_bytes
 from model.router import ROUTER_STATS, has_experts, mixture
+from model.shared_keys import widths_between_stages
 from parallel.pipeline.schedule import Op, StagePlacement
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire.compress import CODECS, SCALE_BYTES
@@ -157,28 +158,44 @@ def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
 # ---- pipeline ----------------------------------------------------------------------------------------------
 
 
-def boundary_bytes(cfg: Config) -> int:
-    """Of the hidden states between two stages, on one rank."""
+def boundary_bytes(job: Job) -> list[int]:
+    """Of what travels into each stage for a microbatch, on one rank: hidden states, and keys that layers on
+    both sides share (model/shared_keys.py). Nothing travels into the first."""
+    widths = widths_between_stages(job.cfg, job.cuts)
+    return [0, *(width * bytes_of_channel(job.cfg) for width in widths[1:])]
+
+
+def shared_key_bytes(job: Job, stage: int) -> int:
+    """Of boundary_bytes, those of keys that a stage shares with earlier ones."""
+    hidden = job.cfg.model.hidden * bytes_of_channel(job.cfg)
+    return max(0, boundary_bytes(job)[stage] - hidden)
+
+
+def bytes_of_channel(cfg: Config) -> int:
+    """Of one channel of a microbatch's hidden states, on one rank."""
     tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.parallel.cp
-    nbytes = tokens * cfg.model.hidden * compute_bytes(cfg.train.dtype)
-    return nbytes // cfg.parallel.tp if cfg.parallel.sp else nbytes
+    if cfg.parallel.sp:
+        tokens //= cfg.parallel.tp
+    return tokens * compute_bytes(cfg.train.dtype)
 
 
 def add_pipeline(ledger: StepLedger) -> None:
     job = ledger.job
-    sends = num_sends(job.schedule.order[job.pp], job.schedule.rank_of_stage)
-    ledger.add("pp", "send", boundary_bytes(job.cfg), sends)
+    nbytes = boundary_bytes(job)
+    for reader, sends in sends_by_reader(job.schedule.order[job.pp], job.schedule.rank_of_stage).items():
+        ledger.add("pp", "send", nbytes[reader], sends)
 
 
-def num_sends(ops: Iterable[Op], rank_of_stage: StagePlacement) -> int:
-    """Of one rank: as many as add_transfers adds, which needs the order of all ranks."""
+def sends_by_reader(ops: Iterable[Op], rank_of_stage: StagePlacement) -> Counter[int]:
+    """{stage: sends of one rank over the boundary before it}: as many as add_transfers adds, which needs the
+    order of all ranks."""
     ops_of_stage = Counter((op.kind, op.stage) for op in ops)
-    count = 0
+    sends: Counter[int] = Counter()
     for (kind, stage), repeats in ops_of_stage.items():
         target = stage + {"F": 1, "B": -1, "I": -1, "W": 0}[kind]
-        is_sent = 0 <= target < len(rank_of_stage) and rank_of_stage[target] != rank_of_stage[stage]
-        count += repeats * is_sent
-    return count
+        if 0 <= target < len(rank_of_stage) and rank_of_stage[target] != rank_of_stage[stage]:
+            sends[max(stage, target)] += repeats
+    return sends
 
 
 # ---- sharding, during the step -----------------------------------------------------------------------------

@@ -422,7 +422,7 @@ def forecast(
     rank = busiest_rank(job, links, seconds, microbatches=microbatches, slowdown=slowdown)
 
     # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
-    hop = exchange_seconds(links, "pp", "send", calls=1, nbytes=boundary_bytes(job.cfg))
+    hop = exchange_seconds(links, "pp", "send", calls=1, nbytes=max(boundary_bytes(job)))
     span = makespan(
         schedule.kind,
         ranks=job.layout.pp,

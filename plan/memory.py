@@ -25,7 +25,7 @@ from typing import NamedTuple
 from config import OPTIMIZERS
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
-from plan.bytes import boundary_bytes
+from plan.bytes import boundary_bytes, shared_key_bytes
 from plan.buckets import PlannedBucket, buckets, unique_buckets
 from plan.job import Job
 from plan.parts import records_of_stage
@@ -204,15 +204,18 @@ def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> in
 
 def peak_activation_bytes(job: Job) -> int:
     """The most that a rank holds for its microbatches, with the two hidden states that are on their way."""
-    stages = {number: activations_of(tuple(records_of_stage(job, number))) for number in job.stages()}
-    on_the_way = 2 * boundary_bytes(job.cfg) if job.layout.pp > 1 else 0
+    stages: dict[int, StageActivations] = {}
+    for number in job.stages():
+        records = tuple(records_of_stage(job, number))
+        stages[number] = activations_of(records, shared_key_bytes(job, number))
+    on_the_way = 2 * max(boundary_bytes(job)) if job.layout.pp > 1 else 0
     return peak_of_ops(job.schedule.order[job.pp], stages) + on_the_way
 
 
 @lru_cache(maxsize=1 << 12)
-def activations_of(records: tuple[PartRecord, ...]) -> StageActivations:
-    """records: of the parts of a stage."""
-    shared = max(record.context for record in records)
+def activations_of(records: tuple[PartRecord, ...], keys: int = 0) -> StageActivations:
+    """records: of the parts of a stage. keys: bytes of those that it shares with earlier stages."""
+    shared = max(record.context for record in records) + keys
 
     held = forward = shared
     for record in records:

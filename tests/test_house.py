@@ -69,6 +69,7 @@ PLANNABLE = {
     "model.precision",
     "model.router",
     "model.sharding",
+    "model.shared_keys",
     "model.split",
 }
 PURE = {

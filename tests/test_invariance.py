@@ -28,6 +28,7 @@ CORE = (
     ("mixtral-tiny", 4, "dp2 tp2 ep4 no-sp zero1 mb1"),
     ("dots1-tiny", 4, "pp2 dp2 ep2 zero2 zb-v mb1"),
     ("qwen3-moe-tiny", 4, "pp2 tp2 etp2 sp zero0 dualpipe-v mb1"),
+    ("shared-keys-tiny", 4, "pp2 cp2 zero2 interleaved mb1 cp-ring"),
     ("llama3-tiny", 8, "pp2 rep2 dp2 zero3 1f1b mb1"),
     ("llama3-tiny", 8, "pp2 cp2 tp2 sp zero2 zb-h1 mb2 cp-ring"),
 )

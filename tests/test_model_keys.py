@@ -685,7 +685,10 @@ CASES = [
     Case("mlp.capacity.drop", "position", {*TRAINED, *ROUTED}, dropped, FULL),
     Case("mlp.capacity.pad", True, {"rows"}, filled_up, FULL),
 ]
-ELSEWHERE = {"preset": "below: it says where the others start from"}
+ELSEWHERE = {
+    "preset": "below: it says where the others start from",
+    "mixer.keys_of": "tests/model/test_shared_keys.py: it needs kinds of layers",
+}
 NEEDS_A_GPU = {("mixer.kernel", "flash"), ("mixer.kernel", "triton")}  # tests/kernels/test_attention.py
 
 

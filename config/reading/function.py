@@ -22,6 +22,7 @@ from config.schema import (
     value_dim,
 )
 from config.tree import differing_leaves, is_below, leaves, plain_data
+from model.shared_keys import key_sources
 
 TOKENIZER = "data.tokenizer"
 BY_TEXT = "data.tokenizer=text"  # another tokenizer, and rows go to the tokens of the same text
@@ -75,6 +76,8 @@ def differences(left: ModelConfig, right: ModelConfig) -> dict[str, tuple[Any, A
     if left.layers == right.layers and (left.pattern or right.pattern):
         for layer in range(left.layers):
             found = differences(layer_model(left, layer), layer_model(right, layer)) | found
+        if key_sources(left) == key_sources(right):
+            found.pop("model.mixer.keys_of", None)  # by another name
         return found
     for key, values in differing_leaves(left, right).items():
         if f"model.{key}" not in FUNCTION_KEYS:

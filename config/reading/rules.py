@@ -42,6 +42,7 @@ from model.delta import KimiConfig
 from model.mla import LatentConfig
 from model.mlp import MLPConfig
 from model.router import ExpertsConfig, mixture
+from model.shared_keys import sharing_rules
 
 ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
 RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
@@ -123,6 +124,11 @@ def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"train.seq_len: {seq_len} is longer than the {model.context} learned positions (model.context); "
         "shorten it or raise model.context",
         "train.seq_len", [model.context // 2**i for i in range(4)])
+
+
+def shared_key_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Layers that read the keys of others."""
+    yield from sharing_rules(cfg.model)
 
 
 def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -711,6 +717,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules_of_kinds,
     of_each_kind(part_rules),
     of_each_kind(mixer_rules),
+    shared_key_rules,
     other_model_rules,
     run_length_rules,
     phase_rules,

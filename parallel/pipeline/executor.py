@@ -43,15 +43,16 @@ StageForward = Callable[[Tensor, Microbatch, Tensor | float], Tensor]
 
 @dataclass(frozen=True)
 class HiddenShape:
-    """Of the hidden states between stages: [b, s / sequence_shards, hidden]."""
-    hidden: int
+    """Of the hidden states between stages: [b, s / sequence_shards, width]. widths: by the stage that reads
+    them."""
+    widths: tuple[int, ...]
     dtype: torch.dtype
     sequence_shards: int  # the tp size under sequence parallelism, else 1
 
-    def empty_like(self, tokens: Tensor) -> Tensor:
-        """A buffer for the hidden states of tokens [b, s]."""
+    def empty_like(self, tokens: Tensor, stage: int) -> Tensor:
+        """A buffer for what a stage reads of tokens [b, s]."""
         b, s = tokens.shape
-        shape = (b, s // self.sequence_shards, self.hidden)
+        shape = (b, s // self.sequence_shards, self.widths[stage])
         return torch.empty(shape, dtype=self.dtype, device=tokens.device)
 
 
@@ -239,7 +240,8 @@ class Pipeline:
             (send,) = comm.start_transfers([(output, other_rank)], [], group)
             state.sends[op._replace(kind=END_OF_SEND[op.kind])] = send
         else:
-            buffer = self.hidden_shape.empty_like(microbatch.tokens)
+            reader = op.stage if is_activation else op.stage + 1
+            buffer = self.hidden_shape.empty_like(microbatch.tokens, reader)
             (transfer,) = comm.start_transfers([], [(buffer, other_rank)], group)
             arrivals = state.inputs if is_activation else state.output_grads
             arrivals[key] = (buffer, transfer)
@@ -272,7 +274,7 @@ class Pipeline:
         if self.mesh.pp.index == source:
             transfers = comm.start_transfers([(x, target)], [], self.mesh.pp)
         elif self.mesh.pp.index == target:
-            x = self.hidden_shape.empty_like(tokens)
+            x = self.hidden_shape.empty_like(tokens, stage)
             transfers = comm.start_transfers([], [(x, source)], self.mesh.pp)
         else:
             return x

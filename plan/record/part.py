@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import kernels.grad
-from config import Config, modules_ahead
+from config import Config, head_shape, layer_model, modules_ahead
 from model.block import BlockOutput
 from model.context import ForwardContext, LossInputs
 from model.describe import mesh_of_one_stage
@@ -318,25 +318,31 @@ class PartRunner:
     def run(self, is_split: bool = False) -> MicrobatchRun:
         """Forward and backward of a microbatch. is_split: gradients of weights wait until it has ended."""
         memory = self.recorder.memory
+        shared = self.context.shared_keys
+        self.lend_keys()
         before = memory.now
         inputs = self.inputs()
         self.begin_phase()
         outputs = self.forward(*inputs)
         edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
+        read = shared.kept.get(self.stage.first, ())  # by later blocks, which hold it
+        edges_of_keys = [get_gradient_edge(x) for x in read]
         forward = self.end_phase(before, [])
         del inputs, outputs
         kept = memory.now - before
 
         begin = memory.now
         grads = [self.scale if self.layer == "head" else self.grad.clone()] * len(edges)
+        grads += [torch.empty_like(x) for x in read]
         self.begin_phase()
         spans: list[tuple[int, int]] = []
         self.store.deferring = is_split
         with noted_weight_grads(self.recorder, spans):
-            torch.autograd.backward(edges, grads)
+            torch.autograd.backward(edges + edges_of_keys, grads)
         self.store.deferring = False
         backward = self.end_phase(begin, spans)
-        del edges, grads
+        del edges, edges_of_keys, grads, read
+        shared.kept.clear()
         self.leaf.grad = None
         kept_for_weights = memory.now - before
         self.store.compute(0)
@@ -360,6 +366,16 @@ class PartRunner:
         y, residual, stats = stage.blocks[0](x, residual, self.context)
         stage.blocks[0].add_router_stats(stats)
         return (y,) if residual is None else (y, residual)
+
+    def lend_keys(self) -> None:
+        """Gives the block the keys and values of an earlier one, if it reads any."""
+        keys, like = self.context.shared_keys, layer_model(self.stage.cfg.model, self.stage.first)
+        if self.stage.first in keys.sources:
+            shape, (b, s) = head_shape(like), self.microbatch.tokens.shape
+            heads = max(1, shape.kv_heads // self.stage.mesh.tp.size)
+            k = self.leaf.new_empty(b, s, heads, shape.head_dim, requires_grad=True)
+            v = self.leaf.new_empty(b, s, heads, shape.value_dim, requires_grad=True)
+            keys.kept[keys.sources[self.stage.first]] = (k, v)
 
     def begin_phase(self) -> None:
         self.recorder.clear()

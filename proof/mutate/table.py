@@ -2196,6 +2196,15 @@ TABLE = (
         layout="cp2 zero0 mb1 cp-ulysses",
     ),
     Mutation(
+        what="keys that travel to another stage bring no gradient back",
+        file="model/shared_keys.py",
+        old="v.view(b, tokens // b, -1, shape.value_dim),",
+        new="v.detach().view(b, tokens // b, -1, shape.value_dim),",
+        model="shared-keys-tiny",
+        world=2,
+        layout="pp2 zero0 1f1b mb1",
+    ),
+    Mutation(
         what="logits are bounded on one rank alone, and not in the shards of a vocabulary",
         file="model/head.py",
         old="cap=self.logit_cap,",

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import torch
-from test_model_keys import CASES, OTHER_KINDS, SIZE, TRAIN, Case
+from test_model_keys import CASES, ELSEWHERE, OTHER_KINDS, SIZE, TRAIN, Case
 
 import config.reading
 from build import weights_only
@@ -98,7 +98,7 @@ def test_a_key_is_named_if_and_only_if_the_function_changes(seen, case: Case):
 
 def test_every_key_of_the_model_is_tried():
     names = every_path(ModelConfig).keys()
-    assert {case.key for case in CASES} == names - {"preset"}
+    assert {case.key for case in CASES} == names - ELSEWHERE.keys()
     assert function.FUNCTION_KEYS.isdisjoint(f"model.{key}" for key in function.NOT_THE_FUNCTION)
     others = {path for path in names if is_below(path, function.NOT_THE_FUNCTION)}
     assert function.FUNCTION_KEYS == {f"model.{path}" for path in names - others}

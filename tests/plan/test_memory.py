@@ -259,6 +259,7 @@ OTHERS = {
         {"parallel.ep": 2, "parallel.recompute": "full"},
     ],
     "deepseek-v3-tiny": [{}, SP, PP],
+    "shared-keys-tiny": [{}, PP, SP | PP | {"parallel.recompute": "full"}],
 }
 LAYOUTS = {"llama3-tiny": DENSE, **OTHERS}
 CASES = [(name, keys) for name, layouts in LAYOUTS.items() for keys in layouts]

@@ -38,7 +38,7 @@ OTHERS = (
     "mistral-tiny", "qwen3-moe-tiny", "olmoe-tiny", "deepseek-v2-lite-tiny", "glm4.5-tiny", "gemma2-tiny",
     "cohere2-tiny", "granite-tiny", "ministral3-tiny", "phi4-mini-tiny", "olmo3-tiny", "delta-tiny",
     "olmo-hybrid-tiny", "kimi-delta-tiny", "mamba-tiny", "nemotron-h-tiny", "short-conv-tiny",
-    "gpt-oss-tiny", "llama4-tiny", "nanochat-tiny", "step3.7-tiny",
+    "gpt-oss-tiny", "llama4-tiny", "nanochat-tiny", "step3.7-tiny", "shared-keys-tiny",
 )
 FORMS = Overrides((  # of llama3-tiny: what no recipe has
     ("model.mixer.chunk", "9"),
