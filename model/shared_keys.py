@@ -32,7 +32,7 @@ class SharedKeys:
         return self.sources.get(layer, layer)
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keeps what a layer made, if a later one reads it: copies, where views would keep its queries too."""
+        """Keeps what a layer made, if a later one reads it: copies, as views would keep its queries, too."""
         if layer in self.sources.values():
             self.kept[layer] = k.contiguous(), v.contiguous()
 
