@@ -9,9 +9,11 @@ from setuptools.command.build_py import build_py
 FILES = ("train", "start", "build")  # that lie beside the folders
 FOLDERS = (
     "config", "configs", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime",
-    "plan", "proof", "scaling", "scripts",
+    "plan", "lab", "scripts",
 )
-OF_A_CHECKOUT = ("proof.mutate", "proof.mutate.*")  # plants bugs in it
+OF_A_CHECKOUT = (  # they work on one, or race others on this machine
+    "lab.proof.mutate", "lab.proof.mutate.*", "lab.benchmarks", "lab.benchmarks.*",
+)
 
 
 class BuildPackage(build_py):
@@ -36,7 +38,7 @@ setup(
     package_data={
         "bevatron.configs": ["*.yaml", "*/*.yaml", "*/*.jsonl"],
         "bevatron.plan": ["*.csv"],
-        "bevatron.scaling": ["*.js"],
+        "bevatron.lab.scaling": ["*.js"],
     },
     cmdclass={"build_py": BuildPackage},
 )

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent
 FOLDER = PACKAGE if (PACKAGE / "train.py").exists() else PACKAGE.parent
 MODULES = (
     "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
-    "proof", "scaling", "scripts", "train", "start", "build",
+    "lab", "scripts", "train", "start", "build",
 )
 __version__: str = runpy.run_path(str(FOLDER / "config" / "version.py"))["VERSION"]
 

@@ -2,7 +2,7 @@
 
 A new optimizer is three files: a class in optim/, a row here, and a test. The choices of optim.name, the
 rules (rules.py), the unused keys (unused.py), the class that build.py makes, the bytes of the planner
-(plan/memory.py) and the lattice of the proof (proof/lattice.py) follow from the row.
+(plan/memory.py) and the lattice of the proof (lab/proof/lattice.py) follow from the row.
 tests/optim/test_declarations.py holds each row against what the class really does.
 """
 from collections.abc import Callable, Iterable

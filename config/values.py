@@ -1,5 +1,5 @@
-"""Combinations of values of config keys, as a search (plan/search.py) or a proof (proof/lattice.py) varies
-them."""
+"""Combinations of values of config keys, as a search (plan/search.py) or a proof (lab/proof/lattice.py)
+varies them."""
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A machine that was measured (benchmarks/machine.py), as a cluster: for forecasts where
+"""A machine that was measured (lab/benchmarks/machine.py), as a cluster: for forecasts where
 configs/clusters.yaml has no row, as for a laptop."""
 import json
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""Benchmarks, always beside a baseline in one run: benchmarks/command.py."""
+"""Benchmarks, always beside a baseline in one run: lab/benchmarks/command.py."""
 import sys
 
-from benchmarks.first_environment import prepare
+from lab.benchmarks.first_environment import prepare
 
 prepare(sys.argv[1:])  # before torch and Triton
 
-from benchmarks.command import main
+from lab.benchmarks.command import main
 from runtime.failure import fail_cleanly
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from config import ConfigError
 from config.command_line import CommandParser
 from config.terminal import output_width, wrapped
 from runtime.failure import fail_cleanly
-from scaling.compare import (
+from lab.scaling.compare import (
     SMOOTHING_TEXT,
     Run,
     differences,

@@ -1,7 +1,7 @@
-"""Whether the proof sees a bug: proof/mutate/command.py."""
+"""Whether the proof sees a bug: lab/proof/mutate/command.py."""
 import sys
 
-from proof.mutate.command import main
+from lab.proof.mutate.command import main
 from runtime.failure import fail_cleanly
 
 if __name__ == "__main__":

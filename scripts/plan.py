@@ -73,8 +73,8 @@ from plan.search import (
 from plan.search_processes import best_layouts, search_on_cores
 from plan.what_if import WhatIf, cluster_under, parse_what_if
 from runtime.failure import fail_cleanly
-from scaling.laws import CHINCHILLA, fit_law
-from scaling.points import check_enough, read_points
+from plan.laws import CHINCHILLA, fit_law
+from plan.points import check_enough, read_points
 
 GIB = 2**30
 MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed

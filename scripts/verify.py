@@ -1,7 +1,7 @@
-"""Proves that every parallel layout trains like one process: proof/verify/command.py."""
+"""Proves that every parallel layout trains like one process: lab/proof/verify/command.py."""
 import sys
 
-from proof.verify.command import main
+from lab.proof.verify.command import main
 from runtime.failure import fail_cleanly
 
 if __name__ == "__main__":

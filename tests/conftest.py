@@ -43,7 +43,7 @@ if sys.platform == "linux":
     zygote.ForkingPopen.install()
 
 from config import ConfigError, provenance
-from proof.mutate import cover
+from lab.proof.mutate import cover
 from runtime.pool import WorkerPool
 
 torch.set_num_threads(1)
@@ -149,7 +149,7 @@ def ranks():
         if (
             n not in pools or pools[n].closed
         ):  # a rank that failed closes its pool: the next test gets another
-            # shorter where a mutant may lose a rank (proof/mutate)
+            # shorter where a mutant may lose a rank (lab/proof/mutate)
             pools[n] = WorkerPool(n, float(os.environ.get("BEVATRON_POOL_TIMEOUT_S", 60)))
         return pools[n]
 

@@ -5,7 +5,7 @@
 
 tests/footprints.xz has what was packed, with the commit at which these tests passed. From it `--changed`
 (tests/selection.py) knows which tests run what has changed since, `--all --part K/M` how long a file takes,
-and a planted bug (proof/mutate) the tests that it can meet.
+and a planted bug (lab/proof/mutate) the tests that it can meet.
 
 A footprint is of all processes of a test: of this one, of ranks of the pool, of programs that it starts.
 What fixtures of a module run counts for each test of its file.
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
 from config import ConfigError  # noqa: E402
-from proof.mutate.cover import (  # noqa: E402
+from lab.proof.mutate.cover import (  # noqa: E402
     FOOTPRINTS,
     HOOKS,
     REST,
@@ -34,7 +34,7 @@ from proof.mutate.cover import (  # noqa: E402
     functions_of,
     write_footprints,
 )
-from proof.mutate.hooks import mutate_trace  # noqa: E402
+from lab.proof.mutate.hooks import mutate_trace  # noqa: E402
 
 NO_TEXT = (".png", ".xz", ".bin")
 ROWS = 12000

@@ -25,13 +25,13 @@ import torch.distributed.run
 from ranks import job
 from test_house import MAY
 
-import benchmarks.command
+import lab.benchmarks.command
 import bevatron.__main__
 import config
-import proof.mutate.command
-import proof.mutate.table
-import proof.verify.command
-import scaling.command
+import lab.proof.mutate.command
+import lab.proof.mutate.table
+import lab.proof.verify.command
+import lab.scaling.command
 import scripts.average
 import scripts.compare
 import scripts.convert
@@ -49,9 +49,9 @@ from config.reading import resolve, sections, split_argv, unused
 from config.reading.earlier import NEW_NAMES
 from config.reading.kinds import every_path
 from config.reading.schedules import plan_pipeline
-from proof.mutate.checkout import checkout_files
-from proof.verify.overrides import check_free, read_overrides, split_overrides
-from proof.verify.tiny_config import tiny_config
+from lab.proof.mutate.checkout import checkout_files
+from lab.proof.verify.overrides import check_free, read_overrides, split_overrides
+from lab.proof.verify.tiny_config import tiny_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = (
@@ -312,18 +312,18 @@ def name_problems(page: Page) -> list[str]:
 
 PROGRAMS = ("python", "torchrun", "bash", "sbatch", "pip", "bevatron")
 PARSERS: dict[str, Callable] = {
-    "scripts.bench": lambda words: benchmarks.command.make_parser().parse_known_args(words),
+    "scripts.bench": lambda words: lab.benchmarks.command.make_parser().parse_known_args(words),
     "scripts.average": lambda words: scripts.average.arguments().parse_known_args(words),
     "scripts.scrub": lambda words: scripts.scrub.arguments().parse_known_args(words),
     "scripts.compare": lambda words: scripts.compare.arguments().parse_known_args(words),
     "scripts.convert": lambda words: scripts.convert.arguments().parse_known_args(words),
     "scripts.evaluate": lambda words: scripts.evaluate.arguments().parse_known_args(words),
     "scripts.generate": lambda words: scripts.generate.arguments().parse_known_args(words),
-    "scripts.mutate": lambda words: proof.mutate.command.make_parser().parse_known_args(words),
+    "scripts.mutate": lambda words: lab.proof.mutate.command.make_parser().parse_known_args(words),
     "scripts.plan": lambda words: scripts.plan.arguments().parse_known_args(words),
     "scripts.prepare_data": lambda words: scripts.prepare_data.arguments().parse_known_args(words),
     "scripts.reproduce": lambda words: scripts.reproduce.arguments().parse_known_args(words),
-    "scripts.scaling": lambda words: scaling.command.arguments().parse_known_args(words),
+    "scripts.scaling": lambda words: lab.scaling.command.arguments().parse_known_args(words),
     "scripts.schedule": lambda words: scripts.schedule.arguments().parse_known_args(words),
 }
 
@@ -457,7 +457,7 @@ def parse_script(module: str, words: list[str]) -> None:
         return
     if module == "scripts.verify":
         own, settings = split_overrides(words)
-        options = proof.verify.command.parse_options(own)
+        options = lab.proof.verify.command.parse_options(own)
         check_free(read_overrides(settings))
         tiny_config(options.name, options.world, read_overrides(settings))
         return
@@ -474,7 +474,7 @@ def parse_script(module: str, words: list[str]) -> None:
         return
     assert not rest, f"{module} does not know {rest}"
     if module == "scripts.mutate" and options.draw is None:
-        texts = [f"{bug.what} {bug.file}" for bug in proof.mutate.table.TABLE]
+        texts = [f"{bug.what} {bug.file}" for bug in lab.proof.mutate.table.TABLE]
         assert any(all(word in text for word in options.only) for text in texts), (
             f"no planted bug has the words {options.only}"
         )
@@ -492,23 +492,23 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "out/ckpt.pt": "needs a file of nanoGPT; tests/checkpoint/test_foreign_nanogpt.py trains from one",
     "s3://": "needs a bucket; tests/test_stores.py has a server of one",
     "bash scripts/test.sh": "installs packages and runs the core of the tests",
-    "bash scripts/scaling/": "installs packages and trains for minutes; tests/scaling/ runs its parts",
-    "python -m scripts.scaling fit": "needs a ladder; tests/scaling/ fits",
+    "bash scripts/scaling/": "installs packages and trains for minutes; tests/lab/scaling/ runs its parts",
+    "python -m scripts.scaling fit": "needs a ladder; tests/lab/scaling/ fits",
     "python -m scripts.scaling next": "needs a ladder, and trains for minutes",
-    "python -m scripts.scaling sweep": "trains for minutes; tests/scaling/test_sweep.py sweeps",
-    "python -m scripts.scaling systems": "trains for minutes; tests/scaling/test_systems.py measures",
+    "python -m scripts.scaling sweep": "trains for minutes; tests/lab/scaling/test_sweep.py sweeps",
+    "python -m scripts.scaling systems": "trains for minutes; tests/lab/scaling/test_systems.py measures",
     "bash scripts/recipes/": "starts ranks on the GPUs of a node",
     "--nnodes": "needs two machines; tests/scripts/test_launcher.py has two nodes on one",
     "pip install": "installs; tests/test_install.py does, into a folder",
     "bevatron ": "needs an installation; tests/test_install.py runs the command",
     "sbatch ": "needs SLURM; tests/test_slurm.py runs the script with stand-ins",
     "python -m pytest": "runs tests, which are run anyway",
-    "python -m scripts.bench": "a race of minutes; tests/benchmarks/ runs its parts",
-    "python -m scripts.mutate": "copies the checkout and proves each bug; tests/proof/test_mutate.py runs it",
-    "--precision": "trains for minutes; tests/proof/test_precision.py runs it",
+    "python -m scripts.bench": "a race of minutes; tests/lab/benchmarks/ runs its parts",
+    "python -m scripts.mutate": "copies the checkout; tests/lab/proof/test_mutate.py runs it",
+    "--precision": "trains for minutes; tests/lab/proof/test_precision.py runs it",
     "--coord": "trains for 15 CPU-seconds; tests/optim/test_mup.py runs it",
     "--layouts all": "proves hundreds of layouts",
-    "--world 4": "4 ranks on two cores; tests/proof/test_verify.py proves mixtures",
+    "--world 4": "4 ranks on two cores; tests/lab/proof/test_verify.py proves mixtures",
     "--world 8": "8 ranks on two cores",
     "--tasks": "needs the package lm-eval",
     "scripts.reproduce": "makes a git worktree of the checkout; tests/test_reproduce.py does, of a copy",
@@ -639,7 +639,7 @@ def run(command: Command, folder: pathlib.Path) -> tuple[int, str]:
 
 
 # Programs that start ranks of their own run in this process, whose server of ranks is warm (runtime/pool.py).
-WITH_RANKS = {"scripts.verify": proof.verify.command.main, "scripts.schedule": scripts.schedule.main}
+WITH_RANKS = {"scripts.verify": lab.proof.verify.command.main, "scripts.schedule": scripts.schedule.main}
 
 
 def run_here(main: Callable[[list[str]], int], words: list[str], folder: pathlib.Path) -> tuple[int, str]:

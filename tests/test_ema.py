@@ -22,8 +22,8 @@ from model.sharding import parallel_dims
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from proof.verify.tiny_config import tiny_config
-from proof.verify.trial import prove
+from lab.proof.verify.tiny_config import tiny_config
+from lab.proof.verify.trial import prove
 from scripts import convert, evaluate, generate
 
 CPU = torch.device("cpu")

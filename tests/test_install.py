@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import config.version
-from proof.mutate.checkout import checkout_files
+from lab.proof.mutate.checkout import checkout_files
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = (
@@ -79,14 +79,15 @@ def run(place, folder, *words, expect=0):
 def test_the_wheel_has_everything_that_runs_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     folders = ("config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime",
-               "plan", "proof", "scaling", "scripts")
+               "plan", "lab", "scripts")
     for path in checkout_files(ROOT):
         is_code = path.endswith(".py") and path.startswith(tuple(f"{folder}/" for folder in folders))
         is_at_root = path in ("train.py", "start.py", "build.py")
-        is_wanted = is_at_root or (is_code and not path.startswith("proof/mutate/"))
+        of_a_checkout = ("lab/proof/mutate/", "lab/benchmarks/")
+        is_wanted = is_at_root or (is_code and not path.startswith(of_a_checkout))
         if is_wanted or path.startswith("configs/"):
             assert f"bevatron/{path}" in names, path
-    unwanted = ("bevatron/tests", "bevatron/proof/mutate", "tests")
+    unwanted = ("bevatron/tests", "bevatron/lab/proof/mutate", "bevatron/lab/benchmarks", "tests")
     assert not {name for name in names if name.startswith(unwanted)}
 
 

@@ -1,7 +1,7 @@
 """Every layout trains like one process: layouts chosen by hand, and some drawn from the lattice.
 
 The whole lattice runs on demand: python -m scripts.verify NAME --world 8 --layouts all. And the proof is
-proven: planted bugs (proof/mutate/table.py) must be seen; a draw of them here, all of them by python -m
+proven: planted bugs (lab/proof/mutate/table.py) must be seen; a draw of them here, all of them by python -m
 scripts.mutate.
 """
 
@@ -9,11 +9,11 @@ import random
 
 import pytest
 
-from proof import lattice, mutate
-from proof.verify.cells import chosen
-from proof.verify.cells import words as words_of
-from proof.verify.tiny_config import tiny_config
-from proof.verify.trial import prove
+from lab.proof import lattice, mutate
+from lab.proof.verify.cells import chosen
+from lab.proof.verify.cells import words as words_of
+from lab.proof.verify.tiny_config import tiny_config
+from lab.proof.verify.trial import prove
 
 CORE = (
     ("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"),

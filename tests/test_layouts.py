@@ -8,8 +8,8 @@ import pytest
 
 from config import ConfigError
 from config.reading.schedules import plan_pipeline
-from proof.verify.tiny_config import tiny_config
-from proof.verify.trial import prove
+from lab.proof.verify.tiny_config import tiny_config
+from lab.proof.verify.trial import prove
 
 CUTS = [
     dict(pp=4, stages="3,2,2,1"),

@@ -23,8 +23,8 @@ from checkpoint.saver import CheckpointSaver
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from proof.random_tokens import RandomTokens
-from proof.verify.tiny_config import tiny_config
+from lab.proof.random_tokens import RandomTokens
+from lab.proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from runtime.pool import WorkerPool
 from train import train_step

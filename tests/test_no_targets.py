@@ -314,8 +314,8 @@ def test_a_missing_loss_is_not_a_divergence(tmp_path, mostly_questions, capsys):
 def test_a_missing_validation_loss_ends_no_experiment_in_silence(tmp_path):
     """As the files of runs tell it: a ladder and a sweep name the run, a loss that is not finite is kept."""
     from config import ConfigError
-    from scaling.experiment import final_loss
-    from scaling.sweep import SweepRun, read_curve
+    from lab.scaling.experiment import final_loss
+    from lab.scaling.sweep import SweepRun, read_curve
 
     step = {"step": 4, "loss": 3.0, "tokens": 256, "targets": 64}
     without = {"step": 4, "val_loss": None, "val_ppl": None, "val_bpb": None}

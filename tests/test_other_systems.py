@@ -21,7 +21,7 @@ from config.reading.schedules import plan_pipeline
 from kernels import rope
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
-from proof.mutate.checkout import checkout_files
+from lab.proof.mutate.checkout import checkout_files
 from runtime import evaluate, setup
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("real_starts")  # what is hidden is hidden 
 ROOT = pathlib.Path(__file__).parent.parent
 SYSTEM = str(ROOT / "tests" / "other_system.py")
 ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before it
-    "benchmarks/watching.py": {"pthread_getcpuclockid"},
+    "lab/benchmarks/watching.py": {"pthread_getcpuclockid"},
     "checkpoint/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
     "runtime/processes.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
     "runtime/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},

@@ -10,8 +10,8 @@ import selection
 from selection import SelectionError
 
 from config import ConfigError
-from proof.mutate import cover
-from proof.mutate.cover import REST, Footprints
+from lab.proof.mutate import cover
+from lab.proof.mutate.cover import REST, Footprints
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,11 +6,11 @@ looks for it in the steps, and in a save after one.
 
 import pytest
 
-from proof import lattice
-from proof.verify.cells import chosen
-from proof.verify.cells import words as words_of
-from proof.verify.tiny_config import tiny_config
-from proof.verify.trial import prove
+from lab.proof import lattice
+from lab.proof.verify.cells import chosen
+from lab.proof.verify.cells import words as words_of
+from lab.proof.verify.tiny_config import tiny_config
+from lab.proof.verify.trial import prove
 
 STRICT = (
     ("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"),

@@ -19,11 +19,11 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from proof import lattice
-from proof.random_tokens import RandomTokens
-from proof.verify.cells import chosen
-from proof.verify.tiny_config import tiny_config
-from proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks, strict_mode
+from lab.proof import lattice
+from lab.proof.random_tokens import RandomTokens
+from lab.proof.verify.cells import chosen
+from lab.proof.verify.tiny_config import tiny_config
+from lab.proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks, strict_mode
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

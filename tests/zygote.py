@@ -48,7 +48,7 @@ PRELOADED = (
     "scripts.plan",
     "scripts.prepare_data",
     "scripts.schedule",
-    "benchmarks.command",
+    "lab.benchmarks.command",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "torch.distributed.run",
@@ -467,7 +467,7 @@ def preload() -> list[str]:
 
 if __name__ == "__main__":
     if "BEVATRON_TRACE" in os.environ:  # tests/footprints.py
-        sys.path.append(str(ROOT / "proof" / "mutate" / "hooks"))
+        sys.path.append(str(ROOT / "lab" / "proof" / "mutate" / "hooks"))
         import mutate_trace
 
         mutate_trace.start(os.environ["BEVATRON_TRACE"])

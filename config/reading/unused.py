@@ -9,7 +9,7 @@ Keys that contradict each other are the subject of rules.py. A key without a row
 (tests/config/test_unused.py lists those), or rules.py refuses it where it has no effect.
 
 train.py calls check_unused, and scripts.plan for what it does not search; programs that build configs for a
-proof or a search (proof/verify, plan/search.py) do not.
+proof or a search (lab/proof/verify, plan/search.py) do not.
 """
 import shlex
 from collections.abc import Callable, Iterator

@@ -6,8 +6,8 @@ takes there. A `Recorder` keeps each Triton kernel and each operation of torch t
 reads and writes. Nothing is computed. A value that the host asks for cannot be known: it is made up (True),
 and the recorder keeps who asked, because on a GPU the host would wait.
 
-The same Recorder records a run on real tensors. tests/benchmarks/test_step_model.py compares both, launch by
-launch.
+The same Recorder records a run on real tensors. tests/lab/benchmarks/test_step_model.py compares both,
+launch by launch.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from plan.record.streams import COMPUTE, ClaimedEvent, ClaimedStream, stream_con
 
 ROOT = Path(__file__).resolve().parents[2]
 # are not the code that is recorded
-OWN_FILES = ("plan/record/", "benchmarks/", "tests/", "scripts/dry_run.py")
+OWN_FILES = ("plan/record/", "lab/", "tests/", "scripts/dry_run.py")
 META = torch.device("meta")
 HOST = torch.device("cpu")
 OUTSIDE = ("outside", "")

@@ -6,7 +6,7 @@ A launch takes
 
 (a weight gradient: its FLOPs, and then the bytes of its fp32 result). The rates are those of one H200, low,
 middle and high ones, with where they come from. `rates_of` has those of another GPU: by the ratio of the data
-sheets, an assumption that nobody has measured. benchmarks/measured.py makes rates of measurements.
+sheets, an assumption that nobody has measured. lab/benchmarks/measured.py makes rates of measurements.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a launch is for, how many FLOPs it computes, and which rate bounds it: a row for each kernel.
 
-A new Triton kernel needs a row in KERNELS; tests/benchmarks/test_step_model.py fails until it has one. An
+A new Triton kernel needs a row in KERNELS; tests/lab/benchmarks/test_step_model.py fails until it has one. An
 operation of torch has a row in OPERATIONS, or is small, or belongs to the part of the file that asked for it
 (FILES). What no table knows is in the part `unknown`, under its name.
 """

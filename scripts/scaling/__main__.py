@@ -1,8 +1,8 @@
-"""Scaling experiments: scaling/command.py."""
+"""Scaling experiments: lab/scaling/command.py."""
 import sys
 
 from runtime.failure import fail_cleanly
-from scaling.command import main
+from lab.scaling.command import main
 
 if __name__ == "__main__":
     sys.exit(fail_cleanly(main, sys.argv[1:]))

@@ -11,10 +11,10 @@ from model.describe import mesh_of_one_stage
 from model.sharding import parallel_dims
 from parallel.topology.dims import FACTORIZATIONS, GROUP_AXES, ParallelDims, least_world
 from plan import auto
-from proof import lattice
-from proof.verify.cells import words
-from proof.verify.overrides import CELL_WORDS
-from proof.verify.tiny_config import tiny_config
+from lab.proof import lattice
+from lab.proof.verify.cells import words
+from lab.proof.verify.overrides import CELL_WORDS
+from lab.proof.verify.tiny_config import tiny_config
 from runtime import metrics
 
 WORLD = 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training import TINY, Training
 
-from benchmarks.interpreted import SMALL_TILES
+from lab.benchmarks.interpreted import SMALL_TILES
 
 
 @pytest.fixture

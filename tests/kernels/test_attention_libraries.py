@@ -14,8 +14,8 @@ import torch
 from dense_mask import dense_attention, visible_keys
 from test_attention import check_documents_of_library
 
-from benchmarks import rates
-from benchmarks.shape import Shape
+from lab.benchmarks import rates
+from lab.benchmarks.shape import Shape
 from data.pack import pack_windows
 from kernels import attention as kernel
 from kernels import attention_cudnn
@@ -427,7 +427,7 @@ def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation, capsys)
 
 
 def test_a_card_runs_every_library(monkeypatch, calls, cudnn_operation, training):
-    """The tests marked gpu compare each with the definition, and benchmarks/rates.py times each."""
+    """The tests marked gpu compare each with the definition, and lab/benchmarks/rates.py times each."""
     monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 1)
     monkeypatch.setattr(attention_cudnn, "MOST_PADDING", 64)
     cudnn_operation()

@@ -18,9 +18,9 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from proof import mup as coord
-from proof.verify.tiny_config import placed, tiny_config, write_corpora
-from proof.verify.trial import reference_values, single_process
+from lab.proof import mup as coord
+from lab.proof.verify.tiny_config import placed, tiny_config, write_corpora
+from lab.proof.verify.trial import reference_values, single_process
 
 CPU = torch.device("cpu")
 LR, DECAY, M = 0.01, 0.1, 4.0

@@ -19,8 +19,8 @@ from parallel.offload import (
     staged_chunks,
 )
 from parallel.topology.mesh import Mesh
-from proof.random_tokens import RandomTokens
-from proof.verify.tiny_config import tiny_config
+from lab.proof.random_tokens import RandomTokens
+from lab.proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

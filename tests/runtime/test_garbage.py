@@ -9,9 +9,9 @@ from program import corpus, settings, trained
 from build import build_run
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from proof.random_tokens import RandomTokens
-from proof.verify.overrides import Overrides
-from proof.verify.tiny_config import tiny_config
+from lab.proof.random_tokens import RandomTokens
+from lab.proof.verify.overrides import Overrides
+from lab.proof.verify.tiny_config import tiny_config
 from runtime import garbage
 from runtime.guard import NonFiniteGuard
 from train import train_step

@@ -3,8 +3,8 @@ import argparse
 
 import pytest
 
-import proof.mutate.command
-import scaling.command
+import lab.proof.mutate.command
+import lab.scaling.command
 import scripts.average
 import scripts.compare
 import scripts.convert
@@ -24,11 +24,11 @@ PARSERS = {
     "evaluate": scripts.evaluate.arguments,
     "generate": scripts.generate.arguments,
     "launch": scripts.launch.arguments,
-    "mutate": proof.mutate.command.make_parser,
+    "mutate": lab.proof.mutate.command.make_parser,
     "plan": scripts.plan.arguments,
     "prepare_data": scripts.prepare_data.arguments,
     "reproduce": scripts.reproduce.arguments,
-    "scaling": scaling.command.arguments,
+    "scaling": lab.scaling.command.arguments,
     "schedule": scripts.schedule.arguments,
     "scrub": scripts.scrub.arguments,
 }

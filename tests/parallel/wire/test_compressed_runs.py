@@ -25,9 +25,9 @@ from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire import compress
 from parallel.wire.world import World
-from proof import lattice
-from proof.random_tokens import RandomTokens
-from proof.verify.tiny_config import tiny_config
+from lab.proof import lattice
+from lab.proof.random_tokens import RandomTokens
+from lab.proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

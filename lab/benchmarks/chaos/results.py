@@ -1,0 +1,73 @@
+"""The rounds of a long run on disk, so that another start of it goes on: a line of JSON for each.
+
+    {"seed": 1, "number": 7, "fault": "disk full", "layout": "pp2", "disturbed_before": false,
+     "starts": [...], "codes": [82, 0], "problems": [], "lost_s": 9.1, "commit": "0f49525"}
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lab.benchmarks.chaos.rounds import Draw, Report
+from config import ConfigError
+
+
+def identity(draw: Draw, seed: int) -> dict[str, Any]:
+    """What tells a round from every other one."""
+    return {
+        "seed": seed,
+        "number": draw.number,
+        "fault": draw.fault,
+        "layout": draw.layout.name,
+        "disturbed_before": draw.disturbed_before,
+    }
+
+
+def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
+    """The reports of these draws that the file has; [] if there is no file.
+
+    A last line that is half written is left out. Raises ConfigError for a line of another draw, which would
+    be counted as what it is not.
+    """
+    if not path.exists():
+        return []
+    by_number = {draw.number: draw for draw in draws}
+    found: list[Report] = []
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # a killed writer's last line, or nothing after the last one
+            continue
+        try:
+            draw = by_number[row["number"]]
+            told = {key: row.pop(key) for key in identity(draw, seed)}
+            report = Report(draw, **row)
+        except (KeyError, TypeError):  # no such round, or fields that are not those of a round
+            told, report = {}, None
+        if report is None or told != identity(report.draw, seed):
+            raise ConfigError(
+                f"--resume: line {number} of {path} is of another draw; give the same --seed, --rounds, "
+                "--layouts and --faults as before, or another file"
+            )
+        found.append(report)
+    return found
+
+
+def append_report(path: Path, report: Report, seed: int) -> None:
+    """Adds a line for the round; it is on disk then."""
+    row = identity(report.draw, seed) | {key: value for key, value in asdict(report).items() if key != "draw"}
+    with open(path, "ab+") as out:
+        if out.tell() and not ends_a_line(path):
+            out.write(b"\n")
+        out.write(json.dumps(row).encode() + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def ends_a_line(path: Path) -> bool:
+    """Whether the file's last line is whole."""
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

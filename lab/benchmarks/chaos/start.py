@@ -1,0 +1,174 @@
+"""One start of a run: real processes, the fault, and how they ended.
+
+Every process of a start has a word of its own in its environment, so that those that are left over are found
+wherever they belong to.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.benchmarks.chaos.incidents import Incident
+from lab.benchmarks.chaos.layouts import RunLayout
+
+ROOT = Path(__file__).parents[3]
+MARK = "BEVATRON_CHAOS"
+POLL_S = 0.05
+FIRED = "fault "  # how the line begins that runtime/faults.py prints
+WAKE_AFTER_S = 1.0  # how long ranks and launchers stay stopped that are woken again
+ORPHAN_GRACE_S = 8.0  # in which what belongs to a killed launcher has to be gone
+QUIET_TIMEOUT_S = 60.0  # parallel.timeout_s of starts in which no rank hangs
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a start ended.
+
+    code: as a shell has it. fired: faults that happened. orphans: processes that were left and are killed
+    now.
+    """
+
+    code: int
+    seconds: float
+    output: str
+    fired: int
+    orphans: int
+    is_late: bool
+
+
+def hang_timeout_s() -> float:
+    """parallel.timeout_s of a start with a rank that hangs: short, but not for a busy machine."""
+    return 5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def command_of(layout: RunLayout, arguments: list[str]) -> list[str]:
+    """As a user starts a run."""
+    if layout.world == 1:
+        return [sys.executable, "train.py", *arguments]
+    nproc = layout.nproc or str(layout.world)
+    launcher = [sys.executable, "-m", "scripts.launch", "--nproc", nproc, "--"]
+    return [*launcher, *arguments]
+
+
+def processes_with(mark: str) -> dict[int, int | None]:
+    """{process: its rank, or None} of those that have the mark in their environment."""
+    found: dict[int, int | None] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            words = (folder / "environ").read_bytes().split(b"\0")
+            if f"{MARK}={mark}".encode() in words:
+                ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
+                found[int(folder.name)] = ranks[0] if ranks else None
+    return found
+
+
+def state_of(pid: int) -> str:
+    """R, S, T (stopped), Z (has ended), or nothing where there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class RunningStart:
+    """The processes of one start. `folder` is that of the run; its parent has the log."""
+
+    def __init__(self, layout: RunLayout, incident: Incident, folder: Path, arguments: list[str],
+                 limit_s: float) -> None:
+        self.incident = incident
+        self.folder = folder
+        self.limit_s = limit_s
+        self.mark = uuid.uuid4().hex
+        self.log = folder.parent / f"{folder.name}.log"
+        timeout_s = hang_timeout_s() if incident.is_hang else QUIET_TIMEOUT_S
+        timeout = ("--parallel.timeout_s", f"{timeout_s:.1f}")
+        environment = {**os.environ, MARK: self.mark, "FAULT": incident.fault, "OMP_NUM_THREADS": "1"}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command_of(layout, [*arguments, *timeout, *incident.more]),
+                cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )
+        self.started = time.monotonic()
+        self.has_acted = False
+        self.woken_at = float("inf")
+
+    def run(self) -> Ended:
+        """Disturbs the processes as the incident says, and waits for their end."""
+        is_late = False
+        try:
+            while self.process.poll() is None:
+                self.disturb()
+                is_late = time.monotonic() - self.started > self.limit_s
+                if is_late:
+                    break
+                time.sleep(POLL_S)
+            seconds = time.monotonic() - self.started
+            orphans = {} if is_late else self.left_over()
+        finally:
+            send(signal.SIGKILL, [*processes_with(self.mark), self.process.pid])
+            self.process.wait()
+        code = self.process.returncode
+        output = self.log.read_text(errors="replace")
+        return Ended(
+            code=code if code >= 0 else 128 - code,
+            seconds=seconds,
+            output=output,
+            fired=self.fired(),
+            orphans=len(orphans),
+            is_late=is_late,
+        )
+
+    def fired(self) -> int:
+        """How many faults have happened."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return sum(line.startswith(FIRED) for line in lines)
+
+    def disturb(self) -> None:
+        """Sends the signal or writes the STOP file when it is time, and wakes what is to be woken."""
+        incident, now = self.incident, time.monotonic()
+        if not self.has_acted and self.is_time(now):
+            self.has_acted = True
+            self.woken_at = now + WAKE_AFTER_S
+            if incident.send is not None:
+                name, target = incident.send
+                send(getattr(signal, name), self.pids_of(target))
+            if incident.stop_file is not None:
+                (self.folder / "STOP").write_text(incident.stop_file)
+        if incident.wakes and now >= self.woken_at:
+            stopped = [pid for pid in processes_with(self.mark) if state_of(pid) == "T"]
+            send(signal.SIGCONT, stopped)
+            self.woken_at = now + WAKE_AFTER_S
+
+    def is_time(self, now: float) -> bool:
+        if self.incident.at_s is not None:
+            return now - self.started >= self.incident.at_s
+        return bool(self.incident.fault) and self.fired() > 0
+
+    def pids_of(self, target: int | str) -> list[int]:
+        """A rank's process, all ranks' or the launcher's. Of one rank without a launcher it is the same."""
+        if target == "launcher":
+            return [self.process.pid]
+        ranks = {pid: rank for pid, rank in processes_with(self.mark).items() if rank is not None}
+        if not ranks:
+            return [self.process.pid]
+        return [pid for pid, rank in ranks.items() if target in ("all", rank)]
+
+    def left_over(self) -> dict[int, int | None]:
+        """Processes of this start that do not end, though the first one has."""
+        deadline = time.monotonic() + ORPHAN_GRACE_S
+        while (left := processes_with(self.mark)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return left

@@ -1,0 +1,602 @@
+"""The lattice of layouts that scripts.verify proves: all legal layouts of a job, and cells that cover them.
+
+A layout says where things are: the degrees of parallelism (DEGREES) and the keys of LAYOUT. A switch says how
+a step runs there, or what a run reads, evaluates, saves and begins with (SWITCHES, BUNDLES). A cell is a
+layout together with one value of every switch.
+
+- `find_layouts` enumerates the layouts and asks the same rules as train.py which of them are legal.
+- `all_cells` gives every legal cell.
+- `draw_cells` gives a random choice of legal cells.
+- `covering_cells` gives at least one cell for each layout, and each pair of values that is legal anywhere is
+  in at least one cell (pairwise covering arrays: Cohen et al., AETG, 1997).
+"""
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from config import OPTIMIZERS, Config, ConfigError, MupConfig
+from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
+from config.optimizers import optimizers_that
+from config.pattern import BlockVariant
+from config.reading import phases_of
+from config.reading.schedules import plan_pipeline
+from config.tree import has_path, with_values
+from config.values import Values, combinations
+from model.router import CapacityConfig, has_experts, mixture
+from parallel.pipeline.schedule import SCHEDULES
+
+# ---- what a cell is made of --------------------------------------------------------------------------------
+
+DEGREES = tuple(axis.key for axis in AXES)  # each takes the divisors of the world size
+LAYOUT = {
+    "sp": (False, True),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
+    "vpp": (None, 4),
+    "cp_kind": ("ring", "ulysses"),
+    "zero": (0, 1, 2, 3),
+}
+MUP_BASE = 16
+WITH_BF16_STATES = {f"{name}-bf16": name for name in optimizers_that(lambda spec: spec.supports_bf16_states)}
+SWITCHES = {  # the first value of each is the default
+    "reduce": ("collective", "ring", "hierarchy", "server", "powersgd"),
+    "micro_batch": (1, 2),
+    "async_tp": (False, True),
+    "ep_chunks": (1, 2, 3),
+    "recompute": ("none", "selective", "full", "mixed"),
+    "ramp": (False, True),
+    "stages": (None, "uneven"),
+    "offload": ("none", "both"),
+    "doc_mask": (False, True),
+    "pack": ("stream", "best_fit"),
+    "valid": (None, "long"),  # a corpus of lab/proof/verify/tiny_config.py
+    "capacity": (None, 1.0, "padded"),
+    "name": (*OPTIMIZERS, *WITH_BF16_STATES),
+    "mup": (None, MUP_BASE),
+    "fp8": (None, "tensorwise", "rowwise", "blockwise"),
+    "ema": (None, 0.9),
+    "async_save": (False, True),
+    "vocab_multiple": (32, 128),  # the latter leaves a quarter of 257 ids' rows to padding: whole shards
+    "geometry": ("small", "wide"),
+    # the words of BUNDLES: several keys in one switch
+    "numbers": (None, "numbers"),
+    "source": (None, "fim", "raw"),
+    "scores": (None, "tasks"),
+    "saves": (None, "kept", "mirror"),
+    "start": (None, "init", "resumed", "branch"),
+    "guard": (None, "reruns", "spikes", "noise"),
+    "phases": (None, "phases"),
+}
+BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "phases")
+
+# Values of a switch that set several config keys.
+EXPANDED_VALUES: dict[tuple[str, object], Values] = {
+    # of full rank, which loses nothing
+    ("reduce", "powersgd"): {"reduce": "collective", "compress": "powersgd", "powersgd_rank": 1 << 20},
+    ("capacity", None): {"model.mlp.capacity": None},
+    ("capacity", 1.0): {"model.mlp.capacity": CapacityConfig(factor=1.0)},
+    ("capacity", "padded"): {"model.mlp.capacity": CapacityConfig(factor=1.0, pad=True)},
+    # states in bf16, arithmetic in fp64: the rounding depends on names and element indices only
+    **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
+    ("mup", MUP_BASE): {"mup": MupConfig(base=MUP_BASE, head_dim=2)},
+}
+
+TRUNK_STEPS = 1  # of a run whose checkpoint another begins with
+NUM_STEPS = 20  # that a run announces
+
+# {word of a switch: its keys}. A key that is an override of the proof keeps that value in every cell.
+# lab/proof/verify/tiny_config.py makes paths of the names of data, stores and other runs.
+BUNDLES: dict[str, Values] = {
+    "numbers": {
+        "model.init_std": 0.05,
+        "model.mixer.kernel": "reference",
+        "model.mtp.weight": 0.7,
+        "model.mixer.rope.scaling.low_freq": 0.5,
+        "train.seed": 7,
+        "train.fp8_keep": 0,
+        "train.max_minutes": 1e6,
+        "train.deterministic": True,
+        "optim.min_lr": 1e-5,
+        "optim.decay_steps": 12,
+        "optim.beta1": 0.8,
+        "optim.beta2": 0.9,
+        "optim.momentum": 0.8,
+        "optim.weight_decay": 0.3,
+        "parallel.timeout_s": 200.0,
+        "log.slow_window": 2,
+    },
+    "fim": {
+        "data.fim_rate": 0.7,
+        "data.fim_spm_rate": 0.4,
+        "data.fim_split": "token",
+        "data.fim_tokens": "<fim_prefix>,<fim_middle>,<fim_suffix>",
+        "data.fim_valid": True,
+        "data.bos": True,
+        "eval.special": True,
+    },
+    "raw": {
+        "data.tokenizer": "bytes",
+        "data.eod": "256",
+        "data.dtype": "int32",
+        "data.span": 64,
+        "data.prefetch": 0,
+    },
+    "tasks": {
+        "eval.tasks": "tasks.jsonl",
+        "eval.tasks_every": 3,
+        "eval.tasks_limit": 2,
+        "eval.batches": 2,
+        "eval.source_batches": 1,
+        "eval.sample": 5,
+        "eval.temperature": 0.5,
+    },
+    "kept": {
+        "checkpoint.keep": 1,
+        "checkpoint.keep_every": 3,
+        "checkpoint.keep_at": "1",
+        "checkpoint.keep_minutes": 1e-6,
+        "checkpoint.check_replicas": 1,
+        "checkpoint.failed_saves": 0,
+        "checkpoint.timeout_s": 600.0,
+        "train.steps": None,
+        "train.flops": 1e13,  # thousands of steps: no rate falls
+    },
+    "mirror": {
+        "checkpoint.mirror": "file:///store",
+        "checkpoint.mirror_failures": 1,
+        "checkpoint.memory_every": 2,
+        "checkpoint.memory_dir": "memory",
+        "checkpoint.replicas": 1,
+    },
+    "init": {"checkpoint.init_from": "trunk", "checkpoint.init_changes": "model.norm.eps"},
+    "resumed": {"checkpoint.resume": "trunk"},
+    "branch": {"checkpoint.branch": "trunk"},
+    "reruns": {"train.rerun_every": 2, "train.rerun_suspects": True},
+    "spikes": {
+        "optim.spike_sigma": 50.0,
+        "optim.spike_window": 2,
+        "optim.spike_rewind": 1,
+        "optim.spike_rewinds": 1,
+    },
+    "noise": {"log.noise_scale": True},
+}
+PHASES = ("train.phases",)  # of the word "phases": made for each cell
+
+# The section of the config that a key is in; keys that are not listed are in `parallel`.
+SECTION = {
+    "layers": "model",
+    "context": "model",
+    "mup": "model",
+    "vocab_multiple": "model",
+    "micro_batch": "train",
+    "global_batch": "train",
+    "seq_len": "train",
+    "ramp": "train",
+    "fp8": "train",
+    "ema": "train",
+    "doc_mask": "data",
+    "pack": "data",
+    "valid": "data",
+    "name": "optim",
+    "states": "optim",
+    "async_save": "checkpoint",
+}
+
+# The geometry "wide": sequences longer than a block of attention's queries and not a power of two, a window
+# over many chunks of the ring, and buckets larger than a layer (those of "small" are smaller than its largest
+# parameter). 240 tokens are divided evenly over cp and tp up to 8.
+WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
+WIDE_WINDOW = 150
+SHORT = {"small": 16, "wide": 80}  # {geometry: tokens in a sequence of the second phase of train.phases}
+
+# Warm-up, steady state and cool-down of these schedules need two microbatches per rank.
+TWO_MICROBATCHES_A_RANK = ("interleaved", "zb-v", "dualpipe-v")
+
+CANDIDATES = 12  # choices of switches that covering_cells compares for each layout
+NUM_RANDOM = 1000  # random choices of switches that come before all others
+CHANGED_SHARE = 1 / 3  # the share of its switches that a random choice changes
+
+# (why a cell would only repeat another one, when this is so)
+IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
+    (
+        "parallel.sp: does nothing at tp 1",
+        lambda values, world: values["sp"] and values["tp"] == 1,
+    ),
+    (
+        "parallel.async_tp: does nothing at tp 1",
+        lambda values, world: values["async_tp"] and values["tp"] == 1,
+    ),
+    (
+        "parallel.ep_chunks: does nothing at ep 1 and etp 1",
+        lambda values, world: values["ep_chunks"] > 1 and values["ep"] * values["etp"] == 1,
+    ),
+    (
+        "parallel.schedule: all are the same at pp 1",
+        lambda values, world: values["schedule"] != "1f1b" and values["pp"] == 1,
+    ),
+    (
+        "parallel.vpp: is free for interleaved alone",
+        lambda values, world: values["vpp"] is not None and values["schedule"] != "interleaved",
+    ),
+    (
+        "parallel.cp_kind: does nothing at cp 1",
+        lambda values, world: values["cp_kind"] != "ring" and values["cp"] == 1,
+    ),
+    (
+        "parallel.stages: every cut is the same",
+        lambda values, world: values["stages"] is not None and values["pp"] == 1,
+    ),
+    (
+        "parallel.recompute_stages: one stage has one mode",
+        lambda values, world: values["recompute"] == "mixed" and values["pp"] == 1,
+    ),
+    (
+        "parallel.reduce: all are the same where nobody shares a parameter",
+        lambda values, world: values["reduce"] != "collective" and values["tp"] * values["pp"] == world,
+    ),
+)
+
+
+def idle(values: Values, world: int) -> str | None:
+    """Returns why the cell would only repeat another one; None if it does not."""
+    return next((why for why, is_idle in IDLE if is_idle(values, world)), None)
+
+
+def default_switches() -> Values:
+    """The first value of each switch."""
+    return {key: values[0] for key, values in SWITCHES.items()}
+
+
+# ---- the legal layouts -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Lattice:
+    """The layouts of a job on `world` ranks.
+
+    layouts: the legal ones, as values of DEGREES and LAYOUT. refused: {reason: number of layouts}, with the
+    idle ones. kept: section.key of overrides, which the wide geometry and BUNDLES leave as they are in cfg.
+    """
+
+    cfg: Config
+    world: int
+    layouts: list[Values]
+    refused: dict[str, int]
+    kept: frozenset[str] = frozenset()
+
+    def config(self, values: Values) -> Config:
+        """The job of a cell.
+
+        It has no more layers and sequences than its stages and microbatches need: a proof pays for each.
+        """
+        chunks = SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2  # stages per rank
+        num_stages = values["pp"] * chunks
+        num_layers = min(self.cfg.model.layers, num_stages + self._spare_layers(values))
+        global_batch = self._global_batch(values)
+
+        keys: Values = {}
+        for key, value in values.items():
+            keys |= EXPANDED_VALUES.get((key, value), {key: value})
+        keys["layers"] = num_layers
+        keys["global_batch"] = global_batch
+
+        if keys.pop("geometry", "small") == "wide":
+            keys |= WIDE
+            if getattr(self.cfg.model.mixer, "window", None):
+                keys["model.mixer.window"] = WIDE_WINDOW
+            keys["model.blocks"] = tuple(
+                variant if f"model.blocks.{variant.name}.mixer.window" in self.kept else wide_variant(variant)
+                for variant in self.cfg.model.blocks
+            )
+        if values["ramp"]:
+            half = global_batch // 2
+            keys["ramp"] = f"{half},{half},{half}"
+        else:
+            keys["ramp"] = None
+        if values["stages"] == "uneven":
+            layers_of_stages = [num_layers - num_stages + 1, *[1] * (num_stages - 1)]
+            keys["stages"] = ",".join(map(str, layers_of_stages))
+        if values["recompute"] == "mixed":
+            modes = ["full", "selective"] * num_stages
+            keys["recompute"] = "none"
+            keys["recompute_stages"] = ",".join(modes[:num_stages])
+
+        for switch in BUNDLE_SWITCHES:
+            keys |= BUNDLES.get(keys.pop(switch), {})
+        if self.world == 1:
+            keys.pop("checkpoint.replicas", None)  # on other nodes
+        seq_len = keys.get("seq_len", self.cfg.train.seq_len)
+        if values["numbers"]:
+            tokens = float(NUM_STEPS * global_batch * seq_len)
+            keys |= {"train.steps": None, "train.tokens": tokens, "train.flops": None}
+        if values["phases"]:
+            keys["train.phases"] = self._phases(values, global_batch, seq_len)
+
+        changed: Values = {}
+        for key, value in keys.items():
+            path = key if "." in key else f"{SECTION.get(key, 'parallel')}.{key}"
+            if key not in self.kept and has_path(self.cfg, path):  # of BUNDLES: a part that a model lacks
+                changed[path] = value
+        return with_values(self.cfg, changed)
+
+    def _spare_layers(self, values: Values) -> int:
+        """How many layers more than stages: with one more, the stages differ.
+
+        Two more if fp8 keeps the first and the last layer in 16 bits, or if some layers of a mixture have no
+        experts.
+        """
+        model = self.cfg.model
+        has_both = len({has_experts(model, layer) for layer in range(model.layers)}) > 1
+        return 2 if values["fp8"] or has_both else 1
+
+    def _global_batch(self, values: Values) -> int:
+        """Sequences of a step: enough for the warm-up and the steady state of the schedule."""
+        pp = values["pp"]
+        dp = self.world // ranks_of_microbatch(values)
+        num_microbatches = 2 * pp if values["schedule"] in TWO_MICROBATCHES_A_RANK else pp + 1
+        if values["ramp"]:  # its first step takes half of the microbatches
+            num_microbatches += num_microbatches % 2
+        return min(self.cfg.train.global_batch, dp * values["micro_batch"] * num_microbatches)
+
+    def _phases(self, values: Values, global_batch: int, seq_len: int) -> str:
+        """train.phases: shorter sequences, half of the batch where microbatches allow it, and another
+        schedule; then the first length, and another RoPE.
+        """
+        second: Values = {
+            "after_steps": 2,
+            "train.seq_len": SHORT[values["geometry"]],
+            "optim.lr": 2e-3,
+            "optim.decay": "linear",
+        }
+        dp = self.world // ranks_of_microbatch(values)
+        if global_batch % (2 * dp * values["micro_batch"]) == 0:
+            second["train.global_batch"] = global_batch // 2
+        third = {"after_steps": 3, "train.seq_len": seq_len}
+        if getattr(self.cfg.model.mixer, "rope", None):
+            third["model.mixer.rope.base"] = 3e4
+        return json.dumps([second, third])
+
+    def is_legal(self, values: Values) -> bool:
+        """Whether the cell can be proved: it repeats no other one, and train.py runs it."""
+        needs_experts = values["capacity"] is not None or values["ep_chunks"] > 1
+        if idle(values, self.world) or (needs_experts and not has_path(self.cfg, "model.mlp.capacity")):
+            return False  # these are quick to ask
+        bundles = [values[switch] for switch in BUNDLE_SWITCHES if values[switch]]
+        if any(self.kept.issuperset(BUNDLES.get(word, PHASES)) for word in bundles):
+            return False  # nothing of it is left
+        try:
+            cfg = self.config(values)
+            check_provable(cfg)
+            plan_pipeline(cfg, self.world, advise=False)
+        except ConfigError:
+            return False
+        return True
+
+
+def check_provable(cfg: Config) -> None:
+    """Raises ConfigError if a job, though legal, is not a function of the global batch alone, or cannot read
+    the proof's data.
+    """
+    model = cfg.model
+    if cfg.data.dtype and cfg.data.pack == "best_fit":
+        raise ConfigError("data.pack: best_fit places whole documents, and a file without an index has none")
+    if cfg.data.dtype and (cfg.data.fim_rate or cfg.data.bos):
+        raise ConfigError("data.tokenizer: bytes has neither sentinels nor a start token")
+    if cfg.checkpoint.branch and any(0 < phase.steps_before <= TRUNK_STEPS for phase in phases_of(cfg).all):
+        raise ConfigError("train.phases: a phase begins where the branch does, or before")
+    experts = mixture(model)
+    aux = experts.router.aux if experts else None
+    if aux and aux.weight and aux.over == "micro":
+        raise ConfigError(
+            "model.mlp.router.aux.over: micro balances the load of a micro-batch, which depends on "
+            "train.micro_batch and the layout; sequence and global do not"
+        )
+
+    parallel = cfg.parallel
+    if parallel.compress in ("int8", "fp8") or parallel.compress_weights != "none":
+        raise ConfigError(
+            "parallel.compress, parallel.compress_weights: 8 bits are not exact; "
+            "tests/parallel/wire/test_compress.py checks their error bounds"
+        )
+
+    optimizer = cfg.optim.name
+    if not OPTIMIZERS[optimizer].takes_sign:
+        return
+    if parallel.compress == "powersgd":
+        raise ConfigError(
+            f"optim.name: {optimizer} takes the sign of a gradient, and where that is zero PowerSGD's "
+            "factors leave their rounding errors"
+        )
+    if getattr(model.mixer, "bias", None) and model.mixer.rope is None:
+        raise ConfigError(
+            f"optim.name: {optimizer} takes the sign of a gradient, and that of a k bias without RoPE is "
+            "noise around zero"
+        )
+
+
+def wide_variant(variant: BlockVariant) -> BlockVariant:
+    """The kind of block with the window of the wide geometry, if it has one."""
+    changes = dict(variant.changes)
+    if changes.get("mixer.window"):
+        changes["mixer.window"] = WIDE_WINDOW
+    return replace(variant, changes=tuple(changes.items()))
+
+
+def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:
+    """The layouts of `world` ranks that are legal with the first value of every switch.
+
+    kept: see Lattice.
+
+    Raises ConfigError if no layout of the job can be proved (see `check_provable`).
+    """
+    check_provable(cfg)
+    found = Lattice(cfg, world, layouts=[], refused={}, kept=frozenset(kept))
+    divisors = tuple(degree for degree in range(1, world + 1) if world % degree == 0)
+    degrees = dict.fromkeys(DEGREES, divisors)
+    if not mixture(cfg.model):
+        degrees |= {axis.key: (1,) for axis in AXES if axis.of_experts}
+
+    for values in combinations(degrees | LAYOUT):
+        if world % ranks_of_layout(values):
+            continue
+        why = refusal(found, values | default_switches())
+        if why is None:
+            found.layouts.append(values)
+        else:
+            found.refused[why] = found.refused.get(why, 0) + 1
+    return found
+
+
+def refusal(found: Lattice, values: Values) -> str | None:
+    """Returns why the cell is idle or illegal; None if it is neither."""
+    why = idle(values, found.world)
+    if why is not None:
+        return why
+    try:
+        plan_pipeline(found.config(values), found.world, advise=False)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+# ---- choices of values -------------------------------------------------------------------------------------
+
+def switches(stream: random.Random) -> Iterator[Values]:
+    """Every choice of switches once, without a list of them all, in an order that depends on `stream`.
+
+    First come random choices that change a third of the switches each: they are cheap to run and easy to
+    read, and every pair of values is in some of them. Then come all others.
+    """
+    seen: set[tuple] = set()
+    for chosen in itertools.chain(random_switches(stream), walk_switches(stream)):
+        values = tuple(chosen.values())
+        if values not in seen:
+            seen.add(values)
+            yield chosen
+
+
+def random_switches(stream: random.Random) -> Iterator[Values]:
+    """NUM_RANDOM random choices of switches; some come more than once."""
+    for _ in range(NUM_RANDOM):
+        chosen = {}
+        for key, (default, *others) in SWITCHES.items():
+            is_changed = others and stream.random() < CHANGED_SHARE
+            chosen[key] = stream.choice(others) if is_changed else default
+        yield chosen
+
+
+def walk_switches(stream: random.Random) -> Iterator[Values]:
+    """Every choice of switches once: a walk over their numbers, from a random start with a random stride.
+
+    The stride has no divisor in common with the number of choices, so that the walk meets each of them.
+    """
+    num_choices = math.prod(map(len, SWITCHES.values()))
+    start = stream.randrange(num_choices)
+    stride = stream.randrange(num_choices // 3 + 1, num_choices + 1)
+    while math.gcd(stride, num_choices) != 1:
+        stride = stream.randrange(num_choices // 3 + 1, num_choices + 1)
+
+    for i in range(num_choices):
+        number = (start + i * stride) % num_choices
+        chosen = {}
+        for key, values in SWITCHES.items():
+            number, digit = divmod(number, len(values))
+            chosen[key] = values[digit]
+        yield chosen
+
+
+# ---- choices of cells --------------------------------------------------------------------------------------
+
+def all_cells(found: Lattice, wanted: Callable[[Values], bool] = lambda values: True) -> Iterator[Values]:
+    """Every legal cell that is wanted: each layout with each choice of switches."""
+    every_choice = list(combinations(SWITCHES))
+    for layout in found.layouts:
+        for chosen in every_choice:
+            cell = layout | chosen
+            if wanted(cell) and found.is_legal(cell):
+                yield cell
+
+
+def draw_cells(
+    found: Lattice, n: int, seed: int, wanted: Callable[[Values], bool] = lambda values: True
+) -> list[Values]:
+    """At most n wanted and legal cells, drawn at random: one of each layout before a second of any."""
+    stream = random.Random(seed)
+
+    def cells_of(layout: Values) -> Iterator[Values]:
+        for chosen in switches(stream):
+            cell = layout | chosen
+            if wanted(cell) and found.is_legal(cell):
+                yield cell
+
+    sources = [cells_of(layout) for layout in stream.sample(found.layouts, len(found.layouts))]
+    cells: list[Values] = []
+    while sources and len(cells) < n:
+        not_exhausted = []
+        for source in sources:
+            if len(cells) == n:
+                break
+            cell = next(source, None)
+            if cell is not None:
+                cells.append(cell)
+                not_exhausted.append(source)
+        sources = not_exhausted
+    return cells
+
+
+def pairs_with_switches(values: Values) -> set[tuple]:
+    """The pairs of (key, value) in a cell, of which at least one is of a switch."""
+    items = itertools.combinations(values.items(), 2)
+    return {(one, other) for one, other in items if one[0] in SWITCHES or other[0] in SWITCHES}
+
+
+def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
+    """Legal cells with each layout at least once and each legal pair of values at least once."""
+    stream = random.Random(seed)
+    defaults = default_switches()
+    cells: list[Values] = []
+    seen: set[tuple] = set()
+
+    def add(layout: Values, wanted: Values, fallback: Values) -> None:
+        """Adds the legal cell of a layout with these values that has the most new pairs, of some candidates.
+
+        fallback: a legal one.
+        """
+        nonlocal seen
+        chosen = itertools.islice(switches(stream), CANDIDATES)
+        candidates = [layout | each | wanted for each in chosen]
+        candidates.sort(key=lambda cell: -len(pairs_with_switches(cell) - seen))
+        cells.append(next((cell for cell in candidates if found.is_legal(cell)), fallback))
+        seen |= pairs_with_switches(cells[-1])
+
+    for layout in found.layouts:
+        add(layout, wanted={}, fallback=layout | defaults)
+
+    # The pairs that these have not met.
+    switch_items = [(key, value) for key, values in SWITCHES.items() for value in values]
+    layout_items = dict.fromkeys(item for layout in found.layouts for item in layout.items())
+    for one, other in itertools.product((*layout_items, *switch_items), switch_items):
+        if one[0] == other[0] or {(one, other), (other, one)} & seen:
+            continue
+        cell = cell_with(found, one, other)
+        if cell is not None:
+            add(cell, wanted=dict((one, other)), fallback=cell)
+    return cells
+
+
+def cell_with(found: Lattice, one: tuple[str, Any], other: tuple[str, Any]) -> Values | None:
+    """The first legal cell with both (key, value) items; every other switch has its default.
+
+    one: an item of a layout or of a switch. other: an item of a switch. Returns None if no such cell is
+    legal.
+    """
+    key, value = one
+    for layout in found.layouts:
+        if key not in SWITCHES and layout[key] != value:
+            continue
+        cell = layout | default_switches() | dict((one, other))
+        if found.is_legal(cell):
+            return cell
+    return None

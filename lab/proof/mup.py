@@ -1,0 +1,368 @@
+"""The coordinate check of muP (arXiv 2203.03466, appendix D.1): do activations change equally at every width?
+
+A recipe's model is trained for a few steps at widths that double, once in the standard parametrization and
+once with model.mup.base at the smallest width. With the width grows everything that may (heads, not
+head_dim); depth, vocabulary, batch and learning rate stay.
+
+Measured on one batch: the mean |coordinate| of each kind of activation, and the mean |change| of its
+coordinates since the start. Judged: the exponents of their growth with the width, fitted in logarithms.
+Under muP no change may grow or vanish, and no size may grow. Without muP the change of the logits must
+grow, or the check could see nothing.
+"""
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import isfinite, log2
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import config
+from build import build_run
+from config import ChannelMixer, Config, ConfigError, MupConfig, kv_heads
+from config.reading import resolve
+from config.reading.suggestions import check_rules
+from kernels.linear import linear
+from model.attention import AttentionConfig
+from model.block import TransformerBlock
+from model.mla import LatentConfig
+from model.moe import MoE
+from model.norm import add_residual
+from model.rope import with_fitting_longrope, with_original_context
+from model.router import ExpertsConfig, Router, has_experts, mixture, with_mlps
+from model.transformer import PipelineStage
+from parallel.microbatch import Microbatch
+from parallel.topology.mesh import Mesh
+from lab.proof.verify.overrides import Overrides, check_reached
+from runtime.guard import NonFiniteGuard
+from train import train_step
+
+Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, ...]], None]
+
+WIDTHS = (64, 128, 256, 512, 1024)
+MIXTURE_WIDTHS = WIDTHS[:4]  # of a mixture, all of whose experts are trained
+HEAD_DIM = 16
+LAYERS = 2
+VOCAB = 32
+STEPS = 5
+BATCH = 8
+SEQ_LEN = 32
+LEARNING_RATE = 2e-3
+
+BOUND = 0.25  # of muP's exponents: changes within +-BOUND, sizes below BOUND
+# The change of router logits may fall as fast as width^-0.5: its first weights see less of every update, in
+# proportion to width^-0.5, and few experts average little of that out.
+LOWER_BOUNDS = {"router": -0.5}
+STANDARD_GROWTH = 0.5  # without muP, the exponent of the logits' change is above this
+
+COLOURS = ("#7a7a7a", "#2f6db3", "#d9742b", "#2e9384", "#c2497a", "#8a6bb8")
+
+
+# ---- what is trained ---------------------------------------------------------------------------------------
+
+def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
+    """The recipe at this width: fp32, one process, tiny in every direction that is not the width.
+
+    base: the smallest width, and model.mup.base if `mup`.
+    """
+    model = cfg.model
+    num_heads = width // HEAD_DIM
+    heads_a_group = min(model.mixer.heads // kv_heads(model), base // HEAD_DIM)
+    mixtures = (layer + 1 for layer in range(model.layers) if has_experts(model, layer))
+    num_layers = max(LAYERS, next(mixtures, 0))
+
+    def grown(size: int | None) -> int | None:
+        return None if size is None else max(1, round(size * (width / model.hidden)))
+
+    mixer: AttentionConfig | LatentConfig = model.mixer
+    if isinstance(mixer, LatentConfig):
+        mixer = replace(
+            mixer,
+            heads=num_heads,
+            kv_rank=grown(mixer.kv_rank),
+            q_rank=grown(mixer.q_rank),
+            nope_dim=HEAD_DIM // 2,
+            rope_dim=HEAD_DIM // 2,
+            v_dim=HEAD_DIM,
+        )
+    else:
+        mixer = replace(
+            mixer,
+            heads=num_heads,
+            kv_heads=None if mixer.kv_heads is None else num_heads // heads_a_group,
+            head_dim=HEAD_DIM,
+        )
+    def widened_mlp(mlp: ChannelMixer) -> ChannelMixer:
+        mlp = replace(mlp, width=grown(mlp.width))
+        if not isinstance(mlp, ExpertsConfig):
+            return mlp
+        return replace(mlp, router=replace(mlp.router, jitter=0.0), capacity=None)
+
+    widened_model = with_fitting_longrope(replace(
+        with_mlps(model, widened_mlp),
+        hidden=width,
+        mixer=with_original_context(mixer, SEQ_LEN),
+        layers=num_layers,
+        vocab=VOCAB,
+        vocab_multiple=32,
+        context=SEQ_LEN,
+        dropout=0.0,
+        mtp=None,
+        mup=MupConfig(base=base) if mup else None,
+    ))
+    train = replace(
+        cfg.train,
+        steps=STEPS,
+        tokens=None,
+        flops=None,
+        dtype="fp32",
+        seq_len=SEQ_LEN,
+        micro_batch=BATCH,
+        global_batch=BATCH,
+        device="cpu",
+    )
+    return replace(
+        cfg,
+        model=widened_model,
+        parallel=config.ParallelConfig(),
+        data=config.DataConfig(),
+        train=train,
+        optim=replace(cfg.optim, lr=LEARNING_RATE, min_lr=None, warmup=0, decay="constant"),
+    )
+
+
+def batch(seed: int, step: int) -> Microbatch:
+    """Tokens that can be learned: each follows from the one before and a coin."""
+    stream = torch.Generator().manual_seed(1000 * seed + step)
+    ids = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=stream)  # [b, s + 1]
+    coins = torch.randint(2, ids.shape, generator=stream)
+    for i in range(SEQ_LEN):
+        ids[:, i + 1] = (5 * ids[:, i] + 7 + coins[:, i]) % VOCAB
+    return Microbatch(
+        tokens=ids[:, :-1],
+        targets=ids[:, 1:].contiguous(),
+        positions=torch.arange(SEQ_LEN).expand(BATCH, SEQ_LEN),
+        sequence_ids=torch.arange(BATCH),
+        step=step,
+    )
+
+
+# ---- what is measured --------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
+    """{kind of activation: all its values on the probe, flat}; a kind has the values of all blocks."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def keep(kind: str) -> Hook:
+        def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+            if isinstance(module, Router):
+                value = linear(args[0], module.weight)
+            elif isinstance(module, TransformerBlock):
+                value = add_residual(*out[:2])
+            else:
+                value = out[0] if isinstance(out, tuple) else out
+            seen.setdefault(kind, []).append(value.flatten())
+
+        return hook
+
+    assert stage.embedding is not None  # the stage is a whole model
+    modules: list[tuple[nn.Module, str]] = [(stage.embedding, "embedding")]
+    for block in stage.blocks:
+        assert isinstance(block, TransformerBlock)
+        modules += [(block.attn, "attention"), (block.mlp, "mlp"), (block, "residual")]
+        if isinstance(block.mlp, MoE):
+            modules.append((block.mlp.router, "router"))
+
+    hooks = [module.register_forward_hook(keep(kind)) for module, kind in modules]
+    logits = stage.logits(probe.tokens, probe.positions)
+    for hook in hooks:
+        hook.remove()
+    found = {kind: torch.cat(values) for kind, values in seen.items()}
+    return found | {"logits": logits.flatten()}
+
+
+def measure(cfg: Config) -> dict[str, tuple[float, float]]:
+    """{kind: (mean |coordinate|, mean |its change|)} after STEPS steps of training."""
+    run = build_run(cfg, Mesh.single(), torch.device("cpu"), data=None, steps=STEPS)
+    guard = NonFiniteGuard()
+    probe = batch(cfg.train.seed, 0)
+    before = activations(run.stages[0], probe)
+    for step in range(1, STEPS + 1):
+        train_step(run, step, [batch(cfg.train.seed, step)], guard)
+    after = activations(run.stages[0], probe)
+
+    measured: dict[str, tuple[float, float]] = {}
+    for kind, values in after.items():
+        change = values - before[kind]
+        measured[kind] = (float(values.abs().mean()), float(change.abs().mean()))
+    return measured
+
+
+def exponent(widths: tuple[int, ...], values: list[float]) -> float:
+    """The slope of the line log v = slope log width + offset that fits best (least squares).
+
+    NaN if a value has no logarithm.
+    """
+    if not all(isfinite(value) and value > 0 for value in values):
+        return float("nan")
+    x = [log2(width) for width in widths]
+    y = [log2(value) for value in values]
+    mean_x = sum(x) / len(x)
+    mean_y = sum(y) / len(y)
+    covariance = sum((x_i - mean_x) * (y_i - mean_y) for x_i, y_i in zip(x, y))
+    return covariance / sum((x_i - mean_x) ** 2 for x_i in x)
+
+
+# ---- what is judged ----------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of activation, by width. what: "size" or "change"."""
+
+    kind: str
+    what: str
+    values: list[float]
+    exponent: float
+
+    @property
+    def wrong(self) -> str | None:
+        """What muP does not allow; None if all is well. A NaN is never allowed."""
+        lowest = LOWER_BOUNDS.get(self.kind, -BOUND) if self.what == "change" else float("-inf")
+        if lowest <= self.exponent <= BOUND:
+            return None
+        return f"{self.what} of {self.kind} goes as width^{self.exponent:+.2f}"
+
+
+def rows(cfg: Config, widths: tuple[int, ...], mup: bool) -> list[Row]:
+    """The sizes, then the changes, of every kind of activation.
+
+    Raises ConfigError if the recipe cannot be trained at one of the widths.
+    """
+    cells = [widened(cfg, width, mup, widths[0]) for width in widths]
+    for cell in cells:
+        check_rules(cell)
+    measured = [measure(cell) for cell in cells]
+
+    found: list[Row] = []
+    for i, what in enumerate(("size", "change")):
+        for kind in measured[0]:
+            values = [of_width[kind][i] for of_width in measured]
+            found.append(Row(kind, what, values, exponent(widths, values)))
+    return found
+
+
+def verdict(standard: list[Row], mup: list[Row]) -> list[str]:
+    """What is wrong; an empty list if muP holds."""
+    wrong = [f"muP: {row.wrong}, beyond {BOUND}" for row in mup if row.wrong]
+    growth = next(row.exponent for row in standard if (row.kind, row.what) == ("logits", "change"))
+    if not growth >= STANDARD_GROWTH:
+        wrong.append(
+            f"without muP the change of logits goes as width^{growth:+.2f}, not faster than "
+            f"{STANDARD_GROWTH}: this check sees nothing"
+        )
+    return wrong
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+def check(
+    name: str, as_json: bool = False, out: Path | None = None, *, overrides: Overrides = Overrides()
+) -> int:
+    """The command: prints a table, and draws it into `out`. overrides: keys of the model that are set.
+
+    Returns 0 if muP holds, else 1. Raises ConfigError if the recipe, an override or `out` is unusable.
+    """
+    cfg = overrides.apply(resolve(name, None, []))
+    if out is not None and out.suffix != ".png":
+        raise ConfigError(f"--out: {out} must end in .png")
+
+    widths = MIXTURE_WIDTHS if mixture(cfg.model) else WIDTHS
+    cells = [widened(cfg, width, mup, widths[0]) for width in widths for mup in (False, True)]
+    check_reached(overrides, cells, 1, "--coord")
+    found = {"standard": rows(cfg, widths, False), "muP": rows(cfg, widths, True)}
+    wrong = verdict(found["standard"], found["muP"])
+    title = overrides.title(name)
+    if as_json:
+        print_json(title, widths, found, wrong)
+    else:
+        print_tables(title, widths, found, wrong=wrong, optimizer=cfg.optim.name)
+
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            draw(out, title, widths, found)
+        except OSError as error:
+            raise ConfigError(f"--out: {out}: {error.strerror}") from None
+    return 1 if wrong else 0
+
+
+def print_json(name: str, widths: tuple[int, ...], found: dict[str, list[Row]], wrong: list[str]) -> None:
+    summary = {
+        "name": name,
+        "widths": widths,
+        "steps": STEPS,
+        "rate": LEARNING_RATE,
+        "bound": BOUND,
+        "ok": not wrong,
+        "wrong": wrong,
+    }
+    for title, of_title in found.items():
+        summary[title] = [asdict(row) for row in of_title]
+    print(json.dumps(summary))
+
+
+def print_tables(
+    name: str, widths: tuple[int, ...], found: dict[str, list[Row]], wrong: list[str], optimizer: str
+) -> None:
+    print(
+        f"{name}: {STEPS} steps of {optimizer}, rate {LEARNING_RATE:g}, fp32, head_dim {HEAD_DIM}; "
+        f"mean |coordinate| and its mean |change| after step {STEPS}"
+    )
+    for title, of_title in found.items():
+        full_title = f"{title} (mup_base {widths[0]})" if title == "muP" else title
+        print("\n".join(["", *table(full_title, widths, of_title)]))
+    print("\n" + ("\n".join(wrong) or f"muP holds: no exponent beyond {BOUND}"))
+
+
+def table(title: str, widths: tuple[int, ...], found: list[Row]) -> list[str]:
+    """The rows as lines of text, below a line with the title and the widths."""
+    lines = [f"{title:<22}" + "".join(f"{width:>9}" for width in widths) + "   exponent"]
+    for row in found:
+        values = "".join(f"{value:>9.4f}" for value in row.values)
+        lines.append(f"  {row.what:<7} {row.kind:<12}{values}      {row.exponent:+.2f}")
+    return lines
+
+
+def draw(out: Path, name: str, widths: tuple[int, ...], found: dict[str, list[Row]]) -> None:
+    """Draws the changes by width, one panel a parametrization. Raises OSError if it cannot write `out`."""
+    # not pyplot, which has global state and asks for displays
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, of_title) in zip(figure.subplots(1, 2, sharey=True), found.items()):
+        changes = [row for row in of_title if row.what == "change"]
+        for row, colour in zip(changes, COLOURS):
+            label = f"{row.kind}  {row.exponent:+.2f}"
+            axes.plot(widths, row.values, "o-", color=colour, lw=1.6, ms=4, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(widths, [str(width) for width in widths])
+        axes.set_xlabel("width")
+        axes.set_title(title, loc="left", fontsize=11, color="#333333")
+        axes.legend(frameon=False, fontsize=8, title="exponent", title_fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e6e6e6", lw=0.6)
+        axes.set_axisbelow(True)
+    figure.axes[0].set_ylabel(f"mean |change| after step {STEPS}")
+    title = f"{name}: how far training moves each activation"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#333333")
+
+    # one rename, so that the file is never half written
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, out)

@@ -1,0 +1,237 @@
+"""Which tests run a function? tests/footprints.xz says it: what each test ran at the commit that it names.
+
+A footprint has the functions that a test runs, in whatever process, and the other files that it opens
+(tests/footprints.py records them). A function is known by its name, wherever it stands in its file.
+"""
+
+import ast
+import hashlib
+import itertools
+import json
+import lzma
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.proof.mutate.checkout import ROOT
+
+HOOKS = Path(__file__).parent / "hooks"
+CACHE = ROOT / ".cache" / "mutate"
+FOOTPRINTS = ROOT / "tests" / "footprints.xz"
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]  # pb: bytes, not words
+REST = "<rest>"  # what a file holds outside of functions; of a file that is not Python, all of it
+
+
+# ---- the parts of a file -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function, or a method: Class.method. first, last: its lines, decorators included."""
+
+    name: str
+    first: int
+    last: int
+    digest: str
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def functions_of(text: str) -> list[Function]:
+    """The functions of a Python file, outermost ones alone: what one holds inside belongs to it."""
+    functions = []
+    lines = text.splitlines()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                body = "\n".join(lines[first - 1 : child.end_lineno])
+                functions.append(Function(prefix + child.name, first, child.end_lineno, digest_of(body)))
+            elif isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}{child.name}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(text), "")
+    return functions
+
+
+def parts_of(file: str, text: str) -> dict[str, str]:
+    """{name of a function, or REST: digest of its text}."""
+    if not file.endswith(".py"):
+        return {REST: digest_of(text)}
+    lines = text.splitlines()
+    parts = {}
+    for function in functions_of(text):
+        name = function.name
+        while name in parts:  # a second definition of the name, in another branch
+            name += "'"
+        parts[name] = function.digest
+        for number in range(function.first - 1, function.last):
+            lines[number] = ""
+    parts[REST] = digest_of("\n".join(line for line in lines if line.strip()))
+    return parts
+
+
+# ---- footprints --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """The footprints of the tests at a commit.
+
+    columns: (file, function or REST) of each bit of a footprint.
+    tests: {node id: (seconds, outcome, footprint)}.
+    """
+
+    commit: str
+    summary: dict
+    columns: list[tuple[str, str]]
+    tests: dict[str, tuple[float, str, int]]
+
+
+NOTHING = Footprints(commit="", summary={}, columns=[], tests={})
+
+
+def read_footprints(file: Path = FOOTPRINTS) -> Footprints:
+    head, _, matrix = lzma.decompress(file.read_bytes()).partition(b"\n")
+    tree = json.loads(head)
+    columns = [(of_file, name) for of_file, names in tree["columns"] for name in names]
+    functions = functions_in(columns)
+    height = 8 * len(matrix) // len(functions)
+    digits = transposed(f"{int.from_bytes(matrix, 'big'):0{height * len(functions)}b}", height)
+    tests = {}
+    at = 0
+    measured = zip(tree["seconds"], tree["outcomes"])
+    for (step, *cases), row in zip(tree["groups"], digits):
+        at += step
+        bits = int(row, 2) ^ 1 << at
+        for case, (seconds, outcome) in zip(cases, measured):
+            tests[functions[at] + case] = (seconds, outcome, bits)
+    return Footprints(tree["commit"], tree["summary"], columns, tests)
+
+
+def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
+    """Write a line of JSON, and the bits after it. Seconds have two digits.
+
+    The cases of a function that have one footprint are a group; groups that run nearly the same follow each
+    other. "groups": [steps from the last group's column to this one's, the end of each node id].
+    The bits are column by column, the last column first, a bit a group, filled up to whole bytes. The bit of
+    a group's own function is flipped: 0 where it ran.
+    """
+    functions = functions_in(footprints.columns)
+    place = {function: at for at, function in enumerate(functions)}
+
+    def group_of(name: str) -> tuple[int, int]:
+        return footprints.tests[name][2], place.get(name.partition("[")[0], place[""])
+
+    # the groups, and the bits of each as digits
+    names = sorted(footprints.tests, key=group_of)
+    groups, rows = [], []
+    before = 0
+    for (bits, at), group in itertools.groupby(names, key=group_of):
+        groups.append([at - before, *(name.removeprefix(functions[at]) for name in group)])
+        rows.append(f"{bits ^ 1 << at:0{len(functions)}b}")
+        before = at
+
+    # column by column
+    rows += ["0" * len(functions)] * (-len(rows) % 8)
+    digits = "".join(transposed("".join(rows), len(functions)))
+    matrix = int(digits, 2).to_bytes(len(digits) // 8, "big")
+
+    columns: list[tuple[str, list[str]]] = []
+    for of_file, of_columns in itertools.groupby(footprints.columns, key=lambda column: column[0]):
+        columns.append((of_file, [name for _, name in of_columns]))
+    tree = {
+        "commit": footprints.commit,
+        "summary": footprints.summary,
+        "columns": columns,
+        "groups": groups,
+        "seconds": [float(f"{footprints.tests[name][0]:.2g}") for name in names],
+        "outcomes": [footprints.tests[name][1] for name in names],
+    }
+    head = json.dumps(tree, separators=(",", ":")).encode()
+    file.write_bytes(lzma.compress(head + b"\n" + matrix, filters=FILTERS))
+
+
+def functions_in(columns: list[tuple[str, str]]) -> list[str]:
+    """How the node id of a test begins that is the function of a column; last "", for tests of no column."""
+    return [*(f"{file}::{name.replace('.', '::')}" for file, name in columns), ""]
+
+
+def transposed(digits: str, width: int) -> list[str]:
+    """The columns of a matrix whose rows of `width` digits follow each other."""
+    return [digits[at::width] for at in range(width)]
+
+
+@dataclass(frozen=True)
+class CoverageMap:
+    """Which tests a mutant can meet. core: those of the tests that `bash scripts/test.sh` runs."""
+
+    footprints: Footprints
+    core: frozenset[str]
+
+    def tests_of_line(self, file: str, text: str, line: int) -> list[tuple[float, str]]:
+        """Returns [(seconds, name)] of the tests that run the function at a line, sorted.
+
+        text: the present text of `file`. Outside of functions these are the tests that run any function of
+        the file.
+        """
+        name = function_at(text, line)
+        mask = 0
+        for at, (column_file, column) in enumerate(self.footprints.columns):
+            if column_file == file and name in (REST, column):
+                mask |= 1 << at
+        found = []
+        for test, (seconds, outcome, footprint) in self.footprints.tests.items():
+            if outcome == "passed" and footprint & mask:
+                found.append((seconds, test))
+        return sorted(found)
+
+
+def function_at(text: str, line: int) -> str:
+    """The name of the function at a line; REST outside of any."""
+    for function in functions_of(text):
+        if function.first <= line <= function.last:
+            return function.name
+    return REST
+
+
+def core_tests() -> frozenset[str]:
+    """The tests that `bash scripts/test.sh` runs. Raises RuntimeError if pytest cannot collect them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    if done.returncode != 0 or not names:
+        raise RuntimeError(f"pytest collects no tests: {done.stdout[-500:]}{done.stderr[-500:]}")
+    return frozenset(names)
+
+
+# ---- a run of tests that a mutant meets --------------------------------------------------------------------
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Returns the environment of a run of tests or of scripts.verify.
+
+    One thread, no bytecode files, the hooks on the path, and a short timeout for a rank that a mutant has
+    lost.
+    """
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "BEVATRON_POOL_TIMEOUT_S": "20",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(HOOKS),
+        **more,
+    }
+
+
+def pytest_arguments(folder: Path, *arguments: str) -> list[str]:
+    """Returns the words of a pytest command with the plugin of the hooks. folder: for temporary files."""
+    words = ["-q", "-p", "no:cacheprovider", "-p", "mutate_pytest", "-o", "addopts=", "--tb", "line"]
+    return [*words, "--basetemp", str(folder / "tmp"), *arguments]

@@ -1,0 +1,155 @@
+"""The cells that scripts.verify --precision proves: every dtype, optimizer and ZeRO stage, in some layout."""
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from config import Config, ConfigError, MTPConfig
+from config.axes import ranks_of_layout
+from config.reading.schedules import plan_pipeline
+from lab.proof.precision.job import DTYPES, LEARNING_RATES, precision_config
+from lab.proof.verify.overrides import Overrides
+
+LAYOUTS: dict[int, tuple[dict, ...]] = {  # {world size: keys of `parallel`}
+    1: ({},),
+    2: (
+        {},
+        {"tp": 2, "sp": True},
+        {"pp": 2},
+        {"pp": 2, "schedule": "zb-v"},
+        {"cp": 2},
+        {"ep": 2},
+        {"cp": 2, "cp_kind": "ulysses"},
+        {"tp": 2, "sp": True, "async_tp": True},
+        {"pp": 2, "schedule": "interleaved"},
+        {"ep": 2, "ep_chunks": 2},
+        {"tp": 2, "etp": 2},
+    ),
+    4: (
+        {},
+        {"tp": 2, "sp": True},
+        {"pp": 2},
+        {"pp": 2, "tp": 2, "sp": True, "schedule": "zb-v"},
+        {"cp": 2},
+        {"dp_rep": 2},
+        {"ep": 2},
+        {"tp": 2, "ep": 2, "schedule": "zb-v", "pp": 2},
+        {"cp": 2, "cp_kind": "ulysses"},
+        {"tp": 2, "sp": True, "async_tp": True},
+        {"pp": 2, "schedule": "interleaved"},
+        {"ep": 2, "etp": 2, "ep_chunks": 2, "tp": 2},
+    ),
+}
+EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, train.fp8 and model.mtp
+    {},
+    {"offload": "optimizer"},
+    {"compress_weights": "int8", "compress_block": 64},
+    {"compress_weights": "fp8"},
+    {"fp8": "rowwise"},
+    {"fp8": "blockwise"},
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"mtp": MTPConfig()},
+)
+PREFIXES = {  # of the values of keys in the name of a cell
+    "schedule": "",
+    "cp_kind": "",
+    "ep_chunks": "chunks",
+    "offload": "offload ",
+    "compress_weights": "weights ",
+    "compress_block": "block ",
+    "fp8": "fp8 ",
+    "recompute": "recompute ",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A dtype, an optimizer, a ZeRO stage, a layout, and what else is switched on."""
+
+    dtype: str
+    optimizer: str
+    zero: int
+    layout: int  # index into LAYOUTS[world]
+    extra: int  # index into EXTRAS
+
+    def config(self, name: str, world: int, data: str, overrides: Overrides = Overrides()) -> Config:
+        """The job of the cell. name: the recipe. data: the prefix of the data set.
+
+        overrides: keys of the model that are set in the shrunk recipe.
+        """
+        keys = LAYOUTS[world][self.layout] | EXTRAS[self.extra]
+        fp8, mtp = keys.pop("fp8", None), keys.pop("mtp", None)
+        cfg = precision_config(name, data, self.dtype, self.optimizer, overrides=overrides)
+        return replace(
+            cfg,
+            model=cfg.model if mtp is None else replace(cfg.model, mtp=mtp),
+            train=replace(cfg.train, fp8=fp8),
+            parallel=replace(cfg.parallel, zero=self.zero, **keys),
+        )
+
+    def words(self, world: int) -> str:
+        """The name of the cell: `bf16 adamw zero1 dp2 weights int8`."""
+        keys = LAYOUTS[world][self.layout] | EXTRAS[self.extra]
+        dp = world // ranks_of_layout(keys)
+        named = [self.dtype, self.optimizer, f"zero{self.zero}"]
+        if dp > 1:
+            named.append(f"dp{dp}")
+
+        if "mtp" in keys:
+            keys["mtp"] = keys["mtp"].modules
+        for key, value in keys.items():
+            named.append(key.replace("_", "-") if value is True else f"{PREFIXES.get(key, key)}{value}")
+        return " ".join(named)
+
+    def pairs(self) -> set[tuple]:
+        """All pairs of (position, value) of the five values."""
+        values = (self.dtype, self.optimizer, self.zero, self.layout, self.extra)
+        return set(itertools.combinations(enumerate(values), 2))
+
+
+def choose_cells(name: str, world: int, overrides: Overrides = Overrides()) -> list[Cell]:
+    """Every legal (dtype, optimizer, ZeRO stage) once, each with one layout and one extra.
+
+    Taken are the layout and the extra with the most pairs of values that no cell has yet; of several, those
+    that were taken least.
+    """
+    times_taken: Counter[tuple[str, int]] = Counter()
+    seen: set[tuple] = set()
+    cells: list[Cell] = []
+
+    def rank(cell: Cell) -> tuple[int, int]:
+        num_new = len(cell.pairs() - seen)
+        return -num_new, times_taken["layout", cell.layout] + times_taken["extra", cell.extra]
+
+    num_layouts = len(LAYOUTS[world])
+    for dtype, optimizer, zero in itertools.product(DTYPES, LEARNING_RATES, range(4)):
+        places = itertools.product(range(num_layouts), range(len(EXTRAS)))
+        candidates = [Cell(dtype, optimizer, zero, layout, extra) for layout, extra in places]
+        candidates.sort(key=rank)
+        runnable = (cell for cell in candidates if is_runnable(cell, name, world, overrides))
+        cell = next(runnable, None)
+        if cell is not None:
+            cells.append(cell)
+            seen |= cell.pairs()
+            times_taken.update((("layout", cell.layout), ("extra", cell.extra)))
+    return cells
+
+
+def is_runnable(cell: Cell, name: str, world: int, overrides: Overrides = Overrides()) -> bool:
+    """Whether train.py runs the cell, and nothing in it is without effect: it would only repeat another."""
+    extra = EXTRAS[cell.extra]
+    if "fp8" in extra and cell.dtype != "fp8":
+        return False
+    if "compress_weights" in extra and world == 1:
+        return False
+    try:
+        family = precision_config(name, "none", cell.dtype, cell.optimizer, overrides=overrides)
+        check_model(cell.config(name, world, "none", overrides), world)
+    except ConfigError:
+        return False
+    return not ("mtp" in extra and family.model.mtp)
+
+
+def check_model(cfg: Config, world: int = 1) -> None:
+    """Raises ConfigError if train.py does not run the job on `world` ranks. The vocabulary is the proof's."""
+    plan_pipeline(replace(cfg, model=replace(cfg.model, vocab=257)), world, advise=False)

@@ -1,0 +1,60 @@
+"""Microbatches of random tokens, for what measures or tests a part of a step.
+
+What is proved of the whole program reads files through the loader (lab/proof/verify/loop.py).
+"""
+import torch
+from torch import Tensor
+
+from config import Config, global_batch_at
+from parallel.microbatch import Microbatch
+
+IGNORED_TARGET = -100
+IGNORED_SHARE = 0.2
+DOCUMENT_STARTS_SHARE = 0.1
+
+
+class RandomTokens:
+    """A batch depends on (train.seed, step) alone, and is cut over the data-parallel ranks.
+
+    A fifth of the targets is ignored, and nearly all of the first sequence's: microbatches weigh unequally.
+    """
+
+    def __init__(self, cfg: Config, dp_index: int, dp_size: int) -> None:
+        self.cfg = cfg
+        self.dp_index = dp_index
+        self.dp_size = dp_size
+
+    def microbatches(self, step: int) -> list[Microbatch]:
+        """Those of one rank; step: counted from 0. No two share storage."""
+        train = self.cfg.train
+        assert self.cfg.model.vocab is not None  # a trial's config has it
+        size = global_batch_at(train, step)
+        stream = torch.Generator().manual_seed(train.seed + step)
+        ids = torch.randint(self.cfg.model.vocab, (size, train.seq_len + 1), generator=stream)
+
+        is_ignored = torch.rand(size, train.seq_len, generator=stream) < IGNORED_SHARE
+        targets = ids[:, 1:].masked_fill(is_ignored, IGNORED_TARGET)
+        targets[0, 1:] = IGNORED_TARGET
+
+        positions = torch.arange(train.seq_len).expand(size, -1)
+        documents: Tensor | None = None
+        if self.cfg.data.doc_mask:
+            is_start = torch.rand(size, train.seq_len, generator=stream) < DOCUMENT_STARTS_SHARE
+            is_start[:, 0] = True
+            start = torch.where(is_start, positions, 0).cummax(dim=1).values
+            positions = positions - start
+            documents = is_start.cumsum(dim=1, dtype=torch.int32)
+
+        share = size // self.dp_size
+        microbatches: list[Microbatch] = []
+        for first in range(self.dp_index * share, (self.dp_index + 1) * share, train.micro_batch):
+            rows = slice(first, first + train.micro_batch)
+            microbatches.append(Microbatch(
+                ids[rows, :-1].clone(),
+                targets[rows].clone(),
+                positions[rows].clone(),
+                documents=None if documents is None else documents[rows].clone(),
+                sequence_ids=torch.arange(first, first + train.micro_batch),
+                step=step,
+            ))
+        return microbatches

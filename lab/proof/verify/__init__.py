@@ -1,0 +1,1 @@
+"""Layouts against one process, in fp64. See lab/proof/verify/command.py."""

@@ -1,0 +1,262 @@
+"""Prove that every parallel layout trains like one process.
+
+    python -m scripts.verify NAME --world 8 [--layouts all | N] [--section.key VALUE ...]
+
+What runs is train.py's own loop, on the CPU over gloo, in fp64: real files through loader and packing,
+evaluation, sampling, warm-up and decay, a step that is skipped for a non-finite gradient, a save, a stop and
+a resume under the layout. It is compared with one process that runs without a stop (lab/proof/verify/trial.py
+has the list). Equal, or within a relative 1e-9, are: every token, loss, gradient by its global name, norm,
+learning rate, validation loss, sampled id, and every parameter and moment of the checkpoints.
+
+The layouts are those that train.py's own rules accept; the others are refused with the reason that train.py
+gives. `--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that every
+legal pair of values is in some cell; `--layouts product` runs every layout with every choice of switches.
+`--part 2/4` runs every fourth of the chosen cells from the second on, to share a long proof among machines or
+several starts.
+
+`--strict` finds what NCCL does not forgive and gloo does: every started exchange runs on private copies, its
+result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
+`--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
+stage, within bounds that follow from the dtype (lab/proof/precision/__init__.py).
+`--coord` proves no layout, but muP: how far training moves activations, by width (lab/proof/mup.py).
+
+Overrides, as train.py takes them, prove an edit of the model without a new recipe: `--model.mlp.activation
+gelu` is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells
+vary (--only chooses those) and keys that the proof needs.
+"""
+import difflib
+import json
+import math
+import tempfile
+import time
+import traceback
+from argparse import Namespace
+from pathlib import Path
+
+import config
+from config import Config, ConfigError
+from config.command_line import CommandParser
+from config.parts import part_of
+from config.reading import dotted_overrides
+from config.reading.kinds import every_path
+from config.reading.schedules import plan_pipeline
+from config.terminal import hanging_lines, output_width
+from lab.proof import lattice, mup, precision
+from lab.proof.lattice import Lattice, Values
+from lab.proof.verify.cells import chosen, words
+from lab.proof.verify.overrides import (
+    Overrides,
+    check_free,
+    check_only_model,
+    check_phases,
+    check_reached,
+    read_overrides,
+    split_overrides,
+)
+from lab.proof.verify.table import support_table, write_table
+from lab.proof.verify.tiny_config import LAST, tiny_config
+from lab.proof.verify.trial import BOUND, Deviation, make_references, prove, single_process
+from runtime.failure import last_line
+from runtime.pool import WorkerPool
+
+__all__ = ["chosen", "main", "part_of", "prove", "tiny_config", "words"]
+
+# Cells whose runs of one process are made together, spread over the ranks: one at a time would use one core.
+REFERENCES_AT_ONCE = 16
+
+
+def main(argv: list[str]) -> int:
+    """The command. Returns 0 if everything holds, else 1. Raises ConfigError."""
+    own, settings = split_overrides(argv)
+    options = parse_options(own)
+    overrides = read_overrides(settings)
+    if options.coord:
+        check_only_model(overrides, "--coord")
+        return mup.check(options.name, options.json, options.out, overrides=overrides)
+    if options.precision:
+        check_only_model(overrides, "--precision")
+        draw = int(options.layouts) if options.layouts.isdigit() else None
+        return precision.check(
+            options.name,
+            options.world,
+            options.json,
+            draw=draw,
+            seed=options.seed,
+            overrides=overrides,
+        )
+    check_free(overrides)
+    return prove_layouts(options, overrides, argv)
+
+
+def parse_options(argv: list[str]) -> Namespace:
+    """The command line without overrides. Raises ConfigError if a value is out of its range."""
+    parser = CommandParser(
+        prog="python -m scripts.verify",
+        description=__doc__,
+    )
+    add = parser.add_argument
+    add("name", help="recipe whose model is proved (a tiny twin)")
+    add("--world", type=int, default=8, help="ranks, 1 to 8")
+    add(
+        "--layouts",
+        default="12",
+        help="how many to draw; all: every layout; product: with every choice of switches",
+    )
+    add("--seed", type=int, default=0, help="of the draw")
+    add(
+        "--only",
+        nargs="*",
+        default=[],
+        help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp",
+    )
+    add("--part", default="1/1", help="K/M: the K-th of M parts of the chosen cells")
+    add(
+        "--table",
+        type=Path,
+        help="write the table of proven pairs into this Markdown file, between its marks",
+    )
+    add(
+        "--strict",
+        action="store_true",
+        help="check every started exchange and copy too: nothing is used before it has arrived",
+    )
+    add("--json", action="store_true", help="one JSON object a layout, for programs")
+    add(
+        "--precision",
+        action="store_true",
+        help="instead of fp64: bf16, fp16, fp32 and fp8, within bounds of each",
+    )
+    add(
+        "--coord",
+        action="store_true",
+        help="instead of layouts: the coordinate check of muP, at widths that double",
+    )
+    add("--out", type=Path, help="of --coord: draw it into this .png")
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(unknown, [f"--{name}" for name in vars(options)])
+
+    if options.coord:
+        return options
+    if options.out:
+        raise ConfigError("--out: is the picture of --coord; give that too")
+    if not 1 <= options.world <= 8:
+        raise ConfigError(
+            f"--world: {options.world} must lie in 1..8; the layouts of more ranks are made of the same parts"
+        )
+    if options.layouts not in ("all", "product") and not options.layouts.isdigit():
+        raise ConfigError(f"--layouts: {options.layouts!r} is neither a number nor all nor product")
+    without_effect = {"--only": options.only, "--strict": options.strict, "--table": options.table}
+    for option, value in without_effect.items():
+        if options.precision and value:
+            raise ConfigError(
+                f"{option}: is of layouts in fp64, and --precision has cells of its own; leave it out"
+            )
+    if options.precision and options.world not in (1, 2, 4):
+        raise ConfigError(
+            f"--world: {options.world} must be 1, 2 or 4 with --precision; they hold every kind of sharing"
+        )
+    return options
+
+
+def refuse_unknown(words: list[str], options: list[str]) -> None:
+    """Raises ConfigError for words that are neither one of the command's options nor an override."""
+    option = words[0].partition("=")[0]
+    keys = {path.rpartition(".")[2] for path in every_path(config.Config)}
+    near = difflib.get_close_matches(option, options, 1)
+    if near and option.removeprefix("--") not in keys:
+        raise ConfigError(f"{option}: no such option; did you mean {near[0]}?")
+    dotted_overrides(words)  # which names the section that the key is in
+
+
+def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> int:
+    """Proves the chosen cells and prints one line for each. Returns 0 if all are proven, else 1."""
+    world = options.world
+    cfg = tiny_config(options.name, world, overrides)
+    check_phases(cfg, LAST)
+    plan_pipeline(single_process(cfg), 1, advise=False)  # says in one line what no layout can run
+    found = lattice.find_layouts(cfg, world, kept=overrides.keys())
+    cells = part_of(chosen(found, options.layouts, set(options.only), options.seed), options.part)
+    check_reached(overrides, [found.config(values) for values in cells], world, "the proof")
+
+    part = "" if options.part == "1/1" else f"part {options.part}: "
+    if not options.json:
+        print_header(f"{overrides.title(options.name)}: {part}", cells, found)
+
+    proofs: list[tuple[set[str], bool]] = []  # (the words of a cell, whether it is proven)
+    begun = time.perf_counter()
+    folder = tempfile.TemporaryDirectory(prefix="bevatron-verify-")
+    home = Path(folder.name)
+    pool = pool_of(world, cfg, overrides)
+    for i, values in enumerate(cells):
+        try:
+            if i % REFERENCES_AT_ONCE == 0:
+                group = cells[i:i + REFERENCES_AT_ONCE]
+                make_references(pool, [found.config(each) for each in group], home)
+            first, worst = prove(pool, found.config(values), home, options.strict)
+        except ConfigError:
+            raise
+        except Exception as error:  # only this cell failed; new ranks prove the others
+            traceback.print_exception(error)
+            pool.close()
+            pool = pool_of(world, cfg, overrides)
+            first = worst = Deviation(error=math.inf, step=0, what=f"died: {last_line(error)}")
+        name = words(values, world)
+        proofs.append((set(name), not first.is_wrong))
+        title = overrides.title(" ".join(name)) if options.json else " ".join(name)
+        print_proof(title, first, worst, options.json)
+    pool.close()
+    folder.cleanup()
+
+    proven = sum(ok for _, ok in proofs)
+    seconds = time.perf_counter() - begun
+    closing = f"{part}{proven} of {len(proofs)} layouts train like one process ({seconds:.0f} s)"
+    if not options.json:
+        print(closing, flush=True)
+    if options.table:
+        command = f"`python -m scripts.verify {' '.join(argv)}`: {closing}."
+        write_table(options.table, overrides.title(options.name), [command, "", *support_table(proofs)])
+    return 0 if proven == len(proofs) else 1
+
+
+def pool_of(world: int, cfg: Config, overrides: Overrides) -> WorkerPool:
+    """The ranks of a proof. cfg: with the overrides.
+
+    parallel.timeout_s among these is for the ranks, too: on a busy machine a cell takes longer than their
+    usual limit.
+    """
+    is_set = "parallel.timeout_s" in overrides.keys()
+    return WorkerPool(world, cfg.parallel.timeout_s) if is_set else WorkerPool(world)
+
+
+def print_header(title: str, cells: list[Values], found: Lattice) -> None:
+    """Prints how many cells follow, and how many layouts each config key refuses."""
+    print(
+        f"{title}{len(cells)} cells of {len(found.layouts)} layouts of {found.world} ranks, {LAST} steps, "
+        f"fp64, bound {BOUND:.0e}",
+        flush=True,
+    )
+
+    counts: dict[str, int] = {}
+    for reason, count in found.refused.items():
+        key = reason.split(":")[0].split(" = ")[0]
+        counts[key] = counts.get(key, 0) + count
+    if counts:
+        told = ", ".join(f"{count} by {key}" for key, count in sorted(counts.items()))
+        print("\n".join(hanging_lines("  ", f"refused by the rules: {told}", output_width())), flush=True)
+
+
+def print_proof(name: str, first: Deviation, worst: Deviation, as_json: bool) -> None:
+    """Prints the verdict on one cell. first, worst: as `prove` returns them."""
+    if as_json:
+        row = {"layout": name, "ok": not first.is_wrong, "first": first.as_json(), "worst": worst.as_json()}
+        print(json.dumps(row), flush=True)
+        return
+
+    start = f"{'WRONG' if first.is_wrong else 'ok':<6} "
+    line = f"{name:<40} {worst.error:.1e}"
+    if first.is_wrong and math.isinf(first.error):
+        line += f"  {first.what}"
+    elif first.is_wrong:
+        line += f"  first {first.what} ({first.error:.1e}); worst {worst.what}"
+    print("\n".join(hanging_lines(start, line, output_width())), flush=True)

@@ -1,0 +1,579 @@
+"""One trial: train.py's loop under a layout, stopped and resumed, compared with one uninterrupted process.
+
+Everything is compared that a run reads, computes and writes:
+
+- of each step: the tokens of each batch, the loss, the gradients by name and their norm, whether it is good,
+  and what routers count;
+- the validation loss, the sampled ids and the logits that they were drawn from;
+- from the run folder: metrics.jsonl (loss, norm, learning rate, tokens, counted targets, validation) and the
+  checkpoints (parameters and moments by name, and the step and tokens of the run).
+"""
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import config
+from build import TrainingRun
+from checkpoint import store
+from config import Config, ConfigError, TrainConfig
+from config.exit_codes import STOPPED_EARLY
+from config.reading import phases_of
+from data.loader import BatchLoader
+from kernels import cross_entropy, partial_attention
+from parallel.microbatch import Microbatch
+from parallel.sharding.boxes import Box
+from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
+from parallel.sharding.views import boxes_of
+from parallel.wire.strict import StrictMode
+from parallel.wire.world import World
+from lab.proof.lattice import TRUNK_STEPS
+from lab.proof.verify.loop import run_loop
+from lab.proof.verify.tiny_config import (
+    LAST,
+    SAVED,
+    SKIPPED,
+    has_trunk,
+    placed,
+    trunk_of,
+    write_corpora,
+)
+from runtime.pool import WorkerPool
+
+BOUND = 1e-9  # relative error that is allowed
+
+# Tensors whose largest element is smaller are compared as if it were FLOOR. Smaller values are noise: a
+# gradient that is zero in exact arithmetic (a k bias without RoPE), and what Adam makes of it.
+FLOOR = 1e-7
+
+MAX_REFERENCES = 200  # files of reference values that are kept, some megabytes each
+
+# Recipes of fp8 whose scales are those of all tokens of a microbatch.
+FP8_BY_MICROBATCH = ("tensorwise", "rowwise")
+
+# Endings of the keys of metrics.jsonl that depend on the machine, not on the training.
+MACHINE_SUFFIXES = ("_ms", "_s", "_gpu", "mem_gib", "mfu")
+
+# Keys of metrics.jsonl that are estimated from the sizes of microbatches (log.noise_scale).
+OF_MICROBATCHES = ("noise_scale", "noise_s", "noise_g2")
+
+# Blocks of the loss and of ring attention in a layout: small, so that short sequences have several.
+SMALL_CHUNK_BYTES = 32768
+SMALL_TILE = 16
+
+
+class Deviation(NamedTuple):
+    """How far one value is from that of one process.
+
+    error: relative to the largest element of its tensor. step: where it was seen; n + 0.5 is after step n and
+    before step n + 1. what: the value's name.
+    """
+
+    error: float
+    step: float
+    what: str
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the error is beyond BOUND. A NaN is."""
+        return not self.error <= BOUND
+
+    @property
+    def severity(self) -> tuple[bool, float]:
+        """Orders deviations by their error; NaN is the worst."""
+        return math.isnan(self.error), self.error
+
+    def as_json(self) -> dict[str, object]:
+        """The fields; error is None where it is not finite."""
+        row: dict[str, object] = self._asdict()
+        if not math.isfinite(self.error):
+            row["error"] = None
+        return row
+
+
+# ---- what a run computes -----------------------------------------------------------------------------------
+
+def poison_gradients(run: TrainingRun) -> None:
+    """Sets all gradients to NaN."""
+    for bucket in run.buckets:
+        for grads in (bucket.grads.full, bucket.grads.local):
+            if grads is not None:
+                grads.fill_(math.nan)
+
+
+class TrialObserver:
+    """Observes train.train as its `observe`: records the values of a run, or compares them with a reference.
+
+    Without `reference`, the values are kept in `recorded`, {name of the value: tensor}. With it,
+    `deviations` says how far off each value is.
+
+    It does two things to the run: it makes the gradient of step SKIPPED non-finite, and with
+    optim.spike_sigma that of step LAST a spike, once if the run goes back then (optim.spike_rewind); and it
+    asks the run to stop in step `stop_step`. With a reference a third: NaN stands wherever a step could read
+    gradients that it has not written itself.
+    """
+
+    run: TrainingRun  # from run_built on
+    data: BatchLoader  # from run_built on
+
+    def __init__(self, folder: Path, reference: dict[str, Tensor] | None) -> None:
+        self.folder = folder
+        self.reference = reference
+        self.recorded: dict[str, Tensor] = {}
+        self.deviations: list[Deviation] = []
+        self.names: set[str] = set()  # of all values that were recorded or compared
+        self.stop_step = LAST
+        self.begun_steps: list[int] = []
+        self.logits_of_sample: list[Tensor] = []  # [vocab] of each token of the sample that is being drawn
+
+    def __call__(self, point: str, step: int | None = None, **shown: Any) -> str | None:
+        """train.train calls it at each of its FAULT_POINTS. Returns "nan", "spike" or None."""
+        methods = {
+            "run.built": self.run_built,
+            "step.begin": self.step_begin,
+            "step.read": self.batches_read,
+            "step.backward": self.grads_ready,
+            "step.end": self.step_end,
+            "eval.end": self.evaluation_end,
+        }
+        method = methods.get(point)
+        return method(step, **shown) if method else None
+
+    # ---- one value ----
+
+    def compare_close(
+        self, what: str, value: Tensor, step: float, box: Box | None = None, floor: float = FLOOR
+    ) -> None:
+        """A floating-point tensor, or the box of it that this rank has: within BOUND of the reference."""
+        value = value.detach()
+        self.names.add(what)
+        part = ... if box is None else slices_of(box)
+
+        if self.reference is None:
+            shape = value.shape if box is None else box.shape
+            whole = self.recorded.setdefault(what, torch.zeros(shape, dtype=torch.float64))
+            whole[part] = value
+            return
+
+        if what not in self.reference:
+            error = math.inf
+            what = f"{what}, which one process does not have"
+        elif value.numel() == 0:
+            error = 0.0
+        else:
+            expected = self.reference[what]
+            largest = max(float(expected.abs().max()), floor)
+            error = float((value - expected[part]).abs().max()) / largest
+        self.deviations.append(Deviation(error, step, what))
+
+    def compare_equal(self, what: str, value: Tensor, step: float, rows: Tensor | None = None) -> None:
+        """A tensor of whole numbers, or the rows of it that this rank has: equal to the reference."""
+        self.names.add(what)
+        if self.reference is None:
+            self.recorded[what] = value.contiguous()
+            return
+
+        expected = self.reference.get(what)
+        if expected is not None and rows is not None:
+            expected = expected[rows]
+        is_equal = (
+            expected is not None and expected.shape == value.shape and bool((expected == value).all())
+        )
+        self.deviations.append(Deviation(0.0 if is_equal else math.inf, step, what))
+
+    # ---- the points of the loop ----
+
+    def run_built(self, step: int, run: TrainingRun, data: BatchLoader, valid: BatchLoader) -> None:
+        self.run = run
+        self.data = data
+        # torch.empty gives NaN: ZeRO-2 and 3 allocate gradients in a step
+        options = torch.utils.deterministic
+        is_poisoned = self.reference is not None
+        options.fill_uninitialized_memory = is_poisoned  # pyright: ignore[reportAttributeAccessIssue]
+        if self.reference is None:
+            check_initial_weights(run)
+
+    def named(self, step: int) -> str:
+        """ "step 4", or "step 4, again" where the run has gone back before it."""
+        return f"step {step}" + ", again" * (self.begun_steps.count(step) - 1)
+
+    def step_begin(self, step: int) -> None:
+        self.begun_steps.append(step)
+        if self.reference is not None:
+            poison_gradients(self.run)
+        if step == self.stop_step and self.run.mesh.rank == 0:
+            (self.folder / "STOP").write_text("requeue\n")
+
+    def batches_read(self, step: int, batches: list[Microbatch]) -> None:
+        ids = torch.tensor(self.data.sample_ids(self.run.spikes.data_step(step)))
+        self.compare_equal(f"{self.named(step)} ids of its samples", ids, step)
+
+        # this rank's rows of the global batch
+        rows = torch.cat([batch.sequence_ids for batch in batches if batch.sequence_ids is not None])
+        for field in ("tokens", "targets", "positions", "documents"):
+            values = [getattr(batch, field) for batch in batches]
+            if values[0] is not None:
+                self.compare_equal(f"{self.named(step)} {field}", torch.cat(values), step, rows)
+
+    def grads_ready(self, step: int) -> str | None:
+        for bucket in self.run.buckets:
+            for box, part in boxes_of(bucket, bucket.grads.local):
+                self.compare_close(f"{self.named(step)} gradient of {box.key}", part, step, box)
+        optim = self.run.cfg.optim
+        is_again = optim.spike_rewind is not None and self.begun_steps.count(step) > 1
+        has_spike = step == LAST and optim.spike_sigma is not None and not is_again
+        return "nan" if step == SKIPPED else "spike" if has_spike else None
+
+    def step_end(self, step: int, loss: Tensor, norm: Tensor, ok: Tensor) -> None:
+        name = self.named(step)
+        self.compare_close(f"{name} loss", loss, step)
+        self.compare_equal(f"{name} is good", ok, step)
+        if step != SKIPPED:
+            self.compare_close(f"{name} gradient norm", norm, step)
+        routers = self.run.routers
+        if routers.stats is not None:
+            self.compare_close(f"{name} counts and losses of the routers", routers.stats, step)
+        for box, part in routers.boxes():
+            self.compare_close(f"{name} {box.key}", part, step, box)
+
+    def evaluation_end(self, step: int, loss: float | None, ids: list[int]) -> None:
+        self.compare_metric(f"validation loss after step {step}", loss, step + 0.5)
+        self.compare_equal(f"sampled ids after step {step}", torch.tensor(ids), step + 0.5)
+        for index, logits in enumerate(self.logits_of_sample):
+            what = f"logits of sampled token {index} after step {step}"
+            if has_one_scale_for_padding(self.run.cfg):
+                self.names.add(what)
+            else:
+                self.compare_close(what, logits, step + 0.5)
+        self.logits_of_sample.clear()
+
+    def logits_computed(self, logits: Tensor) -> None:
+        """Called for each token of a sample, before evaluation_end."""
+        self.logits_of_sample.append(logits)
+
+    # ---- after the run ----
+
+    def compare_begun_steps(self) -> None:
+        """For each rank to call after the last start: a resume from the beginning makes more steps."""
+        self.compare_equal("steps that were begun, in order", torch.tensor(self.begun_steps), LAST + 1)
+
+    def compare_files(self) -> None:
+        """metrics.jsonl and the checkpoints; for one rank to call, when the run has ended."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        steps = torch.tensor([row["step"] for row in rows])
+        self.compare_equal("steps in metrics.jsonl", steps, LAST + 1)
+        for row in rows:
+            for key, value in row.items():
+                what = f"{key} of step {row['step']} in metrics.jsonl"
+                if key.endswith(MACHINE_SUFFIXES) or key in OF_MICROBATCHES:
+                    continue
+                if key.startswith("tasks/") and has_one_scale_for_rows(self.run.cfg):
+                    self.names.add(what)
+                else:
+                    self.compare_metric(what, value, LAST + 1)
+        for step in (SAVED, LAST):
+            self.compare_checkpoint(self.folder / "checkpoints" / f"step_{step:08d}", step)
+
+    def compare_metric(self, what: str, value: float | list[float] | None, step: float) -> None:
+        """A number, a list of numbers, or null."""
+        is_null = value is None
+        self.compare_equal(f"{what} is null", torch.tensor(is_null), step)
+        if not is_null:
+            self.compare_close(what, torch.tensor(value, dtype=torch.float64), step)
+
+    def compare_checkpoint(self, path: Path, step: int) -> None:
+        """Every tensor of a checkpoint, whole and in fp64, and the step and tokens of the run."""
+        shapes = {row["key"]: row["shape"] for row in store.read_index(path)["pieces"]}
+        wanted: list[tuple[Box, Tensor]] = []
+        for key, shape in shapes.items():
+            wanted.append((Box.whole(key, tuple(shape)), torch.zeros(shape, dtype=torch.float64)))
+        store.load(path, wanted, allow_cast=True)
+
+        for box, value in wanted:
+            if box.key.endswith(ERROR_SUFFIX) or BASIS_MARK in box.key:
+                continue  # PowerSGD's own state, which one process does not have
+            is_square = box.key.endswith("_v")  # a mean of squared gradients
+            self.compare_close(
+                f"{box.key} in the checkpoint of step {step}",
+                value,
+                step + 0.5,
+                floor=FLOOR**2 if is_square else FLOOR,
+            )
+        meta = store.read_meta(path)
+        progress = torch.tensor([meta["step"], meta["tokens"]])
+        self.compare_equal(f"step and tokens of the checkpoint of step {step}", progress, step + 0.5)
+
+
+def has_one_scale_for_padding(cfg: Config) -> bool:
+    """Whether generation pads the sequence, and fp8 gives the padding and the text one scale.
+
+    The logits then depend on the padding, which one process does not have.
+    """
+    return cfg.train.fp8 == "tensorwise" and cfg.parallel.sp
+
+
+def has_one_scale_for_rows(cfg: Config) -> bool:
+    """Whether fp8 gives all rows of a batch one scale: the answers of a task, whose scores then depend on
+    which others a rank scores beside them."""
+    return cfg.train.fp8 == "tensorwise"
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """The slices of the whole tensor that the box covers."""
+    return tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
+
+
+def check_initial_weights(run: TrainingRun) -> None:
+    """Raises ConfigError if two matrices start identical: a proof could not see that they were exchanged."""
+    seen: dict[tuple, str] = {}  # {(shape, sum): key}
+    for bucket in run.buckets:
+        for box, part in boxes_of(bucket, bucket.weights.master):
+            if part.dim() <= 1:
+                continue
+            twin = seen.setdefault((part.shape, float(part.double().sum())), box.key)
+            if twin != box.key:
+                raise ConfigError(
+                    f"{box.key} starts with the same weights as {twin}; "
+                    "initial weights must depend on the name"
+                )
+
+
+@contextlib.contextmanager
+def small_blocks(seq_len: int) -> Iterator[None]:
+    """Computes the loss and ring attention in blocks of few rows, if sequences have more than 32 tokens.
+
+    The shapes that a laptop can prove then have several blocks. The reference run has blocks of the usual
+    size.
+    """
+    usual = (cross_entropy.CHUNK_BYTES, partial_attention.TILE)
+    if seq_len > 32:
+        cross_entropy.CHUNK_BYTES = SMALL_CHUNK_BYTES
+        partial_attention.TILE = SMALL_TILE
+    try:
+        yield
+    finally:
+        cross_entropy.CHUNK_BYTES, partial_attention.TILE = usual
+
+
+# ---- one layout --------------------------------------------------------------------------------------------
+
+def prove(
+    pool: WorkerPool, cfg: Config, home: Path, is_strict: bool = False
+) -> tuple[Deviation, Deviation]:
+    """Trains under the layout of cfg on the ranks of the pool, and compares with one process.
+
+    home: the folder for data, reference values and runs; see make_references for what is kept there.
+    is_strict: every started exchange and copy is checked (parallel/wire/strict.py).
+
+    Returns (first, worst). worst: the largest deviation. first: of the first step with deviations beyond
+    BOUND, the largest; if there are none, worst.
+    """
+    (reference,) = make_references(pool, [cfg], home)
+    check_trained(reference, has_spike=cfg.optim.spike_sigma is not None)
+    try:
+        results = pool.run(run_layout, begun(cfg, home, "layout"), home, reference, is_strict)
+    finally:
+        for name in ("layout", "store"):
+            shutil.rmtree(home / name, ignore_errors=True)
+
+    deviations = [deviation for of_rank, _ in results for deviation in of_rank]
+    compared = set().union(*(names for _, names in results))
+    with safe_open(reference, "pt") as file:
+        missing = [what for what in file.keys() if what not in compared]
+    deviations += [Deviation(math.inf, LAST + 1, f"{what}, which no rank has") for what in missing]
+
+    worst = max(deviations, key=lambda deviation: deviation.severity)
+    wrong = [deviation for deviation in deviations if deviation.is_wrong]
+    if not wrong:
+        return worst, worst
+    first_step = min(deviation.step for deviation in wrong)
+    of_first_step = [deviation for deviation in wrong if deviation.step == first_step]
+    return max(of_first_step, key=lambda deviation: deviation.severity), worst
+
+
+def check_trained(reference: Path, has_spike: bool = False) -> None:
+    """Raises ConfigError if one process skips a step beside SKIPPED, as a key may make it: its layouts would
+    agree with it, and nothing would be proved of that step. has_spike: it must skip LAST, too.
+    """
+    planned = [SKIPPED, LAST] if has_spike else [SKIPPED]
+    with safe_open(reference, "pt") as file:
+        made = file.get_tensor("steps that were begun, in order").unique().tolist()
+        skipped = [step for step in made if not file.get_tensor(f"step {step} is good")]
+    if skipped != planned:
+        steps = ", ".join(map(str, skipped))
+        wanted = " and ".join(map(str, planned))
+        raise ConfigError(
+            f"the proof skips step {wanted} alone, and with these settings one process skips {steps}: the "
+            "others would prove nothing; choose values with which they train"
+        )
+
+
+def run_layout(
+    world: World, cfg: Config, home: Path, reference: Path, is_strict: bool
+) -> tuple[list[Deviation], set[str]]:
+    """On every rank: trains LAST steps in the run folder of cfg; the run is stopped and resumed after SAVED.
+
+    Returns (the worst deviation of each step on this rank, the names of all values that were compared).
+    """
+    folder = run_folder(cfg, home)
+    observer = TrialObserver(folder, load_file(reference))
+    with small_blocks(cfg.train.seq_len):
+        for stop_step in (SAVED, LAST):
+            observer.stop_step = stop_step
+            if stop_step == LAST and cfg.checkpoint.mirror is not None and world.rank == 0:
+                shutil.rmtree(folder / "checkpoints")  # a fresh machine has none
+                (folder / "metrics.jsonl").unlink()
+            with strict_mode(world, is_strict):
+                code = run_loop(world, cfg, folder, observer, observer.logits_computed)
+            error = 0.0 if code == STOPPED_EARLY else math.inf
+            observer.deviations.append(Deviation(error, stop_step, f"exit code {code}"))
+    observer.compare_begun_steps()
+    if world.rank == 0:
+        observer.compare_files()
+
+    worst: dict[float, Deviation] = {}
+    for deviation in observer.deviations:
+        known = worst.get(deviation.step, deviation)
+        worst[deviation.step] = max(deviation, known, key=lambda one: one.severity)
+    return list(worst.values()), observer.names
+
+
+@contextlib.contextmanager
+def strict_mode(world: World, is_strict: bool) -> Iterator[None]:
+    """Raises StrictError where a run in it uses an exchange wrongly, and at its end if one is under way."""
+    strict = StrictMode() if is_strict else None
+    world.activity.strict = strict
+    try:
+        yield
+    finally:
+        world.activity.strict = None
+    if strict is not None:
+        strict.check_all_awaited()
+
+
+def run_folder(cfg: Config, home: Path) -> Path:
+    """The run folder of a job that tiny_config.placed put into `home`."""
+    assert cfg.log.name is not None
+    return home / cfg.log.name
+
+
+# ---- one process -------------------------------------------------------------------------------------------
+
+def make_references(pool: WorkerPool, cfgs: list[Config], home: Path) -> list[Path]:
+    """The files with the values of one process for each job; those that `home` does not have yet are made.
+
+    The ranks of the pool share the jobs that must run. `home` keeps the data, and the references of other
+    jobs, the newest MAX_REFERENCES of them: layouts that differ only in what one process ignores have the
+    same reference.
+    """
+    if not (home / "long.idx").exists():
+        write_corpora(home)
+    names = [name_of_reference(cfg) for cfg in cfgs]
+    references = [home / f"{name}.safetensors" for name in names]
+    jobs: dict[Path, tuple[Config, str]] = {}
+    for cfg, name, reference in zip(cfgs, names, references):
+        if not reference.exists():
+            jobs[reference] = single_process(cfg), name
+    if not jobs:
+        return references
+
+    others = set(home.glob("*.safetensors")) - set(references)
+    by_age = sorted(others, key=lambda path: path.stat().st_mtime)
+    for old in by_age[:-MAX_REFERENCES]:
+        old.unlink()
+        shutil.rmtree(home / f"{old.stem}-trunk", ignore_errors=True)
+    pool.run(run_references, [(cfg, name, reference) for reference, (cfg, name) in jobs.items()], home)
+    for _, name in jobs.values():
+        shutil.rmtree(home / name)
+    return references
+
+
+def name_of_reference(cfg: Config) -> str:
+    """Of the job of one process, for its files: jobs of the same one share them."""
+    return hashlib.sha256(repr(single_process(cfg)).encode()).hexdigest()
+
+
+def begun(cfg: Config, home: Path, name: str) -> Config:
+    """The job in `home`; where it begins with a checkpoint of another run (`has_trunk`), with that of one
+    process, which has been made for its reference.
+    """
+    run = home / f"{name_of_reference(cfg)}-trunk"
+    return placed(cfg, home, name, store.checkpoint_folder(run / "checkpoints", TRUNK_STEPS))
+
+
+def run_references(world: World, jobs: list[tuple[Config, str, Path]], home: Path) -> None:
+    """On every rank of a pool: runs its share of the jobs, and saves the values of each in the job's file."""
+    for cfg, name, reference in jobs[world.rank::world.size]:
+        if has_trunk(cfg):
+            run_trunk(placed(trunk_of(cfg), home, f"{name}-trunk"), home)
+        save_file(reference_values(begun(cfg, home, name), home), reference)
+
+
+def run_trunk(cfg: Config, home: Path) -> None:
+    """Trains TRUNK_STEPS in one process, and saves."""
+    folder = run_folder(cfg, home)
+
+    def stop(point: str, step: int | None = None, **shown: Any) -> None:
+        if point == "step.begin" and step == TRUNK_STEPS:
+            (folder / "STOP").write_text("requeue\n")
+
+    run_loop(World(), cfg, folder, stop)
+
+
+def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
+    """{name of a value: tensor} of one process that trains LAST steps of a `single_process` job."""
+    observer = TrialObserver(run_folder(cfg, home), None)
+    run_loop(World(), cfg, observer.folder, observer, observer.logits_computed)
+    observer.compare_begun_steps()
+    observer.compare_files()
+    return observer.recorded
+
+
+def single_process(cfg: Config) -> Config:
+    """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves to
+    the disk alone.
+
+    See largest_micro_batch. No step is computed twice, and no noise is measured.
+    """
+    return replace(
+        cfg,
+        parallel=config.ParallelConfig(),
+        train=replace(
+            cfg.train,
+            micro_batch=largest_micro_batch(cfg.train),
+            phases=phases_without_layout(cfg),
+            rerun_every=None,
+            rerun_suspects=False,
+        ),
+        checkpoint=replace(cfg.checkpoint, async_save=False, mirror=None, memory_every=None, replicas=0),
+        log=replace(cfg.log, noise_scale=False),
+    )
+
+
+def largest_micro_batch(train: TrainConfig) -> int:
+    """Sequences: of the whole batch, and under a ramp of its first, smallest batch.
+
+    Recipes of fp8 whose scales depend on the microbatch have the same microbatches as the layout.
+    """
+    return train.micro_batch if train.fp8 in FP8_BY_MICROBATCH else config.global_batch_at(train, 0)
+
+
+def phases_without_layout(cfg: Config) -> str | None:
+    """train.phases without the keys that only divide the work; see largest_micro_batch."""
+    if cfg.train.phases is None:
+        return None
+    rows: list[dict[str, Any]] = []
+    for row, phase in zip(json.loads(cfg.train.phases), phases_of(cfg).all[1:]):
+        kept = {key: value for key, value in row.items() if not key.startswith("parallel.")}
+        rows.append({**kept, "train.micro_batch": largest_micro_batch(phase.cfg.train)})
+    return json.dumps(rows)

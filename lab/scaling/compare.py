@@ -1,0 +1,608 @@
+"""Several runs side by side: what differs in their settings, their losses at equal tokens and at equal FLOPs,
+their speed; as a table, a picture, and a page that needs no other file.
+
+Training losses are means over the last SMOOTHING of the tokens before a point, and every place that shows one
+says so: runs that have done the same are alike, however long they are. Losses are
+compared where all runs have been: at the tokens, and at the FLOPs, of the shortest.
+"""
+import base64
+import contextlib
+import html
+import io
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import cycle, groupby, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from config import Config, ConfigError, Tree, as_number, provenance
+from config.reading import Phase, Phases, flatten_tree, phases_of, resolve, span_of
+from config.terminal import table_lines
+from config.tree import plain_data, value_at
+from plan.count import flops_per_token, parameters
+from runtime.console import short_number
+from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
+from runtime.lines import NAME as METRICS_FILE
+from runtime.lines import Rows, is_missing, read_metrics
+from runtime.summary import SUMMARY_FILE
+from lab.scaling.optimum import SMOOTHING, smoothed
+from plan.points import Array
+
+# Keys that say where a run is, not what it is.
+PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
+COLOURS = ("#2a5caa", "#d9822b", "#4f8f63", "#b3362b", "#7a5aa6", "#8c6d46", "#3a9fb0", "#c25b93")
+STYLES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}  # of lines, when the colours are used up: dashes
+FIRST_TO_GO = (  # in a narrow terminal
+    "MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens", "bits/byte",
+)
+MOST_DRAWN = 1500  # points of a curve
+HIDDEN_SHARE = 0.1  # of a run's steps, its first, which the scale of losses leaves out
+CHART = Path(__file__).with_name("chart.js")
+SILENT_MINUTES = 10.0  # without a line from a run, before it may no longer be running
+# Keys that decide which tokens a loss is a mean over, and which tokens an evaluation reads.
+TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
+EVALUATION_KEYS = (
+    "data.path", "data.valid", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span",
+    "data.fim_valid", "train.seq_len",
+)
+VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # where data.fim_valid is true
+CODE, DATA = ORIGINS = "code", "data"  # what made a run, beside its settings
+SHOWN_DIGITS = 12  # of a fingerprint
+EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
+DIVERGED = "diverged"
+STYLE = """
+:root { color-scheme: light dark; --ink: #333; --paper: #fff; --rule: #e6e6e6 }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1220px;
+  margin: 2em auto; padding: 0 1.2em }
+h1 { overflow-wrap: anywhere }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
+th, td { text-align: right; padding: 0.25em 0.7em; border-bottom: 1px solid var(--rule) }
+td { white-space: nowrap }
+th { vertical-align: bottom }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere;
+  min-width: 11em }
+.wide img { width: 100%; min-width: 680px }
+#chart .frame svg { display: block; touch-action: pan-y }
+#chart text { fill: var(--ink); font-size: 12px }
+#chart select, #chart label, #chart button { margin-right: 1em }
+#chart button { font: inherit; color: inherit; background: none; border: 0; padding: 0.1em 0; cursor: pointer;
+  text-align: left; overflow-wrap: anywhere }
+#chart button[aria-pressed=false] { opacity: 0.4 }
+#chart .reading { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+.grid { stroke: var(--rule) }
+.cursor { stroke: var(--ink); stroke-dasharray: 2 2 }
+.dot { stroke: var(--paper) }
+summary { cursor: pointer; font-size: 1.2em; margin: 1.2em 0 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #ddd; --paper: #191919; --rule: #3a3a3a }
+  img { filter: invert(0.9) hue-rotate(180deg) }
+}
+"""
+SINGLE_STEPS = int(1 / SMOOTHING)  # of a run, whose means are over one step
+SMOOTHING_TEXT = (f"mean over the last {SMOOTHING:.0%} of the tokens before a point (a single step in the "
+                  f"first {SINGLE_STEPS})")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it.
+
+    tokens, flops, loss, tokens_per_s, mfu: of each step [steps]; NaN where a step has none.
+    has_targets: whether targets count in each step, bool [steps]; a step without any has no loss.
+    validation_tokens, validation_loss, validation_bpb (bits a byte): of each evaluation [n].
+    validated_with: {key: its values}, of the keys that decide which tokens an evaluation reads, in the phases
+    that were validated.
+    finished: None where its last start has not said how it ended.
+    silent_minutes: since it last wrote a line.
+    origins: {one of ORIGINS: (what must be equal in equal runs, its words)}; empty where it does not say.
+    validation_data: fingerprints of the data sets whose tokens its evaluations read.
+    """
+    name: str
+    settings: dict[str, Any]
+    parameters: int
+    tokens: Array
+    flops: Array
+    loss: Array
+    tokens_per_s: Array
+    mfu: Array
+    has_targets: NDArray[np.bool_]
+    validation_tokens: Array
+    validation_loss: Array
+    validation_bpb: Array
+    validated_with: dict[str, tuple[Any, ...]]
+    finished: bool | None
+    silent_minutes: float
+    origins: dict[str, tuple[Any, str]]
+    validation_data: tuple[str, ...]
+
+    @cached_property
+    def smooth_loss(self) -> Array:
+        """Training loss, smoothed: [steps]. A step without targets has that of the step before it."""
+        numbers = np.arange(len(self.loss))
+        last_known = np.maximum.accumulate(np.where(self.has_targets, numbers, 0))
+        return smoothed(self.tokens, self.loss)[last_known]
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the loss of the last step with targets is not finite."""
+        losses = self.loss[self.has_targets]
+        return len(losses) > 0 and not np.isfinite(losses[-1])
+
+    def loss_at(self, tokens: float) -> float:
+        """Training loss, smoothed, after so many tokens; NaN before the first step of a branch."""
+        return float(np.interp(tokens, self.tokens, self.smooth_loss, left=np.nan))
+
+    def loss_at_flops(self, flops: float) -> float:
+        return float(np.interp(flops, self.flops, self.smooth_loss, left=np.nan))
+
+
+def read_run(folder: Path) -> Run:
+    """Raises ConfigError, which names the folder, where there is no run, or no step of one yet."""
+    try:
+        cfg = resolve(None, str(folder / "config.yaml"), [])
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"{folder}: no run that can be read ({error}); give folders that train.py has "
+                          "written, as runs/NAME") from error
+    # before the steps: what ends meanwhile is still running here, and is read again
+    summary, starts = read_summary(folder), known_starts(folder)
+    steps, evaluations = read_metrics(folder)
+    if not steps:
+        raise ConfigError(f"{folder}: no step in metrics.jsonl yet; leave the run out, or wait for its first")
+
+    tokens = column(steps, "tokens")
+    flops = flops_of_tokens(cfg, tokens)
+    if summary.get("tokens"):  # it knows the lengths of the documents
+        flops *= summary["flops"] / flops_of_tokens(cfg, np.array([summary["tokens"]]))[0]
+    all_steps = column(steps, "step")
+    evaluated = [
+        row for row in evaluations
+        if all_steps[0] <= row["step"] <= all_steps[-1] and not is_missing(row, "val_loss")
+    ]
+    return Run(
+        name=folder.name,
+        settings=flat_settings(cfg),
+        parameters=parameters(cfg.model)["total"],
+        tokens=tokens,
+        flops=flops,
+        loss=column(steps, "loss"),
+        tokens_per_s=column(steps, "tokens_per_s"),
+        mfu=column(steps, "mfu"),
+        has_targets=np.array([not is_missing(row, "loss") for row in steps]),
+        # of a long run not every step was read
+        validation_tokens=np.interp(column(evaluated, "step"), all_steps, tokens),
+        validation_loss=column(evaluated, "val_loss"),
+        validation_bpb=column(evaluated, "val_bpb"),
+        validated_with=validation_settings(cfg, [row["step"] for row in (*evaluated, steps[-1])]),
+        finished=how_it_ended(summary, starts, last_step=steps[-1]["step"]),
+        silent_minutes=silent_minutes(folder),
+        origins=read_origins(folder),
+        validation_data=read_validation_data(folder),
+    )
+
+
+def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
+    """See Run. Of a run whose starts were of several codes or data sets, all of them in order."""
+    records = provenance.read_records(folder)
+    if not records:
+        return {}
+    codes = {record["code"]["hash"]: code_text(folder, record["code"]) for record in records}
+    data = dict.fromkeys(item["identity"] for item in data_of(records) if "split" not in item)
+    return {
+        CODE: (tuple(codes), ", ".join(codes.values())),
+        DATA: (tuple(data), ", ".join(identity[:SHOWN_DIGITS] for identity in data)),
+    }
+
+
+def data_of(records: list[Tree]) -> list[Tree]:
+    """The data sets that the starts of a run have read."""
+    return [item for record in records for item in record.get("inputs", {}).get("data", [])]
+
+
+def read_validation_data(folder: Path) -> tuple[str, ...]:
+    """See Run."""
+    data = data_of(provenance.read_records(folder))
+    own = [item for item in data if "split" in item]
+    return tuple(dict.fromkeys(item["identity"] for item in own or data))
+
+
+def code_text(folder: Path, code: Tree) -> str:
+    """ "ab12cd3", or "ab12cd3+ (1234.patch)"."""
+    patch = f" ({provenance.patch_path(folder, code).name})" if code.get("patch") else ""
+    return provenance.label(code) + patch
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """summary.json, of the last start that has ended; empty where none has."""
+    try:
+        summary = json.loads((folder / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def known_starts(folder: Path) -> list[StartRecord]:
+    try:
+        return read_starts(folder)
+    except OSError:
+        return []
+
+
+def flops_of_tokens(cfg: Config, tokens: Array) -> Array:
+    """Model FLOPs of a run's first tokens [n], phase by phase, with attention over whole sequences: [n]."""
+    phases = phases_of(cfg).all
+    ends = [*(phase.tokens_before for phase in phases[1:]), np.inf]
+    found = np.zeros(len(tokens))
+    for phase, end in zip(phases, ends):
+        of_phase = np.clip(tokens, phase.tokens_before, end) - phase.tokens_before
+        found += of_phase * flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
+    return found
+
+
+def how_it_ended(summary: dict[str, Any], starts: list[StartRecord], last_step: int) -> bool | None:
+    """Whether the run is finished; None where its last start has not said how it ended: it trains, or was
+    killed. A summary of another step, or before a start that has not ended, is of an earlier start.
+    """
+    if starts and starts[-1].exit_code is None:
+        return None
+    if summary.get("step") == last_step:
+        return bool(summary.get("finished"))
+    return starts[-1].exit_code == FINISHED if starts else None
+
+
+def silent_minutes(folder: Path) -> float:
+    """Since the run wrote a line, by the clocks of this machine and of the file system."""
+    newest = 0.0
+    for name in (METRICS_FILE, STARTS_FILE):
+        with contextlib.suppress(OSError):
+            newest = max(newest, (folder / name).stat().st_mtime)
+    return max(0.0, time.time() - newest) / 60
+
+
+def column(rows: Rows, name: str) -> Array:
+    """NaN where a row has no number."""
+    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
+
+
+def flat_settings(cfg: Config) -> dict[str, Any]:
+    """{section.key: value}, without those that say where a run is."""
+    settings = flatten_tree(plain_data(cfg))
+    return {key: value for key, value in settings.items() if not key.startswith(PLACES)}
+
+
+def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, ...]]:
+    """{key: its values in the phases of these steps, in order}: values that follow each other differ."""
+    phases = phases_of(cfg)
+    numbers = sorted({phases.of_step(step).number for step in steps})
+    rows = [validation_settings_of(phases, phases.all[number - 1]) for number in numbers]
+    return {key: tuple(value for value, _ in groupby(row[key] for row in rows)) for key in rows[0]}
+
+
+def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
+    """{key: what it comes to in a validation of a phase}."""
+    found = {key: value_at(phase.cfg, key) for key in EVALUATION_KEYS}
+    if phase.cfg.data.valid is not None:  # read instead of a share of data.path
+        found["data.path"] = found["data.split"] = None
+    if phase.cfg.data.pack == "stream":
+        found["data.span"] = span_of(phases, phase)
+    for key in VALID_FIM_KEYS:
+        found[key] = value_at(phase.cfg, key) if phase.cfg.data.fim_valid else None
+    found[" x ".join(EVALUATION_SIZE)] = math.prod(value_at(phase.cfg, key) for key in EVALUATION_SIZE)
+    return found
+
+
+def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
+    """{section.key: its value in each run}, of the keys that are not the same in all; None where a run has no
+    such key."""
+    differing: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        values = [run.settings.get(key) for run in runs]
+        if any(value != values[0] for value in values):
+            differing[key] = values
+    return differing
+
+
+def different_origins(runs: list[Run]) -> dict[str, list[Any]]:
+    """{one of ORIGINS: its words for each run}, of those that are not the same in all. Where a run does not
+    say what made it, nothing is known to differ."""
+    if not all(run.origins for run in runs):
+        return {}
+    pairs = {name: [run.origins[name] for run in runs] for name in ORIGINS}
+    return {
+        name: [words for _, words in origins]
+        for name, origins in pairs.items()
+        if len({identity for identity, _ in origins}) > 1
+    }
+
+
+def differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """Of code, data and settings."""
+    return {**different_origins(runs), **different_settings(runs)}
+
+
+def doubts(runs: list[Run]) -> list[str]:
+    """A line for each reason why losses in nats a token may not be compared between these runs."""
+    differing = differences(runs)
+    if all(run.origins for run in runs) and DATA not in differing:
+        differing.pop("data.path", None)  # the same tokens, in another place
+    lines: list[str] = []
+    tokenizer = [key for key in TOKENIZER_KEYS if key in differing]
+    if tokenizer:
+        lines.append(f"{', '.join(tokenizer)}: not the same; where tokenizers differ, nats per token do not "
+                     "compare, and bits/byte do")
+    validated = [run.validated_with for run in runs]
+    evaluation = [key for key in validated[0] if any(other[key] != validated[0][key] for other in validated)]
+    if all(run.origins for run in runs):
+        is_same_data = len({run.validation_data for run in runs}) == 1
+        evaluation = [key for key in evaluation if not (is_same_data and is_same_mixture(key, validated))]
+        evaluation = evaluation if is_same_data else [DATA, *evaluation]
+    if evaluation:
+        lines.append(f"{', '.join(evaluation)}: not the same; validation losses are of different tokens")
+    return lines
+
+
+def is_same_mixture(key: str, validated: list[dict[str, tuple[Any, ...]]]) -> bool:
+    """Whether a key of paths names as many data sets with the same weights in all runs. See
+    Run.validated_with.
+    """
+    if key not in ("data.path", "data.valid"):
+        return False
+    return len({tuple(map(shares_of, values[key])) for values in validated}) == 1
+
+
+def shares_of(paths: str | None) -> tuple[Fraction, ...]:
+    """The shares of the data sets of a blend; of a single path all, and () without one."""
+    if not paths:
+        return ()
+    if as_number(paths.split()[0]) is None:
+        return (Fraction(1),)
+    numbers = map(as_number, shlex.split(paths)[::2])
+    weights = [weight for weight in numbers if weight is not None]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+# ---- as a table --------------------------------------------------------------------------------------------
+
+
+def is_flops_another_axis(runs: list[Run]) -> bool:
+    """Whether runs compare otherwise at equal FLOPs than at equal tokens: they take other FLOPs a token."""
+    ratios = np.concatenate([run.flops / run.tokens for run in runs])
+    return not np.allclose(ratios, ratios[0], rtol=1e-6)
+
+
+def table_rows(runs: list[Run]) -> list[dict[str, str]]:
+    """A row for each run: {column: text}."""
+    tokens = min(run.tokens[-1] for run in runs)
+    flops = min(run.flops[-1] for run in runs)
+    has_flops = is_flops_another_axis(runs)
+    rows: list[dict[str, str]] = []
+    for run in runs:
+        rows.append({
+            "run": run.name,
+            "params": short_number(run.parameters),
+            "tokens": short_number(run.tokens[-1]),
+            "FLOPs": f"{run.flops[-1]:.2e}",
+            "val loss": last_text(run.validation_loss),
+            "bits/byte": bits_text(run),
+            "train loss": DIVERGED if run.has_diverged else loss_text(run.smooth_loss[-1]),
+            f"at {short_number(tokens)} tokens": loss_text(run.loss_at(tokens)),
+            **({f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops))} if has_flops else {}),
+            "tokens/s": median_text(run.tokens_per_s, short_number),
+            "MFU": median_text(run.mfu, "{:.1%}".format),
+            "state": state_of(run),
+        })
+    return rows
+
+
+def numbers(runs: list[Run]) -> list[dict[str, Any]]:
+    """The same as numbers, for programs: null where there is none. at_tokens, at_flops: training losses where
+    all runs have been.
+    """
+    tokens = min(run.tokens[-1] for run in runs)
+    flops = min(run.flops[-1] for run in runs)
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        row = {
+            "parameters": run.parameters,
+            "tokens": run.tokens[-1],
+            "flops": run.flops[-1],
+            "val_loss": run.validation_loss[-1] if len(run.validation_loss) else np.nan,
+            "val_bpb": run.validation_bpb[-1] if len(run.validation_bpb) else np.nan,
+            "train_loss": run.smooth_loss[-1],
+            "at_tokens": run.loss_at(tokens),
+            "at_flops": run.loss_at_flops(flops),
+            "tokens_per_s": median(run.tokens_per_s),
+            "mfu": median(run.mfu),
+        }
+        finite = {key: float(value) if np.isfinite(value) else None for key, value in row.items()}
+        rows.append({"run": run.name, **finite, "state": state_of(run)})
+    return rows
+
+
+def last_text(losses: Array) -> str:
+    if not len(losses):
+        return "none"
+    return loss_text(losses[-1]) if np.isfinite(losses[-1]) else DIVERGED
+
+
+def bits_text(run: Run) -> str:
+    """Of the last evaluation; "n/a" where the bytes of its text are not known."""
+    return loss_text(run.validation_bpb[-1]) if len(run.validation_bpb) else "none"
+
+
+def state_of(run: Run) -> str:
+    if run.finished is not None:
+        return "finished" if run.finished else "stopped"
+    if run.silent_minutes < SILENT_MINUTES:
+        return "running"
+    return f"no news for {run.silent_minutes:,.0f} min"
+
+
+def loss_text(loss: float) -> str:
+    return "n/a" if np.isnan(loss) else f"{loss:.4f}"
+
+
+def median(values: Array) -> float:
+    """Without the first step, which compiles and connects; NaN where there is no other number."""
+    known = values[1:] if len(values) > 1 else values
+    known = known[np.isfinite(known)]
+    return float(np.median(known)) if len(known) else np.nan
+
+
+def median_text(values: Array, text_of: Callable[[float], str]) -> str:
+    middle = median(values)
+    return "n/a" if np.isnan(middle) else text_of(middle)
+
+
+def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str]:
+    """Lines with aligned columns: the first to the left, numbers to the right; a last one names the columns
+    for which the terminal is too narrow. width: of the terminal."""
+    first = next(iter(rows[0]))
+    return table_lines(rows, to_left=[first], first_to_go=FIRST_TO_GO, width=width, whole_in="--json")
+
+
+# ---- as a picture ------------------------------------------------------------------------------------------
+
+
+def axes_of(runs: list[Run]) -> dict[str, Callable[[Run], Array]]:
+    """{what losses are drawn over: its values of a run [steps]}."""
+    axes: dict[str, Callable[[Run], Array]] = {"tokens": lambda run: run.tokens}
+    if is_flops_another_axis(runs):
+        axes["FLOPs"] = lambda run: run.flops
+    return axes
+
+
+def looks() -> Iterator[tuple[str, str]]:
+    """Yields (style, colour), of one curve after the other."""
+    return cycle(product(STYLES, COLOURS))
+
+
+def drawn_steps(run: Run) -> Array:
+    """The indices of at most MOST_DRAWN steps."""
+    return np.unique(np.linspace(0, len(run.loss) - 1, MOST_DRAWN).astype(int))
+
+
+def draw_runs(runs: list[Run]) -> bytes:
+    """Losses over tokens, and beside them over FLOPs where that is another picture: a PNG."""
+    # not pyplot: it has global state and looks for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(11, 4.6), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(drawing)
+    panels = axes_of(runs)
+    all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for run, (style, colour) in zip(runs, looks()):
+        losses = run.smooth_loss
+        shown = drawn_steps(run)
+        for axes, of_run in zip(all_axes, panels.values()):
+            x = of_run(run)
+            axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=run.name)
+            validated = np.interp(run.validation_tokens, run.tokens, x)
+            axes.plot(validated, run.validation_loss, "o", color=colour, ms=4.5, mec="white", mew=0.7)
+
+    late = np.concatenate([run.smooth_loss[int(HIDDEN_SHARE * len(run.loss)):] for run in runs])
+    late = late[np.isfinite(late)]
+    if len(late):
+        margin = 0.05 * (late.max() - late.min()) + 1e-6
+        all_axes[0].set_ylim(late.min() - margin, late.max() + margin)
+    all_axes[0].set_ylabel("loss (nats per token)")
+    for axes, unit in zip(all_axes, panels):
+        axes.set_xlabel(unit)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e6e6e6", lw=0.6)
+    all_axes[-1].legend(frameon=False, fontsize=9)
+    title = f"lines: training loss, {SMOOTHING_TEXT}; dots: validation"
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=10, color="#333333")
+    out = io.BytesIO()
+    drawing.savefig(out, format="png")
+    return out.getvalue()
+
+
+# ---- as a page ---------------------------------------------------------------------------------------------
+
+
+def curves(runs: list[Run]) -> dict[str, Any]:
+    """What chart.js draws; null for a loss that is not finite."""
+    axes = axes_of(runs)
+    drawn: list[dict[str, Any]] = []
+    for run, (style, colour) in zip(runs, looks()):
+        shown = drawn_steps(run)
+        validated = {unit: np.interp(run.validation_tokens, run.tokens, of_run(run))
+                     for unit, of_run in axes.items()}
+        drawn.append({
+            "name": run.name,
+            "colour": colour,
+            "dash": STYLES[style],
+            "x": {unit: of_run(run)[shown].tolist() for unit, of_run in axes.items()},
+            "loss": finite_numbers(run.smooth_loss[shown]),
+            "validation": {
+                "x": {unit: values.tolist() for unit, values in validated.items()},
+                "loss": finite_numbers(run.validation_loss),
+            },
+        })
+    return {"runs": drawn, "hidden_share": HIDDEN_SHARE}
+
+
+def finite_numbers(values: Array) -> list[float | None]:
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+
+
+def chart(runs: list[Run]) -> list[str]:
+    """The parts of a page that draw the losses; a picture where a browser runs no scripts."""
+    picture = base64.b64encode(draw_runs(runs)).decode()
+    data = json.dumps(curves(runs), separators=(",", ":")).replace("<", "\\u003c")
+    return [
+        f"<p>Lines: training loss, {SMOOTHING_TEXT}; dots: validation.</p>",
+        "<div id=chart></div>",
+        '<noscript><div class=wide>',
+        f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}"></div></noscript>',
+        f'<script type="application/json" id=curves>{data}</script>',
+        f"<script>{CHART.read_text(encoding='utf-8')}</script>",
+    ]
+
+
+def page(runs: list[Run], refresh_s: int | None = None) -> str:
+    """One HTML file with everything in it. refresh_s: a browser reads it again after so many seconds."""
+    differing = differences(runs)
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    parts = [
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        '<meta name=viewport content="width=device-width, initial-scale=1">',
+        refresh,
+        f"<title>{html.escape(', '.join(run.name for run in runs))}</title>",
+        f"<style>{STYLE}</style></head><body>",
+        f"<h1>{html.escape(runs[0].name) if len(runs) == 1 else f'{len(runs)} runs'}</h1>",
+        *chart(runs),
+        "<h2>Results</h2>",
+        html_table(table_rows(runs)),
+        *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
+    ]
+    if len(runs) > 1:
+        parts.append("<h2>What differs in their code, data and settings</h2>")
+        rows = [{"key": key} | {run.name: str(value) for run, value in zip(runs, values)}
+                for key, values in differing.items()]
+        parts.append(html_table(rows) if rows else "<p>Nothing.</p>")
+    settings = runs[0].settings.items()
+    same = [{"key": key, "value": str(value)} for key, value in settings if key not in differing]
+    parts.append(f"<details><summary>Settings that all have: {len(same)}</summary>")
+    parts += [html_table(same), "</details></body></html>\n"]
+    return "\n".join(part for part in parts if part)
+
+
+def html_table(rows: list[dict[str, str]]) -> str:
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    lines = [f"<div class=wide><table><tr>{heads}</tr>"]
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(value)}</td>" for value in row.values())
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join([*lines, "</table></div>"])

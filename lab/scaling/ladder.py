@@ -1,0 +1,349 @@
+"""A ladder: models of one family from a single dial, the depth, each trained for the same budgets of FLOPs.
+
+From depth n come n layers, a width of `aspect` n, heads of `head_dim` channels, each with keys and values of
+its own, and an MLP of 8/3 of the width. The learning rate is the same for all: muP (arXiv 2203.03466) scales
+it from the smallest width.
+
+The schedule is warmup, stable, decay (arXiv 2404.06395): so one run serves all horizons of a size (arXiv
+2405.18392). The longest budget is trained as a whole, and leaves a checkpoint where the decay of each shorter
+budget begins; a run of a shorter budget resumes from it and decays. Budgets are `ratio` apart, so these steps
+are multiples of the first. So all runs of a size have the warmup of its longest, and check_ladder sees to it
+that it leaves the shortest one its stable part.
+"""
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from config import Config, ConfigError, ModelConfig
+from config.reading import build_tree, defaults, merge, resolve
+from config.reading.sizes import sizes_at_width
+from config.reading.suggestions import check_rules
+from config.tree import plain_data
+from model.attention import AttentionConfig
+from model.mlp import MLPConfig
+from plan.count import flops_per_token, parameters
+from lab.scaling.manifest import first_difference, refuse_other, write_manifest
+from lab.scaling.settings import refuse_own_keys, words_of
+
+LADDER_FILE = "ladder.json"  # in the folder of a ladder
+DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % enough)
+STEP_UNIT = round(1 / DECAY_FRACTION)  # steps of a run are a multiple: its decay begins at a whole step
+LEAST_STEPS = 50  # of the shortest run
+TRIED_FACTORS = (2, 4, 8, 16, 32, 64, 128)  # of more FLOPs and smaller batches, where runs are too short
+LEAST_BUDGETS = 2  # a power law of the budget goes through two or more
+WARMUP_SHARE = 0.1  # of the shortest run: what train.py gives a run of its own at most
+# what a ladder sets itself in every run, besides what follows from the depth (model_keys)
+OWN_KEYS = (
+    "log.dir", "log.name", "train.steps", "train.tokens", "train.flops",
+    "optim.decay", "optim.decay_fraction", "optim.min_lr", "eval.every", "eval.sample",
+    "checkpoint.every", "checkpoint.keep", "checkpoint.resume",
+)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The plan of a ladder. flops: the first budget; budgets: how many; ratio: between one and the next.
+
+    settings: [key, value] pairs of train.py that hold for all runs.
+    """
+    recipe: str
+    depths: tuple[int, ...]
+    flops: float
+    budgets: int
+    ratio: int = 2
+    aspect: int = 32
+    head_dim: int = 32
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def all_flops(self) -> list[float]:
+        return [self.flops * self.ratio**index for index in range(self.budgets)]
+
+
+@dataclass(frozen=True)
+class LadderRun:
+    """One run of a ladder.
+
+    flops: what it takes, close to the budget.
+    parameters: of a mixture those that a token uses.
+    non_embedding_parameters: of these, the ones outside of embedding and head.
+    trunk: the run whose checkpoint at step `branch_step` it continues, or None if it starts from nothing.
+    stable_steps: before the first decay of any budget; a trunk saves at its multiples.
+    """
+    name: str
+    depth: int
+    budget: int
+    steps: int
+    tokens: int
+    flops: float
+    parameters: int
+    non_embedding_parameters: int
+    trunk: str | None
+    branch_step: int
+    stable_steps: int
+
+
+def read_ladder(folder: Path) -> Ladder:
+    """The ladder that was started in this folder. Raises ConfigError."""
+    path = folder / LADDER_FILE
+    try:
+        tree = json.loads(path.read_text())
+        settings = tuple((key, value) for key, value in tree.pop("settings"))
+        return Ladder(**{**tree, "depths": tuple(tree["depths"]), "settings": settings})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: no ladder was started here ({error}); "
+                          "start one with python -m scripts.scaling ladder") from error
+
+
+def write_ladder(ladder: Ladder, folder: Path) -> None:
+    """Keeps what the ladder is, to which depths may be added.
+
+    Raises ConfigError if another one was started in the folder.
+    """
+    path = folder / LADDER_FILE
+    if path.exists():
+        before = read_ladder(folder)
+        if ladder == before:
+            return
+        changed = first_difference(comparable_tree(before), comparable_tree(ladder), left_out=("depths",))
+        if changed is not None:
+            refuse_other(path, "ladder", *changed)
+        check_added_depths(before, ladder, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_manifest(path, asdict(ladder))
+
+
+def comparable_tree(ladder: Ladder) -> dict[str, Any]:
+    """Settings in any order are the same."""
+    return {**asdict(ladder), "settings": dict(ladder.settings)}
+
+
+def check_added_depths(before: Ladder, ladder: Ladder, folder: Path) -> None:
+    """Raises ConfigError unless all depths are still there, and muP's base, which is the smallest."""
+    missing = sorted(set(before.depths) - set(ladder.depths))
+    told = ",".join(map(str, before.depths))
+    if missing:
+        raise ConfigError(f"--depths: {folder} holds a ladder of {told}, and {missing[0]} is left out: "
+                          "name all depths, to which others may be added, or choose another folder")
+    if min(ladder.depths) < min(before.depths):
+        raise ConfigError(f"--depths: {folder} holds a ladder of {told}, and muP scales from the smallest: "
+                          f"add depths above {min(before.depths)}, or choose another folder")
+
+
+def check_ladder(ladder: Ladder) -> None:
+    """Raises ConfigError for a ladder that cannot be run, or from which no law could be seen."""
+    if not (math.isfinite(ladder.flops) and ladder.flops > 0):
+        raise ConfigError(f"--flops: {ladder.flops}; FLOPs of the first budget, above 0, as 6e11")
+    if len(set(ladder.depths)) != len(ladder.depths) or min(ladder.depths, default=0) < 1:
+        raise ConfigError("--depths: different numbers of layers, all at least 1, as 2,3,4,5")
+    if len(ladder.depths) < 3:
+        raise ConfigError(f"--depths: {len(ladder.depths)} sizes, and a law needs three or more, as 2,3,4,5")
+    if ladder.budgets < LEAST_BUDGETS or ladder.ratio < 2:
+        raise ConfigError(f"--budgets: at least {LEAST_BUDGETS}, from which the fit has a power law, with a "
+                          "--ratio of 2 or more between one and the next")
+    if ladder.aspect < 1 or ladder.head_dim < 1:
+        raise ConfigError(f"--aspect, --head-dim: {ladder.aspect} and {ladder.head_dim}; both at least 1")
+    if ladder.aspect % ladder.head_dim:
+        raise ConfigError(f"--aspect: {ladder.aspect} is no multiple of --head-dim {ladder.head_dim}")
+    check_settings(ladder)
+    for run in runs_of(ladder):
+        check_rules(config_of_depth(ladder, run.depth))
+        if run.steps < LEAST_STEPS:
+            budget = ladder.all_flops()[run.budget]
+            raise ConfigError(
+                f"--flops: {run.name} would have {run.steps} steps in {budget:.3g} FLOPs, and fewer than "
+                f"{LEAST_STEPS} show no law; {ways_to_more_steps(ladder)}"
+            )
+    check_warmup(ladder)
+
+
+def ways_to_more_steps(ladder: Ladder) -> str:
+    """What makes the runs of a ladder long enough: each of the ways has been tried."""
+    settings = dict(ladder.settings)
+    train = config_of_depth(ladder, min(ladder.depths)).train
+
+    def with_batch(batch: int) -> Ladder:
+        more = {"train.global_batch": str(batch), "train.micro_batch": str(min(batch, train.micro_batch))}
+        return replace(ladder, settings=tuple((settings | more).items()))
+
+    found: list[str] = []
+    for times in TRIED_FACTORS:
+        if is_long_enough(replace(ladder, flops=ladder.flops * times)):
+            found.append(f"--flops {ladder.flops * times:.3g}")
+            break
+    for divisor in TRIED_FACTORS:
+        batch = train.global_batch // divisor
+        if batch and is_long_enough(with_batch(batch)):
+            words = dict(with_batch(batch).settings)
+            found.append(words_text(words, ("train.global_batch", "train.micro_batch")))
+            break
+    return f"try {', or '.join(found)}" if found else "raise --flops"
+
+
+def words_text(settings: dict[str, str], keys: tuple[str, ...]) -> str:
+    """These keys as a command line sets them."""
+    return " ".join(words_of((key, settings[key]) for key in keys))
+
+
+def is_long_enough(ladder: Ladder) -> bool:
+    """Whether all runs have LEAST_STEPS and more, and the warmup leaves them their stable part."""
+    if any(run.steps < LEAST_STEPS for run in runs_of(ladder)):
+        return False
+    try:
+        check_warmup(ladder)
+        check_rules(config_of_depth(ladder, min(ladder.depths)))
+    except ConfigError:
+        return False
+    return True
+
+
+def check_settings(ladder: Ladder) -> None:
+    """Raises ConfigError for keys of train.py that a ladder sets itself, or cannot count with."""
+    own = (*OWN_KEYS, *(f"model.{key}" for key in model_keys(ladder, min(ladder.depths))))
+    refuse_own_keys(ladder.settings, own, "a ladder")
+    train = resolve(ladder.recipe, None, words_of(ladder.settings)).train
+    for key in ("ramp", "phases"):
+        if getattr(train, key) is not None:
+            raise ConfigError(f"train.{key}: a ladder counts steps of train.global_batch sequences, all with "
+                              "the same settings; set it to none")
+
+
+def warmup_of(ladder: Ladder, depth: int) -> int:
+    """Steps of the warmup of every run of this size: those of its trunk, which the others continue."""
+    trunk = runs_of_depth(ladder, depth)[0]
+    # as optim/lr.py has it
+    return min(config_of_depth(ladder, depth).optim.warmup, trunk.steps // 10)
+
+
+def check_warmup(ladder: Ladder) -> None:
+    """Raises ConfigError where the warmup takes more of a size's shortest run than the decay does."""
+    depth = min(ladder.depths, key=lambda each: runs_of_depth(ladder, each)[-1].steps)
+    warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
+    if warmup > DECAY_FRACTION * shortest.steps:
+        raise ConfigError(
+            f"optim.warmup: {warmup} steps in all runs of depth {depth}, of which {shortest.name} has "
+            f"{shortest.steps} and decays from step {shortest.branch_step} on; set it to a tenth, "
+            f"--optim.warmup {int(WARMUP_SHARE * shortest.steps)}, or raise --flops"
+        )
+
+
+def warmup_line(ladder: Ladder, depth: int) -> str | None:
+    """Says by how much the warmup of a size's shortest run is longer than in a run of its own; None if it
+    is not."""
+    warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
+    most = int(WARMUP_SHARE * shortest.steps)
+    if warmup <= most:
+        return None
+    return (f"{shortest.name}: {warmup} of its {shortest.steps} steps are warmup, as in all runs of its "
+            f"size; alone it would have {most}")
+
+
+def config_of_depth(ladder: Ladder, depth: int) -> Config:
+    """The recipe with the ladder's settings and the model of this depth."""
+    cfg = resolve(ladder.recipe, None, words_of(ladder.settings))
+    tree = merge(plain_data(cfg.model), model_keys(ladder, depth), ModelConfig)
+    return replace(cfg, model=build_tree(ModelConfig, tree, "model."))
+
+
+def model_keys(ladder: Ladder, depth: int) -> dict[str, int]:
+    """Keys of model.* that follow from the depth."""
+    hidden = ladder.aspect * depth
+    return {
+        "layers": depth,
+        "hidden": hidden,
+        **sizes_at_width(family_model(ladder.head_dim), hidden),
+        "mup.base": ladder.aspect * min(ladder.depths),
+    }
+
+
+def family_model(head_dim: int) -> ModelConfig:
+    """A model with the proportions of all sizes. The MLP is 8/3 as wide as the hidden state: its three
+    matrices hold what two of 4 would."""
+    mixer = AttentionConfig(heads=3, kv_heads=3, head_dim=head_dim)
+    return replace(defaults().model, hidden=3 * head_dim, mixer=mixer, mlp=MLPConfig(width=8 * head_dim))
+
+
+def runs_of(ladder: Ladder, depth: int | None = None) -> list[LadderRun]:
+    """The runs in the order in which they can run: of each depth the trunk first. depth: of this alone."""
+    found: list[LadderRun] = []
+    for each in ladder.depths if depth is None else (depth,):
+        found += runs_of_depth(ladder, each)
+    return found
+
+
+def runs_of_depth(ladder: Ladder, depth: int) -> list[LadderRun]:
+    cfg = config_of_depth(ladder, depth)
+    if cfg.model.vocab is None:
+        raise ConfigError("model.vocab: none, and a ladder counts parameters before the tokenizer is read; "
+                          "set it")
+    counts = parameters(cfg.model)
+    of_token = flops_per_token(cfg.model, cfg.train.seq_len)
+    step_tokens = cfg.train.global_batch * cfg.train.seq_len
+    first_steps = max(1, round(ladder.flops / (of_token * step_tokens * STEP_UNIT))) * STEP_UNIT
+
+    trunk_name = run_name(depth, ladder.budgets - 1)
+    runs: list[LadderRun] = []
+    for budget in reversed(range(ladder.budgets)):
+        steps = first_steps * ladder.ratio**budget
+        is_trunk = budget == ladder.budgets - 1
+        runs.append(LadderRun(
+            name=run_name(depth, budget),
+            depth=depth,
+            budget=budget,
+            steps=steps,
+            tokens=steps * step_tokens,
+            flops=steps * step_tokens * of_token,
+            parameters=counts["active"],
+            non_embedding_parameters=counts["active"] - counts["embedding"],
+            trunk=None if is_trunk else trunk_name,
+            branch_step=0 if is_trunk else stable_part(steps),
+            stable_steps=stable_part(first_steps),
+        ))
+    return runs
+
+
+def run_name(depth: int, budget: int) -> str:
+    """Budgets are counted from 1 in names."""
+    return f"d{depth}-b{budget + 1}"
+
+
+def stable_part(steps: int) -> int:
+    """The steps before the decay."""
+    return steps - steps // STEP_UNIT
+
+
+def train_arguments(ladder: Ladder, run: LadderRun, folder: Path) -> list[str]:
+    """The arguments of train.py for a run of the ladder in this folder."""
+    settings = dict(ladder.settings)
+    for key, value in model_keys(ladder, run.depth).items():
+        settings[f"model.{key}"] = str(value)
+    settings |= {
+        "log.dir": str(folder),
+        "log.name": run.name,
+        "train.steps": str(run.steps),
+        "optim.decay": "wsd",
+        "optim.decay_fraction": str(DECAY_FRACTION),
+        "optim.min_lr": "0",
+        "eval.every": "none",  # at the end alone
+        "eval.sample": "0",
+        "checkpoint.every": str(run.stable_steps),
+        "checkpoint.keep": str(ladder.ratio**ladder.budgets),  # all
+    }
+    if run.trunk is not None:
+        branch = folder / run.trunk / "checkpoints" / f"step_{run.branch_step:08d}"
+        settings["checkpoint.resume"] = str(branch)
+    return [ladder.recipe, *words_of(settings.items())]
+
+
+def describe_ladder(ladder: Ladder) -> str:
+    """A table of the sizes, and of the tokens that each budget gives them."""
+    budgets = ladder.all_flops()
+    lines = [f"{'depth':>5}{'width':>7}{'parameters':>12}  " + "".join(f"{flops:>12.2g}" for flops in budgets)
+             + "  FLOPs"]
+    for depth in ladder.depths:
+        runs = sorted(runs_of_depth(ladder, depth), key=lambda run: run.budget)
+        width = model_keys(ladder, depth)["hidden"]
+        tokens = "".join(f"{run.tokens / 1e6:>11.2f}M" for run in runs)
+        lines.append(f"{depth:>5}{width:>7}{runs[0].parameters:>12,}  {tokens}  tokens")
+    return "\n".join(lines)

@@ -1,0 +1,240 @@
+"""The commands of a ladder: `ladder` trains it, `fit` gives its laws, `next` tests them on another size."""
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from config import ConfigError
+from config.terminal import output_width, wrapped
+from lab.scaling import figures
+from lab.scaling.experiment import final_loss, kept_line, ladder_points, run_ladder, training_curves
+from lab.scaling.ladder import (
+    Ladder,
+    check_ladder,
+    describe_ladder,
+    read_ladder,
+    runs_of,
+    warmup_line,
+    write_ladder,
+)
+from plan.laws import CHINCHILLA, KAPLAN, Fit, Law, fit_law
+from lab.scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
+from plan.points import Array, Points, check_enough, read_points, write_points
+from lab.scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
+from lab.scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, jobs_of, parse_settings, say
+
+LEAST_BOOTSTRAPS = 2  # a percentile is of several draws
+SECONDS_BETWEEN_LINES = 10.0  # of progress
+
+# ---- ladder ------------------------------------------------------------------------------------------------
+
+
+def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
+    ladder = Ladder(
+        recipe=args.recipe,
+        depths=parse_depths(args.depths),
+        flops=args.flops,
+        budgets=args.budgets,
+        ratio=args.ratio,
+        aspect=args.aspect,
+        head_dim=args.head_dim,
+        settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_LADDER),
+    )
+    check_ladder(ladder)
+    if args.rung is not None and not 0 <= args.rung < len(ladder.depths):
+        raise ConfigError(f"--rung: {args.rung}, and the places of --depths {args.depths} are 0 to "
+                          f"{len(ladder.depths) - 1}")
+    depth = None if args.rung is None else ladder.depths[args.rung]
+    if args.kept:
+        say(kept_line(args.out / run.name for run in runs_of(ladder, depth)))
+        return 0
+    jobs = jobs_of(args)
+    say(describe_ladder(ladder))
+    say_warmups(ladder, ladder.depths)
+    if args.show:
+        return 0
+    write_ladder(ladder, args.out)
+    code = run_ladder(ladder, runs_of(ladder, depth), args.out, ranks=args.ranks, jobs=jobs, report=say)
+    if code == 0 and args.rung is None:
+        say(f"next     python -m scripts.scaling fit {args.out}")
+    return code
+
+
+def say_warmups(ladder: Ladder, depths: Iterable[int]) -> None:
+    """One line for each size whose shortest run has a longer warmup than a run of its own would."""
+    for depth in depths:
+        line = warmup_line(ladder, depth)
+        if line is not None:
+            say("\n".join(wrapped(line, output_width())))
+
+
+def parse_depths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--depths: {text!r} is no list of whole numbers, as 2,3,4,5,6") from error
+
+
+# ---- fit ---------------------------------------------------------------------------------------------------
+
+
+def fit_command(args: argparse.Namespace) -> int:
+    if (args.folder is None) == (args.points is None):
+        raise ConfigError("fit: needs the folder of a ladder, or --points CSV")
+    check_bootstraps(args.bootstraps)
+    if args.points is not None:
+        points, ladder = read_points(args.points), None
+        out = args.out or args.points.with_suffix("")
+    else:
+        ladder = read_ladder(args.folder)
+        points, out = ladder_points(ladder, args.folder), args.out or args.folder / "fit"
+    check_enough(points)
+
+    fits = [told_fit(law, points, args.bootstraps) for law in (CHINCHILLA, KAPLAN)]
+    out.mkdir(parents=True, exist_ok=True)
+    write_points(points, out / "points.csv")
+    budgets = np.geomspace(points.flops.min(), points.flops.max(), 4)
+    if ladder is not None:
+        budgets = np.array(ladder.all_flops())
+    found = Approaches()
+    if ladder is not None:
+        add_ladder_optima(found, ladder, args.folder, points, out)
+    by_law = found.add(
+        "parametric", lambda: parametric_optimum(fits[0], points.flops_factor, budgets), out / "contours.png"
+    )
+    figures.draw_contours(points, fits[0], by_law, out / "contours.png")
+    figures.draw_fit(points, fits[0], out / "fit.png")
+
+    tree = as_tree(fits, found.optima, points, found.missing)
+    (out / "fit.json").write_text(json.dumps(tree, indent=1) + "\n")
+    if args.json:
+        say(json.dumps(tree))
+        return 0
+    for fit in fits:
+        say("\n".join(law_lines(fit, points)) + "\n")
+    shown = [float(budgets[0]), float(budgets[-1]), 10 * float(budgets[-1])]
+    if found.optima:
+        say("\n".join(optimum_lines(found.optima, shown, output_width())))
+    for approach, why in found.missing.items():
+        say("\n".join(wrapped(f"{approach}: not to be had: {why}", output_width())))
+    say(f"\nfigures, points.csv and fit.json in {out}")
+    if ladder is not None:
+        say(f"next     python -m scripts.scaling next {args.folder}")
+    return 0
+
+
+def told_fit(law: Law, points: Points, bootstraps: int) -> Fit:
+    """fit_law, which says now and then on stderr how far it is."""
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if time.monotonic() >= told + SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            print(f"{law.name}: {done:,} of {bootstraps:,} fits to runs drawn again", file=sys.stderr)
+
+    return fit_law(law, points, bootstraps, tell=tell)
+
+
+def check_bootstraps(count: int) -> None:
+    """Raises ConfigError."""
+    if count < LEAST_BOOTSTRAPS:
+        raise ConfigError(f"--bootstraps: {count}; at least {LEAST_BOOTSTRAPS}, from which the intervals are")
+
+
+@dataclass
+class Approaches:
+    """The optima that could be had. missing: {approach: why it could not}."""
+    optima: list[Optimum] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, find: Callable[[], Optimum], picture: Path) -> Optimum | None:
+        """picture: of the approach; where it cannot be had, that of an earlier fit is removed."""
+        try:
+            optimum = find()
+        except ConfigError as error:
+            self.missing[name] = str(error).removeprefix("fit: ")
+            picture.unlink(missing_ok=True)
+            return None
+        self.optima.append(optimum)
+        return optimum
+
+
+def add_ladder_optima(found: Approaches, ladder: Ladder, folder: Path, points: Points, out: Path) -> None:
+    """The two approaches that need a ladder, with their figures."""
+    sizes = {run.depth: float(run.parameters) for run in runs_of(ladder)}
+    budget_of = {run.name: run.budget for run in runs_of(ladder)}
+
+    def along_curves() -> Optimum:
+        curves: dict[float, tuple[Array, Array]] = {}
+        for depth, curve in training_curves(ladder, folder).items():
+            curves[sizes[depth]] = curve
+        optimum = envelope_optimum(curves, points.flops_factor)
+        figures.draw_envelope(curves, out / "envelope.png")
+        return optimum
+
+    def at_equal_flops() -> Optimum:
+        optimum, parabolas = isoflop_optimum(points, budget_of)
+        figures.draw_isoflop(points, parabolas, out / "isoflop.png")
+        return optimum
+
+    found.add("envelope", along_curves, out / "envelope.png")
+    found.add("isoflop", at_equal_flops, out / "isoflop.png")
+
+
+# ---- next --------------------------------------------------------------------------------------------------
+
+
+def next_command(args: argparse.Namespace) -> int:
+    check_bootstraps(args.bootstraps)
+    ladder = read_ladder(args.folder)
+    points = ladder_points(ladder, args.folder)
+    check_enough(points)
+    depth = max(ladder.depths) + 1 if args.depth is None else args.depth
+    if depth < 1:
+        raise ConfigError(f"--depth: {depth}; at least 1")
+    if depth in ladder.depths:
+        raise ConfigError(f"--depth: {depth} is in the ladder; the next size is one that is not")
+
+    # foretold and written down before it is run
+    fit = told_fit(CHINCHILLA, points, args.bootstraps)
+    runs = runs_of(ladder, depth)
+    for run in runs:
+        line = forecast_line(forecast(fit, run.name, run.parameters, run.tokens))
+        say("\n".join(wrapped(line, output_width())))
+    say_warmups(ladder, [depth])
+    if args.predict:
+        return 0
+    code = run_ladder(ladder, runs, args.folder, ranks=args.ranks, jobs=1, report=say)
+    if code:
+        return code
+
+    told = []
+    for run in runs:
+        measured = final_loss(args.folder / run.name, run.steps)
+        if measured is not None and math.isnan(measured):  # said so by run_ladder
+            continue
+        told.append(forecast(fit, run.name, run.parameters, run.tokens, measured))
+        say("\n".join(wrapped(forecast_line(told[-1]), output_width())))
+    report = [{**forecast.__dict__, "miss": forecast.miss} for forecast in told]
+    (args.folder / f"next-{depth}.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def forecast(
+    fit: Fit, name: str, parameters: int, tokens: int, measured: float | None = None
+) -> LossForecast:
+    return LossForecast(
+        name,
+        parameters,
+        tokens,
+        fit.loss(parameters, tokens),
+        fit.loss_interval(parameters, tokens),
+        measured,
+    )

@@ -1,0 +1,199 @@
+"""The best size of a model for a budget of FLOPs: the three approaches of arXiv 2203.15556, section 3.
+
+    envelope    which size has the least loss after so many FLOPs, along the curves of training (section 3.1)
+    isoflop     the vertex of a parabola through the losses of all sizes at one budget (section 3.2)
+    parametric  the minimum of a fitted law under FLOPs = factor N D (section 3.3)
+
+Each gives N = k C^a and, with it, D = C / (factor N), which grows as C^(1 - a).
+"""
+from dataclasses import dataclass
+
+import numpy as np
+
+from config import ConfigError
+from plan.laws import INTERVAL, Fit
+from plan.points import Array, Points
+
+SMOOTHING = 0.02  # of the way to a point, over whose last steps its loss is averaged
+ENVELOPE_BINS = 100  # budgets, evenly spaced in logarithms, at which the envelope is read
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = exp(intercept) x^exponent."""
+    exponent: float
+    intercept: float
+
+    def __call__(self, x: float) -> float:
+        return float(np.exp(self.intercept + self.exponent * np.log(x)))
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """How the best number of parameters grows with the budget.
+
+    exponent_interval: of 95 % of the draws; None where there are too few runs to draw again.
+    budgets, sizes: the optima that the power law goes through, if it was fitted to some.
+    """
+    approach: str
+    parameters: PowerLaw
+    flops_factor: float
+    exponent_interval: tuple[float, float] | None
+    budgets: Array
+    sizes: Array
+
+    def tokens(self, flops: float) -> float:
+        return flops / (self.flops_factor * self.parameters(flops))
+
+
+def fit_power_law(x: Array, y: Array) -> PowerLaw:
+    exponent, intercept = np.polyfit(np.log(x), np.log(y), 1)
+    return PowerLaw(float(exponent), float(intercept))
+
+
+# ---- along the curves --------------------------------------------------------------------------------------
+
+
+def envelope_optimum(curves: dict[float, tuple[Array, Array]], flops_factor: float) -> Optimum:
+    """curves: {parameters: (FLOPs [steps], loss [steps])}, in the order of training.
+
+    Before the decay of their learning rate losses are higher than those of finished runs, of all sizes alike:
+    sizes are compared with each other here, not with the other approaches.
+    """
+    smooth = {size: (flops, smoothed(flops, loss)) for size, (flops, loss) in curves.items()}
+    budgets, sizes, _ = envelope(smooth)
+    law = fit_power_law(budgets, sizes)
+    return Optimum(
+        approach="envelope",
+        parameters=law,
+        flops_factor=flops_factor,
+        exponent_interval=None,
+        budgets=budgets,
+        sizes=sizes,
+    )
+
+
+def envelope(curves: dict[float, tuple[Array, Array]]) -> tuple[Array, Array, Array]:
+    """(budgets, the size with the least loss at each, that loss), where all sizes were trained so far.
+
+    A loss that is not finite is the least nowhere.
+    """
+    low = max(flops[0] for flops, _ in curves.values())
+    high = min(flops[-1] for flops, _ in curves.values())
+    if not low < high:
+        raise ConfigError("fit: the training curves of the sizes have no FLOPs in common, and an envelope "
+                          "compares them at equal FLOPs; give all sizes the same budgets")
+    budgets = np.geomspace(low, high, ENVELOPE_BINS)
+    sizes = np.array(list(curves))
+    losses = np.array([np.interp(np.log(budgets), np.log(flops), loss) for flops, loss in curves.values()])
+    losses[np.isnan(losses)] = np.inf
+    known = np.isfinite(losses).any(0)
+    if not known.any():
+        raise ConfigError("fit: no training curve has a finite loss where all sizes were trained")
+    best = losses.argmin(0)
+    return budgets[known], sizes[best][known], losses.min(0)[known]
+
+
+def smoothed(position: Array, loss: Array) -> Array:
+    """At each step the mean loss of those since (1 - SMOOTHING) of its position, itself included: [steps].
+
+    position: what the steps are counted in, as tokens or FLOPs, rising. What comes after a step changes
+    nothing, so runs of any length are alike where they have done the same. Losses that are not finite are
+    left out; NaN where there is no other.
+    """
+    # the steps start .. end - 1 of each mean
+    ends = np.arange(1, len(loss) + 1)
+    first_near = np.searchsorted(position, (1 - SMOOTHING) * position, side="right")
+    starts = np.minimum(ends - 1, first_near)
+
+    # sum and number of the finite losses among them
+    is_finite = np.isfinite(loss)
+    sums_before = np.cumsum(np.insert(np.where(is_finite, loss, 0.0), 0, 0.0))
+    counts_before = np.cumsum(np.insert(is_finite.astype(float), 0, 0.0))
+    sums = sums_before[ends] - sums_before[starts]
+    counts = counts_before[ends] - counts_before[starts]
+    unknown = np.full(len(loss), np.nan)
+    return np.divide(sums, counts, out=unknown, where=counts > 0)
+
+
+# ---- at equal FLOPs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """loss = least + curvature (log N - log_size)^2, at one budget."""
+    flops: float
+    log_size: float
+    least: float
+    curvature: float
+
+    def __call__(self, parameters: Array) -> Array:
+        return self.least + self.curvature * (np.log(parameters) - self.log_size) ** 2
+
+
+def isoflop_optimum(points: Points, budget_of: dict[str, int]) -> tuple[Optimum, list[Parabola]]:
+    """budget_of: {run: which budget it had}. Raises ConfigError where a budget has no optimum inside."""
+    parabolas: list[Parabola] = []
+    for budget in sorted(set(budget_of.values())):
+        rows = np.array([row for row, run in enumerate(points.runs) if budget_of[run] == budget])
+        parabolas.append(fit_parabola(points.take(rows), budget))
+    budgets = np.array([parabola.flops for parabola in parabolas])
+    sizes = np.exp([parabola.log_size for parabola in parabolas])
+    if len(parabolas) < 2:
+        raise ConfigError("fit: one budget has one optimum, and a power law needs two or more; add budgets")
+    law = fit_power_law(budgets, sizes)
+    return Optimum("isoflop", law, points.flops_factor, None, budgets, sizes), parabolas
+
+
+def fit_parabola(points: Points, budget: int) -> Parabola:
+    """Through the losses of all sizes at one budget, by least squares.
+
+    Raises ConfigError if fewer than three sizes were run, or if the losses have no minimum among them.
+    """
+    if len(points.sizes) < 3:
+        raise ConfigError(f"fit: budget {budget + 1} has {len(points.sizes)} sizes; a parabola needs three")
+    log_n = np.log(points.parameters)
+    curvature, slope, constant = np.polyfit(log_n, points.loss, 2)
+    flops = float(np.exp(np.log(points.flops).mean()))
+    vertex = -slope / (2 * curvature)
+    if curvature <= 0 or not log_n.min() <= vertex <= log_n.max():
+        which = "smaller" if points.loss[log_n.argmin()] < points.loss[log_n.argmax()] else "larger"
+        raise ConfigError(f"fit: at {flops:.3g} FLOPs no size of the ladder is the best, since the loss "
+                          f"falls to its end; add {which} sizes (--depths), or change the budget")
+    least = float(np.polyval((curvature, slope, constant), vertex))
+    return Parabola(flops, float(vertex), least, float(curvature))
+
+
+# ---- from a law --------------------------------------------------------------------------------------------
+
+
+def parametric_optimum(fit: Fit, flops_factor: float, budgets: Array) -> Optimum:
+    """Of the law E + A / N^alpha + B / D^beta (arXiv 2203.15556, equation 4): N = G (C / factor)^a with
+    a = beta / (alpha + beta), G = (alpha A / (beta B))^(1 / (alpha + beta)).
+
+    Raises ConfigError if the fitted loss does not fall with both.
+    """
+    alpha, beta = fit.theta[3:]
+    if alpha <= 0 or beta <= 0:
+        raise ConfigError(f"fit: alpha {alpha:.2g} and beta {beta:.2g}, and a loss that falls with size and "
+                          "tokens has both above 0; the runs are too few or too alike: widen the ladder")
+    law = parametric_power_law(fit.theta, flops_factor)
+    exponents = fit.draws[:, 4] / (fit.draws[:, 3] + fit.draws[:, 4])
+    low, high = np.percentile(exponents, INTERVAL)
+    sizes = np.array([law(flops) for flops in budgets])
+    return Optimum(
+        approach="parametric",
+        parameters=law,
+        flops_factor=flops_factor,
+        exponent_interval=(float(low), float(high)),
+        budgets=budgets,
+        sizes=sizes,
+    )
+
+
+def parametric_power_law(theta: Array, flops_factor: float) -> PowerLaw:
+    """theta: log A, log B, log E, alpha, beta."""
+    log_a, log_b, _, alpha, beta = theta
+    exponent = beta / (alpha + beta)
+    log_g = (np.log(alpha / beta) + log_a - log_b) / (alpha + beta)
+    return PowerLaw(float(exponent), float(log_g - exponent * np.log(flops_factor)))

@@ -1,0 +1,114 @@
+"""The results of a fit, as text and as data."""
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plan.laws import Fit, huber_sum
+from lab.scaling.optimum import Optimum
+from plan.points import NON_EMBEDDING, Points
+
+LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval
+BUDGET_WIDTH = 2 + 30  # of a budget
+UNDETERMINED = 10.0  # between the ends of a number's interval
+
+
+@dataclass(frozen=True)
+class LossForecast:
+    """The forecast of the law for a run, before it is run. measured: its loss, once it was."""
+    name: str
+    parameters: int
+    tokens: int
+    loss: float
+    interval: tuple[float, float]
+    measured: float | None = None
+
+    @property
+    def miss(self) -> float | None:
+        """Relative: above 0 where the run was worse than foretold."""
+        return None if self.measured is None else self.measured / self.loss - 1
+
+
+def law_lines(fit: Fit, points: Points) -> list[str]:
+    """The numbers of a law with their intervals, and how far it is from the runs."""
+    intervals = fit.intervals()
+    lines = [f"{fit.law.name}: loss = {fit.law.formula}, {len(points)} runs of {len(points.sizes)} sizes"]
+    if fit.law.counts_non_embedding(points):
+        lines.append("  N counts the parameters without embeddings")
+    elif fit.law.without_embeddings:
+        lines.append(f"  N counts all parameters: the points have no column {NON_EMBEDDING}")
+    for name, value in fit.numbers.items():
+        low, high = intervals[name]
+        unknown = "" if is_determined(low, high) else "   not determined by these points"
+        lines.append(f"  {name:<8}{value:>14.5g}   95 %: {low:.5g} to {high:.5g}{unknown}")
+    predicted = np.exp(fit.law.log_loss(fit.theta, np.log(fit.law.sizes(points)), np.log(points.tokens)))
+    error = np.abs(predicted / points.loss - 1)
+    lines.append(f"  error of a run: median {np.median(error):.2%}, largest {error.max():.2%}; "
+                 f"sum of Huber losses {float(huber_sum(fit.law, fit.theta, points)):.3g}")
+    return lines
+
+
+def is_determined(low: float, high: float) -> bool:
+    """Whether an interval says something: its ends, which are above 0, are within a power of ten."""
+    return high < UNDETERMINED * low
+
+
+def optimum_lines(optima: list[Optimum], budgets: list[float], width: int | None = None) -> list[str]:
+    """Best sizes and tokens of each approach, for some budgets of FLOPs: in a terminal of that width for as
+    many of the last as fit."""
+    if width is not None:
+        fitting = (width - LEFT_WIDTH) // BUDGET_WIDTH
+        budgets = budgets[-max(1, fitting):]
+    lines = [f"{'approach':<12}{'N ~ C^a':>9}{'95 %':>16}"
+             + "".join(f"  {f'{flops:.2g} FLOPs':>30}" for flops in budgets)]
+    for optimum in optima:
+        interval = ""
+        if optimum.exponent_interval is not None:
+            interval = "{:.3f} to {:.3f}".format(*optimum.exponent_interval)
+        line = f"{optimum.approach:<12}{optimum.parameters.exponent:>9.3f}{interval:>16}"
+        for flops in budgets:
+            size, tokens = optimum.parameters(flops), optimum.tokens(flops)
+            line += f"  {f'{size:.3g} par., {tokens:.3g} tok.':>30}"
+        lines.append(line)
+    return lines
+
+
+def forecast_line(forecast: LossForecast) -> str:
+    low, high = forecast.interval
+    line = (f"{forecast.name}: {forecast.parameters:,} parameters, {forecast.tokens:,} tokens: "
+            f"predicted {forecast.loss:.4f} (95 %: {low:.4f} to {high:.4f})")
+    if forecast.miss is not None:
+        line += f", measured {forecast.measured:.4f}, missed by {forecast.miss:+.2%}"
+    return line
+
+
+def as_tree(
+    fits: list[Fit], optima: list[Optimum], points: Points, missing: Mapping[str, str]
+) -> dict[str, Any]:
+    """All of it for a JSON file. missing: {approach: why it cannot be had}."""
+    laws = {}
+    for fit in fits:
+        laws[fit.law.name] = {
+            "numbers": {name: finite_or_none(value) for name, value in fit.numbers.items()},
+            "intervals": {
+                name: (finite_or_none(low), finite_or_none(high))
+                for name, (low, high) in fit.intervals().items()
+            },
+            "counts_embeddings": not fit.law.counts_non_embedding(points),
+        }
+    best = {
+        optimum.approach: {
+            "exponent": optimum.parameters.exponent,
+            "exponent_interval": optimum.exponent_interval,
+            "intercept": optimum.parameters.intercept,
+            "flops_factor": optimum.flops_factor,
+        }
+        for optimum in optima
+    }
+    return {"laws": laws, "optima": best, "missing": dict(missing)}
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no other number."""
+    return value if np.isfinite(value) else None

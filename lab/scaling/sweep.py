@@ -1,0 +1,380 @@
+"""A sweep: one model at several learning rates and batch sizes, each for the same tokens.
+
+The rate is constant after its warmup, so that the loss after any number of tokens is that of a run in its own
+right. A batch of B tokens reaches a loss in S steps and E = S B tokens; arXiv 1812.06162 (section 2.3) finds
+
+    (S / S_min - 1) (E / E_min - 1) = 1,    which is    S = S_min + E_min / B,
+
+so a line through the steps over 1 / B has both, and the critical batch E_min / S_min: there a run takes twice
+the least steps and twice the least tokens. Beside it stands the noise scale that the gradients themselves
+showed on the way (optim/noise.py), which foretells it.
+"""
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import config
+from config import Config, ConfigError
+from config.reading import resolve
+from plan.job import job_of_rank
+from runtime.lines import Rows, read_metrics
+from lab.scaling.experiment import final_loss
+from lab.scaling.manifest import keep_manifest
+from lab.scaling.optimum import SMOOTHING, smoothed
+from plan.points import Array
+from lab.scaling.settings import refuse_own_keys, words_of
+
+COLUMNS = ("run", "rate", "batch_tokens", "steps", "loss", "train_loss", "steps_to_target", "noise_scale")
+LEAST_STEPS = 20  # of a run: the smoothing needs some
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep
+# what a sweep sets itself in every run, besides train.global_batch, with which eval.batches is counted
+OWN_KEYS = (
+    "log.dir", "log.name", "train.steps", "train.tokens", "train.flops", "optim.decay", "eval.every",
+    "eval.sample",
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """rates: of optim.lr. batches: sequences of a step. tokens: of each run.
+
+    settings: [key, value] pairs of train.py that hold for all runs.
+    """
+    recipe: str
+    rates: tuple[float, ...]
+    batches: tuple[int, ...]
+    tokens: int
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep. batch: sequences of a step; batch_tokens: its tokens."""
+    name: str
+    rate: float
+    batch: int
+    batch_tokens: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class SweepCurve:
+    """The curve that a run of a sweep left. tokens, loss (of training, smoothed), noise_s, noise_g2: [steps].
+
+    final_loss: of the validation at its end. noise_s and noise_g2 are NaN where they were not measured.
+    """
+    run: SweepRun
+    tokens: Array
+    loss: Array
+    noise_s: Array
+    noise_g2: Array
+    final_loss: float
+
+    def steps_to(self, target: float) -> float:
+        """Steps until the smoothed loss is first at or below the target, between steps; NaN if never."""
+        below = np.flatnonzero(self.loss <= target)
+        if not len(below):
+            return math.nan
+        last = int(below[0])
+        if last == 0:
+            return 1.0
+        before, at = self.loss[last - 1], self.loss[last]
+        if math.isnan(before):  # no step before it has a finite loss
+            return last + 1.0
+        return last + float((before - target) / (before - at))
+
+    def noise_scale_at(self, steps: float) -> float:
+        """Tokens; the ratio of the means of its two parts over the half of the steps before this one."""
+        end = min(len(self.loss), max(1, round(steps)))
+        part = slice(end // 2, end)
+        known = np.isfinite(self.noise_s[part]) & np.isfinite(self.noise_g2[part])
+        if not known.any():
+            return math.nan
+        trace = float(self.noise_s[part][known].mean())
+        squared_gradient = float(self.noise_g2[part][known].mean())
+        return trace / squared_gradient if squared_gradient > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """S = least_steps + least_tokens / B, fitted to the best rate of each batch.
+
+    batches (tokens of a step), steps, noise_scales: [n]. target: the loss that all of them reach.
+    """
+    target: float
+    least_steps: float
+    least_tokens: float
+    batches: Array
+    steps: Array
+    noise_scales: Array
+
+    @property
+    def tokens(self) -> float:
+        """The critical batch, in tokens."""
+        return self.least_tokens / self.least_steps
+
+    def __call__(self, batch: float | Array) -> float | Array:
+        """Steps to the target with a batch of so many tokens."""
+        return self.least_steps + self.least_tokens / batch
+
+
+# ---- the runs ----------------------------------------------------------------------------------------------
+
+
+def config_of_sweep(sweep: Sweep) -> Config:
+    """The recipe with the sweep's settings."""
+    return resolve(sweep.recipe, None, words_of(sweep.settings))
+
+
+def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
+    """Raises ConfigError for a sweep that cannot be run."""
+    if not sweep.rates or min(sweep.rates) <= 0 or len(set(sweep.rates)) != len(sweep.rates):
+        raise ConfigError("--rates: different learning rates above 0, as 1e-3,2e-3,4e-3")
+    if not sweep.batches or min(sweep.batches) < 1 or len(set(sweep.batches)) != len(sweep.batches):
+        raise ConfigError("--batches: different numbers of sequences, all at least 1, as 8,16,32")
+    refuse_own_keys(sweep.settings, OWN_KEYS, "a sweep")
+    cfg = config_of_sweep(sweep)
+    for key in ("ramp", "phases"):
+        if getattr(cfg.train, key) is not None:
+            raise ConfigError(f"train.{key}: a sweep counts steps of one batch, all with the same settings; "
+                              "set it to none")
+    sequences = validation_sequences(cfg)
+    for batch in sweep.batches:
+        if sequences % batch:
+            raise ConfigError(
+                f"--batches: {batch} does not divide the {sequences:,} sequences of a validation (eval."
+                f"batches {cfg.eval.batches} of {cfg.train.global_batch}), which all runs share; try "
+                f"--eval.batches {batches_for_all(sweep, cfg)}"
+            )
+    for run in runs_of_sweep(sweep):
+        if run.steps < LEAST_STEPS:
+            raise ConfigError(
+                f"--tokens: {run.name} would have {run.steps} steps of {run.batch_tokens:,} tokens, and "
+                f"fewer than {LEAST_STEPS} show nothing; raise --tokens, or leave the batch out"
+            )
+        name, *argv = sweep_arguments(sweep, run, folder, ranks)
+        job_of_rank(resolve(name, None, argv), ranks, rank=0)
+
+
+def keep_sweep(sweep: Sweep, folder: Path) -> None:
+    """Keeps what the sweep is, to which rates and batches may be added; makes the folder.
+
+    Raises ConfigError if another one was started in it.
+    """
+    tree = {
+        "recipe": sweep.recipe,
+        "tokens": sweep.tokens,
+        "settings": dict(sweep.settings),
+        "rates": list(sweep.rates),
+        "batches": list(sweep.batches),
+    }
+    has_results = any((folder / run.name).exists() for run in runs_of_sweep(sweep))
+    keep_manifest(
+        folder / SWEEP_FILE,
+        tree,
+        what="sweep",
+        may_grow=("rates", "batches"),
+        has_results=has_results,
+    )
+
+
+def validation_sequences(cfg: Config) -> int:
+    """Sequences that every run of a sweep is validated on: those that the recipe's own batch makes of
+    eval.batches."""
+    return cfg.eval.batches * cfg.train.global_batch
+
+
+def batches_for_all(sweep: Sweep, cfg: Config) -> int:
+    """The least eval.batches, not below that of the config, whose sequences all batches divide."""
+    unit = math.lcm(*sweep.batches, cfg.train.global_batch) // cfg.train.global_batch
+    return math.ceil(cfg.eval.batches / unit) * unit
+
+
+def runs_of_sweep(sweep: Sweep) -> list[SweepRun]:
+    """Every rate at every batch, the largest batch first: it has the fewest steps."""
+    seq_len = config_of_sweep(sweep).train.seq_len
+    runs: list[SweepRun] = []
+    for batch in sorted(sweep.batches, reverse=True):
+        for rate in sorted(sweep.rates):
+            batch_tokens = batch * seq_len
+            runs.append(SweepRun(
+                name=f"batch{batch}-lr{rate:g}",
+                rate=rate,
+                batch=batch,
+                batch_tokens=batch_tokens,
+                steps=sweep.tokens // batch_tokens,
+            ))
+    return runs
+
+
+def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> list[str]:
+    """The arguments of train.py for a run of the sweep in this folder.
+
+    The noise scale is measured (unless log.noise_scale is set to false) where the batch has two parts: on one
+    rank two micro-batches.
+    """
+    given = dict(sweep.settings)
+    largest = run.batch // (ranks if ranks > 1 else 2)
+    micro_batch = micro_batch_of(run.batch // ranks, min(config_of_sweep(sweep).train.micro_batch, largest))
+    is_split = run.batch > micro_batch
+    settings = given | {
+        "log.dir": str(folder),
+        "log.name": run.name,
+        "log.noise_scale": given.get("log.noise_scale", "true") if is_split else "false",
+        "train.steps": str(run.steps),
+        "train.global_batch": str(run.batch),
+        "train.micro_batch": str(micro_batch),
+        "optim.lr": repr(run.rate),
+        "optim.decay": "constant",
+        "eval.every": "none",  # at the end alone
+        "eval.batches": str(validation_sequences(config_of_sweep(sweep)) // run.batch),
+        "eval.sample": "0",
+    }
+    return [sweep.recipe, *words_of(settings.items())]
+
+
+def micro_batch_of(sequences: int, most: int) -> int:
+    """The largest divisor of a rank's sequences that is not above `most`; 1 at least."""
+    return max(divisor for divisor in config.divisors(sequences) if divisor <= max(1, most))
+
+
+# ---- what they say -----------------------------------------------------------------------------------------
+
+
+def read_curve(run: SweepRun, folder: Path) -> SweepCurve | None:
+    """None if the run is not at its end yet. Raises ConfigError if no target of its validation counts."""
+    final = final_loss(folder / run.name, run.steps)
+    if final is None:
+        return None
+    steps, _ = read_metrics(folder / run.name, max_steps=run.steps + 1)
+    tokens = column(steps, "tokens")
+    return SweepCurve(
+        run,
+        tokens=tokens,
+        loss=smoothed(tokens, column(steps, "loss")),
+        noise_s=column(steps, "noise_s"),
+        noise_g2=column(steps, "noise_g2"),
+        final_loss=final,
+    )
+
+
+def column(rows: Rows, name: str) -> Array:
+    return np.array([np.nan if row.get(name) is None else float(row[name]) for row in rows])
+
+
+def best_of_batch(curves: list[SweepCurve]) -> dict[int, SweepCurve]:
+    """{batch_tokens: the curve with the least loss at its end}, the smallest batch first. Diverged runs are
+    left out."""
+    best: dict[int, SweepCurve] = {}
+    for curve in sorted(curves, key=lambda curve: curve.run.batch_tokens):
+        if not math.isfinite(curve.final_loss):
+            continue
+        known = best.get(curve.run.batch_tokens)
+        if known is None or curve.final_loss < known.final_loss:
+            best[curve.run.batch_tokens] = curve
+    return best
+
+
+def best_rate(curves: list[SweepCurve]) -> float | None:
+    """The vertex of a parabola through the losses over log rates of one batch; None where it has none between
+    the rates that were run, or fewer than three runs are finite."""
+    finite = [curve for curve in curves if math.isfinite(curve.final_loss)]
+    if len(finite) < 3:
+        return None
+    # around the least loss, where it is a parabola
+    finite.sort(key=lambda curve: curve.run.rate)
+    place = min(range(len(finite)), key=lambda index: finite[index].final_loss)
+    if place in (0, len(finite) - 1):
+        return None
+    near = finite[place - 1:place + 2]
+    rates = np.log([curve.run.rate for curve in near])
+    curvature, slope, _ = np.polyfit(rates, [curve.final_loss for curve in near], 2)
+    return float(np.exp(-slope / (2 * curvature))) if curvature > 0 else None
+
+
+def critical_batch(curves: list[SweepCurve], target: float | None = None) -> CriticalBatch | None:
+    """None with fewer than three batches, or where the steps do not fall with the batch as the law has them.
+
+    target: a training loss. By default the largest that some batch ends with, at its best rate: all reach it.
+    Raises ConfigError if a batch does not reach a given target.
+    """
+    best = list(best_of_batch(curves).values())
+    if len(best) < 3:
+        return None
+    if target is None:
+        target = max(float(np.nanmin(curve.loss)) for curve in best)
+    steps = np.array([curve.steps_to(target) for curve in best])
+    if not np.isfinite(steps).all():
+        missing = best[int(np.flatnonzero(~np.isfinite(steps))[0])]
+        least = float(np.nanmin(missing.loss))
+        raise ConfigError(f"--target: {missing.run.name} ends at {least:.4f} and never reaches {target}; "
+                          "give a higher loss, or raise --tokens")
+
+    # least squares of S = S_min + E_min / B, relative to the steps: they lie a factor apart
+    batches = np.array([float(curve.run.batch_tokens) for curve in best])
+    design = np.stack([np.ones_like(batches), 1 / batches], axis=1) / steps[:, None]
+    (least_steps, least_tokens), *_ = np.linalg.lstsq(design, np.ones_like(batches), rcond=None)
+    if least_steps <= 0 or least_tokens <= 0:
+        return None
+    noise = np.array([curve.noise_scale_at(step) for curve, step in zip(best, steps)])
+    return CriticalBatch(
+        target=target,
+        least_steps=float(least_steps),
+        least_tokens=float(least_tokens),
+        batches=batches,
+        steps=steps,
+        noise_scales=noise,
+    )
+
+
+def sweep_lines(curves: list[SweepCurve], critical: CriticalBatch | None) -> list[str]:
+    """A table of the losses, the best rate of each batch, and the critical batch."""
+    rates = sorted({curve.run.rate for curve in curves})
+    lines = [f"validation loss at the end{'':<2}" + "".join(f"{f'lr {rate:g}':>12}" for rate in rates)
+             + f"{'best lr':>12}"]
+    for batch_tokens in sorted({curve.run.batch_tokens for curve in curves}):
+        row = {curve.run.rate: curve for curve in curves if curve.run.batch_tokens == batch_tokens}
+        cells = "".join(f"{row[rate].final_loss:>12.4f}" if rate in row else f"{'':>12}" for rate in rates)
+        lines.append(f"batch of {batch_tokens:>9,} tokens{'':<3}{cells}{best_rate_text(row):>12}")
+    if critical is None:
+        lines.append("critical batch: three batches or more are needed, whose steps fall as the batch grows")
+        return lines
+    lines.append(f"\nsteps to a training loss of {critical.target:.4f} (mean over the last {SMOOTHING:.0%} "
+                 "of the tokens before), at the best rate of each batch")
+    for batch, steps, noise in zip(critical.batches, critical.steps, critical.noise_scales):
+        measured = "not measured" if math.isnan(noise) else f"{noise:,.0f} tokens"
+        lines.append(f"  {batch:>10,.0f} tokens a step {steps:>10,.1f} steps {batch * steps:>14,.0f} tokens"
+                     f"   the law {critical(batch):>10,.1f}   noise scale {measured}")
+    lines.append(f"critical batch {critical.tokens:,.0f} tokens: at least {critical.least_steps:,.1f} steps, "
+                 f"at least {critical.least_tokens:,.0f} tokens")
+    return lines
+
+
+def best_rate_text(curve_of_rate: dict[float, SweepCurve]) -> str:
+    """The vertex of the parabola, or the best rate that was run: "edge" if lower losses may lie outside."""
+    vertex = best_rate(list(curve_of_rate.values()))
+    if vertex is not None:
+        return f"{vertex:.2g}"
+    finite = [curve for curve in curve_of_rate.values() if math.isfinite(curve.final_loss)]
+    if not finite:
+        return "diverged"
+    best = min(finite, key=lambda curve: curve.final_loss).run.rate
+    is_edge = len(curve_of_rate) > 1 and best in (min(curve_of_rate), max(curve_of_rate))
+    return f"{best:g}" + (" edge" if is_edge else "")
+
+
+def write_sweep(curves: list[SweepCurve], critical: CriticalBatch | None, path: Path) -> None:
+    """The runs as a CSV with COLUMNS; a number that was not measured is empty."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for curve in curves:
+            run = curve.run
+            steps = curve.steps_to(critical.target) if critical else math.nan
+            noise = curve.noise_scale_at(run.steps)
+            numbers = [run.rate, run.batch_tokens, run.steps, curve.final_loss, curve.loss[-1], steps, noise]
+            cells = ["" if math.isnan(number) else repr(float(number)) for number in numbers]
+            writer.writerow([run.name, *cells])

@@ -1,0 +1,231 @@
+"""Laws of the loss of a model with N parameters that was trained on D tokens, and their fit.
+
+    chinchilla   E + A / N^alpha + B / D^beta                          (arXiv 2203.15556, equation 2)
+    kaplan       ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D     (arXiv 2001.08361, equation 1.5)
+
+N counts all parameters in the first, and those without embeddings in the second, as in the two papers; where
+the points do not say how many these are, all as well.
+
+Fitted as in arXiv 2203.15556, section 3.3: the least sum of Huber losses, delta 1e-3, of the differences of
+logarithms of losses, from a grid of starts. The minimizer is not stopped too early, which is what arXiv
+2404.10102 found in the published fit. Intervals are percentiles over fits to runs that were drawn again with
+replacement, as there.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from math import exp, inf
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from plan.points import Array, Points
+
+HUBER_DELTA = 1e-3  # of logarithms of losses
+TOLERANCE = 1e-12  # relative, of the sum and of the numbers
+DIFFERENCE = 1e-6  # of a number, for its derivative
+INTERVAL = (2.5, 97.5)  # percentiles: 95 %
+MAX_EXPONENT = 709.0  # of e, in a float
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law in its minimized form.
+
+    log_loss(theta [.., k], log N [n], log D [n]) -> log of the loss [.., n].
+    numbers(theta [k]) -> {name: value} as papers print them.
+    grid: values at which each number of theta starts.
+    without_embeddings: what N counts, where the points know it.
+    """
+    name: str
+    formula: str
+    log_loss: Callable[[Array, Array, Array], Array]
+    numbers: Callable[[Array], dict[str, float]]
+    grid: tuple[tuple[float, ...], ...]
+    without_embeddings: bool = False
+
+    def counts_non_embedding(self, points: Points) -> bool:
+        return self.without_embeddings and points.non_embedding is not None
+
+    def sizes(self, points: Points) -> Array:
+        """N of each run, as this law counts: [n]."""
+        if self.without_embeddings and points.non_embedding is not None:
+            return points.non_embedding
+        return points.parameters
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law with its numbers. theta [k]; draws [bootstraps, k]: those of the fits to runs drawn again."""
+    law: Law
+    theta: Array
+    draws: Array
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return self.law.numbers(self.theta)
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """{name: (low, high)}, of 95 % of the draws."""
+        drawn = [self.law.numbers(theta) for theta in self.draws]
+        found: dict[str, tuple[float, float]] = {}
+        for name in self.numbers:
+            low, high = np.percentile([numbers[name] for numbers in drawn], INTERVAL)
+            found[name] = float(low), float(high)
+        return found
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        """Predicted loss, nats a token."""
+        return float(np.exp(self.predict(self.theta, parameters, tokens)))
+
+    def loss_interval(self, parameters: float, tokens: float) -> tuple[float, float]:
+        """95 % of what the draws predict. It holds the uncertainty of the law, not the noise of a run."""
+        low, high = np.percentile(np.exp(self.predict(self.draws, parameters, tokens)), INTERVAL)
+        return float(low), float(high)
+
+    def predict(self, theta: Array, parameters: float, tokens: float) -> Array:
+        """theta [.., k] -> log of the loss [..]."""
+        log_n, log_d = np.log([parameters]), np.log([tokens])
+        return self.law.log_loss(theta, log_n, log_d)[..., 0]
+
+
+# ---- the laws ----------------------------------------------------------------------------------------------
+
+
+def chinchilla_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
+    """theta: log A, log B, log E, alpha, beta."""
+    log_a, log_b, log_e, alpha, beta = np.moveaxis(theta[..., None], -2, 0)  # [.., 1] each
+    by_size = log_a - alpha * log_n
+    by_tokens = log_b - beta * log_d
+    return np.logaddexp(np.logaddexp(by_size, by_tokens), log_e)
+
+
+def exp_or_inf(exponent: float) -> float:
+    """inf where no float holds its exp: a fit goes there with a number that the runs do not show."""
+    return exp(exponent) if exponent < MAX_EXPONENT else inf
+
+
+def chinchilla_numbers(theta: Array) -> dict[str, float]:
+    log_a, log_b, log_e, alpha, beta = map(float, theta)
+    return {
+        "A": exp_or_inf(log_a),
+        "B": exp_or_inf(log_b),
+        "E": exp_or_inf(log_e),
+        "alpha": alpha,
+        "beta": beta,
+    }
+
+
+def kaplan_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
+    """theta: log N_c, log D_c, alpha_N, alpha_D."""
+    log_nc, log_dc, alpha_n, alpha_d = np.moveaxis(theta[..., None], -2, 0)
+    by_size = alpha_n / alpha_d * (log_nc - log_n)
+    return alpha_d * np.logaddexp(by_size, log_dc - log_d)
+
+
+def kaplan_numbers(theta: Array) -> dict[str, float]:
+    log_nc, log_dc, alpha_n, alpha_d = map(float, theta)
+    return {"N_c": exp_or_inf(log_nc), "D_c": exp_or_inf(log_dc), "alpha_N": alpha_n, "alpha_D": alpha_d}
+
+
+CHINCHILLA = Law(
+    "chinchilla",
+    "E + A / N^alpha + B / D^beta",
+    chinchilla_log_loss,
+    chinchilla_numbers,
+    grid=(  # that of arXiv 2203.15556, appendix D.2
+        (0.0, 5.0, 10.0, 15.0, 20.0, 25.0),
+        (0.0, 5.0, 10.0, 15.0, 20.0, 25.0),
+        (-1.0, -0.5, 0.0, 0.5, 1.0),
+        (0.0, 0.5, 1.0, 1.5, 2.0),
+        (0.0, 0.5, 1.0, 1.5, 2.0),
+    ),
+)
+KAPLAN = Law(
+    "kaplan",
+    "((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D",
+    kaplan_log_loss,
+    kaplan_numbers,
+    grid=(
+        (5.0, 10.0, 15.0, 20.0, 25.0, 30.0),
+        (5.0, 10.0, 15.0, 20.0, 25.0, 30.0),
+        (0.05, 0.1, 0.2, 0.4),
+        (0.05, 0.1, 0.2, 0.4),
+    ),
+    without_embeddings=True,
+)
+
+
+# ---- the fit -----------------------------------------------------------------------------------------------
+
+
+def fit_law(
+    law: Law,
+    points: Points,
+    bootstraps: int = 1000,
+    seed: int = 0,
+    tell: Callable[[int], object] = lambda done: None,
+) -> Fit:
+    """The law whose sum of Huber losses over the points is least. bootstraps: fits to runs drawn again.
+
+    tell: called before each of these with the number of those that are done.
+    """
+    ends = [minimize_from(start, law, points) for start in best_starts(law, points)]
+    theta = min(ends, key=lambda end: float(huber_sum(law, end, points)))
+    random = np.random.default_rng(seed)
+    draws: list[Array] = []
+    for done in range(bootstraps):
+        tell(done)
+        drawn = points.take(random.integers(0, len(points), len(points)))
+        draws.append(minimize_from(theta, law, drawn))
+    return Fit(law, theta, np.array(draws or [theta]))
+
+
+def best_starts(law: Law, points: Points) -> Array:
+    """For each pair of exponents, the last two numbers, the point of the grid with the least sum: [.., k].
+
+    Of all points the best ones lie close together, and would end in the same minimum.
+    """
+    starts: list[Array] = []
+    for exponents in product(*law.grid[-2:]):
+        grid = np.array([(*others, *exponents) for others in product(*law.grid[:-2])])
+        starts.append(grid[huber_sum(law, grid, points).argmin()])
+    return np.array(starts)
+
+
+def huber_sum(law: Law, theta: Array, points: Points) -> Array:
+    """theta [.., k] -> the sum of Huber losses [..]."""
+    distance = np.abs(residuals(theta, law, points))
+    linear = HUBER_DELTA * (distance - HUBER_DELTA / 2)
+    return np.where(distance <= HUBER_DELTA, distance**2 / 2, linear).sum(-1)
+
+
+def minimize_from(start: Array, law: Law, points: Points) -> Array:
+    """Where the minimizer of huber_sum ends: [k].
+
+    Residuals are in units of delta: the minimizer stops at an absolute size of the gradient.
+    """
+    result = least_squares(
+        lambda theta: residuals(theta, law, points) / HUBER_DELTA,
+        start,
+        jac=lambda theta: jacobian(theta, law, points) / HUBER_DELTA,  # pyright: ignore[reportArgumentType]
+        loss="huber",
+        f_scale=1.0,
+        x_scale="jac",
+        xtol=TOLERANCE,
+        ftol=TOLERANCE,
+    )
+    return result.x
+
+
+def residuals(theta: Array, law: Law, points: Points) -> Array:
+    """Predicted less measured logarithms of the loss: theta [.., k] -> [.., n]."""
+    predicted = law.log_loss(theta, np.log(law.sizes(points)), np.log(points.tokens))
+    return predicted - np.log(points.loss)
+
+
+def jacobian(theta: Array, law: Law, points: Points) -> Array:
+    """Of residuals, by central differences, since a law is smooth: [n, k]."""
+    shifts = DIFFERENCE * np.eye(len(theta))
+    above, below = residuals(theta + shifts, law, points), residuals(theta - shifts, law, points)
+    return ((above - below) / (2 * DIFFERENCE)).T

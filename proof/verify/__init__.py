@@ -1,1 +1,0 @@
-"""Layouts against one process, in fp64. See proof/verify/command.py."""
