@@ -35,7 +35,8 @@ def test_a_mac_has_the_watches_without_the_threads(tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "tests/other_system.py", "macos", "lab.benchmarks.watching", "llama3-tiny", *RUN,
-        "--train.steps", "10", "--train.global_batch", "8", "--data.path", data, "--log.dir", str(tmp_path), "--log.name", "run",
+        "--train.steps", "10", "--train.global_batch", "8", "--data.path", data,
+        "--log.dir", str(tmp_path), "--log.name", "run",
     ]
     environment = {**os.environ, REPORT: str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
