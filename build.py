@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from checkpoint import state, store
-from checkpoint.folder import StoredPiece
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.disk.folder import StoredPiece
 from checkpoint.state import TRAINED
 from config import (
     OPTIMIZERS,

@@ -19,8 +19,9 @@ import torch
 
 import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
-from checkpoint import locks, mirror, state, store
-from checkpoint.foreign import ForeignIndex
+from checkpoint import mirror, state
+from checkpoint.disk import locks, store
+from checkpoint.systems.foreign import ForeignIndex
 from checkpoint.memory import MemoryCheckpoints, has_record
 from config import Config, ConfigError, Tree, is_due, provenance
 from config.optimizers import EMA

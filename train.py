@@ -23,11 +23,12 @@ import config.reading
 from config.reading import from_tree, recipe, resolve, split_argv, stated_keys
 import torch
 from build import TrainingRun
-from checkpoint import branch, memory, mirror, state, store
+from checkpoint import branch, memory, mirror, state
+from checkpoint.disk import store
 from checkpoint.memory import MemoryCheckpoints
 from checkpoint.progress import steps_done
-from checkpoint.saver import CheckpointSaver
-from checkpoint.together import do_nothing
+from checkpoint.disk.saver import CheckpointSaver
+from checkpoint.disk.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
 from config import CheckpointConfig, Config, ConfigError, Tree, is_due, is_permanent_step, modules_ahead
 from config.reading import Phase, phases_of, unused, usage

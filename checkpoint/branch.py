@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 
 import config.reading
-from checkpoint import mirror, state, store
+from checkpoint import mirror, state
+from checkpoint.disk import store
 from config import Config, ConfigError, LogConfig, Tree, rest_of_ramp
 from config.reading import (
     Phases,

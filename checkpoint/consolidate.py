@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from checkpoint import store
-from checkpoint.files import TORCH
+from checkpoint.disk import store
+from checkpoint.disk.files import TORCH
 from parallel.sharding.boxes import Box, uncovered_boxes
 
 

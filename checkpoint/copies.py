@@ -14,9 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.files import IntegrityError, StorageError, open_shard, read_into, storage_errors, write_all
-from checkpoint.folder import META, SHARD
-from checkpoint.together import do_nothing
+from checkpoint.disk.files import (
+    IntegrityError,
+    StorageError,
+    open_shard,
+    read_into,
+    storage_errors,
+    write_all,
+)
+from checkpoint.disk.folder import META, SHARD
+from checkpoint.disk.together import do_nothing
 from parallel.wire import comm
 from parallel.wire.comm import Group
 

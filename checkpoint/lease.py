@@ -1,8 +1,8 @@
 """A lease on the run folder, for filesystems whose flock does not reach other hosts.
 
 Where flock is absent, or known to one host only, two jobs on different hosts would both write to a run folder
-without a word. So the holder of the run lock (checkpoint/locks.py) also keeps a small file there, which says
-who holds it and is written again every few seconds with another number.
+without a word. So the holder of the run lock (checkpoint/disk/locks.py) also keeps a small file there, which
+says who holds it and is written again every few seconds with another number.
 
 - Of two processes under one kernel and one mount flock decides, where the filesystem has it at all.
 - A lease of another host is watched: it is held if the number changes, and left behind by a host that died if
@@ -21,7 +21,7 @@ import time
 import uuid
 from pathlib import Path
 
-from checkpoint.files import StorageError, storage_errors
+from checkpoint.disk.files import StorageError, storage_errors
 from config import ConfigError
 
 NAME = ".lease"

@@ -9,8 +9,8 @@
 The idea is that of GEMINI (SOSP 2023, "Fast Failure Recovery in Distributed Training with In-Memory
 Checkpoints"): a rank that is started again on its node finds its own shard, and one that takes the place of a
 lost node is sent it by a node that keeps a copy. The copies of a node's ranks are on the nodes that follow it
-in a ring. A rank's folder is an ordinary checkpoint folder (checkpoint/folder.py), but for the one difference
-that it holds the shard of one rank.
+in a ring. A rank's folder is an ordinary checkpoint folder (checkpoint/disk/folder.py), but for the one
+difference that it holds the shard of one rank.
 
 Guarantees:
 
@@ -39,9 +39,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoint import consolidate, store
+from checkpoint import consolidate
+from checkpoint.disk import store
 from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
-from checkpoint.files import (
+from checkpoint.disk.files import (
     IntegrityError,
     StorageError,
     available_bytes,
@@ -51,16 +52,16 @@ from checkpoint.files import (
     sync_dir,
     write_file,
 )
-from checkpoint.saver import writer_threads
+from checkpoint.disk.saver import writer_threads
 from checkpoint.state import StartingPoint, choose_together, ranks_of
-from checkpoint.together import Ranks
+from checkpoint.disk.together import Ranks
 from config import CheckpointConfig, Config, ConfigError, Tree
 from config.reading import phases_of
 from parallel.sharding.boxes import Box, from_rows, to_rows
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError
 
-# Where tests kill a rank; memory.mid_shard is the ckpt.mid_shard of the writer (checkpoint/store.py).
+# Where tests kill a rank; memory.mid_shard is the ckpt.mid_shard of the writer (checkpoint/disk/store.py).
 FAULT_POINTS = (
     "memory.mid_shard",
     "memory.pre_send",

@@ -4,8 +4,8 @@
     URL/NAME/checkpoints/step_00001000.keep the mark of a permanent checkpoint
     URL/NAME/config.yaml, metrics.jsonl, provenance.jsonl, tokenizer/, patches/
 
-The run folder stays the truth: a checkpoint is committed there first, by checkpoint/store.py, and rank 0 then
-sends it. A store has no rename. So index.sha256, without which a folder is no checkpoint, is written when all
+The run folder stays the truth: a checkpoint is committed there first, by checkpoint/disk/store.py, and rank 0
+then sends it. A store has no rename. So index.sha256, without which a folder is no checkpoint, is written when all
 other files are there with their sizes, and removed before one of them is replaced or removed:
 
 - A reader never takes a part of an upload for a checkpoint, whenever the writer or the store dies.
@@ -21,9 +21,9 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkpoint import store
-from checkpoint.files import IntegrityError, remove, storage_errors, sync_dir
-from checkpoint.locks import folder_lock, run_lock
+from checkpoint.disk import store
+from checkpoint.disk.files import IntegrityError, remove, storage_errors, sync_dir
+from checkpoint.disk.locks import folder_lock, run_lock
 from config import Config, ConfigError
 from config.provenance import PATCHES, RECORDS_FILE
 from remote.files import CHECK, RemoteError, RemoteFolder, in_threads, is_url, open_folder, path_of_url

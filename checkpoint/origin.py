@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint.store import StoredIndex
+from checkpoint.disk.store import StoredIndex
 from config import Config, ConfigError, ModelConfig, Tree, comma_separated, vocab_size
 from config.reading.function import (
     BY_TEXT,

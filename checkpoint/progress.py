@@ -5,7 +5,8 @@ ranks nor data is needed any more.
 """
 from pathlib import Path
 
-from checkpoint import mirror, state, store
+from checkpoint import mirror, state
+from checkpoint.disk import store
 from config import Config, ConfigError
 from config.reading.run_name import OWN_CHECKPOINTS
 from remote.files import RemoteError, RemoteFolder, is_url, open_folder

@@ -21,9 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint import foreign, mirror, store
-from checkpoint.folder import parse_index
-from checkpoint.foreign_systems import is_ours, open_foreign
+from checkpoint import mirror
+from checkpoint.disk import store
+from checkpoint.systems import foreign
+from checkpoint.disk.folder import parse_index
+from checkpoint.systems.foreign_systems import is_ours, open_foreign
 from checkpoint.origin import (
     FINGERPRINT_DIGITS,
     UNKNOWN,
@@ -36,8 +38,8 @@ from checkpoint.origin import (
     other_start,
     stored_boxes,
 )
-from checkpoint.saver import CheckpointSaver
-from checkpoint.together import Ranks
+from checkpoint.disk.saver import CheckpointSaver
+from checkpoint.disk.together import Ranks
 from config import (
     CheckpointConfig,
     Config,

@@ -22,7 +22,7 @@ MAX_IDLE_RESTARTS = 3  # restarts in a row without a newer checkpoint
 FIRST_STEP = -1  # before the first checkpoint
 MEMORY_RECORD = "memory.json"  # which checkpoints in memory count (checkpoint/memory.py)
 HOST = re.compile(r"[A-Za-z0-9._-]+")  # a name
-CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed one (checkpoint/store.py)
+CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed one (checkpoint/disk/store.py)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
     torchrun --nproc-per-node 8 -m scripts.convert to-hf RUN DIR   the same, a tensor at a time in memory
 
-Models: those of checkpoint/families/table.py, which docs/checkpoints.md names.
+Models: those of checkpoint/hf/families/table.py, which docs/checkpoints.md names.
 
 The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
 installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind. A tensor is
@@ -42,11 +42,14 @@ from torch import Tensor, nn
 
 import config
 from build import Fill, check_counts, check_size, model_in_parts, tokenizer_of_run, weights_of_rank
-from checkpoint import foreign, hf, hf_config, hf_ranks, hf_tokenizer, state, store
-from checkpoint.families.table import FAMILIES
-from checkpoint.files import remove, storage_errors, sync_dir
-from checkpoint.hf_rules import spell_out
-from checkpoint.tensors_by_name import open_safetensors_folder
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.hf import tensors as hf, config as hf_config, export as hf_ranks, tokenizer as hf_tokenizer
+from checkpoint.systems import foreign
+from checkpoint.hf.families.table import FAMILIES
+from checkpoint.disk.files import remove, storage_errors, sync_dir
+from checkpoint.hf.rules import spell_out
+from checkpoint.disk.tensors_by_name import open_safetensors_folder
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
 from config.command_line import CommandParser
 from config.reading import CONFIG_FOLDER, build_tree, dump, from_tree, merge, presets

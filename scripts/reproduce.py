@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint.foreign_systems import seal_of
+from checkpoint.systems.foreign_systems import seal_of
 from config import CheckpointConfig, ConfigError, Tree, code_hash, provenance
 from config.command_line import CommandParser
 from config.exit_codes import FINISHED, STOPPED_EARLY

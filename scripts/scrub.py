@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from checkpoint import store
-from checkpoint.files import IntegrityError, forget_cached
-from checkpoint.folder import NewerFormat
+from checkpoint.disk import store
+from checkpoint.disk.files import IntegrityError, forget_cached
+from checkpoint.disk.folder import NewerFormat
 from checkpoint.mirror import refuse_url
 from config import ConfigError
 from config.command_line import CommandParser

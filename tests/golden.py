@@ -17,7 +17,7 @@ import tempfile
 import torch
 from ranks import MODEL, corpus, job
 
-from checkpoint import store
+from checkpoint.disk import store
 
 FILE = pathlib.Path(__file__).with_name("golden.json")
 STEPS = 24

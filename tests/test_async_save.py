@@ -8,7 +8,7 @@ import json
 import pytest
 from ranks import MODEL, corpus, job
 
-from checkpoint import store
+from checkpoint.disk import store
 
 STEPS = 8
 LAYOUTS = {

@@ -9,7 +9,8 @@ from ranks import corpus
 from test_resume import ARGS, run, story, weights
 
 import config
-from checkpoint import branch, folder, store
+from checkpoint import branch
+from checkpoint.disk import folder, store
 from config import ConfigError
 from config.reading import from_tree, phases_of
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from ranks import MODEL, corpus, job
 
-from checkpoint import folder, state, store
-from checkpoint.files import TORCH
+from checkpoint import state
+from checkpoint.disk import folder, store
+from checkpoint.disk.files import TORCH
 from parallel.sharding import shares
 from parallel.sharding.boxes import Box
 from parallel.sharding.packing import equal_part, least_loaded

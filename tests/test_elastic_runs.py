@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from ranks import MODEL, corpus, job
 
-from checkpoint import store
+from checkpoint.disk import store
 from config.reading import resolve
 from data.loader import BatchLoader
 from plan import elastic

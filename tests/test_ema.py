@@ -14,8 +14,9 @@ from test_resume import run, same_as_clean, weights
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from build import build_run, load_run
-from checkpoint import state, store
-from checkpoint.saver import CheckpointSaver
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.disk.saver import CheckpointSaver
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
 from model.sharding import parallel_dims

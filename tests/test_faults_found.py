@@ -13,8 +13,8 @@ from test_resume import run
 
 import build
 import train
-from checkpoint import store
-from checkpoint.folder import index_bytes, seal_index
+from checkpoint.disk import store
+from checkpoint.disk.folder import index_bytes, seal_index
 from config import ConfigError
 from runtime import folder as run_folders
 

@@ -17,7 +17,7 @@ from ranks import corpus, job
 from safetensors.torch import load_file, save_file
 from tokenizer_families import make_tokenizer
 
-from checkpoint import store
+from checkpoint.disk import store
 from checkpoint.origin import parts_by_rows, same_ids_of
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter

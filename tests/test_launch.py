@@ -16,7 +16,7 @@ import pytest
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import store
+from checkpoint.disk import store
 from runtime.peers import PeerWatch
 
 SHORT = (

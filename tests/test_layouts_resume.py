@@ -18,8 +18,9 @@ import torch
 from ranks import MODEL, corpus
 
 from build import build_run
-from checkpoint import state, store
-from checkpoint.saver import CheckpointSaver
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.disk.saver import CheckpointSaver
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World

@@ -13,7 +13,7 @@ import pytest
 from ranks import MODEL, corpus, job
 from test_resume import STEPS, run, story, weights
 
-from checkpoint import store
+from checkpoint.disk import store
 from scripts import scrub
 
 SKIPPED = (4, 6, 7)

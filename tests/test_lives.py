@@ -20,7 +20,8 @@ import pytest
 from ranks import job
 from test_resume import run
 
-from checkpoint import state, store
+from checkpoint import state
+from checkpoint.disk import store
 from data import loader, tokenizer
 from data.indexed import IndexedDatasetWriter
 from remote.files import path_of_url

@@ -24,8 +24,9 @@ import torch
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import consolidate, copies, memory, state, store
-from checkpoint.files import TORCH, raw_bytes
+from checkpoint import consolidate, copies, memory, state
+from checkpoint.disk import store
+from checkpoint.disk.files import TORCH, raw_bytes
 from checkpoint.memory import Nodes
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter

@@ -13,7 +13,7 @@ import torch
 from ranks import MODEL, corpus, job
 from safetensors.torch import load_file
 
-from checkpoint import store
+from checkpoint.disk import store
 from scripts import prepare_data
 
 SEQ_LEN = 16  # of ranks.MODEL

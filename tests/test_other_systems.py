@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SYSTEM = str(ROOT / "tests" / "other_system.py")
 ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before it
     "lab/benchmarks/watching.py": {"pthread_getcpuclockid"},
-    "checkpoint/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
+    "checkpoint/disk/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
     "runtime/processes.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
     "runtime/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
 }

@@ -15,7 +15,7 @@ from test_resume import STEPS, run, same_as_clean, story
 import config
 import train
 from build import build_run, total_steps
-from checkpoint import store
+from checkpoint.disk import store
 from config import ConfigError
 from config.reading import phases_of, resolve
 from config.reading.phases import check_same_past, first_difference, same_plan

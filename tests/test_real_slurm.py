@@ -13,7 +13,7 @@ import pytest
 import slurm_cluster
 from ranks import MODEL, corpus
 
-from checkpoint import store
+from checkpoint.disk import store
 
 ROOT = pathlib.Path(__file__).parent.parent
 MISSING = slurm_cluster.missing_programs()

@@ -11,7 +11,7 @@ import torch
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import store
+from checkpoint.disk import store
 from parallel.sharding.replicas import ReplicasDiffer
 from parallel.wire import comm
 from parallel.wire.checksum import checksum

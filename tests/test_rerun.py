@@ -11,7 +11,7 @@ from program import settings, trained
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import store
+from checkpoint.disk import store
 from config import ConfigError
 from config.reading import resolve
 from config.reading.suggestions import check_rules

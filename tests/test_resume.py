@@ -17,7 +17,7 @@ import pytest
 from ranks import corpus
 
 import train
-from checkpoint import store
+from checkpoint.disk import store
 
 STEPS = 9
 ARGS = [

@@ -8,9 +8,9 @@ import time
 
 from ranks import MODEL, corpus, job
 
-import checkpoint.folder
+import checkpoint.disk.folder
 import start
-from checkpoint import store
+from checkpoint.disk import store
 
 TIMEOUT = 3 + os.getloadavg()[0] / os.cpu_count() / 2  # s
 SLOW = 1.3 * TIMEOUT

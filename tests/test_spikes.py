@@ -14,7 +14,8 @@ import torch
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import state, store
+from checkpoint import state
+from checkpoint.disk import store
 from config import ConfigError
 from config.reading import resolve
 from config.reading.suggestions import check_rules

@@ -20,7 +20,8 @@ import ranks
 from ranks import MODEL, corpus
 from store_server import Server
 
-from checkpoint import mirror, store
+from checkpoint import mirror
+from checkpoint.disk import store
 from config import ConfigError
 from data.blocks import ChecksumError
 from data.download import local_data

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from lab.benchmarks.shape import show
-from checkpoint import memory, store
-from checkpoint.files import forget_cached, raw_bytes
+from checkpoint import memory
+from checkpoint.disk import store
+from checkpoint.disk.files import forget_cached, raw_bytes
 from checkpoint.memory import MemoryCheckpoints
-from checkpoint.saver import CheckpointSaver, writer_threads
+from checkpoint.disk.saver import CheckpointSaver, writer_threads
 from config.reading import resolve
 from parallel.sharding.boxes import Box
 from parallel.wire.comm import Group

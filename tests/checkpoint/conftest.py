@@ -5,7 +5,7 @@ import os
 import pytest
 from sample import state, whole
 
-from checkpoint import store
+from checkpoint.disk import store
 
 
 @pytest.fixture(autouse=True)

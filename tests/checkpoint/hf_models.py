@@ -6,7 +6,7 @@ Keys are those of ModelConfig, and FLAT ones too, by which the records of famili
 
 import math
 
-from checkpoint.families.family import FOLDED, NOT_THE_MODEL
+from checkpoint.hf.families.family import FOLDED, NOT_THE_MODEL
 from config import ModelConfig, MTPConfig, MupConfig, head_dim, kv_heads, layer_model, value_dim
 from config.reading import build_tree, merge
 from config.reading.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, LIMITS, FlatModel, flat_model, from_flat

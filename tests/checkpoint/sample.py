@@ -5,8 +5,8 @@ import threading
 
 import torch
 
-from checkpoint import folder, store
-from checkpoint.together import Ranks
+from checkpoint.disk import folder, store
+from checkpoint.disk.together import Ranks
 from parallel.sharding.boxes import Box
 from parallel.sharding.ranges import range_boxes
 

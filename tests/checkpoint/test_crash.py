@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import files, store
-from checkpoint.saver import CheckpointSaver
+from checkpoint.disk import files, store
+from checkpoint.disk.saver import CheckpointSaver
 from parallel.sharding.boxes import Box
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sample import blank, loaded, reseal, same, whole
 
-from checkpoint import files, folder, store
+from checkpoint.disk import files, folder, store
 from checkpoint.state import newest_start
 from config import ConfigError
 from config.reading import defaults

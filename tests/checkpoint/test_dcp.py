@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint.dcp import open_dcp, read_object
-from checkpoint.pickled import Foreign
+from checkpoint.systems.dcp import open_dcp, read_object
+from checkpoint.systems.pickled import Foreign
 
 # ---- what torch saves --------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import whole_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from checkpoint import hf
+from checkpoint.hf import tensors as hf
 from config import ConfigError, ModelConfig
 from config.reading import build_tree, merge
 from parallel.sharding.boxes import Box

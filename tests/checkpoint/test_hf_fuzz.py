@@ -13,8 +13,8 @@ import whole_folder
 from hf_models import FLAT, PATHS, PATTERN, differences, from_flat_keys, with_key
 
 from build import weights_only
-from checkpoint import hf, hf_config
-from checkpoint.families.table import FAMILIES
+from checkpoint.hf import tensors as hf, config as hf_config
+from checkpoint.hf.families.table import FAMILIES
 from config import Config, ConfigError
 from config.reading import defaults, merge
 from config.reading.flat import FlatModel

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from checkpoint import hf_tokenizer
+from checkpoint.hf import tokenizer as hf_tokenizer
 from data import tokenizer
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])

@@ -7,7 +7,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from checkpoint import folder, store
+from checkpoint.disk import folder, store
 
 PIECES = 20_000
 

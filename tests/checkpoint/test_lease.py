@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint import lease as leases
-from checkpoint.files import StorageError
+from checkpoint.disk.files import StorageError
 from checkpoint.lease import Lease
-from checkpoint.locks import LOCK_FILE, run_lock
+from checkpoint.disk.locks import LOCK_FILE, run_lock
 from config import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from sample import blank, loaded, reseal, same, save_in_threads, state, whole
 
-from checkpoint import files, folder, links, store
-from checkpoint.folder import NewerFormat
+from checkpoint.disk import files, folder, links, store
+from checkpoint.disk.folder import NewerFormat
 from config import ConfigError
 from parallel.sharding.boxes import Box
 from scripts import scrub

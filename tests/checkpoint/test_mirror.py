@@ -10,9 +10,10 @@ import threading
 import pytest
 from sample import loaded, same, state, whole
 
-from checkpoint import mirror, store
+from checkpoint import mirror
+from checkpoint.disk import store
 from checkpoint.state import find_checkpoint
-from checkpoint.store import IntegrityError
+from checkpoint.disk.store import IntegrityError
 from checkpoint.uploader import CheckpointUploader
 from config import ConfigError
 from remote import files

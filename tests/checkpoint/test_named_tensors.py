@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import tensors_by_name
-from checkpoint.tensors_by_name import (
+from checkpoint.disk import tensors_by_name
+from checkpoint.disk.tensors_by_name import (
     NamedTensors,
     StoredTensor,
     open_safetensors_folder,

@@ -10,7 +10,8 @@ import pytest
 from sample import state as tensors
 from sample import whole
 
-from checkpoint import state, store
+from checkpoint import state
+from checkpoint.disk import store
 from config import CheckpointConfig, is_permanent_step
 from config.reading import defaults
 from config.reading.rules import checkpoint_rules

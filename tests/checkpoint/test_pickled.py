@@ -20,9 +20,17 @@ import pytest
 import torch
 from test_named_tensors import DTYPES, bits, some
 
-from checkpoint import pickled, tensors_by_name
-from checkpoint.pickled import Foreign, GlobalName, interpret, open_torch_file, read_tree, tensors_of_tree
-from checkpoint.tensors_by_name import read_stored
+from checkpoint.disk import tensors_by_name
+from checkpoint.systems import pickled
+from checkpoint.systems.pickled import (
+    Foreign,
+    GlobalName,
+    interpret,
+    open_torch_file,
+    read_tree,
+    tensors_of_tree,
+)
+from checkpoint.disk.tensors_by_name import read_stored
 from config import ConfigError
 from parallel.sharding.boxes import Box
 

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint import quantized, tensors_by_name
-from checkpoint.quantized import dequantized
-from checkpoint.tensors_by_name import open_safetensors_folder
+from checkpoint.disk import tensors_by_name
+from checkpoint.hf import quantized
+from checkpoint.hf.quantized import dequantized
+from checkpoint.disk.tensors_by_name import open_safetensors_folder
 from config import ConfigError
 
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

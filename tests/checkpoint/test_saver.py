@@ -11,9 +11,9 @@ import pytest
 import torch
 from sample import loaded, whole
 
-from checkpoint import saver as saver_module
-from checkpoint import store
-from checkpoint.saver import CheckpointSaver
+from checkpoint.disk import saver as saver_module
+from checkpoint.disk import store
+from checkpoint.disk.saver import CheckpointSaver
 from config import ConfigError
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from sample import blank, layout, loaded, ranks, reseal, same, save_in_threads, state, whole
 
-from checkpoint import files, folder, store
-from checkpoint.locks import folder_lock
+from checkpoint.disk import files, folder, store
+from checkpoint.disk.locks import folder_lock
 from config import ConfigError
 from parallel.sharding.boxes import Box
 from parallel.wire.messages import MessageError

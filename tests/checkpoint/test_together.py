@@ -6,7 +6,7 @@ import time
 import pytest
 from sample import ranks
 
-from checkpoint.together import agree_on_outcome
+from checkpoint.disk.together import agree_on_outcome
 from parallel.wire.comm import PeerError
 
 

@@ -1,5 +1,5 @@
-"""A Hugging Face folder read and written at once, a whole tensor at a time: what checkpoint/foreign.py reads
-in pieces and checkpoint/hf_ranks.py writes file by file is compared with this.
+"""A Hugging Face folder read and written at once, a whole tensor at a time: what checkpoint/systems/foreign.py
+reads in pieces and checkpoint/hf/export.py writes file by file is compared with this.
 """
 
 from collections import defaultdict
@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.families.table import FAMILIES
-from checkpoint.hf import (
+from checkpoint.hf.families.table import FAMILIES
+from checkpoint.hf.tensors import (
     HEAD,
     SHARD_BYTES,
     HFTensor,

@@ -10,7 +10,7 @@ from ranks import MODEL, job
 from test_resume import run, same_as_clean
 
 import config
-from checkpoint import store
+from checkpoint.disk import store
 from config.reading import defaults
 from data import tokenizer
 from data.best_fit import PackedSampler, best_fit_decreasing, document_ranges, pack_ranges

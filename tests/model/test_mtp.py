@@ -112,7 +112,7 @@ def test_gradients_are_those_of_transformers_modules(tied):
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip(f"transformers {transformers.__version__} has no modules for multi-token prediction")
-    from checkpoint import hf, hf_config
+    from checkpoint.hf import tensors as hf, config as hf_config
 
     run, depth = run_of(2, 0.6, tied=tied, vocab=128), 2
     m = run.cfg.model

@@ -10,7 +10,7 @@ import torch
 
 import build
 from build import weights_only
-from checkpoint import hf
+from checkpoint.hf import tensors as hf
 from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig, layer_models
 from model import head as loss
 from model.router import ExpertsConfig, with_mlps

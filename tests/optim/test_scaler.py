@@ -8,7 +8,7 @@ from ranks import MODEL, corpus
 
 import train
 from build import build_run
-from checkpoint import store
+from checkpoint.disk import store
 from optim.scaler import LossScaler
 from parallel.topology.mesh import Mesh
 from lab.proof.random_tokens import RandomTokens

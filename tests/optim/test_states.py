@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from build import build_run
-from checkpoint import state, store
-from checkpoint.saver import CheckpointSaver
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.disk.saver import CheckpointSaver
 from kernels.adam import AdamWStep, adamw, adamw_reference
 from kernels.rounding import ElementIndex, salt
 from model.sharding import parallel_dims

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from checkpoint.files import IntegrityError, NonFiniteTensor, StorageError
+from checkpoint.disk.files import IntegrityError, NonFiniteTensor, StorageError
 from config import ConfigError
 from parallel.wire.comm import PeerError
 from runtime import failure

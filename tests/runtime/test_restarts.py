@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from checkpoint import memory, store
+from checkpoint import memory
+from checkpoint.disk import store
 from runtime import restarts
 from runtime.restarts import ExitReason, Kept, RestartCount
 

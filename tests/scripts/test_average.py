@@ -7,7 +7,7 @@ from ranks import corpus
 from safetensors.torch import load_file
 
 from build import load_run
-from checkpoint import store
+from checkpoint.disk import store
 from config import ConfigError
 from parallel.wire.world import World
 from scripts import average

@@ -25,8 +25,11 @@ from torch.nn.functional import cross_entropy
 
 import config
 from build import build_run, load_run
-from checkpoint import foreign, hf, hf_config, hf_tokenizer, state, store
-from checkpoint.families.table import FAMILIES
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.hf import tensors as hf, config as hf_config, tokenizer as hf_tokenizer
+from checkpoint.systems import foreign
+from checkpoint.hf.families.table import FAMILIES
 from config.reading import dump, resolve, split_argv
 from config.tree import with_values
 from data import tokenizer

@@ -18,9 +18,9 @@ import torch
 from ranks import MODEL, SIZES, corpus, job
 
 import build
-from checkpoint import hf, hf_ranks
-from checkpoint.families.family import Arrangement
-from checkpoint.files import StorageError
+from checkpoint.hf import tensors as hf, export as hf_ranks
+from checkpoint.hf.families.family import Arrangement
+from checkpoint.disk.files import StorageError
 from scripts import convert, evaluate, generate
 
 # latents, biases of routers, a module that predicts further ahead

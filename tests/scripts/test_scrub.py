@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from checkpoint import store
+from checkpoint.disk import store
 from config import ConfigError
 from parallel.sharding.boxes import Box
 from runtime.failure import fail_cleanly

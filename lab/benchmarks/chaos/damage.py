@@ -4,7 +4,7 @@ import random
 import shutil
 from pathlib import Path
 
-from checkpoint import store
+from checkpoint.disk import store
 
 
 def prepare(what: str, folder: Path, aside: Path, draw: random.Random) -> str:

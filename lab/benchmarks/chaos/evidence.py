@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lab.benchmarks.chaos.layouts import STEPS
-from checkpoint import store
+from checkpoint.disk import store
 from checkpoint.memory import RECORD, has_record
 from parallel.sharding.boxes import Box
 from runtime import restarts

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import config
 from build import TrainingRun
-from checkpoint import store
+from checkpoint.disk import store
 from config import Config, ConfigError, TrainConfig
 from config.exit_codes import STOPPED_EARLY
 from config.reading import phases_of

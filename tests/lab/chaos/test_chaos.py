@@ -166,7 +166,7 @@ def test_what_is_left_in_a_folder_is_told(tmp_path):
 
 
 def test_a_held_lock_is_told(tmp_path):
-    from checkpoint.locks import run_lock
+    from checkpoint.disk.locks import run_lock
 
     with run_lock(tmp_path):
         assert evidence.lock_problems(tmp_path) == ["the lock of the run is held"]

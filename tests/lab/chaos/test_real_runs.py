@@ -29,7 +29,7 @@ def test_a_small_draw_is_survived(layout, rounds):
 # {bug: (file, [(what is there, what the bug makes of it)], the fault that meets it, what is said)}
 PLANTED = {
     "a checkpoint has its final name while it is written": (
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         [
             ('return self.final.with_name(f"{self.final.name}.tmp-{self.save_id}")', "return self.final"),
             ("    if os.path.lexists(final):  # begin_save found it bad\n        move_to_trash(final)\n"

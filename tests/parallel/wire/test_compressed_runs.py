@@ -13,8 +13,9 @@ import torch
 
 import config
 from build import build_run
-from checkpoint import state, store
-from checkpoint.saver import CheckpointSaver
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.disk.saver import CheckpointSaver
 from config.reading.suggestions import check_rules
 from model.mlp import MLPConfig
 from model.sharding import parallel_dims

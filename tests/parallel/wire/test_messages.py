@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import config
-from checkpoint.files import IntegrityError, StorageError
-from checkpoint.folder import NewerFormat, StoredPiece
-from checkpoint.hf_rules import UnlikeFamily
+from checkpoint.disk.files import IntegrityError, StorageError
+from checkpoint.disk.folder import NewerFormat, StoredPiece
+from checkpoint.hf.rules import UnlikeFamily
 from config.provenance import CODE_FOLDERS
 from config.reading import resolve
 from parallel.sharding.boxes import Box

@@ -1,0 +1,1 @@
+"""Hugging Face folders: what a config.json says in our keys, names and shapes of tensors, both ways."""

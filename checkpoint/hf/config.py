@@ -1,0 +1,128 @@
+"""Translates between config.json of a Hugging Face folder and ModelConfig.
+
+What a key or a field means in a family is in its record (checkpoint/hf/families), which is read in both
+directions.
+
+Guarantees: what is read means the same model, or it is refused with the reason. Nothing that changes the
+logits is guessed. What is written describes every field of the model that changes its function, or it is
+refused. Keys that only the training of a mixture uses (config/reading/flat.py) are not translated: Hugging
+Face defines those losses otherwise (model/moe.py).
+
+Spellings: transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes
+rope_parameters and dtype. Both are read. Version 4's is written: version 4 silently falls back to
+rope_theta=10000 on version 5's spelling, and version 5 reads version 4's exactly.
+"""
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoint.hf.families.family import changes_nothing
+from checkpoint.hf.families.table import FAMILIES, LACKING, WRAPPERS
+from checkpoint.hf.rules import UnlikeFamily
+from config import ConfigError, ModelConfig, Tree
+from config.reading import build_tree
+from config.reading.function import written
+from config.tree import value_at
+
+TEXT = "text_config"
+TAKEN_ALONG = ("quantization_config", "tie_word_embeddings")  # from beside the text part
+BESIDE_TEXT = (  # keys that do not concern the text part, and those that are taken along
+    TEXT, *TAKEN_ALONG, "vision_config", "image_token_id", "image_token_index", "video_token_id",
+    "vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index",
+    "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size",
+    "vision_feature_layer", "projector_bias", "understand_projector_stride", "image_token_len",
+    "patch_token_len",
+)
+
+
+def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelConfig]:
+    """(model_type, ModelConfig) of folder/config.json. but: keys that the caller reads.
+
+    Raises ConfigError naming the file and the key.
+    """
+    path = Path(folder) / "config.json"
+    hf_config = {key: value for key, value in read_keys(path).items() if key not in but}
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        if isinstance(model_type, str) and model_type in LACKING:
+            raise ConfigError(f"{path}: model_type {model_type!r} is not supported: no block here has "
+                              f"{LACKING[model_type]}")
+        supported = ", ".join([*FAMILIES, *WRAPPERS])
+        raise ConfigError(f"{path}: model_type {model_type!r} is not supported; these are: {supported}")
+    try:
+        fields = FAMILIES[model_type].read(hf_config)
+    except UnlikeFamily as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return model_type, build_tree(ModelConfig, fields, f"{path}: model.")
+
+
+def read_keys(path: Path) -> Tree:
+    """The keys of a config.json; of a model of more than text, those of its text part. Raises ConfigError."""
+    tree = read_json(path)
+    model_type = tree.get("model_type")
+    if not isinstance(model_type, str) or model_type not in WRAPPERS:
+        return tree
+    text = tree.get(TEXT)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: {TEXT} is missing; a {model_type} has the keys of its text part there")
+    for key, value in tree.items():
+        own = text.get(key)
+        if key not in BESIDE_TEXT and value not in (None, own) and not changes_nothing(key):
+            raise ConfigError(f"{path}: {key} = {value!r} beside {TEXT}, which has {own!r}: nothing here "
+                              f"reads this key of a {model_type}")
+    beside = {key: tree[key] for key in TAKEN_ALONG if key in tree}
+    return {"model_type": WRAPPERS[model_type], **text, **beside}
+
+
+def read_json(path: Path) -> Tree:
+    """The keys and values of a JSON file. Raises ConfigError naming it."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"), object_hook=with_special_floats)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a folder as save_pretrained writes it") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")
+    return tree
+
+
+def with_special_floats(tree: Tree) -> Tree | float:
+    """transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    return float(tree["__float__"]) if tree.keys() == {"__float__"} else tree
+
+
+def family_of(model: ModelConfig) -> str:
+    """The model_type whose code computes what ours does. Raises ConfigError naming what no family has."""
+    obstacles = {model_type: family.obstacles(model) for model_type, family in FAMILIES.items()}
+    nearest = min(FAMILIES, key=lambda model_type: len(obstacles[model_type]))  # the first of equals
+    if not obstacles[nearest]:
+        return nearest
+
+    first, *others = [f"model.{name}: {value_text(model, name)}" for name in obstacles[nearest]]
+    more = f"; nor has {', '.join(others)}" if others else ""
+    raise ConfigError(
+        f"{first} has no form in {nearest}, the nearest Hugging Face family{more}; train with values that "
+        f"{nearest} has, or add a family that has these to checkpoint/hf/families/table.py"
+    )
+
+
+def value_text(model: ModelConfig, name: str) -> str:
+    """The value of a field as a config file has it."""
+    return written(value_at(model, name))
+
+
+def to_hf_config(model: ModelConfig, dtype: str, special: Tree) -> Tree:
+    """config.json of a model, in the spelling of transformers 4.
+
+    dtype: float32 or bfloat16. special: bos_token_id and eos_token_id (None: no such token).
+    Raises ConfigError if no family has such a model.
+    """
+    family = FAMILIES[family_of(model)]
+    header: Tree = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    return {**header, **special, **family.write(model)}

@@ -1,0 +1,382 @@
+"""The tensors of a Hugging Face folder, and how they are written, one at a time.
+
+Our tensors are not fused, and our RoPE rotates halves as theirs does, so most conversions only rename. Some
+families stack several of ours in one tensor, in groups of rows, transposed, or all experts of a layer
+(Arrangement). hf_tensors describes their tensors as views of ours, out of which they are written.
+checkpoint/systems/foreign.py reads them. No pickle is opened.
+"""
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from checkpoint.hf.families.family import LAYER, Arrangement, Family
+from checkpoint.hf.families.table import BESIDE_TEXT, FAMILIES, text_names
+from checkpoint.disk.files import (
+    CHUNK,
+    DTYPES,
+    TensorTable,
+    header_bytes,
+    raw_bytes,
+    storage_errors,
+    write_file,
+)
+from checkpoint.disk.tensors_by_name import weight_files
+from config import ConfigError, ModelConfig, layer_model, layer_models, mup_score_scale, mup_width_ratio
+from model.attention import AttentionConfig
+from model.mla import LatentConfig
+from parallel.sharding.boxes import Box
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+HEAD = "lm_head.weight"
+VOCAB_KEYS = ("embed.weight", "head.weight")  # ours are padded: [padded vocab, hidden]
+# Old files hold these buffers, which are no weights.
+BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+NORM_WEIGHT = re.compile(r"(?<!\.attn\.)norm(_after)?\.weight$")  # but that of a state's output
+FLOATS = ("F64", "F32", "F16", "BF16")
+SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; that of version 5 is ten times larger
+MAX_NAMED = 4  # differences that an error names; the rest is only counted
+
+Piece = tuple[Box, Tensor]
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of the Hugging Face folder. parts: views of ours that it holds, in their order."""
+    name: str
+    parts: list[Tensor]
+    arrangement: Arrangement
+    above: float = 0.0  # what ours are above theirs: 1 of norms that are stored as w - 1
+    exact: bool = False  # stays fp32, whatever the dtype of the others: it only chooses experts
+    constant: float | None = None  # it holds this number, and nothing of ours
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype on disk. dtype: of the other tensors."""
+        return torch.float32 if self.exact else dtype
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return prod(self.shape) * self.dtype(dtype).itemsize
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.constant is not None:
+            return ()
+        rows = sum(len(part) for part in self.parts) // (self.arrangement.leading or 1)
+        inner = (1,) if self.arrangement.inner else ()
+        outer = (1,) if self.arrangement.outer else ()
+        shape = (*outer, rows, *inner, *self.parts[0].shape[1:])
+        shape = shape[::-1] if self.arrangement.transpose else shape
+        return shape if self.arrangement.leading is None else (self.arrangement.leading, *shape)
+
+    def stacks(self) -> list[list[Tensor]]:
+        """The parts of each stack: one for each place in a first dim."""
+        if self.constant is not None:
+            return [[torch.tensor(self.constant)]]
+        size = len(self.parts) // (self.arrangement.leading or 1)
+        return [self.parts[first:first + size] for first in range(0, len(self.parts), size)]
+
+
+def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list[HFTensor]:
+    """Every tensor of the folder, in the order of the forward pass.
+
+    pieces: whole tensors under our keys. The padding of the vocabulary is left out.
+    Raises ConfigError naming a tensor that the family does not have.
+    """
+    family = FAMILIES[model_type]
+    parts_of: dict[str, list[Piece]] = defaultdict(list)
+    for box, tensor in pieces:
+        whole = tensor[:model.vocab] if box.key in VOCAB_KEYS else tensor
+        parts_of[family.hf_name(box.key, model)].append((box, whole))
+
+    found: list[HFTensor] = []
+    for name, parts in parts_of.items():
+        parts.sort(key=lambda part: family.place_in_stack(part[0].key, model))
+        key = parts[0][0].key
+        found.append(HFTensor(
+            name,
+            [tensor for _, tensor in parts],
+            family.arrangement(key, model),
+            above=above_theirs(family, key),
+            exact=key.endswith(".router.bias"),
+        ))
+    return found
+
+
+def constants(model_type: str, model: ModelConfig) -> list[HFTensor]:
+    """The tensors of the folder that are the same in every model."""
+    numbers = FAMILIES[model_type].constants_of(model)
+    return [HFTensor(name, [], Arrangement(), constant=value) for name, value in numbers.items()]
+
+
+def above_theirs(family: Family, key: str) -> float:
+    """How much our tensor is above theirs: 1 for norms that are stored as w - 1."""
+    return 1.0 if family.norms_below_one and NORM_WEIGHT.search(key) else 0.0
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class StoredHFTensor:
+    """A tensor on disk."""
+    file: Path
+    name: str  # in the file: without the prefix that stored_tensors may add
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it: F32, BF16, ...
+
+
+def stored_tensors(
+    folder: Path, model_type: str, layers: float = math.inf
+) -> dict[str, StoredHFTensor]:
+    """{full name: StoredHFTensor} of a folder's safetensors files, from their headers alone. layers: of the
+    model, where it is known.
+
+    Raises ConfigError naming the file.
+    """
+    found: dict[str, StoredHFTensor] = {}
+    for file in weight_files(Path(folder)):
+        with open_safetensors(file) as reader:
+            for name in reader.keys():
+                view = reader.get_slice(name)
+                if name in found:
+                    raise ConfigError(f"{file}: {name} stands in {found[name].file.name} already")
+                found[name] = StoredHFTensor(file, name, tuple(view.get_shape()), view.get_dtype())
+
+    found = {text: found[name] for text, name in text_names(found).items()}
+    # The hub's gpt2, and base models without a head, are saved without the prefix.
+    prefix = FAMILIES[model_type].prefix
+    if not any(name.startswith(prefix) for name in found):
+        found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
+    family = FAMILIES[model_type]
+    return {name: stored for name, stored in found.items() if is_weight(name, family, layers)}
+
+
+def is_weight(name: str, family: Family, layers: float) -> bool:
+    """Whether a tensor of a folder, under its full name, is one that is read. layers: of the model."""
+    return not (BUFFERS.fullmatch(name) or name.startswith(family.unread) or ahead(name, family, layers))
+
+
+def ahead(name: str, family: Family, layers: float) -> str:
+    """The start of a name of a layer after the last, where the family leaves them; else ""."""
+    layer = LAYER.search(name)
+    is_ahead = family.leaves_modules_ahead and layer is not None and int(layer[1]) >= layers
+    return name[:layer.end()] if layer is not None and is_ahead else ""
+
+
+def unread_notes(names: Collection[str], family: Family, layers: int) -> list[str]:
+    """Lines that name the tensors of a folder that no model of the family has. layers: of the model."""
+    beside = BESIDE_TEXT if len(text_names(names)) < len(names) else ()
+    starts = (*family.unread, *beside, *sorted({ahead(name, family, layers) for name in names} - {""}))
+    numbers = {start: sum(name.startswith(start) for name in names) for start in starts}
+    return [
+        f"the tensors {start}* ({number}) are not taken: transformers does not load them in a model of text"
+        for start, number in numbers.items() if number
+    ]
+
+
+def open_safetensors(file: Path) -> safe_open:
+    """Opens the file and reads its header. Raises ConfigError naming it."""
+    try:
+        return safe_open(file, "pt")
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: missing, though the index names it; download it again") from None
+    except (SafetensorError, OSError) as error:
+        why = f"truncated, or not a safetensors file ({error})"
+        raise ConfigError(f"{file}: {why}; download it again") from None
+
+
+def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
+    """The model that the tensors are of, whatever config.json says or leaves out.
+
+    A folder without lm_head has a tied head. A folder without the modules of multi-token prediction has none:
+    transformers drops them when it saves.
+    """
+    has_mtp = any(name.startswith(f"model.layers.{model.layers}.") for name in found)
+    return replace(model, tied=model.tied or HEAD not in found, mtp=model.mtp if has_mtp else None)
+
+
+def check_folder(
+    model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]
+) -> None:
+    """Raises ConfigError listing every tensor of a folder that is missing, that is no weight of this model,
+    or that has another shape or dtype. found: what stored_tensors returned. pieces: whole tensors under our
+    keys; they need no values."""
+    found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
+    every = hf_tensors(model_type, model, pieces) + constants(model_type, model)
+    wanted = {tensor.name: tensor for tensor in every}
+    check_names_and_shapes(model_type, wanted, FAMILIES[model_type].copies(model), found)
+
+
+def check_names_and_shapes(
+    model_type: str, wanted: dict[str, HFTensor], copies: Iterable[str], found: dict[str, StoredHFTensor]
+) -> None:
+    """Raises ConfigError listing every difference between what is wanted and what is found."""
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    for name in found:
+        if name not in wanted and name not in copies:
+            wrong.append(f"{name} is not a weight of {model_type}")
+    for name, tensor in wanted.items():
+        if name in found and found[name].shape != tensor.shape:
+            shapes = f"{list(found[name].shape)}, config.json makes it {list(tensor.shape)}"
+            wrong.append(f"{name} has shape {shapes}")
+    for name, stored in found.items():
+        if stored.dtype not in FLOATS:
+            wrong.append(f"{name} is {stored.dtype}, only {', '.join(FLOATS)} are read")
+
+    if wrong:
+        where = next(iter(found.values())).file.parent if found else model_type
+        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise ConfigError(f"{where}: {'; '.join(wrong[:MAX_NAMED])}{more}")
+
+
+def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
+    """One stack of a tensor of theirs out of our parts: the opposite of foreign.read_piece."""
+    if tensor.constant is not None:
+        return parts[0]
+    arrangement = tensor.arrangement
+    grouped = [part.unflatten(0, (arrangement.groups, -1)) for part in parts]
+    if arrangement.turned:
+        grouped = [part.roll(part.shape[1] // 2, 1) for part in grouped]
+    value = torch.cat(grouped, 1).flatten(0, 1) if len(parts) > 1 or arrangement.turned else parts[0]
+    if arrangement.inner:
+        value = value.unsqueeze(1)
+    if arrangement.outer:
+        value = value.unsqueeze(0)
+    if arrangement.transpose:
+        value = value.t()
+    return value - tensor.above if tensor.above else value
+
+
+def check_constant(name: str, value: Tensor, constant: float) -> None:
+    """Raises ConfigError unless the tensor holds this number, rounded to its dtype."""
+    if not torch.equal(value, torch.tensor(constant, dtype=value.dtype)):
+        raise ConfigError(f"{name} is {value.item()!r}, and only {constant!r} is supported")
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> None:
+    """Multiplies the factors of muP into the weights, in place: no config.json can express them.
+
+    The factor of the logits goes into the head or, if the head is the embedding, into the last norm. The
+    factor of the attention scores goes into what makes the queries. undo: takes the factors out again.
+
+    Raises ConfigError if no weights can hold them.
+    """
+    if model.mup and model.tied and model.mtp:
+        raise ConfigError(
+            "model.mup: the factor of a tied head goes into the last norm, "
+            "which multi-token prediction reads too; no Hugging Face folder can hold this model "
+            "(model.tied with model.mtp)"
+        )
+    if model.mup and model.tied and not model.norm.weight:
+        raise ConfigError("model.mup: the factor of a tied head goes into the weight of the last norm, which "
+                          "has none (model.norm.weight); untie the head (model.tied)")
+    for like in layer_models(model).values():
+        query_names(like)  # refuses what has none
+    head = ("norm.weight", "norm.bias") if model.tied else ("head.weight",)
+    for box, tensor in pieces:
+        front, attention, leaf = box.key.rpartition(".attn.")
+        factor = 1.0
+        if box.key in head:
+            factor = 1 / mup_width_ratio(model)
+        elif attention:
+            like = layer_model(model, int(front.rpartition(".")[2]))
+            factor = mup_score_scale(like) if leaf in query_names(like) else 1.0
+        tensor.mul_(1 / factor if undo else factor)
+
+
+def query_names(model: ModelConfig) -> tuple[str, ...]:
+    """The weights of a layer's mixer that set the scale of its queries. Raises ConfigError if none do and muP
+    has a factor for them."""
+    mixer = model.mixer
+    if isinstance(mixer, LatentConfig) and mixer.q_rank:
+        return ("q_b.weight",)
+    if not isinstance(mixer, AttentionConfig) or not mixer.qk_norm:
+        return ("q.weight", "q.bias")
+    if mixer.qk_norm == "unweighted" and mup_score_scale(model) != 1:
+        raise ConfigError("model.mup.head_dim: its factor of the scores goes into the weight of the norm of "
+                          "queries, and this one has none (model.mixer.qk_norm unweighted)")
+    return ("q_norm.weight",)  # the norm removes the scale of q itself
+
+
+def divide_into_files(
+    tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int
+) -> dict[str, list[HFTensor]]:
+    """{file: its tensors}, in their order, with the names that transformers gives."""
+    groups = split_into_files(tensors, dtype, shard_bytes)
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    of = len(groups)
+    return {f"model-{number:05d}-of-{of:05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def write_index(folder: Path, files: dict[str, list[HFTensor]], total_bytes: int) -> None:
+    """Writes the index; of a single file there is none. Raises StorageError."""
+    if len(files) == 1:
+        return
+    weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
+    text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
+    with storage_errors(folder, len(text)):
+        write_file(folder / "model.safetensors.index.json", text.encode())
+
+
+def split_into_files(tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int) -> list[list[HFTensor]]:
+    """Groups the tensors in their order, one group for each file."""
+    groups: list[list[HFTensor]] = [[]]
+    group_bytes = 0
+    for tensor in tensors:
+        size = tensor.num_bytes(dtype)
+        if groups[-1] and group_bytes + size > shard_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(tensor)
+        group_bytes += size
+    return groups
+
+
+def write_tensors(
+    path: Path,
+    group: list[HFTensor],
+    dtype: torch.dtype,
+    *,
+    read: Callable[[HFTensor], HFTensor] = lambda tensor: tensor,
+    note: Callable[[str, memoryview], object] = lambda name, data: None,
+) -> int:
+    """Writes one safetensors file and flushes it to disk. Reads one tensor at a time, and converts one stack.
+
+    read: gives a tensor of the group its values, where it has none yet. note: called with the name of each
+    and its next bytes.
+    Returns the bytes of its tensors.
+    """
+    # Old versions of transformers refuse a file without this format.
+    table: TensorTable = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in group:
+        begin = end
+        end += tensor.num_bytes(dtype)
+        stored_dtype = DTYPES[tensor.dtype(dtype)]
+        shape = list(tensor.shape)
+        table[tensor.name] = {"dtype": stored_dtype, "shape": shape, "data_offsets": [begin, end]}
+
+    with storage_errors(path, end), open(path, "xb") as file:
+        file.write(header_bytes(table))
+        for tensor in map(read, group):
+            for parts in tensor.stacks():
+                data = raw_bytes(stack_of_parts(parts, tensor).to(tensor.dtype(dtype))).data
+                note(tensor.name, data)
+                for start in range(0, len(data), CHUNK):
+                    file.write(data[start:start + CHUNK])
+        file.flush()
+        os.fsync(file.fileno())
+    return end

@@ -1,0 +1,373 @@
+"""Weights of other systems as what a new run begins with (checkpoint.init_from), read in pieces.
+
+Each rank reads of each tensor the boxes that it holds, at most quantized.PIECE elements at a time, straight
+into its weights. A family says the names, what is stacked and what is transposed: of a Hugging Face folder
+one of checkpoint/hf/families, of another system that of its reader (checkpoint/systems/foreign_systems.py).
+Quantized weights are read as plain ones (checkpoint/hf/quantized.py).
+"""
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint.hf import tensors as hf, config as hf_config
+from checkpoint.hf.families.family import Arrangement, Family
+from checkpoint.hf.families.table import FAMILIES, text_names
+from checkpoint.disk.files import is_finite, raw_bytes
+from checkpoint.disk.folder import StoredIndex, StoredPiece
+from checkpoint.hf.quantized import dequantized, pieces_of
+from checkpoint.disk.tensors_by_name import NamedTensors, open_safetensors_folder
+from config import ConfigError, ModelConfig, NoPart, head_dim, kv_heads, layer_model, padded_vocab, value_dim
+from config.tree import plain_data
+from model.attention import AttentionConfig, HeadGate
+from model.delta import DeltaConfig
+from model.mamba import MambaConfig
+from model.router import has_experts
+from parallel.sharding.boxes import Box
+
+QUANTIZATION = "quantization_config"
+OF_MIXTURES = ("router", "experts", "shared", "shared_gate")  # of an MLP's tensors
+NUMBER = re.compile(r"\\\{(layer|expert)\\\}")  # in an escaped name of Family.tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPlace:
+    """Where one of our tensors lies: in their tensor `name`, `rows` from row `first` of each group on.
+
+    of: rows of a group. stack: the place in their first dim, if they have one in front of ours. above: what
+    ours is above theirs.
+    """
+    name: str
+    arrangement: Arrangement
+    first: int
+    rows: int
+    of: int
+    stack: int | None
+    above: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignIndex(StoredIndex):
+    """A checkpoint of another system, as an index of our names. pieces: each tensor, whole. sealed: see
+    foreign_systems.ForeignSystem. notes: for the log."""
+    family: Family
+    model: ModelConfig
+    tensors: NamedTensors
+    places: dict[str, WeightPlace]
+    sealed: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ForeignLoad:
+    """Boxes of a foreign folder that are to be read, as store.StartedLoad is of a checkpoint of ours."""
+    index: ForeignIndex
+    wants: Sequence[tuple[Box, Tensor]]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Reads them. Rows that pad the vocabulary stay. Raises ConfigError naming the folder and tensor."""
+        for box, tensor in self.wants:
+            if box.key in hf.VOCAB_KEYS:
+                rows = max(0, min(box.size[0], vocab_rows(self.index, box.key) - box.start[0]))
+                box, tensor = box.rows(0, rows), tensor[:rows]
+            if box.volume:
+                for piece in pieces_of(box, range(len(box.size))):
+                    read_piece(self.index, piece, tensor[place_in(piece, box)])
+
+
+def vocab_rows(index: ForeignIndex, key: str) -> int:
+    """The rows that the folder has of the embedding or the head."""
+    return index.tensors.tensors[index.places[key].name].shape[0]
+
+
+def place_in(piece: Box, box: Box) -> tuple[slice, ...]:
+    """Where a piece lies in the tensor of its box."""
+    place: list[slice] = []
+    for start, size, box_start in zip(piece.start, piece.size, box.start):
+        first = start - box_start
+        place.append(slice(first, first + size))
+    return tuple(place)
+
+
+def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
+    """Reads one piece of one of our tensors. Raises ConfigError, also for NaN and Inf."""
+    place = index.places[piece.key]
+    arrangement = place.arrangement
+
+    # the groups that the piece's rows lie in; of a single group the rows alone
+    begin, end = piece.start[0], piece.start[0] + piece.size[0]
+    first_group, last_group = begin // place.rows, -(-end // place.rows)
+    in_groups = arrangement.groups > 1 or arrangement.turned
+    if not in_groups:
+        rows = slice(place.first + begin, place.first + end)
+    else:
+        rows = slice(first_group * place.of, last_group * place.of)
+    slices = [rows, *(slice(start, start + size) for start, size in zip(piece.start[1:], piece.size[1:]))]
+    if arrangement.inner:
+        slices.insert(1, slice(0, 1))
+    if arrangement.outer:
+        slices.insert(0, slice(0, 1))
+    if arrangement.transpose:
+        slices.reverse()
+    if place.stack is not None:
+        slices.insert(0, slice(place.stack, place.stack + 1))
+
+    value = index.tensors.read(place.name, tuple(slices))
+    if not is_finite(raw_bytes(value), value.dtype):
+        raise ConfigError(f"{index.path}: {place.name} holds NaN or Inf; these weights are damaged")
+    if place.stack is not None:
+        value = value.squeeze(0)
+    if arrangement.transpose:
+        value = value.t()
+    if arrangement.outer:
+        value = value.squeeze(0)
+    if arrangement.inner:
+        value = value.squeeze(1)
+    if in_groups:
+        grouped = value.unflatten(0, (-1, place.of))[:, place.first:place.first + place.rows]
+        if arrangement.turned:
+            grouped = grouped.roll(place.rows // 2, 1)
+        value = grouped.flatten(0, 1)[begin - first_group * place.rows:][:end - begin]
+    target.copy_(value)
+    if place.above:
+        target.add_(place.above)
+
+
+# ---- the folder --------------------------------------------------------------------------------------------
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a folder is one of Hugging Face, and no checkpoint or run of ours."""
+    ours = (path / "index.json").exists() or (path / "checkpoints").is_dir()
+    return (path / "config.json").is_file() and not ours
+
+
+def open_hf_folder(folder: Path) -> ForeignIndex:
+    """The tensors of a Hugging Face folder under our names. Reads config.json and the headers alone.
+
+    Raises ConfigError naming the file, and the tensor that is unknown, doubled or of an unlikely shape.
+    """
+    path = folder / "config.json"
+    quantization = hf_config.read_keys(path).get(QUANTIZATION)
+    model_type, model = hf_config.read_hf_config(folder, but=(QUANTIZATION,))
+    family = FAMILIES[model_type]
+    tensors = open_safetensors_folder(folder)
+    if quantization is not None:
+        tensors = dequantized(tensors, quantization, path)
+    notes = tuple(hf.unread_notes(tensors.tensors, family, model.layers))
+    tensors = with_full_names(tensors, family, model)
+    return foreign_index(folder, family, hf.tie_embeddings(model, tensors.tensors), tensors, notes)
+
+
+def foreign_index(
+    folder: Path,
+    family: Family,
+    model: ModelConfig,
+    tensors: NamedTensors,
+    notes: tuple[str, ...] = (),
+) -> ForeignIndex:
+    """The tensors under our names. folder: names the checkpoint in errors.
+
+    Raises ConfigError naming the tensor that is unknown, not of floats, or of an unlikely shape.
+    """
+    places: dict[str, WeightPlace] = {}
+    pieces: list[StoredPiece] = []
+    copies, constants = family.copies(model), family.constants_of(model)
+    known = [(re.compile(pattern), keys) for pattern, keys in patterns_of(family).items()]
+    for name, info in tensors.tensors.items():
+        if name in copies:
+            continue
+        if name in constants:
+            hf.check_constant(name, tensors.read(name, ()), constants[name])
+            continue
+        if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+            raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats are read, and of Hugging Face "
+                              "what a quantization_config in config.json describes")
+        match, keys = next(
+            ((match, keys) for pattern, keys in known if (match := pattern.fullmatch(name))), (None, [])
+        )
+        if match is None:
+            raise ConfigError(f"{folder}: {name} is not a weight of {family.model_type}")
+        found = places_in(
+            family,
+            model,
+            name=name,
+            shape=info.shape,
+            keys=keys,
+            numbers=match.groupdict(),
+            where=f"{folder}: {name}",
+        )
+        for box, place in found:
+            places[box.key] = place
+            pieces.append(StoredPiece(box, "F32", file="", name=name, checksum=""))
+    return ForeignIndex(
+        path=folder,
+        save_id="",
+        step=0,
+        files={},
+        pieces=pieces,
+        meta={"tokenizer": "none", "step": 0, "config": {"model": plain_data(model)}},
+        family=family,
+        model=model,
+        tensors=tensors,
+        places=places,
+        notes=notes,
+    )
+
+
+def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -> NamedTensors:
+    """The tensors under the names of the whole model, without buffers: see hf.stored_tensors."""
+    names = text_names(tensors.tensors)
+    bare = not any(name.startswith(family.prefix) for name in names)
+    stored = {
+        text if text == hf.HEAD or not bare else family.prefix + text: name for text, name in names.items()
+    }
+    stored = {
+        family.usual_name(full, model): name for full, name in stored.items()
+        if hf.is_weight(full, family, model.layers)
+    }
+    return replace(
+        tensors,
+        tensors={full: tensors.tensors[name] for full, name in stored.items()},
+        read_box=lambda box: tensors.read_box(replace(box, key=stored[box.key])),
+    )
+
+
+def patterns_of(family: Family) -> dict[str, list[str]]:
+    """{pattern of their name: our names that it holds, in their order}."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for names in (family.tensors, *family.of_mixers.values()):
+        for ours, theirs in names.items():
+            pattern = NUMBER.sub(r"(?P<\1>\\d+)", re.escape(theirs))
+            if ours not in found[pattern]:
+                found[pattern].append(ours)
+    return found
+
+
+def places_in(
+    family: Family,
+    model: ModelConfig,
+    *,
+    name: str,
+    shape: tuple[int, ...],
+    keys: list[str],
+    numbers: dict[str, str],
+    where: str,
+) -> Iterator[tuple[Box, WeightPlace]]:
+    """Our tensors, whole, that one of theirs holds. keys: our names, with {layer} and {expert}; numbers: the
+    values of those that their name has.
+
+    Raises ConfigError, beginning with `where`, for a shape that the model makes another one.
+    """
+    of_first = {"expert": "0", **numbers}
+    keys = [key for key in keys if has_part_of(model, key.format(**of_first))] or keys
+    own_keys = [key.format(**of_first) for key in keys]
+    arrangement = family.arrangement(own_keys[0], model)
+    has_shape = f"{where} has shape {list(shape)}"
+    dims = 1 + arrangement.inner + (arrangement.leading is not None)
+    if len(shape) < dims:
+        raise ConfigError(f"{has_shape}, and at least {dims} dims are expected")
+    inner = shape
+    if arrangement.leading is not None:
+        if shape[0] != arrangement.leading:
+            raise ConfigError(f"{has_shape}, {family.config} makes its first dim {arrangement.leading:,}")
+        inner = shape[1:]
+    if len(inner) > 1 + arrangement.inner and arrangement.transpose:
+        inner = inner[::-1]
+    if arrangement.outer:
+        if inner[:1] != (1,):
+            raise ConfigError(f"{has_shape}, and the dim before its rows should be 1")
+        inner = inner[1:]
+    total, *rest = inner
+    if arrangement.inner:
+        if rest[:1] != [1]:
+            raise ConfigError(f"{has_shape}, and its second dim should be 1")
+        rest = rest[1:]
+    of_each = rows_of(model, own_keys, total)
+    if sum(of_each) != total:
+        raise ConfigError(f"{has_shape}, {family.config} makes it {sum(of_each):,} rows")
+    if any(rows % arrangement.groups for rows in of_each):
+        raise ConfigError(f"{has_shape}, and its rows are not {arrangement.groups:,} groups")
+
+    for stack in range(arrangement.leading or 1):
+        first = 0
+        for key, rows in zip(keys, of_each):
+            own = key.format(**{"expert": str(stack), **numbers})
+            place = WeightPlace(
+                name=name,
+                arrangement=arrangement,
+                first=first,
+                rows=rows // arrangement.groups,
+                of=total // arrangement.groups,
+                stack=None if arrangement.leading is None else stack,
+                above=hf.above_theirs(family, own),
+            )
+            first += place.rows
+            if own in hf.VOCAB_KEYS:
+                if rows != model.vocab:
+                    raise ConfigError(f"{where} has {rows:,} rows, {family.config} {model.vocab:,}")
+                rows = padded_vocab(model)
+            yield Box.whole(own, (rows, *rest)), place
+
+
+def has_part_of(model: ModelConfig, key: str) -> bool:
+    """Whether the layer of our tensor `key` has the part that the tensor belongs to: one name of theirs may
+    stand for the tensors of different parts."""
+    section, *names = key.split(".")
+    if section != "layers":
+        return True
+    layer, part, *rest = int(names[0]), *names[1:]
+    if part.startswith("attn"):
+        return not isinstance(layer_model(model, layer).mixer, NoPart)
+    if part != "mlp":
+        return not isinstance(layer_model(model, layer).mlp, NoPart)
+    return (rest[0] in OF_MIXTURES) == has_experts(model, layer)
+
+
+def rows_of(model: ModelConfig, keys: list[str], total: int) -> list[int]:
+    """The rows of each of our tensors that one of theirs, of `total` rows, stacks."""
+    if len(keys) == 1:
+        return [total]
+    sizes = {}
+    if ".attn." in keys[0]:
+        sizes = mixer_rows(layer_model(model, int(keys[0].split(".")[1])))
+    return [sizes.get(key.split(".")[3].removesuffix("_conv"), total // len(keys)) for key in keys]
+
+
+def mixer_rows(model: ModelConfig) -> dict[str, int]:
+    """{what a mixer projects its input to, as in our names: rows of its matrix}, where they differ."""
+    mixer = model.mixer
+    match mixer:
+        case AttentionConfig():
+            queries, keys = mixer.heads * head_dim(model), kv_heads(model) * head_dim(model)
+            values = kv_heads(model) * value_dim(model)
+            gate = mixer.heads * (1 if isinstance(mixer.gate, HeadGate) else value_dim(model))
+            return {"q": queries, "k": keys, "v": values, "gate": gate}
+        case DeltaConfig():
+            keys = (mixer.key_heads or mixer.heads) * mixer.key_dim
+            return {"q": keys, "k": keys, "v": mixer.heads * mixer.v_dim, "z": mixer.heads * mixer.v_dim}
+        case MambaConfig():
+            inner, shared = mixer.heads * mixer.dim, mixer.groups * mixer.state
+            return {"z": inner, "x": inner, "B": shared, "C": shared, "dt": mixer.heads}
+    return {}
+
+
+def check_copies(index: ForeignIndex) -> None:
+    """Raises ConfigError if a tensor that the folder has a second time differs from the first."""
+    for name, key in index.family.copies(index.model).items():
+        if name not in index.tensors.tensors or key not in index.places:
+            continue
+        first, shape = index.places[key].name, index.tensors.tensors[name].shape
+        is_same = shape == index.tensors.tensors[first].shape
+        for piece in pieces_of(Box.whole(name, shape), range(len(shape))):
+            other = replace(piece, key=first)
+            if not is_same or not torch.equal(index.tensors.read_box(piece), index.tensors.read_box(other)):
+                why = f"from {first}, and {index.family.config} says that they are one"
+                if name != hf.HEAD:
+                    whole = "head" if key == "head.weight" else "embedding"
+                    why = f"from the {whole}, but multi-token prediction shares it"
+                raise ConfigError(f"{index.path}: {name} differs {why}")

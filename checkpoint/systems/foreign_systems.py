@@ -1,0 +1,89 @@
+"""The systems whose checkpoints a new run may begin with (checkpoint.init_from): how each is recognized by
+its files, and what opens it.
+"""
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpoint.systems.dcp import METADATA
+from checkpoint.systems.foreign import ForeignIndex, is_hf_folder, open_hf_folder
+from checkpoint.systems.megatron import find_megatron, open_megatron, seal_megatron
+from checkpoint.systems.nanogpt import find_nanogpt, open_nanogpt
+from checkpoint.systems.system_rules import sealed_zip
+from checkpoint.systems.torchtitan import find_torchtitan, open_torchtitan
+from config import ConfigError, ModelConfig
+
+
+class ForeignSystem(NamedTuple):
+    """looked_for: the files that it is recognized by, in words. find: what is opened of a path, if anything.
+    open: of that, and of the run's model. seal: of that, a sha256 by which another checkpoint is known."""
+    name: str
+    looked_for: str
+    find: Callable[[Path], Path | None]
+    open: Callable[[Path, ModelConfig], ForeignIndex]
+    seal: Callable[[Path], str]
+
+
+def seal_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+SYSTEMS = (  # the first that finds its files
+    ForeignSystem(
+        "Hugging Face",
+        "config.json",
+        find=lambda path: path if is_hf_folder(path) else None,
+        open=lambda folder, _: open_hf_folder(folder),
+        seal=lambda folder: seal_file(folder / "config.json"),
+    ),
+    ForeignSystem("nanoGPT", "ckpt.pt", find_nanogpt, open_nanogpt, seal=sealed_zip),
+    ForeignSystem(
+        "Megatron-LM",
+        "latest_checkpointed_iteration.txt, metadata.json, common.pt or mp_rank_*",
+        find_megatron,
+        open_megatron,
+        seal=seal_megatron,
+    ),
+    ForeignSystem(
+        "torchtitan",
+        ".metadata or step-N/.metadata",
+        find_torchtitan,
+        open_torchtitan,
+        seal=lambda folder: seal_file(folder / METADATA),
+    ),
+)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is a checkpoint of ours, a run folder or a folder of checkpoints."""
+    return (
+        (path / "index.json").exists() or (path / "checkpoints").is_dir() or any(path.glob("step_*"))
+    )
+
+
+def open_foreign(path: Path, run: ModelConfig) -> ForeignIndex:
+    """A checkpoint of another system. run: the model of the run.
+
+    Raises ConfigError: for one of no known system, with what was looked for; and see the readers.
+    """
+    for system in SYSTEMS:
+        found = system.find(path)
+        if found is not None:
+            return replace(system.open(found, run), sealed=system.seal(found))
+    looked_for = ", ".join(f"{system.looked_for} ({system.name})" for system in SYSTEMS)
+    missing = "" if path.exists() else "is not there; it "
+    raise ConfigError(
+        f"checkpoint.init_from: {path} {missing}holds no checkpoint: looked for index.json and checkpoints/ "
+        f"(a run), {looked_for}; give such a folder, or convert the weights to a Hugging Face folder"
+    )
+
+
+def seal_of(path: Path) -> str | None:
+    """ForeignIndex.sealed of what lies there now; None if that is no checkpoint of a known system."""
+    for system in SYSTEMS:
+        found = system.find(path)
+        if found is not None:
+            return system.seal(found)
+    return None
