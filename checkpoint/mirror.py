@@ -5,8 +5,8 @@
     URL/NAME/config.yaml, metrics.jsonl, provenance.jsonl, tokenizer/, patches/
 
 The run folder stays the truth: a checkpoint is committed there first, by checkpoint/disk/store.py, and rank 0
-then sends it. A store has no rename. So index.sha256, without which a folder is no checkpoint, is written when all
-other files are there with their sizes, and removed before one of them is replaced or removed:
+then sends it. A store has no rename. So index.sha256, without which a folder is no checkpoint, is written
+when all other files are there with their sizes, and removed before one of them is replaced or removed:
 
 - A reader never takes a part of an upload for a checkpoint, whenever the writer or the store dies.
 - Older checkpoints are removed only when a newer one is complete, by the rules of the run folder:

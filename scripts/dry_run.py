@@ -331,8 +331,8 @@ def modelled_step(
     scaled = f", by the data sheet of this GPU ({factors})" if factors else ""
     share = Efficiency()
     assumed = (
-        f"modelled, not measured: rates assumed of an H200 (docs/step-model.md){scaled}; exchanges alone on "
-        f"{100 * share.inside:.0f} % of the links in a node, {100 * share.between:.0f} % of those between "
+        f"modelled, not measured: rates assumed of an H200 (lab/docs/step-model.md){scaled}; exchanges alone "
+        f"on {100 * share.inside:.0f} % of the links in a node, {100 * share.between:.0f} % of those between "
         "nodes"
     )
     return TimedStep(line, mfu, assumed)

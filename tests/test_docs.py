@@ -57,6 +57,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "lab" / "docs").glob("*.md")),
 )
 LANGUAGES = ("bash", "text", "python", "diff", "mermaid")
 README_WORDS = 1500

@@ -50,7 +50,7 @@ MAY = {  # room or file: what it may import of ours
     "lab.proof": {*ROOMS, "reading", "build", "start", "train", "lab.proof"} - TOOLS,
     "lab.benchmarks": {*ROOMS, "reading", "build", "start", "train", "lab.benchmarks"} - TOOLS,
     "lab.scaling": {"lab.scaling", "config", "reading", "model", "plan", "runtime"},  # it starts train.py
-    "lab": set(),
+    "lab": {*ROOMS, "reading", "build", "start", "train"} - TOOLS,
     "scripts": {*ROOMS, "reading", "build", "start", "train", *OUTBUILDINGS},
 }
 # what plan may import of model and parallel: arithmetic and descriptions, nothing that computes or exchanges

@@ -11,7 +11,7 @@ memory does not suffice all the same. Ours runs the dense model first and last a
 difference is the noise. "ours is" compares the model's FLOPs a second, so rows of different layers can be
 compared. On a machine that is met for the first time `scripts.bench first` comes before the race.
 
-What travels to a machine without a network, and how the peers' packages get there: docs/benchmarks.md.
+What travels to a machine without a network, and how the peers' packages get there: lab/docs/benchmarks.md.
 
 MFU: model FLOPs (plan/count.py: causal attention once and within documents, a mixture's active experts, no
 padding) over 989 TFLOP/s dense bf16.

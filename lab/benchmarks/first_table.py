@@ -89,7 +89,7 @@ def compared_lines(rows: Iterable[Mapping]) -> list[str]:
             })  # fmt: skip
     if not steps:
         return []
-    text = "Rates as measured below; those that were not are the middle ones of docs/step-model.md."
+    text = "Rates as measured below; those that were not are the middle ones of lab/docs/step-model.md."
     if not any(step["modelled MFU"] != "n/a" for step in steps):
         text += " The peak of this machine is not known, or it is a CPU, where the model says nothing."
     lines = ["## Modelled beside measured", "", text, "", *markdown_table(steps), ""]

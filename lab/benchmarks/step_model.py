@@ -3,7 +3,7 @@
     python -m scripts.bench model                       every scenario
     python -m scripts.bench model dense moe             two of them
     python -m scripts.bench model --json > FILE         what another table can stand beside
-    python -m scripts.bench model --page docs/step-model.md --before FILE
+    python -m scripts.bench model --page lab/docs/step-model.md --before FILE
                                                         writes the tables into the page
 
 Nothing is timed. The launches are those of the real train_step (plan/record/launches.py). What each is for,
@@ -507,7 +507,7 @@ BEGIN, END = "<!-- written by: ", "<!-- end of what is written -->"
 
 
 def page_text(steps: Sequence[ModelledStep], command: str, before: Sequence[Mapping]) -> str:
-    """All tables, as they stand in docs/step-model.md."""
+    """All tables, as they stand in lab/docs/step-model.md."""
     parts = [f"{BEGIN}{command} -->", f"Commit {commit_id()}; torch {torch.__version__}."]
     parts += ["### Steps", steps_table(steps)]
     parts += ["### Where the time goes: ms at the middle rates", parts_table(steps)]

@@ -11,7 +11,7 @@ PEERS = "peers"  # the ignored folder that travels with the tracked files
 MADE = (PEERS, "runs", "out", "wandb", "__pycache__")  # folders that git ignores
 MOST_BYTES = 64 << 20  # what a machine takes that is reached by copies alone
 PEER_PACKAGES = ("torchtitan", "megatron-core", "transformer-engine", "liger-kernel")
-MISSING = "they are rows without a number; docs/benchmarks.md says how to bring them (--site)"
+MISSING = "they are rows without a number; lab/docs/benchmarks.md says how to bring them (--site)"
 
 
 def tracked_files(root: Path = ROOT) -> list[Path]:

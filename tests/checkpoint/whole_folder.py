@@ -1,5 +1,6 @@
-"""A Hugging Face folder read and written at once, a whole tensor at a time: what checkpoint/systems/foreign.py
-reads in pieces and checkpoint/hf/export.py writes file by file is compared with this.
+"""A Hugging Face folder read and written at once, a whole tensor at a time: what
+checkpoint/systems/foreign.py reads in pieces and checkpoint/hf/export.py writes file by file is compared with
+this.
 """
 
 from collections import defaultdict

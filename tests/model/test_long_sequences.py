@@ -3,7 +3,7 @@ many bytes after 8,192 tokens as after 1,024.
 
     python -m pytest tests/model/test_long_sequences.py -s
 
-prints the tables of docs/benchmarks.md. Times are CPU-seconds of one thread, the least of the rounds, in
+prints the tables of lab/docs/benchmarks.md. Times are CPU-seconds of one thread, the least of the rounds, in
 which all kinds take turns.
 """
 

@@ -23,7 +23,7 @@ from kernels import triton_
 from plan.record.launches import CHIPS
 
 ROOT = Path(__file__).parents[3]
-PEERS_MIB = 55.95  # on 2026-11-29: wheels, the extension, cuDNN's frontend 1.32 (docs/benchmarks.md)
+PEERS_MIB = 55.95  # on 2026-11-29: wheels, the extension, cuDNN's frontend 1.32 (lab/docs/benchmarks.md)
 FIRST = ("first", "--device", "cpu", "--tiny")
 ONLY = "kernels/test_embedding.py,dense ours,packed ours+libraries"
 
@@ -315,4 +315,4 @@ def test_the_peers_that_are_there_are_named(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.2.2\n")
     line = travel.describe_peers(str(tmp_path))
-    assert line.startswith("peers: torchtitan 0.2.2; not there: ") and "docs/benchmarks.md" in line
+    assert line.startswith("peers: torchtitan 0.2.2; not there: ") and "lab/docs/benchmarks.md" in line
