@@ -60,7 +60,7 @@ PAGES = (
     *sorted((ROOT / "lab" / "docs").glob("*.md")),
 )
 LANGUAGES = ("bash", "text", "python", "diff", "mermaid")
-README_WORDS = 1500
+README_WORDS = 900
 
 
 # ---- the parts of a page -----------------------------------------------------------------------------------
