@@ -97,6 +97,11 @@ class Bucket:
             device=device,
         )
 
+    @property
+    def owners(self) -> Group:
+        """The ranks that own the same elements, with the same summed gradients."""
+        return self.groups.replica if self.zero else self.groups.reduce
+
 
 def sharding_groups(mesh: Mesh, is_expert: bool) -> ShardingGroups:
     """The groups of the experts' parameters, or of the others."""

@@ -95,8 +95,7 @@ def shared_by_group(
         kind = [(number, bucket) for number, bucket in enumerate(buckets) if bucket.is_expert == is_expert]
         if not kind:
             continue
-        groups = kind[0][1].groups
-        owners = groups.replica if kind[0][1].zero else groups.reduce
+        first = kind[0][1]
         owned: list[FlatCopy] = []
         full: list[FlatCopy] = []
         for number, bucket in kind:
@@ -106,8 +105,8 @@ def shared_by_group(
             if bucket.zero < 3 and weights is not None and not is_same_memory(weights, bucket.weights.master):
                 copies = [Copy(name_of(slot), slot.view_in(weights)) for slot in bucket.slots]
                 full.append(FlatCopy(weights, copies))
-        yield owners, owned
-        yield groups.reduce, full
+        yield first.owners, owned
+        yield first.groups.reduce, full
 
     sums_alone = device.type != "cpu"
     whole = [slots_whole_on_tp_ranks(bucket, sums_alone) for bucket in buckets]

@@ -57,11 +57,9 @@ def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tupl
     The elements are views. A tensor of n dims falls into at most 2n - 1 boxes. each_once: leaves out what
     another rank has too, and counts, so that all ranks together have every element once.
     """
-    # the ranks that own the same shard
-    copies = bucket.groups.replica if bucket.zero else bucket.groups.reduce
     found: list[tuple[Box, Tensor]] = []
     for slot in bucket.slots:
-        if not each_once or (slot.counted_in_norm and copies.index == 0):
+        if not each_once or (slot.counted_in_norm and bucket.owners.index == 0):
             found += boxes_of_slot(bucket, slot, flat)
     return found
 

@@ -1,0 +1,34 @@
+"""parallel/sharding/bucket.py: which ranks share what a bucket holds."""
+
+import pytest
+import torch
+
+from parallel.sharding.boxes import Box
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.slots import ShardingConfig
+from parallel.sharding.spec import ParameterSpec, parameter
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+
+# ranks 0 to 7: dp_replicate outermost, then dp_shard, then tp
+DIMS = ParallelDims(8, tp=2, dp_replicate=2)
+
+
+def bucket(zero, **spec):
+    param = parameter(ParameterSpec((Box.whole("w", (4, 4)),), "hidden", **spec))
+    mesh = Mesh.without_processes(DIMS, rank=0)
+    return Bucket([param], mesh, ShardingConfig(zero=zero), dtype=torch.float32, device="cpu", seed=0)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_shard_is_owned_by_its_replicas(zero):
+    assert bucket(zero).owners.ranks == (0, 4)
+
+
+def test_without_zero_all_data_parallel_ranks_own_the_same():
+    assert bucket(0).owners.ranks == (0, 2, 4, 6)
+
+
+def test_experts_are_owned_over_the_axes_of_experts():
+    assert bucket(1, is_expert=True).owners.ranks == (0, 4)
+    assert bucket(0, is_expert=True).owners.ranks == (0, 1, 2, 3, 4, 5, 6, 7)
