@@ -20,7 +20,7 @@ a sound run then differs in the last bit.
 """
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,14 +28,13 @@ from torch import Tensor
 
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import Slot
-from parallel.sharding.views import owned_part
+from parallel.sharding.views import Moments, owned_part, state_flats
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.checksum import checksum
 from parallel.wire.comm import Group
 
 MAX_NAMED = 4  # differences, and ranks, that a message names
-Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
 
 
 class ReplicasDiffer(RuntimeError):
@@ -99,7 +98,7 @@ def shared_by_group(
         owned: list[FlatCopy] = []
         full: list[FlatCopy] = []
         for number, bucket in kind:
-            for suffix, flat in flats_of(bucket, number, moments):
+            for suffix, flat in state_flats(bucket, number, moments):
                 owned.append(FlatCopy(flat, copies_of(bucket, bucket.slots, flat, suffix)))
             weights = bucket.weights.full
             if bucket.zero < 3 and weights is not None and not is_same_memory(weights, bucket.weights.master):
@@ -119,15 +118,6 @@ def shared_by_group(
 
 def is_same_memory(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.dtype == y.dtype
-
-
-def flats_of(bucket: Bucket, number: int, moments: Moments) -> Iterator[tuple[str, Tensor]]:
-    """(suffix of its keys, flat tensor) of the masters and the moments of bucket number `number`."""
-    yield "", bucket.weights.master
-    for name, of_buckets in moments.items():
-        flat = of_buckets[number]
-        if flat is not None:
-            yield f"@{name}", flat
 
 
 def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
@@ -154,7 +144,7 @@ def parts_of(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -
     found: list[FlatCopy] = []
     for number, bucket in enumerate(buckets):
         copies: list[Copy] = []
-        for suffix, flat in flats_of(bucket, number, moments):
+        for suffix, flat in state_flats(bucket, number, moments):
             copies += copies_of(bucket, slots[number], flat, suffix)
         if slots[number]:
             found.append(FlatCopy(None, copies))

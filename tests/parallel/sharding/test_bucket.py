@@ -1,4 +1,4 @@
-"""parallel/sharding/bucket.py: which ranks share what a bucket holds."""
+"""parallel/sharding/bucket.py and views.py: which ranks share a bucket, and what of it is stored."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import ShardingConfig
 from parallel.sharding.spec import ParameterSpec, parameter
+from parallel.sharding.views import state_flats
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 
@@ -32,3 +33,12 @@ def test_without_zero_all_data_parallel_ranks_own_the_same():
 def test_experts_are_owned_over_the_axes_of_experts():
     assert bucket(1, is_expert=True).owners.ranks == (0, 4)
     assert bucket(0, is_expert=True).owners.ranks == (0, 1, 2, 3, 4, 5, 6, 7)
+
+
+def test_a_state_is_the_master_and_the_moments_that_a_bucket_has():
+    """Muon keeps no moment of AdamW for a hidden bucket, and no momentum for the others."""
+    one, other = bucket(1), bucket(1)
+    momentum, average = torch.ones(4), torch.zeros(4)
+    moments = {"muon_m": [momentum, None], "v": [None, average]}
+    assert list(state_flats(one, 0, moments)) == [("", one.weights.master), ("@muon_m", momentum)]
+    assert list(state_flats(other, 1, moments)) == [("", other.weights.master), ("@v", average)]
