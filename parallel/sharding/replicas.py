@@ -99,7 +99,7 @@ def shared_by_group(
         full: list[FlatCopy] = []
         for number, bucket in kind:
             for suffix, flat in state_flats(bucket, number, moments):
-                owned.append(FlatCopy(flat, copies_of(bucket, bucket.slots, flat, suffix)))
+                owned.append(FlatCopy(flat, owned_slices(bucket, bucket.slots, flat, suffix)))
             weights = bucket.weights.full
             if bucket.zero < 3 and weights is not None and not is_same_memory(weights, bucket.weights.master):
                 copies = [Copy(name_of(slot), slot.view_in(weights)) for slot in bucket.slots]
@@ -145,14 +145,14 @@ def parts_of(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -
     for number, bucket in enumerate(buckets):
         copies: list[Copy] = []
         for suffix, flat in state_flats(bucket, number, moments):
-            copies += copies_of(bucket, slots[number], flat, suffix)
+            copies += owned_slices(bucket, slots[number], flat, suffix)
         if slots[number]:
             found.append(FlatCopy(None, copies))
     return found
 
 
-def copies_of(bucket: Bucket, slots: Sequence[Slot], flat: Tensor, suffix: str) -> list[Copy]:
-    """One for each parameter, also where this rank owns none of its elements: all ranks list the same."""
+def owned_slices(bucket: Bucket, slots: Sequence[Slot], flat: Tensor, suffix: str) -> list[Copy]:
+    """Return this rank's part of each parameter: empty where it owns none, so all ranks list the same."""
     found: list[Copy] = []
     for slot in slots:
         start, end = owned_part(bucket, slot.offset, slot.numel)
