@@ -111,7 +111,8 @@ def shared_by_group(
     whole = [slots_whole_on_tp_ranks(bucket, sums_alone) for bucket in buckets]
     yield mesh.tp, parts_of(buckets, moments, whole)
     if mesh.embedding_ends is not None:
-        yield mesh.embedding_ends, parts_of(buckets, moments, [tied_slots(bucket) for bucket in buckets])
+        tied = [[slot for slot in bucket.slots if slot.param.spec.is_at_both_ends] for bucket in buckets]
+        yield mesh.embedding_ends, parts_of(buckets, moments, tied)
     if more:
         yield mesh.pipeline_stage, [FlatCopy(None, [Copy(name, tensor)]) for name, tensor in more]
 
@@ -132,11 +133,6 @@ def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
         if spec.is_replicated_over_tp and not spec.is_expert and is_summed:
             found.append(slot)
     return found
-
-
-def tied_slots(bucket: Bucket) -> list[Slot]:
-    """The tables of a bucket that both ends of the pipeline hold."""
-    return [slot for slot in bucket.slots if "embedding_ends" in slot.param.spec.partial_over]
 
 
 def parts_of(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -> list[FlatCopy]:

@@ -48,7 +48,8 @@ def write_shares(buckets: list[Bucket], mesh: Mesh) -> list[Share]:
 
     shares: list[Share] = []
     for number, bucket in enumerate(buckets):
-        slots = [slot for slot in bucket.slots if id(slot) not in others and is_first_end(slot, mesh)]
+        own = [slot for slot in bucket.slots if id(slot) not in others]
+        slots = [slot for slot in own if slot.param.spec.is_first_end(mesh.pp.index)]
         shares.append(Share(replica_range(bucket, number), tuple(slots)))
     return shares
 
@@ -113,8 +114,3 @@ def part_of_replica(bucket: Bucket, number: int, replica: int, most: int) -> ran
 def is_whole_on_tp_ranks(slot: Slot) -> bool:
     """Whether every tp rank holds the parameter. That of an expert is held by one rank."""
     return slot.param.spec.is_replicated_over_tp and not slot.param.spec.is_expert
-
-
-def is_first_end(slot: Slot, mesh: Mesh) -> bool:
-    """False for a table that the first stage of the pipeline holds too, and writes."""
-    return "embedding_ends" not in slot.param.spec.partial_over or mesh.pp.index == 0

@@ -5,6 +5,7 @@ import torch
 
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
+from parallel.sharding.shares import write_shares
 from parallel.sharding.slots import ShardingConfig
 from parallel.sharding.spec import ParameterSpec, parameter
 from parallel.sharding.views import state_flats
@@ -42,3 +43,17 @@ def test_a_state_is_the_master_and_the_moments_that_a_bucket_has():
     moments = {"muon_m": [momentum, None], "v": [None, average]}
     assert list(state_flats(one, 0, moments)) == [("", one.weights.master), ("@muon_m", momentum)]
     assert list(state_flats(other, 1, moments)) == [("", other.weights.master), ("@v", average)]
+
+
+def test_a_tied_table_is_counted_and_saved_at_the_first_end():
+    """Of the two stages that hold it. What one stage alone holds is its own."""
+    dims = ParallelDims(2, pp=2)
+    for partial_over, owners in (("embedding_ends",), [True, False]), ((), [True, True]):
+        param = parameter(ParameterSpec((Box.whole("w", (4, 4)),), "embedding", partial_over=partial_over))
+        counted, saved = [], []
+        for rank in range(2):
+            mesh = Mesh.without_processes(dims, rank)
+            one = Bucket([param], mesh, ShardingConfig(), dtype=torch.float32, device="cpu", seed=0)
+            counted.append(one.slots[0].counted_in_norm)
+            saved.append(bool(write_shares([one], mesh)[0].slots))
+        assert counted == saved == owners
