@@ -69,7 +69,7 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_matrix
 from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
-from parallel.sharding.views import boxes_of, boxes_within
+from parallel.sharding.views import Moments, boxes_of, boxes_within, state_flats
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm, messages
@@ -105,7 +105,6 @@ Result = TypeVar("Result")
 Choose = Callable[[dict[pathlib.Path, str]], "StartingPoint"]  # {checkpoint: why it is damaged} -> another
 Check = Callable[[pathlib.Path], store.StoredIndex]  # raises IntegrityError: store.verify, store.quick_check
 Indexes = dict[pathlib.Path, store.StoredIndex]
-Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
 
 
 # ---- what is used of a run ---------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def state_boxes(
     found: BoxedTensors = []
     for position, bucket in enumerate(buckets):
         share = None if shares is None else shares[position]
-        for suffix, flat in flats_of(bucket, position, state):
+        for suffix, flat in state_flats(bucket, position, state):
             if share is None:
                 boxes = boxes_of(bucket, flat)
             else:
@@ -210,14 +209,6 @@ def state_boxes(
             for box, part in boxes:
                 found.append((dataclasses.replace(box, key=box.key + suffix), part))
     return found
-
-
-def flats_of(bucket: Bucket, position: int, state: Moments) -> list[tuple[str, Tensor]]:
-    """[(suffix of its keys, flat tensor)] of the masters and the moments of the bucket at this position."""
-    flats: list[tuple[str, Tensor | None]] = [("", bucket.weights.master)]
-    for name, moments in state.items():
-        flats.append((f"@{name}", moments[position]))
-    return [(suffix, flat) for suffix, flat in flats if flat is not None]
 
 
 def moments_of(run: RunState) -> Moments:
@@ -653,7 +644,7 @@ def weight_boxes(buckets: list[Bucket], more: Sequence[tuple[Box, Tensor]] = ())
 def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
     """Brings every replica of a shard what the others have read of it. Collective."""
     for position, bucket in enumerate(buckets):
-        pass_on(bucket, position, [flat for _, flat in flats_of(bucket, position, state)])
+        pass_on(bucket, position, [flat for _, flat in state_flats(bucket, position, state)])
 
 
 def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> list[str]:

@@ -10,6 +10,7 @@ strict.py    YAML without its surprises; ConfigError
 machine.py   whether this system will do, and how many cores it has
 provenance.py  which code, command, packages and machine made something
 command_line.py  the parser of a script's options
+plots.py     what all pictures share: figure, style, file
 values.py    combinations of values, for searches and proofs
 reading/     recipes, files and command lines become a config, by rules; it knows the parts of a model
 

@@ -5,7 +5,6 @@ What it reads, keeps and supports is declared in config/optimizers.py.
 Optimizers that need more than single elements say how they get it: norms of whole tensors in optim/lamb.py,
 whole matrices in optim/muon.py.
 """
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +12,8 @@ from torch import Tensor
 
 from config import OptimConfig
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.views import update_ranges
+from parallel.sharding.views import Moments, update_ranges
 from parallel.topology.mesh import Mesh
-
-State = Mapping[str, Sequence[Tensor | None]]  # {name: a flat tensor for each bucket, or None}
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Optimizer:
         for name in self.MOMENTS:
             self.moments[name] = [zeros_like_master(bucket) for bucket in buckets]
 
-    def state(self) -> State:
+    def state(self) -> Moments:
         """What a checkpoint stores beside the master weights."""
         return self.moments
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from config.optimizers import EMA
 from kernels.grad import accumulation_dtype
-from optim.base import State
 from parallel.offload import CopyStream, copy_stream, staged_chunks
 from parallel.sharding.bucket import Bucket, wait_param_gathers
+from parallel.sharding.views import Moments
 from parallel.topology.mesh import Mesh
 
 
@@ -42,7 +42,7 @@ class WeightEMA:
         if buckets and buckets[0].sharding.offload_master:
             self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)
 
-    def state(self) -> State:
+    def state(self) -> Moments:
         """What a checkpoint stores."""
         return {EMA: self.averages}
 

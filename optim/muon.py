@@ -17,7 +17,7 @@ from torch import Tensor
 from config import OptimConfig
 from kernels.newton_schulz import newton_schulz
 from optim.adamw import AdamW
-from optim.base import Optimizer, State, copy_where, zeros_like_master
+from optim.base import Optimizer, copy_where, zeros_like_master
 from optim.muon_exchange import (
     BoxValues,
     exchange_boxes,
@@ -27,7 +27,7 @@ from optim.muon_exchange import (
 )
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.views import boxes_of, update_ranges
+from parallel.sharding.views import Moments, boxes_of, update_ranges
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
@@ -69,7 +69,7 @@ class Muon(Optimizer):
             boxes += [box for box, _ in boxes_of(bucket, bucket.weights.master, each_once)]
         return boxes
 
-    def state(self) -> State:
+    def state(self) -> Moments:
         """What a checkpoint stores beside the master weights."""
         state: dict[str, list[Tensor | None]] = {
             "muon_m": [self.momentum.get(index) for index in range(len(self.buckets))],

@@ -75,7 +75,7 @@ class GradientNoiseScale:
         # Gradients are sums over tokens times token_scale; |n G|^2 / n = n |G|^2.
         token_scale = (loss_scale / step_tokens).to(dtype)  # as in train_step, rounded as it is there
         small = small / token_scale**2 / first_tokens.clamp(min=1)
-        big = big / ((token_scale * step_tokens)**2 * self.copies())
+        big = big / ((token_scale * step_tokens)**2 * self.buckets[0].owners.size)
 
         # of the ranks that share a microbatch, one counts its tokens
         counts_tokens = self.mesh.model_parallel.index == 0
@@ -101,7 +101,3 @@ class GradientNoiseScale:
                 small.append(grads.first_microbatch_squares)
             big.append(grads.squared_norm_of_hidden(grads.local, bucket.shard_start, bucket.shard_end))
         return torch.stack(small).sum(), torch.stack(big).sum()
-
-    def copies(self) -> int:
-        """Number of ranks that hold the same summed gradients."""
-        return self.mesh.dp_replicate.size if self.buckets[0].zero else self.mesh.dp_cp.size

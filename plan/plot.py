@@ -4,13 +4,13 @@ which is imported only when it is needed).
 A later chunk of a rank has a lighter shade in the picture, and lower case in the text. Ops that overlap share
 their row.
 """
-import os
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from config.plots import GRID, INK, new_figure, save_figure, set_title
 from plan.simulate import Span, Timeline
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ Colour = tuple[float, float, float]  # red, green, blue, from 0 to 1
 
 COLOURS = {"F": "#2f6db3", "B": "#d9742b", "I": "#c2497a", "W": "#2e9384"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-INK = "#333333"
 EMPTY = "#f1f1f1"
 FIRST_RANK: Colour = (0.13, 0.17, 0.35)  # of the memory curves
 LAST_RANK: Colour = (0.75, 0.68, 0.80)
@@ -143,28 +142,19 @@ def draw(timelines: list[tuple[str, Timeline]], out: Path, unit: str) -> Path:
     unit: of time, for the axis. The format is out's suffix (png, svg, pdf); out is replaced atomically.
     Raises OSError.
     """
-    figure = make_figure(timelines, unit)
-    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
-    figure.savefig(temporary)
-    os.replace(temporary, out)
+    save_figure(make_figure(timelines, unit), out)
     return out
 
 
 def make_figure(timelines: list[tuple[str, Timeline]], unit: str) -> "Figure":
     """The picture of `draw`."""
-    # no pyplot: it has global state and asks for displays
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     heights: list[float] = []
     most_ops = 0
     for _, timeline in timelines:
         heights += [min(0.42 * len(timeline.ranks), 24.0), 1.1]
         most_ops = max(most_ops, *map(len, timeline.ranks))
     width = min(max(9.0, 0.24 * most_ops + 2.5), 36.0)
-    size = (width, sum(heights) + 1.1 * len(timelines) + 0.9)
-    figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, sum(heights) + 1.1 * len(timelines) + 0.9)
     grid = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
     axes = grid[:, 0]
 
@@ -251,7 +241,7 @@ def draw_rows(axes: "Axes", title: str, timeline: Timeline) -> None:
     ))
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=TITLE_PAD)
+    set_title(axes, title, TITLE_PAD)
     draw_legend(axes, timeline)
 
 
@@ -317,7 +307,7 @@ def draw_memory(axes: "Axes", timeline: Timeline) -> None:
     axes.locator_params(axis="y", integer=True, nbins=5)
     axes.set_ylabel("microbatches\nheld", color=INK, fontsize=9)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 0.94), ncols=2, **LEGEND_STYLE)
-    axes.grid(axis="y", color="#e6e6e6", lw=0.6)
+    axes.grid(axis="y", color=GRID, lw=0.6)
     axes.set_axisbelow(True)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from config import ModelConfig, modules_ahead
+from config.plots import INK, new_figure, plain_text, save_figure, set_title
 from model.router import ExpertsConfig, has_experts, mixture
 
-INK = "#333333"
 COLUMNS = 512  # time steps of the picture
 NPY_HEADER_BYTES = 4096  # upper bound
 MAX_LAYER_LABELS = 24
@@ -171,10 +171,7 @@ class ExpertLoadMap:
         """
         if not len(self.counts):
             return None
-        # not pyplot: it has global state and looks for a display
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
 
         columns, layers, experts = self.counts.shape
         choices = np.maximum(self.counts.sum(2, keepdims=True), 1)
@@ -182,9 +179,7 @@ class ExpertLoadMap:
         rows = load.reshape(columns, -1).T  # [layers * experts, columns]
 
         # the map
-        height = min(2 + 0.08 * layers * experts, 14)
-        figure = Figure(figsize=(10, height), dpi=130, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(10, min(2 + 0.08 * layers * experts, 14))
         axes = figure.subplots()
         image = axes.imshow(
             rows.clip(0.1, 10), aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=LogNorm(0.1, 10),
@@ -198,7 +193,7 @@ class ExpertLoadMap:
         axes.set_yticks(middles, [f"layer {self.layers[row]}" for row in labelled])
         axes.set_xlabel("step", color=INK)
         heading = f"load of {self.experts} experts a layer" + (f" · {title}" if title else "")
-        axes.set_title(heading.replace("$", r"\$"), loc="left", fontsize=11, color=INK)
+        set_title(axes, plain_text(heading))
         axes.tick_params(length=0, labelcolor=INK, labelsize=9)
         axes.spines[:].set_visible(False)
         bar = figure.colorbar(image, ax=axes, ticks=[0.1, 0.3, 1, 3, 10], format="%g", shrink=0.8)
@@ -206,7 +201,5 @@ class ExpertLoadMap:
         bar.outline.set_visible(False)
 
         out = self.file.with_name("experts.png")
-        temp = out.with_name("experts.png.tmp")
-        figure.savefig(temp, format="png")
-        os.replace(temp, out)
+        save_figure(figure, out)
         return out

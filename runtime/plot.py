@@ -3,7 +3,6 @@
     python -m runtime.plot RUN [PARAMETERS]     draws it for a run that goes on
 """
 import os
-import re
 import subprocess
 import sys
 import time
@@ -13,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from config import read_yaml
+from config.plots import INK, new_figure, plain_text, save_figure, set_open_frame, set_title
 from runtime.console import short_number
 from runtime.lines import Rows, read_metrics
 
-RAW, SMOOTH, VALID, RATE, INK = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63", "#333333"  # colours
+RAW, SMOOTH, VALID, RATE = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63"  # colours
 MAX_POINTS = 2000  # more than a picture of this size can show
 PICTURE_SECONDS = 60.0  # between two pictures of a run that goes on
 ROOT = Path(__file__).parent.parent
@@ -72,32 +72,22 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     valid = [row for row in valid if row["val_loss"] is not None]
     if last is None or not train:
         return None
-    # not pyplot: it has global state and looks for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.4), dpi=130, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5.4, layout=None)
     figure.subplots_adjust(left=0.085, right=0.985, top=0.93, bottom=0.095, hspace=0.12)
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
 
     steps = column(train, "step")
     shown = np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).astype(int))
     draw_losses(loss_axes, train, valid, shown)
-    loss_axes.set_title(title(run_dir, params, last), loc="left", fontsize=11, color=INK)
+    set_title(loss_axes, title(run_dir, params, last))
     draw_rate(rate_axes, steps[shown], column(train, "lr")[shown])
     for axes in (loss_axes, rate_axes):
         draw_phases(axes, train)
+        set_open_frame(axes)
     rate_axes.set_xlim(0, max(steps[-1], 1))
-    for axes in (loss_axes, rate_axes):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#e6e6e6", lw=0.6)
-        axes.set_axisbelow(True)
 
     out = run_dir / "loss.png"
-    temp = out.with_name("loss.png.tmp")
-    figure.savefig(temp, format="png")
-    os.replace(temp, out)
+    save_figure(figure, out)
     return out
 
 
@@ -154,8 +144,7 @@ def title(run_dir: Path, params: str, last: dict[str, Any]) -> str:
         f"{params} parameters" if params else "",
         f"{last['step']:,} steps, {short_number(last['tokens'])} tokens",
     ]
-    text = " · ".join(part for part in parts if part)
-    return re.sub(r"\$", r"\\$", text)  # matplotlib takes $...$ for a formula
+    return plain_text(" · ".join(part for part in parts if part))
 
 
 def smoothed(values: np.ndarray, indices: np.ndarray) -> np.ndarray:

@@ -35,13 +35,11 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from build import build_run, with_vocab
 from config import Config, ConfigError
 from config.command_line import CommandParser
+from config.plots import new_figure, save_figure, shades
 from config.reading import phases_of, resolve, split_argv, stated_keys, unused
 from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, table_lines, wrapped
@@ -581,17 +579,17 @@ def exchange_words(role: RoleSummary) -> list[str]:
 def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, path: Path) -> None:
     """Memory over the step: a curve for each place, and what holds that of the fullest rank. Raises
     ConfigError if the file cannot be written."""
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    from matplotlib import colormaps
+
+    figure = new_figure(9, 8, dpi=150)
     of_places, of_fullest = figure.subplots(2, 1)
-    shades = colormaps["viridis"]
-    for number, role in enumerate(roles):
+    for role, colour in zip(roles, shades(len(roles), first=0.0, last=0.9)):
         of_places.step(
             [point.time for point in role.curve],
             [point.nbytes / GIB for point in role.curve],
             where="post",
             linewidth=0.8,
-            color=shades(0.9 * number / max(1, len(roles) - 1)),
+            color=colour,
             label=f"place {dims.coordinates(role.rank)['pp']}",
         )
     if hardware.memory is not None:
@@ -623,7 +621,7 @@ def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, pa
     for axes in (of_places, of_fullest):
         axes.set(xlabel="operations of the step", ylabel="GiB of tensors", ylim=(0, None), xlim=(0, None))
     with writing("--picture", path):
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -775,6 +775,16 @@ def test_the_picture_of_the_folders_is_that_of_the_imports():
         assert lower in MAY[upper] and upper not in MAY[lower], f"{upper} --> {lower}"
 
 
+def test_a_name_that_a_page_places_in_a_file_is_defined_there():
+    """`train_step` in `train.py`; `accumulate_grad`, `write_grad`, `kernels/grad.py`"""
+    placed = re.compile(r"((?:`[A-Za-z_][\w.]*`(?:, | in | \())+)`([\w/]+\.py)`")
+    for names, file in placed.findall((ROOT / "docs" / "architecture.md").read_text()):
+        source = (ROOT / file).read_text()
+        for name in re.findall(r"`([\w.]+)`", names):
+            for part in name.split("."):
+                assert re.search(rf"\b(def|class) {part}\b", source), f"{file} defines no {name}"
+
+
 def test_commands_are_understood():
     problems = []
     for page in pages().values():

@@ -187,6 +187,13 @@ def test_one_mouth_to_object_stores():
             assert not firsts & {"fsspec", "s3fs", "gcsfs", "adlfs"}, where
 
 
+def test_figures_are_made_in_one_place():
+    for where, tree in sources():
+        if room(where) != "tests" and str(where) != "config/plots.py":
+            names = list(imports(tree))
+            assert not any(n.startswith(("matplotlib.backends", "matplotlib.pyplot")) for n in names), where
+
+
 def test_environment_is_read_in_setup_alone():
     for where, _ in sources():
         if str(where) in ("runtime/setup.py", "runtime/__init__.py"):

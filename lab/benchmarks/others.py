@@ -8,7 +8,6 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +27,7 @@ SDPA_ORDER = [
 ]
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]  # (tokens [b, s], targets [b, s]) -> the loss, a scalar
-
-
-class LossFunction(Protocol):
-    """logits [b, s, vocab], targets [b, s] -> the mean loss, a scalar."""
-
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor: ...
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # (logits [b, s, vocab], targets [b, s]) -> the mean loss
 
 
 def sdpa_backends(device: str) -> contextlib.AbstractContextManager[object]:

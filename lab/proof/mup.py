@@ -11,7 +11,6 @@ Under muP no change may grow or vanish, and no size may grow. Without muP the ch
 grow, or the check could see nothing.
 """
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, log2
@@ -24,6 +23,7 @@ import config
 from build import build_run
 from config import ChannelMixer, Config, ConfigError, MupConfig, NoPart, TokenMixer, layer_kinds
 from config.pattern import BlockVariant
+from config.plots import INK, new_figure, save_figure, set_open_frame, set_title
 from config.reading import resolve
 from config.reading.suggestions import check_rules
 from config.tree import with_values
@@ -374,12 +374,7 @@ def table(title: str, widths: tuple[int, ...], found: list[Row]) -> list[str]:
 
 def draw(out: Path, name: str, widths: tuple[int, ...], found: dict[str, list[Row]]) -> None:
     """Draws the changes by width, one panel a parametrization. Raises OSError if it cannot write `out`."""
-    # not pyplot, which has global state and asks for displays
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), dpi=130, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 4.2)
     for axes, (title, of_title) in zip(figure.subplots(1, 2, sharey=True), found.items()):
         changes = [row for row in of_title if row.what == "change"]
         for row, colour in zip(changes, COLOURS):
@@ -389,16 +384,10 @@ def draw(out: Path, name: str, widths: tuple[int, ...], found: dict[str, list[Ro
         axes.set_yscale("log")
         axes.set_xticks(widths, [str(width) for width in widths])
         axes.set_xlabel("width")
-        axes.set_title(title, loc="left", fontsize=11, color="#333333")
+        set_title(axes, title)
         axes.legend(frameon=False, fontsize=8, title="exponent", title_fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#e6e6e6", lw=0.6)
-        axes.set_axisbelow(True)
+        set_open_frame(axes)
     figure.axes[0].set_ylabel(f"mean |change| after step {STEPS}")
     title = f"{name}: how far training moves each activation"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color="#333333")
-
-    # one rename, so that the file is never half written
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, out)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    save_figure(figure, out)

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from config import Config, ConfigError, Tree, as_number, provenance
+from config.plots import INK, new_figure, plain_text, set_open_frame
 from config.reading import Phase, Phases, flatten_tree, phases_of, resolve, span_of
 from config.terminal import table_lines
 from config.tree import plain_data, value_at
@@ -493,12 +494,7 @@ def drawn_steps(run: Run) -> Array:
 
 def draw_runs(runs: list[Run]) -> bytes:
     """Losses over tokens, and beside them over FLOPs where that is another picture: a PNG."""
-    # not pyplot: it has global state and looks for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(11, 4.6), dpi=130, facecolor="white", layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = new_figure(11, 4.6)
     panels = axes_of(runs)
     all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for run, (style, colour) in zip(runs, looks()):
@@ -506,7 +502,7 @@ def draw_runs(runs: list[Run]) -> bytes:
         shown = drawn_steps(run)
         for axes, of_run in zip(all_axes, panels.values()):
             x = of_run(run)
-            axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=run.name)
+            axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=plain_text(run.name))
             validated = np.interp(run.validation_tokens, run.tokens, x)
             axes.plot(validated, run.validation_loss, "o", color=colour, ms=4.5, mec="white", mew=0.7)
 
@@ -518,11 +514,10 @@ def draw_runs(runs: list[Run]) -> bytes:
     all_axes[0].set_ylabel("loss (nats per token)")
     for axes, unit in zip(all_axes, panels):
         axes.set_xlabel(unit)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#e6e6e6", lw=0.6)
+        set_open_frame(axes)
     all_axes[-1].legend(frameon=False, fontsize=9)
     title = f"lines: training loss, {SMOOTHING_TEXT}; dots: validation"
-    drawing.suptitle(title, x=0.01, ha="left", fontsize=10, color="#333333")
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
     out = io.BytesIO()
     drawing.savefig(out, format="png")
     return out.getvalue()

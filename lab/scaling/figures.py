@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from plan.laws import Fit
+from config.plots import INK, new_figure, save_figure, set_open_frame, set_title, shades
 from lab.scaling.optimum import SMOOTHING, Optimum, Parabola, envelope, smoothed
-from plan.points import Array, Points
 from lab.scaling.sweep import CriticalBatch, SweepCurve
 from lab.scaling.systems import MODES, MeasuredCell, efficiencies
+from plan.laws import Fit
+from plan.points import Array, Points
 
-INK, GRID, BEST = "#333333", "#e6e6e6", "#b3362b"
+BEST = "#b3362b"
 HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # a forecast of one number of ranks is not a line
-FIGURE_SIZE = (7.2, 4.8)  # inches
+WIDTH, HEIGHT = 7.2, 4.8  # inches, of a panel
 DPI = 140
 CURVE_POINTS = 200
 MOST_NAMED = 10  # sizes in a legend; of more, the smallest and the largest
@@ -31,30 +32,15 @@ def figure(path: Path, title: str, x_label: str, y_label: str) -> Iterator[Any]:
 @contextmanager
 def panels(path: Path, titles: list[str], x_label: str, y_label: str) -> Iterator[list[Any]]:
     """The axes of a figure with a panel a title, side by side. It is written to `path` at the end."""
-    # not pyplot: it has global state and looks for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    width, height = FIGURE_SIZE
-    size = (width * (1 + 0.7 * (len(titles) - 1)), height)
-    drawing = Figure(figsize=size, dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(drawing)
+    drawing = new_figure(WIDTH * (1 + 0.7 * (len(titles) - 1)), HEIGHT, dpi=DPI)
     every = list(drawing.subplots(1, len(titles), squeeze=False, sharey=True)[0])
     for axes, title in zip(every, titles):
-        axes.set_title(title, loc="left", fontsize=11, color=INK)
+        set_title(axes, title)
         axes.set_xlabel(x_label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color=GRID, lw=0.6)
-        axes.set_axisbelow(True)
+        set_open_frame(axes)
     every[0].set_ylabel(y_label)
     yield every
-    drawing.savefig(path, format=path.suffix[1:])
-
-
-def shades(count: int) -> list[Any]:
-    """Colours from dark to light, for what has an order."""
-    from matplotlib import colormaps
-    return [colormaps["viridis"](place) for place in np.linspace(0.05, 0.85, count)]
+    save_figure(drawing, path)
 
 
 def draw_isoflop(points: Points, parabolas: list[Parabola], path: Path) -> None:

@@ -97,6 +97,11 @@ class Bucket:
             device=device,
         )
 
+    @property
+    def owners(self) -> Group:
+        """The ranks that own the same elements, with the same summed gradients."""
+        return self.groups.replica if self.zero else self.groups.reduce
+
 
 def sharding_groups(mesh: Mesh, is_expert: bool) -> ShardingGroups:
     """The groups of the experts' parameters, or of the others."""
@@ -115,7 +120,7 @@ def is_counted_in_norm(param: ShardedParameter, mesh: Mesh) -> bool:
         return True
     if param.spec.is_replicated_over_tp and mesh.tp.index > 0:
         return False
-    return "embedding_ends" not in param.spec.partial_over or mesh.pp.index == 0
+    return param.spec.is_first_end(mesh.pp.index)
 
 
 def split_into_buckets(

@@ -20,7 +20,7 @@ a sound run then differs in the last bit.
 """
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,14 +28,13 @@ from torch import Tensor
 
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import Slot
-from parallel.sharding.views import owned_part
+from parallel.sharding.views import Moments, owned_part, state_flats
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.checksum import checksum
 from parallel.wire.comm import Group
 
 MAX_NAMED = 4  # differences, and ranks, that a message names
-Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
 
 
 class ReplicasDiffer(RuntimeError):
@@ -95,40 +94,31 @@ def shared_by_group(
         kind = [(number, bucket) for number, bucket in enumerate(buckets) if bucket.is_expert == is_expert]
         if not kind:
             continue
-        groups = kind[0][1].groups
-        owners = groups.replica if kind[0][1].zero else groups.reduce
+        first = kind[0][1]
         owned: list[FlatCopy] = []
         full: list[FlatCopy] = []
         for number, bucket in kind:
-            for suffix, flat in flats_of(bucket, number, moments):
-                owned.append(FlatCopy(flat, copies_of(bucket, bucket.slots, flat, suffix)))
+            for suffix, flat in state_flats(bucket, number, moments):
+                owned.append(FlatCopy(flat, owned_slices(bucket, bucket.slots, flat, suffix)))
             weights = bucket.weights.full
             if bucket.zero < 3 and weights is not None and not is_same_memory(weights, bucket.weights.master):
                 copies = [Copy(name_of(slot), slot.view_in(weights)) for slot in bucket.slots]
                 full.append(FlatCopy(weights, copies))
-        yield owners, owned
-        yield groups.reduce, full
+        yield first.owners, owned
+        yield first.groups.reduce, full
 
     sums_alone = device.type != "cpu"
     whole = [slots_whole_on_tp_ranks(bucket, sums_alone) for bucket in buckets]
     yield mesh.tp, parts_of(buckets, moments, whole)
     if mesh.embedding_ends is not None:
-        yield mesh.embedding_ends, parts_of(buckets, moments, [tied_slots(bucket) for bucket in buckets])
+        tied = [[slot for slot in bucket.slots if slot.param.spec.is_at_both_ends] for bucket in buckets]
+        yield mesh.embedding_ends, parts_of(buckets, moments, tied)
     if more:
         yield mesh.pipeline_stage, [FlatCopy(None, [Copy(name, tensor)]) for name, tensor in more]
 
 
 def is_same_memory(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.dtype == y.dtype
-
-
-def flats_of(bucket: Bucket, number: int, moments: Moments) -> Iterator[tuple[str, Tensor]]:
-    """(suffix of its keys, flat tensor) of the masters and the moments of bucket number `number`."""
-    yield "", bucket.weights.master
-    for name, of_buckets in moments.items():
-        flat = of_buckets[number]
-        if flat is not None:
-            yield f"@{name}", flat
 
 
 def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
@@ -145,25 +135,20 @@ def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
     return found
 
 
-def tied_slots(bucket: Bucket) -> list[Slot]:
-    """The tables of a bucket that both ends of the pipeline hold."""
-    return [slot for slot in bucket.slots if "embedding_ends" in slot.param.spec.partial_over]
-
-
 def parts_of(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -> list[FlatCopy]:
     """The owned elements of some parameters of each bucket, as one thing to compare for each bucket."""
     found: list[FlatCopy] = []
     for number, bucket in enumerate(buckets):
         copies: list[Copy] = []
-        for suffix, flat in flats_of(bucket, number, moments):
-            copies += copies_of(bucket, slots[number], flat, suffix)
+        for suffix, flat in state_flats(bucket, number, moments):
+            copies += owned_slices(bucket, slots[number], flat, suffix)
         if slots[number]:
             found.append(FlatCopy(None, copies))
     return found
 
 
-def copies_of(bucket: Bucket, slots: Sequence[Slot], flat: Tensor, suffix: str) -> list[Copy]:
-    """One for each parameter, also where this rank owns none of its elements: all ranks list the same."""
+def owned_slices(bucket: Bucket, slots: Sequence[Slot], flat: Tensor, suffix: str) -> list[Copy]:
+    """Return this rank's part of each parameter: empty where it owns none, so all ranks list the same."""
     found: list[Copy] = []
     for slot in slots:
         start, end = owned_part(bucket, slot.offset, slot.numel)

@@ -48,7 +48,8 @@ def write_shares(buckets: list[Bucket], mesh: Mesh) -> list[Share]:
 
     shares: list[Share] = []
     for number, bucket in enumerate(buckets):
-        slots = [slot for slot in bucket.slots if id(slot) not in others and is_first_end(slot, mesh)]
+        own = [slot for slot in bucket.slots if id(slot) not in others]
+        slots = [slot for slot in own if slot.param.spec.is_first_end(mesh.pp.index)]
         shares.append(Share(replica_range(bucket, number), tuple(slots)))
     return shares
 
@@ -57,17 +58,17 @@ def read_shares(buckets: list[Bucket]) -> list[Share]:
     """What this rank reads of each bucket; pass_on brings it the rest."""
     shares: list[Share] = []
     for number, bucket in enumerate(buckets):
-        shares.append(Share(read_range(bucket, number, copies_of(bucket).index), bucket.slots))
+        shares.append(Share(read_range(bucket, number, bucket.owners.index), bucket.slots))
     return shares
 
 
 def pass_on(bucket: Bucket, number: int, flats: Iterable[Tensor]) -> None:
-    """Brings every replica of a shard what each of them has read of it. Collective in copies_of(bucket).
+    """Brings every replica of a shard what each of them has read of it. Collective in bucket.owners.
 
     number: of the bucket. flats: masters and moments over the owned shard, on the device or in host memory.
     """
     # A ledger of its own: what a step sends is compared with closed forms.
-    group = replace(copies_of(bucket), ledger=Counter())
+    group = replace(bucket.owners, ledger=Counter())
     if group.size == 1:
         return
     device = bucket.weights.local.device
@@ -89,8 +90,7 @@ def broadcast_through(x: Tensor, group: Group, source: int, device: torch.device
 
 def replica_range(bucket: Bucket, number: int) -> range:
     """The elements of the owned shard that this replica of it writes. number: of the bucket."""
-    group = copies_of(bucket)
-    return part_of_replica(bucket, number, group.index, group.size)
+    return part_of_replica(bucket, number, bucket.owners.index, bucket.owners.size)
 
 
 def read_range(bucket: Bucket, number: int, replica: int) -> range:
@@ -104,23 +104,13 @@ def part_of_replica(bucket: Bucket, number: int, replica: int, most: int) -> ran
     So many have one as there are LEAST_SHARE elements for each: a part that is written is a row of the index.
     Which ones they are is turned by the number of the bucket.
     """
-    group = copies_of(bucket)
+    replicas = bucket.owners.size
     size = bucket.shard_end - bucket.shard_start
-    num_parts = min(group.size, most, max(1, size // LEAST_SHARE))
-    turn = (replica + number) % group.size
+    num_parts = min(replicas, most, max(1, size // LEAST_SHARE))
+    turn = (replica + number) % replicas
     return equal_part(size, turn, num_parts, GRAIN) if turn < num_parts else range(0)
-
-
-def copies_of(bucket: Bucket) -> Group:
-    """The ranks that own the same shard of the bucket."""
-    return bucket.groups.replica if bucket.zero else bucket.groups.reduce
 
 
 def is_whole_on_tp_ranks(slot: Slot) -> bool:
     """Whether every tp rank holds the parameter. That of an expert is held by one rank."""
     return slot.param.spec.is_replicated_over_tp and not slot.param.spec.is_expert
-
-
-def is_first_end(slot: Slot, mesh: Mesh) -> bool:
-    """False for a table that the first stage of the pipeline holds too, and writes."""
-    return "embedding_ends" not in slot.param.spec.partial_over or mesh.pp.index == 0

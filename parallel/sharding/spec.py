@@ -94,6 +94,15 @@ class ParameterSpec:
         """Whether every tensor-parallel rank holds all of it. At tp 1 that is true of every parameter."""
         return all(box.size == box.shape for box in self.boxes)
 
+    @property
+    def is_at_both_ends(self) -> bool:
+        """Whether the first and the last stage of the pipeline hold it: a tied table."""
+        return "embedding_ends" in self.partial_over
+
+    def is_first_end(self, stage: int) -> bool:
+        """Whether the pipeline rank `stage` counts and saves it. A tied table belongs to the first one."""
+        return stage == 0 or not self.is_at_both_ends
+
     def with_mup(self, width_ratio: float, power: float) -> "ParameterSpec":
         """The spec in a model `width_ratio` times as wide as the one whose rates were tuned.
 

@@ -1,5 +1,5 @@
 """What the optimizer, clipping and checkpoints read of a bucket: the elements that this rank owns."""
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.ranges import range_boxes
 from parallel.sharding.slots import Slot
+
+Moments = Mapping[str, Sequence[Tensor | None]]  # {name: a flat tensor for each bucket, or None}
 
 
 class UpdateRange(NamedTuple):
@@ -51,17 +53,27 @@ def update_ranges(bucket: Bucket) -> list[UpdateRange]:
     return ranges
 
 
+def state_flats(bucket: Bucket, position: int, moments: Moments) -> Iterator[tuple[str, Tensor]]:
+    """Yield (suffix of its keys, flat tensor) for the master and each moment of a bucket.
+
+    position: of the bucket in `moments`.
+    """
+    yield "", bucket.weights.master
+    for name, by_bucket in moments.items():
+        flat = by_bucket[position]
+        if flat is not None:
+            yield f"@{name}", flat
+
+
 def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
     """[(box, its elements)] of a flat tensor over the owned shard, such as masters, gradients or moments.
 
     The elements are views. A tensor of n dims falls into at most 2n - 1 boxes. each_once: leaves out what
     another rank has too, and counts, so that all ranks together have every element once.
     """
-    # the ranks that own the same shard
-    copies = bucket.groups.replica if bucket.zero else bucket.groups.reduce
     found: list[tuple[Box, Tensor]] = []
     for slot in bucket.slots:
-        if not each_once or (slot.counted_in_norm and copies.index == 0):
+        if not each_once or (slot.counted_in_norm and bucket.owners.index == 0):
             found += boxes_of_slot(bucket, slot, flat)
     return found
 

@@ -8,16 +8,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
+
+from torch.cuda import Event
 
 MAX_WAITS = 1 << 16  # that are kept if nobody asks
 What = TypeVar("What")  # describes an exchange
-
-
-class Event(Protocol):
-    """What is read of torch.cuda.Event."""
-
-    def query(self) -> bool: ...
 
 
 @dataclass(frozen=True)

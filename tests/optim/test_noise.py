@@ -3,6 +3,7 @@ of the same small batches.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,8 +13,9 @@ from build import build_run
 from config import ParallelConfig
 from model.sharding import parallel_dims
 from optim import noise
-from optim.noise import GradientNoiseScale, noise_scale_estimate
+from optim.noise import noise_scale_estimate
 from parallel.pipeline.schedule import SCHEDULES, make_schedule
+from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
@@ -97,9 +99,9 @@ def one_batch_more(**parts):
 
 BUGS = {
     "the last microbatch is looked at": (BucketGrads, "record_first_microbatch", each_step),
-    "replicas count twice": (GradientNoiseScale, "copies", lambda self: 1),
+    "replicas count twice": (Bucket, "owners", SimpleNamespace(size=1)),
     "empty microbatches count": (noise, "noise_scale_estimate", one_batch_more),
-    None: (GradientNoiseScale, "copies", GradientNoiseScale.copies),
+    None: (Bucket, "owners", Bucket.owners),
 }
 
 

@@ -66,16 +66,8 @@ TABLE = (
     Mutation(
         what="per-head norm gradient is summed only under sequence parallelism (Megatron-LM 7452)",
         file="model/attention.py",
-        old=(
-            'self.head_dim, "norm", is_partial=True)\n'
-            '            self.k_norm = replicated_vector(f"{key}.k_norm.weight", '
-            'self.head_dim, "norm", is_partial=True)'
-        ),
-        new=(
-            'self.head_dim, "norm", cfg.parallel.sp)\n'
-            '            self.k_norm = replicated_vector(f"{key}.k_norm.weight", '
-            'self.head_dim, "norm", cfg.parallel.sp)'
-        ),
+        old='self.head_dim, "norm", is_partial=True)',
+        new='self.head_dim, "norm", cfg.parallel.sp)',
         model="qwen3-tiny",
         world=2,
         layout="tp2 no-sp zero0 mb1",
@@ -110,7 +102,7 @@ TABLE = (
     Mutation(
         what="a tied table counts twice in the clip norm",
         file="parallel/sharding/bucket.py",
-        old='return "embedding_ends" not in param.spec.partial_over or mesh.pp.index == 0',
+        old="return param.spec.is_first_end(mesh.pp.index)",
         new="return True",
         model="llama3.2-tiny",
         world=2,
@@ -509,8 +501,8 @@ TABLE = (
     Mutation(
         what="the next stage gets the branch of the last block without the residual",
         file="model/transformer.py",
-        old="return add_residual(x, residual)  # one tensor",
-        new="return x  # one tensor",
+        old="with_keys(add_residual(x, residual), context",
+        new="with_keys(x, context",
         model="llama3-tiny",
         world=2,
         layout="pp2 zero0 mb1",

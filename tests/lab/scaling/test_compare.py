@@ -82,6 +82,10 @@ def test_each_of_many_curves_has_a_look_of_its_own(tmp_path, monkeypatch):
     assert draw_runs(runs) and len(drawn) == 12
 
 
+def test_a_dollar_in_a_run_s_name_is_drawn(tmp_path):
+    assert draw_runs([read_run(make_run(tmp_path / r"a$\b$", [5.0, 4.0]))])
+
+
 def test_losses_are_compared_where_both_have_been(tmp_path):
     short = make_run(tmp_path / "short", [5.0, 4.0, 3.0], optim__lr=1e-3)
     long = make_run(tmp_path / "long", [6.0, 5.0, 4.5, 2.0], optim__lr=2e-3, model__layers=8)
