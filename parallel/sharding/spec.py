@@ -47,7 +47,7 @@ ROLES = {
     "skip": Role("ones", has_decay=False),  # scales the input that a head adds to its output
     "step": Role("step", has_decay=False),  # a bias before the softplus that yields the step size
     # the xielu activation
-    "alpha_p": Role("alpha_p", has_decay=False),  # its slope above 0, before a softplus
+    "alpha_p": Role("alpha_p", has_decay=False),  # its curvature above 0, before a softplus
     "alpha_n": Role("alpha_n", has_decay=False),  # the same below 0
 }
 
