@@ -35,7 +35,7 @@ from kernels.swiglu import (
 CLAMP = 7.0  # used by gpt-oss
 SLOPE = 1.702  # of its sigmoid
 XIELU_SLOPE = 0.5  # slope of xielu at 0, and the lower bound of its b
-XIELU_EDGE = -1e-6  # between this and 0, exp is evaluated here
+XIELU_EDGE = -1e-6  # from here up to 0, exp is evaluated at this number
 
 
 class Definition(NamedTuple):
