@@ -228,7 +228,7 @@ def launch_adamw(
     place = element_index or ElementIndex(0, 0, 1, 1)
     adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
         param, grad, exp_avg, exp_avg_sq,
-        param if weight_copy is None else weight_copy,  # not written if there is no copy
+        param if weight_copy is None else weight_copy,  # not written without a copy
         numbers.grad_scale, numbers.is_good, n,
         one_minus_beta1=1 - beta1,
         one_minus_beta2=1 - beta2,

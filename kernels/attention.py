@@ -141,8 +141,7 @@ def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str, beyond: 
 def choose_kind(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, library: Choice | None, beyond: list[str]
 ) -> str:
-    """Resolve auto for this call. library comes from choose_library, beyond from beyond_plain.
-    """
+    """Resolve auto for this call. library comes from choose_library, beyond from beyond_plain."""
     of_torch = "reference" if beyond else "sdpa"
     runs_on_cpu = q.device.type == "cpu" and "cpu" not in triton_.DEVICES
     if runs_on_cpu and library is None:

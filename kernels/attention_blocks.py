@@ -294,7 +294,7 @@ def sees_keys(rows, columns, first_key, s_k, offset, CAUSAL: tl.constexpr, BOUND
 
 @triton.jit
 def seen_by_queries(rows, columns, query_end, s_k, offset, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
-    """The same, seen from the keys: bool [columns, rows]. query_end: from load_query_ends."""
+    """Whether keys `columns` are seen by queries `rows`: bool [columns, rows]. query_end: from load_query_ends."""
     mask = (columns < s_k)[:, None]
     if CAUSAL:
         mask = mask & (columns[:, None] <= rows[None, :] + offset)

@@ -53,7 +53,7 @@ def multiple_of_8(d: int, e: int) -> bool:
 
 
 def multiple_of_8_or_latent(d: int, e: int) -> bool:
-    """The same, or those of latent attention: 192 for keys and 128 for values."""
+    """Whether multiple_of_8 holds, or head dims are those of latent attention (keys: 192, values: 128)."""
     return multiple_of_8(d, e) or (d, e) == (192, 128)
 
 

@@ -51,7 +51,7 @@ def quantize_once(
 
 
 def kept_maxima(weight: Tensor) -> Maxima | None:
-    """Return the weight's cached maxima; None if not computed yet, or if there is no cache."""
+    """Return the weight's cached maxima; None if not computed yet, or not cached."""
     kept: QuantizedWeight | None = getattr(weight, "quantized", None)
     return None if kept is None else kept.maxima
 

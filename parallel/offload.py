@@ -42,7 +42,7 @@ def to_host(x: Tensor) -> Tensor:
 class CopyStream:
     """A side stream for copies that overlap with a device's computation.
 
-    On a CPU there is no stream: copies are synchronous.
+    On a CPU it has none: copies are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:

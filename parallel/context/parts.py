@@ -37,7 +37,7 @@ def split_parts(x: Tensor) -> Tensor:
 
 
 def join_parts(x: Tensor) -> Tensor:
-    """The inverse of split_parts."""
+    """Invert split_parts."""
     return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
 
 

@@ -322,7 +322,7 @@ def exchange_counts(
 def exchange_departures(departures: Tensor, group: Group, etp: int, is_assumed: bool) -> Tensor:
     """Exchange row counts: departures [ranks, local experts], sent by this rank, -> arrivals, same shape.
 
-    is_assumed: there are no other ranks (plan/record), and each is taken to send what this one does.
+    is_assumed: other ranks do not exist (plan/record), and each is taken to send what this one does.
     """
     arrivals = comm.all_to_all(departures, group)
     if is_assumed:
@@ -417,7 +417,7 @@ class Dispatch:
     chunk and one for the probabilities. On one rank only the probabilities are permuted.
 
     late_grads are the experts' weight gradients that a backward overlaps with the exchanges of row gradients.
-    None if there is no such exchange, or if each is computed at once.
+    None without such an exchange, or if each is computed at once.
     """
 
     def __init__(

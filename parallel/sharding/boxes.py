@@ -1,4 +1,4 @@
-"""Box: which rectangle of which global tensor a rank holds. Saving and resharding are arithmetic on boxes.
+"""Box: the rectangle of a global tensor that a rank holds. Saving and resharding are arithmetic on boxes.
 
 Keys are global names and shapes are global shapes, so a stored box means the same under every parallel
 layout. Resharding from any layout to any other is `plan_read`. No torch, no communication.

@@ -45,7 +45,7 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Copy(NamedTuple):
-    """A tensor of which all ranks of a group hold identical copies."""
+    """A tensor that is identical on all ranks of a group."""
 
     name: str  # for messages: norm.weight@m
     tensor: Tensor
@@ -54,7 +54,7 @@ class Copy(NamedTuple):
 class FlatCopy(NamedTuple):
     """Copies that are compared together first.
 
-    whole is the flat tensor of which the copies are parts. With None, only the copies are compared.
+    whole is the flat tensor that contains the copies. With None, only the copies are compared.
     """
 
     whole: Tensor | None
@@ -209,7 +209,7 @@ def gather_sums(sums: list[Tensor], group: Group, device: torch.device) -> list[
 
 
 def who_differs(column: list[int], group: Group) -> str:
-    """Name the ranks that differ from the majority, or say that there is no majority."""
+    """Name the ranks that differ from the majority, or report the lack of a majority."""
     (usual, most), *_ = Counter(column).most_common(1)
     if 2 * most <= len(column):
         return f"is not the same on the ranks of {group}, and no majority tells which is right"

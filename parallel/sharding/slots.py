@@ -16,7 +16,7 @@ class ShardingConfig:
     alignment: int = ALIGNMENT  # elements, for slots and shards; with an 8-bit codec, its block size
     reduce_algorithm: str = "collective"  # parallel/wire/algorithms.py
     ranks_per_node: int | None = None  # for a hierarchical reduction
-    powersgd_rank: int | None = None  # None: gradients are not compressed by PowerSGD
+    powersgd_rank: int | None = None  # by default gradients are not compressed by PowerSGD
     weight_codec: str = "none"  # none, int8 or fp8: weights in an all-gather
     separate_hidden: bool = False  # hidden matrices have separate buckets (Muon)
     offload_master: bool = False  # master weights are in host memory

@@ -78,7 +78,7 @@ def scatter_each_verb(
 
 
 def process_group(handle: ProcessGroup | None) -> ProcessGroup:
-    """Return the process group of a Group's handle. None stands for the whole job."""
+    """Return the process group of a Group's handle. It is None for the whole job."""
     found = dist.group.WORLD if handle is None else handle
     assert found is not None  # the job has been joined
     return found
@@ -216,9 +216,9 @@ class Activity:
         default_factory=lambda: defaultdict(CollectiveLog)
     )
     error: RuntimeError | None = None  # error of the last failed exchange
-    strict: StrictMode | None = None  # for proofs; None: started exchanges run on the tensors themselves
+    strict: StrictMode | None = None  # for proofs; by default exchanges run on the tensors themselves
     record: NumbersRecord | None = None  # for a step that may be rerun: sent and received data
-    wire: Wire | None = None  # None: torch.distributed
+    wire: Wire | None = None  # by default torch.distributed
 
     def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
         """Return (the exchange that the host or the GPU waits for, or None; for how many seconds)."""
@@ -239,7 +239,7 @@ class Group:
     name: str
     ranks: tuple[int, ...] = (0,)  # global
     index: int = 0  # this rank's position among them
-    handle: ProcessGroup | None = None  # None: the group has one rank, or is the whole job
+    handle: ProcessGroup | None = None  # None for one rank, or for the whole job
     ledger: Ledger = field(default_factory=Counter, compare=False, repr=False)
     axes: str = ""  # axes that it spans: "dp_shard x cp"
     channel: str = ""  # groups of the same ranks share connections unless their channels differ
