@@ -1,5 +1,5 @@
-"""MLP activations, by model.mlp.activation: SwiGLU and GELU (kernels/swiglu.py), and less common ones in
-plain torch.
+"""MLP activations, by model.mlp.activation: SwiGLU and GELU (kernels/swiglu.py), and rarer ones in plain
+torch.
 
     geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
     clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7

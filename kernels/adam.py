@@ -1,5 +1,4 @@
-"""AdamW (arXiv 1711.05101) over a flat range of elements, fused with gradient clipping to read gradients
-once.
+"""AdamW (arXiv 1711.05101) over a flat range of elements, with gradient clipping, so gradients are read once.
 
 On a GPU a range is one launch. It reads four tensors, writes three and the copy in the compute dtype, and
 never syncs with the host.

@@ -21,7 +21,7 @@ call:
 | SDPA, flash | yes | no | no | no | no | no | no | yes |
 | Triton kernels | yes | yes | yes | yes | yes | yes | yes | yes |
 | SDPA, dense mask | yes | yes | yes | yes | no | no | yes | without its memory-efficient kernel |
-| `blocks`, definition | yes | yes | yes | yes | yes | yes | yes | yes |
+| `blocks`, reference | yes | yes | yes | yes | yes | yes | yes | yes |
 
 All take a scale. The host can count chunks if only they divide sequences, into equal ones. Sinks are merged
 after the softmax, through the logsumexp of the scores of keys: so a library has to accept its gradient, while
@@ -354,8 +354,7 @@ def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def append_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Append -delta to dout as two more channels, its leading digits and the rest; delta = <dout, out> -
-    dlse.
+    """Append -delta, delta = <dout, out> - dlse, to dout as two channels: its leading digits, and the rest.
 
     dout, out [n, r, s, d_v], dlse [n, r, s, 1] -> [n, r, s, d_v + 2].
     """

@@ -326,8 +326,7 @@ def accumulate_dq(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Accumulate into dq of a block of queries the share of the edges (MASKED) or the middle of a range of
-    keys.
+    """Accumulate into dq of a query block the share of the edges (MASKED) or the middle of a range of keys.
     """
     first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_N)
     for i in range(0, number):

@@ -1,5 +1,4 @@
-"""Building blocks of the attention kernels in Triton: loads, ranges of blocks to visit, and masks within a
-block.
+"""Building blocks of the Triton attention kernels: loads, ranges of blocks to visit, masks within a block.
 
 A query sees the keys of one interval, and both its ends are nondecreasing along the sequence
 (kernels/attention_mask.py). So a block of queries meets the blocks of keys `begin` .. `end`, and all its
@@ -203,8 +202,7 @@ def query_range(
 
 @triton.jit
 def blocks_to_visit(begin, full_begin, full_end, end, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how a loop visits the edges (MASKED) or the middle of a range: (first, number, number before,
-    gap).
+    """Return how to visit the edges (MASKED) or the middle of a range: (first, number, number before, gap).
 
     Block i starts at first + i BLOCK, plus `gap` from i = number before on.
     """
@@ -294,7 +292,7 @@ def sees_keys(rows, columns, first_key, s_k, offset, CAUSAL: tl.constexpr, BOUND
 
 @triton.jit
 def seen_by_queries(rows, columns, query_end, s_k, offset, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
-    """Whether keys `columns` are seen by queries `rows`: bool [columns, rows]. query_end: from load_query_ends."""
+    """Whether `rows` see the keys `columns`: bool [columns, rows]. query_end: from load_query_ends."""
     mask = (columns < s_k)[:, None]
     if CAUSAL:
         mask = mask & (columns[:, None] <= rows[None, :] + offset)

@@ -257,8 +257,7 @@ def choose_library(
     form: ScoreForm = PLAIN_SCORES,
     has_sinks: bool = False,
 ) -> Choice | None:
-    """Return the preferred installed library that supports the call, or None. Arguments as for `attention`.
-    """
+    """Return the preferred installed library that supports the call, or None. See `attention`."""
     return next(usable_libraries(q, k, v, mask, form, has_sinks), None)
 
 
@@ -328,8 +327,7 @@ def library_attention(
     form: ScoreForm = PLAIN_SCORES,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e] -> [b, s_q, h, e], using choose_library's
-    choice."""
+    """q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e] -> [b, s_q, h, e], by choose_library's choice."""
     request = Request(None, None if mask is None else mask.window, form, sinks is not None)
     if not choice.is_packed:
         return with_sinks(*choice.library.call(choice.function, q, k, v, request), sinks)

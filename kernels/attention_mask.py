@@ -60,8 +60,7 @@ class AttentionMask:
 
     @cached_property
     def dense_mask(self) -> Tensor:
-        """Return bool [b or 1, 1, s_q, s_k], True if a query sees a key, for kernels that need a dense
-        mask."""
+        """Return a dense mask for kernels that need one: bool [b or 1, 1, s_q, s_k], True if visible."""
         queries = torch.arange(self.query_start, self.query_start + self.s_q, device=self.device)[:, None]
         keys = torch.arange(self.key_start, self.key_start + self.s_k, device=self.device)
         mask = (keys <= queries)[None, None]
@@ -147,8 +146,7 @@ def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, wi
 
 
 def document_ends(docs: Tensor, number: int) -> Tensor:
-    """docs [b, s] with `number` documents in total -> int32 [number + 1]: see PackedDocuments. No host
-    sync."""
+    """docs [b, s] with `number` documents in total -> int32 [number + 1], see PackedDocuments. No sync."""
     begins = torch.ones_like(docs, dtype=torch.bool)
     begins[:, 1:] = docs[:, 1:] != docs[:, :-1]
     index = begins.flatten().cumsum(0, dtype=torch.int32) - 1  # document index of each token: 0 .. number - 1

@@ -54,8 +54,7 @@ def visible_pairs(g: Tensor, document: Tensor | None) -> Tensor:
 
 
 def head_decays(g: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decays between tokens [n, b, h, C, C], from the chunk's start and to its end, both [n, b, h, C,
-    1].
+    """Return decays between tokens [n, b, h, C, C], and from chunk start and to chunk end [n, b, h, C, 1].
 
     They are 0 if a token is not seen, or another document starts in between.
 
@@ -72,8 +71,7 @@ def head_decays(g: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def within_document(inside: Tensor, outside: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mask decays from a chunk's start and to its end [n, b, h, C, d] if another document starts in
-    between."""
+    """Mask decays from chunk start and to chunk end [n, b, h, C, d] if a document starts in between."""
     if document is None:
         return inside, outside
     document = document[..., None]

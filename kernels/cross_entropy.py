@@ -141,8 +141,7 @@ def bounded(x, CAP: tl.constexpr):
 def online_softmax(
     LOGITS, columns, BLOCK: tl.constexpr, CAP: tl.constexpr
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """Return (base, total) of one row: its probabilities are exp(logits - base) / total (arXiv
-    1805.02867)."""
+    """Return (base, total): a row's probabilities are exp(logits - base) / total (arXiv 1805.02867)."""
     # each lane of a block has a separate maximum and sum
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)

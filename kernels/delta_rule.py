@@ -277,8 +277,7 @@ def delta_rule_segment(
 
 
 def decays_of_heads(q: Tensor | None, k: Tensor, g: Tensor, document: Tensor | None) -> Decays:
-    """Decays with one gate per head: q, k [n, b, h, C, d_k], g [n, b, h, C]. document: see
-    documents_of_chunk."""
+    """Decays with one gate per head: q, k [n, b, h, C, d_k], g [n, b, h, C]; see documents_of_chunk."""
     between, inside, outside = head_decays(g, document)
     columns = k.transpose(-1, -2)
     query_pairs = None if q is None else (q @ columns) * between
@@ -316,8 +315,7 @@ def decays_of_channels(q: Tensor | None, k: Tensor, g: Tensor, document: Tensor 
 
 
 def halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the first and last half of blocks of 2 `size` tokens: [..., C, d] -> two [..., blocks, size,
-    d]."""
+    """Return both halves of blocks of 2 `size` tokens: [..., C, d] -> two [..., blocks, size, d]."""
     first, last = x.unflatten(-2, (-1, 2, size)).unbind(-3)
     return first, last
 

@@ -144,8 +144,7 @@ def place_kernel(
 
 
 def launch_order(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the token of each row, its choice, the row of each choice (all [t k]), and the rows per
-    expert."""
+    """Return each row's token and choice, each choice's row (all [t k]), and the rows per expert."""
     index = index.contiguous()
     n = index.numel()
     slots = power_of_2(num_experts)

@@ -93,8 +93,7 @@ def quantize_pair(
 
 
 def find_maxima(x: Tensor, kind: str, *, both: bool) -> Maxima:
-    """Return the maxima of a matrix [m, n], from one read; none for groups and blocks, whose casts find
-    theirs.
+    """Return the maxima of a matrix [m, n] from one read; none for groups and blocks (see their casts).
 
     With both, also return those of the columns, for the transpose.
     """
@@ -480,8 +479,7 @@ def launch_cast(
     ahead: bool = True,
     back: bool = True,
 ) -> tuple[Quantized, Quantized]:
-    """Cast x [e, m, n] itself (ahead) and its transposes (back) to 8 bits; results not requested are
-    empty."""
+    """Cast x [e, m, n] (ahead) and its transposes (back) to 8 bits; results not requested are empty."""
     count, m, n = x.shape
     given = maxima.rows if ahead else maxima.columns
 
@@ -563,8 +561,7 @@ def cast_warps(rows: int, columns: int) -> int:
 def empty_result(
     x: Tensor, shape: tuple[int, int, int], kind: str, dtype: torch.dtype, side: int, is_written: bool
 ) -> Quantized:
-    """Allocate the outputs of a cast of matrices [e, m, n], on the device of x; empty if it writes
-    nothing."""
+    """Allocate the outputs of a cast of matrices [e, m, n], on the device of x; empty if not written."""
     count, m, n = shape
     if not is_written:
         return x.new_empty(0, dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)

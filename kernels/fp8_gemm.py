@@ -99,8 +99,7 @@ def scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -
 def write_scaled_product(
     into: Tensor | None, a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, add: bool
 ) -> Tensor:
-    """Compute into [m, n] = (or, add: +=) a b^T, in the dtype of `into`. With into None, return it in
-    dtype."""
+    """Compute into [m, n] = (or, add: +=) a b^T, in its dtype. With into None, return the result in dtype."""
     if into is None:
         return scaled_product(a, b, dtype)
     if into.dtype == torch.float32 and library_multiplies(a):
@@ -142,8 +141,7 @@ def multiply_by_library(
 
 
 def write_by_library(into: Tensor, a: QuantizedMatrix, b: QuantizedMatrix, add: bool) -> Tensor:
-    """into = a b^T, in fp32 and without a copy, or (add) into += a b^T. The library itself cannot
-    accumulate."""
+    """into = a b^T in fp32 without a copy, or (add) into += a b^T, which the library cannot do itself."""
     if add:
         return into.add_(multiply_by_library(a, b, torch.float32))
     return multiply_by_library(a, b, torch.float32, out=into)

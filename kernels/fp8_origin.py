@@ -21,8 +21,7 @@ WRITTEN = "written"  # the formula of a materialized tensor
 
 
 class Reader(NamedTuple):
-    """The fp8 linear that is a tensor's sole consumer: kind of its scales (fp8.SCALE_KINDS), side of a
-    block."""
+    """The fp8 linear that is a tensor's sole consumer: kind of its scales, and side of a block."""
     kind: str
     side: int
 

@@ -35,8 +35,7 @@ CAST_WARPS = 16  # both halves of a head, their angles and their casts fit the t
 
 # ---- Triton ------------------------------------------------------------------------------------------------
 # s: tokens of a sequence; heads: of q; kv: of k and of v. Strides of COS and SIN are over sequences and
-# tokens; those of DQ, DK and DV over heads as well. HALF: half of the channels of a head, in tiles [ROWS,
-# BLOCK].
+# tokens; those of DQ, DK and DV also over heads. HALF: half of a head's channels, in tiles [ROWS, BLOCK].
 
 @triton.jit
 def load_halves(X, batch, position, head, strides, inside, HALF: tl.constexpr, BLOCK: tl.constexpr):

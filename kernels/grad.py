@@ -34,8 +34,7 @@ class DeferredWeightGrads(Protocol):
         ...
 
     def put(self, weight: "AccumulatingWeight", compute: Compute) -> None:
-        """Store `compute` until the microbatch's W, or until the exchange has started; then call
-        write_grad."""
+        """Store `compute` until the microbatch's W, or the start of the exchange; then call write_grad."""
         ...
 
 

@@ -135,8 +135,9 @@ def grouped_wgrad(
 
 @triton.jit
 def row_tiles_kernel(COUNTS, OFFSETS, TILES, experts, M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Compute with one program per expert its place in OFFSETS [experts + 1] and its tiles of M rows in
-    TILES.
+    """Compute each expert's place in OFFSETS [experts + 1], and its tiles of M rows in TILES.
+
+    One program per expert.
 
     COUNTS [experts] are their rows. TILES: see RowTiles. EXPERTS: the experts, rounded up to a power of two.
     """
@@ -170,8 +171,7 @@ def grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Compute every num_programs-th tile [M, N] of Y [m, outer] = X [m, inner] times the weight of its
-    expert.
+    """Compute every num_programs-th tile [M, N] of Y [m, outer] = X [m, inner] times its expert's weight.
 
     X and WEIGHT are descriptors. WEIGHT is [experts * height, ...], in blocks of [N, K], and in the backward
     (BACK) of [K, N]. A tile may read rows of the next expert, but does not write them. Concurrent programs
@@ -222,8 +222,8 @@ def grouped_kernel(
 def write_tile_in_parts(
     INTO, part, row, column, num_rows, num_columns, ADD: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Run write_tile in PARTS pieces, a power of two: with the whole accumulated tile in registers, they
-    would not suffice."""
+    """Run write_tile in PARTS pieces, a power of two: loading all the values to accumulate onto at once would
+    take too many registers."""
     if PARTS > 1:
         height: tl.constexpr = part.shape[0]
         width: tl.constexpr = part.shape[1] // 2

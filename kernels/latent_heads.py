@@ -229,8 +229,7 @@ def latent_keys_backward_kernel(
     VALUE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute DKV of all heads of one token, and DROPE_KEY, the sum over them. Strides:
-    latent_keys_kernel."""
+    """Compute DKV of all heads of one token, and DROPE_KEY, the sum over them. See latent_keys_kernel."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // s
     position = token % s
@@ -340,8 +339,7 @@ def launch_latent_keys(
 def launch_latent_keys_backward(
     dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, nope_dim: int, pairs: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of kv [b, s, h, nope + v] and rope_key [b, s, rope] from those of keys and
-    values."""
+    """Return the gradients of kv [b, s, h, nope + v] and rope_key [b, s, rope], from those of k and v."""
     b, s, heads, d = dk.shape
     rope_dim, value_dim = d - nope_dim, dv.shape[-1]
     if cos is not None and sin is not None:

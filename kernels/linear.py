@@ -309,8 +309,7 @@ def recompute_input(
 
 
 def start_reduce_grads(region: LinearRegion | None, dx: Tensor | None) -> Callable[[], Tensor | None]:
-    """Run LinearRegion.start_reduce_grads if there is a region. The returned function waits for the
-    gradient."""
+    """Run LinearRegion.start_reduce_grads, if there is a region. Return a function that waits for it."""
     if region is None or dx is None:
         return lambda: dx
     return region.start_reduce_grads(dx)

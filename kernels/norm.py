@@ -235,8 +235,7 @@ def unwritten_kernel(
 
 @triton.jit
 def add_maxima(largest, y, OF_ROWS, rows, inside, n, KIND: tl.constexpr):
-    """Update `largest` with the rows y [ROWS, BLOCK], rounded as in memory. Their maxima go to OF_ROWS
-    (row)."""
+    """Update `largest` with the rows y [ROWS, BLOCK], rounded as in memory. Row maxima go to OF_ROWS."""
     size = tl.where(inside, tl.abs(y.to(tl.float32)), 0.0)
     if KIND == "row":
         tl.store(OF_ROWS + rows, tl.max(size, 1), rows < n)
@@ -393,8 +392,7 @@ def launch_unwritten(
 def empty_maxima_of_programs(
     x: Tensor, kind: str | None, programs: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate the outputs of store_maxima and add_maxima for matrices like x [..., d]: of rows, of
-    columns."""
+    """Allocate what store_maxima and add_maxima write for matrices like x [..., d]: of rows, of columns."""
     d = x.shape[-1]
     if kind == "tensor":
         return x.new_empty(programs, dtype=torch.float32), None

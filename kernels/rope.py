@@ -103,8 +103,7 @@ def yarn_kept_share(
 
 
 def yarn_mscale(factor: float | None, weight: float) -> float:
-    """Return YaRN's scale of the attention logits: 1 + weight ln(factor) / 10, and 1 if the context is not
-    extended."""
+    """Return YaRN's scale of the attention logits: 1 + weight ln(factor) / 10, or 1 without extension."""
     if factor is None or factor <= 1:
         return 1.0
     return 1 + 0.1 * weight * math.log(factor)
@@ -113,8 +112,8 @@ def yarn_mscale(factor: float | None, weight: float) -> float:
 def cos_sin_tables(
     positions: Tensor, freq: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [b, s, 1, d/2] of the angles, times `scale`, in at least fp32. positions [b, s],
-    freq [d/2]."""
+    """Return cos and sin [b, s, 1, d/2] of the angles, times `scale`, in at least fp32, given positions [b,
+    s] and freq [d/2]."""
     table_dtype = accumulation_dtype(dtype)
     angle = positions[..., None, None].to(freq.dtype) * freq
     cos = (angle.cos() * scale).to(table_dtype)
@@ -337,8 +336,7 @@ def launch_rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool = 
 
 
 def per_sequence(table: Tensor, b: int) -> Tensor:
-    """Return cos or sin [b or 1, s, 1, d/2] as the kernel reads it: for each of b sequences, with adjacent
-    channels."""
+    """Return cos or sin [b or 1, s, 1, d/2] as the kernel reads it: expanded to b, with adjacent channels."""
     return by_channel(table).expand(b, -1, -1, -1)
 
 
@@ -372,8 +370,7 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def side_by_side(*parts: Tensor) -> Tensor | None:
-    """Return the contiguous [b, s, sum of heads, d] that consists of these parts, in order; None
-    otherwise."""
+    """Return the contiguous [b, s, sum of heads, d] that these parts form, in this order, or None."""
     first = parts[0]
     b, s, _, d = first.shape
     total = sum(x.shape[2] for x in parts)

@@ -22,8 +22,7 @@ def as_signed(x: int) -> int:
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """Bijective hash of int64: splitmix64's 64-bit finalizer. Arithmetic wraps identically on every
-    device."""
+    """Bijective hash of int64: splitmix64's 64-bit finalizer. It wraps identically on every device."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         shifted = x >> shift & (1 << 64 - shift) - 1  # a logical shift: no sign extension
         x = (x ^ shifted) * as_signed(factor)
@@ -64,8 +63,7 @@ class ElementIndex:
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """x [n], fp32 or fp64 -> bf16, each element up or down. The low 16 of `bits` [n], int64, decide which."""
     x = x.float()
-    # The sum carries into bf16's last bit with the right probability. A carry into the exponent is correct
-    # too.
+    # The sum carries into bf16's last bit with the right probability, also if it carries into the exponent.
     raw = x.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     rounded = (raw & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).bfloat16()

@@ -93,8 +93,7 @@ class RouterLosses:
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., d], weight [E, d], bias [E] -> [..., E] in fp32 or better, without gradients (see
-    routed_weights)."""
+    """x [..., d], weight [E, d], bias [E] -> [..., E] in fp32 or better. No gradients: see routed_weights."""
     x, weight = x.detach(), weight.detach()
     logits = multiply_into_fp32(x.flatten(0, -2), weight.t())
     if bias is not None:
@@ -138,8 +137,7 @@ def router_statistics(
     load: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (statistics [E + len(ROUTER_STATS)] of a microbatch in fp64, the load used for its balance
-    loss).
+    """Return (statistics [E + len(ROUTER_STATS)] of a microbatch in fp64, the load of its balance loss).
 
     Nothing is dropped. load is as in RouterLosses; with None, it is computed from counts [b, E] or [1, E] as
     E times the share of each expert; without counts there is none, and aux_loss is 0.

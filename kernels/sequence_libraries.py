@@ -22,7 +22,7 @@ Computation = Callable[..., Sequence[Tensor]]
 
 
 def find_library(what: str, package: str, module: str, name: str, *tensors: Tensor) -> Function | None:
-    """Return the library's function if it applies to these tensors and is installed. If missing, report it
+    """Return the library's function if it applies to these tensors and is installed. Report a missing one
     once.
 
     what is the kernel, for messages. package is the one to install.

@@ -55,8 +55,7 @@ def short_conv(
 
 
 def inputs_to_pass(x: Tensor, width: int, state: Tensor | None = None) -> Tensor:
-    """Return the state [b, width - 1, c] after inputs x [b, s, c]: the last inputs. state precedes x, or is
-    zero.
+    """Return the last inputs, the state [b, width - 1, c] after x [b, s, c]. state precedes x, or is zero.
 
     A rank of context parallelism sends it on before computing anything.
     """

@@ -32,8 +32,8 @@ def load_fp32(pointers, mask, other=0.0):
 
 @triton.jit
 def write_tile(INTO, part, row, column, num_rows, num_columns, ADD: tl.constexpr):
-    """Write part [M, N], whose first element is at (row, column), into INTO [num_rows, num_columns], or (ADD)
-    add it."""
+    """Write (ADD: accumulate) part [M, N], with first element (row, column), to INTO [num_rows,
+    num_columns]."""
     rows = row + tl.arange(0, part.shape[0])
     columns = column + tl.arange(0, part.shape[1])
     pointers = INTO + tile_offsets(rows, columns, num_columns)

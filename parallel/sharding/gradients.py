@@ -116,8 +116,7 @@ class BucketGrads:
             self.first_microbatch_squares = self.squared_norm_of_hidden(self.full, 0, self.layout.size)
 
     def squared_norm_of_hidden(self, flat: Tensor, start: int, end: int) -> Tensor:
-        """Return the sum of squares over the hidden matrices that this rank counts in the norm, without
-        experts.
+        """Return the sum of squares over the non-expert hidden matrices that this rank counts in the norm.
 
         flat [end - start] holds elements start .. end - 1 of the bucket. The result is a scalar.
         """
@@ -165,8 +164,7 @@ class BucketGrads:
 
     def start_all_reduce(self, flat: Tensor,
                          over_replicas: bool) -> PendingExchange | compress.CompressedAllReduce:
-        """Start all-reducing `flat` in place over the replicas of a shard, or over all ranks of the
-        bucket."""
+        """Start all-reducing `flat` in place over a shard's replicas, or over all ranks of the bucket."""
         group = self.groups.replica if over_replicas else self.groups.reduce
         return start_sum(
             flat,

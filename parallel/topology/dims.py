@@ -70,8 +70,7 @@ class Groups(Generic[AnyOne]):
 
 
 def requested_groups() -> dict[str, GroupRequest]:
-    """Return {field of Groups: its request} in the order in which all ranks connect; embedding_ends is
-    last."""
+    """Return {field of Groups: its request} in the order in which all ranks connect (embedding_ends last)."""
     requests: dict[str, GroupRequest] = {}
     for each in fields(Groups):
         request: GroupRequest = each.metadata["request"]

@@ -127,8 +127,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True)
 class AwaitedExchange:
-    """An exchange that a rank waits for. peer is the other global rank of a transfer; None for a
-    collective."""
+    """An exchange that a rank waits for. peer is a transfer's other global rank; None for a collective."""
     verb: str
     group: "Group"
     nbytes: int | None
@@ -410,8 +409,7 @@ def reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor
 
 
 def all_gather_each(x: Tensor, group: Group) -> Tensor:
-    """All-gather [b, n, ...] -> [b, size * n, ...]: an all_gather of each x[i], in one exchange without
-    copies."""
+    """All-gather each x[i]: [b, n, ...] -> [b, size * n, ...], in one exchange without copies."""
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], group.size * x.shape[1], *x.shape[2:])
@@ -420,8 +418,7 @@ def all_gather_each(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_each(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter [b, size * n, ...] -> [b, n, ...]: a reduce_scatter of each x[i], in one exchange
-    without copies."""
+    """Reduce-scatter each x[i]: [b, size * n, ...] -> [b, n, ...], in one exchange without copies."""
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], x.shape[1] // group.size, *x.shape[2:])
@@ -594,8 +591,7 @@ def difference(first: CollectiveLog, log: CollectiveLog, ranks: tuple[int, int])
 
 
 def message_device(group: Group) -> torch.device:
-    """Return the device on which messages of the group travel: the host if it has gloo, else the GPU
-    (NCCL)."""
+    """Return the device of the group's messages: the host if it has gloo, else the GPU (NCCL)."""
     devices: list[torch.device] = process_group(group.handle)._device_types
     on_host = torch.device("cpu") in devices
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())

@@ -49,8 +49,7 @@ class NumbersRecord:
 
 
 def different(record: NumbersRecord, digests: Sequence[int], others: Sequence[int]) -> list[RecordEntry]:
-    """Return the entries whose checksums differ, in order: `digests` of the record, `others` of another
-    run."""
+    """Return the entries whose checksums differ from those of another run (`others`), in order."""
     found = [entry for entry, one, other in zip(record.entries, digests, others) if one != other]
     if not found and len(digests) != len(others):
         found = record.entries[min(len(digests), len(others)):][:1] or record.entries[-1:]

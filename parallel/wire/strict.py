@@ -56,8 +56,7 @@ class PrivateCopies:
         return self.copies[id(x)]
 
     def release(self) -> None:
-        """Check the tensors and deliver the results, in wait(), once the exchange has finished.
-        Idempotent."""
+        """In wait(), once the exchange has finished, check the tensors and deliver results. Idempotent."""
         if self.mode.under_way.pop(id(self), None) is None:
             return
         for message, snapshot in zip(self.messages, self.snapshots):
