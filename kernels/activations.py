@@ -1,5 +1,5 @@
-"""The activations of an MLP, by model.mlp.activation: SwiGLU and GELU (kernels/swiglu.py), and those of fewer
-models, in plain torch.
+"""MLP activations, by model.mlp.activation: SwiGLU and GELU (kernels/swiglu.py), and rarer ones in plain
+torch.
 
     geglu            gelu(gate) up                        arXiv 2002.05202, with the tanh form of GELU
     clamped_swiglu   gate sigmoid(1.702 gate) (up + 1)    gpt-oss: gate at most 7, up within -7 .. 7
@@ -9,8 +9,8 @@ models, in plain torch.
     xielu            a x^2 + x / 2 above 0, else          arXiv 2411.13010; it learns a and b
                      b (exp(x) - 1 - x) + x / 2
 
-A gated one reads [gate | up]. Arithmetic is in fp32 or better, and the input alone is saved for the backward.
-train.compile makes each a kernel, forward and backward.
+Gated ones read [gate | up]. Arithmetic is in fp32 or better, and only the input is saved for the backward.
+train.compile turns each into one kernel for the forward and one for the backward.
 """
 from collections.abc import Callable
 from functools import cache, partial
@@ -32,14 +32,14 @@ from kernels.swiglu import (
     weighted_swiglu,
 )
 
-CLAMP = 7.0  # of gpt-oss
+CLAMP = 7.0  # used by gpt-oss
 SLOPE = 1.702  # of its sigmoid
-XIELU_SLOPE = 0.5  # of xielu at 0, and the least that its b may be
-XIELU_EDGE = -1e-6  # exp is that of this number from here up to 0
+XIELU_SLOPE = 0.5  # slope of xielu at 0, and the lower bound of its b
+XIELU_EDGE = -1e-6  # from here up to 0, exp is evaluated at this number
 
 
 class Definition(NamedTuple):
-    """forward(x) and backward(dy, x), which gives the gradient of x; both in the dtype of x."""
+    """forward(x) and backward(dy, x), which returns the gradient of x; both in the dtype of x."""
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
@@ -47,13 +47,13 @@ class Definition(NamedTuple):
 class Activation(NamedTuple):
     """function(x [..., f or 2f], compiled) -> [..., f].
 
-    weighted(x [m, f or 2f], weight [m]) -> [m, f]: each row times its weight, a router's probability.
-    Without it, experts cannot have the activation.
+    weighted(x [m, f or 2f], weight [m]) -> [m, f] multiplies each row by its weight, a router's probability.
+    Without it, experts cannot use the activation.
 
     is_gated: x is [gate | up], twice as wide.
 
-    learned: the names, and the roles (parallel/sharding/spec.py), of numbers that function takes behind x,
-    each [1] in fp32 or better.
+    learned lists the names and roles (parallel/sharding/spec.py) of further arguments of function, each [1]
+    in fp32 or better.
     """
     function: Callable[..., Tensor]
     weighted: Callable[[Tensor, Tensor], Tensor] | None
@@ -85,7 +85,7 @@ def clamped_swiglu_forward(gate_up: Tensor) -> Tensor:
 
 def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = split_gate_up(gate_up)
-    gate_moves = gate <= CLAMP  # at the bound itself it still has a gradient, as clamp has
+    gate_moves = gate <= CLAMP  # at the bound itself the gradient is nonzero, like clamp's
     up_moves = up.abs() <= CLAMP
     gate = gate.clamp(max=CLAMP)
     up = up.clamp(-CLAMP, CLAMP)
@@ -98,9 +98,9 @@ def clamped_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((dgate, dup), -1).to(gate_up.dtype)
 
 
-@cache  # a function that is compiled is compiled once
+@cache  # compile each limit only once
 def limited_swiglu(limit: float) -> Definition:
-    """SwiGLU whose two factors are bounded: what SiLU gives above alone, up on both sides."""
+    """SwiGLU with clamped factors: the SiLU output from above, `up` on both sides."""
     def forward(gate_up: Tensor) -> Tensor:
         gate, up = split_gate_up(gate_up)
         return (F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(gate_up.dtype)
@@ -109,7 +109,7 @@ def limited_swiglu(limit: float) -> Definition:
         gate, up = split_gate_up(gate_up)
         dy = dy.to(gate.dtype)
         activated = F.silu(gate)
-        gate_moves = activated <= limit  # at the bound itself it still has a gradient, as clamp has
+        gate_moves = activated <= limit  # at the bound itself the gradient is nonzero, like clamp's
         up_moves = up.abs() <= limit
         dgate = torch.ops.aten.silu_backward(dy * up.clamp(-limit, limit), gate).mul_(gate_moves)
         dup = (dy * activated.clamp(max=limit)).mul_(up_moves)
@@ -128,14 +128,14 @@ def relu2_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def xielu_forward(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
-    """above, below [1]: a and b."""
+    """above and below [1] are a and b."""
     values = x.to(accumulation_dtype(x.dtype))
     bent = torch.where(values > 0, above * values.square(), below * xielu_bend(values))
     return (bent + XIELU_SLOPE * values).to(x.dtype)
 
 
 def xielu_bend(values: Tensor) -> Tensor:
-    """The factor of b in xielu at or below 0."""
+    """Return the factor of b in xielu for values at or below 0."""
     return torch.expm1(values.clamp(max=XIELU_EDGE)) - values
 
 
@@ -180,7 +180,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool = False) -> Tensor:
-    """a and b are softplus(alpha_p) and softplus(alpha_n) + XIELU_SLOPE, so that it rises everywhere."""
+    """a and b are softplus(alpha_p) and softplus(alpha_n) + XIELU_SLOPE, which makes it monotonic."""
     return _XIELU.apply(x, F.softplus(alpha_p), F.softplus(alpha_n) + XIELU_SLOPE, compiled)
 
 
@@ -218,5 +218,5 @@ ACTIVATIONS = {  # by model.mlp.activation
 
 
 def activation_of(name: str, limit: float | None) -> Activation:
-    """name, limit: model.mlp.activation and limit."""
+    """Look up an activation; name and limit are model.mlp.activation and limit."""
     return ACTIVATIONS[name] if limit is None else defined(limited_swiglu(limit), is_gated=True)

@@ -1,7 +1,7 @@
-"""AdamW (arXiv 1711.05101) over a flat range of elements. It clips the gradients too, so they are read once.
+"""AdamW (arXiv 1711.05101) over a flat range of elements, with gradient clipping, so gradients are read once.
 
 On a GPU a range is one launch. It reads four tensors, writes three and the copy in the compute dtype, and
-returns nothing to the host.
+never syncs with the host.
 """
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from kernels.rounding import ElementIndex, place_bits, round_to_bf16, stochastic
 from kernels.tiles import block_range, load_fp32
 from kernels.triton_ import ceil_div, kernel_is_available, tl, triton
 
-BLOCK = 1 << 19  # elements: five tensors of fp32 that stay in a CPU's cache between the operations on them
+BLOCK = 1 << 19  # elements: five fp32 tensors that stay in a CPU's cache across the operations on them
 
 # elements of a GPU program: a thread accesses each tensor twice, 128 bits at a time
 GPU_BLOCK = 1024
@@ -22,11 +22,11 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """The numbers of one update.
+    """Hyperparameters and scalars of one update.
 
-    step: the number of the update, from 1.
-    grad_scale: a scalar on the device that multiplies the gradients (clipping).
-    is_good: a bool scalar on the device. If False, nothing changes (a skipped step).
+    step is the number of the update, from 1.
+    grad_scale is a scalar on the device that multiplies the gradients (clipping).
+    is_good is a bool scalar on the device. If False, nothing changes (a skipped step).
     """
     lr: float
     beta1: float
@@ -55,11 +55,11 @@ def adamw(
     weight_copy: Tensor | None = None,
     element_index: ElementIndex | None = None,
 ) -> None:
-    """One update in place, with the numbers of AdamWStep. All tensors are flat [n], in fp32 or fp64.
+    """Run one update in place. All tensors are flat [n], in fp32 or fp64.
 
-    weight_copy: the copy of `param` in the compute dtype, which is written too (bf16 training).
-    element_index: set if param, exp_avg and exp_avg_sq are in bf16, and says where their elements are. Then
-    the update is computed in the dtype of grad, and the state is rounded stochastically.
+    weight_copy is the copy of `param` in the compute dtype, which is written too (bf16 training).
+    element_index gives the positions of the elements, and is set if param, exp_avg and exp_avg_sq are in
+    bf16. The update is then computed in the dtype of grad, and the state is rounded stochastically.
 
     Equals torch.optim.AdamW: bias correction, eps outside of the root, weight decay before the update.
     """
@@ -96,7 +96,7 @@ def adamw_cpu(
 ) -> None:
     """torch's one-pass AdamW, block by block, so that the clipped gradient and the copy stay in the cache.
 
-    It calls the function below torch.optim, which does more around each call: that took a third of the time.
+    Calls the function that torch.optim wraps: the wrapper's overhead per call took a third of the time.
     """
     if not numbers.is_good:
         return
@@ -123,10 +123,10 @@ def adamw_cpu(
 def adamw_reference(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep
 ) -> None:
-    """The definition, without a host sync."""
+    """Reference implementation, without a host sync."""
     beta1, beta2 = numbers.beta1, numbers.beta2
     grad = torch.where(numbers.is_good, grad * numbers.grad_scale, 0.0)
-    update = numbers.is_good.to(grad.dtype)  # 1, or 0: then every coefficient below is that of the identity
+    update = numbers.is_good.to(grad.dtype)  # 1, or 0, which makes every coefficient below the identity's
 
     exp_avg.lerp_(grad, (1 - beta1) * update)
     exp_avg_sq.lerp_(grad.square_(), (1 - beta2) * update)
@@ -145,9 +145,9 @@ def adamw_bf16_states(
     weight_copy: Tensor | None,
     element_index: ElementIndex,
 ) -> None:
-    """The definition with states in bf16, block by block.
+    """Reference implementation with states in bf16, block by block.
 
-    One hash of an element has the 16 random bits for each of the three.
+    One hash of an element holds the 16 random bits for each of the three.
     """
     states = param, exp_avg, exp_avg_sq
     for start in range(0, param.numel(), BLOCK):
@@ -176,13 +176,13 @@ def adamw_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK of the n elements.
+    """Update BLOCK of the n elements.
 
-    shrink: 1 - lr * weight decay. salt .. skip: those of an ElementIndex.
-    COPY: writes WEIGHT_COPY. ROUND: the states are in bf16; ROWS: see place_bits.
+    shrink is 1 - lr * weight decay. salt .. skip are those of an ElementIndex.
+    COPY: write WEIGHT_COPY. ROUND: the states are in bf16. ROWS: see place_bits.
     """
     if tl.load(IS_FINITE):
-        # the averages
+        # moving averages
         index = block_range(tl.program_id(0).to(tl.int64), BLOCK)
         inside = index < n
         grad = load_fp32(GRAD + index, inside, other=None) * tl.load(GRAD_SCALE).to(tl.float32)
@@ -199,7 +199,7 @@ def adamw_kernel(
             tl.store(EXP_AVG + index, exp_avg, inside)
             tl.store(EXP_AVG_SQ + index, exp_avg_sq, inside)
 
-        # the parameters
+        # parameters
         param = load_fp32(PARAM + index, inside, other=None)
         root = tl.sqrt(exp_avg_sq / bias_correction2) + eps
         param = param * shrink - lr * (exp_avg / bias_correction1) / root
@@ -219,7 +219,7 @@ def launch_adamw(
     weight_copy: Tensor | None,
     element_index: ElementIndex | None = None,
 ) -> None:
-    """As adamw_reference, and with an element_index as adamw_bf16_states."""
+    """Run adamw_reference, or adamw_bf16_states given an element_index, as one kernel."""
     n = param.numel()
     if n == 0:
         return
@@ -227,7 +227,7 @@ def launch_adamw(
     place = element_index or ElementIndex(0, 0, 1, 1)
     adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
         param, grad, exp_avg, exp_avg_sq,
-        param if weight_copy is None else weight_copy,  # not written where there is no copy
+        param if weight_copy is None else weight_copy,  # not written without a copy
         numbers.grad_scale, numbers.is_good, n,
         one_minus_beta1=1 - beta1,
         one_minus_beta2=1 - beta2,

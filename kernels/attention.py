@@ -1,14 +1,14 @@
-"""Causal attention with grouped queries, a sliding window, chunks and document boundaries; its scores with
-another scale, a soft cap and sinks.
+"""Causal attention with grouped queries, sliding windows, chunks, document boundaries, a custom scale, a soft
+cap and sinks.
 
-`attention` is the one public function. It picks an implementation, or takes the one that is named. On a CPU
-it picks `blocks`, or SDPA where there are more keys than queries. On a GPU it picks the first of these that
-supports the call:
-1. a library, where one is installed: flash-attn, for documents cuDNN, and for documents and windows torch's
-   copy of flash-attn (kernels/attention_libraries.py);
+`attention` is the only public function. It picks an implementation unless one is named. On a CPU it picks
+`blocks`, or SDPA if there are more keys than queries. On a GPU it picks the first of these that supports the
+call:
+1. an installed library: flash-attn, cuDNN for documents, and torch's copy of flash-attn for documents and
+   windows (kernels/attention_libraries.py);
 2. SDPA's cuDNN and flash kernels, for plain causal attention;
 3. the Triton kernels of kernels/partial_attention.py;
-4. SDPA with a dense mask, or the definition where SDPA lacks what the call asks for.
+4. SDPA with a dense mask, or the reference if SDPA lacks a feature of the call.
 
 | | plain | window | documents, chunks | values of another dim | soft cap | sinks | fp32 | deterministic |
 |---|---|---|---|---|---|---|---|---|
@@ -21,18 +21,17 @@ supports the call:
 | SDPA, flash | yes | no | no | no | no | no | no | yes |
 | Triton kernels | yes | yes | yes | yes | yes | yes | yes | yes |
 | SDPA, dense mask | yes | yes | yes | yes | no | no | yes | without its memory-efficient kernel |
-| `blocks`, definition | yes | yes | yes | yes | yes | yes | yes | yes |
+| `blocks`, reference | yes | yes | yes | yes | yes | yes | yes | yes |
 
-All take a scale. The host can count chunks where they alone divide sequences, into equal ones. Sinks are
-joined after the softmax, by the logsumexp of the scores of keys: so a library has to take the gradient of
-that, which flash-attn 2 and 3 return and then drop.
+All take a scale. The host can count chunks if only they divide sequences, into equal ones. Sinks are merged
+after the softmax, through the logsumexp of the scores of keys: so a library has to accept its gradient, while
+flash-attn 2 and 3 return the logsumexp but drop the gradient.
 
-Why `blocks`: SDPA's CPU kernel reaches a third of what the machine's GEMMs do, because its inner products
+Why `blocks`: SDPA's CPU kernel reaches a third of the machine's GEMM throughput, because its inner products
 are small and the softmax between them is scalar code. Here one batched GEMM multiplies a block of queries
-with all keys up to the end of the block, and skips the later keys. Scores and softmax are in fp32 or
-better, probabilities in the compute dtype. The probabilities are saved for the backward where they are
-small beside the other activations of the block. Otherwise the backward recomputes them with the same code,
-bit for bit.
+with all keys up to the end of the block, and skips the later keys. Scores and softmax are in fp32 or better,
+probabilities in the compute dtype. The probabilities are saved for the backward if they are small compared to
+the other activations of the block. Otherwise the backward recomputes them with the same code, bit for bit.
 """
 import contextlib
 import math
@@ -52,11 +51,11 @@ from kernels.cpu_products import operands_are_bf16
 from kernels.grad import accumulation_dtype
 from kernels.partial_attention import attention_part, partial_backward
 
-# What SDPA's own flash kernel takes
+# Dtypes of SDPA's flash kernel
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_MAX_HEAD_DIM = 256
 
-# SDPA's own kernels, the preferred one first
+# SDPA's kernels, in order of preference
 PLAIN_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -64,15 +63,15 @@ PLAIN_KERNELS = [
     SDPBackend.MATH,
 ]
 
-# Those of them that keep no matrix of scores: {kernel: whether it supports a call}
+# Those that do not materialize a score matrix: {kernel: whether it supports a call}
 FUSED_KERNELS: dict[SDPBackend, Callable[[torch.backends.cuda.SDPAParams], bool]] = {
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
 }
 
-BLOCK = 128  # queries of a block: fewer skip more of the upper triangle, more make better GEMMs
-KEEP_PROBABILITIES = 16  # the forward saves probabilities where s <= KEEP_PROBABILITIES * head dim
+BLOCK = 128  # queries per block: fewer skip more of the upper triangle, more make better GEMMs
+KEEP_PROBABILITIES = 16  # the forward saves probabilities if s <= KEEP_PROBABILITIES * head dim
 
 
 def attention(
@@ -89,10 +88,10 @@ def attention(
     """softmax(q k^T / sqrt(d)) v over the keys that each query sees.
 
     q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e], where h is a multiple of g -> [b, s_q, h, e].
-    mask: an AttentionMask, or bool [b or 1, 1, s_q, s_k]; None: plain causal over equal lengths.
-    kind: auto, flash, triton, sdpa, reference or blocks. Where flash, triton or sdpa does not support the
-    call, one line on stderr says so once, and auto is used.
-    scale, softcap: see ScoreForm. sinks [h]: the score of one more key of each head, whose value is 0.
+    mask is an AttentionMask or bool [b or 1, 1, s_q, s_k]; None is plain causal over equal lengths.
+    kind is auto, flash, triton, sdpa, reference or blocks. If flash, triton or sdpa does not support the
+    call, fall back to auto and say so once on stderr.
+    scale and softcap: see ScoreForm. sinks [h] is the score of one more key of each head, with value 0.
     """
     form = ScoreForm(scale, softcap)
     has_sinks = sinks is not None
@@ -126,7 +125,7 @@ def attention(
 
 
 def beyond_plain(form: ScoreForm, has_sinks: bool) -> list[str]:
-    """What the scores of a call have that SDPA lacks, for people."""
+    """List the features of a call's scores that SDPA lacks, for messages."""
     return ["a soft cap"] * (form.softcap is not None) + ["sinks"] * has_sinks
 
 
@@ -142,8 +141,7 @@ def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str, beyond: 
 def choose_kind(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, library: Choice | None, beyond: list[str]
 ) -> str:
-    """The `kind` that auto stands for in this call. library: choose_library's choice; beyond: beyond_plain's.
-    """
+    """Resolve auto for this call. library comes from choose_library, beyond from beyond_plain."""
     of_torch = "reference" if beyond else "sdpa"
     runs_on_cpu = q.device.type == "cpu" and "cpu" not in triton_.DEVICES
     if runs_on_cpu and library is None:
@@ -160,8 +158,8 @@ def choose_kind(
 
 
 def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether SDPA has a kernel without a matrix of scores for plain causal attention in 16 bits, as far as
-    head dims decide: asked of torch where those of keys and values differ."""
+    """Whether SDPA has a fused kernel for plain causal attention in 16 bits with these head dims; torch is
+    queried if those of keys and values differ."""
     if q.shape[-1] == v.shape[-1]:
         return True
     if not q.is_cuda:
@@ -173,7 +171,7 @@ def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def report_slower(q: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> None:
-    """Says once that a library would be faster than the Triton kernels, and which one."""
+    """Report once that a library would be faster than the Triton kernels, and which one."""
     what = f"head dims {q.shape[-1]} and {v.shape[-1]}"
     if isinstance(mask, AttentionMask) and mask.first_key is not None:
         what = "documents" if mask.window is None else "a window"
@@ -185,7 +183,7 @@ def report_slower(q: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> No
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, in our order of dims. mask: as for `attention`, dense."""
+    """PyTorch's scaled_dot_product_attention, in our order of dims. mask is dense, as for `attention`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, h or g, s, d]
     has_groups = q.shape[1] != k.shape[1]
     backends = PLAIN_KERNELS
@@ -203,13 +201,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | No
 def report_missing_kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backends: list[SDPBackend]
 ) -> None:
-    """Says once if SDPA would compute with matrices of s_q x s_k, and what they take.
+    """Report once if SDPA would materialize s_q x s_k matrices, and their size.
 
-    q [b, h, s_q, d], k [b, g, s_k, d], v [b, g, s_k, e]. backends: those that it may choose.
+    q [b, h, s_q, d], k [b, g, s_k, d], v [b, g, s_k, e]. backends are those that it may choose.
     """
     is_plain = mask is None and q.shape[-1] == v.shape[-1]
     if is_plain and q.dtype in FLASH_DTYPES and q.shape[-1] <= FLASH_MAX_HEAD_DIM and q.shape[-1] % 8 == 0:
-        return  # the flash kernel supports all of these: nothing is asked at each call
+        return  # the flash kernel supports all of these: avoid a query for each call
 
     has_groups = q.shape[1] != k.shape[1]
     call = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, mask is None, has_groups)
@@ -226,7 +224,7 @@ def report_missing_kernel(
     )
 
 
-# ---- the definition ----------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 
 def attention_reference(
     q: Tensor,
@@ -236,7 +234,7 @@ def attention_reference(
     form: ScoreForm = PLAIN_SCORES,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The definition, term by term, in fp32 or better. Shapes, mask and sinks: as for `attention`."""
+    """Reference, term by term, in fp32 or better. Shapes, mask and sinks are as for `attention`."""
     dtype = q.dtype
     acc_dtype = accumulation_dtype(dtype)
     heads_per_group = q.shape[2] // k.shape[2]
@@ -266,8 +264,8 @@ def triton_supports(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for dq, dk and dv: side by side in one tensor where their shapes allow it, as the backwards of
-    RoPE and of the merged projection prefer them."""
+    """Allocate dq, dk and dv: adjacent in one tensor if their shapes allow it, which the backwards of RoPE
+    and of the merged projection prefer."""
     same_lengths = q.shape[1] == k.shape[1]
     same_head_dims = q.shape[-1] == v.shape[-1]
     if same_lengths and same_head_dims:
@@ -280,7 +278,7 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 class _TritonAttention(torch.autograd.Function):
-    """kernels/partial_attention.py, with one part that holds all keys."""
+    """kernels/partial_attention.py with a single part that holds all keys."""
 
     @staticmethod
     def forward(
@@ -315,20 +313,20 @@ class _TritonAttention(torch.autograd.Function):
 # n = b g: one GEMM for each key head; r = h / g: the query heads that share it.
 
 def by_head(x: Tensor, groups: int) -> Tensor:
-    """[b, s, h, d] -> [b g, h/g, s, d]. A view where x is head by head in memory (kernels/rope.py)."""
+    """[b, s, h, d] -> [b g, h/g, s, d]. A view if x is stored head by head (kernels/rope.py)."""
     b, s, h, d = x.shape
     return x.transpose(1, 2).reshape(b * groups, h // groups, s, d)
 
 
 def by_token(x: Tensor, b: int) -> Tensor:
-    """The inverse of by_head, as a view: [b g, h/g, s, d] -> [b, s, h, d]."""
+    """Invert by_head, as a view: [b g, h/g, s, d] -> [b, s, h, d]."""
     return x.view(b, -1, *x.shape[2:]).transpose(1, 2)
 
 
 def block_scores(
     q: Tensor, k: Tensor, mask: Tensor | None, form: ScoreForm, start: int, end: int
 ) -> Tensor:
-    """Scores of queries start .. end - 1 and keys 0 .. end - 1, -inf where a query does not see a key.
+    """Scores of queries start .. end - 1 and keys 0 .. end - 1, -inf if a query does not see a key.
 
     q [n, r, s, d], k [n, s, d], mask bool [b or 1, 1, s, s] -> [n, r, end - start, end].
     """
@@ -356,7 +354,7 @@ def probabilities(scores: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def append_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """dout with -delta as two more channels, delta = <dout, out> - dlse: its leading digits, and the rest.
+    """Append -delta, delta = <dout, out> - dlse, to dout as two channels: its leading digits, and the rest.
 
     dout, out [n, r, s, d_v], dlse [n, r, s, 1] -> [n, r, s, d_v + 2].
     """
@@ -387,8 +385,8 @@ class _BlockwiseAttention(torch.autograd.Function):
 
         out = q.new_empty(b, s, g, h // g, v.shape[-1])
         keeps = any(ctx.needs_input_grad) and s <= KEEP_PROBABILITIES * d and form.softcap is None
-        kept = []  # [n, r, end - start, end] of each block
-        lse = []  # [n, r, end - start, 1] of each block
+        kept = []  # [n, r, end - start, end] for each block
+        lse = []  # [n, r, end - start, 1] for each block
         for start in range(0, s, BLOCK):
             end = min(start + BLOCK, s)
             scores = block_scores(q, k, mask, form, start, end)
@@ -430,14 +428,14 @@ def blockwise_gradients(
     dout_delta: Tensor,
     kept: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [n, r, s, d], dk [n, 1, s, d] and dv [n, 1, s, d_v], in the compute dtype.
+    """Return dq [n, r, s, d], dk [n, 1, s, d] and dv [n, 1, s, d_v], in the compute dtype.
 
-    q, k, v: as by_head gives them. dout [n, r, s, d_v]; dout_delta: append_delta of it.
-    kept: the probabilities of each block, or none, if they are to be recomputed.
+    q, k and v come from by_head. dout is [n, r, s, d_v], dout_delta its append_delta.
+    kept lists the probabilities of each block; it is empty if they are to be recomputed.
     """
     n, r, s, d = q.shape
 
-    # dS = P (dout v^T - delta). The GEMM subtracts delta itself, as two more channels of dout against
+    # dS = P (dout v^T - delta). The GEMM subtracts delta itself, through two more channels of dout that meet
     # ones in v, so the subtraction happens before the product is rounded.
     ones = v.new_ones(n, s, 2)
     v_ones = torch.cat((v, ones), -1).transpose(1, 2)  # [n, d_v + 2, s]
@@ -449,7 +447,7 @@ def blockwise_gradients(
         end = min(start + BLOCK, s)
         scores = None if kept else block_scores(q, k, mask, form, start, end)
         probs = kept[index] if scores is None else probabilities(scores, q.dtype)
-        scores = None if form.softcap is None else scores  # the slope of the cap needs them
+        scores = None if form.softcap is None else scores  # only the slope of the cap needs them
         probs = probs.view(n, -1, end)  # [n, r (end - start), end]
         dv[:, :end] += torch.bmm(probs.transpose(1, 2), query_rows(dout, start, end))
 
@@ -465,5 +463,5 @@ def blockwise_gradients(
 
 
 def query_rows(x: Tensor, start: int, end: int) -> Tensor:
-    """Queries start .. end - 1 of all heads of a group: [n, r, s, d] -> [n, r (end - start), d]."""
+    """Return queries start .. end - 1 of all heads of a group: [n, r, s, d] -> [n, r (end - start), d]."""
     return x[:, :, start:end].reshape(len(x), -1, x.shape[-1])

@@ -1,18 +1,16 @@
-"""The Triton kernels of attention's backward (FlashAttention-2, arXiv 2307.08691). Their arguments are
-explained in kernels/attention_blocks.py. With scores S, probabilities P = exp(S - lse) and
-delta = <dout, out>:
+"""Triton kernels of attention's backward (FlashAttention-2, arXiv 2307.08691). Their arguments are explained
+in kernels/attention_blocks.py. With scores S, probabilities P = exp(S - lse) and delta = <dout, out>:
 
     dV = P^T dout       dP = dout V^T       dS = P (dP - delta)       dQ = dS K       dK = dS^T Q
 
 With a soft cap, dS is also multiplied by the slope of the cap.
 
-Two ways, both without atomics, so that gradients are the same bits every time:
+Two variants, both without atomics, so that gradients are bitwise reproducible:
 
     backward_kernel           five products for each pair of blocks: S, dP, dV, dK, dQ. A program keeps dk and
-                              dv of a block of keys, and adds its share of dq to a buffer in memory that is
-                              its own
-    dq_kernel, dkv_kernel     seven products, since each computes S and dP. A program keeps what it sums, and
-                              memory sees each gradient once
+                              dv of a block of keys, and adds its share of dq to a private buffer in memory
+    dq_kernel, dkv_kernel     seven products, since each computes S and dP. A program keeps its accumulators,
+                              and each gradient is written once
 """
 from kernels.attention_blocks import (
     LOG2E,
@@ -44,7 +42,7 @@ def delta_kernel(
     BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """delta = <dout, out> of one block of queries of one head."""
+    """Compute delta = <dout, out> for one block of queries of one head."""
     batch, head = sequence_and_head(heads)
     rows = block_range(tl.program_id(0), BLOCK_M)
     OUT = head_of(OUT, out_strides, batch, head)
@@ -62,12 +60,12 @@ def starts_kernel(
     LSE, DELTA, STARTS, lse_strides, delta_strides, s_q, padded_s_q, heads, numbers, root,
     BLOCK_M: tl.constexpr,
 ):
-    """What the sums of Q K^T and of dout V^T start from, of one block of queries of one head, so that nothing
-    is subtracted later: STARTS [2, b, h, padded_s_q].
+    """Prepare initial values of the accumulators of Q K^T and dout V^T for one block of queries of one head,
+    so that nothing has to be subtracted later: STARTS [2, b, h, padded_s_q].
 
-    [0] is -lse root, and -inf, which makes every probability 0, of queries that see no key or do not exist;
-    [1] is -delta. root: 1 / scale, which is sqrt(d) of plain scores; with a soft cap, log2(e), since scores
-    are no sums there. numbers: elements of STARTS[0]. padded_s_q is a multiple of BLOCK_M.
+    [0] is -lse root, and -inf for queries that see no key or do not exist, whose probabilities become 0;
+    [1] is -delta. root is 1 / scale, which is sqrt(d) for plain scores; with a soft cap it is log2(e), since
+    scores are not sums there. numbers counts elements of STARTS[0]. padded_s_q is a multiple of BLOCK_M.
     """
     batch, head = sequence_and_head(heads)
     rows = block_range(tl.program_id(0), BLOCK_M)
@@ -86,8 +84,8 @@ def transposed_scores(
     BOUNDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """P^T and (dP - delta)^T of a block of keys and a block of queries, both [keys, queries] in fp32; the
-    latter times the slope of a soft cap."""
+    """Compute P^T and (dP - delta)^T of a block of keys and a block of queries, both [keys, queries] in fp32;
+    the latter times the slope of a soft cap."""
     start = tl.broadcast_to(tl.load(SCORE_START + rows)[None, :], (k.shape[0], q.shape[0]))
     if SOFTCAP is None:
         scores = tl.dot(k, tl.trans(q), start, input_precision="ieee")
@@ -105,7 +103,7 @@ def transposed_scores(
     return probs, dprobs
 
 
-# ---- a block of keys ---------------------------------------------------------------------------------------
+# ---- one block of keys -------------------------------------------------------------------------------------
 
 @triton.jit
 def accumulate_gradients(
@@ -122,8 +120,8 @@ def accumulate_gradients(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Adds what the edges of a range of queries of one head (MASKED), or its middle, contribute to dk and dv
-    of a block of keys; HAS_DQ: and what these keys contribute to dq of that head, in memory."""
+    """Accumulate into dk and dv of a block of keys the share of the edges (MASKED) or the middle of a range
+    of queries of one head; with HAS_DQ, also add these keys' share of that head's dq in memory."""
     channels = tl.arange(0, padded(HEAD_DIM))
     tile_offsets = channels[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_M)
@@ -145,7 +143,7 @@ def accumulate_gradients(
             DIM=VALUE_DIM,
         )
 
-        # gradients of keys and values, which are rows here
+        # gradients of keys and values, which are the rows here
         probs, dprobs = transposed_scores(
             k, q, v, dout, SCORE_START, DPROB_START, rows, columns, query_end, s_k, offset, scale,
             MASKED=MASKED,
@@ -157,7 +155,7 @@ def accumulate_gradients(
         dscores = (probs * dprobs).to(q.dtype)
         dk = tl.dot(dscores, q, dk, input_precision="ieee")
 
-        # dq, in memory, transposed: its rows are channels
+        # dq in memory, transposed: its rows are channels
         if HAS_DQ:
             pointers = DQ + start * padded(HEAD_DIM) + tile_offsets
             dq = tl.load(pointers)  # [channels, BLOCK_M]
@@ -182,13 +180,13 @@ def key_block_gradients(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """dk and dv of the keys column .. column + BLOCK_N - 1 of one key head, from all query heads that share
-    it; HAS_DQ: and what these keys add to dq of those heads, without its scale.
+    """Compute dk and dv of keys column .. column + BLOCK_N - 1 of one key head, from all query heads that
+    share it; with HAS_DQ, also add these keys' share of those heads' dq, unscaled.
 
-    DQ: of this program and sequence, [h, blocks of queries, padded(HEAD_DIM), BLOCK_M]. DK and DV are
-    descriptors where HAS_DQ. ADD: as for store_block.
+    DQ belongs to this program and sequence: [h, blocks of queries, padded(HEAD_DIM), BLOCK_M]. DK and DV are
+    descriptors if HAS_DQ. ADD: as for store_block.
     """
-    # the keys, and which queries see them
+    # the keys, and the queries that see them
     columns = column + tl.arange(0, BLOCK_N)
     k = load_block(K, k_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=HEAD_DIM)
     v = load_block(V, v_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=VALUE_DIM)
@@ -202,7 +200,7 @@ def key_block_gradients(
         BLOCK_N=BLOCK_N,
     )
 
-    # of each query head: first the queries that need a mask, then those that see all these keys
+    # for each query head, first the queries that need a mask, then those that see all these keys
     dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
     dv = tl.zeros((BLOCK_N, padded(VALUE_DIM)), tl.float32)
     head_elements = tl.cdiv(s_q, BLOCK_M) * BLOCK_M * padded(HEAD_DIM)
@@ -214,7 +212,7 @@ def key_block_gradients(
             HEAD_DQ += head.to(tl.int64) * head_elements
         for MASKED in tl.static_range(1, -1, -1):
             if HAS_DQ:
-                tl.debug_barrier()  # other threads may have added to the same rows of dq before
+                tl.debug_barrier()  # other threads may have added to the same rows of dq
             dk, dv = accumulate_gradients(
                 dk, dv, k, v, Q, DOUT, SCORE_START + row_index, DPROB_START + row_index, HEAD_DQ,
                 q_strides, dout_strides, batch, head, columns, query_end,
@@ -257,10 +255,9 @@ def backward_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """key_block_gradients of every n-th block of keys of one key head. Program p of n, whose part of DQ has
-    number p.
+    """Run key_block_gradients on every n-th block of keys of one key head. Program p of n uses part p of DQ.
 
-    DQ: as PARTS of add_parts_kernel, 0 before.
+    DQ has the layout of PARTS in add_parts_kernel, and is zero-initialized.
     """
     part = tl.program_id(0)
     parts = tl.num_programs(0)
@@ -295,7 +292,7 @@ def add_parts_kernel(
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """dq of one block of queries of one head: the sum of its parts, in their order, times factor.
+    """Sum the parts of dq of one block of queries of one head, in order, and multiply by factor.
     ADD: as for store_block.
 
     PARTS [parts, b, h, blocks of queries, padded(HEAD_DIM), BLOCK_M].
@@ -329,7 +326,7 @@ def accumulate_dq(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Adds what the edges of a range of keys (MASKED), or its middle, contribute to dq of a block of queries.
+    """Accumulate into dq of a query block the share of the edges (MASKED) or the middle of a range of keys.
     """
     first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_N)
     for i in range(0, number):
@@ -349,7 +346,7 @@ def accumulate_dq(
             DIM=VALUE_DIM,
         )
 
-        # probabilities of the forward; with a soft cap, times its slope
+        # probabilities of the forward, times the slope of a soft cap
         start_scores = tl.broadcast_to(score_start[:, None], (q.shape[0], BLOCK_N))
         if SOFTCAP is None:
             scores = tl.dot(q, tl.trans(k), start_scores, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
@@ -384,9 +381,9 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """dq of one block of queries of one head. ADD: as for store_block."""
-    # the queries, and what starts_kernel has made of them
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
+    """Compute dq of one block of queries of one head. ADD: as for store_block."""
+    # the queries, and their starts_kernel results
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # longest blocks first
     batch, head = sequence_and_head(heads)
     group = head // heads_per_group
     rows = row + tl.arange(0, BLOCK_M)
@@ -403,7 +400,7 @@ def dq_kernel(
     score_start = tl.load(SCORE_START + row_index + rows)
     dprob_start = tl.load(DPROB_START + row_index + rows)
 
-    # which keys they see
+    # the keys that they see
     first_key = load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED)
     begin, full_begin, full_end, end = key_range(
         FIRST_KEY, row, s_q, s_k, offset, key_start,
@@ -451,7 +448,7 @@ def dkv_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """dk and dv of one block of keys of one key head, from all query heads that share it."""
+    """Compute dk and dv of one block of keys of one key head, from all query heads that share it."""
     key_block_gradients(
         Q, K, V, QUERY_END, DOUT, SCORE_START, DPROB_START, None, DK, DV,
         q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,

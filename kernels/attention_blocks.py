@@ -1,7 +1,6 @@
-"""Blocks of attention, for Triton kernels: what is loaded, which blocks of keys and of queries meet, and
-which pairs of a block see each other.
+"""Building blocks of the Triton attention kernels: loads, ranges of blocks to visit, masks within a block.
 
-A query sees the keys of one interval, and both its ends never fall along the sequence
+A query sees the keys of one interval, and both its ends are nondecreasing along the sequence
 (kernels/attention_mask.py). So a block of queries meets the blocks of keys `begin` .. `end`, and all its
 queries see all keys of the blocks `full_begin` .. `full_end` in the middle. Only the edges need a mask:
 
@@ -12,15 +11,15 @@ queries see all keys of the blocks `full_begin` .. `full_end` in the middle. Onl
 The same holds for a block of keys and the blocks of queries that see it.
 
 Conventions of all kernels:
-    rows, columns         a block of queries and a block of keys; BLOCK_M, BLOCK_N: how many these are
-    x_strides             of batch, token and head of X, in elements; channels are adjacent
+    rows, columns         a block of queries and a block of keys; BLOCK_M and BLOCK_N are their sizes
+    x_strides             batch, token and head strides of X, in elements; channels are adjacent
     HEAD_DIM, VALUE_DIM   channels of a head of Q and K, and of V. A tile has more, see `padded`
     FIRST_KEY, QUERY_END  as in kernels/attention_mask.py
     offset                the position of query row 0 among the keys
     CAUSAL                there is a mask. BOUNDED: it has FIRST_KEY and QUERY_END
     TMA                   X is a descriptor of [b, heads, s, channels], for the copy engine (Hopper's TMA)
     scale                 log2(e) / sqrt(d), or another: scores are in base 2, since exp2 is one instruction
-    SOFTCAP               of kernels/attention_scores.py, or None
+    SOFTCAP               as in kernels/attention_scores.py, or None
 """
 import math
 
@@ -32,7 +31,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.constexpr_function
 def padded(dim):
-    """The channels of a tile: a power of two, and at least 16, for the tensor cores."""
+    """Pad channels to a tile's size: a power of two, and at least 16, for the tensor cores."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -40,19 +39,19 @@ def padded(dim):
 
 @triton.jit
 def sequence_and_head(heads):
-    """Which sequence and which head of it this program works on, if dim 1 of the grid counts both."""
+    """Return this program's sequence and head, if dim 1 of the grid enumerates both."""
     return tl.program_id(1) // heads, tl.program_id(1) % heads
 
 
 @triton.jit
 def head_of(X, strides, batch, head):
-    """Where one head of one sequence of X begins."""
+    """Return the start of one head of one sequence of X."""
     return X + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
 
 
 @triton.jit
 def load_rows(X, rows, stride, n, EDGE: tl.constexpr, DIM: tl.constexpr):
-    """Rows `rows` of X [n, DIM] -> [rows, padded(DIM)], 0 outside X. EDGE: some rows may be n or more."""
+    """Load rows `rows` of X [n, DIM] -> [rows, padded(DIM)], 0 outside X. EDGE: some rows may be >= n."""
     channels = tl.arange(0, padded(DIM))
     pointers = X + rows[:, None] * stride + channels[None, :]
     if EDGE and DIM < padded(DIM):
@@ -74,9 +73,9 @@ def load_block(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Rows row .. row + BLOCK - 1 of one head of X -> [BLOCK, padded(DIM)], 0 outside X.
+    """Load rows row .. row + BLOCK - 1 of one head of X -> [BLOCK, padded(DIM)], 0 outside X.
 
-    EDGE: as for load_rows; the copy engine needs no such hint.
+    EDGE: as for load_rows; the copy engine does not need it.
     """
     if TMA:
         x = X.load([batch, head, row, 0]).reshape(BLOCK, padded(DIM))
@@ -88,9 +87,9 @@ def load_block(
 
 @triton.jit
 def store_rows(X, x, rows, stride, n, ADD: tl.constexpr, DIM: tl.constexpr):
-    """The inverse of load_rows, cast to the dtype of X. ADD: as for store_block, one half of the channels
-    after the other: of dk and dv, both in registers, a whole tile of what X holds would be too much."""
-    inside = n - rows > 0  # not rows < n: the loads' predicates would stay in registers until here
+    """Store rows, inverting load_rows, cast to the dtype of X. ADD: as for store_block, one half of the
+    channels at a time: with dk and dv both in registers, a whole tile of X would not fit."""
+    inside = n - rows > 0  # not rows < n, which would keep the loads' predicates in registers until here
     if ADD:
         half: tl.constexpr = padded(DIM) // 2
         left, right = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, half)), (0, 2, 1)))
@@ -102,7 +101,7 @@ def store_rows(X, x, rows, stride, n, ADD: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def store_channels(X, x, rows, inside, stride, first, ADD: tl.constexpr, DIM: tl.constexpr):
-    """store_rows of the channels first .. first + x.shape[1] - 1. inside: which of the rows exist."""
+    """store_rows for channels first .. first + x.shape[1] - 1. `inside` marks the rows that exist."""
     channels = first + tl.arange(0, x.shape[1])
     pointers = X + rows[:, None] * stride + channels[None, :]
     mask = inside[:, None] & (channels < DIM)[None, :]
@@ -118,7 +117,7 @@ def store_block(
     TMA: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """The inverse of load_block, cast to the dtype of X. ADD: x is added to what X holds, in fp32."""
+    """Store a block, inverting load_block, cast to the dtype of X. ADD: accumulate onto X, in fp32."""
     if TMA:
         if ADD:
             x += X.load([batch, head, row, 0]).reshape(x.shape[0], x.shape[1])
@@ -128,7 +127,7 @@ def store_block(
         store_rows(head_of(X, strides, batch, head), x, rows, strides[1], n, ADD=ADD, DIM=DIM)
 
 
-# ---- which blocks meet -------------------------------------------------------------------------------------
+# ---- ranges of blocks --------------------------------------------------------------------------------------
 
 @triton.jit
 def key_range(
@@ -138,10 +137,10 @@ def key_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Which keys the queries row .. row + BLOCK_M - 1 see: (begin, full_begin, full_end, end).
+    """Return the keys that queries row .. row + BLOCK_M - 1 see: (begin, full_begin, full_end, end).
 
-    All but the end are multiples of BLOCK_N. Where no block is seen in full, full_begin and full_end are
-    begin. Where nothing is seen, end <= begin.
+    All but the end are multiples of BLOCK_N. If no block is seen in full, full_begin and full_end equal
+    begin. If nothing is seen, end <= begin.
     """
     end_of_rows = tl.minimum(row + BLOCK_M, s_q)
     begin = 0
@@ -171,11 +170,11 @@ def query_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> "tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]":
-    """Which queries see the keys column .. column + BLOCK_N - 1: (begin, full_begin, full_end, end).
+    """Return the queries that see keys column .. column + BLOCK_N - 1: (begin, full_begin, full_end, end).
 
-    All but the end are multiples of BLOCK_M. Queries from s_q on do not count: they are loaded so that their
-    probabilities are 0. Where no block sees all keys, or the keys end before the block does, full_begin and
-    full_end are begin. Where no query sees a key, end <= begin.
+    All but the end are multiples of BLOCK_M. Queries from s_q on do not count: they are loaded such that
+    their probabilities are 0. If no block sees all keys, or the keys end before the block does, full_begin
+    and full_end equal begin. If no query sees a key, end <= begin.
     """
     end_of_columns = tl.minimum(column + BLOCK_N, s_k)
     begin = 0
@@ -191,7 +190,7 @@ def query_range(
     if BOUNDED:
         query_end = tl.load(QUERY_END + end_of_columns - 1) - query_start
         end = tl.minimum(s_q, tl.maximum(query_end, 0))
-        first_query_end = tl.load(QUERY_END + column) - query_start  # this key is seen least long
+        first_query_end = tl.load(QUERY_END + column) - query_start  # this key is the first to leave the view
         ends_inside = first_query_end < s_q
         full_end = tl.where(ends_inside, tl.maximum(first_query_end, 0) // BLOCK_M * BLOCK_M, full_end)
     end = tl.where(first_query < end, end, begin)
@@ -203,9 +202,9 @@ def query_range(
 
 @triton.jit
 def blocks_to_visit(begin, full_begin, full_end, end, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """How a loop visits the edges of a range (MASKED), or its middle: (first, number, number before, gap).
+    """Return how to visit the edges (MASKED) or the middle of a range: (first, number, number before, gap).
 
-    Block i begins at first + i BLOCK, and from i = number before on at `gap` more.
+    Block i starts at first + i BLOCK, plus `gap` from i = number before on.
     """
     gap = full_end - full_begin
     if MASKED:
@@ -221,7 +220,7 @@ def blocks_to_visit(begin, full_begin, full_end, end, MASKED: tl.constexpr, BLOC
 
 @triton.jit
 def block_start(i, first, before, gap, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Where block i of blocks_to_visit begins."""
+    """Return the start of block i of blocks_to_visit."""
     start = first + i * BLOCK
     if MASKED:
         start = tl.where(i < before, start, start + gap)
@@ -230,16 +229,16 @@ def block_start(i, first, before, gap, MASKED: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def first_edge(begin, full_begin, full_end):
-    """Where the edges of a range begin."""
+    """Return the start of a range's edges."""
     return tl.where(begin < full_begin, begin, full_end)
 
 
 @triton.jit
 def last_block(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
-    """Where the last block of a range begins, if its middle is visited before its edges; of an empty range,
-    where it begins."""
+    """Return the start of a range's last block, if its middle is visited before its edges; for an empty
+    range, its begin."""
     last = begin + (tl.maximum(end - begin, 1) - 1) // BLOCK * BLOCK
-    # no edge after the middle: the last one before it, if there is one
+    # without an edge after the middle, the last one before it, if any
     return tl.where((full_end >= end) & (begin < full_begin), full_begin - BLOCK, last)
 
 
@@ -247,23 +246,23 @@ def last_block(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def softcapped(scores, SOFTCAP: tl.constexpr):
-    """SOFTCAP tanh(scores / SOFTCAP), where scores are in base 2 before and after."""
+    """SOFTCAP tanh(scores / SOFTCAP), with scores in base 2 before and after."""
     tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / SOFTCAP)))
     return tanh * (SOFTCAP * LOG2E)
 
 
 @triton.jit
 def softcap_slope(scores, SOFTCAP: tl.constexpr):
-    """The derivative of softcapped, from what it returns."""
+    """Return the derivative of softcapped, given its result."""
     tanh = scores * (1.0 / (SOFTCAP * LOG2E))
     return 1.0 - tanh * tanh
 
 
-# ---- which pairs see each other ----------------------------------------------------------------------------
+# ---- masks within a block ----------------------------------------------------------------------------------
 
 @triton.jit
 def load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED: tl.constexpr):
-    """The first key that each of the queries `rows` sees; if not BOUNDED, numbers that sees_keys ignores."""
+    """Load the first visible key of each query in `rows`; if not BOUNDED, values that sees_keys ignores."""
     first_key = rows
     if BOUNDED:
         first_key = tl.load(FIRST_KEY + tl.minimum(rows, s_q - 1)) - key_start
@@ -272,7 +271,7 @@ def load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED: tl.constexpr):
 
 @triton.jit
 def load_query_ends(QUERY_END, columns, s_k, query_start, BOUNDED: tl.constexpr):
-    """The query after the last one that sees each of the keys `columns`; if not BOUNDED, numbers that
+    """Load, for each key in `columns`, the query after the last one that sees it; if not BOUNDED, values that
     seen_by_queries ignores."""
     query_end = columns
     if BOUNDED:
@@ -282,7 +281,7 @@ def load_query_ends(QUERY_END, columns, s_k, query_start, BOUNDED: tl.constexpr)
 
 @triton.jit
 def sees_keys(rows, columns, first_key, s_k, offset, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
-    """Whether queries `rows` see keys `columns`: bool [rows, columns]. first_key: of load_first_keys."""
+    """Whether queries `rows` see keys `columns`: bool [rows, columns]. first_key: from load_first_keys."""
     mask = (columns < s_k)[None, :]
     if CAUSAL:
         mask = mask & (columns[None, :] <= rows[:, None] + offset)
@@ -293,7 +292,7 @@ def sees_keys(rows, columns, first_key, s_k, offset, CAUSAL: tl.constexpr, BOUND
 
 @triton.jit
 def seen_by_queries(rows, columns, query_end, s_k, offset, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
-    """The same from the side of the keys: bool [columns, rows]. query_end: of load_query_ends."""
+    """Whether `rows` see the keys `columns`: bool [columns, rows]. query_end: from load_query_ends."""
     mask = (columns < s_k)[:, None]
     if CAUSAL:
         mask = mask & (columns[:, None] <= rows[None, :] + offset)

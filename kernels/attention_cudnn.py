@@ -1,19 +1,19 @@
-"""cuDNN's attention of packed documents: NVIDIA's package nvidia-cudnn-frontend, or torch's own call of it.
+"""cuDNN's attention over packed documents: NVIDIA's package nvidia-cudnn-frontend, or torch's binding of it.
 
-cuDNN takes all tokens one after the other with the ends of the documents, grouped queries, and q, k and v
-that lie beside each other in memory. It takes no window here, and is not asked for equal bits: torch cannot
-ask it, and on Hopper cuDNN before 9.25 needs memory that grows with the square of all tokens for them
+cuDNN takes all tokens concatenated with the ends of the documents, grouped queries, and q, k and v that are
+adjacent in memory. It takes no window here, and is not asked for determinism: torch cannot request it, and on
+Hopper cuDNN before 9.25 needs memory quadratic in the total number of tokens for it
 (github.com/NVIDIA/cudnn-frontend/pull/398).
 
-A plan belongs to numbers, not to values: how many documents there are, a bound on the longest, the shape and
-strides of q, k and v. It is made at the first call, in some tens to hundreds of milliseconds, and kept. So
-the bound is rounded up to a power of two, and so is the number, by empty documents. cuDNN before 9.25 gives
-NaN for these (github.com/NVIDIA/cudnn-frontend/issues/943): there each number has its own plan.
+A plan depends on sizes, not on values: the number of documents, a bound on the longest, the shape and strides
+of q, k and v. It is built at the first call, in some tens to hundreds of milliseconds, and cached. So the
+bound is rounded up to a power of two, and so is the number of documents, by adding empty ones. cuDNN before
+9.25 returns NaN for these (github.com/NVIDIA/cudnn-frontend/issues/943): there each number has its own plan.
 
-torch has the operation, too. Before torch 2.14 it does not keep the plan, so that every call costs as much
-as the first (github.com/pytorch/pytorch/pull/191576). Its backward took the head dim for the bound, and wrote
-past a buffer (github.com/pytorch/pytorch/pull/186142): an illegal access, after which the process has lost
-its GPU. No trial survives that, so versions without the first mend, the later of the two, are recognized by
+torch has the operation, too. Before torch 2.14 it does not cache the plan, so that every call costs as much
+as the first (github.com/pytorch/pytorch/pull/191576). Its backward confused the head dim with the bound, and
+wrote past a buffer (github.com/pytorch/pytorch/pull/186142): an illegal access, after which the process has
+lost its GPU. No trial survives that, so versions without the first fix, the later of the two, are detected by
 the operation's signature and not tried.
 """
 import torch
@@ -22,20 +22,20 @@ from torch import Tensor
 from kernels.attention_mask import DocumentCounts, PackedDocuments
 from kernels.triton_ import power_of_2
 
-OLDEST_CUDNN = 91800  # torch's own choice of cuDNN for documents asks for it
+OLDEST_CUDNN = 91800  # torch's own cuDNN path for documents requires it
 CUDNN_WITH_EMPTY_DOCUMENTS = 92500
 SHORTEST_BOUND = 256  # tokens: torch refuses bounds up to 128
-MAX_HEAD_DIM = 128  # above it, cuDNN has backwards for some chips and head dims only
-MOST_PADDING = 8  # through torch, the backward keeps dq in fp32 for so many times the tokens
+MAX_HEAD_DIM = 128  # above it, cuDNN only has backwards for some chips and head dims
+MOST_PADDING = 8  # through torch, the backward pads its fp32 dq to at most this many times the tokens
 
 
 def head_dims(d: int, e: int) -> bool:
-    """Whether head dims (of keys: d, of values: e) are what cuDNN takes on Hopper and Blackwell."""
+    """Whether cuDNN takes these head dims (keys: d, values: e) on Hopper and Blackwell."""
     return d % 8 == e % 8 == 0 and max(d, e) <= MAX_HEAD_DIM
 
 
 def for_few_plans(packed: PackedDocuments) -> PackedDocuments:
-    """The same documents, with a number and a bound that many sets of documents share."""
+    """Return the same documents, with the number and the bound rounded so that plans are shared."""
     ends, number = packed.ends, packed.number
     takes_empty_documents = (torch.backends.cudnn.version() or 0) >= CUDNN_WITH_EMPTY_DOCUMENTS
     if takes_empty_documents and number < power_of_2(number):
@@ -46,19 +46,19 @@ def for_few_plans(packed: PackedDocuments) -> PackedDocuments:
 
 
 def padding_fits_torch(documents: DocumentCounts, tokens: int) -> bool:
-    """Whether what torch's backward keeps of dq is small enough. tokens: of all documents."""
+    """Whether the dq buffer of torch's backward is small enough. tokens counts all documents."""
     planned = power_of_2(documents.number) * max(power_of_2(documents.longest), SHORTEST_BOUND)
     return planned <= MOST_PADDING * tokens
 
 
 def has_kept_plans() -> bool:
-    """Whether torch's operation keeps its plans: it takes `block_table` since then."""
+    """Whether torch's operation caches its plans, recognized by its `block_table` argument."""
     signature = torch.ops.aten._cudnn_attention_forward.default._schema
     return "block_table" in {argument.name for argument in signature.arguments}
 
 
 def why_not_in_torch() -> str | None:
-    """Why torch's operation cannot be used, whatever the call; None if it can."""
+    """Return why torch's operation cannot be used at all; None if it can."""
     if torch.version.hip:
         return "ROCm has no cuDNN"
     if not has_kept_plans():
@@ -74,8 +74,8 @@ def torch_attention(
     """Causal attention within documents, by torch's operation.
 
     q [tokens, h, d], k [tokens, g, d], v [tokens, g, e] -> [tokens, h, e].
-    The queries and keys of a document are equal in number, so it does not matter that this operation aligns
-    the first query with the first key.
+    A document has equally many queries and keys, so it does not matter that this operation aligns the first
+    query with the first key.
     """
     packed = for_few_plans(packed)
     results = torch.ops.aten._cudnn_attention_forward(

@@ -1,5 +1,5 @@
-"""The Triton kernels of attention's forward (FlashAttention-2, arXiv 2307.08691), and of the merge of two
-parts. Their arguments are explained in kernels/attention_blocks.py."""
+"""Triton kernels of attention's forward (FlashAttention-2, arXiv 2307.08691), and of merging two parts. Their
+arguments are explained in kernels/attention_blocks.py."""
 from kernels.attention_blocks import (
     LOG2E,
     block_start,
@@ -29,7 +29,7 @@ def block_scores(
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Q K^T of a block of queries and the keys from `start` on, not scaled: fp32 [BLOCK_M, BLOCK_N]."""
+    """Unscaled Q K^T of a block of queries and the keys from `start` on: fp32 [BLOCK_M, BLOCK_N]."""
     k = load_block(
         K, k_strides, batch, group, start, s_k,
         EDGE=EDGE,
@@ -49,8 +49,8 @@ def online_softmax(
     SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Probabilities of one block relative to the largest score so far, and what the sums before it shrink by:
-    (probs, shrink, denominator, row_max)."""
+    """Return the probabilities of one block relative to the largest score so far, and the factor by which to
+    rescale earlier sums: (probs, shrink, denominator, row_max)."""
     scores = scores * scale
     if SOFTCAP is not None:
         scores = softcapped(scores, SOFTCAP)
@@ -77,7 +77,7 @@ def add_values(
     BLOCK_N: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """out, shrunk, plus the values from `start` on, weighted by their probabilities."""
+    """Rescale out and add the values from `start` on, weighted by their probabilities."""
     v = load_block(
         V, v_strides, batch, group, start, s_k,
         EDGE=EDGE,
@@ -102,11 +102,11 @@ def accumulate_output(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """Adds the edges of a range of keys (MASKED), or its middle, to the online softmax of a block of queries.
+    """Add the edges (MASKED) or the middle of a range of keys to the online softmax of a block of queries.
 
-    AHEAD: next_scores are those of the first of these blocks, and become those of the block after them. So a
-    softmax does not wait for its scores, and runs while the values of the block before are multiplied
-    (FlashAttention-3, arXiv 2407.08608, section 3.2). The last block of all is left out.
+    AHEAD: next_scores belong to the first of these blocks, and are replaced by those of the block after them.
+    So a softmax does not wait for its scores, and overlaps with the multiplication of the previous block's
+    values (FlashAttention-3, arXiv 2407.08608, section 3.2). The very last block is skipped.
     """
     first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_N)
     edge = first_edge(begin, full_begin, full_end)  # the block after the middle
@@ -171,9 +171,9 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """One block of queries of one head: its output and logsumexp. AHEAD: see accumulate_output."""
-    # the queries, and which keys they see
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
+    """Compute output and logsumexp of one block of queries of one head. AHEAD: see accumulate_output."""
+    # the queries, and the keys that they see
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # longest blocks first
     batch, head = sequence_and_head(heads)
     group = head // heads_per_group
     rows = row + tl.arange(0, BLOCK_M)
@@ -239,7 +239,7 @@ def forward_kernel(
             VALUE_DIM=VALUE_DIM,
         )
 
-    # output and logsumexp: 0 and -inf of a query that sees no key
+    # output and logsumexp: 0 and -inf for a query that sees no key
     sees_a_key = denominator > 0.0
     denominator = tl.where(sees_a_key, denominator, 1.0)
     OUT = head_of(OUT, out_strides, batch, head)
@@ -256,7 +256,7 @@ def merge_kernel(
     BLOCK_M: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """merge_partial (kernels/partial_attention.py) of one block of queries of one head."""
+    """Run merge_partial (kernels/partial_attention.py) on one block of queries of one head."""
     batch, head = sequence_and_head(heads)
     rows = block_range(tl.program_id(0), BLOCK_M)
     inside = rows < s_q
@@ -270,7 +270,7 @@ def merge_kernel(
     share = tl.exp2(lse - largest)
     other_share = tl.exp2(other_lse - largest)
     total = share + other_share
-    tl.debug_barrier()  # all threads have read the logsumexp that one of them now writes over
+    tl.debug_barrier()  # all threads have read the logsumexp before one of them overwrites it
     tl.store(LSE, (largest + tl.log2(total)) / LOG2E, inside)
 
     OUT = head_of(OUT, out_strides, batch, head)

@@ -1,5 +1,4 @@
-"""Launches of the Triton kernels of attention: which blocks a chip works with, and which way the backward
-goes."""
+"""Launch code of the Triton attention kernels: launch configs per chip, and the variant of the backward."""
 import math
 from typing import NamedTuple
 
@@ -31,17 +30,17 @@ from kernels.triton_ import (
 
 MAX_HEAD_DIM = 256
 MAX_OFFSET = 2**31  # elements: the kernels count tokens times strides in int32
-DELTA_ROWS = 64  # queries of a program that computes delta, or merges two parts
-STARTS_ROWS = 256  # queries of a program that prepares the starts of sums: a multiple of every BLOCK_M
+DELTA_ROWS = 64  # queries per program that computes delta, or merges two parts
+STARTS_ROWS = 256  # queries per program that prepares STARTS: a multiple of every BLOCK_M
 MOST_PARTS = 8  # of dq, in fp32 each
-WORTH_A_PART = 0.9  # more parts of dq must shorten the backward to this, at least
+WORTH_A_PART = 0.9  # splitting dq further must shorten the backward at least to this fraction
 
 # {chip (kernels/triton_.py): {padded head dim: (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages)}}
-# The largest that tests/kernels/aot.py compiles without a spill, where the copy engine reads (chips 9 and 10)
-# or does not. Blackwell keeps accumulators in memory of their own, and wants one stage.
-# SMALL: instead of the entries of chip 8, where a program can have less than ENOUGH_SHARED bytes of shared
-# memory (99 KiB on sm_86, 89 and 120; 163 KiB on sm_80 and 87).
-# CAPPED + chip: instead of the entries of that chip, with a soft cap, whose slope takes registers.
+# The largest that tests/kernels/aot.py compiles without spills, with loads through the copy engine (chips 9
+# and 10) or without. Blackwell has dedicated accumulator memory, and needs one stage.
+# SMALL replaces the entries of chip 8 if a program can use less than ENOUGH_SHARED bytes of shared memory
+# (99 KiB on sm_86, 89 and 120; 163 KiB on sm_80 and 87).
+# CAPPED + chip replaces the entries of that chip if there is a soft cap, whose slope takes registers.
 BlockEntries = dict[int, tuple[int, int, int, int] | None]
 BlockTable = dict[int, BlockEntries]
 SMALL = 86
@@ -52,13 +51,13 @@ FORWARD_BLOCKS: BlockTable = {
     9: {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
     10: {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
 }
-# Chips whose forward computes scores one block ahead, where the copy engine reads. Products run beside other
-# instructions there, and registers hold two blocks of scores.
+# Chips whose forward computes scores one block ahead, when loading through the copy engine. MMAs run
+# asynchronously there, and registers hold two blocks of scores.
 SCORES_AHEAD = (9,)
-# Five products where this table has an entry, seven elsewhere. They read and write 8 bytes of dq for each
-# channel, query and block of keys, so they need blocks of 128 keys: half as many would move more than the
-# memory can while the tensor cores multiply. Such blocks fit the registers of chips 9 and 10 up to head dim
-# 64. Without the copy engine (chip 8, fp32, strides that it cannot read) it is seven products as well.
+# Five products if this table has an entry, otherwise seven. They read and write 8 bytes of dq for each
+# channel, query and block of keys, so they need blocks of 128 keys: half of that would exceed the memory
+# bandwidth while the tensor cores multiply. Such blocks fit the registers of chips 9 and 10 up to head dim
+# 64. Without the copy engine (chip 8, fp32, strides that it cannot read) seven products are used as well.
 BACKWARD_BLOCKS: BlockTable = {
     8: {},
     9: {64: (32, 128, 8, 2)},
@@ -78,11 +77,11 @@ DKV_BLOCKS: BlockTable = {
     10: {64: (64, 128, 8, 1), 128: (64, 128, 8, 1), 256: (16, 64, 8, 1)},
     CAPPED + 9: {256: (16, 64, 8, 2)},
 }
-FP32_BLOCKS = (32, 32, 4, 1)  # four bytes an element, and no tensor cores: for parity, not for speed
+FP32_BLOCKS = (32, 32, 4, 1)  # four bytes per element, and no tensor cores: for parity, not for speed
 
 
 def triton_supports_part(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
-    """Whether the Triton kernels support the call; on a GPU, says once on stderr why not."""
+    """Whether the Triton kernels support the call; on a GPU, report once on stderr why not."""
     largest_dim = max(q.shape[-1], v.shape[-1])
     largest_offset = max(x.stride(1) * x.shape[1] for x in (q, k, v))
     why = None
@@ -97,7 +96,7 @@ def triton_supports_part(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> boo
     return kernel_is_available("attention", q, k, v, why=why)
 
 
-# ---- what a launch is given --------------------------------------------------------------------------------
+# ---- launch arguments --------------------------------------------------------------------------------------
 
 class Blocks(NamedTuple):
     queries: int
@@ -109,7 +108,7 @@ class Blocks(NamedTuple):
 def blocks_of(
     table: BlockTable, q: Tensor, v: Tensor, form: ScoreForm = PLAIN_SCORES
 ) -> Blocks | None:
-    """The entry of a table for these tensors; None: the table has none."""
+    """Return the table's entry for these tensors, or None if it has none."""
     if q.dtype == torch.float32:
         return None if table is BACKWARD_BLOCKS else Blocks(*FP32_BLOCKS)
     largest_dim = padded(max(64, q.shape[-1], v.shape[-1]))
@@ -119,7 +118,7 @@ def blocks_of(
 
 
 def entries_of(table: BlockTable, chip: int, shared: int, is_capped: bool = False) -> BlockEntries:
-    """{padded head dim: entry} of a chip whose programs can have `shared` bytes of shared memory."""
+    """Return {padded head dim: entry} for a chip whose programs can use `shared` bytes of shared memory."""
     of_cap = table.get(CAPPED + chip, {}) if is_capped else {}
     of_shared = table.get(SMALL, {}) if shared < ENOUGH_SHARED else {}
     return table[chip] | of_cap | of_shared
@@ -127,7 +126,7 @@ def entries_of(table: BlockTable, chip: int, shared: int, is_capped: bool = Fals
 
 def launch_meta(blocks: Blocks, q: Tensor, v: Tensor, mask: AttentionMask | None, form: ScoreForm,
                 tma: bool) -> dict[str, int | float | bool | None]:
-    """The constexpr arguments and launch options of the forward and backward kernels."""
+    """Return the constexpr arguments and launch options of the forward and backward kernels."""
     return {
         "CAUSAL": mask is not None,
         "BOUNDED": mask is not None and mask.first_key is not None,
@@ -143,7 +142,7 @@ def launch_meta(blocks: Blocks, q: Tensor, v: Tensor, mask: AttentionMask | None
 
 
 class MaskBounds(NamedTuple):
-    """What the kernels read of a mask. The strides are over the batch."""
+    """The mask bounds that the kernels read. Strides are over the batch."""
     first_key: Tensor
     query_end: Tensor
     first_key_stride: int
@@ -153,12 +152,12 @@ class MaskBounds(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The position of query row 0 among the keys."""
+        """Return the position of query row 0 among the keys."""
         return self.query_start - self.key_start
 
 
 def mask_bounds(mask: AttentionMask | None, q: Tensor) -> MaskBounds:
-    """The bounds of a mask. q stands for tensors that no kernel reads."""
+    """Return the bounds of a mask. q is a placeholder for tensors that no kernel reads."""
     bounds = MaskBounds(
         first_key=q,
         query_end=q,
@@ -181,7 +180,7 @@ def mask_bounds(mask: AttentionMask | None, q: Tensor) -> MaskBounds:
 
 
 def call_numbers(q: Tensor, k: Tensor, bounds: MaskBounds, form: ScoreForm) -> dict[str, int | float]:
-    """The numbers of one call that the forward and backward kernels share."""
+    """Return the scalar arguments that the forward and backward kernels share."""
     return {
         "s_q": q.shape[1],
         "s_k": k.shape[1],
@@ -192,7 +191,7 @@ def call_numbers(q: Tensor, k: Tensor, bounds: MaskBounds, form: ScoreForm) -> d
 
 
 def strides_of(*tensors: Tensor) -> list[tuple[int, ...]]:
-    """Of batch, token and head."""
+    """Return batch, token and head strides of each tensor."""
     return [x.stride()[:3] for x in tensors]
 
 
@@ -208,14 +207,14 @@ def copy_engine_reads(*tensors: Tensor) -> bool:
 
 
 def descriptor(x: Tensor, rows: int) -> object:
-    """x [b, s, heads, channels] for the copy engine, in blocks of `rows` tokens of one head."""
+    """Describe x [b, s, heads, channels] to the copy engine, in blocks of `rows` tokens of one head."""
     return TensorDescriptor.from_tensor(x.transpose(1, 2), [1, 1, rows, padded(x.shape[-1])])
 
 
 def descriptors(
     blocks: Blocks, queries: list[Tensor], keys: list[Tensor]
 ) -> tuple[list[object], list[object]]:
-    """Of tensors that are read in blocks of queries, and in blocks of keys."""
+    """Describe tensors that are read in blocks of queries, and in blocks of keys."""
     return [descriptor(x, blocks.queries) for x in queries], [descriptor(x, blocks.keys) for x in keys]
 
 
@@ -224,7 +223,7 @@ def descriptors(
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dtype: torch.dtype, form: ScoreForm
 ) -> tuple[Tensor, Tensor]:
-    """attention_part (kernels/partial_attention.py) as a Triton kernel."""
+    """Run attention_part (kernels/partial_attention.py) as a Triton kernel."""
     q, k, v = (by_channel(x) for x in (q, k, v))
     b, s_q, h, _ = q.shape
     out = q.new_empty(b, s_q, h, v.shape[-1], dtype=dtype)
@@ -251,7 +250,7 @@ def launch_forward(
 
 
 def launch_merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """merge_partial (kernels/partial_attention.py) as a Triton kernel."""
+    """Run merge_partial (kernels/partial_attention.py) as a Triton kernel."""
     b, s_q, h, e = out.shape
     merge_kernel[ceil_div(s_q, DELTA_ROWS), b * h](
         out, lse, other, other_lse, *strides_of(out, lse, other, other_lse), s_q, h,
@@ -262,7 +261,7 @@ def launch_merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> 
 
 
 def output_dot_grad(out: Tensor, dout: Tensor) -> Tensor:
-    """delta = <out, dout> over the channels. out, dout [b, s, h, e] -> [b, s, h], in memory head by head."""
+    """delta = <out, dout> over the channels. out, dout [b, s, h, e] -> [b, s, h], stored head by head."""
     out, dout = by_channel(out), by_channel(dout)
     b, s, h, e = out.shape
     delta = out.new_empty(b, h, s, dtype=torch.float32)
@@ -277,7 +276,7 @@ def output_dot_grad(out: Tensor, dout: Tensor) -> Tensor:
 
 
 def launch_starts(lse: Tensor, delta: Tensor, root: float) -> Tensor:
-    """lse, delta [b, s, h] -> [2, b, h, s up to a multiple of STARTS_ROWS]: see starts_kernel."""
+    """lse, delta [b, s, h] -> [2, b, h, s rounded up to a multiple of STARTS_ROWS]: see starts_kernel."""
     b, s, h = lse.shape
     blocks = ceil_div(s, STARTS_ROWS)
     starts = lse.new_empty(2, b, h, blocks * STARTS_ROWS)
@@ -303,7 +302,7 @@ def launch_backward(
     add: bool,
     form: ScoreForm,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """partial_backward (kernels/partial_attention.py) as Triton kernels."""
+    """Run partial_backward (kernels/partial_attention.py) as Triton kernels."""
     dout, q, k, v = (by_channel(x) for x in (dout.to(q.dtype), q, k, v))
     root = form.divisor(q.shape[-1]) if form.softcap is None else math.log2(math.e)
     starts = launch_starts(lse, delta, root)
@@ -330,12 +329,12 @@ def launch_five_products(
     add: bool,
     form: ScoreForm,
 ) -> None:
-    """Writes dq, dk and dv, or adds to what they hold. starts: of launch_starts."""
+    """Write dq, dk and dv, or accumulate into them. starts comes from launch_starts."""
     b, s_q, h, d = q.shape
     _, s_k, g, _ = k.shape
     dq, dk, dv = grads
     blocks = blocks_of(BACKWARD_BLOCKS, q, v, form)
-    assert blocks is not None  # the caller has asked
+    assert blocks is not None  # checked by the caller
     bounds = mask_bounds(mask, q)
 
     # dk, dv, and the parts of dq
@@ -371,11 +370,11 @@ def launch_five_products(
 
 
 def number_of_parts(programs: int, key_blocks: int, processors: int) -> int:
-    """How many programs share the keys of one head, each with its own part of dq: as few as keep the
-    processors busy.
+    """Return how many programs split the keys of one head, each with a private part of dq: the fewest that
+    keep the processors busy.
 
-    programs: with one part each. A processor holds one at a time, and a program with 1 / n of the keys takes
-    1 / n of the time.
+    programs is their number with one part each. A processor runs one at a time, and a program with 1 / n of
+    the keys takes 1 / n of the time.
     """
     def time(parts: int) -> float:
         return ceil_div(programs * parts, processors) / parts
@@ -398,7 +397,7 @@ def launch_seven_products(
     add: bool,
     form: ScoreForm,
 ) -> None:
-    """Writes dq, dk and dv, or adds to what they hold. starts: of launch_starts."""
+    """Write dq, dk and dv, or accumulate into them. starts comes from launch_starts."""
     b, s_q, h, _ = q.shape
     _, s_k, g, _ = k.shape
     dq, dk, dv = grads
@@ -440,7 +439,7 @@ def launch_seven_products(
 def tensors_or_descriptors(
     blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, tma: bool
 ) -> tuple[object, object, object, object]:
-    """q, k, v and dout as a kernel takes them."""
+    """Return q, k, v and dout in the form that a kernel takes."""
     if not tma:
         return q, k, v, dout
     (q_blocks, dout_blocks), (k_blocks, v_blocks) = descriptors(blocks, [q, dout], [k, v])

@@ -1,13 +1,12 @@
 """Attention by libraries: flash-attn (arXiv 2205.14135, 2307.08691, 2407.08608), cuDNN for packed documents
 (kernels/attention_cudnn.py), and torch's copy of version 2 of flash-attn.
 
-One table says what each library supports. Before a library is used for a kind of call, one small call of
-that kind, forward and backward, is compared with the definition: versions differ in what they accept. The
-host waits for this once for each kind. A library that fails is named once on stderr, and the next one is
-tried.
+One table lists what each library supports. Before a library is used for a kind of call, one small call of
+that kind, forward and backward, is compared with the reference: versions differ in what they accept. The host
+waits for this once for each kind. A library that fails is reported once on stderr, and the next one is tried.
 
-Packed documents, chunks, and windows in torch go to functions of variable length: all tokens of the
-microbatch follow each other, and `ends` says where each document or chunk ends.
+Packed documents, chunks, and windows in torch use variable-length functions: all tokens of the microbatch are
+concatenated, and `ends` marks where each document or chunk ends.
 """
 import functools
 import importlib
@@ -24,37 +23,37 @@ from kernels.attention_mask import AttentionMask, DocumentCounts, MaskLike, Pack
 from kernels.attention_scores import PLAIN_SCORES, ScoreForm, join_sinks
 from kernels.triton_ import print_once
 
-DEVICES = ("cuda",)  # where libraries run; the tests add "cpu", for libraries of their own
+DEVICES = ("cuda",)  # where libraries run; the tests add "cpu", for test libraries
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-TORCH_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what torch has compiled its kernels for
-# In the backward, these libraries pad each document to 128 queries in what they keep in fp32. Where documents
-# are shorter on average that would more than double it.
+TORCH_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # torch's kernels are compiled for these
+# In the backward, these libraries pad each document to 128 queries in their fp32 buffers. With a shorter mean
+# document that would more than double them.
 MIN_MEAN_DOCUMENT = 128  # tokens
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 class Request(NamedTuple):
-    """What a call asks of a library beside the tensors. packed: None: whole sequences. with_lse: the
-    logsumexp of the scores, too, through which gradients flow."""
+    """Options of a call besides its tensors. packed is None for whole sequences. with_lse also returns the
+    logsumexp of the scores, with gradients."""
     packed: PackedDocuments | None
     window: int | None
     form: ScoreForm = PLAIN_SCORES
     with_lse: bool = False
 
     def options(self, scale_name: str) -> dict[str, object]:
-        """The scale, as the argument of this name, where it is not the library's own."""
+        """Return the scale as the argument of this name, unless it is the library's default."""
         return {} if self.form.scale is None else {scale_name: self.form.scale}
 
 
 def multiple_of_8(d: int, e: int) -> bool:
-    """Whether head dims (of keys: d, of values: e) are equal, and what every version of flash-attn takes."""
+    """Whether head dims (keys: d, values: e) are equal, and supported by every version of flash-attn."""
     return d == e and d <= MAX_HEAD_DIM and d % 8 == 0
 
 
 def multiple_of_8_or_latent(d: int, e: int) -> bool:
-    """The same, or as latent attention has them: 192 for keys and 128 for values."""
+    """Whether multiple_of_8 holds, or head dims are those of latent attention (keys: 192, values: 128)."""
     return multiple_of_8(d, e) or (d, e) == (192, 128)
 
 
@@ -64,14 +63,14 @@ def torch_head_dims(d: int, e: int) -> bool:
 
 @dataclass(frozen=True)
 class Library:
-    """What a library supports: DTYPES, grouped queries, causal attention over sequences of equal lengths.
+    """Features of a library: DTYPES, grouped queries, causal attention over sequences of equal lengths.
 
-    name: for people. chips: major compute capabilities. head_dims: which of keys and values. function: of
-    whole sequences, with or without a window; None: it has none. packed_function: of packed documents, with
-    or without a window. windows, softcap: whether it has them. lse: whether it returns the logsumexp, and its
-    backward takes the gradient of it. deterministic: whether on request it gives the same bits every time.
-    fits: whether it takes documents like these, of so many tokens together. why_not: why
-    the installed version cannot be used, whatever the call; None: it can.
+    name is for messages. chips are major compute capabilities. head_dims accepts those of keys and values.
+    function takes whole sequences, with or without a window; None if there is none. packed_function takes
+    packed documents, with or without a window. windows and softcap: it supports these. lse: it returns the
+    logsumexp, and its backward takes the gradient of it. deterministic: it can be asked for bitwise
+    reproducible results. fits: whether it takes such documents with this total number of tokens. why_not: why
+    the installed version cannot be used at all; None if it can.
     """
     name: str
     module: str
@@ -91,16 +90,16 @@ class Library:
 def call_flash_attn(
     function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """q, k, v [b, s, heads, d], or packed [tokens, heads, d] -> out, and lse [b, s, heads], or [tokens,
-    heads], if it is asked for. All versions align the last query with the last key, and count a window
-    without the query itself."""
+    """q, k, v [b, s, heads, d], or packed [tokens, heads, d] -> out, and on request lse [b, s, heads], or
+    [tokens, heads]. All versions align the last query with the last key, and do not count the query itself in
+    a window."""
     options = request.options("softmax_scale")
     if request.window is not None:
         options["window_size"] = (request.window - 1, 0)
     if request.form.softcap is not None:
         options["softcap"] = request.form.softcap
     if request.with_lse:
-        options["return_lse"] = True  # of version 4; the others have no gradient of it
+        options["return_lse"] = True  # for version 4; the others have no gradient of it
     packed = request.packed
     if packed is not None:
         options |= {
@@ -111,7 +110,7 @@ def call_flash_attn(
         }
     deterministic = torch.are_deterministic_algorithms_enabled()
     out = function(q, k, v, causal=True, deterministic=deterministic, **options)
-    if not isinstance(out, tuple):  # versions differ in what they return besides
+    if not isinstance(out, tuple):  # versions differ in further results
         return out, None
     return out[0], out[1].transpose(-1, -2) if request.with_lse else None
 
@@ -119,23 +118,23 @@ def call_flash_attn(
 def call_torch(
     function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """As call_flash_attn, always packed. Deterministic where torch is asked to be."""
+    """Like call_flash_attn, always packed. Deterministic if torch is asked to be."""
     packed = request.packed
-    assert packed is not None  # the table has no function of whole sequences
+    assert packed is not None  # the table has no function for whole sequences
     left = -1 if request.window is None else request.window - 1
     options = request.options("scale") | {"window_size": (left, 0)}
-    if "enable_gqa" in inspect.signature(function).parameters:  # earlier versions take groups unasked
+    if "enable_gqa" in inspect.signature(function).parameters:  # earlier versions support groups implicitly
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     out = function(q, k, v, packed.ends, packed.ends, packed.longest, packed.longest, **options)
-    assert isinstance(out, Tensor)  # no auxiliary output is asked for
+    assert isinstance(out, Tensor)  # no auxiliary output is requested
     return out, None
 
 
 def call_cudnn_frontend(
     function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """As call_flash_attn, always packed and without a window."""
-    assert request.packed is not None and request.window is None  # as the table says
+    """Like call_flash_attn, always packed and without a window."""
+    assert request.packed is not None and request.window is None  # guaranteed by the table
     packed = attention_cudnn.for_few_plans(request.packed)
     out = function(
         q, k, v,
@@ -144,7 +143,7 @@ def call_cudnn_frontend(
         cu_seqlens_kv=packed.ends,
         max_seqlen_q=packed.longest,
         max_seqlen_kv=packed.longest,
-        return_lse=True,  # its backward needs it
+        return_lse=True,  # needed by its backward
         **request.options("scale"),
     )
     return out[0], None
@@ -153,14 +152,14 @@ def call_cudnn_frontend(
 def call_cudnn_in_torch(
     function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
 ) -> tuple[Tensor, Tensor | None]:
-    """As call_flash_attn, always packed and without a window."""
-    assert request.packed is not None and request.window is None  # as the table says
+    """Like call_flash_attn, always packed and without a window."""
+    assert request.packed is not None and request.window is None  # guaranteed by the table
     out = function(q, k, v, request.packed, **request.options("scale"))
     assert isinstance(out, Tensor)
     return out, None
 
 
-# The preferred one first: versions 3 and 4 of flash-attn, cuDNN, version 2 of flash-attn, torch's copy of it
+# In order of preference: versions 3 and 4 of flash-attn, cuDNN, version 2 of flash-attn, torch's copy of it
 LIBRARIES = (
     Library(
         name="flash_attn_interface",
@@ -188,7 +187,7 @@ LIBRARIES = (
         module="cudnn",
         chips=(9, 10),
         head_dims=attention_cudnn.head_dims,
-        function=None,  # SDPA has it
+        function=None,  # SDPA covers it
         packed_function="sdpa_torch",
         call=call_cudnn_frontend,
         windows=False,
@@ -199,7 +198,7 @@ LIBRARIES = (
         module="kernels.attention_cudnn",
         chips=(9, 10),
         head_dims=attention_cudnn.head_dims,
-        function=None,  # SDPA has it
+        function=None,  # SDPA covers it
         packed_function="torch_attention",
         call=call_cudnn_in_torch,
         windows=False,
@@ -222,7 +221,7 @@ LIBRARIES = (
         module="torch.nn.attention.varlen",
         chips=(8, 9, 10, 12),
         head_dims=torch_head_dims,
-        function=None,  # SDPA has it
+        function=None,  # SDPA covers it
         packed_function="varlen_attn",
         call=call_torch,
     ),
@@ -233,18 +232,18 @@ LIBRARIES = (
 def installed_function(module: str, name: str) -> Function | None:
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, OSError):  # OSError: a shared library that does not load
+    except (ImportError, AttributeError, OSError):  # OSError: a shared library fails to load
         return None
 
 
 def compute_capability(device: torch.device) -> int:
-    """The major one; of a device without one, Hopper's."""
+    """Return the major compute capability; Hopper's for a device without one."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A library for one kind of call, and how the call is put to it."""
+    """A library for one kind of call, and how to express the call for it."""
     library: Library
     function: Function
     is_packed: bool
@@ -258,8 +257,7 @@ def choose_library(
     form: ScoreForm = PLAIN_SCORES,
     has_sinks: bool = False,
 ) -> Choice | None:
-    """The preferred library that supports the call and is installed. None: there is none. As for `attention`.
-    """
+    """Return the preferred installed library that supports the call, or None. See `attention`."""
     return next(usable_libraries(q, k, v, mask, form, has_sinks), None)
 
 
@@ -271,7 +269,7 @@ def usable_libraries(
     form: ScoreForm = PLAIN_SCORES,
     has_sinks: bool = False,
 ) -> Iterator[Choice]:
-    """All such libraries, the preferred one first. Each is tried when it is asked for."""
+    """Yield all such libraries in order of preference. Each is tried when requested."""
     kind = kind_of_call(q, k, mask)
     if kind is None or q.device.type not in DEVICES or q.dtype not in DTYPES:
         return
@@ -300,12 +298,12 @@ def usable_libraries(
 
 @dataclass(frozen=True)
 class CallKind:
-    documents: DocumentCounts | None  # or chunks; None: whole sequences
+    documents: DocumentCounts | None  # or chunks; None for whole sequences
     window: bool
 
 
 def kind_of_call(q: Tensor, k: Tensor, mask: MaskLike) -> CallKind | None:
-    """What a mask asks of a library. None: no library takes it."""
+    """Classify the call that a mask requires. None if no library takes it."""
     if mask is None:
         return CallKind(documents=None, window=False) if q.shape[1] == k.shape[1] else None
     if isinstance(mask, Tensor):
@@ -334,7 +332,7 @@ def library_attention(
     if not choice.is_packed:
         return with_sinks(*choice.library.call(choice.function, q, k, v, request), sinks)
 
-    assert mask is not None  # what is packed has a mask
+    assert mask is not None  # packed tokens have a mask
     packed = mask.packed
     if packed is None:
         packed = equal_documents(q.shape[0] * q.shape[1], mask.chunk or q.shape[1], mask.window, q.device)
@@ -345,26 +343,26 @@ def library_attention(
 
 
 def with_sinks(out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """What a library has returned, with the sinks of the call."""
+    """Add the sinks of the call to a library's result."""
     if sinks is None:
         return out
-    assert lse is not None  # the table says that this library returns it
+    assert lse is not None  # guaranteed by the table
     return join_sinks(out, lse, sinks)
 
 
 def equal_documents(tokens: int, length: int, window: int | None, device: torch.device) -> PackedDocuments:
-    """Documents of `length` tokens each: whole sequences, or their chunks."""
+    """Describe documents of `length` tokens each: whole sequences, or their chunks."""
     ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
     return PackedDocuments(ends, number=tokens // length, longest=length, window=window)
 
 
-# ---- the trial ---------------------------------------------------------------------------------------------
+# ---- trial -------------------------------------------------------------------------------------------------
 
 TRIAL_LENGTHS = (150, 1, 105)  # tokens of the documents
 TRIAL_WINDOW = 40
 TRIAL_SCALE = 0.2
-TRIAL_SOFTCAP = 1.5  # it bends most scores
-TRIAL_SINK = 4.0  # about the logsumexp of the other scores
+TRIAL_SOFTCAP = 1.5  # bends most scores
+TRIAL_SINK = 4.0  # close to the logsumexp of the other scores
 TRIAL_ERROR = 0.02  # relative, of bf16
 
 
@@ -375,7 +373,7 @@ class Trial(NamedTuple):
 
 
 def trial_of(window: bool, form: ScoreForm, has_sinks: bool) -> Trial:
-    """The trial of all calls that ask for these."""
+    """Return the shared trial of all calls with these options."""
     scale = None if form.scale is None else TRIAL_SCALE
     softcap = None if form.softcap is None else TRIAL_SOFTCAP
     return Trial(TRIAL_WINDOW if window else None, ScoreForm(scale, softcap), has_sinks)
@@ -391,7 +389,7 @@ def passes_trial(
     trial: Trial,
     deterministic: bool,
 ) -> bool:
-    """Whether the library computes such a call right, forward and backward. If not, a line says why."""
+    """Whether the library computes such a call correctly, forward and backward. If not, report why."""
     why = obstacle(choice, device, dtype, head_dims, groups, trial)
     if why is not None:
         asked = {
@@ -415,7 +413,7 @@ def obstacle(
     groups: bool,
     trial: Trial,
 ) -> str | None:
-    """Why the library cannot be used; None if it can."""
+    """Return why the library cannot be used; None if it can."""
     why = choice.library.why_not()
     if why is not None:
         return why
@@ -432,7 +430,7 @@ def obstacle(
 
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
         with torch.enable_grad():
-            if d == e:  # beside each other in memory, as the merged projection leaves them
+            if d == e:  # adjacent in memory, like the merged projection's
                 merged = torch.cat(inputs, 1).requires_grad_()
                 parts = merged.split([x.shape[1] for x in inputs], 1)
             else:
@@ -456,11 +454,11 @@ def obstacle(
 
     try:
         found = run(attend_by_library)
-    except Exception as error:  # libraries have classes of their own
+    except Exception as error:  # libraries raise their own classes
         return (str(error) or type(error).__name__).splitlines()[0]
     for got, want in zip(found, run(attend_by_definition)):
         error = (got.float() - want.float()).norm() / want.float().norm()
-        if not error < TRIAL_ERROR:  # a NaN is no success
+        if not error < TRIAL_ERROR:  # fails for NaN too
             return f"a wrong result, by {error:.2g}"
     return None
 
@@ -468,7 +466,7 @@ def obstacle(
 def packed_reference(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], trial: Trial
 ) -> Tensor:
-    """Causal attention within documents by the definition. q, k, v [tokens, heads, d] -> [tokens, h, e]."""
+    """Reference causal attention within documents. q, k, v [tokens, heads, d] -> [tokens, h, e]."""
     window, form = trial.window, trial.form
     heads_per_group = q.shape[1] // k.shape[1]
     parts: list[Tensor] = []

@@ -1,8 +1,8 @@
 """The mask of causal attention, as one interval of visible keys for each query.
 
 A sliding window and the start of a document or chunk only raise the first key that a query sees, and these
-first keys never fall along the sequence. So attention needs no [s, s] mask: the first and the last row of a
-block tell whether the block is empty, full or partly masked. Kernels that skip blocks
+first keys are nondecreasing along the sequence. So attention needs no [s, s] mask: the first and the last row
+of a block determine whether the block is empty, full or partly masked. Kernels that skip blocks
 (kernels/partial_attention.py) read these intervals.
 """
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ NO_LIMIT = 2**31 - 1  # in int32: a position after every token
 
 
 class DocumentCounts(NamedTuple):
-    """What the host knows of the documents of a microbatch: their number in all sequences together, and the
-    tokens of the longest. A document that goes on in the next sequence counts in both."""
+    """Document statistics of a microbatch known to the host: the number over all sequences, and the tokens of
+    the longest. A document that continues in the next sequence counts in both."""
     number: int
     longest: int
 
 
 class PackedDocuments(NamedTuple):
-    """The documents of all sequences, one after the other, as functions of variable length take them.
+    """The documents of all sequences, concatenated, in the form of variable-length functions.
 
-    ends int32 [number + 1]: 0, and the token after each document, counted over all sequences (`cu_seqlens` of
-    flash-attn). longest: tokens of the longest, or more. window: as in AttentionMask, but beside documents.
+    ends int32 [number + 1] holds 0, and the token after each document, counted over all sequences
+    (`cu_seqlens` of flash-attn). longest bounds the tokens of the longest. window is as in AttentionMask, but
+    combined with documents.
     """
     ends: Tensor
     number: int
@@ -38,8 +39,8 @@ class PackedDocuments(NamedTuple):
 class AttentionMask:
     """Queries query_start .. query_start + s_q - 1 over keys key_start .. key_start + s_k - 1.
 
-    A query sees the keys from its first_key up to its own position. Where first_key and query_end are None,
-    causality is the only limit. Both tensors hold positions in int32, and never fall along the sequence.
+    A query sees the keys from its first_key up to its own position. If first_key and query_end are None,
+    causality is the only limit. Both tensors hold int32 positions that are nondecreasing along the sequence.
     """
     query_start: int
     key_start: int
@@ -54,12 +55,12 @@ class AttentionMask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether causality is the only limit, and the queries are those of the keys."""
+        """Whether causality is the only limit, and queries and keys have the same positions."""
         return self.first_key is None and self.query_start == self.key_start and self.s_q == self.s_k
 
     @cached_property
     def dense_mask(self) -> Tensor:
-        """bool [b or 1, 1, s_q, s_k], True where a query sees a key: for kernels that need a dense mask."""
+        """Return a dense mask for kernels that need one: bool [b or 1, 1, s_q, s_k], True if visible."""
         queries = torch.arange(self.query_start, self.query_start + self.s_q, device=self.device)[:, None]
         keys = torch.arange(self.key_start, self.key_start + self.s_k, device=self.device)
         mask = (keys <= queries)[None, None]
@@ -69,7 +70,7 @@ class AttentionMask:
 
 
     def part(self, query_start: int, s_q: int, key_start: int, s_k: int) -> "AttentionMask":
-        """The mask of some of its queries over some of its keys, both by their positions. Runs no kernel."""
+        """Return the mask of some queries over some keys, both by position. Runs no kernel."""
         first_key = query_end = None
         if self.first_key is not None and self.query_end is not None:
             queries = query_start - self.query_start
@@ -86,24 +87,24 @@ class AttentionMask:
         )
 
 
-MaskLike = AttentionMask | Tensor | None  # a Tensor: as dense_mask
+MaskLike = AttentionMask | Tensor | None  # a Tensor has the form of dense_mask
 
 
 def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, window: int | None,
                         docs: Tensor | None, device: torch.device,
                         counts: DocumentCounts | None = None, chunk: int | None = None) -> AttentionMask:
-    """The mask of s_q queries from position query_start over s_k keys from position key_start.
+    """Make the mask of s_q queries from position query_start over s_k keys from position key_start.
 
-    window: how many tokens a query sees, itself included; None: all before it.
-    docs [b, s]: the document of each token of the whole sequence; the tokens of a document are contiguous.
-    None: one document. counts: of docs; None: the host does not know, so libraries cannot take the documents.
-    chunk: a query sees the keys of its chunk, of so many tokens each (Llama 4's chunked attention). Chunks
+    window is how many tokens a query sees, including itself; None for all earlier ones.
+    docs [b, s] is the document of each token of the whole sequence; documents are contiguous, and None means
+    one. counts describes docs; with None the host does not know them, so libraries cannot take the documents.
+    chunk: a query only sees keys of its chunk, `chunk` tokens each (Llama 4's chunked attention). Chunks
     count from the start of the sequence, and of each document, whose positions restart there: so a document
-    sees what it would see alone. transformers counts them likewise.
+    attends as if it were alone. transformers counts the same way.
     """
     end_of_queries = query_start + s_q
     end_of_keys = key_start + s_k
-    farthest = end_of_queries - key_start  # how many tokens a query could see without a window
+    farthest = end_of_queries - key_start  # tokens that a query could see without a window
     farthest = farthest if chunk is None else min(farthest, chunk)
     has_window = window is not None and window < farthest
     has_chunks = chunk is not None and key_start // chunk < (end_of_queries - 1) // chunk
@@ -125,7 +126,7 @@ def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, wi
         query_end = torch.minimum(query_end, positions + window)
 
     packed = None
-    is_divided = counts is not None and chunk is not None and chunk < counts.longest  # into unknown numbers
+    is_divided = counts is not None and chunk is not None and chunk < counts.longest  # into an unknown number
     if counts is not None and docs is not None and docs.shape[1] == s_q == s_k and not is_divided:
         narrow = window is not None and window < counts.longest
         ends = document_ends(docs, counts.number)
@@ -145,23 +146,23 @@ def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, wi
 
 
 def document_ends(docs: Tensor, number: int) -> Tensor:
-    """docs [b, s] with `number` documents in all -> int32 [number + 1]: see PackedDocuments. No host sync."""
+    """docs [b, s] with `number` documents in total -> int32 [number + 1], see PackedDocuments. No sync."""
     begins = torch.ones_like(docs, dtype=torch.bool)
     begins[:, 1:] = docs[:, 1:] != docs[:, :-1]
-    index = begins.flatten().cumsum(0, dtype=torch.int32) - 1  # of each token's document: 0 .. number - 1
+    index = begins.flatten().cumsum(0, dtype=torch.int32) - 1  # document index of each token: 0 .. number - 1
     documents = torch.arange(number + 1, dtype=torch.int32, device=docs.device)
     return torch.searchsorted(index, documents, out_int32=True)  # the first token of each
 
 
 def document_limits(docs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the document of each token starts, and where the next one does (NO_LIMIT: there is none).
+    """Return where each token's document starts, and where the next one does (NO_LIMIT if there is none).
 
     docs [b, s or longer], positions int32 [b, s] -> two int32 [b, s].
     """
     first = positions[:, :1]
     others = positions[:, 1:]
     length = positions.shape[1]
-    starts_document = docs[:, 1:length] != docs[:, :length - 1]  # [b, s - 1], of tokens 1 .. s - 1
+    starts_document = docs[:, 1:length] != docs[:, :length - 1]  # [b, s - 1], for tokens 1 .. s - 1
 
     start = torch.where(starts_document, others, 0).cummax(1).values
     next_start = torch.where(starts_document, others, NO_LIMIT).flip(1).cummin(1).values.flip(1)

@@ -1,5 +1,5 @@
-"""From products of queries and keys to what the softmax sees: their scale, a soft cap (Gemma 2, arXiv
-2408.00118), and sinks beside the keys (gpt-oss; arXiv 2309.17453 has the idea)."""
+"""From query-key products to softmax inputs: scale, soft cap (Gemma 2, arXiv 2408.00118), and sinks in
+addition to the keys (gpt-oss; the idea is from arXiv 2309.17453)."""
 import math
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class ScoreForm:
     """How a product q k^T becomes a score: softcap tanh(scale q k^T / softcap).
 
-    scale: None is 1 / sqrt(head dim). softcap: None is scale q k^T alone. Raises ValueError for numbers that
-    are not above 0.
+    scale defaults to 1 / sqrt(head dim). Without a softcap the score is scale q k^T. Raises ValueError for
+    numbers that are not above 0.
     """
     scale: float | None = None
     softcap: float | None = None
@@ -23,15 +23,15 @@ class ScoreForm:
                 raise ValueError(f"attention: {name} is {value}, but must be above 0, or None")
 
     def divisor(self, head_dim: int) -> float:
-        """1 / scale."""
+        """Return 1 / scale."""
         return math.sqrt(head_dim) if self.scale is None else 1 / self.scale
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Scaled products -> scores."""
+        """Map scaled products to scores."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def through_cap(self, dscores: Tensor, scores: Tensor) -> Tensor:
-        """Gradients of scores -> of scaled products. scores: capped; 0 where a mask has put -inf."""
+        """Map gradients of scores to those of scaled products. scores are capped; 0 where masked to -inf."""
         if self.softcap is None:
             return dscores
         tanh = (scores / self.softcap).clamp_min(-1)
@@ -42,9 +42,9 @@ PLAIN_SCORES = ScoreForm()
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention as if each head had one more key, with these scores and values of 0.
+    """Attend as if each head had one more key, with these scores and value 0.
 
     out [b, s, h, e]; lse [b, s, h], the logsumexp of its scores; sinks [h] -> [b, s, h, e].
     """
-    share = torch.sigmoid(lse - sinks.to(lse.dtype))  # of the keys in the softmax
+    share = torch.sigmoid(lse - sinks.to(lse.dtype))  # softmax share of the keys
     return (out * share[..., None]).to(out.dtype)

@@ -1,8 +1,8 @@
-"""Chunks of tokens, as layers with a state read them (kernels/delta_rule.py, kernels/state_space.py), and the
-documents within them.
+"""Chunks of tokens for stateful layers (kernels/delta_rule.py, kernels/state_space.py), and the documents
+within them.
 
-n chunks of C tokens: what is of tokens is [n, b, h, C, ...]. Where s is no multiple of C, tokens of zeros are
-appended.
+There are n chunks of C tokens; per-token tensors are [n, b, h, C, ...]. If s is not a multiple of C, zero
+tokens are appended.
 """
 import math
 
@@ -21,14 +21,14 @@ def by_chunk(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
 
 
 def by_token(x: Tensor, s: int) -> Tensor:
-    """The inverse of by_chunk, for s tokens: [n, b, h, chunk, d] -> [b, s, h, d]."""
+    """Invert by_chunk for s tokens: [n, b, h, chunk, d] -> [b, s, h, d]."""
     return x.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :s]
 
 
 def document_starts(documents: Tensor | None, document_before: Tensor | None) -> Tensor | None:
-    """Whether a token is the first of its document: documents [b, s] -> bool [b, s]. None: one document.
+    """Whether a token is the first of its document: documents [b, s] -> bool [b, s]. None for one document.
 
-    document_before [b]: that of the token before the first one; None: the first one's.
+    document_before [b] is that of the token before the first one; it defaults to that of the first.
     """
     if documents is None:
         return None
@@ -37,9 +37,9 @@ def document_starts(documents: Tensor | None, document_before: Tensor | None) ->
 
 
 def documents_of_chunk(starts: Tensor, chunk: int) -> Tensor:
-    """The document of each token, counted within its chunk: bool [b, s] -> [n, b, 1, chunk].
+    """Return each token's document, numbered within its chunk: starts, bool [b, s] -> [n, b, 1, chunk].
 
-    0 is the one that goes on from before the chunk.
+    0 is the document that continues from before the chunk.
     """
     return by_chunk(starts[:, :, None], chunk, torch.int32).cumsum(-1)
 
@@ -54,13 +54,13 @@ def visible_pairs(g: Tensor, document: Tensor | None) -> Tensor:
 
 
 def head_decays(g: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Decays between tokens [n, b, h, C, C], from the chunk's start and to its end, both [n, b, h, C, 1].
+    """Return decays between tokens [n, b, h, C, C], and from chunk start and to chunk end [n, b, h, C, 1].
 
-    0 where a token is not seen, or another document starts between.
+    They are 0 if a token is not seen, or another document starts in between.
 
-    g [n, b, h, C]: the logarithm of each token's decay, which acts before the token itself.
+    g [n, b, h, C] is the logarithm of each token's decay, which acts before the token itself.
     """
-    # in fp64, so that differences of large sums are exact enough; a product, which is deterministic on a GPU
+    # in fp64, so that differences of large sums are exact enough; as a GEMM, which is deterministic on a GPU
     ones = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.float64, device=g.device)
     log_decay = g.double() @ ones.triu()
     between = (log_decay[..., :, None] - log_decay[..., None, :]).to(g.dtype)
@@ -71,7 +71,7 @@ def head_decays(g: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def within_document(inside: Tensor, outside: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Decays from a chunk's start and to its end [n, b, h, C, d], 0 where another document starts between."""
+    """Mask decays from chunk start and to chunk end [n, b, h, C, d] if a document starts in between."""
     if document is None:
         return inside, outside
     document = document[..., None]

@@ -1,4 +1,4 @@
-"""Products of a CPU's library whose operands are fp32 tensors with values of bf16."""
+"""CPU GEMMs with fp32 operands that hold bf16 values."""
 import contextlib
 from collections.abc import Iterator
 
@@ -7,13 +7,12 @@ import torch
 
 @contextlib.contextmanager
 def operands_are_bf16(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the products of fp32 tensors on a CPU may read their operands as bf16, and sum in fp32.
+    """Let GEMMs of fp32 tensors on a CPU read their operands as bf16 and accumulate in fp32.
 
-    For operands that were widened from bf16 this loses nothing, and gives what no product of bf16 tensors
-    does on a CPU: a result in fp32. The library then uses the processor's bf16 units (AMX), where it has
-    them, and else fp32 kernels of its own.
+    For operands widened from bf16 this is lossless, and yields an fp32 result, which no bf16 GEMM does on a
+    CPU. The library then uses the processor's bf16 units (AMX) if present, and otherwise its fp32 kernels.
 
-    dtype: that the operands were widened from. Nothing is changed for any other than bf16.
+    dtype is the one that the operands were widened from. Nothing changes for any other than bf16.
     """
     if dtype != torch.bfloat16:
         yield

@@ -1,13 +1,13 @@
-"""Output head and cross entropy in one: logits exist for one chunk of rows at a time, and are never saved.
+"""Fused output head and cross entropy: logits exist for one chunk of rows at a time, and are never saved.
 
-The forward computes both gradients while the logits of a chunk exist (the idea of Liger-Kernel and of arXiv
+The forward computes both gradients while the logits of a chunk exist (as in Liger-Kernel and arXiv
 2411.09009), so the backward needs no second GEMM over the vocabulary. The weight's gradient is therefore
 complete when the forward returns: the output head leaves no work for the W step of a pipeline schedule.
 
 On a CPU a chunk has as many rows as fill CHUNK_BYTES in the compute dtype, and takes three GEMMs. Within it,
-SOFTMAX_ELEMENTS at a time go through the softmax in fp32 while they are in the cache, and the gradient
-replaces the logits in place. On a GPU a chunk is larger, for its GEMMs, and one kernel computes statistics
-and gradient of a row. It is two kernels where ranks share the vocabulary.
+SOFTMAX_ELEMENTS at a time go through the softmax in fp32 while they are in cache, and the gradient replaces
+the logits in place. On a GPU a chunk is larger, for its GEMMs, and one kernel computes statistics and
+gradient of a row. If ranks share the vocabulary, two kernels are needed.
 """
 from collections.abc import Callable
 
@@ -22,11 +22,11 @@ from kernels.triton_ import kernel_is_available, tl, triton
 # (lse, target_logit), both [rows] of this rank's columns -> the same over all ranks that share the vocabulary
 Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-IGNORE_INDEX = -100  # a target that is not counted
+IGNORE_INDEX = -100  # target of tokens that do not count
 CHUNK_BYTES = 1 << 25  # the largest size that glibc reuses without new pages (its largest mmap threshold)
 SOFTMAX_ELEMENTS = 1 << 21  # logits that the CPU converts to fp32 at a time
 GPU_CHUNK_BYTES = 1 << 30  # 4,096 rows of 128k logits in bf16: each chunk reads and writes all of dW
-GPU_CHUNK_SHARE = 64  # a chunk takes at most one part in so many of the GPU's memory
+GPU_CHUNK_SHARE = 64  # a chunk takes at most 1 / GPU_CHUNK_SHARE of the GPU's memory
 COLUMNS, WARPS = 8192, 16  # columns of a row that a program reads at a time, and its warps
 
 
@@ -44,24 +44,24 @@ def linear_cross_entropy(
 ) -> Tensor:
     """scale * sum over counted tokens of (logsumexp(logits) - logits[target]): a scalar, in fp32 or better.
 
-    hidden [t, d]; weight [v, d]: rows start .. start + v - 1 of the padded vocabulary.
-    targets [t]: IGNORE_INDEX where a token is not counted.
-    vocab: rows of the vocabulary from here on are padding, and have no probability.
-    merge: combines the statistics of a vocabulary that is sharded over ranks; None: this rank has all of it.
-    cap: the bound of the logits, if they have one: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118).
-    chunk: rows at a time; None: as many as fill chunk_bytes.
+    hidden is [t, d]; weight [v, d] holds rows start .. start + v - 1 of the padded vocabulary.
+    targets [t] are IGNORE_INDEX for tokens that do not count.
+    vocab: rows of the vocabulary from here on are padding, with probability 0.
+    merge combines the statistics of a sharded vocabulary; None if this rank has all of it.
+    cap bounds the logits, if set: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118).
+    chunk is the number of rows at a time, by default as many as fill chunk_bytes.
     """
     if not chunk:
         chunk = max(1, chunk_bytes(hidden.device) // (weight.shape[0] * weight.element_size()))
-    rows = max(1, hidden.shape[0])  # of a microbatch whose rows are all elsewhere: none
+    rows = max(1, hidden.shape[0])  # a microbatch may have no rows here
     count = -(-rows // chunk)
-    even_chunk = -(-rows // count)  # the same number of chunks, none of them short
+    even_chunk = -(-rows // count)  # equally sized chunks, none of them short
     return _LinearCrossEntropy.apply(
         hidden, weight, targets, scale, vocab, start, merge, cap, even_chunk, torch.is_grad_enabled())
 
 
 def chunk_bytes(device: torch.device) -> int:
-    """Of the logits that exist at a time."""
+    """Return the bytes of logits that exist at a time."""
     if device.type == "cpu":
         return CHUNK_BYTES
     if device.type != "cuda":
@@ -78,12 +78,12 @@ def softmax_cross_entropy_block(
     merge: Merge | None,
     cap: float | None = None,
 ) -> Tensor:
-    """The loss of each row [r], 0 where it is not counted. In plain torch.
+    """Return the loss of each row [r], 0 if it does not count. In plain torch.
 
-    logits [r, v] become their gradient: scale * (softmax - one-hot), 0 where the row is not counted.
+    logits [r, v] become their gradient: scale * (softmax - one-hot), 0 if the row does not count.
     """
     values = logits.to(accumulation_dtype(logits.dtype))
-    slope = None  # of the bounded logits
+    slope = None  # of the capped logits
     if cap is not None:
         values = capped(values, cap)
         slope = 1 - (values / cap).square()
@@ -96,7 +96,7 @@ def softmax_cross_entropy_block(
     column = column.clamp(0, values.shape[1] - 1)[:, None]
     target_logit = values.gather(1, column)[:, 0].where(is_here, 0.0)
 
-    if start >= vocab:  # all is padding, and no softmax is defined
+    if start >= vocab:  # only padding, for which no softmax is defined
         probs, local_lse = torch.zeros_like(values), values[:, 0].clone()
     else:
         probs = torch.softmax(values, 1)
@@ -116,7 +116,7 @@ def softmax_cross_entropy_block(
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap tanh(logits / cap); the logits as they are if there is no cap."""
+    """Return cap tanh(logits / cap), or the logits unchanged without a cap."""
     return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
 
@@ -124,7 +124,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 @triton.jit
 def load_logits(LOGITS, column, columns, CAP: tl.constexpr):
-    """Logits [BLOCK] of one row in fp32, -inf in the padding. CAP: their bound, or None."""
+    """Load logits [BLOCK] of one row in fp32, -inf in the padding. CAP bounds them, or is None."""
     x = load_fp32(LOGITS + column, column < columns, -float("inf"))
     if CAP is not None:
         x = tl.where(column < columns, bounded(x, CAP=CAP), -float("inf"))
@@ -141,8 +141,8 @@ def bounded(x, CAP: tl.constexpr):
 def online_softmax(
     LOGITS, columns, BLOCK: tl.constexpr, CAP: tl.constexpr
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """(base, total) of one row: its probabilities are exp(logits - base) / total (arXiv 1805.02867)."""
-    # each place of a block has its own maximum and sum
+    """Return (base, total): a row's probabilities are exp(logits - base) / total (arXiv 1805.02867)."""
+    # each lane of a block has a separate maximum and sum
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):
@@ -152,9 +152,9 @@ def online_softmax(
         total = total * tl.exp(largest - base) + tl.exp(x - base)
         largest = new_largest
 
-    # those of the row
+    # reduce them over the row
     row_largest = tl.max(largest, 0)
-    base = tl.where(row_largest == -float("inf"), 0.0, row_largest)  # a rank that has nothing but padding
+    base = tl.where(row_largest == -float("inf"), 0.0, row_largest)  # a rank may hold only padding
     total = tl.sum(total * tl.exp(largest - base), 0)
     return base, total
 
@@ -168,10 +168,10 @@ def softmax_kernel(
     BLOCK: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """One row of `stride` logits, of which `columns` are not padding.
+    """Process one row of `stride` logits; the first `columns` are not padding.
 
-    STATISTICS: computes logsumexp and the target's logit over these columns; else reads those over all ranks.
-    GRADIENT: replaces the logits with their gradient, from these statistics.
+    STATISTICS: compute logsumexp and the target's logit over these columns; else read those over all ranks.
+    GRADIENT: replace the logits with their gradient, from these statistics.
     """
     row = tl.program_id(0).to(tl.int64)
     LOGITS += row * stride
@@ -193,7 +193,7 @@ def softmax_kernel(
 
     if GRADIENT:
         scale = tl.where(counted, tl.load(SCALE), 0.0)
-        for first in range(0, stride, BLOCK):  # over the padding too, whose gradient is 0
+        for first in range(0, stride, BLOCK):  # including the padding, whose gradient is 0
             column = first + tl.arange(0, BLOCK)
             x = load_logits(LOGITS, column, columns, CAP=CAP)
             probs = tl.where(column < columns, tl.exp(x - base) / total, 0.0)
@@ -213,7 +213,7 @@ def launch_softmax(
     merge: Merge | None,
     cap: float | None = None,
 ) -> Tensor:
-    """softmax_cross_entropy_block as one kernel, or two with `merge`. logits [r, v], contiguous."""
+    """Run softmax_cross_entropy_block as one kernel, or two with `merge`. logits [r, v], contiguous."""
     rows, stride = logits.shape
     columns = min(stride, max(0, vocab - start))
     if isinstance(scale, Tensor):
@@ -260,13 +260,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype))
         dhidden = torch.empty_like(hidden) if needs_grad else None
-        dweight = None  # stays None where the weight has a gradient buffer
+        dweight = None  # stays None if the weight has a gradient buffer
         has_kernel = kernel_is_available("cross entropy", hidden, weight)
         logits_buffer = hidden.new_empty(chunk, weight.shape[0])
         softmax_rows = max(1, SOFTMAX_ELEMENTS // weight.shape[0])
 
         for first in range(0, hidden.shape[0], chunk):
-            # the loss of the chunk
+            # loss of the chunk
             rows = slice(first, first + chunk)
             row_hidden = hidden[rows]  # [r, d]
             row_targets = targets[rows]  # [r]
@@ -280,7 +280,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 losses = torch.cat(block_losses)
             loss += scale * losses.sum()
 
-            # its gradients
+            # gradients of the chunk
             if dhidden is not None:
                 dlogits = logits  # the softmax replaced them
                 torch.mm(dlogits, weight, out=dhidden[rows])
@@ -295,8 +295,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        # The loss is the end of the graph: dloss is 1, and the forward applied the scale. A gradient that is
-        # already in main_grad could not be scaled any more, so only plain tensors support another dloss.
+        # The loss ends the graph: dloss is 1, and the forward applied the scale. A gradient that is already
+        # in main_grad could not be rescaled, so only plain tensors support another dloss.
         dhidden, dweight = ctx.saved_tensors
         dhidden = dhidden * dloss.to(dhidden.dtype)
         if dweight is not None:

@@ -1,27 +1,27 @@
-"""The gated delta rule (arXiv 2412.06464), and the same with a gate for each channel: Kimi delta attention
+"""The gated delta rule (arXiv 2412.06464), and its variant with a gate per channel: Kimi delta attention
 (arXiv 2510.26692).
 
-Each head has a state S [d_k, d_v], which maps keys to values. A token lets it decay, replaces a part beta of
-the value that it holds for the token's key, and reads it with the query:
+Each head has a state S [d_k, d_v], which maps keys to values. A token decays it, replaces a fraction beta of
+the value stored for the token's key, and reads it with the query:
 
     S  = diag(exp(g)) S
     S += beta k (v - S^T k)^T
     o  = scale S^T q
 
-`recurrent_delta_rule` computes that token by token. Elsewhere a chunk of C tokens becomes products of
-matrices (arXiv 2406.06484). D_ij is the decay from token j to token i, in_i that from the state before the
-chunk, out_j that to its end:
+`recurrent_delta_rule` computes that token by token. Otherwise a chunk of C tokens becomes matrix products
+(arXiv 2406.06484). D_ij is the decay from token j to token i, in_i that from the state before the chunk,
+out_j that to its end:
 
     T = (1 + tril(beta_i <k_i, D_ij k_j>, -1))^-1
     N = T (beta v) - T (beta in k) S         what each token writes
     o = scale ((in q) S + tril(<q_i, D_ij k_j>) N)
     S = diag(in_C) S + (out k)^T N
 
-Decays are exponentials of sums that are never positive, so none overflows. With a gate for each channel D_ij
-stays inside the inner product. There each half of a chunk, of a half, and so on, is a block: from a token of
-the block's first half to one of its second half, the decay is that to the middle times that from the middle.
+Decays are exponentials of sums that are never positive, so none overflows. With a gate per channel, D_ij
+stays inside the inner product. A chunk is then halved recursively into blocks: from a token in the first half
+of a block to one in its second half, the decay is that to the middle times that from the middle.
 
-On a GPU flash-linear-attention runs, where it is installed and passes a trial.
+On a GPU flash-linear-attention runs if it is installed and passes a trial.
 """
 import functools
 from collections.abc import Sequence
@@ -54,9 +54,9 @@ from kernels.sequence_libraries import (
 )
 
 CHUNK = 64  # tokens
-SEGMENT = 512  # tokens that the backward computes once more at a time
+SEGMENT = 512  # tokens that the backward recomputes at a time
 
-# flash-linear-attention: {whether there is a gate for each channel: (module, function)}
+# flash-linear-attention: {whether there is a gate per channel: (module, function)}
 LIBRARY_FUNCTIONS = {
     False: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     True: ("fla.ops.kda", "chunk_kda"),
@@ -65,19 +65,19 @@ MAX_LIBRARY_KEYS = 256  # channels of a key
 
 
 class DeltaRuleEffect(NamedTuple):
-    """What a part of a sequence does to the state: state_out = transition @ state_in + contribution.
+    """How a part of a sequence transforms the state: state_out = transition @ state_in + contribution.
 
-    transition [b, h, d_k, d_k], contribution [b, h, d_k, d_v]: fp32 or better.
+    transition is [b, h, d_k, d_k], contribution [b, h, d_k, d_v], both in fp32 or better.
     """
     transition: Tensor
     contribution: Tensor
 
     def on(self, state: Tensor) -> Tensor:
-        """The state after the part. [b, h, d_k, d_v] -> the same."""
+        """Return the state after the part. [b, h, d_k, d_v] -> the same."""
         return self.transition @ state + self.contribution
 
     def then(self, later: "DeltaRuleEffect") -> "DeltaRuleEffect":
-        """The effect of this part and the later one together."""
+        """Return the combined effect of this part and the later one."""
         return DeltaRuleEffect(later.transition @ self.transition, later.on(self.contribution))
 
 
@@ -95,16 +95,17 @@ def delta_rule(
     scale: float | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """All tokens write and read the state of their head, in order: (output [b, s, h, d_v], the last state).
+    """Let all tokens write and read their head's state, in order: (output [b, s, h, d_v], the last state).
 
     q, k [b, s, h_k, d_k], v [b, s, h, d_v], where h is a multiple of h_k; they are not normalized here.
-    g: the logarithm of the decay, finite and at most 0: [b, s, h], or for each channel of a key
-    [b, s, h, d_k]. beta [b, s, h]. scale: of the output; None: 1 / sqrt(d_k).
-    state [b, h, d_k, d_v]: before the first token; None: zeros. The last state is in fp32 or better.
-    documents [b, s]: ids; the tokens of a document are contiguous, and each document starts from zeros. None:
-    one. state_document [b]: the document of the token before the first one; None: the first one's.
-    counts: of documents; None: the host does not know, so the library cannot take them.
-    chunk: tokens of a product of matrices, a power of 2, else ValueError. A library has its own.
+    g is the logarithm of the decay, finite and at most 0: [b, s, h], or for each channel of a key
+    [b, s, h, d_k]. beta is [b, s, h]. scale multiplies the output, and defaults to 1 / sqrt(d_k).
+    state [b, h, d_k, d_v] precedes the first token, by default zeros. The last state is in fp32 or better.
+    documents [b, s] are ids of contiguous documents, each starting from a zero state; None for a single one.
+    state_document [b] is the document of the token before the first one, by default that of the first.
+    counts describes documents; with None the host does not know them, so the library cannot take them.
+    chunk is the number of tokens per matrix product, a power of 2, else ValueError. A library has a fixed
+    one.
     """
     if state is None:
         state = zero_state(k, v)
@@ -127,10 +128,10 @@ def delta_rule_effect(
     counts: DocumentCounts | None = None,
     chunk: int = CHUNK,
 ) -> DeltaRuleEffect:
-    """What these tokens do to any state before them: of a rank's part, for context parallelism. Arguments: as
-    for delta_rule.
+    """Return how these tokens, a rank's part under context parallelism, transform any state before them.
+    Arguments are those of delta_rule.
 
-    The state before a part is that of the earlier parts' effects, and delta_rule runs the part from there.
+    The effects of the earlier parts yield the state before a part, from which delta_rule runs the part.
     """
     zeros = zero_state(k, v)
     identity = torch.eye(k.shape[-1], dtype=zeros.dtype, device=k.device)
@@ -154,10 +155,10 @@ def read_and_write(
     scale: float,
     chunk: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """delta_rule, by a library or in chunks. q None: nothing is read, and the output is None.
+    """Run delta_rule, by a library or in chunks. With q None, nothing is read, and the output is None.
 
-    state [b, h, d_k, columns]: of more columns than d_v, v writes the last ones, and zeros the others.
-    starts bool [b, s]: see document_starts; None: one document. ends: see library_ends.
+    state is [b, h, d_k, columns]: of more columns than d_v, v writes the last ones, and zeros the others.
+    starts, bool [b, s], comes from document_starts, or is None for one document. ends: see library_ends.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"the delta rule's chunk is {chunk} tokens: it must be a power of 2")
@@ -173,7 +174,7 @@ def read_and_write(
 
 
 def zero_state(k: Tensor, v: Tensor) -> Tensor:
-    """[b, h, d_k, d_v] in fp32 or better."""
+    """Return zeros [b, h, d_k, d_v] in fp32 or better."""
     dtype = accumulation_dtype(k.dtype)
     return k.new_zeros(k.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
 
@@ -192,7 +193,7 @@ def recurrent_delta_rule(
     state_document: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition; with one token, a step of generation. Arguments and results: as for delta_rule."""
+    """Reference; with one token, a step of generation. Arguments and results as for delta_rule."""
     out_dtype = v.dtype
     dtype = accumulation_dtype(k.dtype)
     state = zero_state(k, v) if state is None else state.to(dtype)
@@ -217,12 +218,12 @@ def recurrent_delta_rule(
 
 
 # ---- in chunks ---------------------------------------------------------------------------------------------
-# n chunks of C tokens. What is of tokens is [n, b, h, C, ...].
+# n chunks of C tokens. Per-token tensors are [n, b, h, C, ...].
 
 class Decays(NamedTuple):
-    """Of a chunk. `query_pairs` [n, b, h, C, C]: <q_i, D_ij k_j>, 0 where token i does not see token j; None:
-    there are no queries. `key_pairs`: <k_i, D_ij k_j> likewise. `inside` and `outside` [n, b, h, C, 1 or
-    d_k]: in_i and out_i, 0 where another document starts between."""
+    """Decays of a chunk. `query_pairs` [n, b, h, C, C] is <q_i, D_ij k_j>, 0 if token i does not see token j;
+    None without queries. `key_pairs` is <k_i, D_ij k_j> likewise. `inside` and `outside` [n, b, h, C, 1 or
+    d_k] are in_i and out_i, 0 if another document starts in between."""
     query_pairs: Tensor | None
     key_pairs: Tensor
     inside: Tensor
@@ -232,9 +233,9 @@ class Decays(NamedTuple):
 def delta_rule_segment(
     state: Tensor, parts: Sequence[Tensor | None], *, scale: float, chunk: int
 ) -> tuple[Tensor | None, Tensor]:
-    """Some tokens of read_and_write: (output in v's dtype, or None; the state after them).
+    """Run read_and_write on a segment of tokens: (output in v's dtype, or None; the state after them).
 
-    parts: q (or None), k, v, g, beta and starts (or None) of these tokens. state in fp32 or better.
+    parts are q (or None), k, v, g, beta and starts (or None) of these tokens. state is in fp32 or better.
     """
     q, k, v, g, beta, starts = parts
     assert k is not None and v is not None and g is not None and beta is not None
@@ -248,7 +249,7 @@ def delta_rule_segment(
     document = None if starts is None else documents_of_chunk(starts, chunk)
     decays = (decays_of_heads if g.dim() == 4 else decays_of_channels)(q, k, g, document)
 
-    # what each token would write without a state, and what the state takes from that
+    # what each token would write without a state, and what the state subtracts from that
     system = beta * decays.key_pairs
     sides = torch.cat((beta * k * decays.inside, beta * v), -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -276,7 +277,7 @@ def delta_rule_segment(
 
 
 def decays_of_heads(q: Tensor | None, k: Tensor, g: Tensor, document: Tensor | None) -> Decays:
-    """With one gate for a head: q, k [n, b, h, C, d_k], g [n, b, h, C]. document: see documents_of_chunk."""
+    """Decays with one gate per head: q, k [n, b, h, C, d_k], g [n, b, h, C]; see documents_of_chunk."""
     between, inside, outside = head_decays(g, document)
     columns = k.transpose(-1, -2)
     query_pairs = None if q is None else (q @ columns) * between
@@ -284,10 +285,10 @@ def decays_of_heads(q: Tensor | None, k: Tensor, g: Tensor, document: Tensor | N
 
 
 def decays_of_channels(q: Tensor | None, k: Tensor, g: Tensor, document: Tensor | None) -> Decays:
-    """With a gate for each channel: q, k, g [n, b, h, C, d_k].
+    """Decays with a gate per channel: q, k, g [n, b, h, C, d_k].
 
-    From blocks of one token, two of which become one again and again. Of each block, `inside` and `outside`
-    are the logarithms of the decays from its start and to its end, summed without a difference.
+    Starts from blocks of one token and merges them pairwise. `inside` and `outside` are the logarithms of the
+    decays from a block's start and to its end, summed without a difference.
     """
     chunk = k.shape[-2]
     rows = (k,) if q is None else (q, k)
@@ -314,19 +315,19 @@ def decays_of_channels(q: Tensor | None, k: Tensor, g: Tensor, document: Tensor 
 
 
 def halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The first and the last half of blocks of 2 `size` tokens: [..., C, d] -> two [..., blocks, size, d]."""
+    """Return both halves of blocks of 2 `size` tokens: [..., C, d] -> two [..., blocks, size, d]."""
     first, last = x.unflatten(-2, (-1, 2, size)).unbind(-3)
     return first, last
 
 
 def halves_of_blocks(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Every first and every second matrix: [..., 2 blocks, size, size] -> two [..., blocks, size, size]."""
+    """Return even and odd matrices: [..., 2 blocks, size, size] -> two [..., blocks, size, size]."""
     first, second = pairs.unflatten(-3, (-1, 2)).unbind(-3)
     return first, second
 
 
 def join_blocks(first: Tensor, second: Tensor, across: Tensor) -> Tensor:
-    """[first 0; across second] of matrices [..., size, size] -> [..., 2 size, 2 size]."""
+    """Return [first 0; across second] of matrices [..., size, size] -> [..., 2 size, 2 size]."""
     upper = torch.cat((first, torch.zeros_like(first)), -1)
     lower = torch.cat((across, second), -1)
     return torch.cat((upper, lower), -2)
@@ -335,12 +336,12 @@ def join_blocks(first: Tensor, second: Tensor, across: Tensor) -> Tensor:
 # ---- flash-linear-attention --------------------------------------------------------------------------------
 
 def library_ends(documents: Tensor | None, counts: DocumentCounts | None) -> Tensor | None:
-    """Where documents end, as document_ends has it. None: there is one, or the host does not know."""
+    """Return document_ends, or None if there is one document or the host does not know."""
     return None if documents is None or counts is None else document_ends(documents, counts.number)
 
 
 def choose_library(k: Tensor, v: Tensor, state: Tensor, g: Tensor, has_documents: bool) -> Function | None:
-    """The library's function, if it supports the call, is installed and passes its trial."""
+    """Return the library's function if it supports the call, is installed and passes its trial."""
     per_channel = g.dim() == 4
     module, name = LIBRARY_FUNCTIONS[per_channel]
     if k.shape[-1] > MAX_LIBRARY_KEYS:
@@ -367,13 +368,13 @@ def call_library(
     ends: Tensor | None,
     scale: float,
 ) -> tuple[Tensor | None, Tensor]:
-    """read_and_write by the library's function. It takes documents as one sequence, with a state for each."""
+    """Run read_and_write by the library, which takes documents as one sequence, with a state for each."""
     b, s = k.shape[:2]
     v = F.pad(v, (state.shape[-1] - v.shape[-1], 0))
     tensors = (k if q is None else q, k, v, g.float(), beta)
     options: dict[str, object] = {}
     if starts is not None and ends is not None:
-        # each sequence's state goes to its first document, unless that is another one
+        # a sequence's state belongs to its first document, unless a different one starts there
         state = state.masked_fill(starts[:, 0, None, None, None], 0)
         sequences = torch.arange(0, b * s, s, dtype=ends.dtype, device=ends.device)
         first = torch.searchsorted(ends, sequences)
@@ -405,7 +406,7 @@ def library_works(
     per_channel: bool,
     has_documents: bool,
 ) -> bool:
-    """Whether the library computes such calls right. dims: of keys, and columns of the state."""
+    """Whether the library computes such calls correctly. dims are those of keys and columns of the state."""
     b, s = TRIAL_SHAPE
     h = 2 * heads_per_key
     d, columns = dims
@@ -417,7 +418,7 @@ def library_works(
     if has_documents:
         documents = trial_documents(device)
         starts = document_starts(documents, None)
-        ends = document_ends(documents, len(TRIAL_LENGTHS) + 1)  # one goes on in the second sequence
+        ends = document_ends(documents, len(TRIAL_LENGTHS) + 1)  # one continues in the second sequence
 
     def by_library(*tensors: Tensor) -> tuple[Tensor, ...]:
         return call_library(function, *tensors, starts, ends, 1.0)

@@ -1,7 +1,7 @@
 """Embedding lookup. The backward adds rows into the fp32 gradient buffer, without a dense [v, d] gradient.
 
-torch adds them on a GPU with atomics, in another order every time. The kernel here sorts the ids, and one
-program sums all rows of an id, in the order of their tokens: the same bits every time.
+torch adds them on a GPU with atomics, in a different order every time. The kernel here sorts the ids, and one
+program sums all rows of an id in token order, which is bitwise reproducible.
 """
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from kernels.triton_ import ceil_div, kernel_is_available, power_of_2, tl, trito
 
 TILE = 8192  # elements that a program reads at a time
 MAX_WIDTH = 1024  # channels of a row that one program sums
-MAX_ROWS = 64  # that it reads at a time
+MAX_ROWS = 64  # rows that it reads at a time
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -21,9 +21,9 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_rows(into: Tensor | None, ids: Tensor, dy: Tensor, shape: torch.Size) -> Tensor:
-    """into[ids] += dy, and returns `into`. ids [t], dy [t, d], into [v, d].
+    """Compute into[ids] += dy and return `into`. ids [t], dy [t, d], into [v, d].
 
-    into None: returns a new gradient of `shape`, in the dtype of dy; the sum is in fp32 or better.
+    With into None, return a new gradient of `shape`, in the dtype of dy; the sum is in fp32 or better.
     """
     if into is None:
         total = dy.new_zeros(shape, dtype=accumulation_dtype(dy.dtype))
@@ -42,10 +42,10 @@ def add_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """INTO[id] += the sum of the rows of DY [t, d] that belong to the id.
+    """Compute INTO[id] += the sum of the rows of DY [t, d] that belong to the id.
 
-    IDS [t]: sorted. ORDER [t]: their tokens, ascending for equal ids. ENDS [t]: where the run of equal ids
-    ends. Program number i works if a run begins at place i.
+    IDS [t] is sorted. ORDER [t] holds their tokens, ascending for equal ids. ENDS [t] is where the run of
+    equal ids ends. Program number i does work if a run begins at position i.
     """
     first = tl.program_id(0)
     columns = block_range(tl.program_id(1), BLOCK)
@@ -67,7 +67,7 @@ def add_rows_kernel(
 
 
 def launch_add_rows(into: Tensor, ids: Tensor, dy: Tensor) -> Tensor:
-    """add_rows as one kernel. ids [t], dy [t, d], into [v, d]."""
+    """Run add_rows as one kernel. ids [t], dy [t, d], into [v, d]."""
     t, d = dy.shape
     sorted_ids, order = ids.sort(stable=True)
     ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
@@ -96,7 +96,7 @@ class _Embedding(torch.autograd.Function):
         shape = ctx.shape
 
         def compute(into: Tensor | None, add: bool) -> Tensor:
-            if into is not None and not add:  # most rows get nothing
+            if into is not None and not add:  # most rows get no gradient
                 into.zero_()
             return add_rows(into, ids.reshape(-1), dy.reshape(-1, shape[1]), shape)
 

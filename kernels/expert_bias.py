@@ -2,11 +2,11 @@
 
     y[i] = x[i] + sum over e of members[i, e] bias[e]
 
-A row in the order of the experts is a member of one, with the weight 1. A row that is the sum of what a
-token's experts give is a member of each of these, with their weights (parallel/expert/dispatch.py).
+A row in expert order is a member of one expert, with weight 1. A row that sums the outputs of a token's
+experts is a member of each of them, with their weights (parallel/expert/dispatch.py).
 
-Both directions are products with `members`, which is as narrow as there are experts: no atomics, no number of
-rows on the host, and sums in fp32 or better.
+Both directions are GEMMs with `members`, which has one column per expert: no atomics, no row counts on the
+host, and sums in fp32 or better.
 """
 from collections.abc import Sequence
 
@@ -25,11 +25,10 @@ def members_of(
     weight: Tensor | None = None,
     order: RowOrder | None = None,
 ) -> Tensor:
-    """members [num_rows, experts], on the device of `like`.
+    """Return members [num_rows, experts], on the device of `like`.
 
-    counts: number of rows of each expert. weight [num_rows]: of each row; by default 1, in the dtype of
-    `like`.
-    order: the result is [t, experts], of what the tokens' rows are summed to.
+    counts is the number of rows of each expert. weight [num_rows] is 1 by default, in the dtype of `like`.
+    With order, the result is [t, experts], for the sums of each token's rows.
     """
     if not isinstance(counts, Tensor):
         counts = torch.as_tensor(counts, dtype=torch.int64).to(like.device, non_blocking=True)
@@ -46,9 +45,9 @@ def members_of(
 
 
 def add_expert_bias(x: Tensor, bias: Tensor, members: Tensor, first: int = 0) -> Tensor:
-    """Adds to x [m, n] in place, and returns it. members [m, experts].
+    """Add to x [m, n] in place, and return it. members is [m, experts].
 
-    bias [experts * o]: o numbers of each expert, for the columns first .. first + o - 1 of x.
+    bias [experts * o] has o numbers per expert, for the columns first .. first + o - 1 of x.
     """
     return _AddExpertBias.apply(x, bias, members, first)
 

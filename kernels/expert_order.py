@@ -1,8 +1,8 @@
-"""The choices of a router in the order of experts: a stable counting sort, in two launches.
+"""Sort the choices of a router by expert: a stable counting sort, in two launches.
 
-The first counts how many choices of each chunk fall on each expert. In the second each chunk knows from these
-counts where its first choice of every expert goes, and places its own in turn. No atomics: the same order as
-a stable sort, every time.
+The first counts how many choices of each chunk go to each expert. In the second, each chunk derives from
+these counts where its first choice of every expert goes, and places its own in order. No atomics: always the
+order of a stable sort.
 """
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from torch import Tensor
 from kernels.permute import RowOrder
 from kernels.triton_ import ceil_div, kernels_run_on, power_of_2, tl, triton
 
-CHUNK = 1024  # choices of a program
+CHUNK = 1024  # choices per program
 TILE = 4096  # choices times experts that a program compares at a time
 WARPS = 4
 
 
 class ExpertOrder(NamedTuple):
-    """Of t tokens with k choices each, all in the order of their experts.
+    """The choices of t tokens with k choices each, sorted by expert.
 
-    rows: which token each of the t k rows is. choices: which choice (token * k + choice). rows_per_expert
+    rows holds the token of each of the t k rows, choices its choice (token * k + choice). rows_per_expert is
     int64 [experts].
     """
     rows: RowOrder
@@ -30,7 +30,7 @@ class ExpertOrder(NamedTuple):
 
 
 def order_by_expert(index: Tensor, num_experts: int) -> ExpertOrder:
-    """index int64 [t, k]: the experts of each token, in [0, num_experts). Stable; no host sync."""
+    """Sort index int64 [t, k], the experts of each token in [0, num_experts). Stable; no host sync."""
     t, k = index.shape
     if index.numel() and kernels_run_on(index.device):
         tokens, choices, places, counts = launch_order(index, num_experts)
@@ -49,18 +49,18 @@ def order_by_expert(index: Tensor, num_experts: int) -> ExpertOrder:
 
 
 def count_choices(choices: Tensor, num_experts: int) -> Tensor:
-    """choices [t k] -> [1 + experts]: how many are dropped (-1), and how many each expert has.
+    """choices [t k] -> [1 + experts]: the number of dropped ones (-1), and of each expert's.
 
-    torch.bincount gives the same, but the host waits for a GPU in it.
+    Equals torch.bincount, which makes the host wait for a GPU.
     """
     counts = choices.new_zeros(1 + num_experts)
     return counts.index_add_(0, choices + 1, torch.ones_like(choices))
 
 
 def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
-    """The counts of choices [experts], maybe with those that are dropped before them.
+    """Return the counts of choices [experts], with or without a preceding count of dropped ones.
 
-    If they have no values (plan/record), equal shares for all experts, on the host.
+    If they have no values (plan/record), return equal shares for all experts, on the host.
     """
     if not counts.is_meta:
         return counts
@@ -70,7 +70,7 @@ def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
 
 
 def host_counts(counts: Sequence[int] | Tensor, num_rows: int) -> list[int]:
-    """The rows of each expert, on the host. num_rows: of all."""
+    """Return the rows of each expert, on the host. num_rows is their total."""
     if isinstance(counts, Tensor):
         return with_values(counts, num_rows, len(counts)).tolist()
     return list(counts)
@@ -80,7 +80,7 @@ def host_counts(counts: Sequence[int] | Tensor, num_rows: int) -> list[int]:
 
 @triton.jit
 def falls_on(INDEX, first, n, experts, ROWS: tl.constexpr):
-    """Whether choices [first, first + ROWS) of n fall on each expert: int32 [ROWS, EXPERTS]."""
+    """Whether choices [first, first + ROWS) of n go to each expert: int32 [ROWS, EXPERTS]."""
     numbers = first + tl.arange(0, ROWS)
     chosen = tl.load(INDEX + numbers, numbers < n, -1)
     return (chosen[:, None] == experts[None, :]).to(tl.int32)
@@ -93,7 +93,7 @@ def count_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """COUNTS int32 [chunks, EXPERTS]: how many of a chunk's choices fall on each expert."""
+    """Count into COUNTS int32 [chunks, EXPERTS] how many of a chunk's choices go to each expert."""
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
@@ -109,14 +109,14 @@ def place_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """The place of each choice of a chunk, and the inverse: which token and choice is at that place.
+    """Store the place of each choice of a chunk, and the inverse: the token and choice at that place.
 
-    TOTALS int64 [experts]: how many choices fall on each. EXPERTS: their number, or a larger power of two.
+    TOTALS int64 [experts] is the number of choices of each. EXPERTS is at least their number, a power of two.
     """
     chunk = tl.program_id(0)
     expert_range = tl.arange(0, EXPERTS)
 
-    # where the first of this chunk's choices of each expert goes
+    # position of this chunk's first choice of each expert
     totals = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, chunks, ROWS):
@@ -132,7 +132,7 @@ def place_kernel(
     for start in range(0, CHUNK, ROWS):
         first = chunk * CHUNK + start
         is_chosen = falls_on(INDEX, first, n, expert_range, ROWS=ROWS)
-        earlier = tl.cumsum(is_chosen, 0) - is_chosen  # in this block, on the same expert
+        earlier = tl.cumsum(is_chosen, 0) - is_chosen  # in this block, for the same expert
         places = tl.sum(is_chosen * (place[None, :] + earlier), 1).to(tl.int64)
         place += tl.sum(is_chosen, 0)
 
@@ -144,7 +144,7 @@ def place_kernel(
 
 
 def launch_order(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The token of each row, its choice, the row of each choice (all [t k]), and the rows of each expert."""
+    """Return each row's token and choice, each choice's row (all [t k]), and the rows per expert."""
     index = index.contiguous()
     n = index.numel()
     slots = power_of_2(num_experts)

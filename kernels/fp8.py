@@ -1,4 +1,4 @@
-"""Quantization to 8-bit floats with scales (arXiv 2209.05433): one scale a tensor, a row or a block.
+"""FP8 quantization with scales (arXiv 2209.05433): one scale per tensor, row or block.
 
 Blocks are those of DeepSeek-V3 (arXiv 2412.19437).
 
@@ -6,13 +6,13 @@ Blocks are those of DeepSeek-V3 (arXiv 2412.19437).
     q       = x * inverse, rounded to nearest even
     scale   = 1 / inverse, so that x is about q * scale
 
-This is computed in fp32, and each operation rounds once: so for finite inputs the torch definition and the
-Triton kernel give the same bits. An element that is not finite is never hidden: it is NaN in q, or its scale
-is infinite. fp64 is quantized to the same 8 bits with scales in fp64, for the proofs of scripts.verify.
+This is computed in fp32, and each operation rounds once: so for finite inputs the torch reference and the
+Triton kernel agree bit for bit. A non-finite element is never hidden: it is NaN in q, or its scale is
+infinite. fp64 is quantized to the same 8 bits with scales in fp64, for the proofs of scripts.verify.
 
-A product reads its operands along the summed dim, so a matrix that takes part in two products is needed in
-both directions: x for y and for dW, dy for dx and dW, W for y and dx. quantize_pair reads it once and writes
-it and its transpose, each with scales of its own.
+A GEMM reads its operands along the contracted dim, so a matrix used in two GEMMs is needed in both
+orientations: x for y and for dW, dy for dx and dW, W for y and dx. quantize_pair reads it once and writes it
+and its transpose, each with separate scales.
 """
 from typing import NamedTuple
 
@@ -26,30 +26,30 @@ from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX_VALUE = {E4M3: 448.0, E5M2: 57344.0}
-# lower bound of max |x|: the inverse of zeros stays finite, and no weight or gradient is that small
+# lower bound of max |x|: keeps the inverse of zeros finite, and no weight or gradient is that small
 MIN_ABSOLUTE_MAXIMUM = 2.0**-100
-BLOCK_SIDE = 128  # elements of a group, and rows and columns of a block
+BLOCK_SIDE = 128  # elements of a group; rows and columns of a block
 # what shares a scale: the tensor, a row, `side` columns of a row, a square of `side` rows and columns
 SCALE_KINDS = ("tensor", "row", "group", "block")
-TILE = 4096  # elements that a program casts at a time, if it writes no transpose
+TILE = 4096  # elements that a program casts at a time if it writes no transpose
 PAIR = 64, BLOCK_SIDE  # rows and columns that a program casts if it writes a transpose
 MAX_ROW = 1 << 15  # columns that one program keeps in registers
-PROGRAMS = 4  # programs a multiprocessor, for the largest element of a tensor
-MAX_PARTS = 1024  # parts of the largest element that a cast reads itself
-STRIP = 64  # rows of which one program finds the largest elements, and BLOCK_SIDE columns at a time
+PROGRAMS = 4  # programs per multiprocessor, for the maximum of a tensor
+MAX_PARTS = 1024  # partial maxima that a cast reduces itself
+STRIP = 64  # rows whose maxima one program finds, BLOCK_SIDE columns at a time
 
 
 class Maxima(NamedTuple):
-    """max |x| for each scale of a matrix [m, n] and of its transpose; None: the cast finds it itself.
+    """max |x| for each scale of a matrix [m, n] and of its transpose; with None, the cast computes it.
 
-    rows: [m, 1], columns: [n, 1] (row). Of a tensor both are the same: any number of numbers, whose maximum
-    it is.
+    For kind row, rows is [m, 1] and columns [n, 1]. For kind tensor both are the same: any number of values,
+    whose maximum counts.
     """
     rows: Tensor | None = None
     columns: Tensor | None = None
 
 
-Quantized = tuple[Tensor, Tensor]  # q and its scales, as quantize returns them
+Quantized = tuple[Tensor, Tensor]  # q and its scales, as returned by quantize
 
 
 def quantize(
@@ -61,11 +61,11 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """x [m, n] -> q [m, n] in dtype, and its scales in fp32 (fp64 for fp64).
 
-    kind: one of SCALE_KINDS; group suits activations, block weights. The scales are [1, 1] (tensor), [m, 1]
-    (row), [m, n/side] (group) or [m/side, n/side] (block), where the sizes are rounded up. Scales of groups
-    may lie column by column in memory, as a product reads them.
-    largest: max |x| for each scale, as in Maxima, if it is known: x may be a part of a larger tensor that
-    shares the scales. A transposed view is read without a copy, and its q is contiguous.
+    kind is one of SCALE_KINDS; group suits activations, block weights. The scales are [1, 1] (tensor), [m, 1]
+    (row), [m, n/side] (group) or [m/side, n/side] (block), with sizes rounded up. Scales of groups may be
+    stored column-major, as a GEMM reads them.
+    largest, if known, is max |x| for each scale, as in Maxima: x may be a part of a larger tensor that shares
+    the scales. A transposed view is read without a copy, and its q is contiguous.
     """
     cast = launch_quantize if triton_fits(x, kind, side) else quantize_reference
     return cast(x, kind, dtype, side, largest)
@@ -78,10 +78,10 @@ def quantize_pair(
     side: int = BLOCK_SIDE,
     maxima: Maxima = Maxima(),
 ) -> tuple[Quantized, Quantized]:
-    """quantize(x) and quantize(x.t()), from one read of x [m, n].
+    """Return quantize(x) and quantize(x.t()), from one read of x [m, n].
 
-    x may also be several matrices [e, m, n]. They are quantized below each other, [e m, n] and [e n, m], and
-    the scales of kind tensor are one a matrix, [e, 1]. maxima: those of a tensor are [e, parts] then.
+    x may also be several matrices [e, m, n]. They are quantized stacked, [e m, n] and [e n, m], and for kind
+    tensor there is one scale per matrix, [e, 1]. maxima of a tensor are [e, parts] then.
     """
     stacked = x if x.dim() == 3 else x[None]
     if not triton_fits(x, kind, side):
@@ -93,9 +93,9 @@ def quantize_pair(
 
 
 def find_maxima(x: Tensor, kind: str, *, both: bool) -> Maxima:
-    """The maxima of a matrix [m, n], from one read; none for groups and blocks, whose casts find theirs.
+    """Return the maxima of a matrix [m, n] from one read; none for groups and blocks (see their casts).
 
-    both: the columns' as well, for the transpose.
+    With both, also return those of the columns, for the transpose.
     """
     if kind == "tensor":
         largest = absolute_maximum_in_parts(x)
@@ -115,16 +115,16 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     side: int = BLOCK_SIDE,
 ) -> Tensor:
-    """The inverse of quantize: [m, n] in dtype."""
+    """Invert quantize: [m, n] in dtype."""
     expanded = expand_scale(scale, q.shape, kind, side)
     return (q.to(scale.dtype) * expanded).to(dtype)
 
 
 def block_shape(kind: str, shape: torch.Size, side: int) -> tuple[int, int]:
-    """Number of rows and columns that share a scale."""
+    """Return the number of rows and columns that share a scale."""
     shapes = {
         "tensor": (shape[0], shape[1]),
-        "matrix": (side, shape[1]),  # of several matrices below each other, each of `side` rows
+        "matrix": (side, shape[1]),  # several stacked matrices, `side` rows each
         "row": (1, shape[1]),
         "group": (1, side),
         "block": (side, side),
@@ -133,7 +133,7 @@ def block_shape(kind: str, shape: torch.Size, side: int) -> tuple[int, int]:
 
 
 def expand_scale(scale: Tensor, shape: torch.Size, kind: str, side: int = BLOCK_SIDE) -> Tensor:
-    """Scales, one a block -> [m, n], one an element."""
+    """Expand scales from one per block to one per element [m, n]."""
     for dim, size in enumerate(block_shape(kind, shape, side)):
         if scale.shape[dim] == 1:
             continue  # broadcast below
@@ -144,11 +144,11 @@ def expand_scale(scale: Tensor, shape: torch.Size, kind: str, side: int = BLOCK_
 
 
 def absolute_maximum(x: Tensor, kind: str, side: int = BLOCK_SIDE) -> Tensor:
-    """max |x| for each scale, in the shape of the scales, in fp32 or fp64."""
+    """Return max |x| for each scale, in the shape of the scales, in fp32 or fp64."""
     dtype = accumulation_dtype(x.dtype)
     if kind in ("tensor", "row"):
         dim = None if kind == "tensor" else 1
-        return torch.linalg.vector_norm(x, float("inf"), dim, keepdim=True, dtype=dtype)  # makes no copy of x
+        return torch.linalg.vector_norm(x, float("inf"), dim, keepdim=True, dtype=dtype)  # does not copy x
 
     rows, columns = block_shape(kind, x.shape, side)
     missing_rows = -x.shape[0] % rows
@@ -165,7 +165,7 @@ def quantize_reference(
     side: int = BLOCK_SIDE,
     largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of quantize, bit for bit."""
+    """Reference for quantize, bit for bit."""
     if largest is None:
         largest = absolute_maximum(x, kind, side)
     elif kind == "tensor":
@@ -184,7 +184,7 @@ def quantize_pair_reference(
     side: int = BLOCK_SIDE,
     maxima: Maxima = Maxima(),
 ) -> tuple[Quantized, Quantized]:
-    """The definition of quantize_pair, for x [e, m, n]."""
+    """Reference for quantize_pair, for x [e, m, n]."""
     def stacked(matrices: Tensor, largest: Tensor | None) -> Quantized:
         count, rows, _ = matrices.shape
         below = matrices.reshape(count * rows, -1)
@@ -198,7 +198,7 @@ def quantize_pair_reference(
 
 
 def inverse_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor that maps `largest` to the largest number of dtype, in the shape of `largest`."""
+    """Return the factor that maps `largest` to the largest number of dtype, in the shape of `largest`."""
     # full_like, because a Python number divided by a tensor rounds twice
     return torch.full_like(largest, MAX_VALUE[dtype]) / largest.clamp(min=MIN_ABSOLUTE_MAXIMUM)
 
@@ -212,9 +212,9 @@ def scale_and_cast(
     LARGEST: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """x in 8 bits and its scales, from the largest elements: one number, or a shape that broadcasts to x's.
+    """Return x in 8 bits and its scales, from the maxima: one number, or a shape that broadcasts to x's.
 
-    FLOOR: the least that counts as the largest of what shares a scale. LARGEST: the largest number of DTYPE.
+    FLOOR is the lower bound of the maxima. LARGEST is the largest number of DTYPE.
     """
     inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
     q = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -233,22 +233,21 @@ def cast_tile(
     LARGEST: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Casts one tile x [ROWS, COLUMNS] of one matrix [m, n] into Q (AHEAD) and its transpose Q_BACK [n, m]
+    """Cast one tile x [ROWS, COLUMNS] of one matrix [m, n] into Q (AHEAD) and its transpose Q_BACK [n, m]
     (BACK).
 
-    rows, columns: of the tile; column_end: columns from there on are not its own. It is number `down` of
-    tiles_down, and `across` of tiles_across. The matrices lie below each other in Q, Q_BACK and the scales.
-    KIND: tensor and (GIVEN) row take the largest elements from MAXIMA and MAXIMA_BACK: [parts] a matrix,
-    [m] and [n] numbers. Else the tile finds its own: one a row and one a column (row, group), or one for all
-    (block).
-    SCALE: one number a matrix (tensor), [m] (row), [tiles across, m] (group), [tiles down, tiles across]
-    (block); SCALE_BACK: the same of the transpose.
+    rows and columns are those of the tile; columns from column_end on do not belong to it. It is number
+    `down` of tiles_down, and `across` of tiles_across. The matrices are stacked in Q, Q_BACK and the scales.
+    KIND tensor and (GIVEN) row read the maxima from MAXIMA and MAXIMA_BACK: [parts] per matrix, or [m] and
+    [n]. Otherwise the tile computes its own: one per row and column (row, group), or one for all (block).
+    SCALE has one number per matrix (tensor), [m] (row), [tiles across, m] (group), [tiles down, tiles across]
+    (block); SCALE_BACK is the same for the transpose.
     """
-    first_row = matrix * m  # in Q; the first column is in Q_BACK
+    first_row = matrix * m  # in Q; the first column in Q_BACK
     first_column = matrix * n
     DTYPE: tl.constexpr = Q.dtype.element_ty
 
-    # one scale: both directions have the same numbers
+    # a single scale: the same numbers in both orientations
     if KIND == "tensor" or KIND == "block":
         if KIND == "tensor":
             part = tl.arange(0, PARTS)
@@ -268,7 +267,7 @@ def cast_tile(
         if BACK:
             tl.store(SCALE_BACK + place_back, scale, is_first)
 
-    # a scale a row for Q, and one a column for its transpose
+    # one scale per row for Q, and one per column for its transpose
     else:
         if AHEAD:
             if GIVEN:
@@ -291,7 +290,7 @@ def cast_tile(
             scale_back_pointers = SCALE_BACK + down * n + first_column + columns
             tl.store(scale_back_pointers[None, :], scale_back, is_stored_back[None, :])
 
-    # the elements
+    # elements
     if AHEAD:
         q_pointers = Q + tile_offsets(first_row + rows, columns, n)
         tl.store(q_pointers, ahead, inside_matrix(rows, columns, m, column_end))
@@ -313,9 +312,9 @@ def cast_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """cast_tile of one tile [ROWS, COLUMNS] of one matrix X [m, n], read once.
+    """Run cast_tile on one tile [ROWS, COLUMNS] of one matrix X [m, n], read once.
 
-    Programs: tiles down, tiles across, matrices. x_matrix, x_row, x_column: strides of X.
+    Programs: tiles down, tiles across, matrices. x_matrix, x_row and x_column are strides of X.
     """
     down = tl.program_id(0)
     across = tl.program_id(1)
@@ -339,7 +338,7 @@ def cast_kernel(
 
 @triton.jit
 def largest_kernel(X, LARGEST, n, BLOCK: tl.constexpr):
-    """LARGEST [programs] = max |x| of the blocks of X [n] that each program reads."""
+    """Compute LARGEST [programs] = max |x| of the blocks of X [n] that each program reads."""
     largest = tl.zeros((BLOCK,), tl.float32)
     stride = tl.num_programs(0) * BLOCK
     for first in range(tl.program_id(0) * BLOCK, n, stride):
@@ -355,8 +354,8 @@ def maxima_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """max |x| of each row of one matrix X [m, n], OF_ROWS [m], and of each column in one strip of ROWS rows,
-    OF_COLUMNS [strips, n]. Programs: strips, matrices."""
+    """Compute max |x| of each row of one matrix X [m, n], OF_ROWS [m], and of each column in one strip of
+    ROWS rows, OF_COLUMNS [strips, n]. Programs: strips, matrices."""
     strip = tl.program_id(0).to(tl.int64)
     matrix = tl.program_id(1).to(tl.int64)
     rows = block_range(strip, ROWS)
@@ -372,7 +371,7 @@ def maxima_kernel(
 
 
 def triton_fits(x: Tensor, kind: str, side: int) -> bool:
-    """Whether the kernels quantize x."""
+    """Whether the kernels can quantize x."""
     why = None
     if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
         why = "fp8 is in chips from sm_89 on"
@@ -384,13 +383,13 @@ def triton_fits(x: Tensor, kind: str, side: int) -> bool:
 
 
 def absolute_maximum_in_parts(x: Tensor) -> Tensor:
-    """max |x| of the parts of x that each program reads; elsewhere that of x, [1, 1].
+    """Return max |x| of the parts of x that each program reads; without kernels that of x, [1, 1].
 
-    x: dense, in any order.
+    x is dense, in any order.
     """
     if not triton_fits(x, "tensor", BLOCK_SIDE):
         return absolute_maximum(x, "tensor")
-    flat = x if x.is_contiguous() else x.t().contiguous()  # no copy of a transposed view
+    flat = x if x.is_contiguous() else x.t().contiguous()  # no copy for a transposed view
     programs = min(PROGRAMS * num_processors(x.device), ceil_div(x.numel(), TILE))
     largest = x.new_empty(programs, dtype=torch.float32)
     largest_kernel[(programs,)](flat, largest, x.numel(), BLOCK=TILE, num_warps=8)
@@ -398,7 +397,7 @@ def absolute_maximum_in_parts(x: Tensor) -> Tensor:
 
 
 def launch_maxima(x: Tensor) -> Maxima:
-    """The maxima of rows and columns of x [e, m, n], whose rows are dense: [e m, 1] and [e n, 1]."""
+    """Return the maxima of rows and columns of x [e, m, n], whose rows are dense: [e m, 1] and [e n, 1]."""
     count, m, n = x.shape
     strips = ceil_div(m, STRIP)
     rows = x.new_empty(count * m, 1, dtype=torch.float32)
@@ -410,9 +409,9 @@ def launch_maxima(x: Tensor) -> Maxima:
 
 
 def empty_maxima(like: Tensor, m: int, n: int, kind: str) -> tuple[Tensor, Tensor | None]:
-    """What a kernel with a program a strip of STRIP rows of [m, n] fills with the maxima.
+    """Allocate maxima for a kernel with one program per strip of STRIP rows of [m, n].
 
-    kind tensor: (of each strip, None). kind row: (of each row, of the columns of each strip).
+    kind tensor: (one per strip, None). kind row: (one per row, one per column and strip).
     """
     strips = ceil_div(m, STRIP)
     of_rows = like.new_empty(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
@@ -421,7 +420,7 @@ def empty_maxima(like: Tensor, m: int, n: int, kind: str) -> tuple[Tensor, Tenso
 
 
 def maxima_of_strips(of_rows: Tensor | None, of_columns: Tensor | None) -> Maxima:
-    """Of what the programs of a kernel have found: of rows, and of columns in the rows of each program."""
+    """Reduce the programs' maxima: over rows, and over the columns in the rows of each program."""
     if of_columns is None:
         return Maxima(of_rows, of_rows)
     return Maxima(of_rows, of_columns.amax(0)[:, None])
@@ -434,7 +433,7 @@ def launch_quantize(
     side: int = BLOCK_SIDE,
     largest: Tensor | None = None,
 ) -> Quantized:
-    """As quantize_reference."""
+    """Run quantize_reference as kernels."""
     m, n = x.shape
     assert largest is None or kind in ("tensor", "row"), "a block's largest element is found beside its cast"
     if x.stride(1) != 1 and x.stride(0) == 1:  # a transposed view
@@ -444,7 +443,7 @@ def launch_quantize(
         _, quantized = launch_cast(base[None], kind, dtype, side, Maxima(columns=largest), ahead=False)
         return quantized
 
-    # a tile computes its scales, unless they need elements of other tiles
+    # a tile computes its scales, unless they depend on elements of other tiles
     if largest is None and (kind == "tensor" or (kind == "row" and n > MAX_ROW)):
         largest = find_maxima(x, kind, both=False).rows
     quantized, _ = launch_cast(x[None], kind, dtype, side, Maxima(rows=largest), back=False)
@@ -454,18 +453,18 @@ def launch_quantize(
 def launch_quantize_pair(
     x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_SIDE, maxima: Maxima = Maxima()
 ) -> tuple[Quantized, Quantized]:
-    """As quantize_pair_reference."""
+    """Run quantize_pair_reference as kernels."""
     if maxima.rows is None:
         maxima = maxima_of_matrices(x, kind)
     return launch_cast(x, kind, dtype, side, maxima)
 
 
 def maxima_of_matrices(x: Tensor, kind: str) -> Maxima:
-    """find_maxima of x [e, m, n]. Of a tensor: [e, parts]; of rows and columns: [e m, 1] and [e n, 1]."""
+    """find_maxima of x [e, m, n]. For kind tensor [e, parts]; of rows and columns [e m, 1] and [e n, 1]."""
     if kind == "row":
         return launch_maxima(x)
     if kind == "tensor" and len(x) > 1:
-        largest = torch.linalg.vector_norm(x, float("inf"), (1, 2), dtype=torch.float32)  # makes no copy of x
+        largest = torch.linalg.vector_norm(x, float("inf"), (1, 2), dtype=torch.float32)  # does not copy x
         return Maxima(largest[:, None], largest[:, None])
     return find_maxima(x[0], kind, both=True)
 
@@ -480,11 +479,11 @@ def launch_cast(
     ahead: bool = True,
     back: bool = True,
 ) -> tuple[Quantized, Quantized]:
-    """x [e, m, n] -> itself (ahead) and its transposes (back) in 8 bits; what is not asked for is empty."""
+    """Cast x [e, m, n] (ahead) and its transposes (back) to 8 bits; results not requested are empty."""
     count, m, n = x.shape
     given = maxima.rows if ahead else maxima.columns
 
-    # the tiles: with transposes so high that these are written in runs of 64 bytes or more
+    # with transposes, tiles are tall enough to write these in runs of 64 bytes or more
     if kind in ("group", "block"):
         rows, columns = side, side
         if kind == "group" and not back:
@@ -527,8 +526,8 @@ def before_cast(
     ahead: bool,
     back: bool,
 ) -> tuple[Quantized, Quantized, Maxima, int]:
-    """What a cast of matrices [e, m, n] writes, ahead and back, on the device of x; the maxima that it reads,
-    and in how many parts those of a tensor are."""
+    """Return the outputs of a cast of matrices [e, m, n], ahead and back, on the device of x; the maxima that
+    it reads; and in how many parts those of a tensor are."""
     count, m, n = shape
     parts = 1
     if kind == "tensor":
@@ -543,27 +542,26 @@ def before_cast(
 
 
 def in_few_parts(largest: Tensor, matrices: int) -> Tensor:
-    """max |x| of each matrix in any number of parts -> [matrices, parts], as many as a cast reads itself."""
+    """Reduce max |x| of each matrix in any number of parts to [matrices, parts], few enough for a cast."""
     parts = largest.view(matrices, -1)
     return parts.amax(1, keepdim=True) if parts.shape[1] > MAX_PARTS else parts
 
 
 def as_stored(quantized: Quantized, kind: str) -> Quantized:
-    """The result of a cast in the shape that quantize returns: scales of groups lie column by column."""
+    """Return the result of a cast in the shape that quantize returns: scales of groups are column-major."""
     q, scale = quantized
     return q, scale.t() if kind == "group" else scale
 
 
 def cast_warps(rows: int, columns: int) -> int:
-    """Of a tile: so many that its elements fit the registers of the threads."""
+    """Return enough warps for the elements of a tile to fit the threads' registers."""
     return 16 if rows * columns > 8192 else 8
 
 
 def empty_result(
     x: Tensor, shape: tuple[int, int, int], kind: str, dtype: torch.dtype, side: int, is_written: bool
 ) -> Quantized:
-    """Tensors for what a cast writes of matrices [e, m, n], on the device of x; of no size if it writes
-    nothing."""
+    """Allocate the outputs of a cast of matrices [e, m, n], on the device of x; empty if not written."""
     count, m, n = shape
     if not is_written:
         return x.new_empty(0, dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
@@ -578,5 +576,5 @@ def empty_result(
 
 
 def or_else(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer for an argument that the kernel does not read."""
+    """Return `tensor`, or a placeholder for an argument that the kernel does not read."""
     return other if tensor is None else tensor

@@ -1,4 +1,4 @@
-"""Quantizes a matrix by its origin: from memory, or from the formula of one that is unwritten.
+"""Quantize a matrix by its origin: from memory, or from its formula if it is unwritten.
 
     formula            result [m, n]                  operands
     norm               LayerNorm or RMSNorm           x [m, n], weight, bias [n], 1 / deviation, mean [m]
@@ -6,11 +6,10 @@
     swiglu_backward    the gradient of gate_up        gate_up [m, n], dy [m, n/2]
     rope_backward      the gradient of merged q, k, v dq, dk, dv, cos, sin (kernels/fp8_rope.py)
 
-A formula gives each element from operands that are in memory anyway, with the arithmetic of the kernel that
-would have written it, rounded as that would have. So the 8 bits and the scales are those of the result in
-memory, bit for bit, and the result itself is neither written nor read. A scale that spans more than a tile
-needs its maximum first: a norm's producer gives it, and those of the others are found by another pass over
-the operands.
+A formula computes each element from operands that are in memory anyway, with the arithmetic and rounding of
+the kernel that would have written it. So the 8 bits and the scales equal those of a materialized result, bit
+for bit, and the result itself is neither written nor read. A scale that spans more than a tile needs its
+maximum first: a norm's producer supplies it, and those of the others take another pass over the operands.
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -48,7 +47,7 @@ from kernels.triton_ import ceil_div, power_of_2, tl, triton
 
 
 def maxima_of(x: Origin, kind: str, *, both: bool) -> Maxima:
-    """fp8.find_maxima of a matrix by its origin; those that its producer has found are taken."""
+    """fp8.find_maxima of a matrix by its origin; reuses those that its producer found."""
     if x.kind == kind and x.maxima.rows is not None:
         return x.maxima
     if x.is_written:
@@ -70,7 +69,7 @@ def quantize_origin(
 def quantize_transposed_origin(
     x: Origin, kind: str, dtype: torch.dtype, side: int, largest: Tensor | None
 ) -> QuantizedMatrix:
-    """fp8.quantize of its transpose. largest: of the transpose's rows."""
+    """fp8.quantize of its transpose. largest is that of the transpose's rows."""
     if x.is_written:
         return quantize_operand(written(x).t(), kind, dtype, side, largest)
     _, back = cast_of(x)(x, kind, dtype, side, Maxima(columns=largest), ahead=False)
@@ -88,23 +87,23 @@ def quantize_origin_pair(
 
 
 def cast_of(x: Origin) -> Callable[..., tuple[Quantized, Quantized]]:
-    """What launches the cast of a result that is unwritten."""
+    """Return the function that launches the cast of an unwritten result."""
     return launch_rope_cast if x.formula == "rope_backward" else launch_formula_cast
 
 
 def written(x: Origin) -> Tensor:
-    """The matrix [m, n] itself."""
+    """Return the materialized matrix [m, n]."""
     assert x.is_written and x.operands[0] is not None, f"the result of {x.formula} is not written"
     return x.operands[0]
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
-# The operands of the formulas: X is the norm's x, or gate_up; DY the gradient of SwiGLU's result; the others
-# are the norm's. HALVES of the columns have the same operands: 2 of swiglu_backward, else 1. n: columns of a
-# half. Tiles are [ROWS, COLUMNS].
+# Operands of the formulas: X is the norm's x, or gate_up; DY the gradient of SwiGLU's result; the others are
+# the norm's. HALVES of the columns share the same operands: 2 for swiglu_backward, else 1. n counts the
+# columns of a half. Tiles are [ROWS, COLUMNS].
 
 class Operands(NamedTuple):
-    """The first arguments of the kernels, in their order; None: the formula has none."""
+    """The first arguments of the kernels, in order; None if the formula lacks them."""
     x: Tensor
     dy: Tensor | None = None
     weight: Tensor | None = None
@@ -119,12 +118,12 @@ def compute_tile(
     FORMULA: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """A tile of the result, in its half number HALF, rounded as X is; 0 beyond the matrix."""
+    """Compute a tile of the result, in half number HALF, rounded like X; 0 beyond the matrix."""
     inside = inside_matrix(rows, columns, m, n)
     if FORMULA == "norm":
         x = load_fp32(X + tile_offsets(rows, columns, n), inside)
         inverse = tl.load(INVERSE + rows, rows < m, 0.0)
-        mean = inverse  # RMSNorm has none
+        mean = inverse  # unused by RMSNorm
         if MEAN is not None:
             mean = tl.load(MEAN + rows, rows < m, 0.0)
         result = normalized(x, mean, inverse, WEIGHT, BIAS, columns, n, LAYER=MEAN is not None)
@@ -150,14 +149,14 @@ def formula_maxima_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The maxima of one strip of ROWS rows: one number in OF_ROWS [strips] (tensor), or of each row in
-    OF_ROWS [m], and of each column of the result in OF_COLUMNS [strips, columns] (row)."""
+    """Compute the maxima of one strip of ROWS rows: one number in OF_ROWS [strips] (tensor), or for each row
+    in OF_ROWS [m], and for each column of the result in OF_COLUMNS [strips, columns] (row)."""
     strip = tl.program_id(0).to(tl.int64)
     rows = block_range(strip, ROWS)
     largest = tl.zeros((ROWS,), tl.float32)
     for first in range(0, n, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        for half in tl.static_range(HALVES):  # the second finds the operands in the cache
+        for half in tl.static_range(HALVES):  # the second finds its operands in cache
             result = compute_tile(
                 X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA, HALF=half
             )
@@ -185,14 +184,14 @@ def formula_cast_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """fp8.cast_tile of one tile of each half. Programs: tiles down, tiles across (of a half), 1."""
+    """Run fp8.cast_tile on one tile of each half. Programs: tiles down, tiles across (of a half), 1."""
     down = tl.program_id(0)
     across = tl.program_id(1)
     tiles_across = tl.num_programs(1)
     matrix = tl.program_id(2).to(tl.int64)  # there is one
     rows = block_range(down.to(tl.int64), ROWS)
     columns = block_range(across, COLUMNS)
-    # the second half finds the operands in the cache
+    # the second half finds its operands in cache
     for half in tl.static_range(HALVES):  # pyright: ignore[reportGeneralTypeIssues]
         result = compute_tile(
             X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA, HALF=half
@@ -212,19 +211,19 @@ def formula_cast_kernel(
 
 
 def operands_of(x: Origin) -> Operands:
-    """The arguments of the kernels."""
+    """Return the arguments of the kernels."""
     first, *others = x.operands
     assert first is not None
     return Operands(first, None, *others) if x.formula == "norm" else Operands(first, *others)
 
 
 def halves_of(x: Origin) -> int:
-    """Into how many parts its columns are divided, which have the same operands."""
+    """Return into how many parts with the same operands its columns are split."""
     return 2 if x.formula == "swiglu_backward" else 1
 
 
 def launch_formula_maxima(x: Origin, kind: str) -> Maxima:
-    """The maxima of a result for scales of kind tensor or row."""
+    """Return the maxima of a result for scales of kind tensor or row."""
     m, n = x.shape
     operands = operands_of(x)
     of_rows, of_columns = empty_maxima(operands.x, m, n, kind)
@@ -250,7 +249,7 @@ def launch_formula_cast(
     ahead: bool = True,
     back: bool = True,
 ) -> tuple[Quantized, Quantized]:
-    """fp8.launch_cast of a result."""
+    """Run fp8.launch_cast on an unwritten result."""
     m, n = x.shape
     operands = operands_of(x)
     rows, columns = (side, side) if kind == "group" else PAIR

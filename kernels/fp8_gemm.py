@@ -1,17 +1,17 @@
-"""Products of 8-bit floats with scales: y = (q_a s_a) (q_b s_b)^T, summed in fp32.
+"""FP8 GEMMs with scales: y = (q_a s_a) (q_b s_b)^T, accumulated in fp32.
 
-On a GPU, operands with a scale a tensor or a row go to torch._scaled_mm (cuBLASLt, CUTLASS): also a weight
-gradient, which is added to fp32, if the library is able to return fp32 there (library_returns_fp32). The
-other products go to one Triton kernel. Elsewhere the definition runs: both operands are dequantized, which is
+On a GPU, operands with a scale per tensor or row go to torch._scaled_mm (cuBLASLt, CUTLASS), including weight
+gradients, which are added to fp32, if the library can return fp32 there (library_returns_fp32). All other
+products use one Triton kernel. Without kernels the reference runs: both operands are dequantized, which is
 exact, and multiplied in fp32 (fp64: in fp64).
 
-Hopper's tensor cores add 8-bit products in 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2), which is called
-fast accumulation. The forward's products, of E4M3 with E4M3, take it as it is, in the library and in the
-kernel. Those of gradients (E5M2) do not: the library is asked not to (use_fast_accum), and the kernel adds
-the tensor cores' sum to fp32 every EXACT columns. Scales that change along the summed dim (blockwise) are
-applied to the sum of each `side` columns, before it is added to fp32. All others wait until the sum is done.
+Hopper's tensor cores accumulate 8-bit products in 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2), known as
+fast accumulation. The forward's products, of E4M3 with E4M3, use it unchanged, in the library and in the
+kernel. Those of gradients (E5M2) do not: the library is told not to (use_fast_accum), and the kernel promotes
+the tensor cores' sum to fp32 every EXACT columns. Scales that change along the contracted dim (blockwise) are
+applied to the sum of each `side` columns, before it is added to fp32. All others are applied at the end.
 
-Both operands have the summed dim last, because Hopper's fp8 tensor cores can read no other layout.
+Both operands have the contracted dim last, because Hopper's fp8 tensor cores can read no other layout.
 """
 from functools import cache
 from typing import NamedTuple
@@ -33,26 +33,26 @@ from kernels.triton_ import (
     triton,
 )
 
-# launch parameters, unless the scales change along the summed dim and each row of B has its own
+# launch parameters, unless the scales change along the contracted dim and each row of B has a separate one
 TILE = {"M": 128, "N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}
-EACH = {**TILE, "N": 64}  # if they do: more rows do not fit the registers
+EACH = {**TILE, "N": 64}  # otherwise: more rows do not fit the registers
 SMALLEST = 32  # columns that a tensor core multiplies at once
-STEP = 128  # columns that are multiplied at a time, unless the scales are those of groups
-EXACT = 512  # columns between two additions to fp32 of products that do not take fast accumulation
-UNIT = 16  # the library multiplies matrices whose sizes are multiples of this
+STEP = 128  # columns that are multiplied at a time, unless the scales are per group
+EXACT = 512  # columns between promotions to fp32 in products without fast accumulation
+UNIT = 16  # the library needs matrix sizes that are multiples of this
 
 
 class Recipe(NamedTuple):
-    """How the operands of a layer are quantized."""
+    """Formats of a layer's operands."""
     activation_kind: str  # kind of the scales of x and dy
-    weight_kind: str  # of W
-    gradient_dtype: torch.dtype  # of dy; x and W are E4M3
+    weight_kind: str  # kind of the scales of W
+    gradient_dtype: torch.dtype  # dtype of dy; x and W are E4M3
 
 
 class QuantizedMatrix(NamedTuple):
-    """A matrix [m, n] as kernels/fp8.py quantizes it.
+    """A matrix [m, n] quantized by kernels/fp8.py.
 
-    kind: also "matrix": several matrices below each other, each of `side` rows, which share a scale.
+    kind may also be "matrix": stacked matrices, `side` rows each, with one scale per matrix.
     """
     q: Tensor
     scale: Tensor
@@ -60,7 +60,7 @@ class QuantizedMatrix(NamedTuple):
     side: int
 
     def dequantized(self) -> Tensor:
-        """[m, n] in the dtype of the scale."""
+        """Return [m, n] in the dtype of the scale."""
         return fp8.dequantize(self.q, self.scale, self.kind, self.scale.dtype, self.side)
 
 
@@ -73,7 +73,7 @@ class QuantizedPair(NamedTuple):
 def quantize_operand(
     x: Tensor, kind: str, dtype: torch.dtype, side: int, largest: Tensor | None = None
 ) -> QuantizedMatrix:
-    """fp8.quantize, which has the arguments."""
+    """Run fp8.quantize, which documents the arguments."""
     q, scale = fp8.quantize(x, kind, dtype, side, largest)
     return QuantizedMatrix(q, scale, kind, side)
 
@@ -81,7 +81,7 @@ def quantize_operand(
 def quantize_operand_pair(
     x: Tensor, kind: str, dtype: torch.dtype, side: int, maxima: Maxima = Maxima()
 ) -> QuantizedPair:
-    """fp8.quantize_pair, which has the arguments."""
+    """Run fp8.quantize_pair, which documents the arguments."""
     ahead, back = fp8.quantize_pair(x, kind, dtype, side, maxima)
     return QuantizedPair(QuantizedMatrix(*ahead, kind, side), QuantizedMatrix(*back, kind, side))
 
@@ -99,7 +99,7 @@ def scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -
 def write_scaled_product(
     into: Tensor | None, a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, add: bool
 ) -> Tensor:
-    """into [m, n] = (or, add: +=) a b^T, in the dtype of `into`. If into is None: returns a b^T in dtype."""
+    """Compute into [m, n] = (or, add: +=) a b^T, in its dtype. With into None, return the result in dtype."""
     if into is None:
         return scaled_product(a, b, dtype)
     if into.dtype == torch.float32 and library_multiplies(a):
@@ -113,14 +113,14 @@ def write_scaled_product(
 
 
 def takes_fast_accumulation(a: QuantizedMatrix) -> bool:
-    """Whether the tensor cores' own sum is good enough: that of a forward is, those of gradients are not."""
+    """Whether the tensor cores' own sum is good enough: it is for a forward, not for gradients."""
     return a.q.dtype == fp8.E4M3
 
 
 # ---- the GPU's library -------------------------------------------------------------------------------------
 
 def library_multiplies(a: QuantizedMatrix) -> bool:
-    """Whether the library takes operands like a [m, k], whose sizes it wants to be multiples of UNIT."""
+    """Whether the library takes operands like a [m, k], with sizes that are multiples of UNIT."""
     has_scales = a.kind in ("tensor", "row")
     return has_scales and a.q.device.type == "cuda" and a.q.shape[1] % UNIT == 0
 
@@ -128,7 +128,7 @@ def library_multiplies(a: QuantizedMatrix) -> bool:
 def multiply_by_library(
     a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """As scaled_product, of operands with a scale a tensor or a row. out: the result is written there."""
+    """Run scaled_product on operands with a scale per tensor or row. The result is written to `out`."""
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
         a.q,
         b.q.t(),
@@ -141,7 +141,7 @@ def multiply_by_library(
 
 
 def write_by_library(into: Tensor, a: QuantizedMatrix, b: QuantizedMatrix, add: bool) -> Tensor:
-    """into = a b^T, in fp32 and without a copy, or (add) into += a b^T. The library cannot add itself."""
+    """into = a b^T in fp32 without a copy, or (add) into += a b^T, which the library cannot do itself."""
     if add:
         return into.add_(multiply_by_library(a, b, torch.float32))
     return multiply_by_library(a, b, torch.float32, out=into)
@@ -149,10 +149,10 @@ def write_by_library(into: Tensor, a: QuantizedMatrix, b: QuantizedMatrix, add: 
 
 @cache
 def library_returns_fp32(device: torch.device, kind: str, dtype: torch.dtype) -> bool:
-    """Whether multiply_by_library returns and writes products in fp32 on this device: tried once, on a small
-    one whose result is known. Where it does not, a line says so.
+    """Whether multiply_by_library returns and writes fp32 products on this device: tried once, on a small one
+    with a known result. If not, a line says so.
 
-    kind: of the scales. dtype: of a; b is E4M3.
+    kind is that of the scales, dtype that of a; b is E4M3.
     """
     why = obstacle_to_fp32(device, kind, dtype)
     if why is not None:
@@ -162,11 +162,11 @@ def library_returns_fp32(device: torch.device, kind: str, dtype: torch.dtype) ->
 
 
 def obstacle_to_fp32(device: torch.device, kind: str, dtype: torch.dtype) -> str | None:
-    """Why the library cannot be used for weight gradients; None if it can."""
+    """Return why the library cannot be used for weight gradients; None if it can."""
     rows, columns, inner = 16, 32, 48
     a = torch.ones(rows, inner, device=device)
     b = torch.full((columns, inner), 8.0, device=device)
-    b[:, 0] = 9.0  # the sum of the products is 385, which 16 bits round
+    b[:, 0] = 9.0  # the sum of the products is 385, which 16 bits would round
     scales: list[Tensor] = []
     for count in (rows, columns):
         powers = torch.arange(count if kind == "row" else 1, device=device) % 3 - 1
@@ -198,21 +198,22 @@ def scaled_tile(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """The product of M rows of A, from `row`, and N rows of B, from `column`: [M, N], with their scales.
+    """Multiply M rows of A, from `row`, with N rows of B, from `column`, including their scales: [M, N].
 
-    A, B: descriptors of [m, k] and [n, k], in blocks of [M, K] and [N, K]. row_end, column_end: rows beyond
-    have no scales. BY_STEP: the scales change every K columns: a_step, b_step further. a_row, b_row: strides
-    of the scales from row to row; 0 where all have the same. SHARED: number of rows of B that share a scale.
-    EXACT: steps between two additions to fp32; 0: the tensor cores add all.
+    A, B are descriptors of [m, k] and [n, k], in blocks of [M, K] and [N, K]. Rows from row_end and
+    column_end on have no scales. BY_STEP: the scales change every K columns, a_step and b_step further. a_row
+    and b_row are the strides of the scales between rows, 0 if all share one. SHARED is the number of rows of
+    B per scale. EXACT is the number of steps between promotions to fp32, or 0 if the tensor cores accumulate
+    everything.
     """
     rows = row + tl.arange(0, M)
     columns = column + tl.arange(0, N)
     a_scales = A_SCALE + rows * a_row
     b_scales = B_SCALE + columns // SHARED * b_row
     total = tl.zeros((M, N), tl.float32)
-    part = tl.zeros((M, N), tl.float32)  # what the tensor cores sum
+    part = tl.zeros((M, N), tl.float32)  # the tensor cores' accumulator
     for step in range(0, tl.cdiv(k, K)):
-        a = A.load([row, step * K])  # [M, K]; beyond the tensors, a load gives 0
+        a = A.load([row, step * K])  # [M, K]; out of bounds, a load returns 0
         b = B.load([column, step * K])  # [N, K]
         if BY_STEP:
             product = tl.dot(a, b.T)
@@ -249,7 +250,7 @@ def scaled_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile [M, N] of Y [m, n] = (or, ADD: +=) A B^T. The arguments are those of scaled_tile."""
+    """Compute one tile [M, N] of Y [m, n] = (or, ADD: +=) A B^T. The arguments are those of scaled_tile."""
     row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
     total = scaled_tile(
         A, B, A_SCALE, B_SCALE, row, m, column, n, k, a_row, a_step, b_row, b_step,
@@ -264,7 +265,7 @@ def scaled_kernel(
 
 
 def triton_fits(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
-    """Whether the kernel multiplies these matrices."""
+    """Whether the kernel can multiply these matrices."""
     why = skewed(a.q, b.q)
     if a.kind in ("group", "block") and a.side < SMALLEST:
         why = f"blocks of {a.side} are below the {SMALLEST} that a tensor core multiplies at once"
@@ -274,7 +275,7 @@ def triton_fits(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
 
 
 class Steps(NamedTuple):
-    """How scaled_tile goes along the summed dim. The fields are its arguments."""
+    """How scaled_tile steps along the contracted dim. The fields are its arguments."""
     a_row: int
     a_step: int
     b_row: int
@@ -286,7 +287,7 @@ class Steps(NamedTuple):
 
 
 def steps_of(a: QuantizedMatrix, b: QuantizedMatrix) -> Steps:
-    """a: with scales a tensor, row or group."""
+    """Choose the steps for a, with scales per tensor, row or group."""
     by_step = a.kind == "group"
     step = a.side if by_step else STEP
     return Steps(
@@ -300,19 +301,19 @@ def steps_of(a: QuantizedMatrix, b: QuantizedMatrix) -> Steps:
 
 
 def tile_of(steps: Steps) -> dict[str, int]:
-    """Launch parameters."""
+    """Return the launch parameters."""
     return EACH if steps.BY_STEP and steps.SHARED != TILE["N"] else TILE
 
 
 def scale_strides(x: QuantizedMatrix) -> tuple[int, int]:
-    """From a row of scales to the next, and from a block of columns to the next."""
+    """Return the strides from one row of scales to the next, and from one block of columns to the next."""
     row_stride = 0 if x.kind == "tensor" else x.scale.stride(0)
     column_stride = x.scale.stride(1) if x.kind in ("group", "block") else 0
     return row_stride, column_stride
 
 
 def launch_scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, y: Tensor, add: bool) -> Tensor:
-    """y = (or, add: +=) a b^T. a: with scales a tensor, row or group. y [m, n], contiguous."""
+    """y = (or, add: +=) a b^T. a has scales per tensor, row or group. y [m, n] is contiguous."""
     m, k = a.q.shape
     n = b.q.shape[0]
     steps = steps_of(a, b)

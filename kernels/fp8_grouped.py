@@ -1,14 +1,14 @@
-"""y_i = x_i W_i^T of several experts, whose rows follow each other (kernels/grouped_gemm.py), in fp8.
+"""y_i = x_i W_i^T for several experts with consecutive rows (kernels/grouped_gemm.py), in fp8.
 
     recipe       x, W    dy      a scale of x and dy   of W_i               source
     tensorwise   e4m3    e5m2    a row                 the expert's matrix  arXiv 2209.05433
     rowwise      e4m3    e5m2    a row                 a row                torchao
     blockwise    e4m3    e4m3    1 x 128               128 x 128            DeepSeek-V3, arXiv 2412.19437, 3.3
 
-y = x W^T and dx = dy W run in 8 bits. A token has scales of its own, which go with it wherever it is
+y = x W^T and dx = dy W run in 8 bits. A token has separate scales, which travel with it wherever it is
 computed. dW = dy^T x stays in the dtype of x: it is a sum over an expert's tokens, which would have to share
-scales for it, and the layout decides which tokens these are, and in which order. So of the three products,
-this one would change with the number of ranks.
+scales, and the layout decides which tokens these are, and in which order. So of the three products, only this
+one would change with the number of ranks.
 """
 from collections.abc import Sequence
 
@@ -45,27 +45,27 @@ RECIPES = {
     "rowwise": Recipe("row", "row", E5M2),
     "blockwise": Recipe("group", "block", E4M3),
 }
-# M: as in grouped_gemm.TILE, by which row_tiles divides the rows. Two programs fit a processor: one begins or
-# ends a tile, whose products are few, while the other multiplies
+# M: as in grouped_gemm.TILE, by which row_tiles splits the rows. Two programs fit a processor: one runs the
+# prologue or epilogue of a tile, with few products, while the other multiplies
 TILE = {"M": 128, "N": 128, "num_warps": 8, "num_stages": 3}
-EXACT = {**TILE, "num_stages": 4}  # if part of the sum is added to fp32 on the way: registers for one program
-EACH = {**EXACT, "N": 64}  # if scales change along the summed dim, and each row of W has its own
+EXACT = {**TILE, "num_stages": 4}  # with promotion to fp32 along the way: registers for one program
+EACH = {**EXACT, "N": 64}  # if scales change along the contracted dim, and each row of W has a separate one
 
 
 def scaled_grouped_linear(
     x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, recipe: str, side: int
 ) -> Tensor:
-    """As kernels/grouped_gemm.py's grouped_linear: x [m, n], weight [experts * o, n] -> [m, o].
+    """Like grouped_linear in kernels/grouped_gemm.py: x [m, n], weight [experts * o, n] -> [m, o].
 
-    recipe: one of RECIPES. side: of a block; it divides n and o.
+    recipe is one of RECIPES. side is that of a block; it divides n and o.
     """
     return _ScaledGrouped.apply(x, weight, counts, recipe, side)
 
 
 def quantized_experts(weight: Tensor, experts: int, kind: str, side: int) -> QuantizedPair:
-    """weight [e o, n] of all experts below each other -> itself, and the experts' transposes [e n, o].
+    """Quantize the stacked weights [e o, n] of all experts, and the experts' transposes [e n, o].
 
-    Quantized once until its values change. kind: of the scales, also "matrix": one for each expert.
+    Cached until the values change. kind is that of the scales, or "matrix": one for each expert.
     """
     def quantize(_: Maxima) -> QuantizedPair:
         matrices = weight.view(experts, -1, weight.shape[1])
@@ -89,7 +89,7 @@ def grouped_product(
 ) -> Tensor:
     """a [m, k], b [experts * o, k] -> [m, o] in dtype.
 
-    rows: how many each expert has; for Triton, their tiles on the device (grouped_gemm.row_tiles).
+    rows is the number per expert; for Triton, their tiles on the device (grouped_gemm.row_tiles).
     """
     if isinstance(rows, RowTiles):
         return launch_grouped_product(a, b, rows, experts, dtype)
@@ -109,11 +109,11 @@ def scaled_grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
+    """Compute one tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
 
-    B [experts * outer, inner] has [outer, inner] of each expert. TILES: those of a RowTiles. The other
+    B [experts * outer, inner] has [outer, inner] per expert. TILES are those of a RowTiles. The other
     arguments are those of scaled_tile in kernels/fp8_gemm.py. A loop over tiles, as in 16 bits, would take
-    the registers of the second program that fits a processor.
+    the registers of the second program per processor.
     """
     tiles_across = tl.cdiv(outer, N)
     tile = tl.program_id(0) // tiles_across
@@ -141,7 +141,7 @@ def scaled_grouped_kernel(
 
 
 def tile_of(steps: Steps) -> dict[str, int]:
-    """Launch parameters."""
+    """Return the launch parameters."""
     if steps.BY_STEP:
         return EXACT if steps.SHARED == EXACT["N"] else EACH
     return EXACT if steps.EXACT else TILE
@@ -154,7 +154,7 @@ def launch_grouped_product(
     experts: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As grouped_product: a [m, k] with scales a row or group, b [experts * o, k] -> [m, o]."""
+    """Run grouped_product: a [m, k] with scales per row or group, b [experts * o, k] -> [m, o]."""
     m, k = a.q.shape
     outer = b.q.shape[0] // experts
     steps = steps_of(a, b)

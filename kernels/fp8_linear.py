@@ -7,19 +7,19 @@ Everything else is as in kernels/linear.py: regions, recomputed inputs, accumula
     rowwise      e4m3    e5m2    a row of an operand      a row        torchao
     blockwise    e4m3    e4m3    1 x 128                  128 x 128    DeepSeek-V3, arXiv 2412.19437, 3.3
 
-The products are y = x W^T, dx = dy W and dW = dy^T x. The rows of the operands of dW run along the tokens: so
-a rowwise scale is that of a feature over all tokens of the microbatch, a blockwise one that of a feature over
-128 tokens.
+The products are y = x W^T, dx = dy W and dW = dy^T x. The rows of dW's operands run along the tokens: so a
+rowwise scale belongs to a feature over all tokens of the microbatch, a blockwise one to a feature over 128
+tokens.
 
-Scales are computed from the tensor itself, just in time. Its producer may have found the maxima, or may
-leave the tensor to be computed by the casts (kernels/fp8_origin.py). A tensor that is sharded over ranks has
-the scales of the whole tensor: where a scale spans several shards, the ranks exchange their largest elements
-(Fp8Scaling). A block never spans shards.
+Scales are computed from the tensor itself, just in time. Its producer may have found the maxima, or may leave
+the tensor to be computed by the casts (kernels/fp8_origin.py). A tensor that is sharded over ranks has the
+scales of the whole tensor: if a scale spans several shards, the ranks exchange their maxima (Fp8Scaling). A
+block never spans shards.
 
-Each of the three matrices is an operand of two products, along its rows of one and along its columns of the
-other, and is quantized for both from one read. x: the columns are saved for the backward, in 8 bits. Where x
-is recomputed, the forward writes no columns; it saves what their scales are computed from, and the backward
-writes them. W: once, until its values change (kernels/fp8_weight.py).
+Each of the three matrices is an operand of two products, along its rows in one and along its columns in the
+other, and is quantized for both from one read. x: the columns are saved for the backward, in 8 bits. If x is
+recomputed, the forward writes no columns; it saves the inputs of their scales, and the backward writes them.
+W: once, until its values change (kernels/fp8_weight.py).
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ RECIPES = {
     "rowwise": Recipe("row", "row", E5M2),
     "blockwise": Recipe("group", "block", E4M3),
 }
-# replaces the largest elements in place by those over the ranks that hold the other shards
+# replaces the maxima in place by those over the ranks that hold the other shards
 Share = Callable[[Tensor], object]
 
 
@@ -61,10 +61,10 @@ Share = Callable[[Tensor], object]
 class Fp8Scaling:
     """How a linear is quantized.
 
-    recipe: one of RECIPES. side: of a block.
-    outs, ins, tokens: set where ranks shard the outputs of the weight, its inputs, the microbatch's tokens.
-    all_parts: over the ranks of `tokens` and those of the features at once, where there are both.
-    together: with which other weights the ranks exchange the maxima of this one; None: alone.
+    recipe is one of RECIPES, side the side of a block.
+    outs, ins and tokens are set if ranks shard the weight's outputs, its inputs, or the microbatch's tokens.
+    all_parts covers the ranks of `tokens` and those of the features at once, if both exist.
+    together holds the weights with which the maxima of this one are exchanged; None to exchange them alone.
     """
     recipe: str
     side: int
@@ -76,7 +76,7 @@ class Fp8Scaling:
 
     @property
     def activation_kind(self) -> str:
-        """Of the scales of x and dy."""
+        """Return the kind of the scales of x and dy."""
         return RECIPES[self.recipe].activation_kind
 
     @property
@@ -85,40 +85,40 @@ class Fp8Scaling:
 
     @property
     def reader(self) -> Reader:
-        """For the producers of x and dy."""
+        """Return the Reader for the producers of x and dy."""
         return Reader(self.activation_kind, self.side)
 
     def input_maxima(self, x: Origin, *, both: bool) -> Maxima:
-        """Of x [t, n]. both: along the tokens, too."""
+        """Return the maxima of x [t, n]; with both, also along the tokens."""
         return shared_maxima(
             x, self.activation_kind, rows=self.tokens, columns=self.ins, all_parts=self.all_parts, both=both
         )
 
     def gradient_maxima(self, dy: Origin) -> Maxima:
-        """Of dy [t, m]."""
+        """Return the maxima of dy [t, m]."""
         return shared_maxima(
             dy, self.activation_kind, rows=self.tokens, columns=self.outs, all_parts=self.all_parts, both=True
         )
 
     def inputs(self, x: Origin, maxima: Maxima) -> QuantizedMatrix:
-        """x [t, n], for y alone."""
+        """Quantize x [t, n] for y only."""
         return quantize_origin(x, self.activation_kind, E4M3, self.side, maxima.rows)
 
     def inputs_by_token(self, x: Origin, maxima: Maxima) -> QuantizedMatrix:
-        """x [t, n] -> its transpose [n, t], for dW alone."""
+        """Quantize x [t, n] -> its transpose [n, t], for dW only."""
         return quantize_transposed_origin(x, self.activation_kind, E4M3, self.side, maxima.columns)
 
     def inputs_in_both(self, x: Origin, maxima: Maxima) -> QuantizedPair:
-        """x [t, n], for y, and its transpose, for dW."""
+        """Quantize x [t, n] for y, and its transpose for dW."""
         return quantize_origin_pair(x, self.activation_kind, E4M3, self.side, maxima)
 
     def gradient_in_both(self, dy: Origin) -> QuantizedPair:
-        """dy [t, m], for dx, and its transpose, for dW."""
+        """Quantize dy [t, m] for dx, and its transpose for dW."""
         maxima = self.gradient_maxima(dy)
         return quantize_origin_pair(dy, self.activation_kind, self.gradient_dtype, self.side, maxima)
 
     def weight(self, w: Tensor) -> QuantizedPair:
-        """w [m, n], for y, and its transpose, for dx; quantized once until its values change."""
+        """Quantize w [m, n] for y, and its transpose for dx; cached until its values change."""
         kind = RECIPES[self.recipe].weight_kind
         return quantize_once(
             w,
@@ -127,7 +127,7 @@ class Fp8Scaling:
         )
 
     def weight_maxima(self, w: Tensor, kind: str) -> Maxima:
-        """Of w, of which none are kept: exchanged with those of the weights that it is together with."""
+        """Return the uncached maxima of w, exchanged along with those of the weights in `together`."""
         if self.together is not None:
             self.together.exchange()
             kept = kept_maxima(w)
@@ -137,9 +137,9 @@ class Fp8Scaling:
 
 
 def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Tensor]:
-    """(shared_maxima of a weight [m, n] before the exchange, those numbers of them that are exchanged).
+    """Return (shared_maxima of a weight [m, n] before the exchange, the numbers in it that are exchanged).
 
-    kind: tensor or row. divides_outputs: ranks shard the outputs, else the inputs.
+    kind is tensor or row. divides_outputs: ranks shard the outputs, else the inputs.
     """
     maxima = find_maxima(w, kind, both=True)
     assert maxima.rows is not None and maxima.columns is not None, "blocks share no scales"
@@ -158,14 +158,14 @@ def shared_maxima(
     all_parts: Share | None = None,
     both: bool,
 ) -> Maxima:
-    """maxima_of x [m, n] over all ranks that hold parts of it.
+    """Return maxima_of x [m, n] over all ranks that hold parts of it.
 
-    rows, columns: set where other ranks hold other rows, or other columns. A row spans those with other
-    columns, and the other way round. all_parts: over both kinds of ranks in one exchange. both: of the
-    transpose as well.
+    rows and columns are set if other ranks hold other rows, or other columns. A row spans the ranks with
+    other columns, and vice versa. all_parts covers both in one exchange. both: include those of the
+    transpose.
     """
     if x.is_written and kind == "row" and not both and columns is None:
-        return Maxima()  # the cast reads whole rows and finds theirs itself
+        return Maxima()  # the cast reads whole rows and finds the maxima itself
     maxima = maxima_of(x, kind, both=both)
     if kind == "tensor" and maxima.rows is not None:
         spanned = [share for share in (rows, columns) if share is not None]
@@ -190,7 +190,7 @@ def scaled_linear(
     region: LinearRegion | None,
     scaling: Fp8Scaling,
 ) -> Tensor:
-    """As kernels/linear.py's linear: x [..., n], weight [m, n], bias [m] -> [..., m]."""
+    """Like linear in kernels/linear.py: x [..., n], weight [m, n], bias [m] -> [..., m]."""
     function, args = source_of(x)
     return _ScaledLinear.apply(x, weight, bias, region, scaling, torch.is_grad_enabled(), function, *args)
 
@@ -231,7 +231,7 @@ class _ScaledLinear(torch.autograd.Function):
         scaling = ctx.scaling
         origin = origin_of(dy)  # of [t, m]
 
-        # the exchanges with other ranks run beside the products
+        # exchanges with other ranks overlap with the GEMMs
         wait_x: Callable[[], Tensor] | None = None
         if ctx.function is not None:
             wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors[1:])
@@ -249,7 +249,7 @@ class _ScaledLinear(torch.autograd.Function):
             q, scale = ctx.saved_tensors
             x_by_token = QuantizedMatrix(q, scale, scaling.activation_kind, scaling.side)
 
-        dtype = dy.dtype  # a function that named dy would hold it until the W of a schedule
+        dtype = dy.dtype  # a closure over dy would keep it alive until the W of a schedule
 
         def write_wgrad(into: Tensor | None, add: bool) -> Tensor:
             return write_scaled_product(into, dy_by_token, x_by_token, dtype, add)

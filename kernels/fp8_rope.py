@@ -1,12 +1,13 @@
-"""Quantizes the gradient of a merged projection from those of q, k and v: the formula `rope_backward`.
+"""Quantize the gradient of a merged projection from those of q, k and v: the formula `rope_backward`.
 
-The projection's result is split into heads and rotated (kernels/rope.py). Its gradient [tokens, channels] is
-that of q and of k, turned back, beside that of v. An fp8 linear alone reads it: so it is computed from where
-attention wrote the three, tile by tile, with the bits of rope.merge_gradients_kernel, and never written.
+The projection's output is split into heads and rotated (kernels/rope.py). Its gradient [tokens, channels] is
+that of q and of k, rotated back, next to that of v. If its sole consumer is an fp8 linear, it is computed
+from where attention wrote the three, tile by tile, with the bits of rope.merge_gradients_kernel, and never
+written.
 
-Its tiles are halves of heads, left and right: each pair of channels is turned once, and a program, which has
-several heads of the same tokens, loads their angles once. A scale of a group would need both halves before
-they are cast: for blockwise scales the gradient is written.
+Its tiles are halves of heads, left and right: each pair of channels is rotated once, and a program, which
+processes several heads of the same tokens, loads their angles once. A scale per group would need both halves
+before they are cast: for blockwise scales the gradient is written.
 """
 import torch
 from torch import Tensor
@@ -28,17 +29,17 @@ from kernels.rope import turn_back
 from kernels.tiles import block_range, inside_matrix, load_fp32
 from kernels.triton_ import ceil_div, power_of_2, tl, triton
 
-HEADS = 8  # of a program of the cast
-CAST_WARPS = 16  # both halves of a head, their angles and their casts fit the registers of the threads
+HEADS = 8  # per program of the cast
+CAST_WARPS = 16  # both halves of a head, their angles and their casts fit the threads' registers
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
-# s: tokens of a sequence; heads: of q; kv: of k and of v. Strides of COS and SIN over sequences and tokens;
-# those of DQ, DK and DV over heads as well. HALF: half of the channels of a head, in tiles [ROWS, BLOCK].
+# s: tokens of a sequence; heads: of q; kv: of k and of v. Strides of COS and SIN are over sequences and
+# tokens; those of DQ, DK and DV also over heads. HALF: half of a head's channels, in tiles [ROWS, BLOCK].
 
 @triton.jit
 def load_halves(X, batch, position, head, strides, inside, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """The left and right channels of one head of X for some tokens, in fp32: two of [ROWS, BLOCK]."""
+    """Load the left and right channels of one head of X for some tokens, in fp32: two of [ROWS, BLOCK]."""
     of_token = batch * strides[0] + position * strides[1] + head * strides[2]
     pointers = X + of_token[:, None] + tl.arange(0, BLOCK)[None, :]
     return load_fp32(pointers, inside), load_fp32(pointers + HALF, inside)
@@ -48,7 +49,7 @@ def load_halves(X, batch, position, head, strides, inside, HALF: tl.constexpr, B
 def load_tables(
     COS, SIN, batch, position, strides, inside, BLOCK: tl.constexpr
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """cos and sin [ROWS, BLOCK] of some tokens."""
+    """Load cos and sin [ROWS, BLOCK] of some tokens."""
     offsets = (batch * strides[0] + position * strides[1])[:, None] + tl.arange(0, BLOCK)[None, :]
     return tl.load(COS + offsets, inside, 0.0), tl.load(SIN + offsets, inside, 0.0)
 
@@ -59,7 +60,7 @@ def head_gradient(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> "tuple[tl.tensor, tl.tensor]":
-    """Both halves of one head of the merged gradient, rounded as DQ is; 0 outside."""
+    """Compute both halves of one head of the merged gradient, rounded like DQ; 0 outside."""
     if head < heads:
         left, right = load_halves(DQ, batch, position, head, dq_strides, inside, HALF=HALF, BLOCK=BLOCK)
         left, right = turn_back(left, right, cos, sin)
@@ -85,7 +86,7 @@ def rope_maxima_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """fp8_formula.formula_maxima_kernel of this formula: the maxima of one strip of ROWS rows."""
+    """fp8_formula.formula_maxima_kernel for this formula: the maxima of one strip of ROWS rows."""
     strip = tl.program_id(0).to(tl.int64)
     rows = block_range(strip, ROWS)
     pairs = tl.arange(0, BLOCK)
@@ -130,7 +131,7 @@ def rope_cast_kernel(
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """fp8.cast_tile of both halves of HEADS heads. Programs: tiles down, HEADS across."""
+    """Run fp8.cast_tile on both halves of HEADS heads. Programs: tiles down, HEADS across."""
     down = tl.program_id(0)
     rows = block_range(down.to(tl.int64), ROWS)
     pairs = tl.arange(0, BLOCK)
@@ -164,7 +165,7 @@ def rope_cast_kernel(
 
 
 def places(x: Origin) -> dict[str, object]:
-    """The keyword arguments of the kernels that say where the operands' elements are."""
+    """Return the keyword arguments of the kernels that locate the operands' elements."""
     dq, dk, dv, cos, _ = operands(x)
     half = dq.shape[3] // 2
     return {
@@ -181,12 +182,12 @@ def places(x: Origin) -> dict[str, object]:
 
 
 def operands(x: Origin) -> list[Tensor]:
-    """dq, dk, dv, cos and sin."""
+    """Return dq, dk, dv, cos and sin."""
     return [operand for operand in x.operands if operand is not None]
 
 
 def launch_rope_maxima(x: Origin, kind: str) -> Maxima:
-    """The maxima of the gradient for scales of kind tensor or row."""
+    """Return the maxima of the gradient for scales of kind tensor or row."""
     m, n = x.shape
     of_rows, of_columns = empty_maxima(operands(x)[0], m, n, kind)
     rope_maxima_kernel[(ceil_div(m, STRIP),)](
@@ -209,7 +210,7 @@ def launch_rope_cast(
     ahead: bool = True,
     back: bool = True,
 ) -> tuple[Quantized, Quantized]:
-    """fp8.launch_cast of the gradient."""
+    """Run fp8.launch_cast on the gradient."""
     assert kind in ("tensor", "row"), "the gradient is written for other scales"
     m, n = x.shape
     dq, dk, *_ = operands(x)

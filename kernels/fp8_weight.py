@@ -1,11 +1,11 @@
-"""A weight in 8 bits, quantized once for all products that it takes part in until its values change.
+"""A weight in 8 bits, quantized once for all its GEMMs until its values change.
 
-The owner of the values (parallel/sharding/weights.py) gives a parameter its QuantizedWeight, and says when
-what that keeps is no longer true: drop() where the values change, free() where they leave the device for a
-while (ZeRO-3). A plain tensor has no such owner: it is quantized for every product, so a kernel works alone.
+The owner of the values (parallel/sharding/weights.py) gives a parameter its QuantizedWeight, and invalidates
+it: drop() when the values change, free() when they leave the device for a while (ZeRO-3). A plain tensor has
+no such owner: it is quantized for every GEMM, so a kernel works standalone.
 
-Where ranks hold parts of a weight and share its scales, they exchange its largest elements once, too: those
-of all weights of a block in one message (WeightsTogether).
+If ranks hold parts of a weight and share its scales, they exchange its maxima once, too: those of all weights
+of a block in one message (WeightsTogether).
 """
 from collections.abc import Callable
 
@@ -17,9 +17,9 @@ from kernels.fp8_gemm import QuantizedPair
 
 
 class QuantizedWeight:
-    """What is kept of a weight: itself and its transpose in 8 bits, and what their scales are computed from.
+    """Cache of a weight and its transpose in 8 bits, and of the maxima for their scales.
 
-    None: to be made by the next product.
+    A None entry is computed by the next GEMM.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class QuantizedWeight:
         self.maxima: Maxima | None = None
 
     def free(self) -> None:
-        """The weight leaves the device; it will come back with the same values."""
+        """Free the copies: the weight leaves the device, and will return with the same values."""
         self.pair = None
 
     def drop(self) -> None:
-        """The values of the weight change."""
+        """Drop everything: the values of the weight change."""
         self.pair = None
         self.maxima = None
 
@@ -39,7 +39,7 @@ class QuantizedWeight:
 def quantize_once(
     weight: Tensor, find_maxima: Callable[[], Maxima], quantize: Callable[[Maxima], QuantizedPair]
 ) -> QuantizedPair:
-    """quantize(find_maxima()), or what is kept of it."""
+    """Return quantize(find_maxima()), or its cached result."""
     kept: QuantizedWeight | None = getattr(weight, "quantized", None)
     if kept is None:
         return quantize(find_maxima())
@@ -51,28 +51,28 @@ def quantize_once(
 
 
 def kept_maxima(weight: Tensor) -> Maxima | None:
-    """What is kept of the weight's maxima; None: nothing yet, or nobody keeps it."""
+    """Return the weight's cached maxima; None if not computed yet, or not cached."""
     kept: QuantizedWeight | None = getattr(weight, "quantized", None)
     return None if kept is None else kept.maxima
 
 
 class WeightsTogether:
-    """Weights whose largest elements the ranks exchange in one message, when the first of them is needed.
+    """Weights whose maxima the ranks exchange in one message, when the first of them is needed.
 
     They are on the device at the same time, and their values change together.
     """
 
     def __init__(self, share: Callable[[Tensor], object]) -> None:
-        """share: replaces numbers in place by their maxima over the ranks."""
+        """`share` replaces numbers in place by their maxima over the ranks."""
         self.share = share
         self.members: list[tuple[Tensor, Callable[[], tuple[Maxima, Tensor]]]] = []
 
     def add(self, weight: Tensor, find_own: Callable[[], tuple[Maxima, Tensor]]) -> None:
-        """find_own: the maxima of this rank's part, and those numbers of them that other ranks share."""
+        """find_own returns the maxima of this rank's part, and the numbers in it that other ranks share."""
         self.members.append((weight, find_own))
 
     def exchange(self) -> None:
-        """Finds the maxima of all weights of which none are kept. Collective, if there are any."""
+        """Find the maxima of all weights without cached ones. Collective, if there are any."""
         messages: list[Tensor] = []
         for weight, find_own in self.members:
             kept: QuantizedWeight | None = getattr(weight, "quantized", None)

@@ -1,20 +1,18 @@
-"""y_i = x_i W_i^T for each of several experts, whose rows follow each other.
+"""y_i = x_i W_i^T for each of several experts with consecutive rows.
 
-On a CPU it is a loop of GEMMs, on a GPU one launch, after one that makes the table of tiles (row_tiles). The
-kernel is one here, or on Hopper, in bf16 and where rows lie in order, that of torch's library, which is
-expected to be faster there (kernels/grouped_library.py). The rows may be divided among the experts in any
-way. An expert without rows costs nothing, but for the zeros of its gradient if it is the step's first. The
-weight gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute
-them later.
+On a CPU it is a loop of GEMMs, on a GPU one launch, after one that builds the table of tiles (row_tiles). The
+kernel is ours, or on Hopper, in bf16 and with rows in order, that of torch's library, which is expected to be
+faster there (kernels/grouped_library.py). The rows may be split among the experts in any way. An expert
+without rows costs nothing, except zeroing its gradient if it is the step's first. The weight gradients go
+through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them later.
 
-A launch has as many programs as run at the same time. They take tiles in turn from a table on the device
-(row_tiles): if `counts` is a tensor there, the host never learns how the rows are divided (after MegaBlocks,
+A launch has as many programs as run concurrently. They take tiles in turn from a table on the device
+(row_tiles): if `counts` is a tensor there, the host never learns how the rows are split (after MegaBlocks,
 arXiv 2211.15841).
 
-Rows need not be in the order of the experts. The products read those of tokens where they are, and write to
-where they belong (after ScatterMoE, arXiv 2403.08245): a copy in the order of experts is neither written nor
-kept for the backward. What is read in order comes through the copy engine (TMA), single rows by asynchronous
-copies of 16 bytes.
+Rows need not be in expert order. The GEMMs read those of tokens in place, and write to where they belong
+(after ScatterMoE, arXiv 2403.08245): a copy in expert order is neither written nor kept for the backward.
+Rows in order are read through the copy engine (TMA), single rows by asynchronous copies of 16 bytes.
 """
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,9 +38,9 @@ from kernels.triton_ import (
 )
 
 STEP = 32  # rows, see pad_to_step
-# M: rows of an expert, of which there are few; N: outputs, K: inputs
-TILE = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # 98 KB: two programs a processor
-PROGRAMS = 2  # a processor, each with every so-and-so-many-th tile
+# M: rows of an expert, which has few; N: outputs, K: inputs
+TILE = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # 98 KB: two programs per processor
+PROGRAMS = 2  # per processor, each striding over the tiles
 WGRAD = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # M: outputs, N: inputs, K: rows
 
 
@@ -53,10 +51,10 @@ def grouped_linear(
     gather: RowOrder | None = None,
     combine: RowOrder | None = None,
 ) -> Tensor:
-    """x [m, n] -> [m, o]. weight [experts * o, n]: o rows of each expert.
+    """x [m, n] -> [m, o]. weight [experts * o, n] has o rows per expert.
 
-    counts: number of rows of each expert. The rows of x are in the order of the experts, or `gather` says
-    which rows of x [t, n] they are. combine: the result is the sum [t, o] of each token's rows.
+    counts is the number of rows of each expert. The rows of x are in expert order, or `gather` maps them to
+    rows of x [t, n]. With combine, the result is the sum [t, o] of each token's rows.
     Raises ValueError if both are given.
     """
     if gather is not None and combine is not None:
@@ -65,16 +63,16 @@ def grouped_linear(
 
 
 def pad_to_step(x: Tensor, n: int) -> int:
-    """Number of rows that are missing to the next multiple of STEP, if oneDNN multiplies; else 0.
+    """Return the number of rows missing to the next multiple of STEP if oneDNN multiplies, else 0.
 
-    oneDNN compiles a product for each new number of rows (0.4 ms on a CPU that multiplies 128 rows by
+    oneDNN compiles a GEMM for each new number of rows (0.4 ms on a CPU that multiplies 128 rows by
     512 x 1408 in 1 ms), and a router hardly ever repeats a number.
     """
     return -n % STEP if x.dtype == torch.bfloat16 and x.device.type == "cpu" else 0
 
 
 def round_up_rows(rows: Tensor) -> Tensor:
-    """The rows, and zeros up to the next multiple of STEP (see pad_to_step)."""
+    """Append zeros up to the next multiple of STEP rows (see pad_to_step)."""
     zeros = pad_to_step(rows, len(rows))
     return F.pad(rows, (0, 0, 0, zeros)) if zeros else rows
 
@@ -84,14 +82,14 @@ def grouped_forward(
 ) -> Tensor:
     """x [m, n], weight [e, o, n], or a transposed view of this shape -> [m, o].
 
-    source [m]: the row of x [t, n] that each row is.
+    source [m] maps each row to a row of x [t, n].
     """
     m = x.shape[0] if source is None else len(source)
     y = x.new_empty(m, weight.shape[1])
     start = 0
     for expert_weight, count in zip(weight, counts):
         if count:
-            # may include rows of the next experts, which are written again later
+            # may include rows of the next experts, which are overwritten later
             end = start + count + pad_to_step(x, count)
             rows = slice(start, min(end, m))
             expert_x = x[rows] if source is None else x.index_select(0, source[rows])
@@ -103,7 +101,7 @@ def grouped_forward(
 def grouped_dgrad(
     dy: Tensor, weight: Tensor, counts: Sequence[int], source: Tensor | None = None
 ) -> Tensor:
-    """dy [m, o], weight [e, o, n] -> dx [m, n]. source [m]: the row of dy [t, o] that each row is."""
+    """dy [m, o], weight [e, o, n] -> dx [m, n]. source [m] maps each row to a row of dy [t, o]."""
     return grouped_forward(dy, weight.transpose(1, 2), counts, source)
 
 
@@ -118,7 +116,7 @@ def grouped_wgrad(
 ) -> Tensor:
     """into [e, o, n] = (or, add: +=) dy_i^T x_i, in the dtype of `into`. dy [m, o], x [m, n].
 
-    dy_source, x_source [m]: the row of dy [t, o], or of x [t, n], that each row is.
+    dy_source, x_source [m] map each row to a row of dy [t, o], or of x [t, n].
     """
     start = 0
     for expert_into, n in zip(into, counts):
@@ -137,9 +135,11 @@ def grouped_wgrad(
 
 @triton.jit
 def row_tiles_kernel(COUNTS, OFFSETS, TILES, experts, M: tl.constexpr, EXPERTS: tl.constexpr):
-    """One program an expert: its place in OFFSETS [experts + 1], and its tiles of M rows in TILES.
+    """Compute each expert's place in OFFSETS [experts + 1], and its tiles of M rows in TILES.
 
-    COUNTS [experts]: its rows. TILES: RowTiles. EXPERTS: the experts, rounded up to a power of two.
+    One program per expert.
+
+    COUNTS [experts] are their rows. TILES: see RowTiles. EXPERTS: the experts, rounded up to a power of two.
     """
     expert = tl.program_id(0)
     others = tl.arange(0, EXPERTS)
@@ -171,12 +171,13 @@ def grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Every num_programs-th tile [M, N] of Y [m, outer] = X [m, inner] times the weight of its expert.
+    """Compute every num_programs-th tile [M, N] of Y [m, outer] = X [m, inner] times its expert's weight.
 
-    X, WEIGHT: descriptors. WEIGHT is [experts * height, ...], in blocks of [N, K], and in the backward (BACK)
-    of [K, N]. A tile may read rows of the next expert, but it does not write them. Programs that run side by
-    side have tiles side by side: all columns of some rows.
-    GATHER: row j of the product is row SOURCE[j] of X, a pointer then. SCATTER: it becomes that row of Y.
+    X and WEIGHT are descriptors. WEIGHT is [experts * height, ...], in blocks of [N, K], and in the backward
+    (BACK) of [K, N]. A tile may read rows of the next expert, but does not write them. Concurrent programs
+    have adjacent tiles: all columns of some rows.
+    GATHER: row j of the GEMM is row SOURCE[j] of X, which is a pointer then. SCATTER: it becomes that row of
+    Y.
     """
     tiles_across = tl.cdiv(outer, N)
     num_tiles = tl.load(TILES) * tiles_across
@@ -198,7 +199,7 @@ def grouped_kernel(
         first = expert * height  # row of the expert in WEIGHT
         total = tl.zeros((M, N), tl.float32)
         for k in range(0, inner, K):
-            # 0 beyond `inner`, so what the weight's block has there does not count
+            # 0 beyond `inner`, so the weight's block does not matter there
             if GATHER:
                 x = tl.load(x_pointers + k, (k + inner_range < inner)[None, :], 0.0)
             else:
@@ -221,8 +222,8 @@ def grouped_kernel(
 def write_tile_in_parts(
     INTO, part, row, column, num_rows, num_columns, ADD: tl.constexpr, PARTS: tl.constexpr
 ):
-    """write_tile in PARTS pieces, a power of two: with all of what it is added to, a tile would need too many
-    registers."""
+    """Run write_tile in PARTS pieces, a power of two: loading all the values to accumulate onto at once would
+    take too many registers."""
     if PARTS > 1:
         height: tl.constexpr = part.shape[0]
         width: tl.constexpr = part.shape[1] // 2
@@ -243,12 +244,12 @@ def grouped_wgrad_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Every num_programs-th tile [M, N] of INTO [o, n] = (or, ADD: +=) DY^T X of all experts.
+    """Compute every num_programs-th tile [M, N] of INTO [o, n] = (or, ADD: +=) DY^T X of all experts.
 
-    DY, X: descriptors of [m, o] and [m, n]. Without ADD an expert without rows gets zeros.
+    DY and X are descriptors of [m, o] and [m, n]. Without ADD, an expert without rows gets zeros.
     """
     tiles_across = tl.cdiv(n, N)
-    tiles = tl.cdiv(o, M) * tiles_across  # of an expert
+    tiles = tl.cdiv(o, M) * tiles_across  # per expert
     for tile in range(tl.program_id(0), tiles * experts, tl.num_programs(0)):
         expert = tile // tiles
         row = tile % tiles // tiles_across * M
@@ -256,7 +257,7 @@ def grouped_wgrad_kernel(
         start = tl.load(OFFSETS + expert)
         end = tl.load(OFFSETS + expert + 1)
         if end > start or not ADD:
-            # the full blocks of K rows
+            # full blocks of K rows
             total = tl.zeros((M, N), tl.float32)
             full_end = start + (end - start) // K * K
             for k in range(start, full_end, K):
@@ -264,7 +265,7 @@ def grouped_wgrad_kernel(
                 x = X.load([k, column])  # [K, N]
                 total = tl.dot(dy.T, x, total)
 
-            # the last block, without the rows of the next expert (one zero is enough: a dy that is not finite
+            # the last block, masking the rows of the next expert (one zero factor suffices: a non-finite dy
             # spoils the step anyway)
             if full_end < end:
                 inside = (full_end + tl.arange(0, K) < end)[:, None]
@@ -286,13 +287,13 @@ def gathered_wgrad_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """As grouped_wgrad_kernel, but row j of X is its row SOURCE[j], or (GATHER_DY) that of DY.
+    """Like grouped_wgrad_kernel, but row j of X is its row SOURCE[j], or (GATHER_DY) that of DY.
 
-    The one is a pointer to [t, n] or [t, o], the other a descriptor. The numbers of the next K rows are read
-    before the product of these: else it would wait for them.
+    The gathered one is a pointer to [t, n] or [t, o], the other a descriptor. Indices of the next K rows are
+    loaded before the product of the current ones, which hides their latency.
     """
     tiles_across = tl.cdiv(n, N)
-    tiles = tl.cdiv(o, M) * tiles_across  # of an expert
+    tiles = tl.cdiv(o, M) * tiles_across  # per expert
     steps = tl.arange(0, K)
     for tile in range(tl.program_id(0), tiles * experts, tl.num_programs(0)):
         expert = tile // tiles
@@ -306,8 +307,8 @@ def gathered_wgrad_kernel(
             total = tl.zeros((M, N), tl.float32)
             source = tl.load(SOURCE + start + steps, start + steps < end, 0)
             for k in range(start, end, K):
-                # what is gathered is 0 beyond `end`, where the other has rows of the next expert (a number
-                # there that is not finite spoils the step anyway)
+                # the gathered operand is 0 beyond `end`, where the other has rows of the next expert (a
+                # non-finite number there spoils the step anyway)
                 inside = k + steps < end
                 if GATHER_DY:
                     pointers = DY + tile_offsets(source, outputs, o)
@@ -325,7 +326,7 @@ def gathered_wgrad_kernel(
 
 
 def triton_fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels multiply x [m, n] and weight [e, o, n].
+    """Whether the kernels can multiply x [m, n] and weight [e, o, n].
 
     fp32 is left to the library's GEMMs, which are exact.
     """
@@ -340,22 +341,23 @@ def triton_fits(x: Tensor, weight: Tensor) -> bool:
 
 
 class RowTiles(NamedTuple):
-    """How the rows of experts are divided into tiles, on the device.
+    """Tiling of the experts' rows, on the device.
 
-    offsets int32 [experts + 1]: where the rows of each expert start. tiles int32 [1 + most tiles, 4]: in the
-    first line the number of tiles; then of each tile its expert, its first row and the end of the expert's.
+    offsets int32 [experts + 1] is where the rows of each expert start. tiles int32 [1 + most tiles, 4] has
+    the number of tiles in the first row, then for each tile its expert, its first row and the end of the
+    expert's.
     """
     offsets: Tensor
     tiles: Tensor
 
 
 def row_tiles(counts: Sequence[int] | Tensor, rows: int, device: torch.device) -> RowTiles:
-    """The tiles of `rows` rows, of which each expert has its count. One launch, and no host sync."""
+    """Tile `rows` rows, split over the experts by counts. One launch, and no host sync."""
     if not isinstance(counts, Tensor):
         counts = torch.as_tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
     experts = len(counts)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    most = ceil_div(rows, TILE["M"]) + experts  # an expert has at most one tile that is not full
+    most = ceil_div(rows, TILE["M"]) + experts  # an expert has at most one partial tile
     tiles = torch.empty(1 + most, 4, dtype=torch.int32, device=device)
     row_tiles_kernel[(experts,)](
         counts, offsets, tiles, experts,
@@ -374,10 +376,10 @@ def launch_grouped(
     gather: Tensor | None = None,
     scatter: Tensor | None = None,
 ) -> Tensor:
-    """As grouped_forward: x [m, n], weight [e, o, n] -> [m, o]. back: as grouped_dgrad, [m, o] -> [m, n].
+    """Run grouped_forward: x [m, n], weight [e, o, n] -> [m, o]; or, back, grouped_dgrad: [m, o] -> [m, n].
 
-    gather [m]: the row of x [t, ...] that each row is. scatter [m]: the row of the result that it becomes, a
-    permutation.
+    gather [m] maps each row to a row of x [t, ...]. scatter [m], a permutation, maps it to a row of the
+    result.
     """
     source = scatter if gather is None else gather
     m = len(x) if source is None else len(source)
@@ -411,9 +413,9 @@ def launch_wgrad(
     dy_source: Tensor | None = None,
     x_source: Tensor | None = None,
 ) -> Tensor:
-    """As grouped_wgrad: into [e, o, n] = (or, add: +=) dy_i^T x_i. dy [m, o], x [m, n].
+    """Run grouped_wgrad: into [e, o, n] = (or, add: +=) dy_i^T x_i. dy [m, o], x [m, n].
 
-    dy_source, x_source [m]: the row of dy or x that each row is; one of them at most.
+    dy_source, x_source [m] map each row to a row of dy or x; at most one of them is given.
     """
     experts, o, n = into.shape
     tiles = experts * ceil_div(o, WGRAD["M"]) * ceil_div(n, WGRAD["N"])
@@ -451,9 +453,9 @@ def accumulate_wgrad(
     dy_source: Tensor | None = None,
     x_source: Tensor | None = None,
 ) -> Tensor | None:
-    """Accumulates dW of all experts (kernels/grad.py). dy [m, o], x [m, n]; the sources as for grouped_wgrad.
+    """Accumulate dW of all experts (kernels/grad.py). dy [m, o], x [m, n]; the sources as for grouped_wgrad.
 
-    ctx: that of the forward, with weight, experts, triton and counts: the rows of each expert, or under
+    ctx is that of the forward, with weight, experts, triton and counts: the rows of each expert, or with
     triton the offsets of a RowTiles.
     """
     shape = ctx.experts, dy.shape[1], x.shape[1]
@@ -477,10 +479,10 @@ def multiply_rows(
     scatter: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """As launch_grouped, by the loop, the kernel or the library. slots: the result is the sum of each token's
-    rows.
+    """Run launch_grouped, by the loop, the kernel or the library. With slots, the result is the sum of each
+    token's rows.
 
-    ctx: that of the forward, with counts, triton, rows and every_slot_filled.
+    ctx is that of the forward, with counts, triton, rows and every_slot_filled.
     """
     lies_in_order = gather is None and scatter is None
     if ctx.triton and lies_in_order and library_multiplies(x.device, x.dtype):
@@ -496,9 +498,9 @@ def multiply_rows(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Its backward combines what the forward gathered, and gathers what that combined.
+    """The backward combines rows that the forward gathered, and gathers rows that it combined.
 
-    To combine is to scatter where each token has one row: that needs no inverse of the order.
+    If each token has one row, combining is scattering, which needs no inverse of the order.
     """
 
     @staticmethod
@@ -510,7 +512,7 @@ class _GroupedLinear(torch.autograd.Function):
         gather: RowOrder | None,
         combine: RowOrder | None,
     ) -> Tensor:
-        # how rows lie
+        # layout of the rows
         order = combine if gather is None else gather
         num_rows = len(x) if order is None else len(order.source)
         source = slots = None
@@ -522,7 +524,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.gathers = gather is not None
         ctx.combines = combine is not None
 
-        # which way they are multiplied
+        # choice of the implementation
         by_expert = weight.view(len(counts), -1, x.shape[1])
         ctx.weight = weight  # the Parameter itself, which has main_grad
         ctx.experts = len(counts)

@@ -1,8 +1,8 @@
-"""Products of several experts by torch._grouped_mm (CUTLASS), where it passes a trial.
+"""Grouped GEMMs by torch._grouped_mm (CUTLASS), if it passes a trial.
 
-It multiplies rows that are in the order of experts, forward and for the input gradient. It gathers no rows,
-and would return a weight gradient in 16 bits: both are left to kernels/grouped_gemm.py. On Hopper alone: on
-Blackwell, experts without rows have been reported to spoil gradients (pytorch issues 172439 and 193633).
+It multiplies rows in expert order, forward and for the input gradient. It does not gather rows, and would
+return a weight gradient in 16 bits: both are left to kernels/grouped_gemm.py. Hopper only: on Blackwell,
+experts without rows have been reported to spoil gradients (pytorch issues 172439 and 193633).
 """
 from functools import cache
 
@@ -21,7 +21,8 @@ TRIAL_INPUTS, TRIAL_OUTPUTS = 64, 48
 def multiply_by_library(x: Tensor, weight: Tensor, offsets: Tensor, back: bool = False) -> Tensor:
     """x [m, n], weight [e, o, n] -> [m, o]. back: [m, o] -> [m, n].
 
-    offsets int32 [e + 1], on the device: where the rows of each expert start, and where the last ones end.
+    offsets int32 [e + 1], on the device, are where the rows of each expert start, and where the last ones
+    end.
     """
     matrices = weight if back else weight.transpose(1, 2)
     return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
@@ -31,9 +32,9 @@ def multiply_by_library(x: Tensor, weight: Tensor, offsets: Tensor, back: bool =
 
 @cache
 def library_multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether multiply_by_library works on this device: tried once, on products whose results are known.
+    """Whether multiply_by_library works on this device: tried once, on products with known results.
 
-    Where it does not, a line says so.
+    If not, a line says so.
     """
     if device.type not in DEVICES or chip_name(device) not in CHIPS or dtype not in DTYPES:
         return False
@@ -45,7 +46,7 @@ def library_multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def obstacle_to_library(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why multiply_by_library cannot be used; None if it can. The products are of -1, 0 and 1, so exact."""
+    """Return why multiply_by_library cannot be used, or None. Products are of -1, 0 and 1, hence exact."""
     counts = torch.tensor(TRIAL_ROWS)
     owner = torch.arange(len(counts)).repeat_interleave(counts)
     weight = small_numbers(len(counts), TRIAL_OUTPUTS, TRIAL_INPUTS)
@@ -63,6 +64,6 @@ def obstacle_to_library(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def small_numbers(*shape: int) -> Tensor:
-    """-1, 0 and 1, on the CPU, without a random number."""
+    """Return -1, 0 and 1, on the CPU, without random numbers."""
     numbers = torch.arange(torch.Size(shape).numel())
     return ((numbers * numbers // 7) % 3 - 1).float().view(shape)

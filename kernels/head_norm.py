@@ -1,11 +1,11 @@
 """RMSNorm of each head of queries and keys, then rotary positions (Qwen3, arXiv 2505.09388, section 2; the
-norm arXiv 2302.05442, section 2).
+norm is from arXiv 2302.05442, section 2).
 
 On a GPU each direction is one pass over memory. The forward reads the merged q, k, v and writes new q and k;
-v stays where it is. The backward reads the gradients of q, k and v where attention wrote them, turns them
-back, computes the statistics of each head again, and writes the gradient of the merged projection. It keeps
-the projection's output alone. Each program sums the weights' gradients over its tokens; a second sum over the
-programs has a fixed order. Elsewhere kernels/norm.py and kernels/rope.py run one after the other.
+v stays in place. The backward reads the gradients of q, k and v where attention wrote them, rotates them
+back, recomputes the statistics of each head, and writes the gradient of the merged projection. Only the
+projection's output is saved. Each program sums the weights' gradients over its tokens; a second sum over the
+programs has a fixed order. Without kernels, kernels/norm.py and kernels/rope.py run one after the other.
 """
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kernels.rope import (
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import by_channel, kernel_is_available, num_processors, power_of_2, tl, triton
 
-TILE = 1024  # pairs of channels that a program has at a time
+TILE = 1024  # pairs of channels that a program processes at a time
 PROGRAMS = 4  # programs of the backward on each multiprocessor, as in kernels/norm.py
 
 
@@ -41,7 +41,7 @@ def split_normalize_and_rotate(
     eps: float,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a merged projection into q, k and v; normalizes each head of q and k, and rotates it.
+    """Split a merged projection into q, k and v; normalize each head of q and k, and rotate it.
 
     qkv [b, s, heads + 2 kv, d], with the heads of q, k and v in this order; weights [d]; cos and sin
     [b, s, 1, d/2] -> q [b, s, heads, d], k and v [b, s, kv, d]. v is a view of qkv.
@@ -57,12 +57,12 @@ def split_normalize_and_rotate(
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
-# Heads of 2 HALF channels, of which BLOCK >= HALF pairs are loaded. A helper has the heads of q or those of k
-# of one token, HEADS at a time.
+# Heads of 2 HALF channels, loaded as BLOCK >= HALF pairs. A helper processes the heads of q or those of k of
+# one token, HEADS at a time.
 
 @triton.jit
 def head_scale(left, right, eps, HALF: tl.constexpr):
-    """1 / root mean square of each head, [HEADS, 1]."""
+    """Return 1 / root mean square of each head, [HEADS, 1]."""
     squares = tl.sum(left * left + right * right, 1)
     return tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
 
@@ -74,7 +74,7 @@ def normalize_and_turn(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The heads of one token of X, `x_stride` apart, are normalized and rotated into Y."""
+    """Normalize and rotate the heads of one token of X, `x_stride` apart, into Y."""
     pairs = tl.arange(0, BLOCK)
     weight_left = load_fp32(WEIGHT + pairs, pairs < HALF)[None, :]
     weight_right = load_fp32(WEIGHT + HALF + pairs, pairs < HALF)[None, :]
@@ -100,7 +100,7 @@ def normalized_gradients(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """normalize_and_turn's way back: writes DX, and returns the two dweights [HEADS, BLOCK] with this token's
+    """Backward of normalize_and_turn: write DX, and return the two dweights [HEADS, BLOCK] with this token's
     heads added. IN_PLACE: DX is DY."""
     pairs = tl.arange(0, BLOCK)
     weight_left = load_fp32(WEIGHT + pairs, pairs < HALF)[None, :]
@@ -109,13 +109,13 @@ def normalized_gradients(
         head = first + tl.arange(0, HEADS)
         inside = inside_matrix(head, pairs, heads, HALF)
 
-        # the gradient of the norm's output
+        # gradient of the norm's output
         gradient = DY + tile_offsets(head, pairs, dy_stride)
         dy_left = load_fp32(gradient, inside)  # [HEADS, BLOCK]
         dy_right = load_fp32(gradient + HALF, inside)
         dy_left, dy_right = turn_back(dy_left, dy_right, cos, sin)
 
-        # the normalized heads of the forward
+        # normalized heads of the forward
         source = X + tile_offsets(head, pairs, x_stride)
         left = load_fp32(source, inside)
         right = load_fp32(source + HALF, inside)
@@ -130,7 +130,7 @@ def normalized_gradients(
         dy_right *= weight_right
         along = tl.sum(dy_left * left + dy_right * right, 1)[:, None] / (2 * HALF)
         if IN_PLACE:
-            tl.debug_barrier()  # all threads have read what each may now write over
+            tl.debug_barrier()  # all threads have read the elements that may now be overwritten
         target = DX + tile_offsets(head, pairs, dx_stride)
         tl.store(target, (dy_left - left * along) * scale, inside)
         tl.store(target + HALF, (dy_right - right * along) * scale, inside)
@@ -145,9 +145,9 @@ def head_norm_kernel(
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: its queries and keys in X, normalized and rotated into Y.
+    """Normalize and rotate the queries and keys of one token of X into Y.
 
-    table_strides: of COS and SIN over sequences and tokens; x_strides, y_strides: and over heads.
+    table_strides are those of COS and SIN over sequences and tokens; x_strides and y_strides also over heads.
     """
     token = tl.program_id(0).to(tl.int64)
     batch = token // s
@@ -170,7 +170,7 @@ def head_norm_kernel(
 
 @triton.jit
 def store_dweight(DWEIGHT, dweight_left, dweight_right, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """DWEIGHT [2 HALF]: the sum over heads of both dweights [HEADS, BLOCK]."""
+    """DWEIGHT [2 HALF] = the sum over heads of both dweights [HEADS, BLOCK]."""
     pairs = tl.arange(0, BLOCK)
     tl.store(DWEIGHT + pairs, tl.sum(dweight_left, 0), pairs < HALF)
     tl.store(DWEIGHT + HALF + pairs, tl.sum(dweight_right, 0), pairs < HALF)
@@ -186,8 +186,8 @@ def head_norm_backward_kernel(
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every num_programs-th token: DQKV, from queries and keys in X, and one program's share of DWEIGHTS [2,
-    programs, d], of q and of k.
+    """Process every num_programs-th token: compute DQKV, from queries and keys in X, and one program's share
+    of DWEIGHTS [2, programs, d], for q and for k.
 
     IN_PLACE: DQ, DK and DV are the parts of DQKV. Strides as in head_norm_kernel.
     """
@@ -237,7 +237,7 @@ def head_norm_backward_kernel(
 
 
 def launch_meta(heads: int, kv: int, d: int) -> dict[str, int]:
-    """Launch parameters for heads of d channels."""
+    """Return the launch parameters for heads of d channels."""
     block = power_of_2(d // 2)
     return {
         "HALF": d // 2,
@@ -259,7 +259,7 @@ def launch_head_norm(
     kv: int,
     eps: float,
 ) -> Tensor:
-    """q and k, normalized and rotated, side by side: [b, s, heads + kv, d].
+    """Return q and k, normalized and rotated, adjacent in memory: [b, s, heads + kv, d].
 
     qkv [b, s, heads + 2 kv, d] with adjacent channels, weights [d], cos and sin [b or 1, s, 1, d/2].
     """
@@ -287,10 +287,10 @@ def launch_head_norm_backward(
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of qkv [b, s, heads + 2 kv, d], and of both weights [d], these in fp32.
+    """Return the gradients of qkv [b, s, heads + 2 kv, d], and of both weights [d], these in fp32.
 
-    dq [b, s, heads, d], dk and dv [b, s, kv, d]: where they lie side by side in memory, that of qkv is
-    written over them.
+    dq [b, s, heads, d], dk and dv [b, s, kv, d]: if they are adjacent in memory, that of qkv overwrites
+    them.
     """
     b, s, heads, d = dq.shape
     kv = dk.shape[2]

@@ -11,9 +11,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @functools.cache
 def compile_function(function: Callable[..., object]) -> Callable[..., object]:
-    """The function, compiled. All layers share the compiled code; another shape compiles once more.
+    """Compile a function. All layers share the compiled code; another shape compiles again.
 
-    Arguments are detached, because the kernels have their own backward.
+    Arguments are detached, because the kernels have separate backwards.
     """
     compiled = torch.compile(function, dynamic=False)
 
@@ -24,5 +24,5 @@ def compile_function(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def jit(function: Function, compiled: bool) -> Function:
-    """The function itself, or compiled."""
+    """Return the function itself, or compiled."""
     return cast(Function, compile_function(function)) if compiled else function

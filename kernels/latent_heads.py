@@ -1,10 +1,10 @@
 """Heads of multi-head latent attention (arXiv 2405.04434, section 2.1.3): channels without positions, then
-rotated ones. The rotated part of the keys is one for all heads.
+rotated ones. All heads share the rotated part of the keys.
 
-On a GPU the queries are rotated where they lie, and the keys of all heads are put together in one pass; so is
-the gradient of each projection, from those of q, k and v where attention wrote them. Channels 2i and 2i + 1
-that rotate together (DeepSeek) stay where they are there. Elsewhere they become channels i and i + d/2, as
-kernels/rope.py has them. Scores are the same, since queries and keys have one order.
+On a GPU the queries are rotated in place, and the keys of all heads are assembled in one pass; so is the
+gradient of each projection, from those of q, k and v where attention wrote them. Channels 2i and 2i + 1 that
+rotate together (DeepSeek) keep their places there. Without kernels they become channels i and i + d/2, as in
+kernels/rope.py. Scores are the same, since queries and keys have the same order.
 """
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kernels.rope import (
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import by_channel, kernel_is_available, power_of_2, tl, triton
 
-TILE = 2048  # channels that a program has at a time
+TILE = 2048  # channels that a program processes at a time
 
 
 def rotate_heads(
@@ -35,11 +35,11 @@ def rotate_heads(
     scale: float = 1.0,
     compiled: bool = False,
 ) -> Tensor:
-    """The channels behind the first nope_dim are rotated, and all are multiplied by `scale`.
+    """Rotate the channels after the first nope_dim, and multiply all by `scale`.
 
     x [b, s, h, nope + rope], cos and sin [b, s, 1, rope/2] -> [b, s, h, nope + rope]. pairs: channels 2i and
     2i + 1 rotate together, else i and i + rope/2.
-    On a GPU that is done in place: another operation that needs the old x in its backward gets autograd's
+    On a GPU this happens in place: another operation that needs the old x in its backward gets autograd's
     error.
     """
     if x.numel() and kernel_is_available("latent heads", x, cos):
@@ -61,10 +61,10 @@ def keys_and_values(
     pairs: bool,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The keys of all heads, from their own channels and the rotated ones that they share; and the values.
+    """Return the keys of all heads, from their own channels and the shared rotated ones; and the values.
 
     kv [b, s, h, nope + v], rope_key [b, s, rope] -> k [b, s, h, nope + rope], v [b, s, h, v], a view of kv.
-    angles: cos and sin [b, s, 1, rope/2]; None: rotate_heads has rotated the key. pairs: see there.
+    angles are cos and sin [b, s, 1, rope/2], or None if rotate_heads has rotated the key. pairs: see there.
     """
     table = None if angles is None else angles[0]
     if kv.numel() and kernel_is_available("latent heads", kv, rope_key, table):
@@ -78,15 +78,15 @@ def keys_and_values(
 
 
 def rotate_channels(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool, compiled: bool) -> Tensor:
-    """All channels of x [b, s, h, rope]: the result has channels i and i + rope/2 as pairs."""
+    """Rotate all channels of x [b, s, h, rope]: the result has channels i and i + rope/2 as pairs."""
     if pairs:
         x = pairs_to_halves(x)
     return apply_rope(x, cos, sin, compiled)
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
-# A head is NOPE channels and then 2 HALF rotated ones, of which BLOCK >= HALF pairs are loaded. PAIRS:
-# channels 2i and 2i + 1 are a pair, else i and i + HALF. A program has one token, HEADS heads at a time.
+# A head has NOPE channels and then 2 HALF rotated ones, loaded as BLOCK >= HALF pairs. PAIRS: channels 2i and
+# 2i + 1 are a pair, else i and i + HALF. A program processes one token, HEADS heads at a time.
 
 @triton.jit
 def load_pairs(
@@ -95,7 +95,7 @@ def load_pairs(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Both channels of all pairs of some heads, which are `stride` apart, in fp32: two [HEADS, BLOCK]."""
+    """Load both channels of all pairs of some heads, `stride` apart, in fp32: two [HEADS, BLOCK]."""
     if PAIRS:
         channels = tl.arange(0, 2 * BLOCK)
         inside = inside_matrix(head, channels, heads, 2 * HALF)
@@ -117,7 +117,7 @@ def store_pairs(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What load_pairs loads; left and right [HEADS, BLOCK]."""
+    """Store the pairs that load_pairs loads; left and right are [HEADS, BLOCK]."""
     if PAIRS:
         channels = tl.arange(0, 2 * BLOCK)
         inside = inside_matrix(head, channels, heads, 2 * HALF)
@@ -143,10 +143,10 @@ def rotate_heads_kernel(
     NOPE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: Y is X times `scale` with its last channels rotated, or (INVERSE) turned back.
+    """Process one token: Y is X times `scale` with its last channels rotated, or (INVERSE) rotated back.
 
-    ALL: X and Y have all channels of a head; else the rotated ones, and NOPE is 0. table_strides: over
-    sequences and tokens; x_strides, y_strides: and over heads.
+    ALL: X and Y have all channels of a head; else only the rotated ones, and NOPE is 0. table_strides are
+    over sequences and tokens; x_strides and y_strides also over heads.
     """
     token = tl.program_id(0).to(tl.int64)
     batch = token // s
@@ -187,9 +187,9 @@ def latent_keys_kernel(
     NOPE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: the keys K of all heads. TURN: ROPE_KEY is not rotated yet.
+    """Assemble the keys K of all heads of one token. TURN: ROPE_KEY is not rotated yet.
 
-    table_strides, key_strides: over sequences and tokens; nope_strides, k_strides: and over heads.
+    table_strides and key_strides are over sequences and tokens; nope_strides and k_strides also over heads.
     """
     token = tl.program_id(0).to(tl.int64)
     batch = token // s
@@ -198,7 +198,7 @@ def latent_keys_kernel(
     ROPE_KEY += batch * key_strides[0] + position * key_strides[1]
     K += batch * k_strides[0] + position * k_strides[1]
 
-    # the key that all heads share
+    # the shared key
     left, right = load_pairs(ROPE_KEY, tl.arange(0, 1), 1, 0, HALF=HALF, PAIRS=PAIRS, BLOCK=BLOCK)
     if TURN:
         table_offset = batch * table_strides[0] + position * table_strides[1]
@@ -229,7 +229,7 @@ def latent_keys_backward_kernel(
     VALUE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: DKV of all heads, and DROPE_KEY, the sum over them. Strides as in latent_keys_kernel."""
+    """Compute DKV of all heads of one token, and DROPE_KEY, the sum over them. See latent_keys_kernel."""
     token = tl.program_id(0).to(tl.int64)
     batch = token // s
     position = token % s
@@ -248,7 +248,7 @@ def latent_keys_backward_kernel(
         sum_left += left
         sum_right += right
 
-        # the heads' own channels
+        # channels of each head
         inside = inside_matrix(head, nope, heads, NOPE)
         dk = tl.load(DK + tile_offsets(head, nope, dk_strides[2]), inside)
         tl.store(DKV + tile_offsets(head, nope, dkv_strides[2]), dk, inside)
@@ -256,7 +256,7 @@ def latent_keys_backward_kernel(
         dv = tl.load(DV + tile_offsets(head, value, dv_strides[2]), inside)
         tl.store(DKV + NOPE + tile_offsets(head, value, dkv_strides[2]), dv, inside)
 
-    # the key that all heads share
+    # the shared key
     left = tl.sum(sum_left, 0)[None, :]
     right = tl.sum(sum_right, 0)[None, :]
     if TURN:
@@ -267,7 +267,7 @@ def latent_keys_backward_kernel(
 
 
 def launch_meta(heads: int, nope_dim: int, rope_dim: int, pairs: bool) -> dict[str, int]:
-    """Launch parameters for heads of nope_dim + rope_dim channels."""
+    """Return the launch parameters for heads of nope_dim + rope_dim channels."""
     nope_block = power_of_2(max(nope_dim, 1))
     block = power_of_2(rope_dim // 2)
     return {
@@ -292,16 +292,16 @@ def launch_rotate_heads(
     scale: float,
     inverse: bool = False,
 ) -> Tensor:
-    """rotate_heads into y [b, s, h, nope + rope], which may be x, and its way back. Returns y.
+    """Run rotate_heads, or its inverse, into y [b, s, h, nope + rope], which may be x. Return y.
 
-    x and y have adjacent channels; cos and sin [b or 1, s, 1, rope/2].
+    x and y have adjacent channels; cos and sin are [b or 1, s, 1, rope/2].
     """
     b, s, heads, d = x.shape
     cos = per_sequence(cos, b)
     sin = per_sequence(sin, b)
     result = y
     is_in_place = x.data_ptr() == y.data_ptr()
-    if is_in_place and scale == 1:  # the other channels stay as they are
+    if is_in_place and scale == 1:  # the other channels are unchanged
         x, y = x[..., nope_dim:], y[..., nope_dim:]
         d, nope_dim = d - nope_dim, 0
     rotate_heads_kernel[(b * s,)](
@@ -320,7 +320,7 @@ def strides_of_tables(cos: Tensor | None) -> tuple[int, ...]:
 def launch_latent_keys(
     kv: Tensor, rope_key: Tensor, cos: Tensor | None, sin: Tensor | None, nope_dim: int, pairs: bool
 ) -> Tensor:
-    """The keys of keys_and_values, contiguous. kv and rope_key have adjacent channels."""
+    """Return the keys of keys_and_values, contiguous. kv and rope_key have adjacent channels."""
     b, s, heads, _ = kv.shape
     rope_dim = rope_key.shape[-1]
     if cos is not None and sin is not None:
@@ -339,7 +339,7 @@ def launch_latent_keys(
 def launch_latent_keys_backward(
     dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, nope_dim: int, pairs: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of kv [b, s, h, nope + v] and rope_key [b, s, rope], from those of keys and values."""
+    """Return the gradients of kv [b, s, h, nope + v] and rope_key [b, s, rope], from those of k and v."""
     b, s, heads, d = dk.shape
     rope_dim, value_dim = d - nope_dim, dv.shape[-1]
     if cos is not None and sin is not None:

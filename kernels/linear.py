@@ -1,9 +1,9 @@
-"""y = x W^T + b, whose backward accumulates the weight gradient in fp32 itself (kernels/grad.py).
+"""y = x W^T + b with a backward that accumulates the weight gradient in fp32 itself (kernels/grad.py).
 
 Under tensor parallelism x may come from other ranks, and its gradient goes to them: a `region`
-(parallel/tensor/regions.py) gathers x before the GEMM, and in the backward it reduces the gradient of x while
-the weight gradient is computed. An x that is cheap to recompute (recompute_output) is not saved for the
-backward, only what it is computed from (arXiv 2205.05198).
+(parallel/tensor/regions.py) all-gathers x before the GEMM, and in the backward it reduces the gradient of x
+while the weight gradient is computed. An x that is cheap to recompute (recompute_output) is not saved for the
+backward, only its inputs are (arXiv 2205.05198).
 """
 from collections.abc import Callable
 from functools import cache
@@ -17,8 +17,8 @@ from kernels.grad import Compute, accumulate_grad, accumulate_summed_grad, accum
 from kernels.tiles import tile_of_program, write_tile
 from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, print_once, tl, triton
 
-BLOCK = 1 << 20  # elements of a weight gradient that a CPU computes and adds while they are in its cache
-# of the GPU's GEMM. M: outputs, N: inputs, K: tokens, GROUP: see wgrad_kernel
+BLOCK = 1 << 20  # elements of a weight gradient that a CPU computes and adds while they are in cache
+# for the GPU's GEMM. M: outputs, N: inputs, K: tokens, GROUP: see wgrad_kernel
 TILE = {"M": 128, "N": 256, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 ALIGNED = 16  # bytes: alignment of bases and rows that the copy engine (TMA) requires
 
@@ -26,26 +26,26 @@ RecomputeFunction = Callable[..., Tensor]
 
 
 class LinearRegion(Protocol):
-    """What a linear needs of its region; parallel/tensor/regions.py implements it."""
+    """Interface of a linear's region; parallel/tensor/regions.py implements it."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of the GEMM, from the input of the linear."""
+        """Return the input of the GEMM, given that of the linear."""
         ...
 
     def enter_and_multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The input of the GEMM and its output, product(enter(x), weight, bias)."""
+        """Return the input of the GEMM and its output, product(enter(x), weight, bias)."""
         ...
 
     def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
-        """This rank's part of the sum over all ranks of product(x, weight)."""
+        """Return this rank's part of the sum over all ranks of product(x, weight)."""
         ...
 
     def start_gather_inputs(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts `enter`; the returned function waits for its result."""
+        """Start `enter`. The returned function waits for its result."""
         ...
 
     def start_reduce_grads(self, dx: Tensor) -> Callable[[], Tensor]:
-        """Starts the gradient of the linear's input, from that of the GEMM's input.
+        """Start computing the gradient of the linear's input from that of the GEMM's input.
 
         The returned function waits for it.
         """
@@ -53,7 +53,7 @@ class LinearRegion(Protocol):
 
 
 class RecomputedTensor(Protocol):
-    """A tensor that recompute_output returned. source: the function and the arguments that compute it."""
+    """A tensor returned by recompute_output. source is (function, arguments) that compute it."""
     source: tuple[RecomputeFunction, tuple[Tensor, ...]]
 
 
@@ -63,16 +63,16 @@ def linear(
     """x [..., n], weight [m, n], bias [m] -> [..., m], in x's dtype.
 
     The weight may have another dtype: a router in fp32 reads weights of a lower one.
-    region: what exchanges x and its gradient with other ranks, or None.
+    region exchanges x and its gradient with other ranks, if given.
     """
     function, args = source_of(x)
     return _Linear.apply(x, weight, bias, region, function, *args)
 
 
 def linear_out_of_region(x: Tensor, weight: Tensor, region: LinearRegion) -> Tensor:
-    """x [b, s, n], weight [m, n] -> the region's sum of x W^T over its ranks, of which each has its part.
+    """x [b, s, n], weight [m, n] -> this rank's part of the sum of x W^T over the region's ranks.
 
-    A rank's x and weight have some of the features that are summed over.
+    x and weight are sharded along the contracted features.
     """
     function, args = source_of(x)
     return _LinearOutOfRegion.apply(x, weight, region, function, *args)
@@ -85,9 +85,9 @@ def linear_of_several(
     rows: list[slice],
     region: LinearRegion | None = None,
 ) -> Tensor:
-    """Several linears of one x, side by side: x [..., n] -> [..., sum of the rows].
+    """Run several linears on one x, concatenating the outputs: x [..., n] -> [..., sum of the rows].
 
-    rows: the rows of each weight (and bias) that are used; the gradient of the others is zero.
+    rows selects the rows of each weight (and bias); the gradient of the others is zero.
     region: see linear.
     """
     function, args = source_of(x)
@@ -95,21 +95,21 @@ def linear_of_several(
 
 
 def recompute_output(y: Tensor, function: RecomputeFunction, *args: Tensor) -> Tensor:
-    """Marks y as the result of function(*args), and returns it. A linear of y saves args instead of y.
+    """Mark y as the result of function(*args), and return it. A linear of y saves args instead of y.
 
-    function must compute y again bit for bit, without gradients.
+    function must recompute y bit for bit, without gradients.
     """
     cast(RecomputedTensor, y).source = function, tuple(arg.detach() for arg in args)
     return y
 
 
 def source_of(x: Tensor) -> tuple[RecomputeFunction | None, tuple[Tensor, ...]]:
-    """The source of a tensor that recompute_output returned; (None, ()) of every other."""
+    """Return the source of a tensor returned by recompute_output; (None, ()) for any other."""
     return getattr(x, "source", (None, ()))
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x [..., n], weight [m, n], bias [m] -> x W^T + b [..., m], in `out` if given, which is contiguous."""
+    """x [..., n], weight [m, n], bias [m] -> x W^T + b [..., m], written to a contiguous `out` if given."""
     weight = weight.to(x.dtype)
     if out is None:
         return F.linear(x, weight, bias)
@@ -123,7 +123,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
 
 
 def write_wgrad(into: Tensor | None, dy: Tensor, x: Tensor, add: bool) -> Tensor | None:
-    """into = dy^T x, or (add) into += dy^T x, in the dtype of `into`. If into is None: returns dy^T x.
+    """Compute into = dy^T x, or (add) into += dy^T x, in the dtype of `into`. With into None, return dy^T x.
 
     dy [t, m], x [t, n], into [m, n].
     """
@@ -150,7 +150,7 @@ def write_wgrad(into: Tensor | None, dy: Tensor, x: Tensor, add: bool) -> Tensor
 def write_by_library(into: Tensor, dy: Tensor, x: Tensor, add: bool) -> Tensor:
     """into = dy^T x, or (add) into += dy^T x: operands in 16 bits, into in fp32, without a copy of it.
 
-    Of NVIDIA's library alone.
+    NVIDIA's library only.
     """
     if add:
         return torch.addmm(into, dy.t(), x, out_dtype=torch.float32, out=into)
@@ -159,9 +159,9 @@ def write_by_library(into: Tensor, dy: Tensor, x: Tensor, add: bool) -> Tensor:
 
 @cache
 def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether write_by_library works on this device: tried once, on a small product whose result is known.
+    """Whether write_by_library works on this device: tried once, on a small product with a known result.
 
-    Where it does not (ROCm, a torch that wants the dtype of the operands), a line says so.
+    If not (ROCm, a torch that requires the dtype of the operands), a line says so.
     """
     if device.type != "cuda":
         return False
@@ -173,8 +173,8 @@ def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def obstacle_to_library(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why write_by_library cannot be used; None if it can."""
-    into = torch.full((16, 8), 2.0**-12, device=device)  # is lost where 256 is rounded to 16 bits
+    """Return why write_by_library cannot be used; None if it can."""
+    into = torch.full((16, 8), 2.0**-12, device=device)  # lost if 256 is rounded to 16 bits
     unwritten = torch.full_like(into, float("nan"))
     dy = torch.full((32, 16), 2.0, device=device, dtype=dtype)
     x = torch.full((32, 8), 4.0, device=device, dtype=dtype)
@@ -200,18 +200,18 @@ def wgrad_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile [M, N] of INTO [m, n] = (or, ADD: +=) DY^T X, in fp32.
+    """Compute one tile [M, N] of INTO [m, n] = (or, ADD: +=) DY^T X, in fp32.
 
-    DY, X: descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N].
+    DY and X are descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N].
     """
     row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
     total = tl.zeros((M, N), tl.float32)
-    for token in range(0, t, K):  # beyond the tensors, a load gives 0
+    for token in range(0, t, K):  # out of bounds, a load returns 0
         dy = DY.load([token, row])  # [K, M]
         x = X.load([token, column])  # [K, N]
         total = tl.dot(dy.T, x, total)
 
-    # in two halves: the whole tile and what it is added to do not fit the registers
+    # in two halves: the whole tile and its previous values do not fit the registers
     halves = tl.reshape(total, (M, 2, N // 2))
     left, right = tl.split(tl.permute(halves, (0, 2, 1)))  # [M, N / 2] each
     write_tile(INTO, left, row, column, num_rows=m, num_columns=n, ADD=ADD)
@@ -219,7 +219,7 @@ def wgrad_kernel(
 
 
 def skewed(*tensors: Tensor) -> str | None:
-    """Why the copy engine cannot read one of these matrices, or None if it can."""
+    """Return why the copy engine cannot read one of these matrices, or None if it can."""
     if chip_name(tensors[0].device) < 9:
         return "a copy engine (TMA) is in chips from Hopper on"
     for tensor in tensors:
@@ -230,7 +230,7 @@ def skewed(*tensors: Tensor) -> str | None:
 
 
 def triton_fits(into: Tensor, dy: Tensor, x: Tensor) -> bool:
-    """Whether the kernel computes dy^T x into `into`."""
+    """Whether the kernel can compute dy^T x into `into`."""
     why = skewed(dy, x)
     if why is None and not into.is_contiguous():
         why = "an accumulator that is not contiguous"
@@ -280,7 +280,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # the exchanges with other ranks run beside the GEMMs
+        # exchanges with other ranks overlap with the GEMMs
         wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors)
         dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         wait_dx = start_reduce_grads(ctx.region, dx)
@@ -298,9 +298,9 @@ class _Linear(torch.autograd.Function):
 def recompute_input(
     function: RecomputeFunction | None, region: LinearRegion | None, *saved: Tensor
 ) -> Callable[[], Tensor]:
-    """Starts the GEMM's input of the forward; the returned function waits for it.
+    """Start recomputing the GEMM's input of the forward. The returned function waits for it.
 
-    function: recomputes the linear's input from `saved`. If it is None, `saved` is the GEMM's input itself.
+    function recomputes the linear's input from `saved`; with None, `saved` is the GEMM's input itself.
     """
     if function is None:
         return lambda: saved[0]
@@ -309,7 +309,7 @@ def recompute_input(
 
 
 def start_reduce_grads(region: LinearRegion | None, dx: Tensor | None) -> Callable[[], Tensor | None]:
-    """LinearRegion.start_reduce_grads, if there is a region. The returned function waits for the gradient."""
+    """Run LinearRegion.start_reduce_grads, if there is a region. Return a function that waits for it."""
     if region is None or dx is None:
         return lambda: dx
     return region.start_reduce_grads(dx)
@@ -354,7 +354,7 @@ class _Linears(torch.autograd.Function):
         rows: list[slice],
         *tensors: Tensor | None,
     ) -> Tensor:
-        """tensors: the weights, their biases, and the arguments of `function`."""
+        """`tensors` holds the weights, their biases, and the arguments of `function`."""
         count = len(rows)
         weights = cast(tuple[Tensor, ...], tensors[:count])
         biases = tensors[count:2 * count]
@@ -375,7 +375,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # the exchanges with other ranks run beside the GEMMs
+        # exchanges with other ranks overlap with the GEMMs
         wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors)
         sizes = [len(range(len(weight))[part]) for weight, part in zip(ctx.weights, ctx.rows)]
         dys = dy.split(sizes, -1)
@@ -398,18 +398,18 @@ class _Linears(torch.autograd.Function):
 
 
 def wgrad_of_rows(weight: Tensor, rows: slice, dy: Tensor, x: Tensor) -> Compute:
-    """For accumulate_grad: dy^T x is the gradient of these rows of the weight."""
+    """Return a Compute: dy^T x is the gradient of these rows of the weight."""
     return rows_of_weight(weight, rows, lambda into, add: write_wgrad(into, dy, x, add))
 
 
 def bias_grad_of_rows(bias: Tensor, rows: slice, dy: Tensor) -> Compute:
-    """For accumulate_grad: the sum of dy [t, rows] is the gradient of these rows of the bias."""
+    """Return a Compute: the sum of dy [t, rows] is the gradient of these rows of the bias."""
     db = dy.sum(0, dtype=accumulation_dtype(dy.dtype))
     return rows_of_weight(bias, rows, lambda into, add: write_or_add(into, db, add))
 
 
 def rows_of_weight(weight: Tensor, rows: slice, write: Callable[[Tensor, bool], object]) -> Compute:
-    """For accumulate_grad: write(buffer, add) puts the gradient of these rows; that of all others is zero."""
+    """Return a Compute: write(buffer, add) stores the gradient of these rows; that of all others is zero."""
     first, end, _ = rows.indices(len(weight))
 
     def compute(into: Tensor | None, add: bool) -> Tensor:

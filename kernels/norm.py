@@ -1,7 +1,7 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), each with an optional residual add in front.
 
 norm(x, weight) normalizes x over its last dim. With `residual` it returns (norm(x + residual), x + residual),
-so the sum is read once; in the backward the gradient of the sum is added in the same pass.
+so the sum is read once; the backward adds the gradient of the sum in the same pass.
 
 Statistics are in fp32 or better. On a GPU each direction is one pass over memory: each program sums the
 weight's gradient over its rows, and a second sum over the programs has a fixed order.
@@ -18,16 +18,16 @@ from kernels.jit import jit
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power_of_2, tl, triton
 
-TILE = 4096  # elements that a program works on at a time: several rows, if they are short
+TILE = 4096  # elements that a program processes at a time: several rows if they are short
 FORWARD_PER_WARP = 512  # elements of a row
-BACKWARD_PER_WARP = 256  # fewer, because the backward holds more values of each element at once
-MAX_ROW = 1 << 15  # a row is in the registers of one program
-PROGRAMS = 4  # programs of the backward on each multiprocessor: enough loads in flight, few partial sums
+BACKWARD_PER_WARP = 256  # fewer, because the backward holds more values per element at once
+MAX_ROW = 1 << 15  # a row must fit the registers of one program
+PROGRAMS = 4  # programs of the backward per multiprocessor: enough loads in flight, few partial sums
 
 
 class Fp8Readers(NamedTuple):
-    """The fp8 linears beside a norm. of_result: the one that alone reads its result, which is left to that
-    linear (kernels/fp8_origin.py). of_gradient: one that reads the gradient of its input."""
+    """FP8 consumers of a norm. of_result is the sole consumer of its result, which is left to that linear
+    (kernels/fp8_origin.py). of_gradient reads the gradient of its input."""
     of_result: Reader | None = None
     of_gradient: Reader | None = None
 
@@ -50,9 +50,9 @@ def add_rms_norm(
     compiled: bool = False,
     readers: Fp8Readers = NO_READERS,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual). x and residual [..., d], weight [d].
+    """Return (rms_norm(x + residual), x + residual). x and residual [..., d], weight [d].
 
-    Without a residual (rms_norm(x), x).
+    Without a residual, return (rms_norm(x), x).
     """
     return _Norm.apply(x, residual, weight, None, eps, compiled, readers)
 
@@ -78,19 +78,19 @@ def add_layer_norm(
     compiled: bool = False,
     readers: Fp8Readers = NO_READERS,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual). x and residual [..., d], weight and bias [d].
+    """Return (layer_norm(x + residual), x + residual). x and residual [..., d], weight and bias [d].
 
-    Without a residual (layer_norm(x), x).
+    Without a residual, return (layer_norm(x), x).
     """
     return _Norm.apply(x, residual, weight, bias, eps, compiled, readers)
 
 
-# ---- the definition ----------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 
 def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """LayerNorm, or RMSNorm where bias is None.
+    """LayerNorm, or RMSNorm if bias is None.
 
     Returns y [..., d], x + residual [..., d], 1 / deviation [..., 1], and the mean [..., 1] (RMSNorm: None).
     """
@@ -112,9 +112,9 @@ def norm_forward(
 def norm_backward(
     dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of norm_forward, from its results x + residual, scale and mean.
+    """Return the gradients of norm_forward, given its results x + residual, scale and mean.
 
-    dresidual: the gradient of the result x + residual, or None; it is added to dx.
+    dresidual, the gradient of the result x + residual, is added to dx if given.
     Returns dx in the dtype of x; dweight [d] and dbias [d] (RMSNorm: None) in fp32 or better.
     """
     batch_dims = tuple(range(dy.dim() - 1))
@@ -142,12 +142,12 @@ def norm_backward(
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
-# n rows of d elements; a program works on ROWS of them at a time, padded to BLOCK elements. HAS_RESIDUAL:
+# n rows of d elements; a program processes ROWS of them at a time, padded to BLOCK elements. HAS_RESIDUAL:
 # there is a residual, or its gradient. LAYER: LayerNorm, else RMSNorm.
 
 @triton.jit
 def row_statistics(x, inside, d, eps, LAYER: tl.constexpr) -> "tuple[tl.tensor, tl.tensor]":
-    """(mean, 1 / deviation) [ROWS] of rows x [ROWS, BLOCK] of d elements; RMSNorm's mean is 0."""
+    """Return (mean, 1 / deviation) [ROWS] of rows x [ROWS, BLOCK] of d elements; RMSNorm's mean is 0."""
     mean = tl.zeros((x.shape[0],), tl.float32)
     if LAYER:
         mean = tl.sum(x, 1) / d
@@ -158,7 +158,7 @@ def row_statistics(x, inside, d, eps, LAYER: tl.constexpr) -> "tuple[tl.tensor, 
 
 @triton.jit
 def normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER: tl.constexpr):
-    """The norm of x [ROWS, COLUMNS]: the elements in `columns` of rows that have these statistics."""
+    """Normalize x [ROWS, COLUMNS]: the elements in `columns` of rows with these statistics."""
     if LAYER:
         x -= mean[:, None]
     y = x * scale[:, None] * load_fp32(WEIGHT + columns, columns < d)[None, :]
@@ -169,7 +169,7 @@ def normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER: tl.constexpr):
 
 @triton.jit
 def add_rows(X, RESIDUAL, TOTAL, offsets, inside, HAS_RESIDUAL: tl.constexpr):
-    """Some rows of X + RESIDUAL in fp32, rounded as the backward reads them from TOTAL."""
+    """Return some rows of X + RESIDUAL in fp32, rounded as the backward reads them from TOTAL."""
     x = load_fp32(X + offsets, inside)
     if HAS_RESIDUAL:
         residual = load_fp32(RESIDUAL + offsets, inside)
@@ -187,7 +187,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS rows: Y, TOTAL = X + RESIDUAL, SCALE = 1 / deviation, and MEAN."""
+    """Compute for ROWS rows Y, TOTAL = X + RESIDUAL, SCALE = 1 / deviation, and MEAN."""
     rows = block_range(tl.program_id(0).to(tl.int64), ROWS)
     columns = tl.arange(0, BLOCK)
     inside = inside_matrix(rows, columns, n, d)
@@ -211,9 +211,9 @@ def unwritten_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """forward_kernel for every num_programs-th tile of ROWS rows, which writes max |Y| instead of Y.
+    """Run forward_kernel on every num_programs-th tile of ROWS rows, writing max |Y| instead of Y.
 
-    KIND: of the scales of Y, see store_maxima; a group's maxima are found by those who cast it.
+    KIND is that of the scales of Y, see store_maxima; a group's maxima are found by the cast.
     """
     columns = tl.arange(0, BLOCK)
     largest = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -235,7 +235,7 @@ def unwritten_kernel(
 
 @triton.jit
 def add_maxima(largest, y, OF_ROWS, rows, inside, n, KIND: tl.constexpr):
-    """`largest` and the rows y [ROWS, BLOCK], as memory holds them. Their maxima go to OF_ROWS (row)."""
+    """Update `largest` with the rows y [ROWS, BLOCK], rounded as in memory. Row maxima go to OF_ROWS."""
     size = tl.where(inside, tl.abs(y.to(tl.float32)), 0.0)
     if KIND == "row":
         tl.store(OF_ROWS + rows, tl.max(size, 1), rows < n)
@@ -244,7 +244,7 @@ def add_maxima(largest, y, OF_ROWS, rows, inside, n, KIND: tl.constexpr):
 
 @triton.jit
 def store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND: tl.constexpr):
-    """What a program found: one number in OF_ROWS [programs] (tensor), or one a column in OF_COLUMNS
+    """Store a program's maxima: one number in OF_ROWS [programs] (tensor), or one per column in OF_COLUMNS
     [programs, d] (row)."""
     program = tl.program_id(0).to(tl.int64)
     if KIND == "tensor":
@@ -255,9 +255,9 @@ def store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND: tl.constexpr):
 
 @triton.jit
 def input_gradient(dx_hat, x_hat, scale, d, LAYER: tl.constexpr):
-    """dx [ROWS, BLOCK] of some rows of d elements each.
+    """Return dx [ROWS, BLOCK] of some rows of d elements each.
 
-    x_hat [ROWS, BLOCK]: the normalized rows, whose gradient is dx_hat. scale = 1 / deviation [ROWS, 1].
+    x_hat [ROWS, BLOCK] holds the normalized rows, dx_hat their gradient. scale = 1 / deviation [ROWS, 1].
     """
     along_x_hat = tl.sum(dx_hat * x_hat, 1) / d  # [ROWS]
     dx = dx_hat - x_hat * along_x_hat[:, None]
@@ -276,8 +276,8 @@ def backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every num_programs-th tile of ROWS rows: DX, and one program's share of DWEIGHT and DBIAS [programs,
-    d]. KIND: max |DX| as in store_maxima; None: it is not found."""
+    """Process every num_programs-th tile of ROWS rows: DX, and one program's share of DWEIGHT and DBIAS
+    [programs, d]. KIND: also max |DX| as in store_maxima; None to skip it."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     weight = load_fp32(WEIGHT + columns, columns < d)[None, :]
@@ -290,7 +290,7 @@ def backward_kernel(
         inside = inside_matrix(rows, columns, n, d)
         offsets = tile_offsets(rows, columns, d)
 
-        # the normalized rows of the forward
+        # normalized rows of the forward
         dy = load_fp32(DY + offsets, inside)  # [ROWS, BLOCK]
         x = load_fp32(X + offsets, inside)
         scale = tl.load(SCALE + rows, rows < n, 0.0)[:, None]
@@ -321,7 +321,7 @@ def backward_kernel(
 
 
 def launch_meta(d: int, per_warp: int) -> dict[str, int]:
-    """Launch parameters for rows of d elements, of which each warp has `per_warp`."""
+    """Return the launch parameters for rows of d elements, `per_warp` for each warp."""
     block = power_of_2(d)
     warps = min(16, max(4, block // per_warp))
     return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": warps}
@@ -330,7 +330,7 @@ def launch_meta(d: int, per_warp: int) -> dict[str, int]:
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """norm_forward as one kernel; 1 / deviation and the mean are [rows]."""
+    """Run norm_forward as one kernel; 1 / deviation and the mean are [rows]."""
     shape = x.shape
     d = shape[-1]
     n = x.numel() // d
@@ -362,7 +362,7 @@ def launch_unwritten(
     eps: float,
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """launch_forward with a y that is left to the fp8 linear that reads it. kind: of the linear's scales."""
+    """Run launch_forward with y left to the fp8 linear that reads it. kind is that of the linear's scales."""
     shape = x.shape
     d = shape[-1]
     n = x.numel() // d
@@ -392,7 +392,7 @@ def launch_unwritten(
 def empty_maxima_of_programs(
     x: Tensor, kind: str | None, programs: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What store_maxima and add_maxima write about matrices like x [..., d]: of rows, and of columns."""
+    """Allocate what store_maxima and add_maxima write for matrices like x [..., d]: of rows, of columns."""
     d = x.shape[-1]
     if kind == "tensor":
         return x.new_empty(programs, dtype=torch.float32), None
@@ -411,9 +411,9 @@ def launch_backward(
     mean: Tensor | None,
     kind: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """norm_backward as one kernel, and the sums over its programs.
+    """Run norm_backward as one kernel, and the sums over its programs.
 
-    kind: of the scales of an fp8 linear that may read dx; dx has its maxima then.
+    kind is that of the scales of an fp8 linear that may read dx; dx has its maxima then.
     """
     d = x.shape[-1]
     n = x.numel() // d
@@ -440,7 +440,7 @@ def launch_backward(
 
 
 def triton_supports(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the Triton kernels support the call; on a GPU, says once on stderr why not."""
+    """Whether the Triton kernels support the call; on a GPU, report once on stderr why not."""
     if x.numel() == 0:
         return False
     d = x.shape[-1]
@@ -449,7 +449,7 @@ def triton_supports(x: Tensor, *others: Tensor | None) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """Returns (y, x + residual), or (y, x) where there is no residual."""
+    """Returns (y, x + residual), or (y, x) without a residual."""
 
     @staticmethod
     def forward(
@@ -481,7 +481,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor | None, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
         x, scale, mean = ctx.saved_tensors
-        if dy is None:  # y is not used
+        if dy is None:  # y is unused
             return dresidual, dresidual if ctx.has_residual else None, None, None, None, None, None
 
         if ctx.triton:

@@ -1,18 +1,17 @@
-"""Attention over a part of the keys, and the merge of such parts: what ring attention is made of.
+"""Attention over a part of the keys, and the merge of such parts: the building blocks of ring attention.
 
-    out_i, lse_i = attention_part(q, k_i, v_i, mask_i)    softmax over these keys alone, with its logsumexp
+    out_i, lse_i = attention_part(q, k_i, v_i, mask_i)    softmax over only these keys, with its logsumexp
     merge_partial(out, lse, out_i, lse_i)                 in place: exactly one softmax over both sets of keys
     dq, dk, dv = partial_backward(...)                    one part's share, from the merged lse and delta
 
 The algebra is that of online softmax (arXiv 1805.02867) and of FlashAttention's backward (arXiv 2307.08691).
-With the merged lse, the true probabilities of a part are exp(scores - lse), whatever the other parts hold;
-delta is <dout, out>. Everything is in fp32 or better, because what is summed over parts must not be rounded
-in between. One tile of queries at a time bounds the memory.
+With the merged lse, the true probabilities of a part are exp(scores - lse), independently of the other parts;
+delta is <dout, out>. Everything is in fp32 or better, because sums over parts must not be rounded in between.
+Processing one tile of queries at a time bounds the memory.
 
 On a GPU the same functions are Triton kernels (kernels/attention_forward.py, attention_backward.py). Each
-program owns what it writes. So there are no atomics, and the gradients are the same bits every time. Programs
-skip the blocks that no query sees, and mask only the blocks that hold a boundary
-(kernels/attention_blocks.py).
+program owns its outputs. So it needs no atomics, and the gradients are bitwise reproducible. Programs skip
+blocks that no query sees, and mask only blocks that contain a boundary (kernels/attention_blocks.py).
 """
 import math
 from collections.abc import Iterator
@@ -37,22 +36,22 @@ def attention_part(
     dtype: torch.dtype | None = None,
     form: ScoreForm = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over these keys alone, and the logsumexp of its scores.
+    """Attention over only these keys, and the logsumexp of its scores.
 
     q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e], where h is a multiple of g.
-    mask: an AttentionMask, or bool [b or 1, 1, s_q, s_k]; None: every query sees every key.
-    Returns out [b, s_q, h, e], in `dtype` (None: fp32 or better), and lse [b, s_q, h]. A query that sees no
-    key has out 0 and lse -inf.
+    mask is an AttentionMask, or bool [b or 1, 1, s_q, s_k]; with None every query sees every key.
+    Returns out [b, s_q, h, e], in `dtype` (by default fp32 or better), and lse [b, s_q, h]. A query that sees
+    no key has out 0 and lse -inf.
     """
     if triton_supports_part(q, k, v, mask):
-        assert not isinstance(mask, Tensor)  # triton_supports_part refuses a dense mask
+        assert not isinstance(mask, Tensor)  # triton_supports_part rejects a dense mask
         return launch_forward(q, k, v, mask, dtype or torch.float32, form)
     out, lse = partial_reference(q, k, v, dense(mask), form)
     return out.to(dtype or out.dtype), lse
 
 
 def merge_partial(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """In place: (out, lse) become those of both sets of keys. lse must not be -inf in both.
+    """Merge in place: (out, lse) become those of both sets of keys. lse must not be -inf in both.
 
     out, other [b, s_q, h, e]; lse, other_lse [b, s_q, h].
     """
@@ -78,15 +77,15 @@ def partial_backward(
     add: bool = False,
     form: ScoreForm = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This part's share of dq, and dk and dv of its keys: in fp32 or better, or written to `into`.
+    """Return this part's share of dq, and dk and dv of its keys: in fp32 or better, or written to `into`.
 
-    dout [b, s_q, h, e]; lse and delta [b, s_q, h], merged over all parts. add: what `into` holds, in fp32 or
-    better, is added to. The rest: as for attention_part. Raises ValueError if there is nothing to add to.
+    dout [b, s_q, h, e]; lse and delta [b, s_q, h], merged over all parts. With add, accumulate onto `into`,
+    which is in fp32 or better. The rest is as for attention_part. Raises ValueError if `into` is missing.
     """
     if add and into is None:
         raise ValueError("partial_backward: add needs `into`, the tensors to add to")
     if triton_supports_part(q, k, v, mask):
-        assert not isinstance(mask, Tensor)  # triton_supports_part refuses a dense mask
+        assert not isinstance(mask, Tensor)  # triton_supports_part rejects a dense mask
         return launch_backward(dout, q, k, v, mask, lse, delta, into, add, form)
     grads = partial_backward_reference(dout, q, k, v, dense(mask), lse, delta, form)
     if into is None:
@@ -99,7 +98,7 @@ def partial_backward(
     return into
 
 
-# ---- the definition ----------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 # r = h / g: the query heads that share a key head; t: the queries of a tile
 
 def partial_reference(
@@ -156,7 +155,7 @@ def partial_backward_reference(
 def visible_tiles(
     q: Tensor, k: Tensor, mask: Tensor | None, form: ScoreForm
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Tiles of queries: (which, their scores [b, g, r, t, s_k], -inf where a query does not see a key)."""
+    """Yield tiles of queries: (which, their scores [b, g, r, t, s_k], -inf if a query does not see a key)."""
     divisor = form.divisor(q.shape[-1])
     keys = by_group(k).transpose(-1, -2)  # [b, g, 1, d, s_k]
     for start in range(0, q.shape[1], TILE):
@@ -168,7 +167,7 @@ def visible_tiles(
 
 
 def by_group(x: Tensor, groups: int | None = None) -> Tensor:
-    """[b, s, h, d] -> [b, groups, h / groups, s, d], in fp32 or better. groups: the key heads (None: h)."""
+    """[b, s, h, d] -> [b, groups, h / groups, s, d], in fp32 or better. groups defaults to h."""
     x = x.to(accumulation_dtype(x.dtype)).transpose(1, 2)
     return x.unflatten(1, (groups or x.shape[1], -1))
 

@@ -3,8 +3,8 @@
     rows[j] = x[source[j]]                      permute
     x[i]    = sum over k of rows[slots[i, k]]   unpermute
 
-Sums are in fp32 or better and in the order of k: no atomics, and the same bits every time. Grouped products
-read and write rows in such an order without these copies (kernels/grouped_gemm.py).
+Sums are in fp32 or better and in the order of k: no atomics, and bitwise reproducible. Grouped GEMMs read and
+write rows in such an order without these copies (kernels/grouped_gemm.py).
 """
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ MAX_WIDTH = 2048  # channels of a row that one program moves
 
 
 class RowOrder(NamedTuple):
-    """How m rows in the order of experts are taken from t rows in the order of tokens: what permute takes.
+    """Mapping of m rows in expert order to t rows in token order: the arguments of permute.
 
-    source [m] in [0, t). slots [t, k] in [0, m): the inverse; -1 where there is none, if not
+    source [m] is in [0, t). slots [t, k] in [0, m) is the inverse, with -1 for missing rows unless
     every_slot_filled.
     """
     source: Tensor
@@ -31,26 +31,26 @@ class RowOrder(NamedTuple):
 
     @property
     def is_permutation(self) -> bool:
-        """Whether each of the t rows is one of the m."""
+        """Whether the m rows are a permutation of the t rows."""
         return self.every_slot_filled and self.slots.shape[1] == 1
 
 
 def permute(x: Tensor, source: Tensor, slots: Tensor, every_slot_filled: bool = True) -> Tensor:
     """rows[j] = x[source[j]]. x [t, d], source [m] in [0, t) -> [m, d].
 
-    slots [t, k] in [0, m): the rows of each token, for the backward.
-    every_slot_filled: False where some slots have no row; they hold -1.
+    slots [t, k] in [0, m) are the rows of each token, for the backward.
+    every_slot_filled is False if some slots have no row; they hold -1.
     """
     return _Permute.apply(x, source, slots, every_slot_filled)
 
 
 def unpermute(rows: Tensor, source: Tensor, slots: Tensor, every_slot_filled: bool = True) -> Tensor:
-    """x[i] = the sum of rows[slots[i]]. rows [m, d] -> [t, d]. The rest: as for permute."""
+    """x[i] = the sum of rows[slots[i]]. rows [m, d] -> [t, d]. The rest is as for permute."""
     return _Unpermute.apply(rows, source, slots, every_slot_filled)
 
 
 def sum_rows(rows: Tensor, slots: Tensor, every_slot_filled: bool) -> Tensor:
-    """The sum of the rows of each token. rows [m, d], slots [t, k] -> [t, d]. The rest: as for permute."""
+    """Sum the rows of each token. rows [m, d], slots [t, k] -> [t, d]. The rest is as for permute."""
     if rows.numel() and kernel_is_available("unpermute", rows):
         return launch_sum_rows(rows, slots, True)
     if every_slot_filled and slots.shape[1] == 1:
@@ -58,7 +58,7 @@ def sum_rows(rows: Tensor, slots: Tensor, every_slot_filled: bool) -> Tensor:
 
     acc_dtype = accumulation_dtype(rows.dtype)
     if every_slot_filled and rows.device.type == "cpu" and rows.dtype == acc_dtype:
-        # one pass; it would round after each addition in bf16
+        # one pass; in bf16 it would round after each addition
         starts = torch.arange(0, slots.numel(), slots.shape[1])
         sum_mode = 0
         sums, *_ = torch.embedding_bag(rows, slots.flatten(), starts, mode=sum_mode)
@@ -110,7 +110,7 @@ def sum_kernel(
 
 
 def launch_sum_rows(rows: Tensor, slots: Tensor, has_empty: bool) -> Tensor:
-    """sum_rows as one kernel; with k = 1, a gather. has_empty: -1 marks a slot without a row."""
+    """Run sum_rows as one kernel; with k = 1, a gather. has_empty: -1 marks a slot without a row."""
     rows = rows.contiguous()
     d = rows.shape[1]
     t, slots_per_token = slots.shape

@@ -1,12 +1,12 @@
 """Rotary position embedding (RoPE, arXiv 2104.09864), rotate-half form: channels i and i + d/2 are a pair.
 
-`pairs_to_halves` converts the other form, in which neighbouring channels rotate together (DeepSeek). The
+`pairs_to_halves` converts from the other form, in which neighbouring channels rotate together (DeepSeek). The
 llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.21783, section 3.4.2); yarn is
 arXiv 2309.00071.
 
-On a GPU the merged q, k, v are rotated in place. So are their gradients, where the backward of attention
-wrote them side by side; elsewhere one kernel reads them where they lie, and writes the merged gradient. An
-fp8 linear that made q, k, v computes that gradient itself (kernels/fp8_rope.py).
+On a GPU the merged q, k, v are rotated in place. So are their gradients, if the backward of attention wrote
+them side by side; otherwise one kernel reads them where they are, and writes the merged gradient. An fp8
+linear that produced q, k, v computes that gradient itself (kernels/fp8_rope.py).
 """
 import functools
 import math
@@ -20,12 +20,12 @@ from kernels.jit import jit
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import by_channel, kernel_is_available, power_of_2, tl, triton
 
-WITHOUT_FP64 = ("mps",)  # devices: Apple's GPUs compute in fp32 at most
+WITHOUT_FP64 = ("mps",)  # devices without fp64: Apple's GPUs compute in fp32 at most
 TILE = 2048  # pairs of channels that a program rotates at a time
 
 
 def angle_dtype(device: torch.device | None) -> torch.dtype:
-    """fp64, where the device has it. In fp32 an angle of 8,192 radians is wrong by up to 5e-4."""
+    """Return fp64 if the device has it. In fp32 an angle of 8,192 radians is wrong by up to 5e-4."""
     return torch.float32 if device is not None and device.type in WITHOUT_FP64 else torch.float64
 
 
@@ -41,14 +41,14 @@ def frequencies(
     slowed: tuple[float, ...] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Radians per position of each pair of channels, [dim/2] in angle_dtype.
+    """Return the radians per position of each pair of channels, [dim/2] in angle_dtype.
 
-    factor: how many times longer than `original` tokens the context is; None: no scaling. With a factor, long
-    waves are slowed by it, short waves are kept, and a linear ramp lies between. The ramp runs over the
-    channels' number of rotations within the original context, from `low` to `high` (kind llama3; a step where
+    factor is how many times longer than `original` tokens the context is; None for no scaling. Long waves are
+    slowed by the factor, short waves are kept, and a linear ramp connects them. The ramp runs over the
+    channels' number of rotations within the original context, from `low` to `high` (kind llama3; a step if
     they are equal), or over the channels between those with `high` and `low` rotations (kind yarn; truncate:
     between whole channels). Kind linear slows all waves.
-    slowed: the number that divides the frequency of each pair (LongRoPE); with it, nothing else slows them.
+    slowed divides the frequency of each pair (LongRoPE); with it, no other scaling applies.
     """
     exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
     plain = theta ** -exponents
@@ -70,12 +70,12 @@ def frequencies(
 
 @functools.lru_cache(maxsize=64)
 def numbers_on(device: torch.device | None, numbers: tuple[float, ...]) -> Tensor:
-    """The numbers in angle_dtype, copied to the device once: a copy from the host makes it wait."""
+    """Return the numbers in angle_dtype, cached on the device: a copy from the host makes it wait."""
     return torch.tensor(numbers, dtype=angle_dtype(device), device=device)
 
 
 def longrope_scale(factor: float, original: int) -> float:
-    """LongRoPE's factor of cos and sin, where the context is `factor` times `original` tokens."""
+    """Return LongRoPE's factor of cos and sin, for a context of `factor` times `original` tokens."""
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
@@ -88,10 +88,10 @@ def yarn_kept_share(
     truncate: bool,
     device: torch.device | None,
 ) -> Tensor:
-    """How much of its plain frequency each pair of channels keeps under YaRN: [dim/2] in [0, 1]."""
+    """Return the share of its plain frequency that each pair keeps under YaRN: [dim/2] in [0, 1]."""
 
     def channel(rotations: float) -> float:
-        """The pair of channels, as a real number, that rotates this often within the original context."""
+        """Return the (fractional) pair of channels that rotates this often within the original context."""
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(high), channel(low)
@@ -103,8 +103,7 @@ def yarn_kept_share(
 
 
 def yarn_mscale(factor: float | None, weight: float) -> float:
-    """How YaRN scales the attention logits: 1 + weight ln(factor) / 10, and 1 where the context is not
-    extended."""
+    """Return YaRN's scale of the attention logits: 1 + weight ln(factor) / 10, or 1 without extension."""
     if factor is None or factor <= 1:
         return 1.0
     return 1 + 0.1 * weight * math.log(factor)
@@ -113,8 +112,8 @@ def yarn_mscale(factor: float | None, weight: float) -> float:
 def cos_sin_tables(
     positions: Tensor, freq: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [b, s, 1, d/2] of the angles, times `scale`, in at least fp32. positions [b, s], freq
-    [d/2]."""
+    """Return cos and sin [b, s, 1, d/2] of the angles, times `scale`, in at least fp32, given positions [b,
+    s] and freq [d/2]."""
     table_dtype = accumulation_dtype(dtype)
     angle = positions[..., None, None].to(freq.dtype) * freq
     cos = (angle.cos() * scale).to(table_dtype)
@@ -128,7 +127,7 @@ def pairs_to_halves(x: Tensor) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
-    """Rotates all heads of x. x [b, s, h, d], cos and sin [b, s, 1, d/2] -> [b, s, h, d]."""
+    """Rotate all heads of x. x [b, s, h, d], cos and sin [b, s, 1, d/2] -> [b, s, h, d]."""
     return _Rope.apply(x, cos, sin, compiled)
 
 
@@ -141,24 +140,24 @@ def split_heads_and_apply_rope(
     compiled: bool = False,
     reader: Reader | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a merged projection into q, k and v, and rotates q and k.
+    """Split a merged projection into q, k and v, and rotate q and k.
 
     qkv [b, s, heads + 2 kv, d] or [b, s, (heads + 2 kv) d], with the heads of q, k and v in this order; cos
     and sin [b, s, 1, d/2] -> q [b, s, heads, d], k and v [b, s, kv, d].
-    reader: the fp8 linear that made qkv and alone reads its gradient. That is left to it, unless it has
-    blockwise scales (kernels/fp8_origin.py).
+    reader is the fp8 linear that produced qkv and is the sole consumer of its gradient. The gradient is left
+    to it, unless it has blockwise scales (kernels/fp8_origin.py).
 
-    On a CPU, memory holds the results head by head, as batched GEMMs prefer them: split, rotation and
+    On a CPU the results are stored head by head, as batched GEMMs prefer them: split, rotation and
     transposition are one pass, and so is their backward. On a GPU the results are views of qkv, which is
     rotated in place: another operation that needs the old qkv in its backward gets autograd's error.
     """
     return _SplitRope.apply(qkv, cos, sin, heads, kv, compiled, reader)
 
 
-# ---- the definition ----------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The definition. x [b, s, h, d], cos and sin [b, s, 1, d/2] -> the shape and dtype of x."""
+    """Reference. x [b, s, h, d], cos and sin [b, s, 1, d/2] -> the shape and dtype of x."""
     left, right = x.to(cos.dtype).chunk(2, -1)
     new_left = torch.addcmul(left * cos, right, sin, value=-1)
     new_right = torch.addcmul(right * cos, left, sin)
@@ -166,7 +165,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_forward(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
-    """Rotates the first `rotated` heads: [b, s, h, d] -> [b, h, s, d]."""
+    """Rotate the first `rotated` heads: [b, s, h, d] -> [b, h, s, d]."""
     b, s, h, d = qkv.shape
     out = qkv.new_empty(b, h, s, d)
     q_and_k = rotate(qkv[:, :, :rotated], cos, sin)  # [b, s, rotated, d]
@@ -177,7 +176,7 @@ def split_forward(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor
 
 
 def split_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv [b, s, heads + 2 kv, d], from those of q, k and v in any memory order."""
+    """Return the gradient of qkv [b, s, heads + 2 kv, d], from those of q, k and v in any memory order."""
     # the transpose of a rotation is the rotation by the negative angle
     dq = rotate(dq, cos, -sin)
     dk = rotate(dk, cos, -sin)
@@ -188,7 +187,7 @@ def split_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor)
 
 @triton.jit
 def load_angles(COS, SIN, pairs, HALF: tl.constexpr):
-    """cos and sin [1, BLOCK] of a token's pairs of channels; COS and SIN point to its rows of the tables."""
+    """Load cos and sin [1, BLOCK] of a token's pairs of channels; COS and SIN point to its table rows."""
     cos = tl.load(COS + pairs, pairs < HALF, 0.0)
     sin = tl.load(SIN + pairs, pairs < HALF, 0.0)
     return cos[None, :], sin[None, :]
@@ -196,13 +195,13 @@ def load_angles(COS, SIN, pairs, HALF: tl.constexpr):
 
 @triton.jit
 def turn(left, right, cos, sin):
-    """Both channels of some pairs, turned by their angles: all four in fp32."""
+    """Rotate both channels of some pairs by their angles: all four in fp32."""
     return left * cos - right * sin, right * cos + left * sin
 
 
 @triton.jit
 def turn_back(left, right, cos, sin):
-    """The transpose of a rotation is the rotation by the negative angle."""
+    """Invert turn: the transpose of a rotation is the rotation by the negative angle."""
     return left * cos + right * sin, right * cos - left * sin
 
 
@@ -214,7 +213,7 @@ def turn_heads(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The heads of one token of X, `x_stride` apart, are rotated into Y. HEADS at a time."""
+    """Rotate the heads of one token of X, `x_stride` apart, into Y. HEADS at a time."""
     pairs = tl.arange(0, BLOCK)
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
@@ -239,7 +238,7 @@ def copy_heads(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first WIDTH channels of the heads of one token of X are written to Y. HEADS at a time."""
+    """Copy the first WIDTH channels of the heads of one token of X to Y. HEADS at a time."""
     channels = tl.arange(0, BLOCK)
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
@@ -256,9 +255,9 @@ def rope_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: rotates the heads of X into Y.
+    """Rotate the heads of one token of X into Y.
 
-    table_strides: of COS and SIN over sequences and tokens; x_strides, y_strides: and over heads.
+    table_strides are those of COS and SIN over sequences and tokens; x_strides and y_strides also over heads.
     """
     token = tl.program_id(0).to(tl.int64)
     batch = token // s
@@ -282,7 +281,7 @@ def merge_gradients_kernel(
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: writes the gradient of the merged projection, from those of q and k, turned back, and of v.
+    """Write one token's gradient of the merged projection, from those of q and k, rotated back, and of v.
 
     heads: of q; kv: of k and of v. HEADS and KV_HEADS of them at a time. Strides as in rope_kernel.
     """
@@ -311,14 +310,14 @@ def merge_gradients_kernel(
 
 
 def heads_of_tile(heads: int, block: int, tile: int = TILE) -> int:
-    """How many heads a program has at a time. block: of `tile`, what one head takes."""
+    """Return how many heads a program processes at a time. A head takes `block` of `tile`."""
     return max(1, min(tile // block, power_of_2(heads)))
 
 
 def launch_rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Writes x with its heads rotated to y, and returns y, which may be x.
+    """Write x with its heads rotated to y, which may be x, and return y.
 
-    x and y [b, s, h, d] with adjacent channels; cos and sin [b or 1, s, 1, d/2].
+    x and y [b, s, h, d] have adjacent channels; cos and sin are [b or 1, s, 1, d/2].
     """
     b, s, h, d = x.shape
     cos = per_sequence(cos, b)
@@ -337,14 +336,13 @@ def launch_rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool = 
 
 
 def per_sequence(table: Tensor, b: int) -> Tensor:
-    """cos or sin [b or 1, s, 1, d/2] as the kernel reads it: for each of b sequences, with adjacent
-    channels."""
+    """Return cos or sin [b or 1, s, 1, d/2] as the kernel reads it: expanded to b, with adjacent channels."""
     return by_channel(table).expand(b, -1, -1, -1)
 
 
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """split_backward in Triton: in place where dq, dk and dv lie side by side in memory, else they are read
-    where they lie, in one pass."""
+    """Run split_backward in Triton: in place if dq, dk and dv are adjacent in memory, else reading them where
+    they are, in one pass."""
     b, s, heads, d = dq.shape
     kv = dk.shape[2]
     dqkv = side_by_side(dq, dk, dv)
@@ -372,7 +370,7 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def side_by_side(*parts: Tensor) -> Tensor | None:
-    """The contiguous [b, s, sum of heads, d] whose heads the parts are, in this order. None: they are not."""
+    """Return the contiguous [b, s, sum of heads, d] that these parts form, in this order, or None."""
     first = parts[0]
     b, s, _, d = first.shape
     total = sum(x.shape[2] for x in parts)
@@ -388,10 +386,10 @@ def side_by_side(*parts: Tensor) -> Tensor | None:
     return first.as_strided((b, s, total, d), strides)
 
 
-# ---- the gradient that an fp8 linear computes (kernels/fp8_rope.py) ----------------------------------------
+# ---- gradient computed by an fp8 linear (kernels/fp8_rope.py) ----------------------------------------------
 
 def computes_gradient(reader: Reader, dq: Tensor, dk: Tensor, dv: Tensor) -> bool:
-    """Whether the casts of a linear compute the gradient of its result from these [b, s, heads, d]."""
+    """Whether the casts of a linear can compute the gradient of its result from these [b, s, heads, d]."""
     are_alike = all(x.stride(-1) == 1 and x.dtype == dq.dtype for x in (dq, dk, dv))
     return reader.kind in ("tensor", "row") and are_alike and reader.takes(dq, dk, dv)
 
@@ -399,7 +397,7 @@ def computes_gradient(reader: Reader, dq: Tensor, dk: Tensor, dv: Tensor) -> boo
 def unwritten_gradient(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]
 ) -> Tensor:
-    """split_backward of this shape, left to the linear that reads it."""
+    """Return split_backward as an unwritten tensor, left to the linear that reads it."""
     b, s, heads, d = dq.shape
     matrix = b * s, (heads + 2 * dk.shape[2]) * d
     tables = per_sequence(cos, b), per_sequence(sin, b)

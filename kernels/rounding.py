@@ -1,11 +1,11 @@
-"""Stochastic rounding of fp32 to bf16: up or down with probabilities that make the mean right.
+"""Stochastic rounding of fp32 to bf16: up or down, with probabilities that make it unbiased.
 
-Updates far below half a step of bf16 are then not lost, but happen now and then (arXiv 1502.02551; for
+Updates far below half a bf16 step are then not lost, but applied occasionally (arXiv 1502.02551; for
 optimizer states in bf16: arXiv 2010.06192).
 
 The random bits are a function of a salt and the element's index in its global tensor: a counter-based
-generator in the sense of Salmon et al., 2011. So every rank rounds an element alike. inf, NaN and what bf16
-holds exactly do not change.
+generator in the sense of Salmon et al., 2011. So every rank rounds an element identically. inf, NaN and
+values that bf16 represents exactly do not change.
 """
 import hashlib
 from dataclasses import dataclass
@@ -17,31 +17,31 @@ from kernels.triton_ import tl, triton
 
 
 def as_signed(x: int) -> int:
-    """The int64 with the bits of x."""
+    """Return the int64 with the bits of x."""
     return (x + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """Bijective hash of int64: splitmix64's 64-bit finalizer. Its arithmetic wraps alike on every device."""
+    """Bijective hash of int64: splitmix64's 64-bit finalizer. It wraps identically on every device."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        shifted = x >> shift & (1 << 64 - shift) - 1  # a logical shift: the sign is not extended
+        shifted = x >> shift & (1 << 64 - shift) - 1  # a logical shift: no sign extension
         x = (x ^ shifted) * as_signed(factor)
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def salt(seed: int, step: int, key: str) -> int:
-    """int64 that selects the random bits of tensor `key` in a step."""
+    """Return an int64 that selects the random bits of tensor `key` in a step."""
     digest = hashlib.sha256(f"round/{seed}/{step}/{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 @dataclass(frozen=True)
 class ElementIndex:
-    """Where the elements of a flat range are in their tensor.
+    """Positions in their tensor of the elements of a flat range.
 
     The range is a part of a rectangle of rows of `width` elements, in a tensor whose rows have `stride`
     elements.
-    base: the index in the tensor of the rectangle's first element. skip: elements of the rectangle before the
+    base is the tensor index of the rectangle's first element, skip the number of its elements before the
     range. So element i of the range has index base + j // width * stride + j % width, where j = i + skip.
     """
     salt: int
@@ -51,7 +51,7 @@ class ElementIndex:
     skip: int = 0
 
     def bits(self, start: int, n: int, device: torch.device) -> Tensor:
-        """int64 [n]: random bits of the elements start .. start + n - 1 of the range."""
+        """Return int64 [n]: random bits of the elements start .. start + n - 1 of the range."""
         first = self.skip + start
         index = torch.arange(first, first + n, device=device)
         if self.width != self.stride:
@@ -63,7 +63,7 @@ class ElementIndex:
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """x [n], fp32 or fp64 -> bf16, each element up or down. The low 16 of `bits` [n], int64, decide which."""
     x = x.float()
-    # The sum carries into bf16's last bit with the right probability. A carry into the exponent is right too.
+    # The sum carries into bf16's last bit with the right probability, also if it carries into the exponent.
     raw = x.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     rounded = (raw & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).bfloat16()
@@ -73,7 +73,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
 @triton.jit
 def place_bits(index, salt, base, width, stride, skip, ROWS: tl.constexpr):
-    """As ElementIndex.bits, for any elements `index` of the range. ROWS: whether width and stride differ."""
+    """Compute ElementIndex.bits, for any elements `index` of the range. ROWS: width and stride differ."""
     index += skip
     if ROWS:
         index = index // width * stride + index % width
@@ -85,7 +85,7 @@ def place_bits(index, salt, base, width, stride, skip, ROWS: tl.constexpr):
 
 @triton.jit
 def round_to_bf16(x, bits):
-    """As stochastic_round."""
+    """Like stochastic_round."""
     raw = x.to(tl.uint32, bitcast=True)
     rounded = (raw + (bits & 0xFFFF).to(tl.uint32)) & 0xFFFF0000
     not_finite = (raw & 0x7F800000) == 0x7F800000

@@ -1,17 +1,17 @@
-"""What a router computes from its logits: which experts a token gets, with which weights, and the sums that
-balance losses and statistics need.
+"""Router: from logits to the experts of a token, their weights, and the sums that balance losses and
+statistics need.
 
-    logits    x W^T (+ b), [b, s, E]. 16-bit operands, sums in fp32: x is neither widened nor copied
-    choice    index [b, s, k] and weights [b, s, k]; of each sequence RouterSums
+    logits    x W^T (+ b), [b, s, E]. 16-bit operands, fp32 accumulation: x is neither widened nor copied
+    choice    index [b, s, k] and weights [b, s, k]; for each sequence RouterSums
     losses    from the sums: f of the load balance, and the step's statistics
-    backward  from the gradient of the weights, and the losses' own, to those of logits, x, W and b
+    backward  from the gradients of the weights and of the losses to those of logits, x, W and b
 
-On a GPU each line but the logits is one kernel, after Megatron-LM's fused router (moe_router_fusion). The
-sums are those of its programs, added in their order: no atomics, and the same bits every time. For the
-backward are kept x, the logits and the choice; scores are computed again.
+On a GPU each line but the logits is one kernel, after Megatron-LM's fused router (moe_router_fusion). Partial
+sums of its programs are added in order: no atomics, and bitwise reproducible. The backward keeps x, the
+logits and the choice; scores are recomputed.
 
-Of two experts with the same score the kernel takes the one with the lower number. torch.topk, which chooses
-on a CPU, does not say which it takes.
+If two experts have the same score, the kernel takes the one with the lower number. torch.topk, which is used
+on a CPU, does not specify which it takes.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,14 +30,14 @@ from kernels.linear import (
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power_of_2, tl, triton
 
-# The statistics of a layer and step, after how many tokens each expert got.
+# The statistics of a layer and step that follow the token count of each expert.
 ROUTER_STATS = ("dropped", "entropy", "aux_loss", "z_loss")
-EPSILON = 1e-20  # added to sums that divide
-SMALLEST_SHARE = 1e-30  # of which entropy takes the logarithm
+EPSILON = 1e-20  # added to denominators
+SMALLEST_SHARE = 1e-30  # lower bound of shares in the logarithm of the entropy
 
-TILE = 1024  # scores that a program works on at a time
-MOST_TOKENS = 64  # of a tile
-PROGRAMS = 4  # a processor, that add up sums
+TILE = 1024  # scores that a program processes at a time
+MOST_TOKENS = 64  # per tile
+PROGRAMS = 4  # per processor, in kernels that sum
 WARPS = 4
 
 
@@ -46,9 +46,9 @@ class RoutingRule:
     """How a router scores experts and chooses among them.
 
     sigmoid: scores are sigmoids of the logits; else their softmax. The experts of a token come from its best
-    top_groups of `groups` groups of experts: a softmax router takes a group's best score (DeepSeek-V2, arXiv
-    2405.04434, section 2.2.2), a sigmoid router the sum of its best two (DeepSeek-V3, arXiv 2412.19437,
-    section 2.1.2). renorm: the weights are the chosen scores divided by their sum. All are times `scale`.
+    top_groups of `groups` groups of experts: a softmax router scores a group by its best expert (DeepSeek-V2,
+    arXiv 2405.04434, section 2.2.2), a sigmoid router by the sum of its best two (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2). renorm divides the chosen scores by their sum. All are multiplied by `scale`.
     """
     top_k: int
     sigmoid: bool = False
@@ -61,8 +61,8 @@ class RoutingRule:
 class RouterSums(NamedTuple):
     """Sums over the counted tokens of each sequence: counts and shares [b, E], squares and entropy [b].
 
-    counts: how many tokens each expert was chosen for. shares: of the scores, divided by their sum over all
-    experts. squares: of the logits' logsumexp. entropy: of the shares.
+    counts is how many tokens each expert was chosen for. shares sums scores divided by their sum over all
+    experts, squares the squared logsumexp of the logits, entropy that of the shares.
     """
     counts: Tensor
     shares: Tensor
@@ -71,7 +71,7 @@ class RouterSums(NamedTuple):
 
 
 class RouterChoice(NamedTuple):
-    """index int64 [b, s, k]; weights [b, s, k], without gradients. sums: None outside of training."""
+    """index int64 [b, s, k]; weights [b, s, k], without gradients. sums is None outside of training."""
     index: Tensor
     weights: Tensor
     sums: RouterSums | None
@@ -79,11 +79,11 @@ class RouterChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """What the backward needs of the losses of a router, of which the total loss is the sum.
+    """Inputs of a router's losses, which are terms of the total loss, for its backward.
 
     load balance: aux_loss * scale * sum of shares * load; z: z_loss * scale * sum of squares, over the
-    counted tokens. counted [b, s]: bools. scale: a scalar. load [b, E], or [1, E] for all sequences; None:
-    aux_loss is 0.
+    counted tokens. counted [b, s] holds bools, and scale is a scalar. load is [b, E], or [1, E] for all
+    sequences, or None if aux_loss is 0.
     """
     counted: Tensor
     scale: Tensor
@@ -93,8 +93,7 @@ class RouterLosses:
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., d], weight [E, d], bias [E] -> [..., E] in fp32 or better, without gradients (see
-    routed_weights)."""
+    """x [..., d], weight [E, d], bias [E] -> [..., E] in fp32 or better. No gradients: see routed_weights."""
     x, weight = x.detach(), weight.detach()
     logits = multiply_into_fp32(x.flatten(0, -2), weight.t())
     if bias is not None:
@@ -103,7 +102,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def multiply_into_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, n], b [n, o] -> a b [m, o] in fp32 or better. Without copies where the library can do so."""
+    """a [m, n], b [n, o] -> a b [m, o] in fp32 or better, without copies if the library can do so."""
     if a.dtype == b.dtype and library_adds_in_fp32(a.device, a.dtype):
         return torch.mm(a, b, out_dtype=torch.float32)
     dtype = accumulation_dtype(a.dtype)
@@ -114,10 +113,10 @@ def multiply_into_fp32(a: Tensor, b: Tensor) -> Tensor:
 def choose_experts(
     logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, counted: Tensor | None = None
 ) -> RouterChoice:
-    """The choice of each token. logits [b, s, E].
+    """Choose the experts of each token. logits [b, s, E].
 
-    bias [E]: added to the scores for the choice alone. counted bool [b, s]: whose choices are summed; None:
-    there are no sums.
+    bias [E] is added to the scores for the choice only. counted bool [b, s] marks the tokens to sum over;
+    with None there are no sums.
     """
     if logits.numel() and kernel_is_available("router", logits):
         return launch_router(logits, rule, bias, counted)
@@ -138,10 +137,10 @@ def router_statistics(
     load: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(statistics [E + len(ROUTER_STATS)] of a microbatch in fp64, the load that its balance is taken of).
+    """Return (statistics [E + len(ROUTER_STATS)] of a microbatch in fp64, the load of its balance loss).
 
-    Nothing is dropped. load: as in RouterLosses; None: it is taken from counts [b, E] or [1, E], E times the
-    share of each expert; without them there is none, and aux_loss is 0.
+    Nothing is dropped. load is as in RouterLosses; with None, it is computed from counts [b, E] or [1, E] as
+    E times the share of each expert; without counts there is none, and aux_loss is 0.
     """
     if kernel_is_available("router statistics", sums.shares, load):
         return launch_statistics(sums, scale, load, counts, aux_loss=aux_loss, z_loss=z_loss)
@@ -166,17 +165,16 @@ def routed_weights(
     losses: RouterLosses | None = None,
     logit_bias: Tensor | None = None,
 ) -> Tensor:
-    """choice.weights with gradients for x [b, s, d], weight [E, d] and logit_bias [E], whose router_logits
-    are `logits`.
+    """Return choice.weights with gradients for x [b, s, d], weight [E, d] and logit_bias [E], where `logits`
+    are their router_logits.
 
-    losses: their gradients are added in the backward, as those of a part of the total loss that only this
-    place knows.
+    losses adds its gradients in the backward, as a part of the total loss that is handled only here.
     """
     function, args = source_of(x)
     return _RoutedWeights.apply(x, weight, logit_bias, logits, choice, rule, losses, function, *args)
 
 
-# ---- definitions -------------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 
 def scores_of(logits: Tensor, rule: RoutingRule) -> Tensor:
     """[..., E] -> [..., E]."""
@@ -184,7 +182,7 @@ def scores_of(logits: Tensor, rule: RoutingRule) -> Tensor:
 
 
 def best_experts(scores: Tensor, rule: RoutingRule, bias: Tensor | None) -> Tensor:
-    """scores [b, s, E], bias [E] -> the numbers of the top_k experts [b, s, k]."""
+    """scores [b, s, E], bias [E] -> the indices of the top_k experts [b, s, k]."""
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if rule.groups > 1:
@@ -202,21 +200,21 @@ def best_experts(scores: Tensor, rule: RoutingRule, bias: Tensor | None) -> Tens
 
 
 def weights_of(chosen: Tensor, rule: RoutingRule) -> Tensor:
-    """The chosen scores [b, s, k] -> what the outputs of their experts are multiplied by."""
+    """Map the chosen scores [b, s, k] to the weights of the experts' outputs."""
     if rule.renorm:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + EPSILON)
     return chosen * rule.scale
 
 
 def shares_of(scores: Tensor, rule: RoutingRule) -> Tensor:
-    """Scores [b, s, E], divided by their sum over all experts."""
+    """Divide scores [b, s, E] by their sum over all experts."""
     return scores / (scores.sum(-1, keepdim=True) + EPSILON) if rule.sigmoid else scores
 
 
 def router_sums(
     logits: Tensor, scores: Tensor, index: Tensor, counted: Tensor, rule: RoutingRule
 ) -> RouterSums:
-    """logits and scores [b, s, E], index [b, s, k], counted [b, s]."""
+    """Sum over logits and scores [b, s, E], index [b, s, k], counted [b, s]."""
     counted = counted.to(scores.dtype)
     shares = shares_of(scores, rule)
     is_counted = counted[..., None].expand(index.shape)
@@ -234,7 +232,7 @@ def router_sums(
 def logits_gradient(
     dweights: Tensor, logits: Tensor, index: Tensor, rule: RoutingRule, losses: RouterLosses | None
 ) -> Tensor:
-    """The gradient of the logits [b, s, E] from that of the weights [b, s, k], and of the losses."""
+    """Return the gradient of the logits [b, s, E] from that of the weights [b, s, k], and of the losses."""
     scores = scores_of(logits, rule)
 
     # the weights -> the chosen scores
@@ -270,9 +268,9 @@ def logits_gradient(
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
-# A tile has TOKENS tokens of one sequence, and of each token a slot for every expert. Slots lie by group: a
-# group has SLOTS of them, and there are SLOT_GROUPS groups, both rounded up to powers of two. A slot without
-# an expert has a logit of -inf.
+# A tile has TOKENS tokens of one sequence, with one slot per expert for each token. Slots are ordered by
+# group: a group has SLOTS of them, and there are SLOT_GROUPS groups, both rounded up to powers of two. A slot
+# without an expert has a logit of -inf.
 
 @triton.jit
 def experts_of_slots(
@@ -281,7 +279,7 @@ def experts_of_slots(
     SLOT_GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """(the expert of each slot, whether there is one): [SLOT_GROUPS * SLOTS]. SIZE: experts of a group."""
+    """Return (expert of each slot, whether it exists): [SLOT_GROUPS * SLOTS]. SIZE: experts of a group."""
     slots = tl.arange(0, SLOT_GROUPS * SLOTS)
     group = slots // SLOTS
     place = slots % SLOTS
@@ -290,7 +288,7 @@ def experts_of_slots(
 
 @triton.jit
 def load_logits(LOGITS, tokens, num_tokens, experts, exists, num_experts):
-    """The logits of a tile: [TOKENS, all slots]."""
+    """Load the logits of a tile: [TOKENS, all slots]."""
     inside = (tokens < num_tokens)[:, None] & exists[None, :]
     logits = load_fp32(LOGITS + tile_offsets(tokens, experts, num_experts), inside)
     return tl.where(exists[None, :], logits, float("-inf"))
@@ -298,7 +296,7 @@ def load_logits(LOGITS, tokens, num_tokens, experts, exists, num_experts):
 
 @triton.jit
 def softmax_of(logits) -> "tuple[tl.tensor, tl.tensor]":
-    """(softmax, logsumexp) over the last dim of [M, N]."""
+    """Return (softmax, logsumexp) over the last dim of [M, N]."""
     largest = tl.max(logits, 1)
     exponentials = tl.exp(logits - largest[:, None])
     total = tl.sum(exponentials, 1)
@@ -318,18 +316,18 @@ def without_closed_groups(
     SLOT_GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """scores [TOKENS, all slots], -inf where they are not of the token's best TOP_GROUPS groups."""
+    """Mask scores [TOKENS, all slots] to -inf outside of the token's best TOP_GROUPS groups."""
     tokens: tl.constexpr = scores.shape[0]
     by_group = tl.reshape(scores, (tokens, SLOT_GROUPS, SLOTS))
 
-    # the scores of groups
+    # scores of groups
     best = tl.max(by_group, 2)  # [TOKENS, SLOT_GROUPS]
     if SIGMOID:
         first = tl.argmax(by_group, 2)
         is_first = tl.arange(0, SLOTS)[None, None, :] == first[:, :, None]
         best += tl.max(tl.where(is_first, float("-inf"), by_group), 2)
 
-    # the best of them
+    # select the best of them
     groups = tl.arange(0, SLOT_GROUPS)[None, :]
     is_open = tl.zeros((tokens, SLOT_GROUPS), tl.int1)
     for _ in range(TOP_GROUPS):
@@ -358,10 +356,10 @@ def router_kernel(
     CHOICES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """INDEX and WEIGHTS [b, s, TOP_K] of every num_programs-th tile of a sequence, and this program's sums
-    over them, PARTIALS [b, programs, 2 EXPERTS + 2]: counts, shares, squares, entropy.
+    """Compute INDEX and WEIGHTS [b, s, TOP_K] of every num_programs-th tile of a sequence, and this program's
+    sums over them, PARTIALS [b, programs, 2 EXPERTS + 2]: counts, shares, squares, entropy.
 
-    CHOICES: TOP_K, rounded up to a power of two.
+    CHOICES is TOP_K, rounded up to a power of two.
     """
     program = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -390,7 +388,7 @@ def router_kernel(
             scores = sigmoid_of(logits)
             shares = scores / (tl.sum(scores, 1) + EPSILON)[:, None]
 
-        # what the choice goes by: no NaN, which is chosen first, as torch.topk does
+        # selection keys; NaN becomes inf, to be chosen first as in torch.topk
         left = scores
         if HAS_BIAS:
             left += bias
@@ -401,7 +399,7 @@ def router_kernel(
                 left, TOP_GROUPS=TOP_GROUPS, SIGMOID=SIGMOID, SLOT_GROUPS=SLOT_GROUPS, SLOTS=SLOTS
             )
 
-        # the best, one after the other
+        # select the best, one after the other
         index = tl.zeros((TOKENS, CHOICES), tl.int32)
         chosen = tl.zeros((TOKENS, CHOICES), tl.float32)
         is_chosen = tl.zeros((TOKENS, ALL), tl.float32)
@@ -415,7 +413,7 @@ def router_kernel(
             index = tl.where(is_here, (slot // SLOTS * SIZE + slot % SLOTS)[:, None], index)
             chosen = tl.where(is_here, score[:, None], chosen)
 
-        # their weights
+        # weights
         weights = chosen
         if RENORM:
             weights = weights / (tl.sum(chosen, 1) + EPSILON)[:, None]
@@ -424,7 +422,7 @@ def router_kernel(
         tl.store(INDEX + offsets, index, inside)
         tl.store(WEIGHTS + offsets, weights * scale, inside)
 
-        # the sums over counted tokens
+        # sums over counted tokens
         if HAS_SUMS:
             counted = tl.load(COUNTED + sequence * s + tokens, tokens < s, 0).to(tl.float32)
             counts += is_chosen * counted[:, None]
@@ -449,10 +447,10 @@ def statistics_kernel(
     HAS_Z: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """STATS [experts + 4] of a microbatch, from the SUMS [b, 2 experts + 2] of its sequences; one program.
+    """Compute STATS [experts + 4] of a microbatch, from the SUMS [b, 2 experts + 2] of its sequences.
 
-    HAS_COUNTS: NEW_LOAD is taken from COUNTS. load_stride, counts_stride: elements from those of a sequence
-    to those of the next; 0: all have the same.
+    One program. HAS_COUNTS: NEW_LOAD is computed from COUNTS. load_stride and counts_stride are the elements
+    between sequences, or 0 if all share the same.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < experts
@@ -501,8 +499,8 @@ def router_backward_kernel(
     CHOICES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """DLOGITS of one tile, as logits_gradient. [b, s, EXPERTS], or with IN_TWO [b, s, 2 EXPERTS] in 16 bits:
-    rounded, and then what the rounding left.
+    """Compute DLOGITS of one tile, like logits_gradient: [b, s, EXPERTS], or with IN_TWO [b, s, 2 EXPERTS] in
+    16 bits: the rounded values, followed by the rounding residues.
     """
     sequence = tl.program_id(1).to(tl.int64)
     tokens = block_range(tl.program_id(0), TOKENS)
@@ -569,7 +567,7 @@ def router_backward_kernel(
 def launch_router(
     logits: Tensor, rule: RoutingRule, bias: Tensor | None, counted: Tensor | None
 ) -> RouterChoice:
-    """choose_experts as one kernel, and the sum over its programs."""
+    """Run choose_experts as one kernel, and the sum over its programs."""
     b, s, num_experts = logits.shape
     logits = logits.contiguous()
     index = logits.new_empty(b, s, rule.top_k, dtype=torch.int64)
@@ -613,7 +611,7 @@ def launch_router(
 
 
 def tokens_of_tile(slots: int) -> int:
-    """How many tokens of so many scores a program works on at a time."""
+    """Return how many tokens with `slots` scores a program processes at a time."""
     return max(1, min(MOST_TOKENS, TILE // slots))
 
 
@@ -626,7 +624,7 @@ def launch_statistics(
     aux_loss: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """router_statistics as one kernel. sums: of launch_router, which lie side by side."""
+    """Run router_statistics as one kernel. sums comes from launch_router, adjacent in memory."""
     b, num_experts = sums.counts.shape
     stats = sums.counts.new_empty(num_experts + len(ROUTER_STATS), dtype=torch.float64)
     new_load = load
@@ -648,7 +646,7 @@ def launch_statistics(
 
 
 def row_stride(load: Tensor | None) -> int:
-    """Elements from the row of one sequence to that of the next: 0 where all have the same."""
+    """Return the elements from the row of one sequence to that of the next: 0 if all share the same."""
     return 0 if load is None or len(load) == 1 else load.stride(0)
 
 
@@ -660,7 +658,8 @@ def launch_backward(
     losses: RouterLosses | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """logits_gradient as one kernel: [b, s, E] in fp32, or in 16 bits [b, s, 2E] (router_backward_kernel)."""
+    """Run logits_gradient as one kernel: [b, s, E] in fp32, or [b, s, 2E] in 16 bits
+    (router_backward_kernel)."""
     b, s, num_experts = logits.shape
     in_two = dtype != torch.float32
     dlogits = logits.new_empty(b, s, (1 + in_two) * num_experts, dtype=dtype)
@@ -752,9 +751,9 @@ class _RoutedWeights(torch.autograd.Function):
 
 
 def write_wgrad_in_two(into: Tensor | None, dlogits: Tensor, x: Tensor, add: bool) -> Tensor:
-    """into [E, d] = (or, add: +=) dy^T x, where dlogits [t, 2E] is dy rounded, and what the rounding left.
+    """into [E, d] = (or, add: +=) dy^T x, where dlogits [t, 2E] is dy rounded, and the rounding residue.
 
-    x [t, d]. One product for both, so that x is read once. If into is None: returns dy^T x.
+    x is [t, d]. One GEMM for both, so that x is read once. With into None, return dy^T x.
     """
     rounded, left = multiply_into_fp32(dlogits.t(), x).chunk(2)
     if into is None:

@@ -1,8 +1,8 @@
-"""Functions that read a sequence with a state, one segment of tokens after the other.
+"""Recompute stateful layers by segments: run a function over one segment of tokens after the other.
 
-Of a segment, its inputs and the state before it are kept for the backward, which computes the rest of the
-segment once more (arXiv 1604.06174). So a sequence keeps its inputs and a few states, whatever the function
-holds while it runs.
+Only the inputs of a segment and the state before it are saved; the backward recomputes the rest of the
+segment (arXiv 1604.06174). So a sequence keeps its inputs and a few states, whatever the function allocates
+while it runs.
 """
 from collections.abc import Callable, Sequence
 
@@ -16,11 +16,10 @@ Step = Callable[[Tensor, Sequence[Tensor | None]], tuple[Tensor | None, Tensor]]
 def scan_segments(
     step: Step, state: Tensor, tensors: Sequence[Tensor | None], length: int
 ) -> tuple[Tensor | None, Tensor]:
-    """All segments of `length` tokens, one after the other: (outputs [b, s, ...], or None; the last state).
+    """Run all segments of `length` tokens in order: (outputs [b, s, ...], or None; the last state).
 
-    tensors [b, s, ...] or None: what the step reads, of which it gets one segment at a time. The gradients
-    are those of `state` and of the tensors that are floating point. A step reads no other tensor that has a
-    gradient.
+    tensors [b, s, ...] or None are the inputs of the step, which gets one segment at a time. Gradients flow
+    to `state` and to floating-point tensors. A step must not read any other tensor that requires a gradient.
     """
     out, state = _Segments.apply(step, length, state, *tensors)
     return out, state
@@ -29,7 +28,7 @@ def scan_segments(
 def split_segments(
     tensors: Sequence[Tensor | None], length: int, number: int
 ) -> list[tuple[Tensor | None, ...]]:
-    """For each of the segments, its part of all tensors, as views."""
+    """Return each segment's part of all tensors, as views."""
     parts = [[None] * number if tensor is None else tensor.split(length, 1) for tensor in tensors]
     return list(zip(*parts, strict=True))
 
@@ -59,7 +58,7 @@ class _Segments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing gives them no second time
+        saved = ctx.saved_tensors  # only once: activation checkpointing allows no second access
         starts, tensors = saved[:ctx.number], saved[ctx.number:]
         needed = ctx.needs_input_grad[3:]
         gradients = [torch.empty_like(x) if needs else None for x, needs in zip(tensors, needed)]
@@ -70,13 +69,13 @@ class _Segments(torch.autograd.Function):
             split_segments(gradients, ctx.length, ctx.number),
         )
         for start, parts, (dout_part,), into in reversed(list(segments)):
-            # the segment once more
+            # recompute the segment
             with torch.enable_grad():
                 start = start.detach().requires_grad_()
                 parts = [x.detach().requires_grad_() if needs else x for x, needs in zip(parts, needed)]
                 results = ctx.step(start, parts)
 
-            # its gradients
+            # backpropagate through it
             read = [result for result, dresult in zip(results, (dout_part, dstate)) if dresult is not None]
             dread = [dresult for dresult in (dout_part, dstate) if dresult is not None]
             leaves = [start, *(x for x, needs in zip(parts, needed) if needs)]

@@ -1,8 +1,8 @@
-"""Libraries for layers with a state (kernels/delta_rule.py, state_space.py, short_conv.py): whether one is
-installed and computes what the definition does.
+"""Libraries for stateful layers (kernels/delta_rule.py, state_space.py, short_conv.py): whether one is
+installed and agrees with the reference.
 
 As in kernels/attention_libraries.py, a small call of each kind, forward and backward, is compared with the
-definition before a library is used for that kind. The host waits for it once for each kind.
+reference before a library is used for that kind. The host waits for it once for each kind.
 """
 from collections.abc import Callable, Sequence
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from kernels.attention_libraries import Function, installed_function
 from kernels.triton_ import print_once
 
-DEVICES = ("cuda",)  # where libraries run; the tests add "cpu", for libraries of their own
+DEVICES = ("cuda",)  # where libraries run; the tests add "cpu", for test libraries
 DTYPES = (torch.bfloat16, torch.float16)
 TRIAL_ERROR = 0.03  # relative, of bf16
 TRIAL_SHAPE = (2, 400)  # sequences and tokens
-TRIAL_LENGTHS = (300, 1, 219, 280)  # of their documents; one goes on in the second sequence
+TRIAL_LENGTHS = (300, 1, 219, 280)  # of their documents; one continues in the second sequence
 
 Computation = Callable[..., Sequence[Tensor]]
 
 
 def find_library(what: str, package: str, module: str, name: str, *tensors: Tensor) -> Function | None:
-    """The library's function, if these tensors are for it and it is installed. If it is missing, a line says
-    so once.
+    """Return the library's function if it applies to these tensors and is installed. Report a missing one
+    once.
 
-    what: the kernel, for people. package: what to install.
+    what is the kernel, for messages. package is the one to install.
     """
     first = tensors[0]
     if first.device.type not in DEVICES or any(tensor.dtype != first.dtype for tensor in tensors):
@@ -40,13 +40,13 @@ def find_library(what: str, package: str, module: str, name: str, *tensors: Tens
 
 
 def trial_documents(device: torch.device) -> Tensor:
-    """Ids of TRIAL_SHAPE."""
+    """Return document ids of TRIAL_SHAPE."""
     lengths = torch.tensor(TRIAL_LENGTHS)
     return torch.arange(len(lengths)).repeat_interleave(lengths).view(TRIAL_SHAPE).to(device)
 
 
 def normal_numbers(shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
-    """Random inputs of a trial, in fp32: the same every time."""
+    """Return random inputs of a trial, in fp32: the same every time."""
     stream = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=stream).to(device) for shape in shapes]
 
@@ -54,9 +54,9 @@ def normal_numbers(shapes: Sequence[tuple[int, ...]], device: torch.device) -> l
 def passes_trial(
     what: str, by_library: Computation, by_definition: Computation, inputs: Sequence[Tensor]
 ) -> bool:
-    """Whether both give the same results and gradients for floating point inputs. If not, a line says why.
+    """Whether both return the same results and gradients for floating-point inputs. If not, report why.
 
-    what: the kernel, the library and the kind of call, for people.
+    what names the kernel, the library and the kind of call, for messages.
     """
     why = obstacle(by_library, by_definition, inputs)
     if why is not None:
@@ -65,7 +65,7 @@ def passes_trial(
 
 
 def obstacle(by_library: Computation, by_definition: Computation, inputs: Sequence[Tensor]) -> str | None:
-    """Why the library cannot be used; None if it can."""
+    """Return why the library cannot be used; None if it can."""
     stream = torch.Generator().manual_seed(0)
 
     def run(compute: Computation, leaves: Sequence[Tensor], dys: list[Tensor]) -> list[Tensor]:
@@ -81,10 +81,10 @@ def obstacle(by_library: Computation, by_definition: Computation, inputs: Sequen
     exact = run(by_definition, [x.float() for x in inputs], dys)
     try:
         found = run(by_library, inputs, dys)
-    except Exception as error:  # libraries have classes of their own
+    except Exception as error:  # libraries raise their own classes
         return (str(error) or type(error).__name__).splitlines()[0]
     for got, want in zip(found, exact, strict=True):
         error = (got.float() - want).norm() / want.norm()
-        if not error < TRIAL_ERROR:  # a NaN is no success
+        if not error < TRIAL_ERROR:  # fails for NaN too
             return f"a wrong result, by {error:.2g}"
     return None

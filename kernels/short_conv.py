@@ -1,9 +1,9 @@
-"""A short causal convolution of each channel over the sequence, as linear attention and state space layers
-have it before q, k and v (arXiv 2312.00752, section 3.4; arXiv 2412.06464, section 3.3).
+"""A short causal convolution of each channel over the sequence, used before q, k and v in linear attention
+and state space layers (arXiv 2312.00752, section 3.4; arXiv 2412.06464, section 3.3).
 
     z_t = bias + sum over j of weight_j x_{t - w + 1 + j},  y = z or SiLU(z)
 
-The backward keeps the inputs alone. On a GPU causal_conv1d runs, where it is installed and passes a trial.
+The backward only saves the inputs. On a GPU causal_conv1d runs if it is installed and passes a trial.
 """
 import functools
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from kernels.sequence_libraries import (
     trial_documents,
 )
 
-BLOCK = 256  # tokens that a CPU has in its caches
+BLOCK = 256  # tokens that fit a CPU's caches
 LIBRARY_WIDTHS = (2, 3, 4)
 LIBRARY_ALIGNMENT = 8  # channels
 
@@ -37,11 +37,11 @@ def short_conv(
     documents: Tensor | None = None,
     state_documents: Tensor | None = None,
 ) -> Tensor:
-    """x [b, s, c], weight [c, w], of which the last one is that of the token itself, bias [c] -> [b, s, c].
+    """x [b, s, c], weight [c, w], whose last tap is for the token itself, bias [c] -> [b, s, c].
 
-    silu: SiLU after it. state [b, w - 1, c]: the inputs before x, see inputs_to_pass; None: zeros.
-    documents [b, s]: ids; a token sees inputs of its own document alone. None: one document.
-    state_documents [b, w - 1]: of the state; None: it is that of the first token, in each sequence.
+    silu applies SiLU after it. state [b, w - 1, c] holds the inputs before x, see inputs_to_pass, by default
+    zeros. documents [b, s] are ids: a token only sees inputs of the same document; None for a single one.
+    state_documents [b, w - 1] are those of the state, by default that of each sequence's first token.
     """
     state = zero_inputs(x, weight) if state is None else state.to(x.dtype)
     before = None
@@ -55,9 +55,9 @@ def short_conv(
 
 
 def inputs_to_pass(x: Tensor, width: int, state: Tensor | None = None) -> Tensor:
-    """The state [b, width - 1, c] after inputs x [b, s, c]: the last inputs. state: before x; None: zeros.
+    """Return the last inputs, the state [b, width - 1, c] after x [b, s, c]. state precedes x, or is zero.
 
-    A rank of context parallelism passes it on before it computes anything.
+    A rank of context parallelism sends it on before computing anything.
     """
     missing = width - 1 - x.shape[1]
     if missing <= 0:
@@ -71,14 +71,14 @@ def zero_inputs(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2])
 
 
-# ---- the definition ----------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 # `inputs` [b, w - 1 + s, c]: the state, then x. `documents` [b, w - 1 + s]: theirs.
 
 def tokens_seen(
     inputs: Tensor, documents: Tensor | None, width: int
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """For each weight, which inputs it multiplies, one for each token; and bool [b, s, 1], whether the token
-    sees that input; None: it does."""
+    """Yield for each weight the inputs that it multiplies, one per token; and bool [b, s, 1], whether the
+    token sees that input, or None if it does."""
     s = inputs.shape[1] - width + 1
     for j in range(width):
         here = slice(j, j + s)
@@ -89,7 +89,7 @@ def tokens_seen(
 
 
 def blocks(x: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Some tokens of x at a time, and what they see of `inputs`."""
+    """Yield slices of tokens of x, and of the `inputs` that they see."""
     s = x.shape[1]
     length = BLOCK if x.device.type == "cpu" else s
     for start in range(0, s, length):
@@ -98,7 +98,7 @@ def blocks(x: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
-    """z [b, s, c]. All in one dtype."""
+    """Return z [b, s, c]. All in one dtype."""
     width = weight.shape[1]
     b, length, c = inputs.shape
     out = inputs.new_zeros(b, length - width + 1, c)
@@ -161,7 +161,7 @@ class _ShortConv(torch.autograd.Function):
 def in_one_dtype(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(`inputs`, weight, bias) in fp32 or better."""
+    """Return (`inputs`, weight, bias) in fp32 or better."""
     dtype = accumulation_dtype(x.dtype)
     inputs = torch.cat((state, x), 1).to(dtype)
     return inputs, weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
@@ -170,7 +170,7 @@ def in_one_dtype(
 # ---- causal_conv1d -----------------------------------------------------------------------------------------
 
 class _IntoBuffer(torch.autograd.Function):
-    """A weight as a library takes it, whose gradient goes where kernels/grad.py puts it."""
+    """Pass a weight to a library and send its gradient to where kernels/grad.py puts it."""
 
     @staticmethod
     def forward(ctx, weight: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class _IntoBuffer(torch.autograd.Function):
 def choose_library(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, has_documents: bool
 ) -> Function | None:
-    """The library's function, if it supports the call, is installed and passes its trial."""
+    """Return the library's function if it supports the call, is installed and passes its trial."""
     c, width = weight.shape
     if width not in LIBRARY_WIDTHS or c % LIBRARY_ALIGNMENT or torch.are_deterministic_algorithms_enabled():
         return None
@@ -206,9 +206,9 @@ def call_library(
     state: Tensor,
     documents: Tensor | None,
 ) -> Tensor:
-    """short_conv by the library's function: channels are adjacent in memory, [b, c, s].
+    """Run short_conv by the library's function: channels are adjacent in memory, [b, c, s].
 
-    It takes a state or documents. Where there are documents, the state is the first tokens of the sequence.
+    It takes a state or documents. With documents, the state is prepended to the sequence as its first tokens.
     """
     activation = "silu" if silu else None
     weight = _IntoBuffer.apply(weight)
@@ -231,7 +231,7 @@ def library_works(
     silu: bool,
     has_documents: bool,
 ) -> bool:
-    """Whether the library computes such calls right. dtypes: of x and of weights."""
+    """Whether the library computes such calls correctly. dtypes are those of x and of weights."""
     b, s = TRIAL_SHAPE
     c = 64
     shapes = ((b, s, c), (c, width), (b, width - 1, c), (c,))

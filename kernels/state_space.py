@@ -1,19 +1,19 @@
 """The state space layer of Mamba-2 (arXiv 2405.21060).
 
-Each head has a state S [p, n], which a token lets decay, adds to, and reads:
+Each head has a state S [p, n]. A token decays it, adds to it, and reads it:
 
     S = exp(dt A) S + dt x B^T
     y = S C + D x
 
-`recurrent_state_space` computes that token by token. Elsewhere a chunk of tokens becomes products of matrices
+`recurrent_state_space` computes that token by token. Otherwise a chunk of tokens becomes matrix products
 (section 6 there). between_ij is the decay from token j to token i, inside_i that from the state before the
 chunk, outside_j that to its end:
 
     Y = tril(C B^T * between) (dt x) + inside C S^T
     S = inside of the last token * S + (outside dt x)^T B
 
-Decays are exponentials of sums that are never positive, so none overflows. On a GPU mamba_ssm runs, where it
-is installed and passes a trial.
+Decays are exponentials of sums that are never positive, so none overflows. On a GPU mamba_ssm runs if it is
+installed and passes a trial.
 """
 import functools
 from collections.abc import Sequence
@@ -36,24 +36,24 @@ from kernels.sequence_libraries import (
 )
 
 CHUNK = 64  # tokens
-SEGMENT = 512  # tokens that the backward computes once more at a time
+SEGMENT = 512  # tokens that the backward recomputes at a time
 LIBRARY_CHUNK = 256
 
 
 class StateSpaceEffect(NamedTuple):
-    """What a part of a sequence does to the state: state_out = decay * state_in + contribution.
+    """How a part of a sequence transforms the state: state_out = decay * state_in + contribution.
 
-    decay [b, h], contribution [b, h, p, n]: fp32 or better.
+    decay is [b, h], contribution [b, h, p, n], both in fp32 or better.
     """
     decay: Tensor
     contribution: Tensor
 
     def on(self, state: Tensor) -> Tensor:
-        """The state after the part. [b, h, p, n] -> the same."""
+        """Return the state after the part. [b, h, p, n] -> the same."""
         return self.decay[..., None, None] * state + self.contribution
 
     def then(self, later: "StateSpaceEffect") -> "StateSpaceEffect":
-        """The effect of this part and the later one together."""
+        """Return the combined effect of this part and the later one."""
         return StateSpaceEffect(later.decay * self.decay, later.on(self.contribution))
 
 
@@ -70,14 +70,14 @@ def state_space(
     state_document: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """All tokens write and read the state of their head, in order: (y [b, s, h, p], the last state).
+    """Let all tokens write and read their head's state, in order: (y [b, s, h, p], the last state).
 
     x [b, s, h, p]; dt [b, s, h], at least 0; A [h], at most 0; B, C [b, s, g, n], where h is a multiple of g;
-    D [h]; None: zeros.
-    state [b, h, p, n]: before the first token; None: zeros. The last state is in fp32 or better.
-    documents [b, s]: ids; the tokens of a document are contiguous, and each document starts from zeros. None:
-    one. state_document [b]: the document of the token before the first one; None: the first one's.
-    chunk: tokens of a product of matrices, else ValueError below 1. A library has its own.
+    D [h], by default zeros.
+    state [b, h, p, n] precedes the first token, by default zeros. The last state is in fp32 or better.
+    documents [b, s] are ids of contiguous documents, each starting from a zero state; None for a single one.
+    state_document [b] is the document of the token before the first one, by default that of the first.
+    chunk is the number of tokens per matrix product; ValueError below 1. A library has a fixed one.
     """
     starts = document_starts(documents, state_document)
     state = zero_state(x, B) if state is None else state
@@ -96,10 +96,10 @@ def state_space_effect(
     state_document: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> StateSpaceEffect:
-    """What these tokens do to any state before them: of a rank's part, for context parallelism. Arguments: as
-    for state_space.
+    """Return how these tokens, a rank's part under context parallelism, transform any state before them.
+    Arguments are those of state_space.
 
-    The state before a part is that of the earlier parts' effects, and state_space runs the part from there.
+    The effects of the earlier parts yield the state before a part, from which state_space runs the part.
     """
     starts = document_starts(documents, state_document)
     _, contribution = read_and_write(x, dt, A, B, None, None, zero_state(x, B), starts, chunk)
@@ -120,9 +120,9 @@ def read_and_write(
     starts: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """state_space, by a library or in chunks. C None: nothing is read, and the output is None.
+    """Run state_space, by a library or in chunks. With C None, nothing is read, and the output is None.
 
-    starts bool [b, s]: see document_starts; None: one document.
+    starts, bool [b, s], comes from document_starts, or is None for one document.
     """
     if chunk < 1:
         raise ValueError(f"the state space layer's chunk is {chunk} tokens: it must be at least 1")
@@ -141,13 +141,13 @@ def read_and_write(
 
 
 def zero_state(x: Tensor, B: Tensor) -> Tensor:
-    """[b, h, p, n] in fp32 or better."""
+    """Return zeros [b, h, p, n] in fp32 or better."""
     b, _, h, p = x.shape
     return x.new_zeros(b, h, p, B.shape[-1], dtype=accumulation_dtype(x.dtype))
 
 
 def log_decays(dt: Tensor, A: Tensor) -> Tensor:
-    """dt A: [b, s, h], in fp32 or better."""
+    """Return dt A: [b, s, h], in fp32 or better."""
     dtype = accumulation_dtype(dt.dtype)
     return dt.to(dtype) * A.to(dtype)
 
@@ -166,7 +166,7 @@ def recurrent_state_space(
     documents: Tensor | None = None,
     state_document: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition; with one token, a step of generation. Arguments and results: as for state_space."""
+    """Reference; with one token, a step of generation. Arguments and results as for state_space."""
     out_dtype = x.dtype
     dtype = accumulation_dtype(x.dtype)
     state = zero_state(x, B) if state is None else state.to(dtype)
@@ -188,15 +188,15 @@ def recurrent_state_space(
 
 
 # ---- in chunks ---------------------------------------------------------------------------------------------
-# m chunks of T tokens; r heads share a B and a C. The state is [b, g, n, r p] here: one product for r heads.
+# m chunks of T tokens; r heads share a B and a C. The state is [b, g, n, r p] here: one GEMM for r heads.
 
 def state_space_segment(
     state: Tensor, parts: Sequence[Tensor | None], *, chunk: int
 ) -> tuple[Tensor | None, Tensor]:
-    """Some tokens of read_and_write: (output in x's dtype, or None; the state after them).
+    """Run read_and_write on a segment of tokens: (output in x's dtype, or None; the state after them).
 
-    state [b, h, n, p] in fp32 or better. parts: x, dt, dt A, B, C (or None), D [b, s, h] (or None) and starts
-    (or None) of these tokens.
+    state [b, h, n, p] is in fp32 or better. parts are x, dt, dt A, B, C (or None), D [b, s, h] (or None) and
+    starts (or None) of these tokens.
     """
     x, dt, log_decay, B, C, skip, starts = parts
     assert x is not None and dt is not None and log_decay is not None and B is not None
@@ -204,7 +204,7 @@ def state_space_segment(
     groups, n = B.shape[2:]
     shape = (groups, h // groups)
     out_dtype = x.dtype
-    tokens = x.to(state.dtype)  # once, so that both gradients of x are added in fp32
+    tokens = x.to(state.dtype)  # only once, so that both gradients of x are added in fp32
     document = None if starts is None else documents_of_chunk(starts, chunk)
     x, dt, log_decay, B = (by_chunk(y, chunk, state.dtype) for y in (tokens, dt[..., None], log_decay, B))
     x = x * dt  # [m, b, h, T, p]
@@ -222,7 +222,7 @@ def state_space_segment(
     if C is None:
         return None, last_state
 
-    # what the tokens read
+    # outputs of the tokens
     C = by_chunk(C, chunk, state.dtype)
     pairs = (C @ B.transpose(-1, -2))[:, :, :, None] * between.unflatten(2, shape)  # [m, b, g, r, T, T]
     read = C @ torch.stack(states).flatten(-2)  # [m, b, g, T, r p]
@@ -235,21 +235,21 @@ def state_space_segment(
 
 
 def side_by_side(x: Tensor, groups: int) -> Tensor:
-    """The heads of a group as columns: [m, b, h, T, p] -> [m, b, g, T, r p]."""
+    """Concatenate the heads of a group as columns: [m, b, h, T, p] -> [m, b, g, T, r p]."""
     return x.unflatten(2, (groups, -1)).transpose(3, 4).flatten(-2)
 
 
 # ---- mamba_ssm ---------------------------------------------------------------------------------------------
 
 def choose_library(x: Tensor, B: Tensor, has_skip: bool, has_documents: bool) -> Function | None:
-    """The library's function, if it supports the call, is installed and passes its trial."""
+    """Return the library's function if it supports the call, is installed and passes its trial."""
     module = "mamba_ssm.ops.triton.ssd_combined"
     function = find_library("state space", "mamba-ssm", module, "mamba_chunk_scan_combined", x, B)
     if function is None:
         return None
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic and installed_function("mamba_ssm.utils.determinism", "use_deterministic_mode") is None:
-        return None  # earlier versions add in any order
+        return None  # earlier versions sum in arbitrary order
     dims = x.shape[-1], B.shape[-1]
     heads_per_group = x.shape[2] // B.shape[2]
     works = library_works(function, x.device, x.dtype, heads_per_group, dims, has_skip, has_documents)
@@ -267,7 +267,7 @@ def call_library(
     state: Tensor,
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """read_and_write by the library's function. To it the state before belongs to document 0."""
+    """Run read_and_write by the library's function, for which the preceding state belongs to document 0."""
     index = None
     if starts is not None:
         state = state.masked_fill(starts[:, 0, None, None, None], 0)
@@ -292,7 +292,7 @@ def library_works(
     has_skip: bool,
     has_documents: bool,
 ) -> bool:
-    """Whether the library computes such calls right. dims: p and n."""
+    """Whether the library computes such calls correctly. dims are p and n."""
     b, s = TRIAL_SHAPE
     h = 2 * heads_per_group
     p, n = dims

@@ -1,5 +1,5 @@
-"""Two activations of the MLP: SwiGLU (arXiv 2002.05202) on a merged [gate | up] input, and the tanh form of
-GELU (arXiv 1606.08415). Arithmetic is in fp32 or better. Only the input is saved for the backward."""
+"""Two MLP activations: SwiGLU (arXiv 2002.05202) on a merged [gate | up] input, and the tanh form of GELU
+(arXiv 1606.08415). Arithmetic is in fp32 or better. Only the input is saved for the backward."""
 import math
 from collections.abc import Callable
 
@@ -13,18 +13,18 @@ from kernels.jit import jit
 from kernels.tiles import block_range, load_fp32
 from kernels.triton_ import ceil_div, kernel_is_available, tl, triton
 
-BLOCK = 2048  # channels of one token for each program: two 128-bit loads of bf16 for each thread
+BLOCK = 2048  # channels of one token per program: two 128-bit loads of bf16 per thread
 WARPS = 4
-ROWS = 256  # rows at a time of a weighted SwiGLU on a CPU: they stay in its cache between the operations
+ROWS = 256  # rows at a time of a weighted SwiGLU on a CPU: they stay in cache across the operations
 CUBIC = 0.044715  # of the tanh form of GELU
 SLOPE = math.sqrt(2 / math.pi)  # of the tanh form of GELU
 
 
 def swiglu(gate_up: Tensor, compiled: bool = False, reader: Reader | None = None) -> Tensor:
-    """silu(gate) * up. gate_up [..., 2f], of which the first half is gate -> [..., f].
+    """silu(gate) * up. gate_up [..., 2f], gate first -> [..., f].
 
-    reader: the fp8 linear that alone reads the result, where one like it made gate_up and alone reads its
-    gradient. Both are left to them then (kernels/fp8_origin.py).
+    reader is the fp8 linear that is the sole consumer of the result, if a similar one produced gate_up and is
+    the sole consumer of its gradient. Both are left to them then (kernels/fp8_origin.py).
     """
     if kernel_is_available("swiglu", gate_up):
         if reader is not None and reader.takes(gate_up) and halves_are_apart(gate_up, reader):
@@ -36,8 +36,8 @@ def swiglu(gate_up: Tensor, compiled: bool = False, reader: Reader | None = None
 def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) * up * weight. gate_up [m, 2f], weight [m] -> [m, f].
 
-    weight: a router's probability for each row; here is where applying it costs least. Never compiled,
-    because m changes with each call.
+    weight is a router's probability for each row; applying it here is cheapest. Never compiled, because m
+    changes with each call.
     """
     return _WeightedSwiGLU.apply(gate_up, weight)
 
@@ -49,7 +49,7 @@ def gelu(x: Tensor, compiled: bool = False) -> Tensor:
     return SavedInput.apply(x, jit(gelu_forward, compiled), jit(gelu_backward, compiled))
 
 
-# ---- the definition ----------------------------------------------------------------------------------------
+# ---- reference ---------------------------------------------------------------------------------------------
 
 def split_gate_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[..., 2f] -> gate and up [..., f], in fp32 or better."""
@@ -97,7 +97,7 @@ def weighted_forward(gate_up: Tensor, weight: Tensor) -> Tensor:
 
 
 def weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate_up and of weight, in their dtypes."""
+    """Return the gradients of gate_up and of weight, in their dtypes."""
     dgate_up = torch.empty_like(gate_up)
     dweight = torch.empty_like(weight)
     for start in range(0, len(dy), ROWS):
@@ -124,7 +124,7 @@ def silu_times(gate, up):
 
 @triton.jit
 def swiglu_gradients(dy, gate, up) -> "tuple[tl.tensor, tl.tensor]":
-    """The gradients of gate and up."""
+    """Return the gradients of gate and up."""
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
@@ -133,7 +133,7 @@ def swiglu_gradients(dy, gate, up) -> "tuple[tl.tensor, tl.tensor]":
 
 @triton.jit
 def swiglu_kernel(GATE_UP, WEIGHT, Y, f, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK channels of one row."""
+    """Process BLOCK channels of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = block_range(tl.program_id(1), BLOCK)
     inside = columns < f
@@ -150,7 +150,7 @@ def swiglu_kernel(GATE_UP, WEIGHT, Y, f, WEIGHTED: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def swiglu_backward_kernel(DY, GATE_UP, DGATE_UP, f, BLOCK: tl.constexpr):
-    """BLOCK channels of one row."""
+    """Process BLOCK channels of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = block_range(tl.program_id(1), BLOCK)
     inside = columns < f
@@ -166,7 +166,7 @@ def swiglu_backward_kernel(DY, GATE_UP, DGATE_UP, f, BLOCK: tl.constexpr):
 
 @triton.jit
 def weighted_backward_kernel(DY, GATE_UP, WEIGHT, DGATE_UP, DWEIGHT, f, BLOCK: tl.constexpr):
-    """One whole row, because the gradient of its weight is a sum over the row."""
+    """Process one whole row, because the gradient of its weight is a sum over the row."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(WEIGHT + row).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -178,12 +178,12 @@ def weighted_backward_kernel(DY, GATE_UP, WEIGHT, DGATE_UP, DWEIGHT, f, BLOCK: t
         up = load_fp32(GATE_UP + f + offsets, inside)
         dy = load_fp32(DY + row * f + columns, inside)
 
-        # the weight's gradient
+        # gradient of the weight
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         total += dy * silu * up
 
-        # the input's gradient
+        # gradient of the input
         dy *= weight
         dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
         tl.store(DGATE_UP + offsets, dgate, inside)
@@ -199,7 +199,7 @@ def gelu_kernel(
     SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK of n elements."""
+    """Process BLOCK of n elements."""
     offsets = block_range(tl.program_id(0).to(tl.int64), BLOCK)
     x = load_fp32(X + offsets, offsets < n, other=None)
     sigmoid = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))  # (1 + tanh u) / 2 = sigmoid(2 u)
@@ -213,7 +213,7 @@ def gelu_backward_kernel(
     SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK of n elements."""
+    """Process BLOCK of n elements."""
     offsets = block_range(tl.program_id(0).to(tl.int64), BLOCK)
     x = load_fp32(X + offsets, offsets < n, other=None)
     sigmoid = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))
@@ -224,7 +224,7 @@ def gelu_backward_kernel(
 
 
 def launch_swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
-    """swiglu, or weighted_swiglu, as one kernel."""
+    """Run swiglu, or weighted_swiglu, as one kernel."""
     gate_up = gate_up.contiguous()
     f = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], f)
@@ -241,7 +241,7 @@ def launch_swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    """swiglu_backward as one kernel."""
+    """Run swiglu_backward as one kernel."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     f = dy.shape[-1]
     dgate_up = torch.empty_like(gate_up)
@@ -252,7 +252,7 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def launch_weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weighted_backward as one kernel."""
+    """Run weighted_backward as one kernel."""
     dy = dy.contiguous()
     gate_up = gate_up.contiguous()
     weight = weight.contiguous()
@@ -268,7 +268,7 @@ def launch_weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tup
 
 
 def launch_gelu(x: Tensor) -> Tensor:
-    """gelu as one kernel."""
+    """Run gelu as one kernel."""
     x = x.contiguous()
     n = x.numel()
     y = torch.empty_like(x)
@@ -285,7 +285,7 @@ def launch_gelu(x: Tensor) -> Tensor:
 
 
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """gelu_backward as one kernel."""
+    """Run gelu_backward as one kernel."""
     dy, x = dy.contiguous(), x.contiguous()
     n = x.numel()
     dx = torch.empty_like(x)
@@ -304,7 +304,7 @@ def launch_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 # ---- autograd ----------------------------------------------------------------------------------------------
 
 class SavedInput(torch.autograd.Function):
-    """Saves only the input: the backward recomputes what it needs of the output."""
+    """Saves only the input: the backward recomputes everything else."""
 
     @staticmethod
     def forward(
@@ -324,7 +324,7 @@ class SavedInput(torch.autograd.Function):
 
 
 def halves_are_apart(gate_up: Tensor, reader: Reader) -> bool:
-    """Whether no group of columns that share a scale has elements of gate and of up."""
+    """Whether no group of columns that share a scale contains elements of both gate and up."""
     return reader.kind != "group" or gate_up.shape[-1] // 2 % reader.side == 0
 
 

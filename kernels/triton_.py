@@ -1,10 +1,10 @@
-"""Triton, if it is available, and whether a call may run as a Triton kernel.
+"""Triton, if available, and whether a call may run as a Triton kernel.
 
 Triton is imported if torch was built for CUDA, or if the caller has imported it already (the tests, which run
 kernels through its interpreter on a CPU). Otherwise a stand-in allows kernels to be defined and recorded
-(plan/record), but not to run: so a CPU run needs no Triton package and does not pay for the import. Under
-ROCm there is a Triton, but no kernel here has run on it: shared memory, warps and fp8 are others there, and
-capabilities of its chips look like those of NVIDIA's.
+(plan/record), but not run: so a CPU run needs no Triton package and does not pay for the import. ROCm has a
+Triton, but no kernel here has run on it: shared memory, warps and fp8 differ there, and the capabilities of
+its chips look like NVIDIA's.
 """
 import functools
 import sys
@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # for type checkers and editors: Triton's own language, and i
         """A function under `triton.jit`. Its `tl.constexpr` parameters take plain numbers and bools."""
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-            """kernel[grid](...): launches `grid` programs."""
+            """Launch `grid` programs: kernel[grid](...)."""
             ...
 
         def __call__(self, *args: object, **kwargs: object) -> Result:
-            """kernel(...): a call from another kernel."""
+            """Call it from another kernel: kernel(...)."""
             ...
 
     class triton:
@@ -52,7 +52,7 @@ class StandInKernel:
 
 @dataclass(frozen=True)
 class StandInDescriptor:
-    """Names the tensor that a kernel would load blocks of."""
+    """Names the tensor whose blocks a kernel would load."""
     base: Tensor
     block_shape: list[int]
 
@@ -62,7 +62,7 @@ class StandInDescriptor:
 
 
 def load() -> tuple[object, object, type, type]:
-    """(triton, triton.language, TensorDescriptor, the class of what kernel[grid] launches), or stand-ins."""
+    """Return (triton, triton.language, TensorDescriptor, class of kernel[grid]'s kernel), or stand-ins."""
     if not torch.version.hip and (torch.version.cuda or "triton" in sys.modules):
         try:
             import triton
@@ -78,7 +78,7 @@ def load() -> tuple[object, object, type, type]:
 
 
 def constexpr(value: object) -> object:
-    """Stands for tl.constexpr."""
+    """Stand in for tl.constexpr."""
     return value
 
 
@@ -87,15 +87,15 @@ if not TYPE_CHECKING:
 TRITON_AVAILABLE: bool = Launchable is not StandInKernel
 
 DEVICES = ("cuda",)  # where kernels run; the tests add the interpreter's "cpu"
-OLDEST_CHIP = (8, 0)  # Ampere: bf16 in the matrix units, and the shared memory that the tiles need
+OLDEST_CHIP = (8, 0)  # Ampere: bf16 in the tensor cores, and enough shared memory for the tiles
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: str | None = None) -> bool:
     """Whether kernel `name` can run on these tensors. If not, the caller runs its reference.
 
-    why: the kernel's own reason not to run, or None. On a device that has kernels, a reason (this one, a
-    dtype without a kernel, or no Triton) is printed once.
+    why is the kernel's reason not to run, if any. On a device that has kernels, a reason (this one, a dtype
+    without a kernel, or no Triton) is printed once.
     """
     if not kernels_run_on(first.device):
         return False
@@ -110,7 +110,7 @@ def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: s
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether any kernel runs on a device. One that should have them and has none is named once."""
+    """Whether any kernel runs on a device. One that should have kernels but has none is reported once."""
     if device.type not in DEVICES:
         return False
     obstacle = why_no_kernels(device)
@@ -122,7 +122,7 @@ def kernels_run_on(device: torch.device) -> bool:
 
 @functools.cache
 def why_no_kernels(device: torch.device) -> str | None:
-    """Why no kernel at all runs on a device of DEVICES; None: kernels do."""
+    """Return why no kernel at all runs on a device of DEVICES; None if kernels do."""
     if torch.version.hip:
         return f"torch is built for ROCm {torch.version.hip}, where none of ours has been tried"
     if not TRITON_AVAILABLE:
@@ -139,9 +139,9 @@ def print_once(line: str) -> None:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Number of multiprocessors: how many programs compute partial sums side by side.
+    """Return the number of multiprocessors: how many programs compute partial sums concurrently.
 
-    The interpreter has one, but gets 3, which reveals a wrong sum.
+    The interpreter has one, but reports 3, which exposes wrong sums.
     """
     if device.type != "cuda":
         return 3
@@ -150,7 +150,7 @@ def num_processors(device: torch.device) -> int:
 
 @functools.cache
 def chip_name(device: torch.device) -> int:
-    """The chip that launch parameters are for: 9 Hopper, 10 data-centre Blackwell, 8 all others.
+    """Return the chip that launch parameters are for: 9 Hopper, 10 data-center Blackwell, 8 all others.
 
     The others have less shared memory.
     """
@@ -160,8 +160,8 @@ def chip_name(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """The most shared memory that a program can have: all of a multiprocessor, but 1 KiB that the driver
-    keeps for each program. The interpreter has as much as Hopper."""
+    """Return the maximum shared memory of a program: all of a multiprocessor's but 1 KiB, which the driver
+    reserves for each program. The interpreter reports Hopper's."""
     of_processor = 228 << 10
     if device.type == "cuda":
         of_processor = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -173,10 +173,10 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def by_channel(x: Tensor) -> Tensor:
-    """x with adjacent channels, a copy where they are not."""
+    """Return x with adjacent channels, copying if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()

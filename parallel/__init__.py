@@ -1,13 +1,13 @@
-"""Parallelism: which rank does what, and what ranks send each other. Later lines build on earlier ones.
+"""Parallelism: which rank does what, and what ranks send each other. Later entries build on earlier ones.
 
-    wire/           groups of ranks, collectives and transfers
-    topology/       degrees of parallelism -> groups of ranks
+    wire/           process groups, collectives and point-to-point transfers
+    topology/       degrees of parallelism -> process groups
     microbatch.py   what a rank's model sees at once
     rng.py          dropout that is the same under every layout
     context/        one sequence over several ranks: ring attention, Ulysses
-    offload.py      host memory instead of the device's
-    sharding/       flat buckets of parameters, ZeRO
-    tensor/         linear layers, embedding and norms divided over ranks
-    expert/         tokens to the ranks of their experts, and back
-    pipeline/       schedules, and what runs them
+    offload.py      activations and optimizer state in host memory
+    sharding/       flat parameter buckets, ZeRO
+    tensor/         linear layers, embedding and norms sharded over ranks
+    expert/         dispatch tokens to the ranks of their experts and combine the results
+    pipeline/       schedules and their executor
 """

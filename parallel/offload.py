@@ -1,14 +1,14 @@
-"""What a rank keeps in host memory instead of the device's, under parallel.offload.
+"""Offload activations and optimizer state to host memory (parallel.offload).
 
-ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, 2104.07857. Nothing here is sent to other ranks.
+ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, 2104.07857. No communication with other ranks.
 
-    optimizer     masters and moments. The update copies them to the device and back in chunks, two at a time.
-    activations   what autograd saves in a forward, from MIN_BYTES on. A backward gets it back in reverse
-                  order, a few tensors ahead of its use.
+    optimizer     masters and moments. The update stages them through the device in chunks, two at a time.
+    activations   tensors of at least MIN_BYTES that autograd saves in a forward. The backward prefetches them
+                  in reverse order, a few tensors ahead of their use.
 
-On a GPU, host memory is pinned, and copies run on a stream beside the computation. On a CPU "host" is another
-tensor in the same memory: the same lines run and give the same numbers. What stays on the device: weights and
-gradients, the chunks, the input of a stage, small tensors, and the tensors that a backward is about to use.
+On a GPU, host memory is pinned, and copies run on a side stream. On a CPU, "host" is another tensor in the
+same memory: the same code runs and yields the same numbers. The device keeps weights and gradients,
+the staging chunks, the input of a stage, small tensors, and the tensors that a backward is about to use.
 """
 import contextlib
 import weakref
@@ -22,55 +22,55 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from parallel.wire.strict import StrictError, poison
 
-CHUNK_ELEMENTS = 1 << 22  # of a master or moment that are on the device at once
+CHUNK_ELEMENTS = 1 << 22  # elements of a master or moment that are staged on the device at once
 MIN_BYTES = 1 << 13  # a smaller tensor stays on the device
-PREFETCH = 2  # tensors that are copied back before they are needed
+PREFETCH = 2  # tensors fetched ahead of their use
 
-Event = torch.cuda.Event | int  # of a stream; of DeferredCopies: how many copies were started before it
+Event = torch.cuda.Event | int  # of a stream; for DeferredCopies, the number of copies started before it
 
 
 def host_like(x: Tensor) -> Tensor:
-    """An empty tensor like x in host memory: pinned if x is on a GPU, with x's strides if x is dense."""
+    """Return an empty tensor like x in host memory: pinned if x is on a GPU, with x's strides if dense."""
     return torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy of x in host memory, complete when this returns."""
+    """Return a copy of x in host memory, complete on return."""
     return host_like(x).copy_(x)
 
 
 class CopyStream:
-    """A stream for copies beside the computation of a device.
+    """A side stream for copies that overlap with a device's computation.
 
-    On a CPU there is none: a copy has ended when its call returns.
+    On a CPU it has none: copies are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def context(self) -> contextlib.AbstractContextManager[object]:
-        """Copies that are started inside it run on the stream, in order."""
+        """Return a context whose copies run on the stream, in order."""
         if self.stream is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self.stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Starts to copy source to target, both of one shape and dtype."""
+        """Start copying source to target, which have the same shape and dtype."""
         with self.context():
             target.copy_(source, non_blocking=True)
 
     def keep_memory(self, x: Tensor) -> None:
-        """The memory of x is not reused before the copies so far have ended, even if x is freed."""
+        """Do not reuse the memory of x until all copies so far have finished, even if x is freed."""
         if self.stream is not None:
             x.record_stream(self.stream)
 
     def wait_for_compute(self) -> None:
-        """Copies from now on start after the computation so far."""
+        """Make later copies wait for the computation so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     def record_event(self) -> Event | None:
-        """A moment among the copies, for make_compute_wait; None on a CPU."""
+        """Record an event among the copies, for make_compute_wait; None on a CPU."""
         if self.stream is None:
             return None
         event = torch.cuda.Event()
@@ -78,26 +78,26 @@ class CopyStream:
         return event
 
     def make_compute_wait(self, event: Event | None) -> None:
-        """The computation from now on starts after the event."""
+        """Make later computation wait for the event."""
         if self.stream is not None and isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
     def give_to_compute(self, x: Tensor) -> None:
-        """The memory of x, which was allocated for a copy, is not reused before the computation that uses it
-        has ended."""
+        """Keep the memory of x, which was allocated for a copy, from being reused until the computation that
+        uses it has finished."""
         if self.stream is not None:
             x.record_stream(torch.cuda.current_stream(self.stream.device))
 
     def synchronize(self) -> None:
-        """Waits until every copy has ended, before host memory is read."""
+        """Wait for every copy, before host memory is read."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class DeferredCopies(CopyStream):
-    """The copies of a CPU, each as late as a GPU may make it: strict mode (parallel/wire/strict.py).
+    """Copies on a CPU, each as late as a GPU may run it, for strict mode (parallel/wire/strict.py).
 
-    Until the computation waits for a copy, its target holds NaN, and what is read early shows. A copy whose
+    Until the computation waits for a copy, its target holds NaN, which exposes early reads. A copy whose
     source was freed without keep_memory() raises StrictError.
     """
 
@@ -107,7 +107,7 @@ class DeferredCopies(CopyStream):
         self.waiting: deque[DeferredCopy] = deque()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        # copies run in order: those that read the target's memory have to be made before it is poisoned
+        # copies run in order: those that read the target's memory must run before it is poisoned
         while any(earlier.storage() is target.untyped_storage() for earlier in self.waiting):
             self.run_next()
 
@@ -143,8 +143,8 @@ class DeferredCopies(CopyStream):
 
 
 class DeferredCopy(NamedTuple):
-    """target: what is written. The source is known by its storage alone, which may be freed by then. kept:
-    tensors whose memory is kept until it is made."""
+    """A pending copy to target. It refers to its source by storage only, which may be freed by then. `kept`
+    tensors stay allocated until the copy runs."""
     target: Tensor
     dtype: torch.dtype
     storage: "weakref.ref[torch.UntypedStorage]"
@@ -153,7 +153,7 @@ class DeferredCopy(NamedTuple):
 
 
 def copy_stream(device: torch.device, is_strict: bool = False) -> CopyStream:
-    """is_strict: only for a CPU, in a proof."""
+    """Return the copy stream of a device. is_strict is for CPUs, in proofs only."""
     return DeferredCopies() if is_strict else CopyStream(device)
 
 
@@ -163,16 +163,16 @@ def copy_stream(device: torch.device, is_strict: bool = False) -> CopyStream:
 def staged_chunks(
     hosts: list[Tensor], device: torch.device, copies: CopyStream, chunk: int = CHUNK_ELEMENTS
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields (range, [that range of each flat host tensor, on the device]).
+    """Yield (range, [that range of each flat host tensor, on the device]).
 
-    What the caller writes there is copied back. The next range is copied while the caller works on one. Host
-    memory is up to date when the iterator is exhausted.
+    Whatever the caller writes there is copied back. The next range is prefetched while the caller works on
+    one. Host memory is up to date once the iterator is exhausted.
 
-    hosts: tensors [n] of any dtypes. chunk: elements of a range.
+    hosts are tensors [n] of any dtypes; chunk is the number of elements of a range.
     """
     n = hosts[0].numel()
     ranges = [slice(start, min(start + chunk, n)) for start in range(0, n, chunk)]
-    buffers: list[list[Tensor]] = []  # two sets, one of which the caller has
+    buffers: list[list[Tensor]] = []  # double-buffered: the caller holds one set
     for _ in ranges[:2]:
         buffers.append([torch.empty(min(chunk, n), dtype=host.dtype, device=device) for host in hosts])
 
@@ -205,7 +205,7 @@ def staged_chunks(
 class OffloadedTensor:
     """Stands in the autograd graph for a saved tensor that is in host memory.
 
-    previous: the one that was saved before it, which a backward needs next; None: it was freed.
+    previous is the tensor saved before it, which a backward needs next, or None if that was freed.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class OffloadedTensor:
         self.device = device
         self.previous_reference = previous
         self.device_copy: Tensor | None = None  # back on the device, until the graph drops this object
-        self.copied_event: Event | None = None  # when it is there; None on a CPU
+        self.copied_event: Event | None = None  # marks the end of the copy; None on a CPU
 
     @property
     def previous(self) -> "OffloadedTensor | None":
@@ -223,37 +223,37 @@ class OffloadedTensor:
 
 
 OffloadReference = weakref.ref[OffloadedTensor]
-SavedEntry = tuple[weakref.ref[torch.UntypedStorage], OffloadReference]  # its storage, what stands for it
+SavedEntry = tuple[weakref.ref[torch.UntypedStorage], OffloadReference]  # (its storage, its stand-in)
 
 # What identifies a saved tensor: address, dtype, shape, strides, version.
 TensorKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 
 class ActivationOffload:
-    """Keeps the saved tensors of one rank's forwards in host memory.
+    """Keep the saved tensors of one rank's forwards in host memory.
 
-    Use `with offload.saving_to_host():` around a forward. A backward needs no call.
+    Wrap a forward in `with offload.saving_to_host():`. The backward needs no call.
     """
 
     def __init__(self, device: torch.device, copies: CopyStream) -> None:
         self.device = device
         self.copy_stream = copies
-        # of the forward that runs
+        # state of the current forward
         self.saved: dict[TensorKey, SavedEntry] = {}
         self.last: OffloadReference | None = None
 
     def saving_to_host(self) -> saved_tensors_hooks:
-        """A context for one forward."""
+        """Return a context for one forward."""
         self.saved = {}
         self.last = None
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, x: Tensor) -> "Tensor | OffloadedTensor":
-        """Called by autograd for each tensor that it saves."""
+        """Offload a tensor that autograd saves (pack hook)."""
         if x.nbytes < MIN_BYTES or x.device.type != self.device.type:
             return x
 
-        # a tensor that is saved twice is copied once
+        # copy a tensor that is saved twice only once
         key = (x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), x._version)
         known = self.find_saved(key)
         if known is not None:
@@ -269,14 +269,14 @@ class ActivationOffload:
         return offloaded
 
     def find_saved(self, key: TensorKey) -> OffloadedTensor | None:
-        """What stands for a tensor of this forward; None if it was not saved, or its address is reused."""
+        """Return the stand-in of a tensor of this forward; None if not saved or its address was reused."""
         if key not in self.saved:
             return None
         storage, offloaded = self.saved[key]
         return None if storage() is None else offloaded()
 
     def unpack(self, saved: "Tensor | OffloadedTensor") -> Tensor:
-        """Called by autograd for each saved tensor that a backward uses."""
+        """Fetch a saved tensor that a backward uses (unpack hook)."""
         if isinstance(saved, Tensor):
             return saved
         wanted: OffloadedTensor | None = saved
@@ -291,7 +291,7 @@ class ActivationOffload:
         return saved.device_copy
 
     def start_fetch(self, offloaded: OffloadedTensor) -> None:
-        """Starts to copy it back to the device, unless that has been done."""
+        """Start copying it back to the device, unless that was done already."""
         if offloaded.device_copy is not None:
             return
         device_copy = torch.empty_like(offloaded.host_copy, device=offloaded.device)

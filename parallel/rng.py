@@ -10,21 +10,21 @@ from torch import Tensor
 
 from kernels.rounding import as_signed, hash_bits
 
-RANDOM_BITS = 53  # of a random number: what a double holds exactly
+RANDOM_BITS = 53  # bits of a random number: a double represents these exactly
 NUM_VALUES = 1 << RANDOM_BITS  # random numbers are 0 .. NUM_VALUES - 1
 UINT64 = 1 << 64
 
-# odd numbers with irregular bits, by which close seeds and steps give distant keys
+# odd numbers with irregular bits, which map close seeds and steps to distant keys
 SEED_FACTOR = 0x9E3779B97F4A7C15
 STEP_FACTOR = as_signed(0xD1B54A32D192ED03)
 
 
 @dataclass(frozen=True)
 class DropoutRng:
-    """What the masks of one forward pass depend on.
+    """Inputs of the dropout masks of one forward pass.
 
-    sequence_ids [b]: of each sequence, its index in the step's global batch. positions [s]: of each token,
-    its position in its sequence. step: an int, or an int64 scalar whose value a recorded step changes
+    sequence_ids [b] is each sequence's index in the step's global batch, positions [s] each token's position
+    in its sequence. step is an int, or an int64 scalar whose value a captured step changes
     (runtime/graphs.py).
     """
     seed: int
@@ -33,22 +33,22 @@ class DropoutRng:
     positions: Tensor
 
     def keep_mask(self, site: int, width: int, rate: float) -> Tensor:
-        """bool [b, s, width]: False with probability `rate`.
+        """Return a mask, bool [b, s, width]: False with probability `rate`.
 
-        site: a number for each place in the model that draws.
+        site is a distinct number for each place in the model that draws.
         """
         threshold = int(rate * NUM_VALUES)
         return self.bits(site, width) >= threshold
 
     def uniform(self, site: int, width: int, half_width: float, dtype: torch.dtype) -> Tensor:
-        """[b, s, width], uniform in [1 - half_width, 1 + half_width)."""
+        """Return [b, s, width], uniform in [1 - half_width, 1 + half_width)."""
         spacing = 2 * half_width / NUM_VALUES
         return 1 - half_width + self.bits(site, width).to(dtype) * spacing
 
     def bits(self, site: int, width: int) -> Tensor:
-        """int64 [b, s, width], uniform in [0, 2^53)."""
+        """Return int64 [b, s, width], uniform in [0, 2^53)."""
         step = self.step
-        if not isinstance(step, Tensor):  # filled on the device: a copy would stop the host
+        if not isinstance(step, Tensor):  # filled on the device: a copy would block the host
             step = torch.full((), step, device=self.sequence_ids.device)
         seed_and_site = (self.seed * SEED_FACTOR + site) % UINT64
         key = hash_bits(step * STEP_FACTOR + as_signed(seed_and_site))
@@ -61,9 +61,9 @@ class DropoutRng:
 
 
 def dropout(x: Tensor, rate: float, rng: DropoutRng | None, site: int) -> Tensor:
-    """x [b, s, d] with elements set to zero at `rate`, and the others scaled up.
+    """Zero elements of x [b, s, d] at `rate` and scale the others up.
 
-    Returns x itself at rate 0, or without rng (evaluation).
+    Return x itself at rate 0, or without rng (evaluation).
     """
     if rate == 0.0 or rng is None:
         return x

@@ -1,13 +1,13 @@
-"""Layers with a state, over context parallelism: what comes before each part of a sequence.
+"""Stateful layers under context parallelism: the state before each part of a sequence.
 
-A rank has two parts of each sequence (zigzag.py), [b, s/n, ...]. As sequences on their own, the first parts
-and then the second ones, they are [2b, s/2n, ...] (`split_parts`). All ranks run theirs at once: each sends
-what its parts do to any state before them to all others, and has the states before its own from that (arXiv
-2502.07525). The last inputs of each part, which a convolution sees, go the same way. Either is one all-gather
-in the forward, and a reduce-scatter in the backward.
+A rank holds two parts of each sequence (zigzag.py), [b, s/n, ...]. `split_parts` turns them into independent
+sequences [2b, s/2n, ...], all first parts and then all second parts, which every rank processes concurrently.
+Each rank all-gathers how its parts transform any incoming state and derives from that the states before its
+own parts (arXiv 2502.07525). The last inputs of each part, which a convolution needs, travel the same way.
+Both cost one all-gather in the forward and one reduce-scatter in the backward.
 
-Bytes that a rank receives in a layer and microbatch (E: of the effect of one part, in fp32 or better; I: of
-the last inputs of one part): 2 (n - 1) (E + I) in the forward, as much in the backward.
+Bytes that a rank receives per layer and microbatch (E: effect of one part, in fp32 or better; I: the last
+inputs of one part): 2 (n - 1) (E + I) in the forward, and the same in the backward.
 """
 from typing import Protocol, TypeVar
 
@@ -21,10 +21,10 @@ from parallel.wire.comm import Group
 
 
 class Effect(Protocol):
-    """What a part of a sequence does to a state: a tuple of tensors [b, ...]."""
+    """How a part of a sequence transforms a state: a tuple of tensors [b, ...]."""
 
     def on(self, state: Tensor) -> Tensor:
-        """The state after the part."""
+        """Return the state after the part."""
         ...
 
 
@@ -37,13 +37,13 @@ def split_parts(x: Tensor) -> Tensor:
 
 
 def join_parts(x: Tensor) -> Tensor:
-    """The inverse of split_parts."""
+    """Invert split_parts."""
     return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def split_documents(documents: Tensor, tokens_before: int, group: Group) -> tuple[Tensor, Tensor]:
-    """[b, s] of full sequences -> those of this rank's parts [2b, s/2n], and of the tokens before each part
-    [2b, tokens_before]. Tokens before the sequence count as its first document."""
+    """Return this rank's parts [2b, s/2n] of documents [b, s], and the documents of the tokens before each
+    part [2b, tokens_before]. Tokens before the sequence count as its first document."""
     size = documents.shape[1] // (2 * group.size)
     first = documents[:, :1].expand(-1, tokens_before)
     padded = torch.cat((first, documents), 1)
@@ -53,8 +53,8 @@ def split_documents(documents: Tensor, tokens_before: int, group: Group) -> tupl
 
 
 def inputs_before(x: Tensor, number: int, group: Group) -> Tensor:
-    """The inputs before each part: x [2b, s/2n, c] -> [2b, number, c], zeros before the sequence."""
-    size = min(number, x.shape[1])  # the last ones of a part: all, where it is shorter
+    """Return the inputs before each part: x [2b, s/2n, c] -> [2b, number, c], zeros before the sequence."""
+    size = min(number, x.shape[1])  # the last inputs of a part: all of them if it is shorter
     parts = gather_parts(x[:, x.shape[1] - size:], group)
     sequence = pad(parts.transpose(0, 1).flatten(1, 2), (0, 0, number, 0))  # [b, number + 2n size, c]
     starts = [chunk * size for chunk in chunks_of_rank(group.index, group.size)]
@@ -62,8 +62,8 @@ def inputs_before(x: Tensor, number: int, group: Group) -> Tensor:
 
 
 def states_before(effect: AnyEffect, state: Tensor, group: Group) -> Tensor:
-    """The states before this rank's parts [2b, ...]. effect: of the parts; state [b, ...]: before the
-    sequence."""
+    """Return the states before this rank's parts [2b, ...], given the `effect` of these parts and the `state`
+    before the sequence [b, ...]."""
     b = state.shape[0]
     shapes = [(b, *x.shape[1:]) for x in effect]
     packed = gather_parts(torch.cat([x.flatten(1) for x in effect], 1), group)  # one message
@@ -80,7 +80,7 @@ def states_before(effect: AnyEffect, state: Tensor, group: Group) -> Tensor:
 
 
 def gather_parts(x: Tensor, group: Group) -> Tensor:
-    """The parts of all ranks, in the order of the sequence: [2b, ...] -> [2n, b, ...]."""
+    """All-gather the parts of all ranks in sequence order: [2b, ...] -> [2n, b, ...]."""
     of_ranks = _AllGather.apply(x, group).unflatten(0, (group.size, 2, -1))
     early, late = of_ranks.unbind(1)
     return torch.cat((early, late.flip(0)))

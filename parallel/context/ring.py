@@ -1,12 +1,12 @@
 """Ring attention (arXiv 2310.01889): keys and values travel around the cp group, queries stay.
 
-Each of n ranks has s/n tokens of every sequence (zigzag.py). At step t rank r has the keys of rank r - t. It
-adds what its queries see there (kernels/partial_attention.py) while those keys are already on their way to
-rank r + 1. The backward sends keys and values around again, and behind them their gradients, in fp32 or
-better: each rank adds its share to those that arrive and sends them on. After the last step they are one rank
-away from their owner. A rank adds the share of its own keys itself.
+Each of n ranks holds s/n tokens of every sequence (zigzag.py). At step t, rank r holds rank r - t's keys.
+It attends to them (kernels/partial_attention.py) while they are already in flight to rank r + 1. The backward
+sends keys and values around again, followed by their gradients in fp32 or better: each rank adds its share to
+the gradients it receives and forwards them. After the last step they are one rank away from their owner. A
+rank adds the share of its own keys itself.
 
-Bytes that a rank sends in a layer and microbatch (K: of its keys and values together, in the compute dtype;
+Bytes that a rank sends per layer and microbatch (K: its keys and values together, in the compute dtype;
 K': the same in fp32 or better):
 
     forward     (n - 1) K                    in n - 1 transfers
@@ -45,10 +45,10 @@ def ring_attention(
     """Causal attention of this rank's queries over the keys of all ranks.
 
     q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv], sharded by zigzag.py -> [b, s/n, h, dv].
-    documents [b, s]: the document of each token of the full sequence; None: there is one. window: in tokens;
-    None: a query sees all keys before it. chunk: see make_attention_mask. mask: of full sequences, made of
-    these three; None: each step makes its own, on a CPU. scale, softcap, sinks: as for `attention`; a rank
-    has the gradient of the sinks from its own queries.
+    documents [b, s] is the document of each token of the full sequence, or None for a single document. window
+    is in tokens; with None a query sees all earlier keys. chunk: see make_attention_mask. mask is built from
+    these three for full sequences; with None (on a CPU) each step builds its own. scale, softcap and sinks
+    are as for `attention`; a rank holds the gradient of the sinks from its own queries only.
     """
     form = ScoreForm(scale, softcap)
     out, lse = _RingAttention.apply(q, k, v, documents, window, chunk, mask, form, group)
@@ -56,7 +56,7 @@ def ring_attention(
 
 
 def send_to_next_rank(x: Tensor, group: Group) -> Passing:
-    """Starts to send x to the next rank and to receive as much from the rank before: two transfers."""
+    """Start sending x to the next rank and receiving as much from the previous one: two transfers."""
     next_rank = (group.index + 1) % group.size
     previous_rank = (group.index - 1) % group.size
     received = torch.empty_like(x)
@@ -69,7 +69,7 @@ def send_to_next_rank(x: Tensor, group: Group) -> Passing:
 
 
 def wait_received(passing: Passing | None) -> Tensor:
-    """What the rank before has sent. Raises ValueError if nothing was passed on, in a ring of one rank."""
+    """Wait for the previous rank's data. Raise ValueError if nothing was sent, as in a ring of one rank."""
     if passing is None:
         raise ValueError("nothing is on its way in a ring of one rank")
     received, transfers = passing
@@ -87,7 +87,7 @@ def visible_slices(
     group: Group,
     step: int,
 ) -> Iterator[VisibleSlices]:
-    """What this rank's queries see at a step of the ring: (queries, keys, mask); slices of local tokens."""
+    """Yield what this rank's queries see at a step of the ring: (queries, keys, mask), as local slices."""
     chunk_size = q.shape[1] // 2
     halves = (slice(0, chunk_size), slice(chunk_size, 2 * chunk_size))
     source = (group.index - step) % group.size
@@ -120,7 +120,7 @@ class _RingAttention(torch.autograd.Function):
         form: ScoreForm,
         group: Group,
     ) -> tuple[Tensor, Tensor]:
-        # what the queries have seen so far, and the log of the sum of its exponentials
+        # running output and logsumexp of the scores so far
         sum_dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=sum_dtype)  # [b, s/n, h, dv]
         lse = out.new_full(q.shape[:3], float("-inf"))  # [b, s/n, h]
@@ -128,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
         widths = (k.shape[-1], v.shape[-1])
         kv = torch.cat((k, v), -1)  # [b, s/n, g, d + dv]: one message
         for step in range(group.size):
-            # posted first, so that it is under way during the computation
+            # posted first, to overlap with the computation
             is_last = step == group.size - 1
             passing = None if is_last else send_to_next_rank(kv, group)
             step_k, step_v = kv.split(widths, -1)
@@ -143,7 +143,7 @@ class _RingAttention(torch.autograd.Function):
 
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, documents, out, lse)
-        ctx.set_materialize_grads(False)  # where no sinks want it, nothing flows through the logsumexp
+        ctx.set_materialize_grads(False)  # without sinks, the logsumexp has no gradient
         ctx.window = window
         ctx.chunk = chunk
         ctx.mask = mask
@@ -163,13 +163,13 @@ class _RingAttention(torch.autograd.Function):
 
         kv = torch.cat((k, v), -1)
         own_dkv = torch.zeros_like(kv, dtype=lse.dtype)  # gradients of this rank's keys and values
-        dkv_passing: Passing | None = None  # gradients of other ranks' keys and values, under way to them
+        dkv_passing: Passing | None = None  # gradients of other ranks' keys and values, in flight to them
 
         for step in range(group.size):
             is_last = step == group.size - 1
             passing = None if is_last else send_to_next_rank(kv, group)
 
-            # gradients of the keys and values that are here at this step
+            # gradients of the keys and values held at this step
             dkv = own_dkv if step == 0 else torch.zeros_like(own_dkv)
             step_k, step_v = kv.split(widths, -1)
             step_dk, step_dv = dkv.split(widths, -1)
@@ -188,7 +188,7 @@ class _RingAttention(torch.autograd.Function):
                     form=ctx.form,
                 )
 
-            # from step 1 on they are another rank's: they follow its keys
+            # from step 1 on they belong to another rank and follow its keys
             if step == 1:
                 dkv_passing = send_to_next_rank(dkv, group)
             elif step > 1:

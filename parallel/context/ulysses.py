@@ -1,12 +1,12 @@
-"""Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): heads are divided inside attention, the sequence elsewhere.
+"""Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): shard heads inside attention, the sequence elsewhere.
 
     q, k, v [b, s/n, heads, d] -> [b, s, heads/n, d] -> attention over full sequences -> [b, s/n, heads, d]
 
 q, k and v are sent as one message. The zigzag order is undone on arrival, so masks, windows and kernels are
-those of one process. n must divide the query heads and the key heads (config rules).
+the same as in one process. n must divide the query heads and the key heads (config rules).
 
-Bytes that a rank sends in a layer and microbatch (Q, K: of its queries, and of its keys): 2 Q + 2 K in the
-forward, as much in the backward, in two all-to-alls each, of which 1/n stays on the rank.
+Bytes that a rank sends per layer and microbatch (Q: its queries, K: its keys): 2 Q + 2 K in the forward, and
+the same in the backward, each in two all-to-alls. 1/n of that stays on the rank.
 """
 from collections.abc import Callable
 
@@ -28,9 +28,9 @@ def ulysses_attention(
 ) -> Tensor:
     """q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv], sharded by zigzag.py -> [b, s/n, h, dv].
 
-    attend(q, k, v): attention of full sequences,
-    [b, s, h/n, d], [b, s, g/n, d], [b, s, g/n, dv] -> [b, s, h/n, dv]. sinks [h]: as for `attention`; it is
-    attend(q, k, v, sinks=those of its heads) then, and a rank has their gradient alone.
+    attend(q, k, v) is attention over full sequences,
+    [b, s, h/n, d], [b, s, g/n, d], [b, s, g/n, dv] -> [b, s, h/n, dv]. sinks [h] are as for `attention`: they
+    are passed as attend(q, k, v, sinks=...), sliced to the rank's heads, which get their gradient there only.
     """
     q, k, v = _SequenceToHeads.apply(q, k, v, group)
     of_heads = {} if sinks is None else {"sinks": sinks.chunk(group.size)[group.index]}
@@ -39,7 +39,7 @@ def ulysses_attention(
 
 
 def sequence_to_heads(xs: list[Tensor], group: Group) -> list[Tensor]:
-    """[b, s/n, h, d] each, h and d of its own -> [b, s, h/n, d] each, in the order of the sequence.
+    """[b, s/n, h, d] each, with any h and d -> [b, s, h/n, d] each, in sequence order.
 
     One all-to-all. Rank r gets the heads r h/n to (r + 1) h/n - 1.
     """

@@ -1,14 +1,13 @@
-"""The zigzag order: a sequence is divided into 2n chunks, of which rank r of n has chunks r and 2n - 1 - r.
+"""The zigzag order: a sequence is split into 2n chunks; rank r of n holds chunks r and 2n - 1 - r.
 
-A causal query at position i sees i + 1 keys, so contiguous parts would give the last rank most of the work. A
-rank with an early chunk and its mirror image has the average (arXiv 2407.21783, section 3.3.2):
+A causal query at position i sees i + 1 keys, so contiguous parts would give the last rank most of the work.
+An early chunk and its mirror image together cost the average (arXiv 2407.21783, section 3.3.2):
 
     n = 4     chunk  0 1 2 3 4 5 6 7
               rank   0 1 2 3 3 2 1 0
 
-Every rank of a cp group reads full sequences from its own mapped file, so taking its tokens is a selection
-and sends nothing. On a rank the tokens stay in the order of the sequence. A group of one has both chunks: the
-identity.
+Every rank of a cp group reads full sequences from its own mapped file, so sharding is a selection without
+communication. On a rank, the tokens stay in sequence order. A group of one holds both chunks: the identity.
 """
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,14 +21,14 @@ from parallel.wire.comm import Group
 
 
 def chunks_of_rank(index: int, n: int) -> tuple[int, int]:
-    """The two chunks of rank `index` of n."""
+    """Return the two chunks of rank `index` of n."""
     return index, 2 * n - 1 - index
 
 
 def token_positions(s: int, index: int, n: int, device: torch.device | None = None) -> Tensor:
-    """int64 [s/n]: the position in its sequence of each token of rank `index`.
+    """Return the position in its sequence of each token of rank `index`: int64 [s/n].
 
-    s: tokens of the sequence, a multiple of 2n.
+    s is the sequence length in tokens, a multiple of 2n.
     """
     chunk_size = s // (2 * n)
     inside = torch.arange(chunk_size, device=device)
@@ -38,9 +37,9 @@ def token_positions(s: int, index: int, n: int, device: torch.device | None = No
 
 
 def shard_batch(batch: Microbatch, group: Group) -> Microbatch:
-    """A microbatch of full sequences [b, s] -> this rank's tokens of it [b, s/n]. Sends nothing.
+    """Select this rank's tokens [b, s/n] of a microbatch of full sequences [b, s], without communication.
 
-    Called once, before anything is counted.
+    Call it once, before anything is counted.
 
     batch.documents stays [b, s]: attention compares a rank's own tokens with those of all ranks.
     """
@@ -65,7 +64,7 @@ def shard_batch(batch: Microbatch, group: Group) -> Microbatch:
 
 
 def unshard_sequence(parts: Tensor) -> Tensor:
-    """The parts of all ranks [n, b, s/n, ...] -> [b, s, ...] in the order of the sequence. Sends nothing."""
+    """Merge the parts of all ranks [n, b, s/n, ...] into [b, s, ...] in sequence order. Purely local."""
     b = parts.shape[1]
     features = parts.shape[3:]
     early, late = parts.chunk(2, 2)  # [n, b, chunk, ...]
@@ -74,25 +73,25 @@ def unshard_sequence(parts: Tensor) -> Tensor:
 
 
 def shard_sequence(x: Tensor, n: int) -> Tensor:
-    """[b, s, ...] -> the parts of all ranks [n, b, s/n, ...]. Sends nothing."""
+    """Split [b, s, ...] into the parts of all ranks [n, b, s/n, ...]. Purely local."""
     chunks = x.unflatten(1, (2 * n, -1)).transpose(0, 1)  # [2n, b, chunk, ...]
     early, late = chunks.chunk(2)
     return torch.cat((early, late.flip(0)), 2)
 
 
-# ---- who sees whom -----------------------------------------------------------------------------------------
+# ---- visibility between chunks -----------------------------------------------------------------------------
 
 
 class ChunkPair(NamedTuple):
     """Queries of one chunk that see keys of another."""
-    query_half: int  # 0 or 1: which half of its rank's tokens the chunk of queries is
+    query_half: int  # which half of its rank's tokens the query chunk is: 0 or 1
     key_half: int
-    query_chunk: int  # number of the chunk in the sequence
+    query_chunk: int  # index of the chunk in the sequence
     key_chunk: int
 
     @property
     def distance(self) -> int:
-        """In chunks."""
+        """Distance in chunks."""
         return self.query_chunk - self.key_chunk
 
 
@@ -103,11 +102,11 @@ def visible_chunk_pairs(
     chunk_size: int,
     window: int | None,
 ) -> list[ChunkPair]:
-    """The pairs of chunks in which tokens of rank `index` see tokens of rank `source`.
+    """Return the pairs of chunks in which tokens of rank `index` see tokens of rank `source`.
 
-    Pairs that lie fully in the future or fully outside the window are left out. window: in tokens; of chunked
-    attention, the size of its chunks, since no query sees farther. A chunk with itself comes first: after it,
-    every query has seen a key.
+    Pairs entirely in the future or outside the window are skipped. window is in tokens; for chunked attention
+    it is the chunk size, since no query sees farther. The diagonal pair comes first: after it, every query
+    has seen a key.
     """
     pairs: list[ChunkPair] = []
     for query_half, query_chunk in enumerate(chunks_of_rank(index, n)):
@@ -128,11 +127,11 @@ def chunk_mask(
     mask: AttentionMask | None = None,
     attention_chunk: int | None = None,
 ) -> Tensor | AttentionMask | None:
-    """Which queries of the pair see which keys: bool [b or 1, 1, chunk, chunk]. None: each sees all.
+    """Return which queries of the pair see which keys: bool [b or 1, 1, chunk, chunk], or None if all do.
 
-    documents [b, s]: the document of each token of the full sequence. attention_chunk: `chunk` of
-    make_attention_mask. mask: of the full sequence, from all of these, of which a part is returned; the
-    kernels of a GPU skip its empty blocks.
+    documents [b, s] is the document of each token of the full sequence. attention_chunk is the `chunk` of
+    make_attention_mask. mask, if given, is the mask of the full sequence built from all of these; the result
+    is a part of it, whose empty blocks the GPU kernels skip.
     """
     place = (pair.query_chunk * chunk_size, chunk_size, pair.key_chunk * chunk_size, chunk_size)
     if mask is not None:

@@ -1,36 +1,37 @@
-"""Expert parallelism (GShard, arXiv 2006.16668): tokens go to the ranks of their experts, results come back.
+"""Expert parallelism (GShard, arXiv 2006.16668): dispatch tokens to their experts' ranks, combine results.
 
-Rank (i, j) of the group ep x etp holds E / ep experts, from number i E / ep on, and of each the j-th part of
-its inner width. A row is a token for one of its experts. It goes to all etp ranks of that expert, and their
-partial outputs are added where the token came from: one all-to-all each way, whatever etp is. What is sent is
-what was routed, without padding, unless a capacity asks for static shapes: then each rank sends every expert
-as many rows, and no count is exchanged or read on the host. The ranks of the experts are folded out of dp x
-cp x tp (arXiv 2504.14960). Tokens come here divided over all of these, with or without sequence parallelism.
+Rank (i, j) of the ep x etp group holds E / ep experts, starting at i E / ep, and the j-th shard of each one's
+inner width. A row is a token for one of its experts. It is sent to all etp ranks of that expert, and their
+partial outputs are summed on the token's rank: one all-to-all each way, whatever etp is. Exactly the routed
+rows are sent, without padding, unless a capacity asks for static shapes: then each rank sends the same number
+of rows to every expert, and no count is exchanged or read on the host. The ranks of the experts are folded
+out of dp x cp x tp (arXiv 2504.14960). Tokens arrive here sharded over all of these, with or without sequence
+parallelism.
 
-With parallel.ep_chunks the rows travel in chunks (Tutel, arXiv 2206.03382, section 3.3), each of which is a
-run of the experts of every rank: while these compute one chunk, the next ones arrive and the last ones go
-back. An expert is in one chunk, if there are not more chunks than experts of a rank: so every product has the
-rows that it has without chunks, and each weight is read, and its gradient added, once. A boundary within an
-expert divides its rows. The backward is the mirror image: the last chunk goes first.
+With parallel.ep_chunks, rows travel in chunks (Tutel, arXiv 2206.03382, section 3.3), each a run of experts
+on every rank: while these compute one chunk, the next arrives and the previous one returns. As long as there
+are at most as many chunks as experts per rank, an expert lies in a single chunk: every GEMM has the same rows
+as without chunks, and each weight is read, and its gradient accumulated, once. A boundary within an expert
+splits its rows. The backward runs in reverse: the last chunk goes first.
 
-Bytes that a rank sends in a layer and microbatch of t tokens (t = b s / cp / tp, k = top_k; n: chunks; c, g:
+Bytes that a rank sends per layer and microbatch of t tokens (t = b s / cp / tp, k = top_k; n: chunks; c, g:
 bytes of the compute dtype, of fp32 or better):
 
     counts of rows                     1 all-to-all     ep etp E/ep 8
     forward, backward   tokens         2 n each         t k etp d c     dropless; a dropped token is not sent
                         probabilities  1 each           t k etp g
 
-They are counted on the rank that has the token (what it sends, and what comes back), so the count does not
-depend on the routing. What arrives is not brought into the order of experts: their products read it where it
-lies, and write to where it returns from (kernels/grouped_gemm.py). If one rank has all experts, nothing is
-sent, and they read the tokens themselves. Products in fp8 read copies in the order of experts (model/moe.py).
+These are counted on the rank that owns the token (what it sends, and what it gets back), so they do not
+depend on the routing. Arriving rows are not permuted into expert order: the grouped GEMMs read them in place
+and write their results where they return from (kernels/grouped_gemm.py). If one rank holds all experts,
+nothing is sent and they read the tokens directly. FP8 GEMMs read copies in expert order (model/moe.py).
 
-Of the shared experts, all but the last product runs during the exchange to the experts and the last during
-the exchange back, and their gradients likewise (model/moe.py).
+The shared experts overlap with the exchanges: all their GEMMs but the last run during the dispatch, the last
+during the combine, and their gradients likewise (model/moe.py).
 
-In the backward of a chunk, the gradients of its rows go home before the experts' weight gradients are
-computed (LateWeightGrads): so the last exchange of the backward, which has no other chunk beside it, travels
-during these. Their operands, rows of the output's gradient and of the activation, live that much longer.
+In the backward of a chunk, the gradients of its rows are sent back before the experts' weight gradients are
+computed (LateWeightGrads), so the last exchange of the backward, with no other chunk to overlap with,
+overlaps with these. Their operands, rows of the output gradient and of the activation, live that much longer.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from parallel.wire.comm import Group, PendingExchange
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows of one exchange each rank sends to the experts, and gets back from them."""
+    """Numbers of rows in one exchange, on the way to the experts."""
     sent: list[int]  # to each rank
     received: list[int]  # from each rank
 
@@ -60,28 +61,28 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """One chunk of the rows: the experts of this rank have r of them.
+    """One chunk of the rows; r of them are for this rank's experts.
 
-    order: which of the rows that arrive each of them is; on one rank, which of the tokens. None: they arrive
-    in the order of experts.
+    order maps each of them to a row that arrives, or, on one rank, to a token. It is None if rows arrive in
+    expert order.
     """
     counts: RowCounts
-    rows_per_expert: list[int] | Tensor  # of each expert of this rank; a tensor [experts]: on the device
+    rows_per_expert: list[int] | Tensor  # by local expert; a tensor [experts] if on the device
     order: RowOrder | None = None
 
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Where rows go: m rows are sent, by chunk, then by rank, then by expert; r rows arrive.
+    """Where rows go: m rows are sent, ordered by chunk, rank and expert; r rows arrive.
 
-    Their probabilities make one exchange for all chunks: they are sent by rank, then by expert, which is by
-    chunk, too. arrived_probs: which of those that arrive is that of each row, by chunk, then by expert. None:
-    they arrive in this order.
+    The probabilities of all chunks travel in one exchange, ordered by rank and expert, hence also by chunk.
+    arrived_probs maps rows ordered by chunk and expert to the probabilities that arrive, or is None if these
+    arrive in that order.
     """
     group: Group
-    sent_rows: RowOrder  # which token each sent row is: m of t, each in k etp places
-    sent_probs: RowOrder  # which choice (token * k + choice) each sent probability is: m of t k, etp places
-    padded: bool  # some rows have no token; they are of a token number t, of zeros
+    sent_rows: RowOrder  # the token of each sent row: m of t, each in k etp places
+    sent_probs: RowOrder  # the choice (token * k + choice) of each sent probability: m of t k, etp places
+    padded: bool  # some rows are padding; they belong to a token number t, of zeros
     chunks: list[ChunkPlan]
     prob_counts: RowCounts
     arrived_probs: RowOrder | None
@@ -97,12 +98,13 @@ def plan_dispatch(
     capacity: int | None = None,
     num_chunks: int = 1,
 ) -> DispatchPlan:
-    """Plans the exchange of rows. One all-to-all of a count for each expert; reads the counts on the host.
+    """Plan the exchange of rows. One all-to-all of a count for each expert; reads the counts on the host.
 
     On one rank nothing is exchanged, there is one chunk, and without drops a GPU's counts are not read.
 
-    index [t, k]: the experts of each token; -1: dropped, only if may_drop. capacity: rows that each rank
-    sends to every expert, at least as many as index has; then nothing is exchanged or read.
+    index [t, k] holds the experts of each token, and -1 for a dropped choice (only if may_drop). capacity is
+    the number of rows that each rank sends to every expert, at least as many as index has; with it, nothing
+    is exchanged or read.
     """
     if group.size == 1 and capacity is None and not may_drop:
         return plan_on_one_rank(index, num_experts, group)
@@ -111,7 +113,7 @@ def plan_dispatch(
     if capacity is not None:
         choices = fill_up(choices, num_experts, capacity)
 
-    # how many rows go where
+    # number of rows for each rank and expert
     if group.size == 1:
         counted = count_on_one_rank(choices, num_experts, capacity)
     elif capacity is not None:
@@ -122,7 +124,7 @@ def plan_dispatch(
             choices, num_experts, group, etp=etp, may_drop=may_drop, num_chunks=num_chunks)
     num_dropped, chunks, arrivals = counted
 
-    # which choice each sent row is, and each sent probability
+    # choice of each sent row and each sent probability
     by_expert = choices.to(torch.int16).argsort(stable=True)  # dropped ones first; 16 bits sort in 2 passes
     kept = by_expert[num_dropped:]
     all_chunks = total_counts([chunk.counts for chunk in chunks])
@@ -135,7 +137,7 @@ def plan_dispatch(
         probs = with_empty_token(probs, index.numel())
         rows = with_empty_token(rows, index.numel())
 
-    # from the order of arrival to that of experts
+    # from arrival order to expert order
     arrived_probs: RowOrder | None = None
     if arrivals is not None:
         chunks, arrived_probs = with_orders_of_arrival(chunks, arrivals)
@@ -159,7 +161,7 @@ def plan_dispatch(
 
 
 def plan_on_one_rank(index: Tensor, num_experts: int, group: Group) -> DispatchPlan:
-    """Where this rank has all experts, and none of them turns a token away. index [t, k]."""
+    """Plan for a single rank that holds all experts, dropless. index [t, k]."""
     rows, choices, per_expert = order_by_expert(index, num_experts)
     counts = RowCounts([index.numel()], [index.numel()])
     rows_per_expert: list[int] | Tensor = per_expert
@@ -176,26 +178,26 @@ def plan_on_one_rank(index: Tensor, num_experts: int, group: Group) -> DispatchP
     )
 
 
-# ---- the order in which rows leave -------------------------------------------------------------------------
+# ---- order of sent rows ------------------------------------------------------------------------------------
 
 
 class Departure(NamedTuple):
-    """token_choice [m]: the (token, choice) of each sent row. sent_of_choice [choices, etp]: the inverse; -1:
-    dropped."""
+    """token_choice [m] is the (token, choice) of each sent row. sent_of_choice [choices, etp] is its inverse,
+    with -1 for dropped choices."""
     token_choice: Tensor
     sent_of_choice: Tensor
 
 
 def order_of_departure(kept: Tensor, counts: list[RowCounts], etp: int, num_choices: int) -> Departure:
-    """By chunk, then by rank, then by expert: every etp rank of an expert gets the same rows.
+    """Order rows by chunk, rank and expert; every etp rank of an expert gets the same rows.
 
-    kept [m / etp]: the choices, by expert. counts: of each chunk, rows for each rank.
+    kept [m / etp] holds the choices by expert, counts the number of rows for each rank in each chunk.
     """
     token_choice = kept
     etp_index = torch.zeros_like(kept)
     num_ranks = len(counts[0].sent)
     if num_ranks > 1:
-        # of each ep rank, a part for each chunk: they are in this order in `kept`
+        # one part for each ep rank and chunk, in this order in `kept`
         num_chunks = len(counts)
         ep = num_ranks // etp
         sizes = [counts[chunk].sent[i * etp] for i in range(ep) for chunk in range(num_chunks)]
@@ -218,7 +220,7 @@ def order_of_departure(kept: Tensor, counts: list[RowCounts], etp: int, num_choi
 
 
 def with_empty_token(departure: Departure, num_choices: int) -> Departure:
-    """Rows without a token are of choice number `num_choices`, which has no row of its own."""
+    """Map padding rows to choice number `num_choices`, which has no row itself."""
     token_choice, sent_of_choice = departure
     return Departure(
         token_choice.clamp(max=num_choices),
@@ -227,9 +229,9 @@ def with_empty_token(departure: Departure, num_choices: int) -> Departure:
 
 
 def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Appends choices that are no token's, so that every expert has `capacity` of them.
+    """Append padding choices until every expert has `capacity` of them.
 
-    [t k] -> [t k + experts * capacity]: as many as could be missing; those that are not needed are -1.
+    [t k] -> [t k + experts * capacity]: the upper bound on missing ones; those not needed are -1.
     """
     counts = count_choices(choices, num_experts)[1:]
     missing = capacity - counts[:, None]
@@ -239,22 +241,22 @@ def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
     return torch.cat((choices, added.flatten()))
 
 
-# ---- how many rows go where --------------------------------------------------------------------------------
+# ---- row counts --------------------------------------------------------------------------------------------
 
 
 class Counted(NamedTuple):
-    """num_dropped: choices of this rank that are not sent. chunks: without their orders of arrival. arrivals
-    [chunks, ranks, local experts]: rows from each rank for each expert of this one; None: one rank has all
-    experts."""
+    """num_dropped counts the choices of this rank that are not sent. chunks lack their orders of arrival.
+    arrivals [chunks, ranks, local experts] are the rows from each rank for each local expert, or None if one
+    rank holds all experts."""
     num_dropped: int
     chunks: list[ChunkPlan]
     arrivals: Tensor | None
 
 
 def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> Counted:
-    """Where this rank has all experts, and drops choices or fills up. choices [t k]: experts; -1: dropped.
+    """Count rows where this rank holds all experts and drops or pads. choices [t k]: experts; -1: dropped.
 
-    Reads the counts on the host where it has to know how many are dropped.
+    Reads the counts on the host if it has to know how many are dropped.
     """
     rows_per_expert: list[int] | Tensor
     if capacity is not None:
@@ -271,14 +273,14 @@ def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -
 
 
 def stays_on_device(choices: Tensor) -> bool:
-    """Whether the host is not told the counts of choices: it would have to wait for a GPU."""
+    """Whether the counts of choices stay on the device: reading them would make the host wait for a GPU."""
     return choices.device.type != "cpu"
 
 
 def count_of_capacity(
     choices: Tensor, num_experts: int, group: Group, *, etp: int, capacity: int, num_chunks: int
 ) -> Counted:
-    """Where every rank sends `capacity` rows to every expert. Exchanges nothing."""
+    """Count rows where every rank sends `capacity` rows to every expert. Exchanges nothing."""
     num_local = num_experts * etp // group.size
     counts = torch.full((group.size, num_local), capacity)  # on the host
     of_chunks = rows_of_chunks(counts, num_chunks)
@@ -292,9 +294,9 @@ def count_of_capacity(
 def exchange_counts(
     choices: Tensor, num_experts: int, group: Group, *, etp: int, may_drop: bool, num_chunks: int
 ) -> Counted:
-    """Where the ranks tell each other how many rows they send: one all-to-all of [ranks, local experts].
+    """Exchange the numbers of rows between ranks: one all-to-all of [ranks, local experts].
 
-    How these are divided over chunks, each rank knows itself. Reads the counts on the host, once.
+    Each rank derives their split into chunks locally. Reads the counts on the host, once.
     """
     counts = with_values(count_choices(choices, num_experts), len(choices), num_experts)  # dropped ones first
     num_local = num_experts * etp // group.size
@@ -302,7 +304,7 @@ def exchange_counts(
     departures = of_ep_rank.expand(-1, etp, -1).reshape(group.size, num_local)
     arrivals = exchange_departures(departures, group, etp, is_assumed=choices.is_meta)
 
-    # of each chunk
+    # counts of each chunk
     departures = rows_of_chunks(departures, num_chunks)  # [chunks, ranks, local experts]
     arrivals = rows_of_chunks(arrivals, num_chunks)
     of_chunks = torch.cat((departures.sum(2), arrivals.sum(2), arrivals.sum(1)), dim=1)
@@ -318,9 +320,9 @@ def exchange_counts(
 
 
 def exchange_departures(departures: Tensor, group: Group, etp: int, is_assumed: bool) -> Tensor:
-    """departures [ranks, local experts]: rows that this rank sends -> arrivals, likewise: rows that it gets.
+    """Exchange row counts: departures [ranks, local experts], sent by this rank, -> arrivals, same shape.
 
-    is_assumed: the ranks are not there (plan/record), and each sends what this one does.
+    is_assumed: other ranks do not exist (plan/record), and each is taken to send what this one does.
     """
     arrivals = comm.all_to_all(departures, group)
     if is_assumed:
@@ -330,24 +332,24 @@ def exchange_departures(departures: Tensor, group: Group, etp: int, is_assumed: 
 
 
 def rows_of_chunks(counts: Tensor, num_chunks: int) -> Tensor:
-    """How many of the rows that one rank sends to another are in each chunk.
+    """Return how many of the rows sent between two ranks are in each chunk.
 
-    The experts of a rank are divided evenly, in their order. Where a boundary lies within an expert, it
-    divides its rows in the same ratio, rounded down.
+    The experts of a rank are split evenly over chunks, in order. A boundary within an expert splits its rows
+    in the same ratio, rounded down.
 
     counts [ranks, local experts] -> [chunks, ranks, local experts].
     """
     num_local = counts.shape[1]
     experts = torch.arange(num_local, device=counts.device)
     boundaries = torch.arange(num_chunks + 1, device=counts.device)[:, None]
-    # in units of 1 / num_chunks of an expert: how much of each expert lies before each boundary
+    # how much of each expert lies before each boundary, in units of 1 / num_chunks of an expert
     before = (boundaries * num_local - experts * num_chunks).clamp(0, num_chunks)
     rows_before = counts * before[:, None] // num_chunks  # [chunks + 1, ranks, local experts]
     return rows_before.diff(dim=0)
 
 
 def total_counts(counts: list[RowCounts]) -> RowCounts:
-    """Of all chunks together."""
+    """Sum the counts over all chunks."""
     return RowCounts(
         sent=[sum(of_rank) for of_rank in zip(*(one.sent for one in counts))],
         received=[sum(of_rank) for of_rank in zip(*(one.received for one in counts))],
@@ -357,16 +359,16 @@ def total_counts(counts: list[RowCounts]) -> RowCounts:
 def with_orders_of_arrival(
     chunks: list[ChunkPlan], arrivals: Tensor
 ) -> tuple[list[ChunkPlan], RowOrder | None]:
-    """(the chunks with their orders, arrived_probs: see DispatchPlan).
+    """Return (the chunks with their orders, arrived_probs as in DispatchPlan).
 
-    arrivals [chunks, ranks, local experts]: how many rows come from each rank for each expert.
+    arrivals [chunks, ranks, local experts]: rows from each rank for each expert.
     """
     num_chunks, num_ranks, num_local = arrivals.shape
-    products = torch.arange(num_chunks * num_local, device=arrivals.device)  # one of each expert in a chunk
+    products = torch.arange(num_chunks * num_local, device=arrivals.device)  # one for each expert of a chunk
     products = products.view(num_chunks, 1, num_local).expand(arrivals.shape)
     num_rows = [sum(chunk.counts.received) for chunk in chunks]
 
-    # rows arrive by chunk, then by rank; if a chunk is of one expert, that is its order
+    # rows arrive by chunk, then by rank; in a chunk of one expert, that is expert order
     if num_chunks % num_local:
         orders = sorting_order(products, arrivals, sum(num_rows))
         ordered: list[ChunkPlan] = []
@@ -388,9 +390,9 @@ def with_orders_of_arrival(
 
 
 def sorting_order(keys: Tensor, counts: Tensor, num_rows: int) -> RowOrder:
-    """The order that sorts rows by key, stable: a permutation.
+    """Return the order that sorts rows by key, stably: a permutation.
 
-    keys, counts: of the same shape: so many rows in turn have each key.
+    keys and counts have the same shape: counts[i] consecutive rows have keys[i].
     """
     key_of_row = keys.flatten().repeat_interleave(counts.flatten(), output_size=num_rows)
     order = key_of_row.argsort(stable=True)
@@ -403,32 +405,32 @@ def sorting_order(keys: Tensor, counts: Tensor, num_rows: int) -> RowOrder:
 
 
 class ExpertRows(NamedTuple):
-    """What the experts of this rank work on: row j in the order of experts is x[order.source[j]], or x[j] if
-    there is no order. Their results return as rows of x do, each the sum of its own (kernels/permute.py)."""
+    """Input of this rank's experts: row j in expert order is x[order.source[j]], or x[j] without an order.
+    Results return in the layout of x, each row the sum of its results (kernels/permute.py)."""
     x: Tensor  # [r, d]; on one rank: [t, d], the tokens
     order: RowOrder | None
-    probs: Tensor  # [r], in the order of experts: what the results are multiplied by
+    probs: Tensor  # [r], in expert order: the results are multiplied by these
 
 
 class Dispatch:
-    """Tokens under way to the experts: all sent when it is made, received by chunks(). An all-to-all for each
-    chunk, and one of the probabilities. On one rank nothing moves but the probabilities.
+    """Tokens in flight to the experts: sent by the constructor, received by chunks(). One all-to-all for each
+    chunk and one for the probabilities. On one rank only the probabilities are permuted.
 
-    late_grads: weight gradients of the experts, which a backward computes beside the exchanges that take the
-    gradients of rows home. None: there is no such exchange, or each is computed at once.
+    late_grads are the experts' weight gradients that a backward overlaps with the exchanges of row gradients.
+    None without such an exchange, or if each is computed at once.
     """
 
     def __init__(
         self, x: Tensor, probs: Tensor, plan: DispatchPlan, late_grads: LateWeightGrads | None = None
     ) -> None:
-        """x [t, d]; probs [t, k], the weights of the choices, in fp32 or better."""
+        """Send x [t, d] and probs [t, k], the weights of the choices in fp32 or better."""
         self.plan = plan
         probs = probs.reshape(-1, 1)
-        if plan.padded:  # the token of zeros, and its choice
+        if plan.padded:  # append a token of zeros and its choice
             x = pad(x, (0, 0, 0, 1))
             probs = pad(probs, (0, 0, 0, 1))
 
-        # probabilities apart, once for all chunks: at the end of their rows, they would cost copies of these
+        # probabilities travel separately, once for all chunks: appended to rows, they would cost copies
         prob_rows = permute(probs, *plan.sent_probs)
         self.probs = prob_rows
         self.x_rows: tuple[Tensor, ...] = (x,)
@@ -443,7 +445,7 @@ class Dispatch:
             self.late_grads = late_grads if x_rows.requires_grad else None
 
     def chunks(self) -> Iterator[ExpertRows]:
-        """What the experts work on, chunk by chunk, once it has arrived."""
+        """Yield the input of the experts, chunk by chunk, as it arrives."""
         plan = self.plan
         probs = self.probs
         if plan.group.size > 1:
@@ -460,24 +462,24 @@ class Dispatch:
 
 
 class Combine:
-    """Rows under way back to their tokens: sent chunk by chunk, received by tokens(). An all-to-all for each
-    chunk; none on one rank, whose experts give the sums of the tokens. late_grads: those of the Dispatch."""
+    """Rows in flight back to their tokens: sent chunk by chunk, received by tokens(). One all-to-all for each
+    chunk, or none on one rank, whose experts return the sums. late_grads is that of the Dispatch."""
 
     def __init__(self, plan: DispatchPlan, late_grads: LateWeightGrads | None = None) -> None:
         self.plan = plan
         self.late_grads = late_grads
         self.exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
-        self.sent: list[Tensor] = []  # under way
+        self.sent: list[Tensor] = []  # in flight
 
     def send(self, rows: Tensor) -> None:
-        """Sends the next chunk. rows: as those of ExpertRows.x, each times its probability."""
+        """Send the next chunk: rows like those of ExpertRows.x, each times its probability."""
         number = len(self.sent)
         if self.plan.group.size > 1:
             rows = _Return.apply(rows, self.exchange, number, self.late_grads)
         self.sent.append(rows)
 
     def tokens(self) -> Tensor:
-        """The sum [t, d] of each token's rows, once all chunks have arrived."""
+        """Wait for all chunks and return the sum [t, d] of each token's rows."""
         plan = self.plan
         if plan.group.size == 1:
             (out,) = self.sent
@@ -491,24 +493,23 @@ class Combine:
 
 
 class RowExchange:
-    """The all-to-alls that take rows to the experts, or back from there, one for each chunk; the reverse in
-    the backward.
+    """The all-to-alls that take rows to the experts or back, one for each chunk; reversed in the backward.
 
-    At home, on the rank of their tokens, the rows of all chunks are one tensor [m, ...], by chunk; the
-    all-to-alls read and write parts of it. So nothing is copied to divide them.
+    On the rank of their tokens, the rows of all chunks are one tensor [m, ...], ordered by chunk. The
+    all-to-alls read and write slices of it, so splitting copies nothing.
     """
 
     def __init__(self, group: Group, counts: list[RowCounts]) -> None:
-        """counts: of each chunk."""
+        """`counts` has one entry for each chunk."""
         self.group = group
         self.counts = counts
         self.under_way: dict[int, PendingExchange] = {}  # by chunk
-        self.home: Tensor | None = None  # what returning rows are written into
+        self.home: Tensor | None = None  # buffer for returning rows
 
     def leave(self, rows: Tensor, order: range) -> tuple[Tensor, ...]:
-        """Starts to send all rows [m, ...] to the experts, the chunks in this order.
+        """Start sending all rows [m, ...] to the experts, with the chunks in this order.
 
-        Returns what will arrive of each chunk.
+        Return the receive buffer of each chunk.
         """
         parts = self.of_chunks(rows)
         for chunk in order:
@@ -518,7 +519,7 @@ class RowExchange:
         return tuple(self.under_way[chunk].result for chunk in range(len(parts)))
 
     def send_back(self, rows: Tensor, chunk: int) -> Tensor:
-        """Starts to send the rows [r, ...] of a chunk home. Returns what will arrive."""
+        """Start sending the rows [r, ...] of a chunk back. Return the receive buffer."""
         counts = self.counts[chunk]
         out = None
         if len(self.counts) > 1:
@@ -531,24 +532,24 @@ class RowExchange:
         return self.under_way[chunk].result
 
     def arrive(self, chunk: int) -> Tensor:
-        """Waits for what arrives of a chunk. Raises RuntimeError if nothing was started."""
+        """Wait for a chunk to arrive. Raise RuntimeError if no exchange was started."""
         if chunk not in self.under_way:
             raise RuntimeError(f"chunk {chunk} of an exchange of rows is waited for, and none was started")
         return self.under_way.pop(chunk).wait()
 
     def come_home(self) -> Tensor:
-        """Waits for all chunks that were sent back. Returns their rows [m, ...]."""
+        """Wait for all chunks that were sent back. Return their rows [m, ...]."""
         arrived = [self.arrive(chunk) for chunk in range(len(self.counts))]
         home, self.home = self.home, None
         return arrived[0] if home is None else home
 
     def of_chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The rows [m, ...] of each chunk."""
+        """Split the rows [m, ...] by chunk."""
         return rows.split([counts.num_sent for counts in self.counts])
 
 
 class _Leave(torch.autograd.Function):
-    """Rows start to the experts. What runs between it and _Arrive overlaps with it, in the backward too."""
+    """Start sending rows to the experts. Whatever runs before _Arrive overlaps, in the backward too."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: RowExchange) -> tuple[Tensor, ...]:
@@ -562,8 +563,8 @@ class _Leave(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """A chunk arrives at the experts. In the backward its gradients start home, and the weight gradients that
-    waited for that are computed beside them."""
+    """Wait for a chunk at the experts. The backward starts sending its gradients back and overlaps the
+    deferred weight gradients with that."""
 
     @staticmethod
     def forward(
@@ -580,13 +581,13 @@ class _Arrive(torch.autograd.Function):
         ctx.exchange.send_back(dy, ctx.chunk)
         if ctx.late_grads is not None:
             ctx.late_grads.finish()
-        return dy, None, None, None  # only its shape is read; _Leave returns what arrives
+        return dy, None, None, None  # only its shape is read; _Leave returns the gradients that arrive
 
 
 class _Return(torch.autograd.Function):
-    """A chunk starts back from the experts. What runs between it and _ComeHome overlaps with it.
+    """Start sending a chunk back from the experts. Whatever runs before _ComeHome overlaps with it.
 
-    Its backward begins that of the experts: their weight gradients wait from then on.
+    Its backward precedes that of the experts: their weight gradients are deferred from then on.
     """
 
     @staticmethod

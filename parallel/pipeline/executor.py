@@ -1,13 +1,13 @@
-"""Pipeline: runs this rank's ops of a schedule.
+"""Pipeline executor: run this rank's ops of a schedule.
 
 Gradient accumulation is the schedule of a pipeline of one rank.
 
-An activation lives from its forward to its send. After that only its place in the autograd graph is kept, not
-its bytes (as in Megatron-LM's deallocation of pipeline outputs). Activations and gradients travel in
-different communicators, and each transfer is posted alone: NCCL pairs what is posted together with what the
-other side posts together, and those would not be the same transfers. A receive is awaited when its buffer is
-used, a send when it is known to have ended. Both ends list their transfers in the same order (schedule.py:
-add_transfers), so messages need no tags.
+An activation lives from its forward until it is sent. After that only its node in the autograd graph is kept,
+without its data (like Megatron-LM's deallocation of pipeline outputs). Activations and gradients use separate
+communicators, and each transfer is posted alone: NCCL matches what is posted together with what the peer
+posts together, and those would not be the same transfers. A receive is waited for when its buffer is used, a
+send when it is known to have finished. Both ends list their transfers in the same order (add_transfers in
+schedule.py), so messages need no tags.
 """
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -34,30 +34,30 @@ from parallel.wire import comm
 from parallel.wire.comm import Transfer
 
 OpKey = tuple[int, int]  # (stage, microbatch)
-Arrival = Tensor | tuple[Tensor, Transfer]  # made on this rank, or a buffer and the transfer that fills it
+Arrival = Tensor | tuple[Tensor, Transfer]  # local, or a buffer and the transfer that fills it
 
-# A stage's forward (model/transformer.py: PipelineStage): (token ids or hidden states, microbatch, scale of
-# the loss) -> hidden states for the next stage; from the last stage the summed loss.
+# A stage's forward (model/transformer.py: PipelineStage): (token ids or hidden states, microbatch, loss
+# scale) -> hidden states for the next stage, or the summed loss from the last stage.
 StageForward = Callable[[Tensor, Microbatch, Tensor | float], Tensor]
 
 
 @dataclass(frozen=True)
 class HiddenShape:
-    """Of the hidden states between stages: [b, s / sequence_shards, width]. widths: by the stage that reads
-    them."""
+    """Shape of the hidden states between stages: [b, s / sequence_shards, width], where widths is indexed by
+    the stage that reads them."""
     widths: tuple[int, ...]
     dtype: torch.dtype
     sequence_shards: int  # the tp size under sequence parallelism, else 1
 
     def empty_like(self, tokens: Tensor, stage: int) -> Tensor:
-        """A buffer for what a stage reads of tokens [b, s]."""
+        """Return a buffer for a stage's input for tokens [b, s]."""
         b, s = tokens.shape
         shape = (b, s // self.sequence_shards, self.widths[stage])
         return torch.empty(shape, dtype=self.dtype, device=tokens.device)
 
 
 class WeightGradStore:
-    """Weight gradients of a stage that an I defers until its W, by microbatch.
+    """Weight gradients of a stage that an I defers to its W, by microbatch.
 
     kernels/grad.py puts them here.
     """
@@ -72,27 +72,27 @@ class WeightGradStore:
 
     @torch.no_grad()
     def compute(self, microbatch: int) -> None:
-        """Computes what was deferred for a microbatch."""
+        """Compute the deferred gradients of a microbatch."""
         for weight, compute in self.pending.pop(microbatch, []):
-            write_grad(weight, compute)  # its buffer of now: ZeRO-2 and 3 may have freed that of the I
+            write_grad(weight, compute)  # its current buffer: ZeRO-2 and 3 may have freed the one of the I
 
 
 @dataclass
 class StepState:
-    """What a rank holds during a step, by (stage, microbatch)."""
+    """Tensors that a rank holds during a step, by (stage, microbatch)."""
     inputs: dict[OpKey, Arrival] = field(default_factory=dict)  # hidden states from the stage before
     output_grads: dict[OpKey, Arrival] = field(default_factory=dict)  # gradients from the stage after
     leaves: dict[OpKey, Tensor] = field(default_factory=dict)  # inputs, until their gradients are computed
-    to_send: dict[OpKey, Tensor] = field(default_factory=dict)  # outputs, input gradients for other ranks
+    to_send: dict[OpKey, Tensor] = field(default_factory=dict)  # outputs and input gradients for other ranks
     graph_outputs: dict[OpKey, GradientEdge] = field(default_factory=dict)  # where a backward starts
-    sends: dict[Op, Transfer] = field(default_factory=dict)  # under way, by the op that awaits their end
+    sends: dict[Op, Transfer] = field(default_factory=dict)  # in flight, by the op that waits for them
 
 
 class Pipeline:
-    """The stages of this rank and how they run.
+    """The stages of this rank and their execution.
 
-    stages, zero_schedulers, weight_grad_stores: by the number of the stage. offload: keeps the activations of
-    forwards in host memory; None: they stay on the device.
+    stages, zero_schedulers and weight_grad_stores are indexed by stage. With `offload`, activations of
+    forwards are kept in host memory; with None they stay on the device.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class Pipeline:
     # ---- a step --------------------------------------------------------------------------------------------
 
     def run(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor | float) -> Tensor:
-        """Runs this rank's ops over the microbatches of a step.
+        """Run this rank's ops over the microbatches of a step.
 
-        Returns the loss, times scale, summed over all tokens: a scalar, the same on every rank. It takes one
-        all-reduce of a number over dp_cp and one over pp. Each transfer between stages is of the hidden
-        states of a microbatch, or of their gradient.
+        Return the loss, times scale, summed over all tokens: a scalar, the same on every rank. This costs one
+        scalar all-reduce over dp_cp and one over pp. Each transfer between stages carries the hidden states
+        of a microbatch, or their gradient.
         """
         state = StepState()
         loss_dtype = torch.promote_types(self.hidden_shape.dtype, torch.float32)
@@ -162,7 +162,7 @@ class Pipeline:
     def forward(
         self, op: Op, state: StepState, microbatch: Microbatch, scale: Tensor | float
     ) -> Tensor | None:
-        """F: returns the loss of the last stage, None of the others."""
+        """Run an F; return the loss on the last stage, None on the others."""
         key = (op.stage, op.microbatch)
         x = microbatch.tokens
         if op.stage > 0:
@@ -177,26 +177,26 @@ class Pipeline:
             state.graph_outputs[key] = get_gradient_edge(y)
         if op.stage == self.schedule.n_stages - 1:
             return y.detach()
-        if op.stage + 1 in self.stages:  # on this rank too: the turn of a V, or a pipeline of one rank
+        if op.stage + 1 in self.stages:  # on this rank too: the bottom of a V, or a pipeline of one rank
             state.inputs[op.stage + 1, op.microbatch] = y.detach()
         else:
             state.to_send[key] = y.detach()
         return None
 
     def saving_activations(self) -> contextlib.AbstractContextManager[object]:
-        """A context for a forward, which keeps its activations in host memory if there is an `offload`."""
+        """Return a context for a forward, which offloads its activations if there is an `offload`."""
         if self.offload is None or not torch.is_grad_enabled():
             return contextlib.nullcontext()
         return self.offload.saving_to_host()
 
     def backward(self, op: Op, state: StepState) -> None:
-        """B, or I: without the weight gradients."""
+        """Run a B, or an I, which skips the weight gradients."""
         key = (op.stage, op.microbatch)
         is_split = op.kind == "I"
         zero = self.zero_schedulers[op.stage]
         store = self.weight_grad_stores[op.stage]
 
-        # the gradient of the output; the last stage's is its loss
+        # gradient of the output; the last stage starts from its loss
         output_grad = None
         if op.stage < self.schedule.n_stages - 1:
             output_grad = wait_arrival(state.output_grads.pop(key))
@@ -209,7 +209,7 @@ class Pipeline:
         if not is_split:
             zero.end_embedding_backward()
 
-        # the gradient of the input, for the stage before
+        # gradient of the input, for the previous stage
         if op.stage == 0:
             return
         input_grad = state.leaves.pop(key).grad
@@ -221,14 +221,14 @@ class Pipeline:
             state.to_send[key] = input_grad
 
     def compute_weight_grads(self, op: Op) -> None:
-        """W: what the I of the same microbatch has deferred."""
+        """Run a W: compute what the I of the same microbatch deferred."""
         zero = self.zero_schedulers[op.stage]
         zero.begin_weight_grads()
         self.weight_grad_stores[op.stage].compute(op.microbatch)
         zero.end_weight_grads()
 
     def start_transfer(self, op: Op, state: StepState, microbatch: Microbatch) -> None:
-        """Posts a transfer of hidden states or of their gradient."""
+        """Post a transfer of hidden states or of their gradient."""
         is_activation = op.kind in ("SF", "RF")
         group = self.mesh.pp if is_activation else self.mesh.pp_backward
         other_stage = op.stage + 1 if op.kind in ("SF", "RB") else op.stage - 1
@@ -250,9 +250,9 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """The loss summed over all tokens of these microbatches: a scalar, the same on every rank.
+        """Return the loss summed over all tokens of these microbatches: a scalar, the same on every rank.
 
-        Forwards alone, with the transfers and all-reduces of `run`.
+        Runs forwards only, with the transfers and all-reduces of `run`.
         """
         rank_of_stage = self.schedule.rank_of_stage
         order = evaluation_order(rank_of_stage, len(microbatches))
@@ -260,10 +260,10 @@ class Pipeline:
         return self.run(ops, microbatches, 1.0)
 
     def receive_hidden(self, x: Tensor, tokens: Tensor, stage: int) -> Tensor:
-        """The input of a stage in a pass through all stages, one after the other.
+        """Return the input of a stage in a pass through all stages, one after the other.
 
-        Every pipeline rank calls it; the hidden states are sent at most once. x: the output of the stage
-        before, on its rank. tokens [b, s]. Returns the input on the stage's rank; on others x.
+        Every pipeline rank calls it; the hidden states are sent at most once. x is the output of the previous
+        stage, on its rank; tokens is [b, s]. Ranks that do not own the stage get x back.
         """
         if stage == 0:
             return x
@@ -284,12 +284,12 @@ class Pipeline:
 
 
 def count_backwards(ops: list[Op], stage: int) -> int:
-    """Number of ops of a stage that end the backward of a microbatch."""
+    """Return the number of ops of a stage that complete the backward of a microbatch."""
     return sum(op.kind in ("B", "W") and op.stage == stage for op in ops)
 
 
 def next_compute_kinds(ops: list[Op]) -> list[str]:
-    """For each op, the kind of the next computation of the same stage; "" after its last."""
+    """Return for each op the kind of the same stage's next computation; "" after its last."""
     next_kind: dict[int, str] = {}  # by stage
     found: list[str] = []
     for op in reversed(ops):
@@ -300,7 +300,7 @@ def next_compute_kinds(ops: list[Op]) -> list[str]:
 
 
 def wait_arrival(arrival: Arrival) -> Tensor:
-    """The tensor; a received one once its transfer has ended."""
+    """Return the tensor, after its transfer if it was received."""
     if isinstance(arrival, Tensor):
         return arrival
     buffer, transfer = arrival

@@ -1,20 +1,20 @@
 """Pipeline schedules as data: pure functions from (ranks, microbatches, chunks) to lists of ops.
 
-A schedule is list[list[Op]]: for each pipeline rank the ops that it runs, in order. Nothing here touches a
-tensor or a process. The same lists are checked (check_schedule), given their transfers (add_transfers), run
-(executor.py), timed (plan/simulate.py) and drawn (plan/plot.py).
+A schedule is list[list[Op]]: for each pipeline rank, the ops that it runs, in order. Nothing here touches a
+tensor or a process. The same lists are validated (check_schedule), lowered to include transfers
+(add_transfers), run (executor.py), timed (plan/simulate.py) and drawn (plan/plot.py).
 
     F      forward                                   SF, RF   send, receive an activation
     B      backward                                  SB, RB   send, receive a gradient
-    I, W   a backward in two parts: gradients of     EF, EB   the end of a send, whose tensor is free then
+    I, W   a split backward: gradients of            EF, EB   the end of a send, whose tensor is free then
            the inputs, gradients of the weights
 
-A stage is a slice of the model; stages are numbered along its depth. A chunk is one of the stages of a rank,
+A stage is a slice of the model; stages are numbered along its depth. A chunk is one of a rank's stages,
 numbered from 0. rank_of_stage[stage] is the rank of a stage.
 
-A function writes the program of a rank in words, a letter and a chunk: "F0 B1" is the next forward of chunk
-0, then the next backward of chunk 1. "W" alone is the oldest weight gradient that an I has left. What a rank
-runs depends on how many ranks are above it (nearer the data) and below it.
+A function writes the program of a rank in words, each a letter and a chunk: "F0 B1" is the next forward of
+chunk 0, then the next backward of chunk 1. "W" alone is the oldest weight gradient that an I deferred. A
+rank's program depends on how many ranks are above it (nearer the data) and below it.
 """
 import difflib
 from collections import Counter, defaultdict, deque
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 
-# The other end of a transfer: its kind, and how many stages away.
+# The peer of a transfer: its kind, and its distance in stages.
 MATCHING_TRANSFER = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}
 END_OF_SEND = {"SF": "EF", "SB": "EB"}
 
@@ -38,17 +38,17 @@ class Op(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        """2F0, as torch.distributed.pipelining prints it."""
+        """Format as 2F0, like torch.distributed.pipelining."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Order = list[list[Op]]  # of each rank
+Order = list[list[Op]]  # for each rank
 StagePlacement = tuple[int, ...]  # stage -> rank
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The ops of all ranks for a step of so many microbatches."""
+    """The ops of all ranks for a step of `microbatches`."""
     kind: str  # a key of SCHEDULES
     order: Order  # the ops of each rank
     rank_of_stage: StagePlacement  # rank_of_stage[stage]: the rank that owns it
@@ -60,17 +60,17 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Stages of a rank."""
+        """Return the number of stages per rank."""
         return len(self.rank_of_stage) // len(self.order)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backward is in two: an I, and a W for the weight gradients."""
+        """Whether some backward is split into an I, and a W for the weight gradients."""
         return any(op.kind == "W" for op in self.order[0])
 
     @cached_property
     def with_transfers(self) -> Order:
-        """The ops of each rank with their transfers."""
+        """Return the ops of each rank including transfers."""
         return add_transfers(self.order, self.rank_of_stage)
 
 
@@ -78,25 +78,25 @@ class Schedule:
 
 
 def loop_placement(ranks: int, chunks: int = 1) -> StagePlacement:
-    """Stages follow the ranks, again and again: 0 1 2 3 0 1 2 3."""
+    """Assign stages to ranks round-robin: 0 1 2 3 0 1 2 3."""
     return tuple(range(ranks)) * chunks
 
 
 def v_placement(ranks: int, chunks: int = 2) -> StagePlacement:
-    """Stages go down the ranks and back up: 0 1 2 3 3 2 1 0.
+    """Assign stages down the ranks and back up: 0 1 2 3 3 2 1 0.
 
-    The first rank has the first stage and the loss.
+    The first rank holds both the first stage and the loss.
     """
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def ops_of_words(words: str, stages: Sequence[int], microbatches: int) -> list[Op]:
-    """The words of a rank as ops. stages[chunk]: the rank's stages.
+    """Parse the program of a rank into ops. stages[chunk] are the rank's stages.
 
-    Words for more microbatches than there are give no op.
+    Words for more microbatches than there are yield no op.
     """
     next_microbatch: Counter[tuple[int, bool]] = Counter()  # by (chunk, is forward)
-    without_weight_grads: deque[Op] = deque()  # each I whose W is still to come
+    without_weight_grads: deque[Op] = deque()  # each I whose W is pending
     ops: list[Op] = []
     for word in words.split():
         kind = word[0]
@@ -116,9 +116,9 @@ def ops_of_words(words: str, stages: Sequence[int], microbatches: int) -> list[O
 def orders_of_words(
     words: Callable[[int, int], str], rank_of_stage: StagePlacement, microbatches: int
 ) -> Order:
-    """The ops of all ranks.
+    """Return the ops of all ranks.
 
-    words(above, below): the program of a rank with so many ranks above and below it.
+    words(above, below) is the program of a rank with `above` ranks above it and `below` ranks below.
     """
     ranks = max(rank_of_stage) + 1
     order: Order = []
@@ -158,7 +158,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Order:
 
     The bubble is divided by `chunks`, and the transfers are multiplied by it. Microbatches go in groups of
     `ranks` through chunk 0, then the same group through chunk 1, and so on.
-    Raises ValueError if their number is not a multiple of the ranks.
+    Raises ValueError if the number of microbatches is not a multiple of the ranks.
     """
     if chunks == 1:
         return one_f_one_b(ranks, microbatches)
@@ -185,9 +185,9 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Order:
 
 
 def zero_bubble_h1(ranks: int, microbatches: int) -> Order:
-    """ZB-H1 (arXiv 2401.10241, section 2.2): 1F1B with each backward in two parts.
+    """ZB-H1 (arXiv 2401.10241, section 2.2): 1F1B with each backward split in two.
 
-    The rank above waits for I; no rank waits for W. On rank r a W comes r microbatches after its I, so that
+    The rank above waits for I; no rank waits for W. On rank r, a W runs r microbatches after its I, so that
     every rank holds at most `ranks` microbatches: the peak of 1F1B's first rank.
     """
     n = max(microbatches, ranks)
@@ -202,9 +202,9 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Order:
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> Order:
-    """ZB-V (arXiv 2401.10241, section 6; 2405.15362): two chunks a rank, down the ranks and back up.
+    """ZB-V (arXiv 2401.10241, section 6; 2405.15362): two chunks per rank, down the ranks and back up.
 
-    Where F, I and W take equally long and there are at least 2 * ranks - 1 microbatches, no rank is idle
+    If F, I and W take equally long and there are at least 2 * ranks - 1 microbatches, no rank is idle
     between its first op and its last. Each holds at most 2 * ranks chunks, as much as 1F1B's first rank.
     """
     n = max(microbatches, 2 * ranks - 1)
@@ -219,11 +219,11 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Order:
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Order:
-    """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, one half of it: github.com/deepseek-ai/DualPipe).
+    """DualPipe-V (DeepSeek-V3, arXiv 2412.19437; one half of it, github.com/deepseek-ai/DualPipe).
 
-    Most backwards follow a forward of the other chunk (F0 B1), so that the transfers of one are hidden by the
-    computation of the other. A backward is in two parts where another rank waits for it: in the fill, and in
-    the second half of the drain. Each rank holds at most 2 * ranks + 1 chunks.
+    Most backwards follow a forward of the other chunk (F0 B1), so that the computation of one hides the
+    transfers of the other. A backward is split where another rank waits for it: in the fill, and in the
+    second half of the drain. Each rank holds at most 2 * ranks + 1 chunks.
     """
     n = max(microbatches, 2 * ranks)
 
@@ -232,7 +232,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Order:
         fill = "F0 " * 2 * below + "F0 F1 " * turns + "I1 W F1 " * below
 
         steady = "F0 B1 F1 B0 " * (n - 2 * ranks + 1 + above)
-        if not below:  # the turn of the V: all other ranks wait for its first gradient
+        if not below:  # the bottom of the V: all other ranks wait for its first gradient
             steady = steady.replace("B1", "I1 W", 1)
 
         backwards = [f"{'B' if i < turns else 'I'}{1 - i % 2}" for i in range(2 * turns)]
@@ -243,10 +243,10 @@ def dualpipe_v(ranks: int, microbatches: int) -> Order:
 
 
 class ScheduleKind(NamedTuple):
-    """How a kind of schedule is made."""
-    make: Callable[..., Order]  # of (ranks, microbatches), and of chunks if their number is free
+    """How to build a kind of schedule."""
+    make: Callable[..., Order]  # of (ranks, microbatches), and of chunks if their number is configurable
     placement: Callable[[int, int], StagePlacement]  # of (ranks, chunks)
-    chunks: int | None  # stages of a rank; None: the user chooses
+    chunks: int | None  # stages per rank; None if configurable
 
 
 SCHEDULES = {
@@ -260,9 +260,10 @@ SCHEDULES = {
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule `name`, a key of SCHEDULES. chunks: stages of a rank; None: the kind's own, interleaved 2.
+    """Build the schedule `name`, a key of SCHEDULES, with `chunks` stages per rank.
 
-    Raises ValueError, one line with the legal values.
+    chunks defaults to the fixed number of the kind, and to 2 for interleaved. Raises ValueError,
+    one line with the legal values.
     """
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, 1, 0.4) or [" or ".join(SCHEDULES)]
@@ -291,9 +292,9 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
 
 
 def dependencies(op: Op, n_stages: int) -> list[Op]:
-    """The ops that must have ended, on any rank, before a computation may start.
+    """Return the ops that must have finished, on any rank, before a computation may start.
 
-    Where it names a B, an I is enough.
+    Where it names a B, an I suffices.
     """
     stage = op.stage
     microbatch = op.microbatch
@@ -308,13 +309,13 @@ def dependencies(op: Op, n_stages: int) -> list[Op]:
 
 
 def simulate_order(steps: list[list[tuple[Op, ...]]], n_stages: int) -> Iterator[tuple[int, tuple[Op, ...]]]:
-    """Yields (rank, step) in an order that a run could have: the ranks take turns, one step each.
+    """Yield (rank, step) in an order that a run could have: the ranks alternate, one step each.
 
-    steps: of each rank; a step is the ops that start together, most often one. Raises ValueError, which names
-    the op of each rank, if all ranks wait.
+    steps are by rank; a step is the ops that start together, most often one. Raises ValueError naming the op
+    of each rank if all ranks wait.
     """
     done: set[Op] = set()
-    position = [0] * len(steps)  # of each rank: its next step
+    position = [0] * len(steps)  # next step of each rank
     while True:
         unfinished = [rank for rank, index in enumerate(position) if index < len(steps[rank])]
         if not unfinished:
@@ -338,7 +339,7 @@ def simulate_order(steps: list[list[tuple[Op, ...]]], n_stages: int) -> Iterator
 
 
 def missing_dependencies(step: tuple[Op, ...], n_stages: int, done: set[Op]) -> list[tuple[Op, Op]]:
-    """[(op of the step, an op that it needs and that has not ended)]."""
+    """Return [(op of the step, an op that it depends on and that has not finished)]."""
     missing: list[tuple[Op, Op]] = []
     for op in step:
         missing += [(op, needed) for needed in dependencies(op, n_stages) if needed not in done]
@@ -346,20 +347,20 @@ def missing_dependencies(step: tuple[Op, ...], n_stages: int, done: set[Op]) -> 
 
 
 def single_op_steps(order: Order) -> list[list[tuple[Op, ...]]]:
-    """Each op as a step of its own."""
+    """Make each op a separate step."""
     return [[(op,) for op in ops] for ops in order]
 
 
 def check_schedule(
     order: Order, n_stages: int, microbatches: int, rank_of_stage: StagePlacement | None = None
 ) -> None:
-    """Raises ValueError unless every stage runs every microbatch once, on its rank, and without deadlock.
+    """Raise ValueError unless every stage runs every microbatch once, on its rank, and without deadlock.
 
-    rank_of_stage: None for one stage a rank.
+    rank_of_stage defaults to one stage per rank.
     """
     rank_of_stage = loop_placement(n_stages) if rank_of_stage is None else rank_of_stage
 
-    # every op is one that exists, on the right rank
+    # every op is valid and on the right rank
     kinds_run: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # by (stage, microbatch)
     for rank, ops in enumerate(order):
         for op in ops:
@@ -392,20 +393,20 @@ def check_schedule(
 
 
 def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
-    """The ops with their transfers: a send right after its op, the receive in the other rank's list.
+    """Add transfers to the ops: a send right after its op, the receive in the peer's list.
 
-    Both ends are placed at the moment of the send, in an order that a run could have. So any two ranks have
+    Both ends are placed at the time of the send, in an order that a run could have. So any two ranks have
     their common transfers in the same order, and no legal schedule deadlocks. (A receive right before its use
-    would be simpler, and deadlocks every interleaved schedule on a transport without buffers.)
-    Two stages in a row on one rank, at the turn of a V, need no transfer. Raises ValueError for an order that
-    cannot finish.
+    would be simpler, but deadlocks every interleaved schedule on an unbuffered transport.)
+    Consecutive stages on one rank, at the bottom of a V, need no transfer. Raises ValueError for an
+    order that cannot finish.
 
-    A send has its end where it can be awaited for nothing: before the first op whose input comes from the
-    receiver and was computed after the receiver had used what was sent. The last sends of a list have none.
+    The end of a send is placed where waiting for it costs nothing: before the first op whose input comes from
+    the receiver and was computed after the receiver had used the sent tensor. The last sends have no end op.
     """
     lowered: Order = [[] for _ in order]
     used: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)  # {(sender, receiver): sends}
-    ended_before: dict[Op, list[Op]] = {}  # {send: sends of its receiver that had ended by then}
+    ended_before: dict[Op, list[Op]] = {}  # {send: sends that its receiver had finished with by then}
     for rank, (op,) in simulate_order(single_op_steps(order), len(rank_of_stage)):
         if op.kind == "W":
             lowered[rank].append(op)
@@ -434,15 +435,15 @@ def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
 
 
 def evaluation_order(rank_of_stage: StagePlacement, microbatches: int) -> Order:
-    """The forwards of an evaluation, for each rank.
+    """Return the forwards of an evaluation, for each rank.
 
-    In each slot of time a rank runs the last of its stages whose next microbatch has come: all ranks are busy
-    soon, and few hidden states wait. In the order of microbatches a rank with several stages would wait for
-    each microbatch to come round.
+    In each time slot, a rank runs the deepest of its stages whose next microbatch is ready: all ranks are
+    busy soon, and few hidden states wait. In microbatch order, a rank with several stages would wait for each
+    microbatch to come round.
     """
     n_stages = len(rank_of_stage)
     order: Order = [[] for _ in range(max(rank_of_stage) + 1)]
-    n_done = [0] * n_stages  # microbatches, of each stage
+    n_done = [0] * n_stages  # microbatches done, by stage
     while n_done[-1] < microbatches:
         n_ready = [microbatches, *n_done[:-1]]  # at the start of this slot
         busy: set[int] = set()
@@ -456,16 +457,15 @@ def evaluation_order(rank_of_stage: StagePlacement, microbatches: int) -> Order:
 
 
 def matching_transfer(op: Op) -> Op:
-    """The other end of a transfer."""
+    """Return the other end of a transfer."""
     kind, distance = MATCHING_TRANSFER[op.kind]
     return Op(kind, op.stage + distance, op.microbatch)
 
 
 def check_transfers_match(lowered: Order) -> bool:
-    """True if the lists finish on the strictest transport.
+    """Return True if the lists finish on the strictest transport.
 
-    There, nothing is buffered, and a rank that has come to a transfer stays until the other end has come to
-    it.
+    It buffers nothing: a rank that has reached a transfer blocks until the peer reaches it too.
     """
     queues = [deque(op for op in ops if op.kind in MATCHING_TRANSFER) for ops in lowered]
     while any(queues):
@@ -479,7 +479,7 @@ def check_transfers_match(lowered: Order) -> bool:
 
 
 def max_in_flight(ops: list[Op]) -> int:
-    """The most activations, in chunks, that a rank holds at once. An F makes one; a B or W frees it."""
+    """Return the peak number of activations, in chunks, that a rank holds. F adds one; B or W frees it."""
     held = 0
     peak = 0
     for op in ops:

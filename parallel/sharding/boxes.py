@@ -1,4 +1,4 @@
-"""Box: which rectangle of which global tensor a rank holds. Saving and resharding are arithmetic on boxes.
+"""Box: the rectangle of a global tensor that a rank holds. Saving and resharding are arithmetic on boxes.
 
 Keys are global names and shapes are global shapes, so a stored box means the same under every parallel
 layout. Resharding from any layout to any other is `plan_read`. No torch, no communication.
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-Slices = tuple[slice, ...]  # one a dim
-ReadPlan = list[tuple[int, Slices, Slices]]  # (index of a stored piece, its slices, those of what is filled)
+Slices = tuple[slice, ...]  # one for each dim
+ReadPlan = list[tuple[int, Slices, Slices]]  # (index of a stored piece, its slices, slices of the target)
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of a global tensor; start and size in elements, one number a dim."""
+    """A rectangle of a global tensor; start and size are in elements, one number for each dim."""
     key: str  # global name, the same under every layout
     shape: tuple[int, ...]  # of the whole tensor
     start: tuple[int, ...]
@@ -22,7 +22,7 @@ class Box:
 
     @staticmethod
     def whole(key: str, shape: Sequence[int]) -> "Box":
-        """The box that is all of a tensor."""
+        """Return the box that covers a whole tensor."""
         return Box(key, tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
@@ -31,12 +31,12 @@ class Box:
         return prod(self.size)
 
     def rows(self, first: int, end: int) -> "Box":
-        """Its own rows first .. end - 1, with all that it covers of the other dims."""
+        """Return its own rows first .. end - 1, with its full extent in the other dims."""
         start = (self.start[0] + first, *self.start[1:])
         return Box(self.key, self.shape, start, (end - first, *self.size[1:]))
 
     def intersection(self, other: "Box") -> "Box | None":
-        """The box that both cover; None if they are disjoint or one is empty. Both must be of one tensor."""
+        """Return the overlap of two boxes of one tensor; None if they are disjoint or one is empty."""
         starts: list[int] = []
         sizes: list[int] = []
         for own, others in zip(self.ranges(), other.ranges()):
@@ -49,23 +49,23 @@ class Box:
         return Box(self.key, self.shape, tuple(starts), tuple(sizes))
 
     def ranges(self) -> list[range]:
-        """The indices that the box covers along each dim."""
+        """Return the indices that the box covers along each dim."""
         return [range(start, start + size) for start, size in zip(self.start, self.size)]
 
     def slices_in(self, other: "Box") -> Slices:
-        """The slices of `other`'s local tensor that this box covers. It must lie inside `other`."""
+        """Return the slices of `other`'s local tensor that this box, which lies inside `other`, covers."""
         slices: list[slice] = []
         for own, others in zip(self.ranges(), other.ranges()):
             slices.append(slice(own.start - others.start, own.stop - others.start))
         return tuple(slices)
 
     def difference(self, other: "Box") -> list["Box"]:
-        """Disjoint boxes, at most 2 * ndim, that this box covers and `other` does not."""
+        """Return disjoint boxes, at most 2 * ndim, that this box covers and `other` does not."""
         common = self.intersection(other)
         if common is None:
             return [self]
 
-        # dim by dim: what lies before and after the common part, then the same for the slab between
+        # for each dim, split off the parts before and after the overlap, then continue with the slab between
         rest: list[Box] = []
         start = list(self.start)
         size = list(self.size)
@@ -88,26 +88,26 @@ class Box:
 
 
 def uncovered_boxes(want: Box, have: Sequence[Box]) -> list[Box]:
-    """The parts of `want` that no box of `have` covers. All boxes must be of one tensor."""
+    """Return the parts of `want` that no box of `have` covers. All boxes must be of one tensor."""
     rest = [want] if want.volume else []
-    # in sorted order the uncovered rest stays a few boxes, so that the time is linear in `have`
+    # in sorted order the uncovered rest stays a few boxes, so the time is linear in `have`
     for piece in sorted(have, key=lambda box: box.start):
         rest = [part for box in rest for part in box.difference(piece)]
     return rest
 
 
 def to_rows(boxes: Iterable[Box]) -> list[tuple[Any, ...]]:
-    """Plain data, for another rank."""
+    """Convert boxes to plain data for another rank."""
     return [(box.key, box.shape, box.start, box.size) for box in boxes]
 
 
 def from_rows(rows: Iterable[Sequence[Any]]) -> list[Box]:
-    """The boxes of which to_rows has made these; JSON may have put lists in the place of tuples."""
+    """Invert to_rows; JSON may have replaced tuples by lists."""
     return [Box(key, tuple(shape), tuple(start), tuple(size)) for key, shape, start, size in rows]
 
 
 def check_tiling(boxes: Sequence[Box]) -> None:
-    """Raises ValueError unless `boxes` cover each of their tensors exactly once.
+    """Raise ValueError unless `boxes` cover each of their tensors exactly once.
 
     The error names the key and a region.
     """
@@ -130,7 +130,7 @@ def check_tiling(boxes: Sequence[Box]) -> None:
 
 
 def check_inside(piece: Box, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the piece is of a tensor of this shape and lies inside it."""
+    """Raise ValueError unless the piece is of a tensor of this shape and lies inside it."""
     if piece.shape != shape:
         raise ValueError(f"{piece.key}: pieces disagree on the global shape: {shape} and {piece.shape}")
     if not len(piece.start) == len(piece.size) == len(shape):
@@ -141,11 +141,11 @@ def check_inside(piece: Box, shape: tuple[int, ...]) -> None:
 
 
 def plan_read(want: Box, have: Sequence[Box]) -> ReadPlan:
-    """[(index of a stored piece, slices of that piece, slices of `want`)]: how to fill `want`.
+    """Plan how to fill `want`: [(index of a stored piece, slices of that piece, slices of `want`)].
 
     Raises ValueError if the stored pieces leave a part of `want` uncovered, or have another global shape.
     """
-    overlaps: list[tuple[int, Box, Box]] = []  # (index, piece, what `want` has in common with it)
+    overlaps: list[tuple[int, Box, Box]] = []  # (index, piece, its overlap with `want`)
     for index, piece in enumerate(have):
         if piece.key != want.key:
             continue

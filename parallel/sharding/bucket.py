@@ -1,14 +1,14 @@
 """Bucket: parameters that are reduced, gathered and updated together. ZeRO (arXiv 1910.02054) as one table:
 
-    zero   optimizer state   gradients   weights    sent a step (full gradients g, compute weights w)
+    zero   optimizer state   gradients   weights    sent per step (full gradients g, compute weights w)
     0      full              full        full       all-reduce g
     1      sharded           full        full       reduce-scatter g, all-gather w: never more than 0
-    2      sharded           sharded     full       as 1, the reduce-scatter once a microbatch
-    3      sharded           sharded     sharded    as 2, the all-gather twice a microbatch: 1.5 of 0
+    2      sharded           sharded     full       as 1, but the reduce-scatter in every microbatch
+    3      sharded           sharded     sharded    as 2, and two all-gathers per microbatch: 1.5 x that of 0
 
-Every parameter is a view of a flat tensor of its bucket. "Sharded" is over mesh.fsdp (dp_shard x cp);
-mesh.dp_replicate replicates the shards (HSDP): once a step their gradients are summed over it too. Experts
-are shared by other ranks than the rest, so they have buckets of their own. Optimizer, clipping and
+Every parameter is a view of its bucket's flat tensor. "Sharded" is over mesh.fsdp (dp_shard x cp);
+mesh.dp_replicate replicates the shards (HSDP): once a step their gradients are all-reduced over it too.
+Experts are sharded over different ranks than the rest, so they have separate buckets. Optimizer, clipping and
 checkpoints see only the elements that this rank owns (views.py).
 """
 import torch
@@ -28,10 +28,10 @@ from parallel.wire.comm import Group
 class Bucket:
     """Parameters with the same groups, in one flat tensor.
 
-    size: elements, with padding. This rank owns elements shard_start .. shard_end - 1: all of them without
-    ZeRO.
-    num_users: parts of the model that use the bucket: a tied table has two.
-    num_finished_users: those that have ended their last backward of the step.
+    size is in elements, including padding. This rank owns elements shard_start .. shard_end - 1: all of them
+    without ZeRO.
+    num_users counts the parts of the model that use the bucket: a tied table has two.
+    num_finished_users counts those that have finished their last backward of the step.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Bucket:
         self.num_users = 0
         self.num_finished_users = 0
 
-        # the place of each parameter, and what this rank owns
+        # layout of the parameters, and this rank's shard
         layout = bucket_layout(
             [param.spec.numel for param in params],
             zero=sharding.zero,
@@ -74,7 +74,7 @@ class Bucket:
 
         # weights and gradients
         initial = torch.zeros(self.size, dtype=accumulation_dtype(dtype), device=device)
-        # under ZeRO-3 the elements of other ranks are freed at once: those are not drawn
+        # under ZeRO-3 other ranks' elements are freed right away: skip drawing them
         kept = range(self.shard_start, self.shard_end) if self.zero == 3 else range(self.size)
         for slot in self.slots:
             needed = range(kept.start - slot.offset, kept.stop - slot.offset)
@@ -104,17 +104,17 @@ class Bucket:
 
 
 def sharding_groups(mesh: Mesh, is_expert: bool) -> ShardingGroups:
-    """The groups of the experts' parameters, or of the others."""
+    """Return the groups for expert parameters, or for all others."""
     if is_expert:
         return ShardingGroups(mesh.expert_fsdp, mesh.dp_replicate, mesh.expert_dp)
     return ShardingGroups(mesh.fsdp, mesh.dp_replicate, mesh.dp_cp)
 
 
 def is_counted_in_norm(param: ShardedParameter, mesh: Mesh) -> bool:
-    """Whether this rank is the one that counts the parameter in the gradient norm.
+    """Whether this rank counts the parameter in the gradient norm.
 
     A parameter that every tp rank holds is counted by the first of them; a table at both ends of the
-    pipeline, by its first rank. The part of an expert that a rank holds is held by no other.
+    pipeline, by its first rank. An expert's shard is held by one rank only.
     """
     if param.spec.is_expert:
         return True
@@ -126,11 +126,11 @@ def is_counted_in_norm(param: ShardedParameter, mesh: Mesh) -> bool:
 def split_into_buckets(
     params: list[ShardedParameter], sharding: ShardingConfig
 ) -> list[list[ShardedParameter]]:
-    """The parameters of one part of the model, divided into those of each bucket.
+    """Split the parameters of one part of the model into buckets.
 
-    Experts have buckets of their own, and with separate_hidden hidden matrices too. Within a bucket,
-    parameters that are treated alike (weight decay, learning rate, counted in the norm) lie side by side. The
-    order is the same on all tp ranks, so what is partial over tp lies at the same elements in each.
+    Experts have separate buckets, and so do hidden matrices with separate_hidden. Within a bucket, parameters
+    with equal treatment (weight decay, learning rate, counted in the norm) are adjacent. The order is the
+    same on all tp ranks, so elements that are partial over tp have the same positions on each.
     """
     kinds: dict[tuple[bool, bool], list[ShardedParameter]] = {}
     for is_expert in (False, True):
@@ -150,16 +150,16 @@ def split_into_buckets(
 
 
 def treatment(param: ShardedParameter) -> tuple[bool, float, bool]:
-    """How a parameter is updated and counted: equal for those that can share a range (views.py)."""
+    """Return a key that is equal for parameters that can share an update range (views.py)."""
     spec = param.spec
     return (not spec.has_decay, spec.lr_factor, spec.is_replicated_over_tp)
 
 
 def finish_grad_reductions(buckets: list[Bucket], mesh: Mesh) -> None:
-    """Waits until the gradients of the step, whose sums the backward started, are summed over all ranks.
+    """Wait until the step's gradients, whose reductions the backward started, are summed over all ranks.
 
-    After the data-parallel sums, what is partial over tp is summed in one all-reduce, then a tied table over
-    the ends of the pipeline in another.
+    After the data-parallel sums, gradients that are partial over tp are summed in one all-reduce, then a tied
+    table over the ends of the pipeline in another.
     """
     for bucket in buckets:  # sums over replicas start before the first is waited for
         bucket.grads.continue_reduce()
@@ -176,7 +176,7 @@ def finish_grad_reductions(buckets: list[Bucket], mesh: Mesh) -> None:
 
 
 def sum_parts(parts: list[Tensor], group: Group) -> None:
-    """Sums flat tensors over the group, in place: one all-reduce of all of them; none if there are none."""
+    """Sum flat tensors over the group, in place: one all-reduce for all of them; none for an empty list."""
     if not parts:
         return
     total = comm.all_reduce_sum(torch.cat(parts), group)
@@ -186,10 +186,10 @@ def sum_parts(parts: list[Tensor], group: Group) -> None:
 
 
 def start_param_gathers(buckets: list[Bucket], is_good: Tensor) -> None:
-    """Starts to send updated weights to the ranks that share them; the next step waits for them.
+    """Start broadcasting updated weights to the ranks that share them; the next step waits for them.
 
-    ZeRO-1 and 2: one all-gather of each bucket; else none. is_good: a bool scalar; False: the step was
-    skipped.
+    ZeRO-1 and 2 all-gather each bucket; otherwise nothing is sent. is_good is a bool scalar, False if the
+    step was skipped.
     """
     for bucket in buckets:
         bucket.grads.resolve_error_feedback(is_good)
@@ -197,6 +197,6 @@ def start_param_gathers(buckets: list[Bucket], is_good: Tensor) -> None:
 
 
 def wait_param_gathers(buckets: list[Bucket]) -> None:
-    """Waits for what start_param_gathers sends: before weights are read outside of a forward."""
+    """Wait for the transfers of start_param_gathers, before weights are read outside of a forward."""
     for bucket in buckets:
         bucket.weights.wait_gather()

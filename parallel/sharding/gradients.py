@@ -1,10 +1,10 @@
-"""BucketGrads: the gradients of a bucket, and their sum over the ranks that saw other tokens.
+"""BucketGrads: the gradients of a bucket, and their reduction over ranks that saw different tokens.
 
-A sum is started where its input is ready and awaited where its result is needed: start_reduce() ..
-continue_reduce() .. finish_reduce(). zero.py says when.
+A reduction starts when its input is ready and is waited for when its result is needed: start_reduce() ..
+continue_reduce() .. finish_reduce(). zero.py decides when.
 
-Gradients are not zeroed before a step: the first one of each parameter overwrites those of the step before
-(kernels/grad.py). What none has written is zeroed before it is read or summed: zero_unwritten().
+Gradients are not zeroed before a step: each parameter's first gradient overwrites that of the previous step
+(kernels/grad.py). Unwritten gradients are zeroed before they are read or reduced: zero_unwritten().
 """
 from collections.abc import Callable
 
@@ -23,9 +23,10 @@ from parallel.wire.comm import PendingExchange
 class BucketGrads:
     """The gradients of one bucket.
 
-    full [size], fp32 or fp64: those of this rank's tokens; None while ZeRO-2 or 3 keeps only its shard.
+    full [size], in fp32 or fp64, holds the gradients of this rank's tokens; None while ZeRO-2 or 3 keeps only
+    its shard.
 
-    local [shard size]: this rank's shard of the sum. Without ZeRO-2 or 3 it is a view of `full`.
+    local [shard size] is this rank's shard of the sum. Without ZeRO-2 or 3 it is a view of `full`.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class BucketGrads:
         self.zero = sharding.zero
         self.full: Tensor | None = None
         self.padding = padding_of(slots, layout.size)
-        self.first_microbatch_squares: Tensor | None = None  # by record_first_microbatch
+        self.first_microbatch_squares: Tensor | None = None  # set by record_first_microbatch
         self.local_is_written = False  # whether `local` holds gradients of this step (ZeRO-2 and 3)
         self.powersgd: PowerSGD | None = None
-        # called before each sum, with the gradients of this rank alone [size]
+        # called before each reduction, with this rank's own gradients [size]
         self.before_sum: list[Callable[[Tensor], object]] = []
 
-        # exchanges under way: a reduce-scatter of a microbatch, or of the step; and a sum of the step
+        # exchanges in flight: a reduce-scatter of a microbatch or of the step, and an all-reduce of the step
         self.pending_scatter: PendingExchange | compress.CompressedReduceScatter | None = None
-        self.pending_scatter_is_last = False  # the scatter under way is the step's last
+        self.pending_scatter_is_last = False  # the scatter in flight is the step's last
         self.pending_sum: PendingExchange | compress.CompressedAllReduce | PowerSGD | None = None
 
         grad_dtype = accumulation_dtype(dtype)
@@ -77,9 +78,9 @@ class BucketGrads:
             )
 
     def allocate(self, full: Tensor | None = None) -> None:
-        """Makes the full gradients, unwritten, with a view for the main_grad of every parameter; once.
+        """Allocate the full gradients, unwritten, as views in every parameter's main_grad, unless allocated.
 
-        Under ZeRO-2 and 3 they exist from the first backward that uses the bucket to its reduction.
+        Under ZeRO-2 and 3 they live from the first backward that uses the bucket to its reduction.
         """
         if self.full is not None:
             return
@@ -89,16 +90,16 @@ class BucketGrads:
             slot.param.grad_is_written = False
 
     def start_step(self) -> None:
-        """To be called before a step: what the gradients hold is of the step before."""
+        """Mark all gradients as stale before a step."""
         self.first_microbatch_squares = None
         self.local_is_written = False
         for slot in self.slots:
             slot.param.grad_is_written = False
 
     def zero_unwritten(self, full: Tensor) -> None:
-        """Zeroes the gradients that no kernel has written since start_step or allocate, and the padding.
+        """Zero the padding, and the gradients that no kernel has written since start_step or allocate.
 
-        Padding too: under ZeRO-2 and 3 it is fresh memory, and a sum in 8 bits may leave a NaN there.
+        Under ZeRO-2 and 3 padding is fresh memory, and an 8-bit reduction may leave NaN there.
         """
         for slot in self.slots:
             if not slot.param.grad_is_written:
@@ -108,16 +109,16 @@ class BucketGrads:
             full[part].zero_()
 
     def record_first_microbatch(self) -> None:
-        """Measures the first microbatch of a step for the noise scale, before its gradients are summed."""
+        """Measure a step's first microbatch for the noise scale, before its gradients are reduced."""
         is_first = self.first_microbatch_squares is None
         if self.sharding.track_noise_scale and is_first and self.full is not None:
             self.zero_unwritten(self.full)
             self.first_microbatch_squares = self.squared_norm_of_hidden(self.full, 0, self.layout.size)
 
     def squared_norm_of_hidden(self, flat: Tensor, start: int, end: int) -> Tensor:
-        """The sum of squares over hidden matrices that this rank counts in the norm; experts are left out.
+        """Return the sum of squares over the non-expert hidden matrices that this rank counts in the norm.
 
-        flat [end - start]: elements start .. end - 1 of the bucket. Returns a scalar.
+        flat [end - start] holds elements start .. end - 1 of the bucket. The result is a scalar.
         """
         norms: list[Tensor] = []
         for slot in self.slots:
@@ -130,12 +131,12 @@ class BucketGrads:
                 norms.append(torch.linalg.vector_norm(flat[first - start:last - start]))
         return torch.stack(norms).square().sum() if norms else flat.new_zeros(())
 
-    # ---- the sum over ranks --------------------------------------------------------------------------------
+    # ---- reduction over ranks ------------------------------------------------------------------------------
 
     def start_reduce(self, is_last: bool) -> None:
-        """Starts the sum of the full gradients over the ranks. The one before must have ended.
+        """Start reducing the full gradients over the ranks. The previous reduction must have finished.
 
-        ZeRO-0: an all-reduce of the bucket; else a reduce-scatter of it, after which ZeRO-2 and 3 free the
+        ZeRO-0 all-reduces the bucket; otherwise it is reduce-scattered, after which ZeRO-2 and 3 free the
         full gradients. is_last: no more gradients of this step follow.
         """
         if self.full is None:
@@ -152,7 +153,7 @@ class BucketGrads:
 
         algorithm = self.sharding.reduce_algorithm
         block = self.sharding.alignment
-        # ZeRO-1 gets its shard in place: nothing is added to what a step holds until the last wait
+        # ZeRO-1 gets its shard in place: nothing is added to a step's memory until the last wait
         out = self.local if self.zero == 1 else None
         self.pending_scatter = start_scatter_sum(self.full, self.groups.shard, algorithm, block, out)
         self.pending_scatter_is_last = is_last
@@ -163,7 +164,7 @@ class BucketGrads:
 
     def start_all_reduce(self, flat: Tensor,
                          over_replicas: bool) -> PendingExchange | compress.CompressedAllReduce:
-        """Starts the sum of `flat`, in place, over the replicas of a shard or all ranks of the bucket."""
+        """Start all-reducing `flat` in place over a shard's replicas, or over all ranks of the bucket."""
         group = self.groups.replica if over_replicas else self.groups.reduce
         return start_sum(
             flat,
@@ -174,10 +175,10 @@ class BucketGrads:
         )
 
     def continue_reduce(self) -> None:
-        """Does what follows the exchange under way, once it has had the time of a part's backward.
+        """Continue the exchange in flight, after the backward of another part has overlapped with it.
 
-        An all-reduce of two phases starts its second. A reduce-scatter is awaited if its result is decoded,
-        added to others, or sent on to replicas. That of ZeRO-1 alone is in place: finish_reduce waits for it.
+        A two-phase all-reduce starts its second phase. A reduce-scatter is waited for if its result is
+        decoded, accumulated, or sent to replicas. ZeRO-1's alone is in place, and finish_reduce waits for it.
         """
         if self.pending_sum is not None:
             self.pending_sum.start_next_phase()
@@ -186,9 +187,9 @@ class BucketGrads:
             self.wait_reduce_scatter()
 
     def wait_reduce_scatter(self) -> None:
-        """Waits for the reduce-scatter under way, if there is one; its result goes to `local`.
+        """Wait for the reduce-scatter in flight, if any, and write its result to `local`.
 
-        After the step's last one it starts the sum over the replicas, an all-reduce of the shard.
+        After the step's last one, start the all-reduce of the shard over the replicas.
         """
         if self.pending_scatter is None:
             return
@@ -203,23 +204,22 @@ class BucketGrads:
             self.pending_sum = self.start_all_reduce(self.local, over_replicas=True)
 
     def finish_reduce(self) -> None:
-        """Waits until `local` is the sum over all ranks of the bucket."""
+        """Wait until `local` is the sum over all ranks of the bucket."""
         self.wait_reduce_scatter()
         if self.pending_sum is not None:
             self.pending_sum.wait()
             self.pending_sum = None
 
     def resolve_error_feedback(self, is_good: Tensor) -> None:
-        """After the step: PowerSGD keeps the error of its compression; drops it if the step was skipped."""
+        """After the step, keep PowerSGD's compression error, or drop it if the step was skipped."""
         if self.powersgd is not None:
             self.powersgd.resolve_error_feedback(is_good)
 
     def partial_over(self, group_name: str) -> list[Tensor]:
-        """Views of those elements of `local` that are still to be summed over a group.
+        """Return views of the elements of `local` that are still to be summed over a group.
 
-        group_name: tp (among others norms under sequence parallelism, norms of heads, routers, keys and
-        values that tp ranks share; ParameterSpec.partial_over), or embedding_ends (a table at both ends of
-        the pipeline).
+        group_name is tp (e.g. norms under sequence parallelism, per-head norms, routers, keys and values that
+        tp ranks share; ParameterSpec.partial_over) or embedding_ends (a table at both ends of the pipeline).
         """
         parts: list[Tensor] = []
         for slot in self.slots:
@@ -233,7 +233,7 @@ class BucketGrads:
 
 
 def padding_of(slots: tuple[Slot, ...], size: int) -> list[slice]:
-    """The elements of a bucket of `size` that belong to no parameter. slots: by their offsets, ascending."""
+    """Return the elements of a bucket that belong to no parameter. slots are sorted by offset."""
     parts: list[slice] = []
     ends = [0, *(slot.offset + slot.numel for slot in slots)]
     starts = [*(slot.offset for slot in slots), size]

@@ -1,15 +1,15 @@
-"""How parameters lie in flat buckets. Arithmetic alone: the buckets (bucket.py) and the planner read it.
+"""Layout of parameters in flat buckets. Pure arithmetic, used by the buckets (bucket.py) and the planner.
 
-    part      what a stage runs and gathers as a whole: the embedding, a block, the head
+    part      a unit that a stage runs and gathers as a whole: the embedding, a block, the head
     bucket    parameters of one part that are reduced, gathered and updated together
-    slot      the place of a parameter in its bucket; it starts at a multiple of the alignment
-    shard     the equal part of a bucket that one rank owns under ZeRO; it is aligned as a slot is
+    slot      a parameter's range in its bucket; it starts at a multiple of the alignment
+    shard     the equal part of a bucket that one rank owns under ZeRO; aligned like a slot
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Elements. A slot and a shard start on a cache line in every dtype. Where blocks of elements share a scale
-# (parallel/wire/compress.py), the alignment is the size of such a block.
+# In elements. Slots and shards start on a cache line in every dtype. Where blocks of elements share a scale
+# (parallel/wire/compress.py), the alignment is the size of a block.
 ALIGNMENT = 64
 
 
@@ -17,7 +17,7 @@ ALIGNMENT = 64
 class BucketLayout:
     """This rank owns elements shard_start .. shard_end - 1: all of them without ZeRO."""
     offsets: tuple[int, ...]  # the first element of each slot
-    size: int  # elements of the bucket, with padding
+    size: int  # in elements, including padding
     shard_start: int
     shard_end: int
 
@@ -36,11 +36,11 @@ def bucket_layout(
     is_collective: bool,
     alignment: int = ALIGNMENT,
 ) -> BucketLayout:
-    """The layout of a bucket of parameters of `sizes` elements.
+    """Return the layout of a bucket of parameters of `sizes` elements.
 
-    num_shards: ranks that share the bucket under ZeRO; shard_index: this rank among them. num_replicas: ranks
-    that own the same shard. is_collective: the backend sums gradients; if not, our own algorithms do
-    (parallel/wire/algorithms.py), and they divide each shard once more, over its replicas.
+    num_shards ranks share the bucket under ZeRO, and this rank is number shard_index. num_replicas ranks own
+    the same shard. is_collective: the backend reduces gradients; otherwise the algorithms in
+    parallel/wire/algorithms.py do, which split each shard again over its replicas.
     """
     divisor = num_shards if zero and is_collective else num_shards * num_replicas
 
@@ -59,10 +59,10 @@ def bucket_layout(
 
 
 def pack_into_buckets(sizes: Sequence[int], max_elements: int, alignment: int = ALIGNMENT) -> list[list[int]]:
-    """Divides parameters of `sizes` elements, in their order, into buckets of at most `max_elements`.
+    """Pack parameters of `sizes` elements, in order, into buckets of at most `max_elements`.
 
-    Returns the indices of the parameters of each bucket. A parameter is never divided: one that is larger
-    has a bucket of its own.
+    Return the indices of the parameters of each bucket. A parameter is never split: one that is larger gets
+    a separate bucket.
     """
     buckets: list[list[int]] = []
     filled = 0
@@ -77,12 +77,12 @@ def pack_into_buckets(sizes: Sequence[int], max_elements: int, alignment: int = 
 
 
 def round_up(n: int, multiple: int = ALIGNMENT) -> int:
-    """n rounded up to a multiple of `multiple`."""
+    """Round n up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple
 
 
 def least_loaded(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """The part of each of these sizes: in order, each goes to the part that has least, the first of them."""
+    """Assign each of these sizes, in order, to the least loaded part (the first on a tie)."""
     loads = [0] * num_parts
     found: list[int] = []
     for size in sizes:
@@ -93,7 +93,7 @@ def least_loaded(sizes: Sequence[int], num_parts: int) -> list[int]:
 
 
 def equal_part(size: int, part: int, num_parts: int, grain: int) -> range:
-    """Part number `part` of range(size), cut into parts that differ by at most `grain`, at its multiples."""
+    """Return part number `part` of range(size), split at multiples of `grain` into nearly equal parts."""
     num_grains = -(-size // grain)
     first, end = (num_grains * index // num_parts for index in (part, part + 1))
     return range(min(first * grain, size), min(end * grain, size))

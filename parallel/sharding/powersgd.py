@@ -1,22 +1,21 @@
-"""PowerSGD (arXiv 1905.13727): data-parallel ranks sum two thin factors of each matrix's gradient, not the
-matrix.
+"""PowerSGD (arXiv 1905.13727): all-reduce two thin factors of each matrix's gradient instead of the matrix.
 
     D = gradient + error
     P = sum over ranks of D Q, orthonormalized
     Q = sum over ranks of D^T P
     sum of gradients ~ P Q^T,   error = D - P (own D^T P)^T
 
-For a matrix [m, n] of rank r, r (m + n) elements are sent, in two all-reduces a bucket. Each step starts one
-iteration of a subspace iteration, from the Q of the step before. What is not sent stays behind as the error:
-sent + the ranks' errors = gradients + the errors before, up to rounding. A rank of min(m, n) or more loses
-nothing. All other parameters are sent as they are, in the first all-reduce: vectors, and matrices whose
-gradients are summed over other ranks afterwards (routers, keys that tp ranks share, a table at both ends of
-the pipeline). Under tp the part of each rank is a matrix of its own, as is each expert.
+For a matrix [m, n] at rank r, r (m + n) elements are sent, in two all-reduces per bucket. Each step runs one
+subspace iteration, starting from the Q of the previous step. The unsent part is kept as the error: sent + the
+ranks' errors = gradients + the previous errors, up to rounding. A rank of min(m, n) or more is lossless. All
+other parameters are sent uncompressed in the first all-reduce: vectors, and matrices whose gradients are
+summed over other ranks afterwards (routers, keys that tp ranks share, a table at both ends of the pipeline).
+Under tp the shard of each rank is a separate matrix, as is each expert.
 
-The sums are linear in the errors, so only the sum of the errors matters. A checkpoint holds that sum
-(KEY@powersgd_error), and the ranks share it evenly whenever it is written or read: a run can go on with any
-number of ranks. The bases (KEY@powersgd_basis) belong to the parts; where a new layout has other parts, bases
-are drawn anew. A skipped step leaves no error behind.
+The sums are linear in the errors, so only the sum of the errors matters. A checkpoint stores that sum
+(KEY@powersgd_error), and the ranks share it evenly whenever it is saved or loaded: a run can resume with any
+number of ranks. The bases (KEY@powersgd_basis) belong to the shards; if a new layout has other shards, their
+bases are redrawn. A skipped step leaves no error behind.
 """
 import hashlib
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ BASIS_MARK = "@powersgd_basis"
 
 
 def matrix_shape(spec: ParameterSpec) -> tuple[int, int, int]:
-    """(number of matrices, m, n) of a parameter with two dims: one matrix [m, n], or one of each expert."""
+    """Return (number of matrices, m, n) of a two-dimensional parameter: one matrix [m, n] for each expert."""
     rows, columns = spec.shape
     count = 1
     if spec.is_expert:
@@ -45,7 +44,7 @@ def matrix_shape(spec: ParameterSpec) -> tuple[int, int, int]:
 
 
 def is_matrix(spec: ParameterSpec) -> bool:
-    """Is the parameter's gradient sent as factors?"""
+    """Whether the parameter's gradient is sent as factors."""
     if len(spec.shape) != 2 or spec.partial_over:
         return False
     _, rows, columns = matrix_shape(spec)
@@ -53,17 +52,17 @@ def is_matrix(spec: ParameterSpec) -> bool:
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """x [count, m, r] -> an orthonormal basis [count, m, r] of its columns. r is at most m.
+    """Return an orthonormal basis [count, m, r] of the columns of x [count, m, r], with r at most m.
 
-    Where the columns depend on each other, the basis is of a larger space.
+    If the columns are linearly dependent, the basis spans a larger space.
     """
     return torch.linalg.qr(x).Q
 
 
 def draw_basis(spec: ParameterSpec, rank: int, seed: int) -> Tensor:
-    """The first bases [count, n, r] of a parameter, fp64.
+    """Draw the initial bases [count, n, r] of a parameter, in fp64.
 
-    They depend on the seed and on the part of the tensor that the parameter holds.
+    They depend on the seed and on which part of the tensor the parameter holds.
     """
     box = spec.boxes[0]
     digest = hashlib.sha256(f"{seed}/{box.key}/{box.start}/powersgd".encode()).digest()
@@ -76,7 +75,7 @@ def draw_basis(spec: ParameterSpec, rank: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CompressionState:
-    """What an exchange of PowerSGD begins with: a copy of the error, and the bases."""
+    """State before an exchange of PowerSGD: a copy of the error, and the bases."""
     error: Tensor
     bases: list[Tensor]
     previous_bases: list[Tensor]
@@ -85,7 +84,7 @@ class CompressionState:
 class PowerSGD:
     """The compression of one bucket's gradients.
 
-    error [size of the bucket]: what this rank has not sent yet. bases: the Q of each matrix. An exchange has
+    error [size of the bucket] is this rank's unsent part; bases holds the Q of each matrix. An exchange has
     two phases: start() .. start_next_phase() .. wait().
     """
 
@@ -99,7 +98,7 @@ class PowerSGD:
         seed: int,
         like: Tensor,
     ) -> None:
-        """like: a tensor of the gradients' dtype and device."""
+        """`like` is a tensor of the gradients' dtype and device."""
         self.group = group
         self.matrices = [slot for slot in slots if is_matrix(slot.param.spec)]
         self.others = [slot for slot in slots if not is_matrix(slot.param.spec)]
@@ -109,12 +108,12 @@ class PowerSGD:
             self.bases.append(draw_basis(slot.param.spec, rank, seed).to(like))
         self.previous_bases = self.bases
 
-        # of the exchange under way; `start` sets grad, shapes and work too
+        # state of the exchange in flight; `start` also sets grad, shapes and work
         self.left_factors: list[Tensor] = []  # the P of each matrix
         self.is_in_second_phase = False
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """[count, m, n] of each matrix, in a flat tensor [size]."""
+        """Return views [count, m, n] of each matrix in a flat tensor [size]."""
         found: list[Tensor] = []
         for slot in self.matrices:
             shape = matrix_shape(slot.param.spec)
@@ -122,7 +121,7 @@ class PowerSGD:
         return found
 
     def start(self, grad: Tensor) -> "PowerSGD":
-        """Starts the sum of grad [size] over the group, in place: an all-reduce of the products D Q."""
+        """Start summing grad [size] over the group, in place: all-reduce the products D Q."""
         self.grad = grad
         self.left_factors = []
         self.is_in_second_phase = False
@@ -137,7 +136,7 @@ class PowerSGD:
         return self
 
     def start_next_phase(self) -> None:
-        """Waits for the first all-reduce and starts the second, of the right factors; does so once."""
+        """Wait for the first all-reduce and start the second, of the right factors; only once."""
         if self.is_in_second_phase:
             return
         num_matrices = len(self.matrices)
@@ -157,7 +156,7 @@ class PowerSGD:
         self.is_in_second_phase = True
 
     def wait(self) -> Tensor:
-        """Returns grad, which holds the sum."""
+        """Wait for the sum and return it, in grad."""
         self.start_next_phase()
         shapes = [basis.shape for basis in self.bases]
         right_factors = split_views(self.work.wait(), shapes)
@@ -169,17 +168,17 @@ class PowerSGD:
         return self.grad
 
     def resolve_error_feedback(self, is_good: Tensor) -> None:
-        """After the step. If it was skipped, its errors and bases, which may be NaN, are dropped."""
+        """After the step, drop its errors and bases, which may be NaN, if it was skipped."""
         self.error.copy_(torch.where(is_good, self.error, 0))
         both = zip(self.bases, self.previous_bases)
         self.bases = [torch.where(is_good, new, old) for new, old in both]
 
     def state(self) -> CompressionState:
-        """What the next exchange begins with. Takes memory for a copy of the error."""
+        """Return the state before the next exchange, including a copy of the error."""
         return CompressionState(self.error.clone(), self.bases, self.previous_bases)
 
     def restore(self, state: CompressionState) -> None:
-        """Undoes the exchanges since state()."""
+        """Undo the exchanges since state()."""
         self.error.copy_(state.error)
         self.bases = state.bases
         self.previous_bases = state.previous_bases
@@ -187,7 +186,7 @@ class PowerSGD:
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def sum_errors(self) -> Tensor:
-        """The sum [size] of the ranks' errors, of which each keeps an equal part from now on.
+        """Return the sum [size] of the ranks' errors, and split it evenly between them.
 
         Collective: one all-reduce of the bucket's size.
         """
@@ -196,13 +195,13 @@ class PowerSGD:
         return total
 
     def set_summed_error(self, total: Tensor) -> None:
-        """total [size]: a sum of errors, of which this rank takes its part."""
+        """Take this rank's equal share of a sum of errors, total [size]."""
         torch.div(total, self.group.size, out=self.error)
 
     def basis_boxes(self, each_once: bool = False) -> list[tuple[Box, Tensor]]:
-        """[(box, its elements)] of the bases, which a checkpoint holds beside the sum of the errors.
+        """Return [(box, its elements)] of the bases, which a checkpoint stores next to the summed error.
 
-        each_once: leaves out what another rank has too, and saves: the matrices are divided by their size.
+        each_once skips bases that another rank saves: the matrices are balanced over ranks by size.
         """
         writers = least_loaded([basis.numel() for basis in self.bases], self.group.size)
         found: list[tuple[Box, Tensor]] = []
@@ -218,12 +217,12 @@ class PowerSGD:
 
 
 def flatten_parts(parts: list[Tensor]) -> Tensor:
-    """All elements of the tensors, one tensor after the other: [sum of their sizes]."""
+    """Concatenate all elements of the tensors: [sum of their sizes]."""
     return torch.cat([part.reshape(-1) for part in parts])
 
 
 def split_views(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """What flatten_parts made -> views of these shapes."""
+    """Split a result of flatten_parts into views of these shapes."""
     sizes = [shape.numel() for shape in shapes]
     parts = flat.split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes)]

@@ -1,13 +1,13 @@
-"""A range of a flat tensor as boxes of the tensor: so flat ZeRO shards can be saved and resharded."""
+"""Decompose a range of a flat tensor into boxes, so that flat ZeRO shards can be saved and resharded."""
 from math import prod
 
-StartAndSize = tuple[tuple[int, ...], tuple[int, ...]]  # (start, size) of a box, one number a dim
+StartAndSize = tuple[tuple[int, ...], tuple[int, ...]]  # (start, size) of a box, one number for each dim
 
 
 def range_boxes(shape: tuple[int, ...], start: int, end: int) -> list[StartAndSize]:
-    """The boxes that make up elements start .. end - 1 of a row-major tensor, in the order of its elements.
+    """Return the boxes that make up elements start .. end - 1 of a row-major tensor, in element order.
 
-    A tensor of n dims has at most 2n - 1 of them. Raises ValueError if the range does not lie in the tensor.
+    There are at most 2n - 1 for n dims. Raises ValueError if the range does not lie inside the tensor.
     """
     if not 0 <= start <= end <= prod(shape):
         raise ValueError(f"elements {start}..{end} do not lie inside a tensor of shape {shape}")
@@ -39,7 +39,7 @@ def range_boxes(shape: tuple[int, ...], start: int, end: int) -> list[StartAndSi
 
 
 def boxes_in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> list[StartAndSize]:
-    """The boxes of elements start .. end - 1 of one row, which is a tensor of one dim less."""
+    """Return the boxes of elements start .. end - 1 of one row, a tensor with one dim less."""
     boxes: list[StartAndSize] = []
     for inner_start, inner_size in range_boxes(shape[1:], start, end):
         box_start = (row, *inner_start)

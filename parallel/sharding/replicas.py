@@ -1,22 +1,22 @@
-"""Whether ranks that hold the same numbers still do: checksums of the state, every so many steps
+"""Check that replicas are still identical: checksums of the state, at an interval
 (checkpoint.check_replicas) and before a checkpoint is saved.
 
-A flipped bit in one rank's memory, or a NaN in its reduced gradient alone, stays unseen otherwise: the norm
-takes the first replica's numbers, and a checkpoint a range of each. Megatron-LM compares weights by their
-hash too (its --check-weight-hash-across-dp-replicas-interval). Compared bit by bit are:
+Otherwise a flipped bit in one rank's memory, or a NaN in its reduced gradient only, goes unnoticed: the norm
+uses the first replica's numbers, and a checkpoint stores a range of each. Megatron-LM also compares hashes of
+weights (its --check-weight-hash-across-dp-replicas-interval). Compared bit by bit are:
 - masters, moments and averages over the ranks that own the same shard;
 - full weights in the compute dtype over the data-parallel ranks (ZeRO-0, 1 and 2);
-- masters, moments and averages of parameters that every tp rank holds whole, over tp (norms, routers,
+- masters, moments and averages of parameters that every tp rank holds in full, over tp (norms, routers,
   biases);
-- those of a tied table over the two ends of the pipeline;
+- the same for a tied table, over the two ends of the pipeline;
 - the states of routers over the ranks with the same layers.
 
-Cost: each number is read once, and 8 bytes a flat tensor and rank are gathered. Only where they differ, the
-parameters are compared one by one, and the first element that differs is looked for by halves.
+Cost: each number is read once, and 8 bytes per flat tensor and rank are gathered. Only on a mismatch are the
+parameters compared one by one, and the first differing element is found by bisection.
 
-Not compared: what PowerSGD keeps. On GPUs, over tp: parameters whose gradient each tp rank has computed by
-itself (norms without sequence parallelism). NCCL may add the gradients of two tp ranks in another order, and
-a sound run then differs in the last bit.
+Not compared: PowerSGD's state. On GPUs, over tp: parameters whose gradient each tp rank computes redundantly
+(norms without sequence parallelism). NCCL may add the gradients of two tp ranks in a different order, and a
+healthy run then differs in the last bit.
 """
 import dataclasses
 from collections import Counter
@@ -34,17 +34,17 @@ from parallel.wire import comm
 from parallel.wire.checksum import checksum
 from parallel.wire.comm import Group
 
-MAX_NAMED = 4  # differences, and ranks, that a message names
+MAX_NAMED = 4  # maximum number of differences, and of ranks, in a message
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks that must hold the same numbers do not. The message names ranks and parameters. Exit code 80."""
+    """Ranks that must hold the same numbers differ. The message names ranks and parameters. Exit code 80."""
 
     exit_code = 80
 
 
 class Copy(NamedTuple):
-    """A tensor of this rank that all ranks of a group hold alike."""
+    """A tensor that is identical on all ranks of a group."""
 
     name: str  # for messages: norm.weight@m
     tensor: Tensor
@@ -53,7 +53,7 @@ class Copy(NamedTuple):
 class FlatCopy(NamedTuple):
     """Copies that are compared together first.
 
-    whole: flat; the copies are parts of it. None: the copies alone are compared.
+    whole is the flat tensor that contains the copies. With None, only the copies are compared.
     """
 
     whole: Tensor | None
@@ -64,16 +64,16 @@ class FlatCopy(NamedTuple):
 def check_replicas(
     buckets: list[Bucket], moments: Moments, mesh: Mesh, more: Sequence[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raises ReplicasDiffer on the ranks of every group whose ranks hold different numbers. Collective.
+    """Raise ReplicasDiffer on all ranks of every group whose ranks hold different numbers. Collective.
 
-    The weights' gathers must have been awaited. more: (name, tensor) that all ranks with the same layers hold
-    alike.
+    The weight all-gathers must have finished. `more` lists (name, tensor) that are identical on all ranks
+    with the same layers.
     """
     differences: list[str] = []
     device = buckets[0].weights.local.device
     for group, flats in shared_by_group(buckets, moments, mesh, more, device):
         if group.size > 1 and flats:
-            # a ledger of its own: what a step sends is compared with closed forms
+            # a separate ledger: the one of a step is compared with closed forms
             differences += compare(dataclasses.replace(group, ledger=Counter()), flats, device)
     if differences:
         named = "; ".join(differences[:MAX_NAMED])
@@ -89,7 +89,7 @@ def shared_by_group(
     more: Sequence[tuple[str, Tensor]],
     device: torch.device,
 ) -> Iterator[tuple[Group, list[FlatCopy]]]:
-    """(group, what all its ranks hold alike), in the same order on all ranks of each group."""
+    """Yield (group, tensors identical on its ranks), in the same order on all ranks of each group."""
     for is_expert in (False, True):
         kind = [(number, bucket) for number, bucket in enumerate(buckets) if bucket.is_expert == is_expert]
         if not kind:
@@ -122,9 +122,9 @@ def is_same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
-    """The parameters of a bucket that every tp rank holds whole. The experts' are held by one rank.
+    """Return a bucket's parameters that every tp rank holds in full. Experts are held by one rank each.
 
-    sums_alone: only those whose gradient is summed over tp, after which all have the same bits.
+    sums_alone restricts them to those whose gradient is summed over tp, after which the bits are equal.
     """
     found: list[Slot] = []
     for slot in bucket.slots:
@@ -136,7 +136,7 @@ def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
 
 
 def parts_of(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -> list[FlatCopy]:
-    """The owned elements of some parameters of each bucket, as one thing to compare for each bucket."""
+    """Return the owned elements of some parameters, as one FlatCopy for each bucket."""
     found: list[FlatCopy] = []
     for number, bucket in enumerate(buckets):
         copies: list[Copy] = []
@@ -158,7 +158,7 @@ def owned_slices(bucket: Bucket, slots: Sequence[Slot], flat: Tensor, suffix: st
 
 
 def name_of(slot: Slot) -> str:
-    """The keys of a parameter: of a merged one, of its first parts."""
+    """Join the keys of a parameter; for a merged one, those of its first parts."""
     keys = list(dict.fromkeys(box.key for box in slot.param.spec.boxes))
     more = "+..." if len(keys) > MAX_NAMED else ""
     return "+".join(keys[:MAX_NAMED]) + more
@@ -168,7 +168,7 @@ def name_of(slot: Slot) -> str:
 
 
 def compare(group: Group, flats: list[FlatCopy], device: torch.device) -> list[str]:
-    """What differs over the group, in words; the same on all its ranks. Collective."""
+    """Describe what differs over the group, identically on all its ranks. Collective."""
     sums = [sum_of(flat) for flat in flats]
     by_rank = gather_sums(sums, group, device)
     different = [flat for position, flat in enumerate(flats) if len({row[position] for row in by_rank}) > 1]
@@ -183,18 +183,18 @@ def compare(group: Group, flats: list[FlatCopy], device: torch.device) -> list[s
         if len(set(column)) > 1:
             values = first_difference(copy.tensor, group, device) if len(found) < MAX_NAMED else ""
             found.append(f"{copy.name} {who_differs(column, group)}{values}")
-    return found  # empty where only the padding differs, which nobody reads
+    return found  # empty if only the padding differs, which nobody reads
 
 
 def gather_sums(sums: list[Tensor], group: Group, device: torch.device) -> list[list[int]]:
-    """The numbers of each rank of the group. Collective."""
+    """Gather the numbers of each rank of the group. Collective."""
     own = torch.stack([value.to(device) for value in sums])
     rows = comm.all_gather(own, group).view(group.size, len(sums))
     return rows.tolist()
 
 
 def who_differs(column: list[int], group: Group) -> str:
-    """Names the ranks that are alone against a majority; else says that there is none."""
+    """Name the ranks that differ from the majority, or report the lack of a majority."""
     (usual, most), *_ = Counter(column).most_common(1)
     if 2 * most <= len(column):
         return f"is not the same on the ranks of {group}, and no majority tells which is right"
@@ -205,9 +205,9 @@ def who_differs(column: list[int], group: Group) -> str:
 
 
 def first_difference(x: Tensor, group: Group, device: torch.device) -> str:
-    """(element 17: 0.5 on rank 0, 0.75 on rank 1), of tensors that differ and are equally long. Collective.
+    """Describe where two equally long tensors first differ: (element 17: 0.5 on rank 0, 0.75 on rank 1).
 
-    The element is found by halves: only checksums travel, and one number of each rank.
+    Collective. The element is found by bisection: only checksums travel, and one number for each rank.
     """
     x = x.detach().reshape(-1)
     start, end = 0, x.numel()
@@ -231,5 +231,5 @@ def sum_of(flat: FlatCopy) -> Tensor:
     for position, copy in enumerate(flat.copies):
         weighted = (2 * position + 1) * checksum(copy.tensor)
         total = weighted if total is None else total + weighted
-    assert total is not None  # nothing is compared that has no copies
+    assert total is not None  # there is always at least one copy
     return total

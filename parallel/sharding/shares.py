@@ -1,15 +1,14 @@
-"""Which rank writes and reads what several ranks hold alike, so that a checkpoint has every element once, and
-no rank writes or reads far more than the others. Every rank works it out by itself; all come to the same.
+"""Split checkpoint I/O over replicas, so that every element is saved once and no rank writes or reads far
+more than the others. Every rank computes the same split locally.
 
 - Data-parallel replicas own the same flat shard: each writes an equal range of it, and of each moment. The
-  ranges of a bucket are turned by its number, so that small buckets do not all fall to one rank.
-- A parameter that all tp ranks hold whole is written by one of them, with its moments: one after the other
-  goes to the rank that has least.
+  ranges of a bucket are rotated by its index, so that small buckets do not all fall to one rank.
+- A parameter that all tp ranks hold in full is written by one of them, with its moments: each goes in turn to
+  the least loaded rank.
 - A tied table is written by the first end of the pipeline.
-- At a resume up to MAX_READERS of the replicas read an equal range each, and pass it on to all of them.
+- On resume, up to MAX_READERS of the replicas read an equal range each and broadcast it to all of them.
 
-What a few numbers make up (the states of routers) is written by the first rank of those that have it, and
-read by all.
+Small state (of routers) is written by the first rank of those that hold it, and read by all.
 """
 from collections import Counter
 from collections.abc import Iterable
@@ -25,21 +24,21 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
-LEAST_SHARE = 1 << 20  # elements that a replica writes or reads, if it does any
-GRAIN = 256  # elements: ranges begin at its multiples, so that small tensors are seldom cut
+LEAST_SHARE = 1 << 20  # minimum elements that a replica writes or reads, if any
+GRAIN = 256  # elements: ranges start at multiples of it, so that small tensors are rarely split
 MAX_READERS = 8  # of the replicas of a shard: more would send many small messages
-STAGED_BYTES = 64 << 20  # of a tensor in host memory that pass through the device at once
+STAGED_BYTES = 64 << 20  # bytes of a tensor in host memory that are staged through the device at once
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank writes or reads of a bucket: these elements of its shard, of these parameters."""
+    """This rank's share of a bucket to write or read: elements of its shard, and parameters."""
     elements: range
     slots: tuple[Slot, ...]
 
 
 def write_shares(buckets: list[Bucket], mesh: Mesh) -> list[Share]:
-    """The share of this rank in each bucket."""
+    """Return the share that this rank writes of each bucket."""
     replicated: list[Slot] = []
     for bucket in buckets:
         replicated += [slot for slot in bucket.slots if is_whole_on_tp_ranks(slot)]
@@ -55,7 +54,7 @@ def write_shares(buckets: list[Bucket], mesh: Mesh) -> list[Share]:
 
 
 def read_shares(buckets: list[Bucket]) -> list[Share]:
-    """What this rank reads of each bucket; pass_on brings it the rest."""
+    """Return the share that this rank reads of each bucket; pass_on delivers the rest."""
     shares: list[Share] = []
     for number, bucket in enumerate(buckets):
         shares.append(Share(read_range(bucket, number, bucket.owners.index), bucket.slots))
@@ -63,11 +62,11 @@ def read_shares(buckets: list[Bucket]) -> list[Share]:
 
 
 def pass_on(bucket: Bucket, number: int, flats: Iterable[Tensor]) -> None:
-    """Brings every replica of a shard what each of them has read of it. Collective in bucket.owners.
+    """Broadcast what each replica has read of a shard to all of them. Collective in bucket.owners.
 
-    number: of the bucket. flats: masters and moments over the owned shard, on the device or in host memory.
+    number is the bucket's index. flats are masters and moments over the owned shard, on the device or host.
     """
-    # A ledger of its own: what a step sends is compared with closed forms.
+    # A separate ledger: the one of a step is compared with closed forms.
     group = replace(bucket.owners, ledger=Counter())
     if group.size == 1:
         return
@@ -80,7 +79,7 @@ def pass_on(bucket: Bucket, number: int, flats: Iterable[Tensor]) -> None:
 
 
 def broadcast_through(x: Tensor, group: Group, source: int, device: torch.device) -> None:
-    """comm.broadcast of a flat tensor, through the device where the group's connections are."""
+    """Broadcast a flat tensor, staged through the device if the group communicates there."""
     for part in x.view(torch.uint8).split(STAGED_BYTES):
         if x.device == device:
             comm.broadcast(part, group, source)
@@ -89,20 +88,20 @@ def broadcast_through(x: Tensor, group: Group, source: int, device: torch.device
 
 
 def replica_range(bucket: Bucket, number: int) -> range:
-    """The elements of the owned shard that this replica of it writes. number: of the bucket."""
+    """Return the elements of the owned shard that this replica writes, for bucket number `number`."""
     return part_of_replica(bucket, number, bucket.owners.index, bucket.owners.size)
 
 
 def read_range(bucket: Bucket, number: int, replica: int) -> range:
-    """The elements of the owned shard that a replica of it reads for all; none, if others do."""
+    """Return the elements of the owned shard that a replica reads for all; empty if it reads none."""
     return part_of_replica(bucket, number, replica, MAX_READERS)
 
 
 def part_of_replica(bucket: Bucket, number: int, replica: int, most: int) -> range:
-    """The part of the owned shard that one of its replicas writes or reads. most: replicas that have a part.
+    """Return the part of the owned shard that one of at most `most` replicas writes or reads.
 
-    So many have one as there are LEAST_SHARE elements for each: a part that is written is a row of the index.
-    Which ones they are is turned by the number of the bucket.
+    Each part has at least LEAST_SHARE elements, since a part that is written is a row of the index.
+    Which replicas have one is rotated by bucket index.
     """
     replicas = bucket.owners.size
     size = bucket.shard_end - bucket.shard_start
@@ -112,5 +111,5 @@ def part_of_replica(bucket: Bucket, number: int, replica: int, most: int) -> ran
 
 
 def is_whole_on_tp_ranks(slot: Slot) -> bool:
-    """Whether every tp rank holds the parameter. That of an expert is held by one rank."""
+    """Whether every tp rank holds the parameter in full. An expert's is held by one rank."""
     return slot.param.spec.is_replicated_over_tp and not slot.param.spec.is_expert

@@ -1,4 +1,4 @@
-"""What a bucket is made of: the places of its parameters, the ranks that share it, and how they do."""
+"""Slots, process groups and options of a bucket."""
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,15 +10,15 @@ from parallel.wire.comm import Group
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How data-parallel ranks share parameters: what the keys of config.parallel say of it."""
+    """How data-parallel ranks share parameters: the relevant keys of config.parallel."""
     zero: int = 0  # 0 to 3
     max_elements: int = 1 << 24  # of a bucket
-    alignment: int = ALIGNMENT  # elements: of slots and shards; in 8 bits, a scale's block
+    alignment: int = ALIGNMENT  # elements, for slots and shards; with an 8-bit codec, its block size
     reduce_algorithm: str = "collective"  # parallel/wire/algorithms.py
-    ranks_per_node: int | None = None  # of a hierarchical reduction
-    powersgd_rank: int | None = None  # None: gradients are not compressed by PowerSGD
+    ranks_per_node: int | None = None  # for a hierarchical reduction
+    powersgd_rank: int | None = None  # by default gradients are not compressed by PowerSGD
     weight_codec: str = "none"  # none, int8 or fp8: weights in an all-gather
-    separate_hidden: bool = False  # hidden matrices have buckets of their own (Muon)
+    separate_hidden: bool = False  # hidden matrices have separate buckets (Muon)
     offload_master: bool = False  # master weights are in host memory
     bf16_master: bool = False  # master weights are bf16, rounded stochastically
     track_noise_scale: bool = False  # optim/noise.py needs the first microbatch's gradients
@@ -27,17 +27,17 @@ class ShardingConfig:
 @dataclass(frozen=True)
 class ShardingGroups:
     """The ranks that share a bucket."""
-    shard: Group  # those that own its shards under ZeRO
-    replica: Group  # those that own the same shard
-    reduce: Group  # shard x replica: gradients are summed over them
+    shard: Group  # ranks that own its shards under ZeRO
+    replica: Group  # ranks that own the same shard
+    reduce: Group  # shard x replica: ranks over which gradients are reduced
 
 
 @dataclass(frozen=True)
 class Slot:
     """A parameter's place in its bucket: elements offset .. offset + numel - 1.
 
-    counted_in_norm: this rank counts it in the gradient norm. Where several ranks hold it whole, one of them
-    does.
+    counted_in_norm: this rank counts the parameter in the gradient norm. If several ranks hold it in full,
+    one of them does.
     """
     param: ShardedParameter
     offset: int
@@ -48,5 +48,5 @@ class Slot:
         return self.param.spec.numel
 
     def view_in(self, flat: Tensor) -> Tensor:
-        """The parameter's part of a flat tensor [size of the bucket], in the parameter's shape."""
+        """Return the parameter's part of a flat tensor [size of the bucket], in the parameter's shape."""
         return flat[self.offset:self.offset + self.numel].view(self.param.spec.shape)

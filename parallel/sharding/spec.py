@@ -1,6 +1,6 @@
-"""ParameterSpec: what a parameter is and what it holds of which global tensors.
+"""ParameterSpec: the role of a parameter, and its part of the global tensors.
 
-Initial values, ZeRO, clipping, optimizers, checkpoints and export all read it. Nothing else describes
+Initialization, ZeRO, clipping, optimizers, checkpoints and export all read it. Nothing else describes
 parameters.
 """
 import contextlib
@@ -18,67 +18,67 @@ from kernels.fp8_weight import QuantizedWeight
 from kernels.grad import DeferredWeightGrads, LateWeightGrads
 from parallel.sharding.boxes import Box
 
-# Elements of a tensor that are drawn together. The initial weights depend on it.
+# Elements of a tensor that are drawn together. The initial weights depend on this number.
 INIT_BLOCK = 1 << 20
 DRAWN_AHEAD = 32  # blocks that several threads draw before the first is stored: 128 MiB of host memory
 
 
 @dataclass(frozen=True)
 class Role:
-    """What holds for all parameters of a role."""
+    """Properties of all parameters with the same role."""
     init: str  # normal, a key of DRAWS, ones or zeros
     has_decay: bool  # weight decay applies
 
 
 ROLES = {
-    "embedding": Role("normal", has_decay=True),  # the table of tokens; tied, the output head's as well
+    "embedding": Role("normal", has_decay=True),  # the token embedding; if tied, also the output head
     "positions": Role("normal", has_decay=True),  # learned positions
     "hidden": Role("normal", has_decay=True),  # a matrix from hidden features to hidden features
-    "narrowing": Role("normal", has_decay=True),  # to a few features, whose number stays as models widen
-    "widening": Role("normal", has_decay=True),  # from such a few to hidden features
+    "narrowing": Role("normal", has_decay=True),  # to a few features, a number independent of the width
+    "widening": Role("normal", has_decay=True),  # from a few such features to hidden ones
     "head": Role("normal", has_decay=True),  # from the hidden state to the vocabulary
     "router": Role("normal", has_decay=True),  # from the hidden state to the experts
-    "gate": Role("normal", has_decay=True),  # from the hidden state to a few numbers
+    "gate": Role("normal", has_decay=True),  # from the hidden state to a few features
     "norm": Role("ones", has_decay=False),
     "bias": Role("zeros", has_decay=False),
-    # of layers with a state
+    # stateful layers
     "convolution": Role("normal", has_decay=False),  # a few weights for each channel
-    "rate": Role("rate", has_decay=False),  # the logarithm of how fast a head forgets
-    "skip": Role("ones", has_decay=False),  # what of its input a head adds to its output
-    "step": Role("step", has_decay=False),  # a bias below the softplus whose result is the size of a step
-    # of the activation xielu
-    "alpha_p": Role("alpha_p", has_decay=False),  # how it bends above 0, below a softplus
-    "alpha_n": Role("alpha_n", has_decay=False),  # and below 0
+    "rate": Role("rate", has_decay=False),  # the logarithm of a head's decay rate
+    "skip": Role("ones", has_decay=False),  # scales the input that a head adds to its output
+    "step": Role("step", has_decay=False),  # a bias before the softplus that yields the step size
+    # the xielu activation
+    "alpha_p": Role("alpha_p", has_decay=False),  # its curvature above 0, before a softplus
+    "alpha_n": Role("alpha_n", has_decay=False),  # the same below 0
 }
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a parameter is.
+    """Description of a parameter.
 
-    boxes: what the local tensor holds, stacked along dim 0. Usually one box; a merged projection of q, k and
-    v has three.
-    partial_over: names of mesh groups over which the gradient of each rank is only a part of the sum, beyond
+    boxes are the parts of global tensors that the local tensor holds, stacked along dim 0. Usually there is
+    one box; a merged projection of q, k and v has three.
+    partial_over names mesh groups over which each rank's gradient is only a part of the sum, in addition to
     the data-parallel groups, over which it always is.
-    is_expert: its ranks are those of the experts' own factorization (parallel/topology/dims.py: EXPERT_AXES),
-    with data-parallel groups of their own.
+    is_expert: its ranks are those of the expert factorization (parallel/topology/dims.py: EXPERT_AXES), with
+    separate data-parallel groups.
     """
     boxes: tuple[Box, ...]
     role: str  # a key of ROLES
     std: float = 0.0  # standard deviation of normal initial values
-    lr_factor: float = 1.0  # of the learning rate
+    lr_factor: float = 1.0  # multiplies the learning rate
     partial_over: tuple[str, ...] = ()
     is_expert: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the local tensor."""
+        """Return the shape of the local tensor."""
         rows = sum(box.size[0] for box in self.boxes)
         return (rows, *self.boxes[0].size[1:])
 
     @property
     def numel(self) -> int:
-        """Elements of the local tensor."""
+        """Return the number of elements of the local tensor."""
         return prod(self.shape)
 
     @property
@@ -91,7 +91,7 @@ class ParameterSpec:
 
     @property
     def is_replicated_over_tp(self) -> bool:
-        """Whether every tensor-parallel rank holds all of it. At tp 1 that is true of every parameter."""
+        """Whether every tp rank holds all of it. At tp 1 that is true of every parameter."""
         return all(box.size == box.shape for box in self.boxes)
 
     @property
@@ -104,12 +104,13 @@ class ParameterSpec:
         return stage == 0 or not self.is_at_both_ends
 
     def with_mup(self, width_ratio: float, power: float) -> "ParameterSpec":
-        """The spec in a model `width_ratio` times as wide as the one whose rates were tuned.
+        """Return the spec for a model `width_ratio` times as wide as the one whose rates were tuned.
 
-        muP (arXiv 2203.03466, table 8): tables and vectors stay, and so does a widening matrix, whose inputs
-        stay as few. A hidden matrix starts width_ratio^-1/2 times as large and learns width_ratio^-power
-        times as fast. A router, a gate or a narrowing matrix, which maps the hidden state to a fixed number
-        of outputs, starts and learns 1 / width_ratio times (table 3: the same as a factor behind it).
+        muP (arXiv 2203.03466, table 8): tables and vectors are unchanged, and so is a widening matrix, whose
+        fan-in stays constant. A hidden matrix has width_ratio^-1/2 times the initial std and
+        width_ratio^-power times the learning rate. A router, a gate or a narrowing matrix, which maps the
+        hidden state to a fixed number of outputs, has 1 / width_ratio times both (table 3: equivalent to a
+        factor after it).
         """
         if self.role == "hidden":
             std = self.std / width_ratio**0.5
@@ -119,46 +120,46 @@ class ParameterSpec:
         return self
 
     def split(self, local: Tensor) -> list[tuple[Box, Tensor]]:
-        """[(box, its rows of the local tensor)]; the rows are views."""
+        """Return [(box, its rows of the local tensor)], with the rows as views."""
         rows = [box.size[0] for box in self.boxes]
         return list(zip(self.boxes, local.split(rows)))
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter with its spec. All attributes that are set on a parameter are declared here."""
+    """A parameter with its spec. Declares all attributes that are set on a parameter."""
 
     spec: ParameterSpec  # set by `parameter`; build.py scales it for muP
 
     # [spec.shape], fp32 or fp64: a view of the bucket's gradients, into which kernels/grad.py writes.
-    # None where the bucket holds no full gradients at the moment (gradients.py).
+    # None while the bucket holds no full gradients (gradients.py).
     main_grad: Tensor | None = None
 
-    # Whether main_grad holds gradients of this step: the next one is added then, and else overwrites it.
+    # Whether main_grad holds gradients of this step: if so, the next one is added, else it overwrites them.
     # Set by write_grad (kernels/grad.py), cleared by BucketGrads (gradients.py).
     grad_is_written: bool = False
 
-    # Takes the weight gradients that a pipeline schedule computes later (parallel/pipeline/executor.py).
-    # Set by build.py; None: each is computed at once.
+    # Collects weight gradients that a pipeline schedule computes later (parallel/pipeline/executor.py).
+    # Set by build.py. With None, each is computed immediately.
     weight_grad_store: DeferredWeightGrads | None = None
 
-    # Takes those that a layer computes beside an exchange of its backward. Set by the layer (model/moe.py).
+    # Collects those that a layer overlaps with an exchange of its backward. Set by the layer (model/moe.py).
     late_grads: LateWeightGrads | None = None
 
-    # What is kept of it in 8 bits. Made by its bucket, which drops that when the values change (weights.py).
+    # Its cached 8-bit copies. Created by its bucket, which drops them when the values change (weights.py).
     quantized: QuantizedWeight
 
 
 def parameter(spec: ParameterSpec) -> ShardedParameter:
-    """A parameter without storage. Its bucket gives it a view [spec.shape] of a flat tensor (bucket.py)."""
+    """Create a parameter without storage. Its bucket sets it to a view [spec.shape] of a flat tensor."""
     made = ShardedParameter(torch.empty(0))
     made.spec = spec
     return made
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[ShardedParameter]:
-    """The parameters of a module, each once, in the order of nn.Module.parameters.
+    """Yield the parameters of a module, each once, in the order of nn.Module.parameters.
 
-    Raises TypeError for one that was not made by `parameter`.
+    Raises TypeError for a parameter that was not created by `parameter`.
     """
     for found in module.parameters():
         if not isinstance(found, ShardedParameter):
@@ -175,18 +176,18 @@ Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]  # (shape, generator
 
 
 def draw_rate(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """The logarithm of uniform numbers from 1 to 16, as Mamba-2 begins (arXiv 2405.21060)."""
+    """Draw the logarithm of uniform numbers from 1 to 16, as in Mamba-2 (arXiv 2405.21060)."""
     return torch.empty(shape).uniform_(1, 16, generator=generator).log_()
 
 
 def draw_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Numbers whose softplus is log-uniform from 0.001 to 0.1, as Mamba begins (arXiv 2312.00752)."""
+    """Draw numbers whose softplus is log-uniform from 0.001 to 0.1, as in Mamba (arXiv 2312.00752)."""
     step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
     return step + torch.log(-torch.expm1(-step))
 
 
 def below_softplus(value: float) -> Draw:
-    """Numbers whose softplus is this, as those of xielu begin (arXiv 2411.13010)."""
+    """Return a Draw of constants whose softplus is `value`, as in xielu (arXiv 2411.13010)."""
     return lambda shape, generator: torch.full(shape, math.log(math.expm1(value)))
 
 
@@ -200,16 +201,16 @@ DRAWS: dict[str, Draw] = {
 
 @torch.no_grad()
 def initialize(spec: ParameterSpec, local: Tensor, seed: int, needed: range | None = None) -> None:
-    """Fills `local` [spec.shape] with initial values.
+    """Fill `local` [spec.shape] with initial values.
 
-    They are a function of the seed, the key and the index in the global tensor alone, so every layout starts
-    from the same weights. needed: of its elements, those whose values count (None: all); rows that have none
-    of them are left as they are.
+    They depend only on the seed, the key and the index in the global tensor, so every layout starts from the
+    same weights. needed is the range of elements whose values matter (all by default); rows without any of
+    them are left unchanged.
     """
     init = ROLES[spec.role].init
     if needed is None:
         needed = range(spec.numel)
-    first = 0  # element of the box
+    first = 0  # first element of the box
     for box, part in spec.split(local):
         row_size = max(1, prod(box.size[1:]))
         first_row = max(0, (needed.start - first) // row_size)
@@ -227,7 +228,7 @@ def initialize(spec: ParameterSpec, local: Tensor, seed: int, needed: range | No
 
 
 def draw_normal(box: Box, out: Tensor, seed: int, std: float) -> None:
-    """Fills `out` [box.size] with normal numbers."""
+    """Fill `out` [box.size] with normal numbers."""
     def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return torch.randn(shape, generator=generator).mul_(std)
 
@@ -235,10 +236,10 @@ def draw_normal(box: Box, out: Tensor, seed: int, std: float) -> None:
 
 
 def draw_numbers(box: Box, out: Tensor, seed: int, numbers: Draw) -> None:
-    """Fills `out` [box.size] with random numbers.
+    """Fill `out` [box.size] with random numbers.
 
-    A global tensor is drawn in blocks of full rows, each from a generator of its own. A rank draws only the
-    blocks that its box touches, as many at a time as it has threads.
+    A global tensor is drawn in blocks of full rows, each with a separate generator. A rank draws only the
+    blocks that its box overlaps, one per thread at a time.
     """
     row_size = prod(box.shape[1:])
     block_rows = max(1, INIT_BLOCK // row_size)
@@ -246,7 +247,7 @@ def draw_numbers(box: Box, out: Tensor, seed: int, numbers: Draw) -> None:
     end_block = ceil((box.start[0] + box.size[0]) / block_rows)
 
     def draw(block: int) -> tuple[Box, Tensor] | None:
-        """(what of the box is in this block, its values); None: nothing."""
+        """Return (the part of the box in this block, its values), or None if it is empty."""
         end_row = min((block + 1) * block_rows, box.shape[0])
         drawn = Box.whole(box.key, box.shape).rows(block * block_rows, end_row)
         mine = drawn.intersection(box)

@@ -1,4 +1,4 @@
-"""What the optimizer, clipping and checkpoints read of a bucket: the elements that this rank owns."""
+"""Views of the elements that this rank owns of a bucket, for the optimizer, clipping and checkpoints."""
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from operator import add
@@ -16,9 +16,9 @@ Moments = Mapping[str, Sequence[Tensor | None]]  # {name: a flat tensor for each
 
 
 class UpdateRange(NamedTuple):
-    """Elements of the owned shard that are treated alike.
+    """Elements of the owned shard with equal treatment.
 
-    lr_factor: of the learning rate. counted_in_norm: this rank counts them in the gradient norm.
+    lr_factor multiplies the learning rate. counted_in_norm: this rank counts them in the gradient norm.
     """
     elements: slice
     has_decay: bool
@@ -35,7 +35,7 @@ class TensorRange(NamedTuple):
 
 
 def update_ranges(bucket: Bucket) -> list[UpdateRange]:
-    """The owned shard as ranges that are treated alike: as few as the order of the slots allows.
+    """Split the owned shard into as few ranges of equal treatment as the order of the slots allows.
 
     A range may span the padding between two slots, which is zero and stays zero.
     """
@@ -66,10 +66,10 @@ def state_flats(bucket: Bucket, position: int, moments: Moments) -> Iterator[tup
 
 
 def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
-    """[(box, its elements)] of a flat tensor over the owned shard, such as masters, gradients or moments.
+    """Return [(box, its elements)] of a flat tensor over the owned shard: masters, gradients or moments.
 
-    The elements are views. A tensor of n dims falls into at most 2n - 1 boxes. each_once: leaves out what
-    another rank has too, and counts, so that all ranks together have every element once.
+    The elements are views. A tensor of n dims yields at most 2n - 1 boxes. each_once skips elements that
+    another rank holds and counts, so that all ranks together return every element once.
     """
     found: list[tuple[Box, Tensor]] = []
     for slot in bucket.slots:
@@ -81,7 +81,7 @@ def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tupl
 def boxes_within(
     bucket: Bucket, flat: Tensor, slots: Sequence[Slot], within: range
 ) -> list[tuple[Box, Tensor]]:
-    """boxes_of, of these parameters and these elements of the owned shard alone."""
+    """Return boxes_of, restricted to these parameters and these elements of the owned shard."""
     found: list[tuple[Box, Tensor]] = []
     for slot in slots:
         found += boxes_of_slot(bucket, slot, flat, within)
@@ -91,18 +91,18 @@ def boxes_within(
 def boxes_of_slot(
     bucket: Bucket, slot: Slot, flat: Tensor, within: range | None = None
 ) -> list[tuple[Box, Tensor]]:
-    """[(box, its elements)] of one parameter in a flat tensor over the owned shard.
+    """Return [(box, its elements)] of one parameter in a flat tensor over the owned shard.
 
-    within: the elements of the owned shard to which the boxes are confined; None: all.
+    `within` restricts the boxes to a range of the owned shard.
     """
     found: list[tuple[Box, Tensor]] = []
-    offset = slot.offset  # of the spec's box in the bucket
+    offset = slot.offset  # offset of the spec's box in the bucket
     for whole in slot.param.spec.boxes:
         start, end = owned_part(bucket, offset, whole.volume)
         if within is not None:
             start, end = max(start, within.start), min(end, within.stop)
         if start < end:
-            first = start + bucket.shard_start - offset  # of the owned elements in the box
+            first = start + bucket.shard_start - offset  # first owned element, relative to the box
             last = first + end - start
             for inner_start, size in range_boxes(whole.size, first, last):
                 global_start = tuple(map(add, whole.start, inner_start))
@@ -115,9 +115,9 @@ def boxes_of_slot(
 
 
 def tensor_ranges(bucket: Bucket) -> list[TensorRange]:
-    """Where each element of the owned shard lies in its global tensor, in order (for stochastic rounding).
+    """Map the owned shard to global tensors, in order (for stochastic rounding).
 
-    Raises ValueError for a parameter that is divided along more than two dims.
+    Raises ValueError for a parameter that is sharded along more than two dims.
     """
     ranges: list[TensorRange] = []
     master = bucket.weights.master
@@ -129,9 +129,9 @@ def tensor_ranges(bucket: Bucket) -> list[TensorRange]:
 
 
 def element_index(box: Box) -> ElementIndex:
-    """Which elements of its tensor a box covers, by row and column.
+    """Return the elements of its tensor that a box covers, by row and column.
 
-    Raises ValueError for a box that is divided along more than two dims.
+    Raises ValueError for a box that is sharded along more than two dims.
     """
     if box.size[2:] != box.shape[2:]:
         raise ValueError(
@@ -146,7 +146,7 @@ def element_index(box: Box) -> ElementIndex:
 
 
 def owned_part(bucket: Bucket, offset: int, size: int) -> tuple[int, int]:
-    """(start, end) in the owned shard of elements offset .. offset + size - 1 of the bucket.
+    """Return (start, end) in the owned shard of elements offset .. offset + size - 1 of the bucket.
 
     start >= end if this rank owns none of them.
     """

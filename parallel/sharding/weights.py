@@ -1,8 +1,8 @@
 """BucketWeights: the weights of a bucket in the compute dtype, full or sharded, and the master weights.
 
-An all-gather is started where its input is ready and awaited where its result is needed: start_unshard() ..
-wait_unshard() (zero.py calls them). Between steps, start_gather_updated() sends what the optimizer has
-updated. Each all-gather is of the whole bucket, in the compute dtype or in the codec's 8 bits.
+An all-gather starts when its input is ready and is waited for when its result is needed: start_unshard() ..
+wait_unshard() (called by zero.py). Between steps, start_gather_updated() sends the weights that the optimizer
+has updated. Each all-gather covers the whole bucket, in the compute dtype or in the codec's 8 bits.
 """
 from torch import Tensor
 from torch import dtype as Dtype
@@ -17,11 +17,11 @@ from parallel.wire.comm import PendingExchange
 
 
 class BucketWeights:
-    """full [size]: the weights in the compute dtype; None while ZeRO-3 has them sharded.
+    """full [size] holds the weights in the compute dtype; None while ZeRO-3 keeps them sharded.
 
-    local [shard size]: this rank's shard of them. master [shard size]: what the optimizer updates, in fp32 or
-    fp64 (bf16 on request): the same tensor as `local` where the dtypes agree, unless it is in host memory, or
-    the weights are sent in 8 bits.
+    local [shard size] is this rank's shard of them. master [shard size] is what the optimizer updates, in
+    fp32 or fp64 (bf16 on request): the same tensor as `local` if the dtypes agree, unless it is offloaded to
+    the host, or the weights are sent in 8 bits.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class BucketWeights:
         initial: Tensor,
         dtype: Dtype,
     ) -> None:
-        """initial [size]: initial values, in fp32 or fp64. dtype: the compute dtype."""
+        """initial [size] holds the initial values, in fp32 or fp64; dtype is the compute dtype."""
         self.slots = slots
         self.size = layout.size
         self.zero = sharding.zero
@@ -52,12 +52,12 @@ class BucketWeights:
             initial = initial.bfloat16()
         shares_storage = dtype == initial.dtype and not self.is_quantized
         full = initial if shares_storage else initial.to(dtype, copy=True)
-        if self.is_quantized and self.zero < 3:  # from the first step on as the other ranks see them
+        if self.is_quantized and self.zero < 3:  # from the first step on, as the other ranks see them
             full.copy_(compress.quantized_copy(full, self.group.size, self.codec, self.block))
         self.full: Tensor | None = full
         self.local = full[owned] if self.zero < 3 else full[owned].clone()
 
-        # masters: in host memory, the local weights themselves, or a copy
+        # masters: on the host, aliasing the local weights, or a copy
         if sharding.offload_master:
             self.master = to_host(initial[owned])
         elif self.local.dtype == initial.dtype and (self.zero == 3 or not self.is_quantized):
@@ -72,12 +72,12 @@ class BucketWeights:
             self.reshard()
 
     def bind_parameters(self, full: Tensor) -> None:
-        """Every parameter's data becomes a view of the full weights [size]."""
+        """Make every parameter's data a view of the full weights [size]."""
         for slot in self.slots:
             slot.param.data = slot.view_in(full)
 
     def start_unshard(self) -> None:
-        """Starts the all-gather of sharded weights (ZeRO-3), ahead of their use."""
+        """Start all-gathering sharded weights (ZeRO-3), ahead of their use."""
         if self.full is None:
             self.full = self.local.new_empty(self.size)
             self.pending_gather = start_gather(
@@ -85,18 +85,18 @@ class BucketWeights:
             )
 
     def wait_unshard(self) -> None:
-        """Waits until the full weights are on this rank: unsharded, or gathered after the last step."""
+        """Wait until the full weights are on this rank: unsharded, or gathered after the last step."""
         self.start_unshard()
         self.wait_gather()
 
     def wait_gather(self) -> None:
-        """Waits for the all-gather under way, if there is one."""
+        """Wait for the all-gather in flight, if any."""
         if self.pending_gather is not None:
             self.bind_parameters(self.pending_gather.wait())
             self.pending_gather = None
 
     def reshard(self) -> None:
-        """Frees all but the local shard (ZeRO-3, after use)."""
+        """Free all but the local shard (ZeRO-3, after use)."""
         if self.pending_gather is not None:
             self.pending_gather.wait()
         self.full = None
@@ -106,27 +106,27 @@ class BucketWeights:
             slot.param.quantized.free()
 
     def drop_quantized(self) -> None:
-        """Forgets the weights in 8 bits that products have made of them (kernels/fp8_weight.py)."""
+        """Drop the cached 8-bit weights (kernels/fp8_weight.py)."""
         for slot in self.slots:
             slot.param.quantized.drop()
 
     def copy_master_to_local(self) -> None:
-        """Rounds the masters to the compute dtype, where the optimizer has not done so in its update."""
+        """Round the masters to the compute dtype, unless the optimizer did so in its update."""
         if self.local is not self.master:
             self.local.copy_(self.master)
 
     def start_gather_updated(self) -> None:
-        """Starts to send the updated local weights to the other ranks; they wait at their next use."""
+        """Start sending the updated local weights to the other ranks, which wait at their next use."""
         self.drop_quantized()  # the one place by which every change of weights passes
         if self.zero == 3:
-            self.reshard()  # full weights that were kept are old now
+            self.reshard()  # full weights that were kept are stale
             return
         if self.zero == 0 or self.group.size == 1:
             return
         if self.pending_gather is not None:
             self.pending_gather.wait()
         if self.is_quantized:
-            self.copy_master_to_local()  # after a skipped step `local` holds what the other ranks saw
+            self.copy_master_to_local()  # after a skipped step, `local` holds what the other ranks saw
         if self.full is None:
             raise RuntimeError(f"ZeRO-{self.zero} keeps full weights, and a bucket has none")
         # a copy: `local` is a view of `full`, which the all-gather overwrites

@@ -1,22 +1,22 @@
-"""ZeroScheduler: when the weights of a part are full, and when its gradients are sent (the table of
-bucket.py).
+"""ZeroScheduler: when the weights of a part are gathered, and when its gradients are reduced (see the table
+in bucket.py).
 
-A part is what a stage runs at once: the embedding, a block, the output head. Hooks on its module, and on the
-tensors that go in and out of it, call the scheduler; the model knows nothing of it.
+A part is a unit that a stage runs at once: the embedding, a block, the output head. Hooks on its module, and
+on the module's input and output tensors, call the scheduler; the model is unaware of it.
 
     begin_forward    wait for the part's weights; start the all-gather of the next part's (ZeRO-3)
     end_forward      free them (ZeRO-3)
-    begin_backward   as begin_forward, of the part before; allocate the part's gradients (ZeRO-2, 3)
-    end_backward     start the reduction of the part's gradients; wait for that of the part after it (not
-                     under ZeRO-0, 1 where nothing is left to do then: the end of the step waits for all)
+    begin_backward   like begin_forward, for the previous part; allocate the part's gradients (ZeRO-2, 3)
+    end_backward     start reducing the part's gradients; wait for the reduction of the part after it (except
+                     under ZeRO-0, 1 if nothing remains to be done: the end of the step waits for all)
 
-So a reduction has the time of one part's backward or more, and ZeRO-2 and 3 never hold the full gradients of
-more than two parts. Gradients are sent when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1) is
-there. Autograd says when: the gradient of a part's output starts its backward, the gradient of its input ends
-it. A bucket that two parts share (a tied table) keeps full weights and gradients until both have ended their
-last backward of the step.
+So a reduction overlaps with at least one part's backward, and ZeRO-2 and 3 never hold the full gradients of
+more than two parts. Gradients are reduced when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1)
+is ready. Autograd triggers this: the gradient of a part's output starts its backward, the gradient of its
+input ends it. A bucket shared by two parts (a tied table) keeps full weights and gradients until both have
+finished their last backward of the step.
 
-Every rank of a group runs the same parts in the same order, so all start the same exchanges in the same
+Every rank of a group runs the same parts in the same order, so all ranks start the same exchanges in the same
 order.
 """
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ from parallel.sharding.bucket import Bucket
 
 
 class ZeroScheduler:
-    """Starts and awaits the exchanges of one stage's buckets.
+    """Start and wait for the exchanges of one stage's buckets.
 
-    The pipeline (parallel/pipeline/executor.py) sets, before each of its ops:
+    The pipeline (parallel/pipeline/executor.py) sets these before each of its ops:
 
-    is_last_microbatch   the backward that follows is the step's last of this stage
-    input_grads_only     the backward computes no weight gradients; those come with a later op, and the
-                         reductions with it
+    is_last_microbatch   the following backward is the step's last of this stage
+    input_grads_only     the backward computes no weight gradients; a later op computes those, and the
+                         reductions follow it
     backward_follows     the stage's next op after this forward is its backward. The last block then keeps
                          full weights, as the head always does: its backward needs them first
     """
@@ -48,23 +48,23 @@ class ZeroScheduler:
         self.is_last_microbatch = False
         self.input_grads_only = False
         self.backward_follows = False
-        self.reducing: list[Bucket] = []  # whose reductions the previous end_backward started
+        self.reducing: list[Bucket] = []  # their reductions were started by the previous end_backward
         for buckets in self.parts:
             for bucket in buckets:
                 bucket.num_users += 1
 
     @classmethod
     def without_buckets(cls) -> "ZeroScheduler":
-        """A scheduler without work, for a stage that only computes: its weights are in no bucket."""
+        """Return a scheduler without work, for a stage that only computes: its weights are in no bucket."""
         return cls([], first_is_embedding=False, last_is_head=False)
 
     # ---- hooks ---------------------------------------------------------------------------------------------
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
-        """Registers the hooks: one module for each part, in the order of the forward pass.
+        """Register the hooks: one module for each part, in forward order.
 
         The first argument of a module is its input; its output, or the first of several, is a tensor. The
-        gradient of a residual beside it (model/block.py) is there at the same time.
+        gradient of the accompanying residual (model/block.py) is ready at the same time.
         """
         if len(modules) != len(self.parts):
             raise ValueError(f"{len(modules)} modules for {len(self.parts)} parts")
@@ -72,7 +72,7 @@ class ZeroScheduler:
             self.attach_to(module, part)
 
     def attach_to(self, module: nn.Module, part: int) -> None:
-        """Registers the hooks of one part."""
+        """Register the hooks of one part."""
         def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self.begin_forward(part)
 
@@ -83,13 +83,13 @@ class ZeroScheduler:
         module.register_forward_hook(after)
 
     def begin_forward(self, part: int) -> None:
-        """Waits for the weights of the part, and starts the all-gather of the next part's."""
+        """Wait for the part's weights and start the all-gather of the next part's."""
         self.unshard(part, next_part=part + 1)
         if self.is_head(part) and is_grad_enabled():  # the loss computes its gradients in the forward
             self.allocate_grads(part)
 
     def end_forward(self, part: int, x: Tensor, output: Tensor | tuple[Tensor, ...]) -> None:
-        """Frees the weights (ZeRO-3) unless the backward needs them next, and hooks the backward."""
+        """Free the weights (ZeRO-3) unless the backward needs them next, and hook the backward."""
         is_head_in_training = self.is_head(part) and is_grad_enabled()
         is_needed_next = part == self.last_block and self.backward_follows
         if not is_head_in_training and not is_needed_next:
@@ -104,15 +104,15 @@ class ZeroScheduler:
             x.register_hook(lambda _: self.end_input_grad(part))
 
     def end_input_grad(self, part: int) -> None:
-        """The gradient of the part's input is complete.
+        """Handle the complete gradient of the part's input.
 
-        This ends its backward, unless the gradients of weights come later.
+        This ends the part's backward, unless the weight gradients come later.
         """
         if not self.input_grads_only:
             self.end_backward(part)
 
     def begin_backward(self, part: int) -> None:
-        """Waits for the weights of the part, starts the all-gather of the part before, allocates gradients.
+        """Wait for the part's weights, start the all-gather of the previous part's, allocate gradients.
 
         An embedding's backward reads no weights.
         """
@@ -123,10 +123,10 @@ class ZeroScheduler:
         self.allocate_grads(part)
 
     def end_backward(self, part: int) -> None:
-        """Sums the gradients of a part over the ranks, once those of a microbatch are computed.
+        """Reduce the gradients of a part over the ranks, once those of a microbatch are computed.
 
-        Continues the reductions that the previous end_backward started (of the part after it in the model),
-        and starts this part's where they are due.
+        Continue the reductions that the previous end_backward started (of the part after it in the model),
+        and start this part's if they are due.
         """
         for bucket in self.reducing:
             bucket.grads.continue_reduce()
@@ -145,13 +145,13 @@ class ZeroScheduler:
             if is_last:
                 bucket.num_finished_users = 0
 
-    # ---- what the hooks and the pipeline call --------------------------------------------------------------
+    # ---- called by the hooks and the pipeline --------------------------------------------------------------
 
     def is_head(self, part: int) -> bool:
         return self.last_is_head and part == len(self.parts) - 1
 
     def unshard(self, part: int, next_part: int | None) -> None:
-        """Waits for the full weights of a part, and starts the all-gather of those that are used next."""
+        """Wait for the full weights of a part, and start the all-gather of those that are used next."""
         for bucket in self.parts[part]:
             bucket.weights.wait_unshard()
         if next_part is not None and next_part < len(self.parts):
@@ -159,21 +159,21 @@ class ZeroScheduler:
                 bucket.weights.start_unshard()
 
     def allocate_grads(self, part: int) -> None:
-        """Makes the full gradients of the part, where ZeRO-2 or 3 has freed them."""
+        """Allocate the full gradients of the part, if ZeRO-2 or 3 has freed them."""
         for bucket in self.parts[part]:
             bucket.grads.allocate()
 
     def end_embedding_backward(self) -> None:
-        """To be called after a backward of the stage: no gradient of an input ends an embedding's own."""
+        """Call after a backward of the stage: an embedding has no input gradient to end its backward."""
         if self.first_is_embedding:
             self.end_backward(0)
 
     def begin_weight_grads(self) -> None:
-        """To be called before weight gradients that were deferred."""
+        """Call before deferred weight gradients."""
         for part in range(len(self.parts)):
             self.allocate_grads(part)
 
     def end_weight_grads(self) -> None:
-        """To be called after weight gradients that were deferred."""
+        """Call after deferred weight gradients."""
         for part in reversed(range(len(self.parts))):
             self.end_backward(part)

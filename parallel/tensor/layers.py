@@ -1,10 +1,10 @@
-"""Layers whose weights are divided over mesh.tp (arXiv 1909.08053).
+"""Layers whose weights are sharded over mesh.tp (arXiv 1909.08053).
 
-A column layer may hold several projections (q, k, v; gate, up) as one matrix product. Each is divided on its
-own, so the stored tensors keep their separate names. Under sequence parallelism (arXiv 2205.05198) the
-activations between a row layer and the next column layer are divided along the sequence, over the same group:
-what they pass through there (norms, dropout, residuals) is neither repeated nor stored twice, and as many
-bytes are sent as without.
+A column layer may merge several projections (q, k, v; gate, up) into one GEMM. Each is sharded separately, so
+the stored tensors keep their names. Under sequence parallelism (arXiv 2205.05198) the activations between a
+row layer and the next column layer are sharded along the sequence over the same group: the computation there
+(norms, dropout, residuals) is neither repeated nor its activations stored twice, and the communication volume
+is unchanged.
 """
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,11 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
-Fp8Recipe = tuple[str, int]  # the recipe, and the side of a block (model/precision.py)
+Fp8Recipe = tuple[str, int]  # (recipe, side of a block) (model/precision.py)
 
 
 def row_shard(key: str, shape: tuple[int, ...], group: Group) -> Box:
-    """This rank's part of a global tensor of this shape, divided along dim 0."""
+    """Return this rank's shard of a global tensor of this shape along dim 0."""
     rows = shape[0] // group.size
     first_row = group.index * rows
     inner_start = (0,) * (len(shape) - 1)
@@ -37,29 +37,28 @@ def row_shard(key: str, shape: tuple[int, ...], group: Group) -> Box:
 
 
 def column_shard(key: str, shape: tuple[int, int], group: Group) -> Box:
-    """This rank's part of a matrix of this global shape, divided along dim 1."""
+    """Return this rank's shard of a matrix of this global shape along dim 1."""
     columns = shape[1] // group.size
     first_column = group.index * columns
     return Box(key, shape, start=(0, first_column), size=(shape[0], columns))
 
 
 def partial_over_tp(is_partial: bool) -> tuple[str, ...]:
-    """ParameterSpec.partial_over where the gradient on a tp rank is, or is not, only a part of the sum."""
+    """Return ParameterSpec.partial_over: whether a tp rank's gradient is only a part of the sum."""
     return ("tp",) if is_partial else ()
 
 
 def replicated_vector(key: str, size: int, role: str, is_partial: bool) -> ShardedParameter:
-    """A vector [size] that every tp rank holds in full. is_partial: each has a part of its gradient."""
+    """Create a vector [size] replicated over tp. is_partial: each tp rank has a part of its gradient."""
     box = Box.whole(key, (size,))
     return parameter(ParameterSpec((box,), role, partial_over=partial_over_tp(is_partial)))
 
 
 def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> Fp8Scaling | None:
-    """How a layer scales its operands in 8 bits; None without a recipe.
+    """Return how a layer scales its 8-bit operands, or None without a recipe.
 
-    divides_outputs: tp divides the weight's outputs, else its inputs. The largest elements of what a scale
-    spans are exchanged over tp and over cp, so that the scales of a microbatch are the same under every
-    layout.
+    divides_outputs: tp shards the weight's outputs, otherwise its inputs. Maxima are exchanged over tp and
+    cp, within the span of a scale, so that the scales of a microbatch are the same under every layout.
     """
     if recipe is None:
         return None
@@ -74,9 +73,9 @@ def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> 
 
 
 def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
-    """The layers within a module exchange the largest elements of all their weights over tp in one message.
+    """Exchange the weight maxima of all layers of a module over tp in one message.
 
-    group: tp.
+    group is tp.
     """
     if group.size == 1:
         return
@@ -93,16 +92,16 @@ def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
 
 
 def tensor_parallel_region(group: Group, *, sp: bool, async_tp: bool) -> TensorParallelRegion | None:
-    """The region of a layer whose weight is divided over tp; None in a group of one rank."""
+    """Return the region of a layer whose weight is sharded over tp; None in a group of one rank."""
     return TensorParallelRegion(group, sp, is_async=async_tp) if group.size > 1 else None
 
 
 class ColumnLinear(nn.Module):
-    """x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, sum(outputs)/tp]: the output features are divided over tp.
+    """x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, sum(outputs)/tp]: output features are sharded over tp.
 
-    outputs: {key: features} of the projections that it holds, each divided on its own.
-    Under sp it gathers its input over tp; it sums the gradient of its input (regions.py). async_tp: its
-    product runs while the parts of the sequence travel (overlap.py).
+    outputs is {key: features} of its projections, each sharded separately.
+    Under sp it all-gathers its input over tp, and reduces the gradient of its input (regions.py). async_tp
+    overlaps its GEMM with the transfers of sequence chunks (overlap.py).
     """
 
     def __init__(
@@ -135,11 +134,11 @@ class ColumnLinear(nn.Module):
 
 
 class SharedHeadsLinear(nn.Module):
-    """The merged projection q|k|v where there are fewer key and value heads than tp ranks.
+    """The merged projection q|k|v with fewer key and value heads than tp ranks.
 
-    x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, heads * head_dim / tp + head_dim + v_dim]. Queries are divided
-    over tp. Every rank holds all weights of keys and values, computes the one head that its queries see, and
-    has a part of their gradients.
+    x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, heads * head_dim / tp + head_dim + v_dim]. Queries are sharded
+    over tp. Every rank holds all key and value weights, computes the one head that its queries see, and has a
+    part of their gradients.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class SharedHeadsLinear(nn.Module):
         super().__init__()
         queries = {f"{key}.q": heads * head_dim}
         self.q = ColumnLinear(mesh, queries, n, std=std, bias=bias, sp=sp, async_tp=False)
-        head = mesh.tp.index * kv_heads // mesh.tp.size  # that this rank's queries see
+        head = mesh.tp.index * kv_heads // mesh.tp.size  # seen by this rank's queries
         all_queries = slice(0, heads * head_dim // mesh.tp.size)
         of_head = [slice(head * dim, (head + 1) * dim) for dim in (head_dim, v_dim)]
         self.rows = [all_queries, *of_head]
@@ -180,14 +179,14 @@ class SharedHeadsLinear(nn.Module):
 
 
 def shared_weight(key: str, shape: tuple[int, int], std: float) -> ShardedParameter:
-    """A hidden matrix that every tp rank holds in full, and of whose gradient each has a part."""
+    """Create a hidden matrix that every tp rank holds in full, each with a part of its gradient."""
     return parameter(ParameterSpec((Box.whole(key, shape),), "hidden", std, partial_over=("tp",)))
 
 
 class RowLinear(nn.Module):
-    """x [b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]): the input features are divided over tp.
+    """x [b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]): input features are sharded over tp.
 
-    The partial products are summed over tp: an all-reduce, or under sp a reduce-scatter. async_tp: see
+    The partial outputs are summed over tp by an all-reduce, or under sp by a reduce-scatter. async_tp: see
     ColumnLinear.
     """
 
@@ -223,7 +222,7 @@ class RowLinear(nn.Module):
         return y if self.bias is None else _AddBias.apply(y, self.bias)  # once, after the sum
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [b, s, n/tp] -> what this rank adds to the sum [b, s, m]."""
+        """x [b, s, n/tp] -> this rank's term of the sum [b, s, m]."""
         if self.scaling is None:
             return linear(x, self.weight, bias)
         return scaled_linear(x, self.weight, bias, None, self.scaling)
@@ -241,13 +240,13 @@ class _AddBias(torch.autograd.Function):
         return dy, accumulate_summed_grad(ctx.bias, dbias)
 
 
-# ---- norm, embedding and loss over divided features --------------------------------------------------------
+# ---- norm, embedding and loss over sharded features --------------------------------------------------------
 
 
 def tensor_parallel_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
-    """RMSNorm over features that are divided over the group. x [..., n/tp], weight [n/tp] -> [..., n/tp].
+    """RMSNorm over features sharded over the group. x [..., n/tp], weight [n/tp] -> [..., n/tp].
 
-    One number per row is summed over the group, in the forward and in the backward.
+    All-reduces one number per row, in the forward and in the backward.
     """
     return _TensorParallelRMSNorm.apply(x, weight, eps, group)
 
@@ -275,7 +274,7 @@ class _TensorParallelRMSNorm(torch.autograd.Function):
         normalized = x.to(scale.dtype) * scale
         scaled_grad = grad * ctx.weight.to(scale.dtype)
 
-        # the mean over all features of what each adds to the gradient of the scale
+        # mean over all features of their contributions to the gradient of the scale
         slope = comm.all_reduce_sum((scaled_grad * normalized).sum(-1, keepdim=True), ctx.group)
         slope = slope / ctx.n  # [..., 1]
         dx = (scaled_grad - normalized * slope) * scale
@@ -287,7 +286,7 @@ class _TensorParallelRMSNorm(torch.autograd.Function):
 def vocab_embedding(ids: Tensor, table: Tensor, group: Group, sequence: bool) -> Tensor:
     """ids [b, s] -> [b, s, d] (sequence: [b, s/tp, d]) from a table [rows/tp, d].
 
-    The rows of the table are divided over the group. One all-reduce (sequence: reduce-scatter) of [b, s, d].
+    The rows of the table are sharded over the group. One all-reduce (sequence: reduce-scatter) of [b, s, d].
     """
     if group.size == 1:
         return embedding(ids, table)
@@ -300,12 +299,12 @@ def vocab_embedding(ids: Tensor, table: Tensor, group: Group, sequence: bool) ->
 
 
 def merge_vocab_statistics(group: Group) -> Merge | None:
-    """For linear_cross_entropy: combines the statistics of a vocabulary that is divided over the group.
+    """Return a function that merges the statistics of a sharded vocabulary, for linear_cross_entropy.
 
     One all-gather of two numbers per row. None if the group has one rank.
     """
     def merge(lse: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """lse [rows]: logsumexp of this rank's logits; picked [rows]: the target's logit, or 0."""
+        """lse [rows] is the logsumexp of this rank's logits, picked [rows] the target's logit, or 0."""
         own = torch.stack((lse, picked))  # [2, rows]
         parts = comm.all_gather(own[None], group)  # [tp, 2, rows]
         full_lse = parts[:, 0].logsumexp(0)

@@ -1,14 +1,14 @@
-"""Async tensor parallelism: the linear layers of a region multiply while the sequence travels.
+"""Async tensor parallelism: overlap the linear layers of a region with the transfers of the sequence.
 
-Under sequence parallelism (arXiv 2205.05198) a column layer gathers its input and a row layer scatters the
-sums of its output. As collectives, both wait: the product begins when the last rank's part is there, and the
-scatter begins when the whole product is. Here each rank's part of the sequence is a message of its own, and a
-product of its own: a part is multiplied when it has arrived, and sent on its way when it is multiplied (Wang
-et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023; Megatron-LM's
+Under sequence parallelism (arXiv 2205.05198) a column layer all-gathers its input and a row layer
+reduce-scatters its output. With collectives, the GEMM starts once the last rank's part has arrived, and the
+scatter starts once the whole GEMM is done. Here each rank's part of the sequence is a separate message and a
+separate GEMM: a part is multiplied as soon as it arrives, and sent as soon as it is multiplied (Wang et al.,
+Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023; Megatron-LM's
 --tp-comm-overlap, torchtitan's async tensor parallel).
 
-In round i of n - 1, rank r sends to rank r + i and receives from rank r - i: so every round pairs up, and as
-many bytes are sent as by the collectives.
+In round i of n - 1, rank r sends to rank r + i and receives from rank r - i: every round pairs up, and the
+volume is the same as with collectives.
 """
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def gather_and_multiply(
 ) -> tuple[Tensor, Tensor]:
     """x [b, s/tp, n], weight [m, n], bias [m] -> the gathered x [b, s, n], and y [b, s, m] = x W^T + b.
 
-    This rank's part is multiplied while the others travel; each other part while the later ones do.
+    This rank's part is multiplied while the others are in flight; each other part while later ones are.
     """
     b, length, n = x.shape
     gathered = x.new_empty(group.size, b, length, n)  # by rank
@@ -47,13 +47,13 @@ def gather_and_multiply(
 def multiply_and_scatter(x: Tensor, weight: Tensor, group: Group) -> Tensor:
     """x [b, s, n/tp], weight [m, n/tp] -> this rank's part [b, s/tp, m] of the sum of x W^T over the group.
 
-    The parts of other ranks are multiplied first, and travel while the next is multiplied. The sum is in fp32
-    or better, in the order of ranks.
+    The parts for other ranks are multiplied first, and travel while the next is multiplied. The sum is in
+    fp32 or better, in rank order.
     """
     parts = x.unflatten(1, (group.size, -1)).transpose(0, 1)  # [tp, b, s/tp, n/tp]
-    summands = x.new_empty(*parts.shape[:-1], weight.shape[0])  # by rank, of this rank's part
+    summands = x.new_empty(*parts.shape[:-1], weight.shape[0])  # by source rank, for this rank's part
     under_way: list[Transfer] = []
-    sent: list[Tensor] = []  # must live until it has arrived
+    sent: list[Tensor] = []  # must stay alive until received
     for target, source in rounds(group):
         partial = product(parts[target], weight)
         sent.append(partial)
@@ -65,7 +65,7 @@ def multiply_and_scatter(x: Tensor, weight: Tensor, group: Group) -> Tensor:
 
 
 def rounds(group: Group) -> Iterator[tuple[int, int]]:
-    """(the rank to send to, the rank to receive from) of each round, as positions in the group."""
+    """Yield (rank to send to, rank to receive from) for each round, as group indices."""
     for distance in range(1, group.size):
         yield (group.index + distance) % group.size, (group.index - distance) % group.size
 
@@ -76,5 +76,5 @@ def wait_all(transfers: list[Transfer]) -> None:
 
 
 def join_parts(parts: Tensor) -> Tensor:
-    """Parts of the sequence by rank [tp, b, s/tp, ...] -> [b, s, ...]; a copy if b > 1."""
+    """Join parts of the sequence by rank: [tp, b, s/tp, ...] -> [b, s, ...]; copies if b > 1."""
     return parts.transpose(0, 1).flatten(1, 2)

@@ -1,9 +1,9 @@
 """The boundaries of a tensor-parallel region: how activations and their gradients move between ranks.
 
-Forward and backward of a boundary are conjugate (arXiv 1909.08053, 2205.05198): where the forward copies, the
-backward sums, and where it gathers, the backward reduce-scatters. In a group of one rank each of them is the
-identity. `sequence`: under sequence parallelism, activations outside of the region are divided along the
-sequence.
+The forward and backward of a boundary are conjugate (arXiv 1909.08053, 2205.05198): if the forward copies,
+the backward all-reduces, and if it all-gathers, the backward reduce-scatters. In a group of one rank each is
+the identity. `sequence` means that, under sequence parallelism, activations outside of the region are sharded
+along the sequence.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,39 +18,39 @@ from parallel.wire.comm import Group
 
 
 def enter_region(x: Tensor, group: Group, sequence: bool) -> Tensor:
-    """x [b, s, d] (sequence: [b, s/tp, d], gathered) -> [b, s, d]. The backward sums over tp."""
+    """x [b, s, d] (sequence: [b, s/tp, d], all-gathered) -> [b, s, d]. The backward sums over tp."""
     if group.size == 1:
         return x
     return _GatherScatter.apply(x, group) if sequence else _CopyReduce.apply(x, group)
 
 
 def leave_region(x: Tensor, group: Group, sequence: bool) -> Tensor:
-    """Partial sums [b, s, d] -> their sum [b, s, d] (sequence: this rank's [b, s/tp, d] of it)."""
+    """Sum partial results [b, s, d] over tp -> [b, s, d] (sequence: this rank's [b, s/tp, d])."""
     if group.size == 1:
         return x
     return _ScatterGather.apply(x, group) if sequence else _ReduceCopy.apply(x, group)
 
 
 def scatter_to_tp(x: Tensor, group: Group) -> Tensor:
-    """This rank's [b, s/n, ...] of an activation [b, s, ...] that every rank has in full.
+    """Return this rank's [b, s/n, ...] of an activation [b, s, ...] that every rank has in full.
 
-    If n does not divide s, zeros fill up the last parts.
+    If n does not divide s, the last parts are padded with zeros.
     """
     return x if group.size == 1 else _SplitGather.apply(x, group)
 
 
 def gather_from_tp(x: Tensor, group: Group, s: int) -> Tensor:
-    """The inverse of scatter_to_tp: every rank gets [b, s, ...], and must use it alike."""
+    """Invert scatter_to_tp: every rank gets [b, s, ...], and must use it identically."""
     return x if group.size == 1 else _GatherSplit.apply(x, group, s)
 
 
 @dataclass(frozen=True)
 class TensorParallelRegion:
-    """The boundaries of a region for a linear layer (kernels/linear.py), without a gradient of their own.
+    """The boundaries of a region for a linear layer (kernels/linear.py), without autograd.
 
-    The layer overlaps the exchanges of its backward with its matrix products: the gradient of its input is
-    sent while the gradient of its weight is computed. is_async (only with sequence): its other exchanges
-    overlap as well (parallel/tensor/overlap.py).
+    The layer overlaps the exchanges of its backward with its GEMMs: the gradient of its input is sent while
+    the gradient of its weight is computed. is_async (only with sequence) overlaps its other exchanges too
+    (parallel/tensor/overlap.py).
     """
     group: Group
     sequence: bool
@@ -61,7 +61,7 @@ class TensorParallelRegion:
         return all_gather_sequence(x, self.group) if self.sequence else x
 
     def enter_and_multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x as of enter, weight [m, d], bias [m] -> enter(x) [b, s, d], and its product [b, s, m]."""
+        """x as for enter, weight [m, d], bias [m] -> enter(x) [b, s, d], and its product [b, s, m]."""
         if self.is_async:
             return gather_and_multiply(x, weight, bias, self.group)
         entered = self.enter(x)
@@ -70,20 +70,20 @@ class TensorParallelRegion:
     def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [b, s, n/tp], weight [m, n/tp] -> this rank's part [b, s/tp, m] of the sum of x W^T over tp.
 
-        Only of an async region: leave_region is that of others, which full recompute leaves out.
+        Only for an async region: others use leave_region, which full recompute skips.
         """
         return multiply_and_scatter(x, weight, self.group)
 
     def start_gather_inputs(self, x: Tensor) -> Callable[[], Tensor]:
-        """enter(x), started. Returns what waits for the result."""
+        """Start enter(x). Return a function that waits for the result."""
         if not self.sequence:
             return lambda: x
         return comm.start_all_gather_each(x, self.group).wait
 
     def start_reduce_grads(self, dx: Tensor) -> Callable[[], Tensor]:
-        """Starts the sum of the gradient dx [b, s, d] over tp, each rank its part under sequence parallelism.
+        """Start reducing the gradient dx [b, s, d] over tp, to each rank's part under sequence parallelism.
 
-        Returns what waits for the result. dx is scratch afterwards.
+        Return a function that waits for the result. dx is scratch memory afterwards.
         """
         if not self.sequence:
             return comm.start_all_reduce(dx, self.group).wait
@@ -104,12 +104,12 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def local_chunk(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of dim 1 of data (no gradient) that every rank has in full."""
+    """Return this rank's part of dim 1 of data (no gradient) that every rank has in full."""
     return x if group.size == 1 else x.chunk(group.size, 1)[group.index]
 
 
 def padded_chunk(x: Tensor, group: Group) -> Tensor:
-    """This rank's part of dim 1, filled up with zeros so that all parts are equally long."""
+    """Return this rank's part of dim 1, zero-padded so that all parts are equally long."""
     size = -(-x.shape[1] // group.size)
     part = x[:, group.index * size:(group.index + 1) * size]
     if part.shape[1] == size:

@@ -1,5 +1,5 @@
-"""Which rank is where.
+"""Placement of ranks.
 
-    dims.py   ParallelDims: degrees of parallelism -> groups of ranks; arithmetic alone
-    mesh.py   Mesh: one rank's view of them, a Group for each
+    dims.py   ParallelDims: degrees of parallelism -> groups of ranks; pure arithmetic
+    mesh.py   Mesh: one rank's view of them, with a Group for each
 """

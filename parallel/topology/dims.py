@@ -1,6 +1,6 @@
-"""ParallelDims: degrees of parallelism -> groups of ranks. Arithmetic alone: no torch, no processes.
+"""ParallelDims: degrees of parallelism -> groups of ranks. Pure arithmetic: no torch, no processes.
 
-The axes of the mesh run outermost first, so that tp neighbours are on one node.
+Mesh axes are ordered outermost first, so that tp neighbours are on one node.
 """
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -11,7 +11,7 @@ from parallel.wire.connection import Connection, connection_of
 
 # attention, norms, dense MLPs, embeddings, routers
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# a mixture's experts: the same ranks, their dp_shard x cp x tp divided otherwise (arXiv 2504.14960)
+# a mixture's experts: the same ranks, with dp_shard x cp x tp factorized differently (arXiv 2504.14960)
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep", "etp")
 FACTORIZATIONS = (DENSE_AXES, EXPERT_AXES)  # of the world
 
@@ -19,11 +19,11 @@ AnyOne = TypeVar("AnyOne")
 
 
 class GroupRequest(NamedTuple):
-    """A group of the mesh: its name in the ledger, the axes that it spans, and its channel: groups of the
-    same ranks share a process group, unless they are of different channels (parallel/wire/world.py).
+    """A group of the mesh: its name in the ledger, the axes that it spans, and its channel. Groups of the
+    same ranks share a process group unless their channels differ (parallel/wire/world.py).
 
-    meets_neighbours: in every layout its ranks send to their neighbours. NCCL connects these at the start,
-    in buffers of their own, which cost too much in groups that never send.
+    meets_neighbours: in every layout its ranks send to their neighbours. NCCL connects these at start-up,
+    with dedicated buffers, which cost too much in groups that never send.
     """
     name: str
     axes: tuple[str, ...]
@@ -32,16 +32,16 @@ class GroupRequest(NamedTuple):
 
 
 def spans(*axes: str, name: str = "", channel: str = "", meets_neighbours: bool = False) -> Any:
-    """A field of Groups. name: in the ledger; "": that of the field."""
+    """Declare a field of Groups. `name` is the name in the ledger; it defaults to that of the field."""
     return field(metadata={"request": GroupRequest(name, axes, channel, meets_neighbours)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups(Generic[AnyOne]):
-    """One for each group of ranks, in the order in which all ranks connect them (Mesh, in mesh.py).
+    """One entry for each group of ranks, in the order in which all ranks connect them (Mesh, in mesh.py).
 
-    pp_backward: pp once more, over a communicator of its own: gradients, while pp has activations. On a GPU a
-    receive that waits holds back what comes after it in its communicator.
+    pp_backward duplicates pp with a separate communicator for gradients, while pp carries activations. On a
+    GPU, a pending receive blocks whatever follows it in its communicator.
     """
     tp: AnyOne = spans("tp")
     cp: AnyOne = spans("cp", meets_neighbours=True)
@@ -60,9 +60,9 @@ class Groups(Generic[AnyOne]):
     world: AnyOne = spans(*DENSE_AXES)
     # ranks that share a sequence, under sp too: a router's counts are summed here
     tp_cp: AnyOne = spans("cp", "tp")
-    # ranks that hold all experts together: tokens are exchanged here
+    # ranks that together hold all experts: tokens are exchanged here
     ep_etp: AnyOne = spans("ep", "etp")
-    # what fsdp, dp_cp and model_parallel are to the rest, for experts
+    # counterparts of fsdp, dp_cp and model_parallel for experts
     expert_fsdp: AnyOne = spans("expert_dp_shard")
     expert_dp: AnyOne = spans("dp_replicate", "expert_dp_shard")
     expert_model_parallel: AnyOne = spans("pp", "ep", "etp")
@@ -70,7 +70,7 @@ class Groups(Generic[AnyOne]):
 
 
 def requested_groups() -> dict[str, GroupRequest]:
-    """{field of Groups: what it asks for}, in the order in which all ranks connect; then embedding_ends."""
+    """Return {field of Groups: its request} in the order in which all ranks connect (embedding_ends last)."""
     requests: dict[str, GroupRequest] = {}
     for each in fields(Groups):
         request: GroupRequest = each.metadata["request"]
@@ -78,15 +78,15 @@ def requested_groups() -> dict[str, GroupRequest]:
     return requests
 
 
-# The groups by their names in the ledger: {name: the axes that it spans}.
+# The groups by their names in the ledger: {name: axes}.
 GROUP_AXES = {request.name: request.axes for request in requested_groups().values()}
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The degrees of parallelism of a job. dp_shard is what is left of the world.
+    """The degrees of parallelism of a job. dp_shard is the rest of the world.
 
-    Raises ValueError if the degrees do not divide the world, in one of its factorizations.
+    Raises ValueError if the degrees do not divide the world, in either factorization.
     """
     world: int
     _: KW_ONLY
@@ -104,11 +104,11 @@ class ParallelDims:
                 raise ValueError(f"{self.world} ranks cannot be {degrees}")
 
     def degrees(self) -> dict[str, int]:
-        """{field: degree}, without the world."""
+        """Return {field: degree}, without the world."""
         return {name: degree for name, degree in vars(self).items() if name != "world"}
 
     def in_words(self) -> str:
-        """For example "4 ranks (dp2 tp2)"; "1 rank"."""
+        """Format like "4 ranks (dp2 tp2)" or "1 rank"."""
         named = {"dp": self.group_size("dp_replicate", "dp_shard")} | self.degrees()
         words = [f"{name}{n}" for name, n in named.items() if n > 1 and name != "dp_replicate"]
         plural = "s" if self.world > 1 else ""
@@ -120,11 +120,11 @@ class ParallelDims:
 
     @property
     def expert_dp_shard(self) -> int:
-        """Ranks that hold the same part of the same experts, in one replica."""
+        """Return the number of ranks, in one replica, that hold the same part of the same experts."""
         return self.left_by(EXPERT_AXES)
 
     def left_by(self, axes: tuple[str, ...]) -> int:
-        """The world over the degrees among the axes."""
+        """Divide the world by the degrees among the axes."""
         degrees = self.degrees()
         return self.world // prod(degrees.get(axis, 1) for axis in axes)
 
@@ -132,18 +132,18 @@ class ParallelDims:
         return getattr(self, axis)
 
     def group_size(self, *axes: str) -> int:
-        """Ranks of a group that spans these axes."""
+        """Return the size of a group that spans these axes."""
         return prod(map(self.size, axes))
 
     def coordinates(self, rank: int, axes: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
-        """{axis: index} of a rank, in one of the two factorizations."""
+        """Return {axis: index} of a rank, in one of the two factorizations."""
         found: dict[str, int] = {}
         for axis in reversed(axes):
             rank, found[axis] = divmod(rank, self.size(axis))
         return found
 
     def group(self, rank: int, *axes: str) -> list[int]:
-        """The group of groups(*axes) that holds this rank, without computing the others."""
+        """Return the member of groups(*axes) that holds this rank, without computing the others."""
         factorization = factorization_of(axes)
         index = self.coordinates(rank, factorization)
         ranks = [0]
@@ -155,7 +155,7 @@ class ParallelDims:
         return ranks
 
     def place(self, rank: int, *axes: str) -> int:
-        """The rank's place in group(rank, *axes)."""
+        """Return the rank's index in group(rank, *axes)."""
         place = 0
         for axis, index in reversed(self.coordinates(rank, factorization_of(axes)).items()):
             if axis in axes:
@@ -163,7 +163,7 @@ class ParallelDims:
         return place
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups of ranks that span `axes` and agree on the others, such as groups("dp_shard", "cp").
+        """Return all groups of ranks that span `axes` and agree on the others, e.g. groups("dp_shard", "cp").
 
         Raises ValueError if the axes do not lie in one factorization.
         """
@@ -176,22 +176,22 @@ class ParallelDims:
         return list(groups.values())
 
     def pipeline_ends(self) -> list[list[int]]:
-        """The first and last rank of each pipeline (one rank without a pipeline): both hold a tied table."""
+        """Return the first and last rank of each pipeline (both hold a tied table); one rank if pp is 1."""
         return [ends_of(ranks) for ranks in self.groups("pp")]
 
     def ends_with(self, rank: int) -> list[int] | None:
-        """The ends of a rank's pipeline, if it is one of them."""
+        """Return the ends of a rank's pipeline if it is one of them, else None."""
         ends = ends_of(self.group(rank, "pp"))
         return ends if rank in ends else None
 
 
 def ends_of(pipeline: list[int]) -> list[int]:
-    """Its first and last rank; one without a pipeline."""
+    """Return the first and last rank of a pipeline; one rank if there is a single stage."""
     return sorted({pipeline[0], pipeline[-1]})
 
 
 def factorization_of(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The one of FACTORIZATIONS that holds the axes. Raises ValueError if none does."""
+    """Return the member of FACTORIZATIONS that contains the axes. Raises ValueError if none does."""
     for factorization in FACTORIZATIONS:
         if set(axes) <= set(factorization):
             return factorization
@@ -199,13 +199,13 @@ def factorization_of(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def least_world(degrees: Mapping[str, int]) -> int:
-    """The smallest world with these degrees of ParallelDims."""
+    """Return the smallest world with these degrees of ParallelDims."""
     return lcm(*(prod(degrees.get(axis, 1) for axis in axes) for axes in FACTORIZATIONS))
 
 
 def connections_of_rank(dims: ParallelDims, rank: int) -> dict[Connection, list[str]]:
-    """The process groups that Mesh.bind and join_job make for a rank: {what identifies one: the names of the
-    groups that it carries}. On GPUs each has a communicator of its own."""
+    """Return the process groups that Mesh.bind and join_job create for a rank: {connection: names of the
+    groups that share it}. On GPUs each has a separate communicator."""
     everyone = connection_of(range(dims.world))
     found: dict[Connection, list[str]] = {} if everyone is None else {everyone: []}
     for request in requested_groups().values():

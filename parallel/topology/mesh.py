@@ -1,4 +1,4 @@
-"""Mesh: one rank's view of the parallel dimensions, a Group for each over which anything is exchanged."""
+"""Mesh: one rank's view of the parallel dimensions, with a Group for each kind of exchange."""
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +11,9 @@ from parallel.wire.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Groups[Group]):
-    """The groups of this rank; Groups says what each spans and is for.
+    """The groups of this rank; Groups documents what each spans and is for.
 
-    embedding_ends: the two ends of the pipeline; None on the ranks between them.
+    embedding_ends holds the two ends of the pipeline; it is None on the ranks between them.
     """
     dims: ParallelDims
     rank: int
@@ -21,13 +21,13 @@ class Mesh(Groups[Group]):
 
     @staticmethod
     def single() -> "Mesh":
-        """One process: every group has one rank, and every exchange is the identity."""
+        """Return the mesh of one process: every group has one rank, and every exchange is the identity."""
         return Mesh.bind(ParallelDims(1), World())
 
     @staticmethod
     def bind(dims: ParallelDims, world: World) -> "Mesh":
-        """Connects the groups. Collective: every rank of the world calls it with the same dims."""
-        ledger: Ledger = Counter()  # one for all groups
+        """Connect the groups. Collective: every rank of the world calls it with the same dims."""
+        ledger: Ledger = Counter()  # shared by all groups
         groups: dict[str, Group] = {}
         for field, request in requested_groups().items():
             groups[field] = world.group_of_rank(
@@ -43,9 +43,9 @@ class Mesh(Groups[Group]):
 
     @staticmethod
     def without_processes(dims: ParallelDims, rank: int, activity: Activity | None = None) -> "Mesh":
-        """The groups of a rank without a job.
+        """Return the groups of a rank without a job.
 
-        activity: with a wire that carries what they exchange. Without it they can only be described.
+        An `activity` with a wire carries their exchanges. Without it they can only be inspected.
         """
         make = partial(made_up_group, rank=rank, ledger=Counter(), activity=activity or Activity())
         groups: dict[str, Group] = {}
@@ -60,15 +60,15 @@ class Mesh(Groups[Group]):
 
     @property
     def ledger(self) -> Ledger:
-        """Calls and bytes of all exchanges so far."""
+        """Return calls and bytes of all exchanges so far."""
         return self.world.ledger
 
     @property
     def is_strict(self) -> bool:
-        """Whether a proof looks for what is used before it has arrived (parallel/wire/strict.py)."""
+        """Whether a proof checks for data that is used before it has arrived (parallel/wire/strict.py)."""
         return self.world.activity.strict is not None
 
 
 def made_up_group(name: str, ranks: list[int], *, rank: int, **fields: Any) -> Group:
-    """The ranks of a group, and the place of `rank` among them, without a process group."""
+    """Return a group with the index of `rank` in it, without a process group."""
     return Group(name, tuple(ranks), ranks.index(rank), **fields)

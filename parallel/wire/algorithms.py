@@ -1,19 +1,19 @@
-"""How gradients are summed over data-parallel ranks.
+"""Algorithms that reduce gradients over data-parallel ranks.
 
-By the backend's collectives, by algorithms of our own that can be read and compared, or in 8 bits an element.
+The backend's collectives, plain implementations that can be read and compared, or 8 bits per element.
 
-n: bytes of a bucket; N: ranks; k: ranks of one node. Bytes that a rank sends:
+n: bytes of a bucket; N: ranks; k: ranks per node. Bytes that a rank sends:
 
-    collective   the backend's choice; the ledger counts an all-reduce of n
+    collective   depends on the backend; the ledger counts an all-reduce of n
     ring         2 (N-1)/N n                             bandwidth-optimal (Patarasuk and Yuan, 2009)
     hierarchy    2 (k-1)/k n + 2 (N/k - 1)/(N/k) n/k     slow links between nodes carry 1/k of it (Horovod)
     server       n, and (N-1) n from rank 0              the parameter server (Li et al., 2014)
-    int8, fp8    1 + 4/block bytes an element: an all-to-all and an all-gather; lossy (compress.py)
+    int8, fp8    1 + 4/block bytes per element: an all-to-all and an all-gather; lossy (compress.py)
 
-Horovod: arXiv 1802.05799. Every sum is taken in a fixed order, so the same layout gives the same bits. ZeRO
-needs a reduce-scatter alone, which is the first half of the ring: (N-1)/N n. hierarchy and server sum whole
-buckets on every rank, so ZeRO refuses them (config rules). Their sends run where they are called; all others
-overlap with the backward.
+Horovod: arXiv 1802.05799. Every sum has a fixed order, so the same layout gives the same bits. ZeRO only
+needs a reduce-scatter, the first half of the ring: (N-1)/N n. hierarchy and server sum whole buckets on every
+rank, so ZeRO rejects them (config rules). They and the ring run synchronously; all others overlap with the
+backward.
 """
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from parallel.wire import comm, compress
 from parallel.wire.comm import Group, PendingExchange
 
-Peer = tuple[Tensor, int]  # a tensor, and the rank of the group that it goes to or comes from
+Peer = tuple[Tensor, int]  # a tensor, and the group index of the rank that it goes to or comes from
 
 
 def start_sum(
@@ -33,10 +33,10 @@ def start_sum(
     ranks_per_node: int | None = None,
     block: int = 0,
 ) -> PendingExchange | compress.CompressedAllReduce:
-    """Starts the sum of x [n] over the group, in place, on every rank. The module says what it sends.
+    """Start summing x [n] over the group, in place, on every rank. See the module for what it sends.
 
-    n is a multiple of the group's size (and of block). ranks_per_node: of a hierarchy; None: all ranks on one
-    node. block: elements of a scale, where the algorithm is a codec.
+    n is a multiple of the group's size (and of block). ranks_per_node is for a hierarchy; with None, all
+    ranks are on one node. block is the number of elements that share a scale, if the algorithm is a codec.
     """
     if algorithm == "collective" or group.size == 1:
         return comm.start_all_reduce(x, group)
@@ -60,10 +60,10 @@ def start_scatter_sum(
     block: int = 0,
     out: Tensor | None = None,
 ) -> PendingExchange | compress.CompressedReduceScatter:
-    """Starts the sum of x [n] over the group, of which this rank gets its [n / size].
+    """Start a reduce-scatter of x [n] over the group; this rank gets its [n / size].
 
-    x must not be used afterwards. Sends what the first half of start_sum does. out: see
-    comm.start_reduce_scatter; the algorithms of our own and the codecs leave it as it is.
+    x must not be used afterwards. Sends the same as the first half of start_sum. out: see
+    comm.start_reduce_scatter; the ring and the codecs do not write to it.
     """
     if algorithm == "collective" or group.size == 1:
         return comm.start_reduce_scatter(x, group, out)
@@ -80,9 +80,9 @@ def start_gather(
     codec: str,
     block: int = 0,
 ) -> PendingExchange | compress.CompressedAllGather:
-    """Starts to gather x [n / size] of each rank into out [n] on every rank: one all-gather.
+    """Start gathering x [n / size] of each rank into out [n] on every rank: one all-gather.
 
-    codec: none, int8 or fp8. block: elements of a scale, where there is a codec.
+    codec is none, int8 or fp8. block is the number of elements that share a scale, if there is a codec.
     """
     if codec == "none" or group.size == 1:
         return comm.start_all_gather(x, group, out)
@@ -93,11 +93,11 @@ def start_gather(
 
 
 def ring_reduce_scatter(x: Tensor, group: Group, ring: Sequence[int]) -> Tensor:
-    """Sums x [n] over the N ranks `ring`; returns this rank's chunk [n / N], a view of x that holds the sum.
+    """Sum x [n] over the N ranks of `ring`. Return this rank's chunk [n / N], a view of x that holds the sum.
 
-    ring: indices in the group, this rank's among them. N - 1 steps: in each a rank sends the partial sum of
-    one chunk and adds its own part to the one that it receives. The sum of chunk c starts at the rank after c
-    and ends at c.
+    ring lists group indices, this rank's among them. There are N - 1 steps: in each a rank sends the partial
+    sum of one chunk and adds its own part to the one that it receives. The sum of chunk c starts at the rank
+    after c and ends at c.
     """
     size = len(ring)
     here = ring.index(group.index)
@@ -110,9 +110,9 @@ def ring_reduce_scatter(x: Tensor, group: Group, ring: Sequence[int]) -> Tensor:
 
 
 def ring_all_gather(x: Tensor, group: Group, ring: Sequence[int]) -> None:
-    """Every rank's own chunk of x [n] goes to all N ranks of the ring, in place.
+    """All-gather every rank's own chunk of x [n] over the N ranks of the ring, in place.
 
-    N - 1 steps: in each a rank sends the chunk that it received last.
+    There are N - 1 steps: in each a rank sends the chunk that it received last.
     """
     size = len(ring)
     here = ring.index(group.index)
@@ -124,7 +124,7 @@ def ring_all_gather(x: Tensor, group: Group, ring: Sequence[int]) -> None:
 
 
 def send_around(x: Tensor, group: Group, ring: Sequence[int]) -> Tensor:
-    """Sends x to the next rank of the ring; returns as much from the rank before."""
+    """Send x to the next rank of the ring and return as much from the previous one."""
     here = ring.index(group.index)
     next_rank = ring[(here + 1) % len(ring)]
     previous_rank = ring[here - 1]
@@ -132,7 +132,7 @@ def send_around(x: Tensor, group: Group, ring: Sequence[int]) -> Tensor:
 
 
 def send_receive(x: Tensor, target: int, source: int, group: Group) -> Tensor:
-    """Sends x to one rank of the group while receiving as much from another."""
+    """Send x to one rank of the group while receiving as much from another."""
     received = torch.empty_like(x)
     for transfer in comm.start_transfers([(x, target)], [(received, source)], group):
         transfer.wait()
@@ -143,7 +143,7 @@ def send_receive(x: Tensor, target: int, source: int, group: Group) -> Tensor:
 
 
 def ranks_by_node(ranks: Sequence[int], ranks_per_node: int | None) -> list[list[int]]:
-    """The indices of a group's ranks, node by node. ranks_per_node: None if all are on one node."""
+    """Return a group's indices, node by node. ranks_per_node is None if all ranks are on one node."""
     nodes: dict[int, list[int]] = {}
     for index, rank in enumerate(ranks):
         node = rank // ranks_per_node if ranks_per_node else 0
@@ -152,7 +152,7 @@ def ranks_by_node(ranks: Sequence[int], ranks_per_node: int | None) -> list[list
 
 
 def hierarchical_all_reduce(x: Tensor, group: Group, ranks_per_node: int | None) -> None:
-    """Sums x [n] in place; only one chunk of it travels between nodes.
+    """Sum x [n] in place, sending only one chunk of it between nodes.
 
     All nodes must hold equally many ranks of the group.
     """
@@ -168,7 +168,7 @@ def hierarchical_all_reduce(x: Tensor, group: Group, ranks_per_node: int | None)
 
 
 def parameter_server_all_reduce(x: Tensor, group: Group) -> None:
-    """Sums x [n] in place: all ranks send to rank 0, which adds in rank order and sends the sum back."""
+    """Sum x [n] in place: all ranks send to rank 0, which adds in rank order and sends the sum back."""
     if group.index > 0:
         exchange(group, sends=[(x, 0)])
         exchange(group, receives=[(x, 0)])
@@ -183,6 +183,6 @@ def parameter_server_all_reduce(x: Tensor, group: Group) -> None:
 
 
 def exchange(group: Group, sends: Sequence[Peer] = (), receives: Sequence[Peer] = ()) -> None:
-    """Sends [(tensor, target)] and receives [(buffer, source)]; returns when all have arrived."""
+    """Send [(tensor, target)] and receive [(buffer, source)]; return when all transfers have finished."""
     for transfer in comm.start_transfers(list(sends), list(receives), group):
         transfer.wait()

@@ -1,16 +1,16 @@
-"""A checksum of the bits of a tensor, computed on its device."""
+"""A checksum of a tensor's bits, computed on its device."""
 import torch
 from torch import Tensor
 
-WORD = 8  # bytes that are added as one integer
-COLUMNS = 64  # words with factors of their own, so that a number that moves changes the sum too
+WORD = 8  # bytes that are summed as one integer
+COLUMNS = 64  # words with distinct factors, so that moving a number changes the sum too
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A sum of the bits of x as 64-bit integers, with overflow: int64 scalar on the device of x.
+    """Sum the bits of x as 64-bit integers, with overflow: an int64 scalar on the device of x.
 
-    A change of one number always changes it, since each word is multiplied by an odd factor. It reads x once,
-    and copies it only where its bytes are no whole words.
+    Changing a single number always changes it, since each word is multiplied by an odd factor. x is read
+    once, and copied only if its bytes do not form whole words.
     """
     data = x.detach().reshape(-1).view(torch.uint8)
     is_aligned = data.numel() % WORD == 0 and data.storage_offset() % WORD == 0

@@ -1,10 +1,10 @@
 """Groups of ranks, collectives and transfers. Only this file and world.py call torch.distributed.
 
-A Group of one rank is the identity: nothing is called and nothing counted, so one process runs the same code
-as many. The ledger counts calls and payload bytes by (group, verb): the bytes of the larger side of an
-exchange. So a reduce-scatter and the all-gather that undoes it count the same, and as an all-reduce they
-would count once (a ring all-reduce is these two, Patarasuk and Yuan, 2009). Tests compare the ledger with
-closed forms.
+A Group of one rank is the identity: nothing is called or counted, so one process runs the same code as many.
+The ledger counts calls and payload bytes by (group, verb): the bytes of the larger side of an exchange. So a
+reduce-scatter and its inverse all-gather count the same, and together twice as much as the equivalent
+all-reduce (a ring all-reduce is these two, Patarasuk and Yuan, 2009). Tests compare the ledger with closed
+forms.
 
 If a peer dies or hangs, a PeerError says which exchange of which group was waiting for it. torch's own errors
 do not (gloo names a port). So every exchange is first recorded in Activity, which runtime/peers.py reads too.
@@ -33,13 +33,13 @@ from parallel.wire.strict import PrivateCopies, StrictMode
 
 Ledger = Counter[tuple[str, str, str]]  # (group, verb, "calls" or "bytes") -> how many
 Result = TypeVar("Result")
-Data = TypeVar("Data")  # plain data of a rank
+Data = TypeVar("Data")  # plain data, different on each rank
 
-NUM_PAST = 32  # exchanges that a rank remembers, for what it writes after a hang
-NUM_MARKS = 256  # steps after which it remembers a digest of its collectives
-MAX_NAMED = 4  # kinds of exchanges that a message names
+NUM_PAST = 32  # recent exchanges that a rank remembers, to report after a hang
+NUM_MARKS = 256  # recent steps for which it remembers a digest of its collectives
+MAX_NAMED = 4  # maximum number of kinds of exchanges in a message
 
-# What gloo, nccl and the store say of a peer that does not answer, or that is gone.
+# Errors of gloo, nccl and the store for a peer that does not respond or has disconnected.
 TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
 DISCONNECT_TEXT = re.compile(
     r"connection|socket|broken pipe|reset by peer|remote (process|worker|server)", re.IGNORECASE)
@@ -52,7 +52,7 @@ reduce_scatter_verb = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 def gather_each_verb(
     out: Tensor, x: Tensor, group: ProcessGroup | None, async_op: bool = False
 ) -> Handle | None:
-    """all_gather_verb from x[i] into out[i] for each i, as one exchange."""
+    """Run all_gather_verb from x[i] into out[i] for each i, as one exchange."""
     if len(x) == 1:
         return all_gather_verb(out[0], x[0], group=group, async_op=async_op)
     options = AllgatherOptions()
@@ -66,7 +66,7 @@ def gather_each_verb(
 def scatter_each_verb(
     out: Tensor, x: Tensor, group: ProcessGroup | None, async_op: bool = False
 ) -> Handle | None:
-    """reduce_scatter_verb from x[i] into out[i] for each i, as one exchange."""
+    """Run reduce_scatter_verb from x[i] into out[i] for each i, as one exchange."""
     if len(x) == 1:
         return reduce_scatter_verb(out[0], x[0], group=group, async_op=async_op)
     options = ReduceScatterOptions()
@@ -78,16 +78,16 @@ def scatter_each_verb(
 
 
 def process_group(handle: ProcessGroup | None) -> ProcessGroup:
-    """The process group of a Group's handle; None: that of the whole job."""
+    """Return the process group of a Group's handle. It is None for the whole job."""
     found = dist.group.WORLD if handle is None else handle
     assert found is not None  # the job has been joined
     return found
 
 
 def awaited_unless(async_op: bool, handle: Handle | None) -> Handle | None:
-    """As torch's own verbs end: the handle, or None after it was awaited.
+    """Return the handle, or None after waiting for it, like torch's own verbs.
 
-    NCCL gives none of a coalesced exchange that is not asynchronous: it runs on the stream of the caller.
+    NCCL returns none for a synchronous coalesced exchange, which runs on the caller's stream.
     """
     if async_op:
         return handle
@@ -97,7 +97,7 @@ def awaited_unless(async_op: bool, handle: Handle | None) -> Handle | None:
 
 
 class PeerError(RuntimeError):
-    """A peer did not answer in time (exit_code 76) or is gone (1). The text says in which exchange."""
+    """A peer did not respond in time (exit_code 76) or is gone (1). The text says in which exchange."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
@@ -108,31 +108,31 @@ class Wire(Protocol):
     """Carries messages instead of torch.distributed (plan/record/wire.py)."""
 
     def exchange(self, group: "Group", verb: str, sent: Tensor, received: Tensor) -> None:
-        """A collective that has ended when this returns."""
+        """Run a collective, which has finished on return."""
 
     def start(self, group: "Group", verb: str, sent: Tensor, received: Tensor) -> Handle:
-        """A collective that ends when its handle is awaited."""
+        """Start a collective, which finishes when its handle is waited for."""
         ...
 
     def transfers(
         self, group: "Group", sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
     ) -> list[Handle]:
-        """Sends to, and receives from, places in the group; a handle for each."""
+        """Send to and receive from group indices; return a handle for each."""
         ...
 
     def objects(self, group: "Group", x: Data) -> list[Data]:
-        """What each rank of the group says, where this one says x."""
+        """Return the object of each rank of the group; this rank contributes x."""
         ...
 
 
 @dataclass(frozen=True)
 class AwaitedExchange:
-    """What a rank waits for. peer: the other global rank of a transfer; None: the whole group takes part."""
+    """An exchange that a rank waits for. peer is a transfer's other global rank; None for a collective."""
     verb: str
     group: "Group"
     nbytes: int | None
     peer: int | None
-    step: int  # 0: outside of a step
+    step: int  # 0 outside of a step
 
     def __str__(self) -> str:
         """all_reduce of 4,096 bytes in group dp (dp_replicate x dp_shard: ranks 0, 2) at step 7"""
@@ -146,12 +146,12 @@ def at_step(step: int) -> str:
 
 
 class ExchangesDiffer(RuntimeError):
-    """Ranks of a group have not run the same collectives: what they received is not what was meant."""
+    """Ranks of a group have not run the same collectives, so the data they received is wrong."""
 
     exit_code = 1
 
 
-Collective = tuple[str, int | None, torch.dtype]  # its verb, its bytes if all ranks have as many, its dtype
+Collective = tuple[str, int | None, torch.dtype]  # (verb, bytes or None if they differ by rank, dtype)
 
 
 def in_words(verb: str, nbytes: int | None, dtype: torch.dtype) -> str:
@@ -162,10 +162,10 @@ def in_words(verb: str, nbytes: int | None, dtype: torch.dtype) -> str:
 
 @dataclass
 class CollectiveLog:
-    """The collectives of a group, which all its ranks must have alike, and in one order.
+    """The collectives of a group, which all its ranks must run in the same order.
 
-    digest: of all of them. times: how often each was run. marks: (step, the digest after it) of late steps.
-    words: each in words.
+    digest covers all of them, and times counts each. marks holds (step, digest after it) of recent steps.
+    words describes each.
     """
     digest: int = 0
     times: Counter[str] = field(default_factory=Counter[str])
@@ -184,9 +184,9 @@ class CollectiveLog:
 
 
 class PastExchange(NamedTuple):
-    """An exchange that the host has waited for. It holds no Group: that would keep its connections open."""
+    """An exchange that the host waited for. It refers to no Group, which would keep connections open."""
     verb: str
-    group: str  # its name
+    group: str  # the group's name
     nbytes: int | None
     step: int
     began: float  # time.monotonic()
@@ -201,11 +201,11 @@ class PastExchange(NamedTuple):
 
 @dataclass
 class Activity:
-    """What this rank is doing: one for all groups of a job."""
+    """Current activity of this rank, shared by all groups of a job."""
     step: int = 0
     timeout_s: float = 0.0
-    exchange: AwaitedExchange | None = None  # that the host waits for
-    since: float = field(default_factory=time.monotonic)  # when that exchange began, or the last one ended
+    exchange: AwaitedExchange | None = None  # the exchange that the host waits for
+    since: float = field(default_factory=time.monotonic)  # when that exchange began or the last one ended
     device_waits: DeviceWaits[AwaitedExchange] = field(  # empty without a GPU
         default_factory=DeviceWaits[AwaitedExchange]
     )
@@ -214,13 +214,13 @@ class Activity:
     collectives: dict[tuple[str, tuple[int, ...]], CollectiveLog] = field(  # by the group's name and ranks
         default_factory=lambda: defaultdict(CollectiveLog)
     )
-    error: RuntimeError | None = None  # of the last exchange that failed
-    strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
-    record: NumbersRecord | None = None  # of a step that may be run again: what is sent and received
-    wire: Wire | None = None  # None: torch.distributed
+    error: RuntimeError | None = None  # error of the last failed exchange
+    strict: StrictMode | None = None  # for proofs; by default exchanges run on the tensors themselves
+    record: NumbersRecord | None = None  # for a step that may be rerun: sent and received data
+    wire: Wire | None = None  # by default torch.distributed
 
     def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
-        """(the exchange that the host or the GPU waits for, or None; for how many seconds)."""
+        """Return (the exchange that the host or the GPU waits for, or None; for how many seconds)."""
         if self.exchange is None:
             waited = self.device_waits.current()
             if waited is not None:
@@ -238,10 +238,10 @@ class Group:
     name: str
     ranks: tuple[int, ...] = (0,)  # global
     index: int = 0  # this rank's position among them
-    handle: ProcessGroup | None = None  # None: the group has one rank, or is the whole job
+    handle: ProcessGroup | None = None  # None for one rank, or for the whole job
     ledger: Ledger = field(default_factory=Counter, compare=False, repr=False)
-    axes: str = ""  # that it spans: "dp_shard x cp"
-    channel: str = ""  # groups of the same ranks share connections, unless they are of different channels
+    axes: str = ""  # axes that it spans: "dp_shard x cp"
+    channel: str = ""  # groups of the same ranks share connections unless their channels differ
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     @property
@@ -250,7 +250,7 @@ class Group:
 
     @cached_property
     def collectives(self) -> CollectiveLog:
-        """What this rank has run in the group. Looked up once: a lookup hashes the ranks."""
+        """Return this rank's log of the group. Cached: a lookup hashes the ranks."""
         return self.activity.collectives[self.name, self.ranks]
 
     def __str__(self) -> str:
@@ -269,10 +269,10 @@ class Group:
         nbytes: int | None = None,
         peer: int | None = None,
     ) -> Result:
-        """Returns work(). The only place where a rank waits for others.
+        """Return work(). The only place where a rank waits for others.
 
-        nbytes: of the message, if it is known. peer: the global rank that is waited for; None: the group.
-        Raises PeerError if a peer is to blame; errors of other kinds pass.
+        nbytes is the size of the message, if known. peer is the global rank that is waited for, or None for
+        the group. Raises PeerError if a peer is to blame; other errors propagate.
         """
         activity = self.activity
         exchange = AwaitedExchange(verb, self, nbytes=nbytes, peer=peer, step=activity.step)
@@ -306,9 +306,9 @@ class Group:
     def run_collective(
         self, verb: str, collective: Callable[..., object], *, sent: Tensor, received: Tensor
     ) -> None:
-        """Counts and runs an exchange of the whole group: collective(group=its handle).
+        """Count and run an exchange of the whole group: collective(group=its handle).
 
-        received: where its result is.
+        `received` is the tensor that holds its result.
         """
         larger = max(sent, received, key=lambda x: x.nbytes)
         self.count_exchange(verb, larger)
@@ -320,35 +320,35 @@ class Group:
         self.record_received(verb, received)
 
     def record_sent(self, verb: str, x: Tensor) -> None:
-        """Notes what is about to be sent, if there is a record."""
+        """Record data that is about to be sent, if there is a record."""
         if self.activity.record is not None:
             self.activity.record.add_own(f"the input of {verb} in {self}", x)
 
     def record_received(self, verb: str, x: Tensor) -> None:
-        """Notes what has arrived, if there is a record."""
+        """Record data that has arrived, if there is a record."""
         if self.activity.record is not None:
             self.activity.record.add_received(f"the result of {verb} in {self}", x)
 
     def private_copies(
         self, verb: str, sources: Sequence[Tensor], results: Sequence[Tensor]
     ) -> PrivateCopies | None:
-        """In strict mode, what an exchange that starts now must use; else None."""
+        """Return the tensors that an exchange that starts now must use in strict mode; else None."""
         if self.activity.strict is None:
             return None
         title = f"{verb} in {self}{at_step(self.activity.step)}"
         return self.activity.strict.start(title, sources, results)
 
     def count_exchange(self, verb: str, x: Tensor) -> None:
-        """Adds an exchange to the ledger. x: the tensor of its larger side."""
+        """Add an exchange to the ledger, where x is the tensor of its larger side."""
         self.ledger[self.name, verb, "calls"] += 1
         self.ledger[self.name, verb, "bytes"] += x.nbytes
         if verb != "send":
-            nbytes = None if verb == "all_to_all" else x.nbytes  # there each rank has its own
+            nbytes = None if verb == "all_to_all" else x.nbytes  # it differs by rank there
             self.collectives.add((verb, nbytes, x.dtype), self.activity.step)
 
 
 def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
-    """torch's error as a PeerError if a peer is to blame; else the error itself."""
+    """Convert torch's error to a PeerError if a peer is to blame; else return it unchanged."""
     if TIMEOUT_TEXT.search(str(error)):
         seconds = time.monotonic() - activity.since
         return PeerError(f"no answer for {seconds:.1f} s in {activity}", 76)
@@ -361,14 +361,14 @@ def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """In place: the sum over the group, on every rank."""
+    """Sum x over the group in place, on every rank."""
     if group.size > 1:
         group.run_collective("all_reduce", partial(dist.all_reduce, x), sent=x, received=x)
     return x
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
-    """In place: the maximum over the group of integers."""
+    """Take the maximum of integers over the group, in place."""
     if group.size > 1:
         # gloo's maximum of floats drops a NaN that is not on rank 0
         assert not x.is_floating_point(), "reduce a flag as an int: a float maximum loses NaNs"
@@ -377,9 +377,9 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_max_float(x: Tensor, group: Group) -> Tensor:
-    """In place: the maximum over the group of floats that are not negative; NaN counts as the largest.
+    """Take the maximum over the group of nonnegative floats, in place; NaN counts as the largest.
 
-    As integers, their bits have the same order.
+    Their bits, read as integers, have the same order.
     """
     bits = x.view({4: torch.int32, 8: torch.int64}[x.itemsize])
     all_reduce_max(bits, group)
@@ -387,7 +387,7 @@ def all_reduce_max_float(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-    """[n, ...] of each rank -> [size * n, ...] in the group's order, in `out` if given."""
+    """All-gather x [n, ...] -> [size * n, ...] in group order, into `out` if given."""
     if group.size == 1:
         return x if out is None else out.copy_(x)
     if out is None:
@@ -397,7 +397,7 @@ def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
-    """[size * n, ...] of each rank -> this rank's [n, ...] of the sum, in `out` if given."""
+    """Reduce-scatter x [size * n, ...] -> this rank's [n, ...] of the sum, into `out` if given."""
     if group.size == 1:
         return x if out is None else out.copy_(x)
     if out is None:
@@ -409,8 +409,7 @@ def reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor
 
 
 def all_gather_each(x: Tensor, group: Group) -> Tensor:
-    """[b, n, ...] of each rank -> [b, size * n, ...]: all_gather of each x[i], in one exchange without
-    copies."""
+    """All-gather each x[i]: [b, n, ...] -> [b, size * n, ...], in one exchange without copies."""
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], group.size * x.shape[1], *x.shape[2:])
@@ -419,8 +418,7 @@ def all_gather_each(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_each(x: Tensor, group: Group) -> Tensor:
-    """[b, size * n, ...] of each rank -> [b, n, ...]: reduce_scatter of each x[i], in one exchange without
-    copies."""
+    """Reduce-scatter each x[i]: [b, size * n, ...] -> [b, n, ...], in one exchange without copies."""
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], x.shape[1] // group.size, *x.shape[2:])
@@ -431,7 +429,7 @@ def reduce_scatter_each(x: Tensor, group: Group) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """[size, ...], of which part i goes to rank i -> [size, ...], of which part i came from rank i."""
+    """[size, ...], with part i going to rank i -> [size, ...], with part i received from rank i."""
     if group.size == 1:
         return x
     x = x.contiguous()
@@ -441,7 +439,7 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
-    """In place: the tensor of the group's rank number `source`."""
+    """Broadcast the tensor of group index `source`, in place."""
     if group.size > 1:
         sent = x if group.index == source else x.new_empty(0)
         send = partial(dist.broadcast, x, group.ranks[source])
@@ -450,12 +448,12 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
-# Small plain data (messages.py), for start-up and checkpoints, never in a step. One exchange tells how long
-# the messages are, and one brings them. The ledger does not count them.
+# Small plain data (messages.py), for start-up and checkpoints, never within a step. One exchange sends the
+# lengths of the messages and another the messages. The ledger does not count them.
 
 
 def all_gather_objects(x: Data, group: Group) -> list[Data]:
-    """[x of each rank], on every rank. Raises MessageError."""
+    """Return [x of each rank], on every rank. Raises MessageError."""
     if group.size == 1:
         return [x]
     if group.activity.wire is not None:
@@ -470,9 +468,9 @@ def all_gather_objects(x: Data, group: Group) -> list[Data]:
 
 
 def gather_objects(x: Data, group: Group) -> list[Data]:
-    """[x of each rank], on the first rank of the group alone; [] on the others. Raises MessageError.
+    """Return [x of each rank] on the first rank of the group, and [] on the others. Raises MessageError.
 
-    For what grows with the number of ranks: no rank but the first receives or holds it.
+    For data that grows with the number of ranks: only the first rank receives and stores it.
     """
     if group.size == 1:
         return [x]
@@ -488,7 +486,7 @@ def gather_objects(x: Data, group: Group) -> list[Data]:
 
 
 def broadcast_object(x: Data, group: Group, source: int = 0) -> Data:
-    """x of the group's rank number `source`, on every rank; there it is x itself. Raises MessageError."""
+    """Broadcast x of group index `source` to every rank; `source` gets x itself. Raises MessageError."""
     if group.size == 1:
         return x
     if group.activity.wire is not None:
@@ -507,10 +505,10 @@ def broadcast_object(x: Data, group: Group, source: int = 0) -> Data:
 
 
 def broadcast_bytes(x: bytes, group: Group, source: int = 0) -> bytes:
-    """The bytes of the group's rank number `source`, on every rank; there it is x itself.
+    """Broadcast the bytes of group index `source` to every rank; `source` gets x itself.
 
-    For what may be longer than a message: in exchanges of messages.MAX_BYTES at most. Raises MessageError,
-    before memory is taken for what is too long.
+    For data longer than a message: split into exchanges of at most messages.MAX_BYTES. Raises MessageError
+    before memory is allocated for data that is too long.
     """
     if group.size == 1:
         return x
@@ -532,7 +530,7 @@ def broadcast_bytes(x: bytes, group: Group, source: int = 0) -> bytes:
 
 
 def gather_lengths(own: Tensor, group: Group, verb: str) -> list[int]:
-    """The lengths of all ranks' messages. Raises MessageError, before memory is taken for one too long."""
+    """Gather the lengths of all ranks' messages. Raises MessageError before memory is allocated for them."""
     lengths = own.new_empty(group.size, dtype=torch.int64)
     own_length = torch.tensor([len(own)], device=own.device)
     gather = partial(all_gather_verb, group=group.handle)
@@ -541,21 +539,21 @@ def gather_lengths(own: Tensor, group: Group, verb: str) -> list[int]:
 
 
 def padded_to(length: int, message: Tensor) -> Tensor:
-    """The message with zeros after it."""
+    """Zero-pad the message."""
     padded = message.new_zeros(length)
     padded[:len(message)] = message
     return padded
 
 
 def from_rows(rows: Sequence[Tensor] | Tensor, lengths: list[int], group: Group) -> list[Any]:
-    """What each rank has said: rows[i] holds lengths[i] bytes of rank i. Raises MessageError."""
+    """Decode each rank's message: rows[i] holds lengths[i] bytes from rank i. Raises MessageError."""
     return [from_tensor(rows[rank][:length], group, rank) for rank, length in enumerate(lengths)]
 
 
 def check_collectives(groups: Sequence[Group]) -> None:
-    """Raises ExchangesDiffer if ranks of a group have not run the same collectives: verbs, types, sizes.
+    """Raise ExchangesDiffer if ranks of a group have not run the same collectives: verbs, types, sizes.
 
-    Collective; all ranks name the groups in one order. One all-reduce of two numbers a group.
+    Collective; all ranks list the groups in the same order. One all-reduce of two numbers per group.
     """
     for group in groups:
         if group.size == 1:
@@ -579,7 +577,7 @@ def check_collectives(groups: Sequence[Group]) -> None:
 
 
 def difference(first: CollectiveLog, log: CollectiveLog, ranks: tuple[int, int]) -> str:
-    """How the exchanges of the second of two ranks are others than those of the first."""
+    """Describe how the exchanges of the second of two ranks differ from those of the first."""
     one, other = (f"on rank {rank}" for rank in ranks)
     steps, own_steps = dict(first.marks), dict(log.marks)
     since = [step for step in steps if step in own_steps and steps[step] != own_steps[step]]
@@ -593,26 +591,26 @@ def difference(first: CollectiveLog, log: CollectiveLog, ranks: tuple[int, int])
 
 
 def message_device(group: Group) -> torch.device:
-    """Where messages of the group travel: over gloo where it has gloo, else over NCCL."""
+    """Return the device of the group's messages: the host if it has gloo, else the GPU (NCCL)."""
     devices: list[torch.device] = process_group(group.handle)._device_types
     on_host = torch.device("cpu") in devices
     return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 def as_tensor(x: object, group: Group) -> Tensor:
-    """The message, as uint8."""
+    """Encode the message as uint8."""
     message = bytearray(messages.encode(x))
     return torch.frombuffer(message, dtype=torch.uint8).to(message_device(group))
 
 
 def from_tensor(message: Tensor, group: Group, index: int) -> Any:
-    """What the rank number `index` of the group has said. Raises MessageError."""
+    """Decode the message from group index `index`. Raises MessageError."""
     return messages.decode(message.cpu().numpy().tobytes(), f"rank {group.ranks[index]}")
 
 
 def check_lengths(lengths: list[int], group: Group) -> list[int]:
-    """The lengths. Raises MessageError for messages that are too long, alone or together, before memory is
-    taken: each is received as long as the longest."""
+    """Return the lengths. Raise MessageError for messages that are too long, alone or in total, before memory
+    is allocated: each is received padded to the longest."""
     for rank, length in zip(group.ranks, lengths):
         check_length(rank, length)
     total = len(lengths) * max(lengths)
@@ -625,30 +623,30 @@ def check_lengths(lengths: list[int], group: Group) -> list[int]:
 
 
 def check_length(rank: int, length: int) -> None:
-    """Raises MessageError for a message of the global rank `rank` that is too long."""
+    """Raise MessageError if a message of global rank `rank` is too long."""
     if not 0 < length <= messages.MAX_BYTES:
         raise messages.MessageError(
             f"rank {rank} announces a message of {length:,} bytes; the limit is {messages.MAX_BYTES:,}"
         )
 
 
-# ---- started exchanges -------------------------------------------------------------------------------------
+# ---- asynchronous exchanges --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """An exchange under way."""
+    """An exchange in flight."""
     handle: Handle
     verb: str
     nbytes: int
-    peer: int | None  # the other global rank of a send or receive; None: the whole group takes part
+    peer: int | None  # the other global rank of a send or receive; None for a collective
     group: Group
-    received: Tensor | None = None  # where its result is; None: it is a send
-    pending: PendingSpan | None = None  # its time; None: the clock cannot know it
+    received: Tensor | None = None  # holds its result; None for a send
+    pending: PendingSpan | None = None  # its span; None if the clock cannot know it
     private: PrivateCopies | None = None  # in strict mode
 
     def wait(self) -> None:
-        """Waits until it has ended. Raises PeerError if the peer does not answer, or is gone."""
+        """Wait until it has finished. Raises PeerError if the peer does not respond or is gone."""
         if self.pending is not None:
             self.group.activity.clock.record_arrival(self.pending, self.handle)
         self.group.run_exchange(self.verb, self.handle.wait, nbytes=self.nbytes, peer=self.peer)
@@ -659,10 +657,10 @@ class Transfer:
 
 
 class PendingExchange:
-    """An exchange under way and its result, which may be read after wait().
+    """An exchange in flight and its result, which may be read after wait().
 
-    transfer: what is awaited; None: nothing, as in a group of one. source: what is sent; it must live until
-    it has arrived.
+    transfer is None if there is nothing to wait for, as in a group of one. source is the message; it must
+    stay alive until received.
     """
 
     def __init__(
@@ -673,7 +671,7 @@ class PendingExchange:
         self.source = source
 
     def wait(self) -> Tensor:
-        """Waits until the exchange has ended, and returns its result."""
+        """Wait until the exchange has finished, and return its result."""
         if self.transfer is not None:
             self.transfer.wait()
         self.transfer = None
@@ -681,7 +679,7 @@ class PendingExchange:
         return self.result
 
     def start_next_phase(self) -> None:
-        """Does nothing: this exchange has one phase. Others have two (compress.py)."""
+        """Do nothing: this exchange has one phase. Others have two (compress.py)."""
 
 
 def start_collective(
@@ -693,10 +691,10 @@ def start_collective(
     group: Group,
     nbytes: int,
 ) -> PendingExchange:
-    """Starts an exchange of the whole group: start(result, source) returns torch's handle of it.
+    """Start an exchange of the whole group: start(result, source) returns its torch handle.
 
-    source: the message of this rank; the result itself if the exchange is in place. nbytes: of the larger of
-    the two, or of the message.
+    source is this rank's message, or the result itself if the exchange is in place. nbytes is the size of the
+    larger of the two, or of the message.
     """
     group.record_sent(verb, source)
     private = group.private_copies(verb, [source], [result])
@@ -706,7 +704,7 @@ def start_collective(
         handle = start(result, source)
     else:
         handle = start(private.of(result), private.of(source))
-    if handle is None:  # it has ended
+    if handle is None:  # it has finished
         group.record_received(verb, result)
         return PendingExchange(result)
     pending = group.activity.clock.record_start(handle)
@@ -724,7 +722,7 @@ def start_collective(
 
 
 def start_all_reduce(x: Tensor, group: Group) -> PendingExchange:
-    """all_reduce_sum, started: until wait() x must neither be read nor written."""
+    """Start all_reduce_sum: until wait(), x must be neither read nor written."""
     if group.size == 1:
         return PendingExchange(x)
     group.count_exchange("all_reduce", x)
@@ -736,7 +734,7 @@ def start_all_reduce(x: Tensor, group: Group) -> PendingExchange:
 
 
 def start_all_gather(x: Tensor, group: Group, out: Tensor) -> PendingExchange:
-    """all_gather, started: until wait() x must not be written, and `out` neither read nor written."""
+    """Start all_gather: until wait(), x must not be written, and `out` neither read nor written."""
     if group.size == 1:
         return PendingExchange(out.copy_(x))
     group.count_exchange("all_gather", out)
@@ -745,9 +743,9 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor) -> PendingExchange:
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> PendingExchange:
-    """reduce_scatter, started: until wait() x must not be written.
+    """Start reduce_scatter: until wait(), x must not be written.
 
-    out: takes the result; it may be this rank's own chunk of x. None: a new tensor.
+    The result is written to `out`, which may be this rank's own chunk of x; by default to a new tensor.
     """
     if group.size == 1:
         return PendingExchange(x if out is None else out.copy_(x))
@@ -759,7 +757,7 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
 
 
 def start_all_gather_each(x: Tensor, group: Group) -> PendingExchange:
-    """all_gather_each, started: until wait() x must not be written."""
+    """Start all_gather_each: until wait(), x must not be written."""
     if group.size == 1:
         return PendingExchange(x)
     x = x.contiguous()
@@ -770,7 +768,7 @@ def start_all_gather_each(x: Tensor, group: Group) -> PendingExchange:
 
 
 def start_reduce_scatter_each(x: Tensor, group: Group) -> PendingExchange:
-    """reduce_scatter_each, started: until wait() x must not be written."""
+    """Start reduce_scatter_each: until wait(), x must not be written."""
     if group.size == 1:
         return PendingExchange(x)
     x = x.contiguous()
@@ -788,11 +786,11 @@ def start_all_to_all(
     out: Tensor | None = None,
     count_sent: bool = True,
 ) -> PendingExchange:
-    """Starts to send send_counts[i] rows of x [sum(send_counts), ...] to rank i.
+    """Start sending send_counts[i] rows of x [sum(send_counts), ...] to rank i.
 
-    The result is [sum(receive_counts), ...]: receive_counts[i] rows from rank i, in the order of ranks.
-    out: takes the result. None: a new tensor. count_sent: the ledger counts what is sent, else what is
-    received: so that an exchange and its inverse count the same.
+    The result is [sum(receive_counts), ...]: receive_counts[i] rows from rank i, in rank order. It is written
+    to `out`, by default a new tensor. The ledger counts the sent bytes if count_sent, else the received ones,
+    so that an exchange and its inverse count the same.
     """
     if group.size == 1:
         return PendingExchange(x if out is None else out.copy_(x))
@@ -811,9 +809,9 @@ def start_all_to_all(
 def start_transfers(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
 ) -> list[Transfer]:
-    """Starts transfers with ranks of the group: sends [(tensor, target)], receives [(buffer, source)].
+    """Start transfers with ranks of the group: sends [(tensor, target)], receives [(buffer, source)].
 
-    Returns what to wait for, sends first.
+    Return the transfers to wait for, sends first.
     """
     messages: list[tuple[Tensor, int]] = []
     filled: list[tuple[Tensor, int]] = []
@@ -857,7 +855,7 @@ def start_transfers(
 def post_transfers(
     group: Group, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
 ) -> list[Handle]:
-    """Starts sends [(tensor, target)] and receives [(buffer, source)] together."""
+    """Start sends [(tensor, target)] and receives [(buffer, source)] together."""
     ops = [dist.P2POp(dist.isend, x, group=group.handle, group_peer=target) for x, target in sends]
     for buffer, source in receives:
         ops.append(dist.P2POp(dist.irecv, buffer, group=group.handle, group_peer=source))
@@ -870,6 +868,6 @@ def with_peer(verb: str, peer: int | None) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all work on a GPU, before a clock is read."""
+    """Wait for all work on a GPU, before reading a clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

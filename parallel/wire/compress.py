@@ -1,21 +1,21 @@
-"""Exchanges in 8 bits an element: qgZ for gradients and qwZ for weights (ZeRO++, arXiv 2306.10209).
+"""8-bit exchanges: qgZ for gradients and qwZ for weights (ZeRO++, arXiv 2306.10209).
 
     scale = largest |x| of a block / LARGEST
     code  = x / scale, rounded to an integer (int8) or to e4m3 (fp8: kernels/fp8.py)
     x     ~ code * scale
 
-A code and its part of a scale take 1 + 4/block bytes, against 4 in fp32 and 2 in bf16. For n elements over N
-ranks:
+A code and its share of a scale take 1 + 4/block bytes, compared to 4 in fp32 and 2 in bf16. For n elements
+over N ranks:
 
-    reduce-scatter   one all-to-all of n: the parts of a chunk go to its owner, which adds them up in fp32
-    all-reduce       that, then an all-gather of n: the sums are rounded once more
+    reduce-scatter   one all-to-all of n: the parts of a chunk go to its owner, which sums them in fp32
+    all-reduce       that, then an all-gather of n: the sums are rounded again
     all-gather       an all-gather of n
 
-Nothing is added up in 8 bits. Every rank, the owner included, keeps what the others receive, so replicas stay
-equal bit for bit. Rounding moves an element by at most error_bound(); the error of a sum is at most the sum
-of its contributions' bounds, plus the result's in an all-reduce. A block lies inside one parameter
-(parallel/sharding/packing.py), so a norm that tp ranks hold alike has the same scales on each. A block with
-an element that is not finite arrives as NaN on every rank, where the guard against non-finite steps sees it.
+Nothing is summed in 8 bits. Every rank, including the owner, keeps what the others receive, so replicas stay
+bitwise equal. Rounding moves an element by at most error_bound(); the error of a sum is at most the sum of
+its contributions' bounds, plus the result's in an all-reduce. A block lies inside one parameter
+(parallel/sharding/packing.py), so a norm that is replicated over tp has the same scales on each rank. A block
+with a non-finite element arrives as NaN on every rank, where the guard against non-finite steps catches it.
 """
 import torch
 from torch import Tensor
@@ -27,16 +27,16 @@ from parallel.wire import comm
 from parallel.wire.comm import Group
 
 LARGEST = {"int8": 127.0, "fp8": fp8.MAX_VALUE[E4M3]}
-CODECS = {"int8": torch.int8, "fp8": E4M3}  # dtypes of codes, of one byte
+CODECS = {"int8": torch.int8, "fp8": E4M3}  # one-byte dtypes of codes
 SCALE_BYTES = 4
-E4M3_ROUNDING = 1 / 16  # relative: half of the last of three bits after the leading one
+E4M3_ROUNDING = 1 / 16  # relative: half of the last of three mantissa bits
 E4M3_SUBNORMAL = 1 / 1024  # absolute, below 2^-6: codes are 2^-9 apart
 
 
 def encode(x: Tensor, codec: str, block: int) -> Tensor:
-    """x [rows, n] -> bytes [rows, n + 4 n / block]: the codes of a row, then its scales.
+    """x [rows, n] -> bytes [rows, n + 4 n / block]: the codes of a row, followed by its scales.
 
-    n: a multiple of block.
+    n is a multiple of block.
     """
     blocks = x.float().unflatten(1, (-1, block))  # [rows, n / block, block]
     codes, scale = quantize_fp8(blocks) if codec == "fp8" else quantize_int8(blocks)
@@ -48,7 +48,7 @@ def encode(x: Tensor, codec: str, block: int) -> Tensor:
 def quantize_fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, n / block, block] -> (codes in e4m3, fp32 scales [rows, n / block, 1]).
 
-    By the definition on every device: the Triton kernel need not spread NaN over a block.
+    Uses the reference on every device: the Triton kernel need not spread NaN over a block.
     """
     codes, scale = fp8.quantize_reference(blocks.flatten(0, 1), "row", E4M3)
     shape = blocks.shape[:2]
@@ -66,7 +66,7 @@ def quantize_int8(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(message: Tensor, codec: str, block: int, dtype: torch.dtype) -> Tensor:
-    """What encode made, bytes [rows, n + 4 n / block] -> [rows, n] in dtype, fp32 or fp64."""
+    """Decode a result of encode, bytes [rows, n + 4 n / block] -> [rows, n] in dtype, fp32 or fp64."""
     num_blocks = message.shape[1] // (block + SCALE_BYTES)
     n = num_blocks * block
     codes = message[:, :n].view(CODECS[codec]).to(dtype)
@@ -76,7 +76,7 @@ def decode(message: Tensor, codec: str, block: int, dtype: torch.dtype) -> Tenso
 
 
 def error_bound(x: Tensor, codec: str, block: int) -> Tensor:
-    """How far decode(encode(x)) may be from x [rows, n]: half a code of each element, in exact arithmetic."""
+    """Bound |decode(encode(x)) - x| for x [rows, n]: half a code for each element, in exact arithmetic."""
     largest = x.abs().unflatten(1, (-1, block)).amax(2)
     scale = largest.clamp(min=MIN_ABSOLUTE_MAXIMUM) / LARGEST[codec]
     if codec == "int8":
@@ -86,16 +86,16 @@ def error_bound(x: Tensor, codec: str, block: int) -> Tensor:
 
 
 def quantized_copy(x: Tensor, rows: int, codec: str, block: int) -> Tensor:
-    """Full weights x [n] as all ranks see them, if `rows` ranks own equal shards. Sends nothing."""
+    """Return full weights x [n] as all ranks see them, with equal shards on `rows` ranks. Purely local."""
     dtype = accumulation_dtype(x.dtype)
     message = encode(x.view(rows, -1), codec, block)
     return decode(message, codec, block, dtype).view(-1)
 
 
 class CompressedReduceScatter:
-    """A reduce-scatter under way: x [n] of each rank -> this rank's [n / size] of the sum.
+    """A reduce-scatter in flight: x [n] of each rank -> this rank's [n / size] of the sum.
 
-    One all-to-all of n codes and their scales. x may be changed as soon as it has started.
+    One all-to-all of n codes and their scales. x may be modified once it has started.
     """
 
     def __init__(self, x: Tensor, group: Group, codec: str, block: int) -> None:
@@ -107,7 +107,7 @@ class CompressedReduceScatter:
         self.work = comm.start_all_to_all(message, one_row_each, one_row_each, group)
 
     def wait(self) -> Tensor:
-        """This rank's [n / size] of the sum, added up in the order of ranks."""
+        """Return this rank's [n / size] of the sum, accumulated in rank order."""
         first, *others = self.work.wait().split(1)
         total = self.decode_row(first)
         for row in others:
@@ -115,12 +115,12 @@ class CompressedReduceScatter:
         return total
 
     def decode_row(self, row: Tensor) -> Tensor:
-        """Bytes [1, ...] of one rank -> [n / size]."""
+        """Decode the bytes [1, ...] of one rank -> [n / size]."""
         return decode(row, self.codec, self.block, self.dtype)[0]
 
 
 class CompressedAllGather:
-    """An all-gather under way: x [n / size] of each rank -> out [n] on every rank.
+    """An all-gather in flight: x [n / size] of each rank -> out [n] on every rank.
 
     One all-gather of n codes and their scales. wait() writes `out`.
     """
@@ -135,7 +135,7 @@ class CompressedAllGather:
         self.work = comm.start_all_gather(message, group, out=messages)
 
     def wait(self) -> Tensor:
-        """Returns `out`, which has the values of all ranks."""
+        """Return `out`, which holds the values of all ranks."""
         messages = self.work.wait().view(self.num_rows, -1)
         shards = self.out.view(self.num_rows, -1)
         dtype = accumulation_dtype(self.out.dtype)
@@ -146,7 +146,7 @@ class CompressedAllGather:
 
 
 class CompressedAllReduce:
-    """An all-reduce of x [n] under way, in place: a reduce-scatter, then an all-gather, both of n codes."""
+    """An in-place all-reduce of x [n] in flight: a reduce-scatter, then an all-gather, both of n codes."""
 
     def __init__(self, x: Tensor, group: Group, codec: str, block: int) -> None:
         self.x = x
@@ -157,7 +157,7 @@ class CompressedAllReduce:
         self.second: CompressedAllGather | None = None
 
     def start_next_phase(self) -> CompressedAllGather:
-        """Waits for the reduce-scatter and starts the all-gather, unless that has been done."""
+        """Wait for the reduce-scatter and start the all-gather, unless already started."""
         if self.second is None:
             total = self.first.wait()
             self.second = CompressedAllGather(
@@ -166,5 +166,5 @@ class CompressedAllReduce:
         return self.second
 
     def wait(self) -> Tensor:
-        """Returns x, which holds the sum."""
+        """Return x, which holds the sum."""
         return self.start_next_phase().wait()

@@ -1,10 +1,10 @@
-"""What identifies a process group. No torch: the planner counts the process groups of a job by it."""
+"""Identity of a process group. No torch: the planner uses it to count the process groups of a job."""
 from collections.abc import Iterable
 
-Connection = tuple[str, tuple[int, ...]]  # its channel and its ranks
+Connection = tuple[str, tuple[int, ...]]  # (channel, ranks)
 
 
 def connection_of(ranks: Iterable[int], channel: str = "") -> Connection | None:
-    """Of a group of these ranks; None: it has one rank, or none, and needs no process group."""
+    """Identify the process group of these ranks; None for fewer than two ranks, which need none."""
     members = tuple(ranks)
     return (channel, members) if len(members) > 1 else None

@@ -1,8 +1,9 @@
-"""In which exchange is a GPU? Over NCCL the host does not know: wait() returns at once, and the stream waits.
+"""Find the exchange a GPU is waiting for. Over NCCL the host does not know: wait() returns at once, and the
+stream waits.
 
-So an event is recorded on the computing stream before each wait and one after it. A stream runs in order:
-the first wait whose second event has not come is where it is, if its first event has. runtime/peers.py asks
-from another thread, because the main thread may be blocked in a full launch queue.
+So an event is recorded on the compute stream before and after each wait. A stream runs in order: the first
+wait whose second event is pending is where it is, if its first event has completed. runtime/peers.py queries
+this from another thread, because the main thread may be blocked on a full launch queue.
 """
 import threading
 import time
@@ -12,13 +13,13 @@ from typing import Generic, TypeVar
 
 from torch.cuda import Event
 
-MAX_WAITS = 1 << 16  # that are kept if nobody asks
+MAX_WAITS = 1 << 16  # maximum number kept if nobody asks
 What = TypeVar("What")  # describes an exchange
 
 
 @dataclass(frozen=True)
 class DeviceWait(Generic[What]):
-    """A wait of the computing stream. start, end: events before and after it."""
+    """A wait of the compute stream, between the events start and end."""
     what: What
     start: Event
     end: Event
@@ -26,23 +27,23 @@ class DeviceWait(Generic[What]):
 
 @dataclass
 class DeviceWaits(Generic[What]):
-    """The waits that have not ended, oldest first. Of one stream."""
+    """The pending waits of one stream, oldest first."""
     waits: deque[DeviceWait[What]] = field(default_factory=deque)
-    front: DeviceWait[What] | None = None  # the wait that the stream was in when it was last asked
+    front: DeviceWait[What] | None = None  # the wait that the stream was in at the last query
     front_since: float = 0.0  # when it was first seen there, in seconds of time.monotonic
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, what: What, start: Event, end: Event) -> None:
-        """To be called when the second event has been recorded."""
+        """Add a wait. Call it once the second event is recorded."""
         with self.lock:
             if len(self.waits) == MAX_WAITS:
                 self.waits.popleft()
             self.waits.append(DeviceWait(what, start, end))
 
     def current(self) -> tuple[What, float] | None:
-        """(the exchange that the stream waits for, for how many seconds it has been seen there).
+        """Return (the exchange that the stream waits for, for how many seconds it has been seen there).
 
-        None: it waits for none.
+        None if it waits for none.
         """
         with self.lock:
             for _ in range(self.count_ended()):
@@ -57,7 +58,7 @@ class DeviceWaits(Generic[What]):
             return oldest.what, time.monotonic() - self.front_since
 
     def count_ended(self) -> int:
-        """How many waits have ended: the events of a stream come in order, so halving finds the last."""
+        """Count finished waits by bisection: the events of a stream complete in order."""
         low = 0
         high = len(self.waits)
         while low < high:

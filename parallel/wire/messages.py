@@ -1,12 +1,12 @@
-"""Plain data as bytes, for what ranks tell each other at the start and around a checkpoint. No pickle.
+"""Plain data as bytes, for messages between ranks at start-up and around checkpoints. No pickle.
 
-A message is JSON. What JSON has no word for is an object of one tag (TAGS): bytes, paths, tuples, sets,
-dicts, frozen dataclasses of this project, and errors. So a message comes back equal, types included.
+A message is JSON. Types that JSON lacks are objects with a single tag (TAGS): bytes, paths, tuples, sets,
+dicts, frozen dataclasses of this project, and errors. So a message round-trips, including types.
 
-The reader trusts nothing that it is told. It imports nothing, and runs no code that a message names: a class
-is looked up among those that are loaded already, in a package of this project, and it must be a frozen
-dataclass or an error. Its fields are set without calling it. A message that is not sound is a MessageError of
-one line; how long one may be is checked before memory is taken for it (parallel/wire/comm.py).
+The reader trusts no input. It imports nothing, and runs no code that a message names: a class is looked up
+among those already loaded, in a package of this project, and it must be a frozen dataclass or an error. Its
+fields are set without calling it. A malformed message raises a MessageError of one line; the allowed length
+is checked before memory is allocated (parallel/wire/comm.py).
 """
 import base64
 import dataclasses
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-MAX_BYTES = 256 << 20  # of one message
-MAX_TOTAL_BYTES = 4 << 30  # of the messages that a rank receives at once
-MAX_SHOWN = 100  # characters of what a peer has sent, in an error message
-PACKAGES = (  # whose classes a message may name: config.provenance.CODE_FOLDERS and the programs above them
+MAX_BYTES = 256 << 20  # for one message
+MAX_TOTAL_BYTES = 4 << 30  # for all messages that a rank receives at once
+MAX_SHOWN = 100  # characters of a peer's data in an error message
+PACKAGES = (  # classes allowed in messages: config.provenance.CODE_FOLDERS and the programs above them
     "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
     "build", "train",
 )
@@ -33,24 +33,24 @@ BUILTIN_ERRORS = {error.__name__: error for error in (
     RuntimeError, TimeoutError, TypeError, ValueError, ZeroDivisionError,
 )}
 TORCH_ERRORS = {"torch:OutOfMemoryError": torch.OutOfMemoryError}
-EXIT_CODES = range(1, 256)  # that an error may carry
+EXIT_CODES = range(1, 256)  # allowed for an error
 
 
 class MessageError(RuntimeError):
-    """What a peer sent is not a message of ours. Exit code 1."""
+    """Data from a peer is not a valid message. Exit code 1."""
     exit_code = 1
 
 
 # ---- writing -----------------------------------------------------------------------------------------------
 
 def encode(value: object) -> bytes:
-    """The bytes of a value. Raises TypeError for what is not plain data; an error can always be told."""
+    """Encode a value. Raises TypeError for anything but plain data; errors can always be encoded."""
     text = json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")
 
 
 def to_json(value: Any) -> Any:
-    """The value in words of JSON. Raises TypeError."""
+    """Convert the value to JSON types. Raises TypeError."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -82,9 +82,9 @@ def bytes_to_json(value: bytes) -> str:
 
 
 def error_to_json(error: Exception) -> list[Any]:
-    """[names of its classes, the nearest first, its text, its arguments, its attributes].
+    """Return [names of its classes, most derived first, its text, its arguments, its attributes].
 
-    What is not plain is left out: of the arguments, all but the text.
+    Anything that is not plain data is dropped: of the arguments, all but the text.
     """
     names = [name_of(kind) for kind in type(error).__mro__ if issubclass(kind, Exception)]
     arguments: tuple[object, ...] = error.args
@@ -104,14 +104,14 @@ def error_to_json(error: Exception) -> list[Any]:
 
 
 def name_of(kind: type) -> str:
-    """MODULE:CLASS; of a class that Python itself has, its name."""
+    """Return MODULE:CLASS, or just the name of a builtin class."""
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}:{kind.__qualname__}"
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
 
 def decode(message: bytes, sender: str = "a peer") -> Any:
-    """The value of a message. sender: for the error message. Raises MessageError."""
+    """Decode a message. `sender` is for error messages. Raises MessageError."""
     try:
         text = message.decode("utf-8", "surrogatepass")
         return from_json(json.loads(text))
@@ -121,7 +121,7 @@ def decode(message: bytes, sender: str = "a peer") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value that to_json has written. Raises ValueError, TypeError or KeyError."""
+    """Invert to_json. Raises ValueError, TypeError or KeyError."""
     if type(value) is list:
         return [from_json(item) for item in value]
     if type(value) is not dict:
@@ -151,7 +151,7 @@ def bytes_of(content: Any) -> bytes:
 
 
 def instance_of(content: Any) -> Any:
-    """A frozen dataclass with these fields; its constructor is not called."""
+    """Create a frozen dataclass with these fields, without calling its constructor."""
     name, values = content
     kind = loaded_class(text_of(name))
     if kind is None or not is_plain_class(kind):
@@ -167,7 +167,7 @@ def instance_of(content: Any) -> Any:
 
 
 def error_of(content: Any) -> Exception:
-    """The error, as the first of its classes that is known here; no constructor of ours is called."""
+    """Create the error, as the first of its classes known here, without calling any project constructor."""
     names, text, arguments, attributes = content
     kinds = [kind for kind in map(error_class, items_of(names)) if kind is not None]
     if not kinds:
@@ -184,7 +184,7 @@ def error_of(content: Any) -> Exception:
 
 
 def error_class(name: Any) -> type[Exception] | None:
-    """The class of an error that is known here; None: it is not."""
+    """Return the class of an error if it is known here, else None."""
     known = BUILTIN_ERRORS.get(name) or TORCH_ERRORS.get(name)
     if known is not None:
         return known
@@ -193,7 +193,7 @@ def error_class(name: Any) -> type[Exception] | None:
 
 
 def loaded_class(name: str) -> type | None:
-    """The class MODULE:CLASS of this project, if its module is loaded; None otherwise. Imports nothing."""
+    """Return the class MODULE:CLASS of this project if its module is loaded, else None. Imports nothing."""
     module_name, _, class_name = name.partition(":")
     if module_name.partition(".")[0] not in PACKAGES or module_name not in sys.modules:
         return None
@@ -202,9 +202,9 @@ def loaded_class(name: str) -> type | None:
 
 
 def is_plain_class(kind: type) -> bool:
-    """Whether it is a frozen dataclass of a package of this project, at the top of its module."""
+    """Whether it is a frozen dataclass of this project, at the top level of its module."""
     is_ours = kind.__module__.partition(".")[0] in PACKAGES and "." not in kind.__qualname__
-    parameters = vars(kind).get("__dataclass_params__")  # of a dataclass
+    parameters = vars(kind).get("__dataclass_params__")  # set for a dataclass
     return is_ours and parameters is not None and parameters.frozen
 
 
@@ -212,7 +212,7 @@ def is_plain_class(kind: type) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """How a type is written as JSON, and read."""
+    """JSON writer and reader of a type."""
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
 

@@ -1,13 +1,13 @@
-"""Strict exchanges: what NCCL does not forgive, made visible on a CPU.
+"""Strict exchanges: expose on a CPU the misuse that NCCL does not forgive.
 
-gloo ends an exchange inside wait(), often before; NCCL runs it beside the computation. So a result that is
-read before wait(), or a message that is changed while it is under way, trains rightly over gloo and wrongly
-over NCCL. In strict mode (`scripts.verify --strict`) every started exchange runs on private copies:
+gloo finishes an exchange inside wait(), often earlier; NCCL runs it concurrently with the computation. So
+reading a result before wait(), or changing a message in flight, trains correctly over gloo and wrongly over
+NCCL. In strict mode (`scripts.verify --strict`) every asynchronous exchange runs on private copies:
 
-    at its start   messages are copied, and results are filled with NaN (whole numbers: all bits set)
-    until wait()   nobody may write a message, nor write or read a result: what is read early is NaN
-    in wait()      messages and results must be bit for bit what they were; then the results arrive
-    at the end     every exchange must have been awaited
+    at its start   messages are copied, and results are filled with NaN (integers: all bits set)
+    until wait()   nobody may write a message, nor write or read a result: early reads yield NaN
+    in wait()      messages and results must be bitwise unchanged; then the results are copied in
+    at the end     every exchange must have been waited for
 
 A violation raises StrictError with the verb, the group and the step.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-POISON = 0xFF  # of every byte: a NaN in fp64, fp32, bf16, fp16 and e4m3
+POISON = 0xFF  # byte pattern of a NaN in fp64, fp32, bf16, fp16 and e4m3
 
 
 class StrictError(RuntimeError):
@@ -24,9 +24,9 @@ class StrictError(RuntimeError):
 
 
 class PrivateCopies:
-    """What one exchange sends and receives in the place of the caller's tensors.
+    """Private tensors of one exchange, used instead of the caller's.
 
-    sources: messages. results: what the exchange writes. A tensor that is both is exchanged in place.
+    sources are the messages; the exchange writes to results. A tensor that is both is exchanged in place.
     """
 
     def __init__(self, title: str, mode: "StrictMode", sources: Sequence[Tensor],
@@ -37,26 +37,26 @@ class PrivateCopies:
         self.messages = [x for x in sources if id(x) not in written]
         self.results = list(results)
 
-        # a copy for each tensor; then results are poisoned, those that are sent too included
+        # copy each tensor; then poison the results, including those that are sent too
         self.copies = {id(x): x.detach().clone(memory_format=torch.contiguous_format)
                        for x in (*sources, *results)}
         snapshots = [bits_of(x) for x in self.messages]
         for x in self.results:
             poison(x)
 
-        # a result may be a part of its message (a reduce-scatter in place): then that part is poisoned. A
-        # message that is a part of a result has changed here, and wait() says so
+        # a result may be a part of its message (in-place reduce-scatter): then that part is poisoned. A
+        # message that is a part of a result has changed here, which wait() reports
         self.snapshots = [
             bits_of(message) if any(contains(message, x) for x in self.results) else snapshot
             for message, snapshot in zip(self.messages, snapshots)
         ]
 
     def of(self, x: Tensor) -> Tensor:
-        """What to exchange in the place of x."""
+        """Return the private copy of x."""
         return self.copies[id(x)]
 
     def release(self) -> None:
-        """In wait(), once the exchange has ended: checks, then the results arrive. Does nothing again."""
+        """In wait(), once the exchange has finished, check the tensors and deliver results. Idempotent."""
         if self.mode.under_way.pop(id(self), None) is None:
             return
         for message, snapshot in zip(self.messages, self.snapshots):
@@ -69,19 +69,19 @@ class PrivateCopies:
 
 
 class StrictMode:
-    """The exchanges of one rank that are under way on private copies."""
+    """The exchanges of one rank in flight on private copies."""
 
     def __init__(self) -> None:
-        self.under_way: dict[int, PrivateCopies] = {}  # in the order of their start
+        self.under_way: dict[int, PrivateCopies] = {}  # in start order
 
     def start(self, title: str, sources: Sequence[Tensor], results: Sequence[Tensor]) -> PrivateCopies:
-        """title: of the exchange, for errors."""
+        """Start an exchange on private copies. `title` describes it in errors."""
         private = PrivateCopies(title, self, sources, results)
         self.under_way[id(private)] = private
         return private
 
     def check_all_awaited(self) -> None:
-        """At the end of a run. Raises StrictError if an exchange was started and never awaited."""
+        """Raise StrictError at the end of a run if an exchange was started and never waited for."""
         titles = [private.title for private in self.under_way.values()]
         self.under_way.clear()
         if titles:
@@ -95,12 +95,12 @@ def contains(outer: Tensor, inner: Tensor) -> bool:
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bytes of x [any shape] as a new tensor [bytes], uint8."""
+    """Return the bytes of x [any shape] as a new tensor [bytes], uint8."""
     return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def poison(x: Tensor) -> None:
-    """Sets every byte of x. Like an exchange, it does not count as a change that autograd would see."""
+    """Set every byte of x. Like an exchange, it does not count as a change that autograd sees."""
     num_bytes = x.numel() * x.element_size()
     poisoned = torch.full((num_bytes,), POISON, dtype=torch.uint8, device=x.device)
     x.data.copy_(poisoned.view(x.dtype).view(x.shape))

@@ -1,16 +1,17 @@
 """Joining and leaving a job, and the process groups of its ranks.
 
-On GPUs, tensors on the device travel over NCCL and those on the host over gloo:
+On GPUs, device tensors travel over NCCL and host tensors over gloo:
 
-- One process group spans the whole job and has both. Every other group has NCCL alone: gloo would connect
-  each pair of its ranks with a socket.
-- A group's communicator is made when the group is, and carries a first exchange at once. So no step pays for
-  it, and a group that cannot connect is named at the start. Where ranks send to their neighbours in every
-  layout (the pipeline, the ring of context parallelism), these connect at the start as well; elsewhere NCCL
-  connects two ranks when they first send. Such connections have buffers of their own: 384 MiB a neighbour in
+- One process group spans the whole job and has both. Every other group has only NCCL: gloo would connect each
+  pair of its ranks with a socket.
+- A group's communicator is created with the group and immediately runs a first exchange. So no step pays for
+  it, and a group that cannot connect is reported at start-up. Where ranks send to their neighbours in every
+  layout (the pipeline, the ring of context parallelism), these connect at start-up as well; elsewhere NCCL
+  connects two ranks when they first send. Such connections have dedicated buffers: 384 MiB per neighbour in
   a node of H100s (plan/communicators.py).
-- NCCL gets a longer timeout than gloo: its watchdog ends the process with SIGABRT and no exit code. A hang is
-  named before that, by runtime/peers.py.
+- NCCL gets a longer timeout than gloo: its watchdog kills the process with SIGABRT and no exit code. A hang
+is
+  reported before that, by runtime/peers.py.
 """
 import dataclasses
 import socket
@@ -29,8 +30,8 @@ from parallel.wire import comm
 from parallel.wire.comm import Activity, Group, Ledger
 from parallel.wire.connection import Connection, connection_of
 
-NCCL_MARGIN_S = 120.0  # that NCCL's watchdog waits longer than ours
-LAUNCHER_SECONDS = 10.0  # in which a launcher reaches the store of another node, at the end of its ranks
+NCCL_MARGIN_S = 120.0  # by which the timeout of NCCL's watchdog exceeds ours
+LAUNCHER_SECONDS = 10.0  # for a launcher to reach the store of another node after its ranks have exited
 CPU = torch.device("cpu")
 
 
@@ -38,14 +39,14 @@ CPU = torch.device("cpu")
 class World:
     """The job as this rank joined it.
 
-    handles: process groups by channel and ranks, made once and shared by equal groups; None: this rank is not
-    in it.
+    handles maps (channel, ranks) to process groups, created once and shared by equal groups; the value is
+    None if this rank is not a member.
     """
     rank: int = 0
     size: int = 1
-    device: torch.device = CPU  # of this rank's tensors
+    device: torch.device = CPU  # holds this rank's tensors
     handles: dict[Connection, ProcessGroup | None] = field(default_factory=dict)
-    separate_handles: list[ProcessGroup] = field(default_factory=list)  # of separate_group
+    separate_handles: list[ProcessGroup] = field(default_factory=list)  # created by separate_group
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     def group_of_rank(
@@ -57,11 +58,11 @@ class World:
         channel: str = "",
         meets_neighbours: bool = False,
     ) -> Group:
-        """The group among `groups` that holds this rank. Raises ValueError if none does.
+        """Return the member of `groups` that holds this rank. Raises ValueError if none does.
 
-        Groups of the same ranks share a process group, and their exchanges wait for each other on a GPU,
-        unless they are of different channels. meets_neighbours: on GPUs, neighbours connect now. Collective:
-        all ranks call it with the same lists, in the same order.
+        Groups of the same ranks share a process group, in which exchanges are serialized on a GPU, unless
+        their channels differ. meets_neighbours connects neighbours now, on GPUs. Collective: all ranks call
+        it with the same lists, in the same order.
         """
         found = self.find_group(name, groups, ledger, axes, channel)
         if found is None:
@@ -73,7 +74,7 @@ class World:
     def find_group(
         self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "", channel: str = ""
     ) -> Group | None:
-        """As group_of_rank, but returns None if no group holds this rank."""
+        """Like group_of_rank, but return None if no group holds this rank."""
         found = None
         joined = connection_of(range(self.size))
         for ranks in map(tuple, groups):
@@ -94,7 +95,7 @@ class World:
         return found
 
     def connect(self, name: str, ranks: tuple[int, ...], axes: str) -> ProcessGroup | None:
-        """A process group of these ranks; None if this rank is not in it. Collective."""
+        """Create a process group of these ranks; None if this rank is not a member. Collective."""
         group = Group(name, ranks, axes=axes, activity=self.activity)
         is_on_gpu = self.device.type == "cuda"
         timeout_s = self.activity.timeout_s + (NCCL_MARGIN_S if is_on_gpu else 0.0)
@@ -105,7 +106,7 @@ class World:
             backend="nccl" if is_on_gpu else "gloo",
         )
         made = group.run_exchange("meeting", new_group)
-        if isinstance(made, int):  # a number: not in it
+        if isinstance(made, int):  # an int: not a member
             return None
         if is_on_gpu:
             connected = dataclasses.replace(group, index=ranks.index(self.rank), handle=made)
@@ -113,7 +114,7 @@ class World:
         return made
 
     def separate_group(self, name: str) -> Group:
-        """All ranks, connected once more on the host. Collective.
+        """Connect all ranks once more on the host. Collective.
 
         For a thread, whose exchanges must not mix with those of a step.
         """
@@ -128,21 +129,21 @@ class World:
             backend="gloo",
         )
         handle = group.run_exchange("meeting", new_group)
-        assert isinstance(handle, ProcessGroup)  # a number on ranks that are not in the group; here all are
+        assert isinstance(handle, ProcessGroup)  # an int on non-members; here all are members
         self.separate_handles.append(handle)
         return dataclasses.replace(group, handle=handle)
 
     def close_separate_groups(self) -> None:
-        """Closes the groups of separate_group; no rank may still use one.
+        """Close the groups of separate_group; no rank may still use one.
 
-        For a process that runs one job after another (runtime/pool.py): an idle gloo group wakes a hundred
-        times a second, and 150 of them in each of 8 ranks took more than a core and a half.
+        For a process that runs one job after another (runtime/pool.py): an idle gloo group wakes up 100 times
+        a second, and 150 of them in each of 8 ranks took more than one and a half cores.
         """
         while self.separate_handles:
             dist.destroy_process_group(self.separate_handles.pop())
 
     def all_ranks(self) -> Group:
-        """All ranks, before there is a mesh."""
+        """Return a group of all ranks, for use before there is a mesh."""
         return Group("job", tuple(range(self.size)), self.rank, activity=self.activity)
 
 
@@ -153,10 +154,10 @@ def open_store(
     restart_count: str = "0",
     timeout_s: float = 300.0,
 ) -> Store:
-    """The job's key-value store, where ranks leave messages before and after there are process groups.
+    """Open the job's key-value store, where ranks exchange messages before and after process groups exist.
 
-    init: "env://", the launcher's variables, or a file:// or tcp:// address. restart_count: each start of a
-    launcher that restarts has keys of its own.
+    init is "env://" (the launcher's variables) or a file:// or tcp:// address. restart_count separates the
+    keys of each start by a launcher that restarts.
     """
     def meet() -> Store:
         store, _, _ = next(rendezvous(init, rank, size, timeout=timedelta(seconds=timeout_s)))
@@ -166,10 +167,10 @@ def open_store(
 
 
 def launcher_store(host: str, port: int, listener: socket.socket | None = None) -> Store:
-    """The store that a launcher keeps for its ranks (scripts/launch.py), at host and port.
+    """Open the store that a launcher keeps for its ranks (scripts/launch.py), at host and port.
 
-    listener: the socket that listens there, which the store takes; None: of a launcher on another node, which
-    reaches the store. Raises RuntimeError if that one is gone.
+    listener is the socket that listens there, which the store takes over. None is for the launcher of another
+    node, which connects to the store. Raises RuntimeError if that is gone.
     """
     if listener is None:
         timeout = timedelta(seconds=LAUNCHER_SECONDS)
@@ -188,9 +189,10 @@ def join_job(
     store: Store | None = None,
     activity: Activity | None = None,
 ) -> World:
-    """Joins the job: gloo for tensors on the host, NCCL for those on GPUs. Collective.
+    """Join the job: gloo for tensors on the host, NCCL for those on GPUs. Collective.
 
-    device: of this rank; a GPU with its index. store: of open_store; None: opened here.
+    device is this rank's; a GPU includes its index. store comes from open_store; by default it is opened
+    here.
     """
     world = World(rank, size, device, activity=activity or Activity())
     world.activity.timeout_s = timeout_s
@@ -206,12 +208,12 @@ def join_job(
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if is_on_gpu else None,  # NCCL then makes its communicators at once
+        device_id=device if is_on_gpu else None,  # NCCL then creates its communicators at once
     )
     everyone.run_exchange("meeting", join)
     if is_on_gpu:
         whole_job = dist.group.WORLD
-        assert whole_job is not None  # init_process_group has made it
+        assert whole_job is not None  # created by init_process_group
         set_nccl_timeout(whole_job, timeout_s + NCCL_MARGIN_S)
         world.activity.clock.device = device
         make_first_exchange(everyone, device)
@@ -219,20 +221,20 @@ def join_job(
 
 
 def set_nccl_timeout(handle: ProcessGroup, timeout_s: float) -> None:
-    """The timeout of NCCL alone, in a process group that has gloo too."""
+    """Set the timeout of NCCL alone, in a process group that also has gloo."""
     backend = handle._get_backend(torch.device("cuda"))
     backend._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def make_first_exchange(group: Group, device: torch.device) -> None:
-    """A sum of one number. Collective. Counts nothing in the ledger."""
+    """Sum one number. Collective. Not counted in the ledger."""
     comm.all_reduce_sum(torch.zeros(1, device=device), dataclasses.replace(group, ledger=Counter()))
 
 
 def exchange_with_neighbours(group: Group, device: torch.device) -> None:
-    """One number to each neighbour in the ring of the group's ranks and back.
+    """Exchange one number with each neighbour in the ring of the group's ranks.
 
-    NCCL connects two ranks when they first send. Collective. Counts nothing in the ledger.
+    NCCL connects two ranks when they first send. Collective. Not counted in the ledger.
     """
     group = dataclasses.replace(group, ledger=Counter())
     if group.size == 1:
@@ -247,12 +249,12 @@ def exchange_with_neighbours(group: Group, device: torch.device) -> None:
 
 
 def join_alone(device: str) -> None:
-    """Makes a process group of one rank, for libraries that need one (benchmarks)."""
+    """Create a process group of one rank, for libraries that need one (benchmarks)."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, not exported
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
 
 
 def leave_job() -> None:
-    """Must be called before a rank exits: one that exits with a live process group can abort its peers."""
+    """Leave the job. Call it before a rank exits: exiting with a live process group can abort its peers."""
     if dist.is_initialized():
         dist.destroy_process_group()
