@@ -46,7 +46,7 @@ def open_mirror(cfg: Config) -> RemoteFolder | None:
     return open_folder(f"{url.rstrip('/')}/{cfg.log.name}", "checkpoint.mirror")
 
 
-# ---- what is there -----------------------------------------------------------------------------------------
+# ---- listing -----------------------------------------------------------------------------------------------
 
 def steps_in(checkpoints: RemoteFolder) -> dict[int, str]:
     """Return {step: folder name}, complete or not, newest first."""
@@ -68,7 +68,7 @@ def complete_steps(checkpoints: RemoteFolder) -> dict[int, bytes]:
     return complete
 
 
-# ---- to the store ------------------------------------------------------------------------------------------
+# ---- upload ------------------------------------------------------------------------------------------------
 
 def check_writable(run: RemoteFolder) -> None:
     """Write and remove a small file. Raises ConfigError in one line if the store is not writable."""
@@ -149,7 +149,7 @@ def remove_checkpoint(target: RemoteFolder) -> None:
     target.remove_empty()
 
 
-# ---- from the store ----------------------------------------------------------------------------------------
+# ---- download ----------------------------------------------------------------------------------------------
 
 def restore(run: RemoteFolder, folder: Path) -> list[str]:
     """Download the newest good checkpoint if the run folder has none or an older one.

@@ -102,7 +102,7 @@ class WeightOrigin:
         return TAKEN if stored_shape == tuple(shape) else FRESH
 
 
-# ---- what may differ ---------------------------------------------------------------------------------------
+# ---- differences -------------------------------------------------------------------------------------------
 
 def compare(
     index: StoredIndex,
@@ -232,7 +232,7 @@ def data_of_tokenizer(checkpoint: Path | str, cfg: Config) -> str:
     return f"prepare the data with --tokenizer {name}"
 
 
-# ---- what is taken -----------------------------------------------------------------------------------------
+# ---- weights to take ---------------------------------------------------------------------------------------
 
 def kinds_of(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> Kinds:
     """Return how each weight that this rank holds, at least in part, is initialized."""

@@ -26,7 +26,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]  # type checkers reject a computed Literal
 
 
-# ---- what the parts of a block have in common: the keys of each stand beside its module, in model/ ---------
+# ---- base classes of the parts of a block ------------------------------------------------------------------
 
 
 class HeadShape(NamedTuple):
@@ -414,7 +414,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
-# ---- what follows from the keys: the model ----------------------------------------------------------------
+# ---- derived values of the model ---------------------------------------------------------------------------
 
 def layer_kinds(model: ModelConfig) -> tuple[str, ...]:
     """Return the kind of block of each layer. Raises ConfigError for a pattern that does not fit the

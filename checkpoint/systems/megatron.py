@@ -5,8 +5,8 @@
     older         iter_N/mp_rank_TT[_PPP]/model_optim_rng.pt: the tensors and args of one tensor- and
                   pipeline-parallel rank. Layers are counted from 0 in each stage.
 
-In both, q, k and v are interleaved by groups of query heads, and [gate | up] are one matrix; in the older format a
-rank has [its gate | its up].
+In both, q, k and v are interleaved by groups of query heads, and [gate | up] are one matrix; in the older
+format a rank has [its gate | its up].
 """
 import hashlib
 import re
@@ -195,7 +195,7 @@ def stacked(name: str, parts: list[StoredPart], dim: int) -> list[StoredPart]:
     return found
 
 
-# ---- a file for each rank ----------------------------------------------------------------------------------
+# ---- a file per rank ---------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class RankFile:

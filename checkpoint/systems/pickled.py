@@ -87,7 +87,7 @@ class StoredStorage:
     dtype: torch.dtype | None  # None: each tensor has its own
 
 
-# ---- what may be named -------------------------------------------------------------------------------------
+# ---- names -------------------------------------------------------------------------------------------------
 
 DTYPE_NAMES = {str(dtype): dtype for dtype in (
     *DTYPES, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint16, torch.uint32,
@@ -171,7 +171,7 @@ def shown(value: Any) -> str:
     return one_line(text, MAX_SHOWN)
 
 
-# ---- what is rebuilt ---------------------------------------------------------------------------------------
+# ---- rebuilding --------------------------------------------------------------------------------------------
 
 def make_dict(pairs: Any = ()) -> dict[Any, Any]:
     """Build an OrderedDict or a Counter."""

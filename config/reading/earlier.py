@@ -168,7 +168,7 @@ def current_rope(old: Mapping[str, Any]) -> dict[str, Any]:
     return {"base": old["rope_theta"], "pairs": old["rope_pairs"], "scaling": scaling}
 
 
-# ---- experts beside the parts ------------------------------------------------------------------------------
+# ---- experts outside of the parts --------------------------------------------------------------------------
 
 # keys that the first configs with parts lacked
 ADDED_TO_EXPERTS = {"router_weighs": "output", "router_logit_bias": False, "blocks": {}, "pattern": None}

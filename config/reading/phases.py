@@ -208,7 +208,7 @@ def check_changeable(path: str, name: str) -> None:
     raise ConfigError(f"{name}: cannot change in a phase; {may}")
 
 
-# ---- what follows ------------------------------------------------------------------------------------------
+# ---- derived values ----------------------------------------------------------------------------------------
 
 def phases_of(cfg: Config, where: str = "train.phases") -> Phases:
     """Return the phases of a run. `where` names their source in messages.
