@@ -414,7 +414,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
-# ---- derived values of the model ---------------------------------------------------------------------------
+# ---- what follows from the keys: the model -----------------------------------------------------------------
 
 def layer_kinds(model: ModelConfig) -> tuple[str, ...]:
     """Return the kind of block of each layer. Raises ConfigError for a pattern that does not fit the
@@ -484,7 +484,7 @@ def mup_width_ratio(model: ModelConfig) -> float:
 
 
 def mup_score_scale(model: ModelConfig) -> float:
-    """Return the factor that muP adds to attention scores beyond 1 / sqrt(head_dim)."""
+    """Factor of the attention scores that muP adds to 1 / sqrt(head_dim)."""
     if model.mup is None or model.mup.head_dim is None:
         return 1.0
     if not model.mixer.has_softmax:
