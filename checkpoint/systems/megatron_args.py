@@ -120,8 +120,8 @@ def read_positions(keys: Tree) -> Tree:
 # ---- its experts -------------------------------------------------------------------------------------------
 
 def read_experts(keys: Tree) -> Tree:
-    """Read the experts and their router. The chosen scores are normalized if the softmax follows the
-    choice, or if there are several sigmoids."""
+    """Read the experts and their router. Chosen scores are normalized if the softmax follows the choice, or
+    if a sigmoid router chooses several experts."""
     experts = number({"num_experts": None, **keys}, "num_experts", nullable=True)
     if experts is None:
         return {"experts": None}
