@@ -1,8 +1,8 @@
-"""A run that begins at a checkpoint of another run: checkpoint.branch RUN[@STEP].
+"""Runs that branch off a checkpoint of another run: checkpoint.branch RUN[@STEP].
 
-The branch has the source's settings, its weights, optimizer state, step and position in each source. What the
-command line states otherwise is a phase that begins there (train.phases): so the same rules decide what may
-change, and the same arithmetic where each source goes on.
+A branch inherits the source's settings, weights, optimizer state, step and position in each source of data.
+Settings that the command line changes become a phase that begins there (train.phases), so the same rules
+decide what may change, and the same arithmetic determines where each source of data continues.
 """
 import contextlib
 import copy
@@ -27,14 +27,14 @@ from config.reading import (
 from config.reading.phases import CHANGEABLE, SCHEDULE_KEYS, differing_keys, phases_text
 from config.tree import has_path, plain_data, value_at, with_values
 
-NOT_INHERITED = {  # section: keys that a branch does not have from its source
+NOT_INHERITED = {  # section: keys that a branch does not inherit
     "log": ("name",),
     "checkpoint": ("resume", "init_from", "init_changes", "branch"),
 }
 
 
 def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
-    """As config.reading.resolve; if argv states checkpoint.branch, the config of the branch.
+    """Like config.reading.resolve, but returns the branch's config if argv sets checkpoint.branch.
 
     Raises ConfigError.
     """
@@ -51,8 +51,10 @@ def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
 
 
 def begun_branch(where: str, layers: list[Tree]) -> str:
-    """RUN@STEP where the folder of the run holds a branch of RUN: it goes on, whatever RUN has saved since.
-    Else `where`. layers: what the branch states, the strongest last.
+    """Return RUN@STEP if the run's folder already has a branch of RUN, else `where`.
+
+    An existing branch continues regardless of what RUN has saved since. `layers` are the branch's settings,
+    strongest last.
     """
     stated: Tree = {}
     for layer in layers:
@@ -62,7 +64,7 @@ def begun_branch(where: str, layers: list[Tree]) -> str:
         return where
     own = Path(log.get("dir", LogConfig.dir), str(log["name"]), "checkpoints")
     for _, path in store.committed_checkpoints(own):
-        with contextlib.suppress(store.IntegrityError):  # one that is damaged is passed over
+        with contextlib.suppress(store.IntegrityError):  # skip damaged checkpoints
             begun = str(store.read_meta(path)["config"]["checkpoint"].get("branch"))
             if state.is_same_place(begun.rpartition("@")[0], where):
                 return begun
@@ -70,19 +72,20 @@ def begun_branch(where: str, layers: list[Tree]) -> str:
 
 
 def branch_config(where: str, layers: list[Tree]) -> Config:
-    """The config of a branch of `where` (RUN or RUN@STEP). layers: what it states, the strongest last."""
+    """Return the config of a branch of `where` (RUN or RUN@STEP). `layers` are its settings, strongest
+    last."""
     path = find_source(where)
     meta = store.read_meta(path)
     step = meta["step"]
     before = phases_of(saved_config(meta["config"]))
     here = before.of_step(step)
 
-    # the settings at that step, and what the branch states
+    # settings at that step, overridden by the branch
     tree = plain_data(here.cfg)
     for section, keys in NOT_INHERITED.items():
         for key in keys:
             del tree[section][key]
-    if here.cfg.data.pack == "stream":  # the past keeps its order of samples
+    if here.cfg.data.pack == "stream":  # keep the sample order of the past
         tree["data"]["span"] = span_of(before, before.all[0])
     later: list[Tree] = []
     for layer in layers:
@@ -93,15 +96,15 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
         tree = merge(tree, layer)
     stated = build_tree(Config, tree)
 
-    # what may change in a phase begins here; the rest is compared at the resume (state.check_same_run)
+    # changes allowed in a phase begin here; the rest is compared on resume (state.check_same_run)
     differing = differing_keys(here.cfg, stated)
     changes = {key: plain_data(value) for key, value in differing.items() if key in changeable_keys()}
     ramp = rest_of_ramp(here.cfg.train, step - here.steps_before)
     begins = SCHEDULE_KEYS + (("train.ramp", "train.global_batch") if ramp else ("train.ramp",))
-    for key in flatten_tree(layers[-1]):  # of the command line: a value that is as it was, too
+    for key in flatten_tree(layers[-1]):  # of the command line: even unchanged values
         if key in begins:
             changes[key] = value_at(stated, key)
-    if changes and ramp and "train.global_batch" not in changes:  # a ramp goes on to the batch of the source
+    if changes and ramp and "train.global_batch" not in changes:  # ramp up to the source's batch
         changes.setdefault("train.ramp", ramp)
     rows = json.loads(before.whole.train.phases or "[]")[:here.number - 1]
     rows += [{"after_steps": step, **changes}] if changes else []
@@ -114,12 +117,12 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
 
 
 def with_schedule_of_source(cfg: Config, before: Phases, step: int, horizon: int | None) -> Config:
-    """The config of a branch after `step`, in which the schedule of learning rates that has begun ends where
-    it did in the source (optim.decay_steps). One that ends with the source ends with the branch, unless a
-    phase of the branch begins another.
+    """Return the config of a branch after `step` whose current learning rate schedule keeps its end
+    (optim.decay_steps).
 
-    before: the phases of the source. horizon: its last step; None: not known. Raises ConfigError if the
-    phases of the branch are not in order.
+    A schedule that ends with the source ends with the branch, unless a phase of the branch begins a new one.
+    `before` holds the phases of the source, and `horizon` its last step, if known. Raises ConfigError if the
+    phases of the branch are out of order.
     """
     phases = phases_of(cfg)
     schedule = before.schedule_of(step)
@@ -135,9 +138,9 @@ def with_schedule_of_source(cfg: Config, before: Phases, step: int, horizon: int
 
 
 def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
-    """The checkpoint that RUN, RUN@STEP or a checkpoint folder names.
+    """Return the checkpoint named by RUN, RUN@STEP or a checkpoint folder.
 
-    asker: for messages. Raises ConfigError.
+    `asker` is used in messages. Raises ConfigError.
     """
     mirror.refuse_url(where, asker)
     run, at, step = where.rpartition("@")
@@ -156,5 +159,5 @@ def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
 
 
 def changeable_keys() -> list[str]:
-    """Every section.key that a phase may change."""
+    """Return every section.key that a phase may change."""
     return [f"{section}.{key}" for section, keys in CHANGEABLE.items() for key in keys.split()]

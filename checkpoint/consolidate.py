@@ -1,8 +1,8 @@
-"""Consolidates the shards of ranks into a checkpoint that any layout reads.
+"""Consolidate the shards of ranks into a checkpoint that any layout can read.
 
-A checkpoint in memory (checkpoint/memory.py) is in shards: each has what one rank reads at a resume under the
-same layout. Some of it is in several shards, whole or cut at other places: the bias of a router, a norm of
-tensor parallel ranks, an embedding that two stages share. A checkpoint on the disk has each element once.
+Each shard of an in-memory checkpoint (checkpoint/memory.py) has what one rank reads when resuming with the
+same layout. Shards overlap, in whole or in differently cut parts: router biases, norms of tensor-parallel
+ranks, an embedding shared by two stages. A checkpoint on disk has each element exactly once.
 """
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from parallel.sharding.boxes import Box, uncovered_boxes
 
 
 def each_element_once(shards: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
-    """{saved rank: the boxes that are taken of its shard}; of what several have, the first of them gives it.
+    """Return {saved rank: boxes to take from its shard}; the first shard that holds an element provides it.
 
-    shards: {saved rank: the boxes of its shard}.
+    `shards` is {saved rank: the boxes of its shard}.
     """
     taken: dict[str, list[Box]] = defaultdict(list)
     found: dict[int, list[Box]] = {}
@@ -30,18 +30,18 @@ def each_element_once(shards: Mapping[int, Sequence[Box]]) -> dict[int, list[Box
 
 
 def boxes_of(index: store.StoredIndex) -> list[Box]:
-    """The boxes of a shard."""
+    """Return the boxes of a shard."""
     return [piece.box for piece in index.pieces]
 
 
 def bytes_of(index: store.StoredIndex, boxes: Sequence[Box]) -> int:
-    """Of the values of these boxes of a shard."""
+    """Return the number of bytes in these boxes of a shard."""
     dtypes = dtypes_of(index)
     return sum(box.volume * dtypes[box.key].itemsize for box in boxes)
 
 
 def read_boxes(index: store.StoredIndex, boxes: Sequence[Box]) -> list[store.Piece]:
-    """[(box, its values)] of a shard, each byte of them verified. Raises IntegrityError."""
+    """Read and verify these boxes of a shard as [(box, values)]. Raises IntegrityError."""
     dtypes = dtypes_of(index)
     pieces = [(box, torch.empty(box.size, dtype=dtypes[box.key])) for box in boxes]
     store.load(index, pieces, strict=False)
@@ -49,5 +49,5 @@ def read_boxes(index: store.StoredIndex, boxes: Sequence[Box]) -> list[store.Pie
 
 
 def dtypes_of(index: store.StoredIndex) -> dict[str, torch.dtype]:
-    """{key: the type of its values}."""
+    """Return {key: dtype of its values}."""
     return {piece.box.key: TORCH[piece.dtype] for piece in index.pieces}

@@ -1,9 +1,8 @@
-"""Sends checkpoint folders from rank to rank, over the connections of the job, file by file in chunks.
+"""Send checkpoint folders from rank to rank over the job's connections, file by file in chunks.
 
-Both sides know from a manifest what comes: {file: bytes}. So each receives into a buffer of at most
-CHUNK_BYTES, and takes no memory for a size that nobody has compared. A disk that fails on one side holds
-nobody up: that rank goes on with its exchanges, and gives its error back at their end. What has arrived is
-not verified here.
+Both sides know the manifest {file: bytes} in advance. So the receiver uses buffers of at most CHUNK_BYTES,
+and never allocates for an unchecked size. A failing disk does not block the other side: that rank continues
+its exchanges and returns the error at the end. Received data is not verified here.
 """
 import os
 import stat
@@ -29,14 +28,14 @@ from parallel.wire.comm import Group
 
 CHUNK_BYTES = 16 << 20
 SMALL_FILES = ("index.json", "index.sha256", META)
-Manifest = dict[str, int]  # {name of a file: its bytes}, in the order in which the files are sent
+Manifest = dict[str, int]  # {file name: bytes}, in sending order
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A folder that one rank sends to another. sender, receiver: positions in the group.
+    """A folder sent from one rank to another. `sender` and `receiver` are positions in the group.
 
-    folder: where it lies on the sender, or will lie on the receiver; the other ranks do not use it.
+    `folder` is the path on the sender, or the destination on the receiver; other ranks ignore it.
     """
     sender: int
     receiver: int
@@ -45,7 +44,8 @@ class Delivery:
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """The files of a checkpoint folder. Raises IntegrityError if it holds anything but plain files of one."""
+    """Return the manifest of a checkpoint folder. Raises IntegrityError for anything except its regular
+    files."""
     found: Manifest = {}
     try:
         for path in sorted(folder.iterdir()):
@@ -60,7 +60,7 @@ def manifest_of(folder: Path) -> Manifest:
 
 
 def check_names(folder: Path, manifest: Manifest) -> None:
-    """Raises IntegrityError unless every file is one of a checkpoint folder, by its name."""
+    """Raise IntegrityError unless every name is that of a checkpoint file."""
     for name in manifest:
         if name not in SMALL_FILES and not SHARD.fullmatch(name):
             raise IntegrityError(f"{folder}: {name!r} is no file of a checkpoint")
@@ -69,13 +69,13 @@ def check_names(folder: Path, manifest: Manifest) -> None:
 def deliver(
     deliveries: list[Delivery], group: Group, halfway: Callable[[], object] = do_nothing
 ) -> Exception | None:
-    """Sends and receives what concerns this rank. Collective among the ranks that the deliveries name.
+    """Send and receive this rank's part of the deliveries. Collective over the ranks that they name.
 
-    Every rank has the same list, in which two ranks meet at most once each way. halfway: called while files
-    are under way. Returns the first error of the storage or of a file on this rank, so that all ranks may
-    agree on it. Raises PeerError.
+    All ranks pass the same list, in which a pair of ranks occurs at most once per direction. `halfway` is
+    called while files are in flight. Returns the first error of the storage or of a file on this rank, so
+    that all ranks can agree on it. Raises PeerError.
     """
-    quiet = replace(group, ledger=comm.Ledger())  # what a step sends is compared with closed forms
+    quiet = replace(group, ledger=comm.Ledger())  # the ledger of a step is compared with closed forms
     sent = [OutgoingFolder(each) for each in deliveries if each.sender == group.index]
     received = [IncomingFolder(each) for each in deliveries if each.receiver == group.index]
     while True:
@@ -94,14 +94,15 @@ def deliver(
 
 
 def chunks_of_files(manifest: Manifest) -> Iterator[tuple[str, int, int]]:
-    """(file, first byte, bytes) of each chunk. An empty file has none; a checkpoint folder holds none."""
+    """Yield (file, first byte, bytes) of each chunk. Empty files have none, but checkpoints have no empty
+    files."""
     for name, size in manifest.items():
         for start in range(0, size, CHUNK_BYTES):
             yield name, start, min(CHUNK_BYTES, size - start)
 
 
 class OutgoingFolder:
-    """The chunks of a folder that is sent. error: why what is sent is not what the files hold."""
+    """The chunks of a folder to send. `error` says why the sent bytes differ from the files."""
 
     def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
@@ -109,7 +110,7 @@ class OutgoingFolder:
         self.error: Exception | None = None
 
     def next_chunk(self) -> Tensor | None:
-        """The next bytes to send, or None after the last. After an error they are zeros."""
+        """Return the next bytes to send, or None at the end. After an error they are zeros."""
         for name, start, size in self.chunks:
             chunk = torch.zeros(size, dtype=torch.uint8)
             if self.error is None:
@@ -118,7 +119,7 @@ class OutgoingFolder:
         return None
 
     def read(self, path: Path, start: int, chunk: Tensor) -> None:
-        """Fills the chunk from the file. Keeps an error."""
+        """Fill the chunk from the file. Records an error instead of raising it."""
         try:
             with open_shard(path) as fd:
                 if not read_into(fd, start, chunk.numpy()):
@@ -128,12 +129,12 @@ class OutgoingFolder:
 
 
 class IncomingFolder:
-    """The chunks of a folder that arrives, and is made new. error: why it is not kept."""
+    """The chunks of a received folder, which is created. `error` says why it is not kept."""
 
     def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
         self.chunks = chunks_of_files(delivery.manifest)
-        self.expected: tuple[Path, int] | None = None  # file and first byte of the chunk that comes next
+        self.expected: tuple[Path, int] | None = None  # file and first byte of the next chunk
         self.error: Exception | None = None
         try:
             check_names(delivery.folder, delivery.manifest)
@@ -143,14 +144,15 @@ class IncomingFolder:
             self.error = error
 
     def next_buffer(self) -> Tensor | None:
-        """A buffer for the next chunk, or None after the last."""
+        """Return a buffer for the next chunk, or None at the end."""
         for name, start, size in self.chunks:
             self.expected = self.delivery.folder / name, start
             return torch.empty(size, dtype=torch.uint8)
         return None
 
     def keep(self, buffer: Tensor) -> None:
-        """Appends what has arrived to its file, which the first chunk creates. Keeps an error."""
+        """Append received bytes to their file, which the first chunk creates. Records an error instead of
+        raising it."""
         if self.expected is None or self.error is not None:
             return
         path, start = self.expected

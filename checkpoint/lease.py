@@ -1,15 +1,15 @@
 """A lease on the run folder, for filesystems whose flock does not reach other hosts.
 
-Where flock is absent, or known to one host only, two jobs on different hosts would both write to a run folder
-without a word. So the holder of the run lock (checkpoint/disk/locks.py) also keeps a small file there, which
-says who holds it and is written again every few seconds with another number.
+If flock is missing, or local to one host, two jobs on different hosts would silently write to the same run
+folder. So the holder of the run lock (checkpoint/disk/locks.py) also keeps a small file there that names the
+holder and is rewritten every few seconds with a new number.
 
-- Of two processes under one kernel and one mount flock decides, where the filesystem has it at all.
-- A lease of another host is watched: it is held if the number changes, and left behind by a host that died if
-  it does not change in all looks of EXPIRES_S. Clocks of hosts are never compared. What cannot be read is
-  somebody's.
-- A holder that was cut off for that long, and comes back, finds the lease of the run that took over, and ends
-  before its next step or save. So does one of two that have found a fresh folder at the same time.
+- Between processes under one kernel and mount flock decides, if the filesystem has it at all.
+- A lease of another host is watched: it is held if the number changes, and abandoned by a dead host if it
+  does not change in any poll during EXPIRES_S. Clocks of hosts are never compared. An unreadable lease counts
+  as held.
+- A holder that was cut off that long and comes back finds the lease of the run that took over, and ends
+  before its next step or save. So does one of two that found a fresh folder at the same time.
 """
 import contextlib
 import json
@@ -25,19 +25,19 @@ from checkpoint.disk.files import StorageError, storage_errors
 from config import ConfigError
 
 NAME = ".lease"
-RENEW_S = 4.0  # from one sign of life of the holder to the next
-EXPIRES_S = 20.0  # without a sign of life
-TAKE_TRIES = 5  # to write the lease among others that do so at the same time
-POLL_S = 0.5  # between two looks at a lease of another host
+RENEW_S = 4.0  # heartbeat interval of the holder
+EXPIRES_S = 20.0  # without a heartbeat
+TAKE_TRIES = 5  # to write the lease while others do so
+POLL_S = 0.5  # between two polls of another host's lease
 MAX_BYTES = 1000
 UNREADABLE = "unreadable"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Lease:
-    """Taken by `take`, renewed by a thread, given up by `release`.
+    """Acquired by `take`, renewed by a thread, given up by `release`.
 
-    folder: the run folder. renew_s, expires_s: see above.
+    `folder` is the run folder. For `renew_s` and `expires_s` see RENEW_S and EXPIRES_S.
     """
 
     def __init__(self, folder: Path, renew_s: float = RENEW_S, expires_s: float = EXPIRES_S) -> None:
@@ -48,35 +48,35 @@ class Lease:
         self.id = uuid.uuid4().hex
         self.number = 0
         self.renewed = time.monotonic()
-        self.successor = ""  # who has taken the lease over
+        self.successor = ""  # who took the lease over
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
 
     def take(self, flock_works: bool) -> None:
-        """Waits until no run that flock does not keep away holds the folder. The caller holds the flock.
+        """Wait until the folder is not held by a run that flock cannot keep away. The caller holds the flock.
 
-        Raises ConfigError naming the holder; StorageError if the disk fails.
+        Raises ConfigError naming the holder, or StorageError if the disk fails.
         """
         before = read(self.path)
         is_decided = flock_works and before.get("kernel") == kernel_of(self.folder)
         if before and not is_decided:
             self.wait_until_expired(before)
-        # also what a holder that hangs in write() would put in the place of this one's
+        # including a file that a holder hanging in write() would later rename over this lease
         for left_behind in self.folder.glob(f"{NAME}-*"):
             with contextlib.suppress(OSError):
                 left_behind.unlink()
         self.write_among_others()
-        if before and not is_decided:  # another host may have waited, too: the last one to write has it
+        if before and not is_decided:  # another host may have waited too: the last writer wins
             time.sleep(min(POLL_S, self.renew_s))
             self.check()
         self.thread.start()
 
     def wait_until_expired(self, before: dict[str, object]) -> None:
         pause = min(POLL_S, self.renew_s / 2)
-        for _ in range(math.ceil(self.expires_s / pause)):  # looks, not time: a look may hang with its server
+        for _ in range(math.ceil(self.expires_s / pause)):  # polls, not seconds: a poll may hang
             time.sleep(pause)
             now = read(self.path)
-            if not now:  # given up
+            if not now:  # released
                 return
             if UNREADABLE in (*now, *before):
                 before = before if UNREADABLE in now else now
@@ -87,7 +87,7 @@ class Lease:
                 )
 
     def write(self) -> None:
-        """Raises StorageError."""
+        """Write the lease. Raises StorageError."""
         self.number += 1
         text = json.dumps({
             "id": self.id,
@@ -104,7 +104,7 @@ class Lease:
                 self.renewed = time.monotonic()
 
     def write_among_others(self) -> None:
-        """write(), again where another start that takes the lease now has removed the file beside it.
+        """Call write(), retrying if another launch that takes the lease now has removed the temporary file.
 
         Raises StorageError.
         """
@@ -117,7 +117,8 @@ class Lease:
                     raise
 
     def renew(self) -> None:
-        """The thread. A disk that fails for a while does not end it; another holder does."""
+        """Run the renewal thread. It survives temporary disk failures and ends if another holder takes
+        over."""
         while not self.ended.wait(self.renew_s):
             with contextlib.suppress(StorageError):
                 if self.is_taken_over():
@@ -131,7 +132,7 @@ class Lease:
         return bool(self.successor)
 
     def check(self) -> None:
-        """Raises ConfigError if another run has taken the folder over."""
+        """Raise ConfigError if another run has taken the folder over."""
         is_late = time.monotonic() - self.renewed > self.expires_s / 2  # the thread hangs, or the host did
         if is_late or not self.thread.is_alive():
             self.is_taken_over()
@@ -142,7 +143,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Removes the lease, if it is still this one's."""
+        """Remove the lease, if it still belongs to this one."""
         self.ended.set()
         if self.thread.is_alive():
             self.thread.join(self.renew_s)
@@ -152,14 +153,14 @@ class Lease:
 
 
 def is_of_another(folder: Path, flock_works: bool) -> bool:
-    """Whether there is a lease that another host may hold, or any process where there is no flock."""
+    """Return whether another host, or without flock any process, may hold a lease."""
     found = read(folder / NAME)
     is_decided = flock_works and found.get("kernel") == kernel_of(folder)
     return bool(found) and not is_decided
 
 
 def read(path: Path) -> dict[str, object]:
-    """The lease in the file; {} if there is none; {UNREADABLE: ...} if it is damaged, or cannot be read."""
+    """Return the lease in the file, {} if missing, or {UNREADABLE: ...} if damaged or unreadable."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(MAX_BYTES))
@@ -175,9 +176,9 @@ def holder_of(found: dict[str, object]) -> str:
 
 
 def kernel_of(folder: Path) -> str:
-    """One for all processes for which flock decides about the folder: under one kernel and one mount.
+    """Return an id shared by all processes among which flock decides: those under one kernel and one mount.
 
-    Those in containers have it, too. Where the kernel is unknown, the host's name stands for it.
+    Processes in containers share it. If the kernel's boot id is unknown, the host name replaces it.
     """
     try:
         kernel = BOOT_ID.read_text("ascii").strip()

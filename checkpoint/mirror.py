@@ -1,19 +1,20 @@
-"""Checkpoints of a run in an object store: a copy of the run folder's, from which a fresh machine goes on.
+"""Mirror a run's checkpoints to an object store, from which a fresh machine can resume.
 
-    URL/NAME/checkpoints/step_00001000/     its files, and index.sha256 as the last of them
+    URL/NAME/checkpoints/step_00001000/     its files; index.sha256 is written last
     URL/NAME/checkpoints/step_00001000.keep the mark of a permanent checkpoint
     URL/NAME/config.yaml, metrics.jsonl, provenance.jsonl, tokenizer/, patches/
 
-The run folder stays the truth: a checkpoint is committed there first, by checkpoint/disk/store.py, and rank 0
-then sends it. A store has no rename. So index.sha256, without which a folder is no checkpoint, is written
-when all other files are there with their sizes, and removed before one of them is replaced or removed:
+The run folder is authoritative: a checkpoint is committed there first, by checkpoint/disk/store.py, and rank
+0 then uploads it. Object stores have no rename. So index.sha256, without which a folder does not count as a
+checkpoint, is written once all other files are there with their sizes, and removed before any of them is
+replaced or removed:
 
-- A reader never takes a part of an upload for a checkpoint, whenever the writer or the store dies.
-- Older checkpoints are removed only when a newer one is complete, by the rules of the run folder:
-  checkpoint.keep, and never a permanent one. A later one than the run's is left alone.
-- What is read back is verified by every checksum, as on a disk, before it gets a name in the run folder.
+- A reader never mistakes a partial upload for a checkpoint, whenever the writer or the store dies.
+- Older checkpoints are removed only once a newer one is complete, by the rules of the run folder:
+  checkpoint.keep, and never a permanent one. Checkpoints later than the run's are left alone.
+- Downloads are verified by every checksum, as on a disk, before they get a name in the run folder.
 
-One run at a time may write to a place in the store: it has no lock there.
+Only one run at a time may write to a place in the store, which has no lock.
 """
 import fcntl
 import re
@@ -33,22 +34,22 @@ MARKER = "index.sha256"
 KEEP = ".keep"
 RUN_FILES = ("config.yaml", "metrics.jsonl", RECORDS_FILE)
 RUN_FOLDERS = ("tokenizer", PATCHES)
-WHOLE_MARKER = re.compile(rb"[0-9a-f]{64}  index\.json\n")  # some stores show half of what is being written
+WHOLE_MARKER = re.compile(rb"[0-9a-f]{64}  index\.json\n")  # some stores expose half-written objects
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 def open_mirror(cfg: Config) -> RemoteFolder | None:
-    """The place of this run in checkpoint.mirror; None without one. Sends nothing. Raises ConfigError."""
+    """Return this run's place in checkpoint.mirror, or None if unset. Sends nothing. Raises ConfigError."""
     url = cfg.checkpoint.mirror
     if url is None:
         return None
     return open_folder(f"{url.rstrip('/')}/{cfg.log.name}", "checkpoint.mirror")
 
 
-# ---- what is there -----------------------------------------------------------------------------------------
+# ---- listing -----------------------------------------------------------------------------------------------
 
 def steps_in(checkpoints: RemoteFolder) -> dict[int, str]:
-    """{step: the name of its folder}, complete or not, newest first."""
+    """Return {step: folder name}, complete or not, newest first."""
     found: dict[int, str] = {}
     for name in checkpoints.names():
         match = STEP_FOLDER.fullmatch(name)
@@ -58,7 +59,7 @@ def steps_in(checkpoints: RemoteFolder) -> dict[int, str]:
 
 
 def complete_steps(checkpoints: RemoteFolder) -> dict[int, bytes]:
-    """{step: its index.sha256} of the checkpoints that are complete, newest first."""
+    """Return {step: its index.sha256} of complete checkpoints, newest first."""
     complete: dict[int, bytes] = {}
     for step, name in steps_in(checkpoints).items():
         marker = checkpoints.folder(name).read(MARKER)
@@ -67,10 +68,10 @@ def complete_steps(checkpoints: RemoteFolder) -> dict[int, bytes]:
     return complete
 
 
-# ---- to the store ------------------------------------------------------------------------------------------
+# ---- upload ------------------------------------------------------------------------------------------------
 
 def check_writable(run: RemoteFolder) -> None:
-    """Writes and removes a small file. Raises ConfigError in one line if the store cannot be written to."""
+    """Write and remove a small file. Raises ConfigError in one line if the store is not writable."""
     name = f".probe-{uuid.uuid4().hex}"
     try:
         run.write(name, name.encode())
@@ -82,10 +83,10 @@ def check_writable(run: RemoteFolder) -> None:
 
 
 def update(run: RemoteFolder, folder: Path, keep: int) -> None:
-    """Sends the newest checkpoint of the run folder and permanent ones, where the store lacks them; then
-    removes older ones there, all but permanent ones and the `keep` newest.
+    """Upload the newest checkpoint and permanent ones that the store lacks, then purge older ones there.
 
-    May be called again after any failure. Raises RemoteError; OSError of the local disk.
+    Keeps permanent ones and the `keep` newest. Safe to retry after any failure. Raises RemoteError, or
+    OSError of the local disk.
     """
     committed = store.committed_checkpoints(folder / CHECKPOINTS)
     if not committed:
@@ -101,7 +102,7 @@ def update(run: RemoteFolder, folder: Path, keep: int) -> None:
 
 
 def send_run_files(run: RemoteFolder, folder: Path) -> None:
-    """Sends what a checkpoint is read with, and the metrics so far."""
+    """Upload the files needed to read a checkpoint, and the metrics so far."""
     inner = [path for name in RUN_FOLDERS for path in sorted((folder / name).rglob("*"))]
     for path in (*(folder / name for name in RUN_FILES), *inner):
         if path.is_file():
@@ -109,9 +110,9 @@ def send_run_files(run: RemoteFolder, folder: Path) -> None:
 
 
 def send(checkpoints: RemoteFolder, path: Path, there: bytes | None) -> None:
-    """Sends a committed checkpoint. there: the index.sha256 that the store has of this step."""
-    with folder_lock(path, fcntl.LOCK_SH):  # it is not purged meanwhile
-        if not (path / MARKER).exists():  # purged before
+    """Upload a committed checkpoint. `there` is the index.sha256 that the store already has for this step."""
+    with folder_lock(path, fcntl.LOCK_SH):  # prevents a purge
+        if not (path / MARKER).exists():  # already purged
             return
         marker = (path / MARKER).read_bytes()
         mark = store.mark_of(path)
@@ -128,7 +129,7 @@ def send(checkpoints: RemoteFolder, path: Path, there: bytes | None) -> None:
 
 
 def remove_older(checkpoints: RemoteFolder, newest: int, keep: int) -> None:
-    """Removes what store.purge_older removes on a disk, and parts of uploads that were never completed."""
+    """Purge like store.purge_older on disk, and remove partial uploads that were never completed."""
     names = checkpoints.names()
     complete = complete_steps(checkpoints)
     earlier = [step for step in complete if step < newest]
@@ -141,19 +142,19 @@ def remove_older(checkpoints: RemoteFolder, newest: int, keep: int) -> None:
 
 
 def remove_checkpoint(target: RemoteFolder) -> None:
-    """Removes a checkpoint; its marker first, so that what is left of it is none."""
+    """Remove a checkpoint, its marker first, so that the rest does not count as a checkpoint."""
     names = target.names()
     target.remove([name for name in names if name == MARKER])
     target.remove([name for name in names if name != MARKER])
     target.remove_empty()
 
 
-# ---- from the store ----------------------------------------------------------------------------------------
+# ---- download ----------------------------------------------------------------------------------------------
 
 def restore(run: RemoteFolder, folder: Path) -> list[str]:
-    """Brings the newest good checkpoint of the store into the run folder, if that has none or an older one.
+    """Download the newest good checkpoint if the run folder has none or an older one.
 
-    The caller holds the run's lock. Returns notes for the log. Raises RemoteError; StorageError.
+    The caller holds the run lock. Returns notes for the log. Raises RemoteError or StorageError.
     """
     root = folder / CHECKPOINTS
     notes: list[str] = []
@@ -174,7 +175,7 @@ def restore(run: RemoteFolder, folder: Path) -> list[str]:
 
 
 def newest_local(root: Path) -> int:
-    """The step of the newest checkpoint of a root that looks good; -1 without one."""
+    """Return the step of the newest checkpoint that looks good, or -1."""
     try:
         path = store.newest_checkpoint(root, check=store.quick_check)
     except IntegrityError:
@@ -183,9 +184,9 @@ def newest_local(root: Path) -> int:
 
 
 def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Path:
-    """Downloads the checkpoint of a step, verifies it and commits it to the root.
+    """Download the checkpoint of a step, verify it and commit it to the root.
 
-    marker: its index.sha256. Raises IntegrityError if it is damaged; RemoteError; StorageError.
+    `marker` is its index.sha256. Raises IntegrityError if it is damaged, RemoteError or StorageError.
     """
     final = store.checkpoint_folder(root, step)
     temp = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex}")
@@ -214,7 +215,7 @@ def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Pa
 
 
 def fetch_run_files(run: RemoteFolder, folder: Path) -> None:
-    """Brings what a checkpoint is read with, and the metrics that lead to it."""
+    """Download the files needed to read a checkpoint, and the metrics up to it."""
     inner = [f"{place}/{name}" for place in RUN_FOLDERS for name in run.folder(place).files()]
     for name in (*RUN_FILES, *inner):
         data = run.read(name)
@@ -225,8 +226,10 @@ def fetch_run_files(run: RemoteFolder, folder: Path) -> None:
 
 
 def prepare(cfg: Config, folder: Path) -> list[str]:
-    """Rank 0, before any work: finds out whether checkpoint.mirror can be written to, and restores the run
-    folder from it. Returns notes for the log. Raises ConfigError; StorageError.
+    """Check on rank 0, before any work, that checkpoint.mirror is writable, and restore the run folder from
+    it.
+
+    Returns notes for the log. Raises ConfigError or StorageError.
     """
     run = open_mirror(cfg)
     if run is None:
@@ -244,10 +247,10 @@ def prepare(cfg: Config, folder: Path) -> list[str]:
 
 
 def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Path:
-    """The local copy of a run or a checkpoint at a URL, below `downloads`; downloaded if it is not there.
+    """Return the local copy, below `downloads`, of a run or a checkpoint at a URL; download it if missing.
 
-    url: of a run (its newest checkpoint), or .../checkpoints/step_00000100.
-    Raises ConfigError if there is no checkpoint; IntegrityError if it is damaged.
+    `url` is a run (its newest checkpoint) or .../checkpoints/step_00000100.
+    Raises ConfigError if there is no checkpoint, or IntegrityError if it is damaged.
     """
     run_url, stated = parts_of_url(url)
     run = open_folder(run_url, asker)
@@ -272,8 +275,10 @@ def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Pa
 
 
 def copied_from(cfg: Config, path: Path, root: Path) -> RemoteFolder | None:
-    """The place in a store that has a checkpoint of this machine, too: of the run's own (below root), in
-    checkpoint.mirror; of a copy, where it was downloaded from. None: there is none. Raises ConfigError.
+    """Return where a store holds a local checkpoint too, or None.
+
+    For the run's own checkpoint (below root) that is checkpoint.mirror, for a copy the place it was
+    downloaded from. Raises ConfigError.
     """
     if path.parent == root:
         run = open_mirror(cfg)
@@ -287,10 +292,10 @@ def copied_from(cfg: Config, path: Path, root: Path) -> RemoteFolder | None:
 
 
 def repair(source: RemoteFolder, path: Path) -> str:
-    """Fetches those shards of a checkpoint again that are damaged here. Returns a line that says so.
+    """Download damaged shards of a checkpoint again. Returns a line that says so.
 
-    source: its place in a store. The caller holds the lock of the run folder around it. Raises IntegrityError
-    if the store has not the same checkpoint, whole; RemoteError; StorageError.
+    `source` is its place in a store. The caller holds the lock of the run folder around it. Raises
+    IntegrityError if the store does not have the same checkpoint complete, RemoteError or StorageError.
     """
     index = store.quick_check(path)
     damaged = store.damaged_shards(path, index)
@@ -316,8 +321,8 @@ def repair(source: RemoteFolder, path: Path) -> str:
 
 
 def repair_copy(url: str, downloads: Path) -> str:
-    """repair() of the local copy of a run or a checkpoint at a URL. Raises as it does, but ConfigError for a
-    store that cannot be read."""
+    """Call repair() on the local copy of a run or a checkpoint at a URL. Raises the same errors, but
+    ConfigError for an unreadable store."""
     path = local_checkpoint(url, downloads)
     try:
         with run_lock(path.parent.parent):
@@ -328,7 +333,7 @@ def repair_copy(url: str, downloads: Path) -> str:
 
 
 def parts_of_url(url: str) -> tuple[str, int | None]:
-    """(the URL of the run, the step) of the URL of a run or of a checkpoint; of a run the step is None."""
+    """Split the URL of a run or checkpoint into (URL of the run, step). The step of a run is None."""
     url = url.rstrip("/")
     parent, _, name = url.rpartition("/")
     match = STEP_FOLDER.fullmatch(name)
@@ -338,23 +343,23 @@ def parts_of_url(url: str) -> tuple[str, int | None]:
 
 
 def local_place(source: str, downloads: Path) -> Path:
-    """A local folder or file as it is; of a URL, where its copy lies."""
+    """Return a local path unchanged, or where the copy of a URL is stored."""
     return downloads / path_of_url(source) if is_url(source) else Path(source)
 
 
 def is_same(path: Path, marker: bytes) -> bool:
-    """Whether a local checkpoint has this index.sha256."""
+    """Return whether a local checkpoint has this index.sha256."""
     return (path / MARKER).is_file() and (path / MARKER).read_bytes() == marker
 
 
 def listed(steps: Iterable[int]) -> str:
-    """ " of that step (there are 100, 200)"; "" without any."""
+    """Return " of that step (there are 100, 200)", or "" without steps."""
     names = ", ".join(map(str, sorted(steps)))
     return f" of that step (there are {names})" if names else ""
 
 
 def refuse_url(path: str, asker: str) -> None:
-    """Raises ConfigError if a path is a URL, where only folders of this machine are read."""
+    """Raise ConfigError for a URL where only local folders can be read."""
     if is_url(path):
         raise ConfigError(
             f"{asker}: {path} is in a store, and only a run folder of this machine is read here; download it "

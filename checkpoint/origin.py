@@ -1,10 +1,9 @@
-"""The weights of another run as those that a new run begins with: checkpoint.init_from.
+"""Initialize a new run with the weights of another run: checkpoint.init_from.
 
-They are taken by name, into a model that computes the same function from them (config/reading/function.py),
-under the tokenizer that they were trained with, with or without its start token as there. init_changes
-states what is meant to be otherwise: a key of the model, data.tokenizer, data.bos, or the name of a weight
-that is not to be taken; and data.tokenizer=text, with which rows go to the tokens of the same text. All else
-is refused.
+Weights are matched by name, for a model that computes the same function (config/reading/function.py), with
+the tokenizer that they were trained with and the same use of its start token. init_changes lists intended
+differences: keys of the model, data.tokenizer, data.bos, names of weights not to take, or
+data.tokenizer=text, which matches rows by the text of their tokens. Any other difference is refused.
 """
 import itertools
 import re
@@ -33,12 +32,12 @@ from config.reading.function import (
 from config.tree import has_path, value_at
 from parallel.sharding.boxes import Box
 
-UNKNOWN = "none"  # fingerprint of the tokenizer of weights that were imported without one
+UNKNOWN = "none"  # fingerprint of the tokenizer of weights imported without one
 FINGERPRINT_DIGITS = 12  # of a fingerprint in a message
-IMPLIED_BY_TEXT = ("model.vocab", "model.vocab_multiple")  # what BY_TEXT need not be stated beside
-MAX_NAMED = 4  # weights that a message names; the rest is only counted
+IMPLIED_BY_TEXT = ("model.vocab", "model.vocab_multiple")  # need not be stated in addition to BY_TEXT
+MAX_NAMED = 4  # weights named in a message; the rest are only counted
 LAYER = re.compile(r"layers\.(\d+)\.")
-LOAD = ".router.load"  # of model.aux_kind global: a statistic of the training, as moments are
+LOAD = ".router.load"  # of model.aux_kind global: a training statistic, like moments
 
 TAKEN, IN_PART, FRESH, DROPPED = "taken", "in part", "fresh", "dropped"
 Kinds = dict[str, tuple[str, Sequence[int]]]  # {weight of this run: (TAKEN, IN_PART or FRESH, its shape)}
@@ -46,12 +45,11 @@ Kinds = dict[str, tuple[str, Sequence[int]]]  # {weight of this run: (TAKEN, IN_
 
 @dataclass(frozen=True)
 class WeightOrigin:
-    """Where the weights of a new run come from, and what differs between the two, as checkpoint.init_changes
-    states.
+    """Where the weights of a new run come from, and how the two runs differ (checkpoint.init_changes).
 
-    keys: {key: (value there, value here)}. names: patterns of weights that are not taken. source, target: the
-    models there and here. shapes: of the stored weights, by name. same_ids: where rows go by the text of
-    their tokens, for each id here that there, or a negative number, int64 [vocab].
+    `keys` is {key: (value there, value here)}. `names` are patterns of weights not taken. `source` and
+    `target` are the models there and here. `shapes` are those of stored weights, by name. `same_ids` int64
+    [vocab], set if rows are matched by text, has for each id here the id there, or a negative number.
     """
     index: StoredIndex
     keys: Mapping[str, tuple[Any, Any]]
@@ -62,13 +60,13 @@ class WeightOrigin:
     same_ids: NDArray[np.int64] | None = None
 
     def is_named(self, name: str) -> bool:
-        """Whether the weight is stated by its name."""
+        """Return whether the weight is listed by name."""
         return any(fnmatchcase(name, pattern) for pattern in self.names)
 
     def stored_name(self, name: str) -> str | None:
-        """The stored weight whose place in the model is that of `name`; None if there is none.
+        """Return the stored weight with the same place in the model as `name`, or None.
 
-        Modules of multi-token prediction are numbered after the last block.
+        Multi-token prediction modules are numbered after the last block.
         """
         layer = LAYER.match(name)
         if layer is None or self.source.layers == self.target.layers:
@@ -82,8 +80,9 @@ class WeightOrigin:
         return stored if stored in self.shapes else None
 
     def rows(self, name: str) -> NDArray[np.int64] | None:
-        """For each first row here that there which means the same, or a negative number; None where all rows
-        are taken, or none is.
+        """Return for each of the first rows here the equivalent row there, or a negative number.
+
+        Returns None if all rows are taken, or none.
         """
         deciding = ROWS.get(name, ())
         if self.same_ids is not None and "vocab" in deciding:
@@ -93,7 +92,7 @@ class WeightOrigin:
         return np.arange(min(getattr(self.source, deciding[0]), getattr(self.target, deciding[0])))
 
     def kind(self, name: str, shape: Sequence[int]) -> str:
-        """How a weight of this run begins."""
+        """Return how a weight of this run is initialized."""
         stored = self.stored_name(name)
         if stored is None or self.is_named(name):
             return FRESH
@@ -103,7 +102,7 @@ class WeightOrigin:
         return TAKEN if stored_shape == tuple(shape) else FRESH
 
 
-# ---- what may differ ---------------------------------------------------------------------------------------
+# ---- differences -------------------------------------------------------------------------------------------
 
 def compare(
     index: StoredIndex,
@@ -114,20 +113,20 @@ def compare(
     has_start: bool,
     ids_by_text: Callable[[Path, str], NDArray[np.int64]],
 ) -> WeightOrigin:
-    """Compares the function and the tokenizer of stored weights with those of a run.
+    """Compare the function and the tokenizer of stored weights with those of a run.
 
-    source: the model of index. fingerprint: of the run's tokenizer. has_start: whether its documents begin
-    with the start token. ids_by_text: of the folder of another tokenizer, and of its
-    fingerprint (WeightOrigin.same_ids).
+    `source` is the model of `index`. `fingerprint` is that of the run's tokenizer, and `has_start` says
+    whether its documents begin with the start token. `ids_by_text` maps the folder of another tokenizer and
+    its fingerprint to WeightOrigin.same_ids.
 
-    Raises ConfigError if they differ in what checkpoint.init_changes does not state, or if it states what
-    does not differ.
+    Raises ConfigError for a difference that checkpoint.init_changes does not state, or a stated one that does
+    not exist.
     """
     keys: dict[str, tuple[Any, Any]] = differences(source, cfg.model)
     there = index.meta["tokenizer"]
     if there not in (fingerprint, UNKNOWN):
         keys[TOKENIZER] = there[:FINGERPRINT_DIGITS], fingerprint[:FINGERPRINT_DIGITS]
-    elif other_start(index.meta, has_start):  # that of another tokenizer is another anyway
+    elif other_start(index.meta, has_start):  # with another tokenizer it differs anyway
         keys[START] = not has_start, has_start
 
     words = comma_separated(cfg.checkpoint.init_changes)
@@ -169,13 +168,13 @@ def compare(
 def same_ids_of(
     index: StoredIndex, source: ModelConfig, ids_by_text: Callable[[Path, str], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """See WeightOrigin.same_ids. A tokenizer may have more ids than its model has rows."""
+    """Return WeightOrigin.same_ids. A tokenizer may have more ids than its model has rows."""
     found = ids_by_text(tokenizer_folder(index.path), index.meta["tokenizer"])
     return np.where(found < vocab_size(source), found, -1)
 
 
 def tokenizer_folder(checkpoint: Path) -> Path:
-    """The tokenizer of the run that made a checkpoint. Raises ConfigError if its folder is not there."""
+    """Return the tokenizer folder of the run that made a checkpoint. Raises ConfigError if it is missing."""
     folder = checkpoint.parent.parent / "tokenizer"
     if not folder.is_dir():
         raise ConfigError(
@@ -186,7 +185,7 @@ def tokenizer_folder(checkpoint: Path) -> Path:
 
 
 def other_start(meta: Tree, has_start: bool) -> bool:
-    """Whether documents are known to begin otherwise there. meta: of the checkpoint."""
+    """Return whether documents are known to begin differently there. `meta` is the checkpoint's."""
     return meta.get("bos") not in (None, has_start)
 
 
@@ -195,7 +194,7 @@ def two_values(values: tuple[Any, Any]) -> str:
 
 
 def no_difference(key: str, fingerprint: str, cfg: Config) -> str:
-    """Why a stated key is not needed. fingerprint: of the tokenizer there."""
+    """Return why a stated key is not needed. `fingerprint` is that of the tokenizer there."""
     if key == START:
         return "is the same there and here, or belongs to another tokenizer"
     if key != TOKENIZER:
@@ -210,21 +209,22 @@ def no_difference(key: str, fingerprint: str, cfg: Config) -> str:
 
 
 def remedy(path: Path, keys: Mapping[str, tuple[Any, Any]], cfg: Config) -> str:
-    """How to make the run agree with the checkpoint `path` in these keys: {key: (value there, here)}."""
+    """Return how to make the run agree with the checkpoint `path` in these keys: {key: (value there,
+    here)}."""
     advice: list[str] = []
     follows = {START}
     if START in keys:
         advice.append(f"set --{START} {written(keys[START][0])}")
     if TOKENIZER in keys:
         advice.append(data_of_tokenizer(path, cfg))
-        follows = {TOKENIZER, "model.vocab"}  # the vocabulary is that of the tokenizer
+        follows = {TOKENIZER, "model.vocab"}  # the vocabulary follows the tokenizer
     if not follows.issuperset(keys):
         advice.append("set the model as it is there")
     return " and ".join(advice)
 
 
 def data_of_tokenizer(checkpoint: Path | str, cfg: Config) -> str:
-    """How to come to data of the tokenizer with which a checkpoint was trained."""
+    """Return how to get data for the tokenizer that a checkpoint was trained with."""
     folder = Path(checkpoint).parent.parent / "tokenizer"
     name = str(folder) if folder.is_dir() else "ITS_TOKENIZER"
     if cfg.data.path == "stdlib":
@@ -232,15 +232,15 @@ def data_of_tokenizer(checkpoint: Path | str, cfg: Config) -> str:
     return f"prepare the data with --tokenizer {name}"
 
 
-# ---- what is taken -----------------------------------------------------------------------------------------
+# ---- weights to take ---------------------------------------------------------------------------------------
 
 def kinds_of(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> Kinds:
-    """Returns how each weight begins that this rank holds a part of."""
+    """Return how each weight that this rank holds, at least in part, is initialized."""
     return {box.key: (origin.kind(box.key, box.shape), box.shape) for box, _ in wants}
 
 
 def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
-    """Selects what is taken of this rank's weights, under the names and shapes of the checkpoint."""
+    """Return the parts of this rank's weights to load, under the names and shapes of the checkpoint."""
     found: list[tuple[Box, Tensor]] = []
     for box, tensor in wants:
         kind = origin.kind(box.key, box.shape)
@@ -255,7 +255,8 @@ def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> l
 
 
 def parts_by_rows(box: Box, tensor: Tensor, rows: NDArray[np.int64]) -> Iterator[tuple[Box, Tensor]]:
-    """The parts of a weight that are neighbours there as they are here, where `rows` finds them."""
+    """Split a weight into parts whose rows are contiguous both there and here, skipping rows missing in
+    `rows`."""
     begin = box.start[0]
     wanted = rows[begin:begin + box.size[0]]
     is_break = (np.diff(wanted) != 1) | (wanted[:-1] < 0)
@@ -269,10 +270,10 @@ def parts_by_rows(box: Box, tensor: Tensor, rows: NDArray[np.int64]) -> Iterator
 
 
 def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
-    """The lines of the header that say where the weights come from, and what was taken, fresh or dropped.
+    """Return header lines that say where weights come from, and which were taken, fresh or dropped.
 
-    kinds: of all ranks. Raises ConfigError where a weight of one side has no place on the other, and nothing
-    that is stated explains it; where a stated name is that of no weight; and where nothing is taken.
+    `kinds` covers all ranks. Raises ConfigError if a weight of one side has no counterpart and nothing stated
+    explains it, if a stated name matches no weight, or if nothing is taken.
     """
     names: dict[str, list[str]] = {TAKEN: [], IN_PART: [], FRESH: [], DROPPED: []}
     used: set[str | None] = set()
@@ -307,7 +308,8 @@ def with_rows(origin: WeightOrigin, name: str, kind: str) -> str:
 
 
 def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], dropped: list[str]) -> None:
-    """Raises ConfigError for weights that one side lacks and nothing stated explains; for a name of none."""
+    """Raise ConfigError for weights missing on one side without explanation, or for names that match no
+    weight."""
     for pattern in origin.names:
         if not any(fnmatchcase(name, pattern) for name in (*kinds, *origin.shapes)):
             raise ConfigError(
@@ -335,12 +337,12 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
 
 
 def with_shape(name: str, shape: Sequence[int], others: Iterable[str]) -> str:
-    """The name; with its shape where the other side has a weight of this name, too, of another shape."""
+    """Return the name, with its shape if the other side has this weight in another shape."""
     return f"{name} {tuple(shape)}" if name in others else name
 
 
 def some_of(names: Iterable[str], text: Callable[[str], str]) -> str:
-    """The first few names, and how many there are beside them."""
+    """Return the first few names, and how many more there are."""
     ordered = sorted(names, key=by_number)
     shown = ", ".join(text(name) for name in ordered[:MAX_NAMED])
     more = len(ordered) - MAX_NAMED
@@ -348,5 +350,5 @@ def some_of(names: Iterable[str], text: Callable[[str], str]) -> str:
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
-    """Sorts layers.2 before layers.10."""
+    """Sort key that puts layers.2 before layers.10."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]

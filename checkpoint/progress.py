@@ -1,7 +1,7 @@
-"""How far a run is that is about to start, as the names and small files of its checkpoints say.
+"""How far a run is that is about to launch, from the names and small files of its checkpoints.
 
-A start asks before it joins the ranks: of phases (train.phases) that are past, neither a layout for these
-ranks nor data is needed any more.
+A launch asks before it joins the ranks: past phases (train.phases) need neither a layout for these ranks nor
+data.
 """
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from remote.files import RemoteError, RemoteFolder, is_url, open_folder
 
 
 def steps_done(cfg: Config, folder: Path) -> int:
-    """The steps after which a start of this run goes on, if no checkpoint turns out to be damaged; 0: it
-    begins. What is in memory is never of a later phase: each ends on the disk. Raises ConfigError.
+    """Return the step from which this run would resume, if no checkpoint is damaged, or 0 for a new run.
+
+    In-memory checkpoints are never of a later phase: each phase ends on disk. Raises ConfigError.
     """
     mirrored = mirror.open_mirror(cfg)
     own = max(
@@ -38,7 +39,7 @@ def steps_done(cfg: Config, folder: Path) -> int:
 
 
 def newest_there(run: RemoteFolder, asker: str) -> int:
-    """The step of the newest checkpoint of a run in a store; -1: there is none. Raises ConfigError."""
+    """Return the step of the newest checkpoint of a run in a store, or -1. Raises ConfigError."""
     try:
         return max(mirror.complete_steps(run.folder(mirror.CHECKPOINTS)), default=-1)
     except RemoteError as error:

@@ -1,10 +1,9 @@
-"""Sends checkpoints to checkpoint.mirror behind training: one thread of rank 0, which training never waits
-for but at the end.
+"""Upload checkpoints to checkpoint.mirror in one thread of rank 0, for which training waits only at the end.
 
-- A request while an upload runs is served after it, once, with what is newest then.
-- An upload that fails is named in a line, and tried again with the next checkpoint. After
-  checkpoint.mirror_failures of them in a row the run ends with the exit code of failed storage (82); all its
-  checkpoints are in the run folder, and the next start sends the newest.
+- A request during an upload is served after it, once, with whatever is newest then.
+- A failed upload is logged in one line, and retried with the next checkpoint. After
+  checkpoint.mirror_failures consecutive failures the run ends with the exit code of failed storage (82); all
+  its checkpoints are in the run folder, and the next launch uploads the newest.
 - The end of the run waits for the last upload.
 """
 import functools
@@ -17,14 +16,14 @@ from checkpoint import mirror
 from config import Config
 from remote.files import RemoteError, reason_of
 
-FINAL_TRIES = 3  # uploads at the end of a run, before it ends with an error
+FINAL_TRIES = 3  # uploads at the end of a run before it ends with an error
 FINAL_WAIT = 2.0  # seconds between them
 
 
 class CheckpointUploader:
-    """update: sends what the store lacks. Without it there is no store, and nothing is done.
+    """Runs `update`, which uploads what the store lacks. Does nothing without it, i.e. without a store.
 
-    may_fail: uploads in a row that may fail, or None for any number.
+    `may_fail` limits consecutive failures; None means no limit.
     """
 
     def __init__(
@@ -34,29 +33,29 @@ class CheckpointUploader:
         self.folder = folder
         self.update = update
         self.may_fail = may_fail
-        self.failures = 0  # in a row, until now
+        self.failures = 0  # consecutive
         self.reason = ""  # of the last one
         self.given_up = False
-        self.lines: list[str] = []  # not yet taken
-        self.changed = threading.Condition()  # guards all that changes
+        self.lines: list[str] = []  # not yet returned
+        self.changed = threading.Condition()  # guards all mutable state
         self.wanted = False
         self.busy = False
         self.thread: threading.Thread | None = None
 
     def request(self) -> None:
-        """Lets the thread send what is committed now. Returns at once."""
+        """Wake the thread to upload what is committed now. Returns immediately."""
         if self.update is None:
             return
         with self.changed:
             self.wanted = True
             if self.thread is None:
-                # a daemon: a run that fails does not wait for the store
+                # a daemon: a failing run does not wait for the store
                 self.thread = threading.Thread(target=self.run, name="uploader", daemon=True)
                 self.thread.start()
             self.changed.notify_all()
 
     def run(self) -> None:
-        """The thread: an upload for each request, or one for several."""
+        """Run the thread: one upload per request, or for several pending ones."""
         while True:
             with self.changed:
                 self.busy = False
@@ -67,7 +66,7 @@ class CheckpointUploader:
             self.upload()
 
     def upload(self) -> None:
-        """One upload. Never raises."""
+        """Upload once. Never raises."""
         assert self.update is not None
         try:
             self.update()
@@ -89,7 +88,7 @@ class CheckpointUploader:
                 self.failures = 0
 
     def take_lines(self) -> list[str]:
-        """The events since the last call, as lines for the log."""
+        """Return the events since the last call, as lines for the log."""
         if not self.lines:
             return []
         with self.changed:
@@ -97,11 +96,11 @@ class CheckpointUploader:
         return lines
 
     def has_failed(self) -> bool:
-        """Whether so many uploads have failed in a row, at one time, that the run must end."""
+        """Return whether the limit of consecutive failures was reached, so that the run must end."""
         return self.given_up
 
     def check(self) -> None:
-        """Raises RemoteError if has_failed()."""
+        """Raise RemoteError if has_failed()."""
         if self.has_failed():
             raise self.error(f"{self.may_fail} uploads in a row have failed")
 
@@ -110,7 +109,7 @@ class CheckpointUploader:
                            "checkpoint, and the same command goes on and sends the newest")
 
     def finish(self, timeout_s: float) -> None:
-        """Sends what is committed now, and waits for it: again where it fails, FINAL_TRIES times in all.
+        """Upload what is committed now and wait for it, with up to FINAL_TRIES attempts.
 
         Raises RemoteError if the store does not have it after that, or after timeout_s.
         """
@@ -132,9 +131,9 @@ class CheckpointUploader:
 
 
 def open_uploader(cfg: Config, folder: Path, is_first_rank: bool) -> CheckpointUploader:
-    """The uploader of this rank: of the first one where checkpoint.mirror is set, else one without a store.
+    """Return this rank's uploader: on the first rank with checkpoint.mirror, otherwise one without a store.
 
-    folder: of the run. Sends nothing.
+    `folder` is the run folder. Sends nothing.
     """
     run = mirror.open_mirror(cfg) if is_first_rank else None
     if run is None:

@@ -1,20 +1,20 @@
-"""The keys of a run, and what follows from them. Nothing here needs torch.
+"""Config keys of a run and plain functions of them. Nothing here imports torch.
 
-schema.py    every key with its type, default and meaning, but for those of the model's parts
-rule.py      what a rule about several keys says of one config
-tree.py      paths of keys, ranges of values
-pattern.py   kinds of blocks, and the order in which a model has them
-axes.py      the degrees of parallelism, and what follows from each
+schema.py    every key with its type, default and meaning, except keys of model parts
+rule.py      a rule about several keys, evaluated for one config
+tree.py      key paths and value ranges
+pattern.py   kinds of blocks and their order in a model
+axes.py      degrees of parallelism and what depends on each
 optimizers.py  what each optimizer reads, keeps and supports
-strict.py    YAML without its surprises; ConfigError
-machine.py   whether this system will do, and how many cores it has
-provenance.py  which code, command, packages and machine made something
-command_line.py  the parser of a script's options
-plots.py     what all pictures share: figure, style, file
-values.py    combinations of values, for searches and proofs
-reading/     recipes, files and command lines become a config, by rules; it knows the parts of a model
+strict.py    strict YAML; ConfigError
+machine.py   platform check and number of cores
+provenance.py  code, command, packages and machine behind an artifact
+command_line.py  the argument parser of scripts
+plots.py     style and files of all figures
+values.py    combinations of values for searches and proofs
+reading/     recipes, files and command lines -> config, checked by rules; knows the model parts
 
-What a reader of a config needs can be imported from here.
+Import what you need to read a config from here.
 """
 from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec

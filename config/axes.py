@@ -1,7 +1,8 @@
-"""The axes of a layout, in one table: each is a key of parallel.* that says over how many ranks it divides.
+"""The axes of a layout in one table. Each is a key of parallel.* with the number of ranks that it shards
+over.
 
-The rules, the names of layouts, the header of a run, plans and proofs read it. Which ranks form the groups of
-an axis is in parallel/topology/dims.py.
+Rules, layout names, run headers, plans and proofs read this table. parallel/topology/dims.py defines which
+ranks form the groups of an axis.
 """
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +12,8 @@ from config.schema import Config, ParallelConfig
 
 
 def sizes_over_tp(cfg: Config) -> dict[str, int]:
-    """Heads, or the features of a mixer without them; the width of the MLP; rows of the vocabulary."""
+    """Return the sizes that tp must divide: heads (or the features of a mixer without heads), MLP width,
+    vocabulary rows."""
     model, tp = cfg.model, cfg.parallel.tp
     divided = {f"mixer.{name}": number for name, number in model.mixer.heads_over_tp().items()}
     divided = divided or model.mixer.features_over_tp(model.hidden)
@@ -28,12 +30,15 @@ def sizes_over_tp(cfg: Config) -> dict[str, int]:
 
 
 class Axis(NamedTuple):
-    """key: of parallel.*, the degree: a number of ranks. word: stands before it in the names of layouts.
-    dims: the field of ParallelDims that has it.
+    """One axis of parallelism.
 
-    reads_same: its ranks read the same samples. reuses_ranks: it divides the ranks of other axes in another
-    way, so the degree is not a factor of the world. of_experts: it is 1 in a model without experts.
-    divides: {key: size} that the degree must divide.
+    `key` is the degree, a number of ranks in parallel.*; `word` precedes it in layout names; `dims` is its
+    field of ParallelDims.
+
+    `reads_same`: its ranks read the same samples.
+    `reuses_ranks`: it regroups the ranks of other axes, so the degree is not a factor of the world size.
+    `of_experts`: it is 1 in a model without experts.
+    `divides`: {key: size} that the degree must divide.
     """
     key: str
     word: str
@@ -55,15 +60,16 @@ AXES = (
 
 
 def axis_degrees(parallel: ParallelConfig) -> dict[str, int]:
-    """{key of an axis: over how many ranks it divides}"""
+    """Return {axis key: degree}."""
     return {axis.key: getattr(parallel, axis.key) for axis in AXES}
 
 
 def ranks_of_microbatch(degrees: Mapping[str, int]) -> int:
-    """The ranks that read the same samples. degrees: by keys of axes; 1 where one is left out."""
+    """Return the number of ranks that read the same samples. Missing axes in `degrees` count as 1."""
     return math.prod(degrees.get(axis.key, 1) for axis in AXES if axis.reads_same)
 
 
 def ranks_of_layout(degrees: Mapping[str, int]) -> int:
-    """What the number of ranks of a job is a multiple of: what is left shards the state (dp_shard)."""
+    """Return the number that the world size must be a multiple of. The remaining factor shards the state
+    (dp_shard)."""
     return math.prod(degrees.get(axis.key, 1) for axis in AXES if not axis.reuses_ranks)

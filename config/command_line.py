@@ -1,4 +1,4 @@
-"""The options of a command: a mistake in them is one line that names the option and the way out."""
+"""Command-line options whose errors are one line that names the option and the way out."""
 
 import argparse
 import re
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from config.strict import ConfigError
 from config.terminal import ParagraphHelp
 
-# argparse's messages, and what is said in their place; the first that matches
+# argparse's messages and their replacements; the first match wins
 REWORDED = (
     (r"argument (.+?): invalid int value: (.+)", r"\1: expected a whole number, got \2"),
     (r"argument (.+?): invalid float value: (.+)", r"\1: expected a number, got \2"),
@@ -18,7 +18,7 @@ REWORDED = (
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors, and whose page shows its description as it is written."""
+    """A parser that raises ConfigError, and prints its description as written."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **{"formatter_class": ParagraphHelp, **keywords})
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def reworded(message: str, prog: str) -> str:
-    """What argparse says of a mistake, by the option first. prog: of the command."""
+    """Reword an argparse error so that it begins with the option. `prog` is the command's name."""
     for pattern, said in REWORDED:
         match = re.fullmatch(pattern, message, re.DOTALL)
         if match is not None:

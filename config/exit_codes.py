@@ -1,4 +1,4 @@
-"""The exit codes of train.py. docs/training.md says what to do about each."""
+"""Exit codes of train.py. docs/training.md says what to do about each."""
 
 FINISHED = 0
 STOPPED_EARLY = 75  # the run is not at its horizon, and everything is saved

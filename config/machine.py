@@ -1,20 +1,20 @@
-"""What a program asks of the machine before it has torch: whether its system will do, and its cores."""
+"""Machine checks that must run before torch is imported: the platform, and the number of cores."""
 import os
 import sys
 
 
 def refuse_windows() -> None:
-    """Ends the process there with one line and exit code 2: run folders and checkpoints are locked with
-    flock, and ranks are stopped with Unix signals."""
+    """Exit with one line and code 2 on Windows: run folders and checkpoints are locked with flock, and
+    ranks are stopped with Unix signals."""
     if sys.platform == "win32":
         sys.stderr.write("error: Windows has neither flock nor Unix signals; start this inside WSL 2\n")
         sys.exit(2)
 
 
 def usable_cores() -> int:
-    """Cores that this process may use; all of the machine where the system does not say (macOS)."""
+    """Return the cores that this process may use, or all cores if the system cannot tell (macOS)."""
     affinity = getattr(os, "sched_getaffinity", None)
     return (os.cpu_count() or 1) if affinity is None else len(affinity(0))
 
 
-refuse_windows()  # when it is imported: before a module asks for what Windows does not have
+refuse_windows()  # on import, before any module uses something that Windows lacks

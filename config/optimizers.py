@@ -1,14 +1,15 @@
-"""What each optimizer reads, keeps and supports. All that depends on optim.name is decided by this table.
+"""What each optimizer reads, keeps and supports. Everything that depends on optim.name follows from this
+table.
 
-A new optimizer is three files: a class in optim/, a row here, and a test. The choices of optim.name, the
-rules (rules.py), the unused keys (unused.py), the class that build.py makes, the bytes of the planner
-(plan/memory.py) and the lattice of the proof (lab/proof/lattice.py) follow from the row.
-tests/optim/test_declarations.py holds each row against what the class really does.
+A new optimizer is three files: a class in optim/, a row here, and a test. The row determines the choices of
+optim.name, the rules (rules.py), the unused keys (unused.py), the class that build.py creates, the planner's
+memory estimate (plan/memory.py) and the lattice of the proof (lab/proof/lattice.py).
+tests/optim/test_declarations.py checks each row against what the class really does.
 """
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# The average of the weights (train.ema), by this name in checkpoints, metrics and options.
+# name of the weight average (train.ema) in checkpoints, metrics and options
 EMA = "ema"
 
 
@@ -16,17 +17,18 @@ EMA = "ema"
 class OptimizerSpec:
     """One optimizer.
 
-    implementation: "module:class" of an optim.base.Optimizer. It is imported when a run is built, because
-        nothing in config/ may need torch.
-    keys: the keys of optim.* that it reads and other optimizers may not (beta1, beta2, eps, momentum).
-    moments: values that it keeps for each weight beside the master. moments_of_hidden: the same for hidden
-        matrices, if they have a rule of their own; None: they have none.
-    needs_whole_matrices: hidden matrices have buckets of their own, and are updated as whole matrices.
-    supports_offload: its state can be in host memory (parallel.offload).
-    supports_bf16_states: it rounds masters and moments in bf16 stochastically (optim.states).
-    takes_sign: its update is the sign of a gradient, so that noise around zero changes it by its full size.
-    mup_power: a hidden matrix of r times the tuned width learns r^-mup_power times as fast (muP).
-    why_no_mup: why it cannot be combined with muP; "": it can.
+    implementation: "module:class" of an optim.base.Optimizer. Imported only when a run is built, because
+        config/ must not import torch.
+    keys: keys of optim.* that it reads and other optimizers may not (beta1, beta2, eps, momentum).
+    moments: values kept per weight besides the master.
+    moments_of_hidden: the same for hidden matrices, or None if they are treated like other weights.
+    needs_whole_matrices: hidden matrices get separate buckets and are updated as whole matrices.
+    supports_offload: its state can live in host memory (parallel.offload).
+    supports_bf16_states: it can round masters and moments to bf16 stochastically (optim.states).
+    takes_sign: its update is the sign of a gradient, so noise around zero changes it by its full size.
+    mup_power: under muP, the learning rate of a hidden matrix with r times the tuned width scales by
+        r^-mup_power.
+    why_no_mup: why it cannot be combined with muP; empty if it can.
     """
     implementation: str
     keys: tuple[str, ...]
@@ -40,7 +42,7 @@ class OptimizerSpec:
     why_no_mup: str = ""
 
     def moments_for(self, is_hidden: bool) -> int:
-        """Values for each weight; is_hidden: of a hidden matrix."""
+        """Return the number of values per weight, for hidden matrices if is_hidden."""
         if is_hidden and self.moments_of_hidden is not None:
             return self.moments_of_hidden
         return self.moments
@@ -56,13 +58,13 @@ OPTIMIZERS = {
         supports_offload=True,
         supports_bf16_states=True,
     ),
-    "muon": OptimizerSpec(  # all but hidden matrices are updated by AdamW
+    "muon": OptimizerSpec(  # AdamW updates everything except hidden matrices
         implementation="optim.muon:Muon",
         keys=("beta1", "beta2", "eps", "momentum"),
         moments=2,
         moments_of_hidden=1,
         needs_whole_matrices=True,
-        mup_power=0.5,  # optim/muon.py says why
+        mup_power=0.5,  # see optim/muon.py
     ),
     "lamb": OptimizerSpec(
         implementation="optim.lamb:LAMB",
@@ -92,11 +94,11 @@ OPTIMIZERS = {
 
 
 def optimizers_that(holds: Callable[[OptimizerSpec], object]) -> list[str]:
-    """The names of the optimizers for which `holds` is true, in the order of the table."""
+    """Return the names of the optimizers for which `holds` is true, in table order."""
     return [name for name, spec in OPTIMIZERS.items() if holds(spec)]
 
 
 def in_words(names: Iterable[str], conjunction: str = "and") -> str:
-    """"muon, lars and sgd"."""
+    """Join names: "muon, lars and sgd"."""
     *first, last = names
     return f"{', '.join(first)} {conjunction} {last}" if first else last

@@ -1,4 +1,4 @@
-"""--part K/M of a command whose work is a list: several machines, or several starts, do a part each."""
+"""--part K/M splits a command's list of work over several machines or launches."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 def parse_part(part: str, most: int) -> tuple[int, int]:
-    """Returns (K, M) of "K/M". Raises ConfigError unless 1 <= K <= M <= most."""
+    """Parse "K/M" into (K, M). Raises ConfigError unless 1 <= K <= M <= most."""
     found = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
     number, num_parts = map(int, found.groups()) if found else (0, 0)
     if not 1 <= number <= num_parts <= most:
@@ -21,9 +21,9 @@ def parse_part(part: str, most: int) -> tuple[int, int]:
 
 
 def part_of(items: Sequence[Item], part: str) -> Sequence[Item]:
-    """Every M-th item from the K-th on: each item is in exactly one part.
+    """Return every M-th item starting from the K-th, so that each item is in exactly one part.
 
-    part: "K/M". Raises ConfigError if there is no such part.
+    `part` is "K/M". Raises ConfigError if that part does not exist.
     """
     number, num_parts = parse_part(part, len(items))
     return items[number - 1 :: num_parts]

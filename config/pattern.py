@@ -1,14 +1,13 @@
-"""Kinds of blocks, and the pattern in which a model has them.
+"""Kinds of blocks, and the pattern in which a model stacks them.
 
     blocks:
       local: {mixer.window: 512}
       full: {mixer.rope.base: 1e6}
     pattern: (5 local, full) x 3, local        # 19 layers
 
-A kind states what it has otherwise than `mixer`, `mlp` and `norm` of the model; `block` is the kind without
-changes. A pattern lists kinds in the order of the layers, each with a number before it or `x` and a number
-after it; brackets make a group. `...` after the last one fills the layers that are left: `3 dense, block...`,
-`(5 local, full)...`.
+A kind states how it differs from the model's `mixer`, `mlp` and `norm`; `block` is the kind without changes.
+A pattern lists kinds in layer order, each optionally with a count before it or `x` and a count after it;
+parentheses group. A final `...` fills the remaining layers: `3 dense, block...`, `(5 local, full)...`.
 """
 import difflib
 import functools
@@ -21,15 +20,15 @@ from typing import Any
 from config.strict import ConfigError
 
 PLAIN = "block"  # the kind without changes
-BLOCK_PARTS = ("mixer", "mlp", "norm")  # of model.*: what a kind of block may have otherwise
+BLOCK_PARTS = ("mixer", "mlp", "norm")  # parts of model.* that a kind of block may change
 TOKEN = re.compile(r"\s*(?:(\d+)|(\.\.\.)|([A-Za-z][\w-]*)|([(),]))")
-MOST_LAYERS = 100_000  # that a pattern may make
+MOST_LAYERS = 100_000  # in one pattern
 EXAMPLE = "(5 local, block)... or 3 dense, block..."
 
 
 @dataclass(frozen=True)
 class BlockVariant:
-    """A kind of block. changes: (path below the model, value or part) of what it has otherwise."""
+    """A kind of block. `changes` lists (path below the model, value or part) of what it changes."""
     name: str
     changes: tuple[tuple[str, Any], ...]
 
@@ -38,7 +37,7 @@ class BlockVariant:
 
 @functools.lru_cache(maxsize=1 << 10)
 def kinds_of_layers(pattern: str | None, names: tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The kind of each layer. names: of the kinds that model.blocks has. Raises ConfigError."""
+    """Return the kind of each layer. `names` are the kinds in model.blocks. Raises ConfigError."""
     if pattern is None:
         return (PLAIN,) * layers
     tokens = tokens_of(pattern)
@@ -57,7 +56,7 @@ def wrong(pattern: str, why: str) -> ConfigError:
 
 
 def tokens_of(pattern: str) -> list[str]:
-    """The numbers, names, brackets, commas and dots of a pattern. Raises ConfigError."""
+    """Split a pattern into numbers, names, parentheses, commas and dots. Raises ConfigError."""
     tokens: list[str] = []
     place = 0
     text = pattern.rstrip()
@@ -73,7 +72,8 @@ def tokens_of(pattern: str) -> list[str]:
 def read_list(
     pattern: str, tokens: list[str], names: tuple[str, ...], layers: int
 ) -> tuple[list[str], list[str]]:
-    """The kinds of a list with commas, and the tokens after it. layers: that its `...` fills."""
+    """Return the kinds of a comma-separated list and the remaining tokens. A `...` fills it up to
+    `layers`."""
     kinds: list[str] = []
     while True:
         unit, tokens = read_item(pattern, tokens, names, layers)
@@ -94,7 +94,7 @@ def read_list(
 def read_item(
     pattern: str, tokens: list[str], names: tuple[str, ...], layers: int
 ) -> tuple[list[str], list[str]]:
-    """The kinds of `3 dense`, `dense x 3` or a group, and the tokens after it."""
+    """Return the kinds of `3 dense`, `dense x 3` or a group, and the remaining tokens."""
     count, tokens = read_count(pattern, tokens)
     if not tokens:
         raise wrong(pattern, "it ends where a kind of block is expected")
@@ -125,7 +125,7 @@ def read_count(pattern: str, tokens: list[str]) -> tuple[int, list[str]]:
 
 
 def known_kind(name: str, names: tuple[str, ...]) -> str:
-    """The name, if there is such a kind. Raises ConfigError."""
+    """Return the name if such a kind exists, else raise ConfigError."""
     every = (PLAIN, *names)
     if name in every:
         return name
@@ -135,10 +135,10 @@ def known_kind(name: str, names: tuple[str, ...]) -> str:
 
 
 def pattern_text(kinds: Sequence[str]) -> str | None:
-    """A pattern of these layers, which also fits other numbers of layers; None if all are `block`."""
+    """Return a pattern of these layers that also extends to other depths, or None if all are `block`."""
     if set(kinds) <= {PLAIN}:
         return None
-    # the fewest layers that lead into a period, and the shortest one: at least two of it
+    # the shortest prefix and period such that at least two periods follow
     sizes = ((first, size) for first in range(len(kinds)) for size in range(1, (len(kinds) - first) // 2 + 1))
     for first, size in sorted(sizes, key=sum):
         rest = kinds[first:]
@@ -154,11 +154,11 @@ def with_dense_layers(
     is_dense: Sequence[bool],
     dense: Callable[[str], Any],
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Kinds of blocks and layers of a model whose MLPs are experts, with MLPs in some layers.
+    """Return the blocks and layer kinds of a model with experts after some layers get an MLP instead.
 
-    blocks: {kind: {path: value}} of the others. kinds, is_dense: of each layer. dense: a kind -> its `mlp`.
-    A kind that has MLPs alone keeps its name; else its layers with MLPs are of another: `dense`, or its name
-    with `-dense`.
+    `blocks` holds {kind: {path: value}} of the other kinds; `kinds` and `is_dense` describe each layer;
+    `dense` maps a kind to its `mlp`. A kind that only has MLPs keeps its name. Otherwise its MLP layers form
+    a new kind: `dense`, or its name with `-dense`.
     """
     mixtures = {kind for kind, is_mlp in zip(kinds, is_dense) if not is_mlp}
     found = {name: dict(changes) for name, changes in blocks.items()}
@@ -178,6 +178,6 @@ def with_dense_layers(
 
 
 def runs_text(kinds: Sequence[str]) -> str:
-    """5 local, block"""
+    """Run-length encode kinds: "5 local, block"."""
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
     return ", ".join(kind if count == 1 else f"{count} {kind}" for kind, count in runs)

@@ -1,14 +1,14 @@
-"""Which code, command, packages and machine made something: a run, a checkpoint, a data set, an export.
+"""Record which code, command, packages and machine produced a run, a checkpoint, a data set or an export.
 
-    read_code(root)                     the code of a checkout: commit, what is not committed, a hash
-    describe(command, code, hardware)   all that is kept, as a tree for JSON
-    keep(folder, record, patch)         one line of provenance.jsonl in a run folder, and the patch once
-    read_records(folder)                those lines
-    changed_files(...)                  what differs between a kept tree and the files of today
+    read_code(root)                     the code of a checkout: commit, uncommitted changes, a hash
+    describe(command, code, hardware)   the full record, as a tree for JSON
+    keep(folder, record, patch)         append to provenance.jsonl in a run folder, and store the patch once
+    read_records(folder)                read those lines
+    changed_files(...)                  compare a recorded tree with today's files
 
-Nothing here ends a start: where git is absent, refuses or does not answer, the record says why, and the hash
-of the code stands for the commit. git never looks for untracked files, which takes minutes where many lie
-about; the folders of the code are looked through by this module. It writes nothing, not even its index.
+Nothing here can abort a launch: if git is absent, refuses or does not answer, the record says why, and the
+code hash stands in for the commit. git never searches for untracked files, which takes minutes if many lie
+around; this module scans the code folders itself. git writes nothing, not even its index.
 """
 import contextlib
 import difflib
@@ -39,12 +39,12 @@ CODE_FOLDERS = (
 RECIPES = ("configs/*.yaml", "configs/*/*.yaml")
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "sentencepiece", "safetensors", "flash-attn")
 RECORDS_FILE = "provenance.jsonl"
-PATCHES = "patches"  # a folder beside it
-MAX_PATCH_BYTES = 1 << 20  # of a patch that is kept
-MOST_FILES = 300  # whose names a record has
-GIT_SECONDS = 10.0  # that a call of git may take at a start
-TREE_SECONDS = 300.0  # that it may take to make a working tree
-GIT = (  # whatever the user's settings are
+PATCHES = "patches"  # a folder next to it
+MAX_PATCH_BYTES = 1 << 20  # larger patches are not kept
+MOST_FILES = 300  # named in a record
+GIT_SECONDS = 10.0  # timeout of a git call at launch
+TREE_SECONDS = 300.0  # timeout for checking out a working tree
+GIT = (  # independent of the user's settings
     "git", "--no-pager", "--no-optional-locks",
     "-c", "core.quotepath=off", "-c", "core.fsmonitor=false", "-c", "color.ui=false",
     "-c", "diff.autoRefreshIndex=false",  # which would write the index
@@ -55,11 +55,11 @@ DIFF = (
 )
 COMMIT_DIGITS = 7  # in messages
 SHOWN_FILES = 6  # in a line
-# words in the name of an option whose value is a secret; with a word before it also a key
+# words in the name of an option whose value is secret; before "key", KEY_WORDS have the same meaning
 SECRET_WORDS = {"token", "secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
 KEY_WORDS = {"api", "access", "secret", "private", "account", "auth"}
 FIRST_FILE = re.compile(rb"^diff --git ", re.MULTILINE)  # of a patch
-# what a diff says of a file that is only newer than the index knows
+# the diff of a file whose mtime changed but not its content
 UNCHANGED = re.compile(rb"^diff --git .*\n(?=diff --git |\Z)", re.MULTILINE)
 USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
 QUERY_OF_URL = re.compile(r"(://[^?\s]*\?)\S+")
@@ -69,17 +69,17 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class GitError(Exception):
-    """git is not there, refuses or does not answer. Its text is one line."""
+    """git is missing, refuses or does not answer. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Code:
     """The code of a checkout.
 
-    digest: code_hash. commit: of HEAD; None if git does not say, for the reason `why`. prefix: of the
-    checkout in the repository, "" or "folder/". changed: {path: (lines added, lines removed)} of what is not
-    committed, untracked Python files and recipes included. patch: what makes it of the commit (git apply).
-    files: {path: sha256} without a commit.
+    `digest` is code_hash. `commit` is HEAD, or None if git does not say, for the reason `why`. `prefix` is
+    the checkout's path inside the repository, "" or "folder/". `changed` holds {path: (lines added, lines
+    removed)} of uncommitted files, including untracked Python files and recipes. `patch` reproduces them on
+    top of the commit (git apply). `files` holds {path: sha256} if there is no commit.
     """
     digest: str
     commit: str | None = None
@@ -90,7 +90,8 @@ class Code:
     files: dict[str, str] = field(default_factory=dict)
 
     def tree(self) -> Tree:
-        """For JSON. The patch is there by its sha256; "kept" says whether it is small enough to be kept."""
+        """Return the code as a tree for JSON. The patch is represented by its sha256; "kept" says whether
+        it is small enough to be stored."""
         found: Tree = {"hash": self.digest, "commit": self.commit}
         if self.commit is None:
             return {**found, "why": self.why, "files": self.files}
@@ -106,7 +107,7 @@ class Code:
 class Provenance:
     """The origin of a run, a checkpoint, data or an export.
 
-    record: see describe. code: with the patch, which the record leaves out.
+    See `describe` for `record`. `code` includes the patch, which the record omits.
     """
     record: Tree
     code: Code
@@ -120,7 +121,7 @@ def sha256(content: bytes) -> str:
 
 
 def code_paths(root: Path) -> list[Path]:
-    """The Python files of the core of a checkout, in order."""
+    """Return the core's Python files in a checkout, sorted."""
     paths = list(root.glob("*.py"))
     for folder in CODE_FOLDERS:
         paths += (root / folder).rglob("*.py")
@@ -128,7 +129,7 @@ def code_paths(root: Path) -> list[Path]:
 
 
 def code_hash(root: Path | None = None) -> str:
-    """sha256 of all Python files of the core. root: the checkout, or None for this one."""
+    """Return the sha256 of the core's Python files. `root` defaults to this checkout."""
     digest = hashlib.sha256()
     for path in code_paths(root or ROOT):
         digest.update(path.read_bytes())
@@ -136,27 +137,27 @@ def code_hash(root: Path | None = None) -> str:
 
 
 def is_of_core(name: str) -> bool:
-    """Whether code_hash covers a path of the checkout."""
+    """Return whether code_hash covers a path of the checkout."""
     first, slash, _ = name.partition("/")
     return name.endswith(".py") and (not slash or first in CODE_FOLDERS)
 
 
 def loaded_paths(root: Path) -> list[Path]:
-    """The files below `root` from which this process has loaded modules; not those of its environment."""
+    """Return the files below `root` that this process has imported, excluding its Python environment."""
     inside = f"{root}{os.sep}"
     environment = tuple(f"{place}{os.sep}" for place in (sys.prefix, sys.base_prefix))
     within = tuple(place for place in environment if place.startswith(inside))
     found: list[Path] = []
     for module in list(sys.modules.values()):
         file = str(getattr(module, "__file__", None))
-        # thousands of modules: texts, which are faster than paths
+        # compare strings: with thousands of modules, paths are slow
         if file.startswith(inside) and file.endswith(".py") and not file.startswith(within):
             found.append(Path(file))
     return [path for path in found if "site-packages" not in path.parts]
 
 
 def read_code(root: Path | None = None) -> Code:
-    """The code of a checkout, by default of this one. Raises nothing that git may cause."""
+    """Read the code of a checkout, by default this one. Swallows any error that git causes."""
     root = root or ROOT
     core = code_paths(root)
     digest = code_hash(root)
@@ -175,14 +176,14 @@ def read_code(root: Path | None = None) -> Code:
 
 
 def tops_of(names: Iterable[str]) -> list[str]:
-    """The files at the top and the folders there that hold these paths."""
+    """Return the top-level files and folders that hold these paths."""
     return sorted({name.partition("/")[0] for name in names})
 
 
 def uncommitted(root: Path, prefix: str, untracked: list[str]) -> tuple[dict[str, tuple[int, int]], bytes]:
-    """({path: (lines added, lines removed)}, the patch) of what HEAD does not have. Raises GitError.
+    """Return ({path: (lines added, lines removed)}, patch) of everything that HEAD lacks. Raises GitError.
 
-    untracked: paths of files that count, too.
+    `untracked` lists additional files to include.
     """
     text = git(root, *DIFF, "--numstat", "-p", "--binary", "--full-index", "HEAD", "--", ".")
     begin = FIRST_FILE.search(text)
@@ -192,7 +193,7 @@ def uncommitted(root: Path, prefix: str, untracked: list[str]) -> tuple[dict[str
     for line in counts.decode(errors="replace").split("\n"):
         if not line:
             continue
-        added, removed, name = line.split("\t", 2)  # dashes where it is not text
+        added, removed, name = line.split("\t", 2)  # dashes for binary files
         if (added, removed) != ("0", "0"):
             changed[name.removeprefix(prefix)] = (number_of(added), number_of(removed))
     for name in untracked:
@@ -208,7 +209,7 @@ def number_of(text: str) -> int:
 
 
 def patch_of_new_file(name: str, content: bytes) -> bytes:
-    """Returns the diff of an added file, as `git diff` prints it."""
+    """Return the diff of an added file, as `git diff` prints it."""
     old, new = quoted(f"a/{name}"), quoted(f"b/{name}")
     head = f"diff --git {old} {new}\nnew file mode 100644\n"
     if not content:
@@ -217,18 +218,18 @@ def patch_of_new_file(name: str, content: bytes) -> bytes:
     body = b"".join(b"+" + line + b"\n" for line in lines)
     if not content.endswith(b"\n"):
         body += b"\\ No newline at end of file\n"
-    tab = "\t" if " " in name else ""  # where the name ends
+    tab = "\t" if " " in name else ""  # marks where the name ends
     return f"{head}--- /dev/null\n+++ {new}{tab}\n@@ -0,0 +1,{len(lines)} @@\n".encode() + body
 
 
 def quoted(name: str) -> str:
-    """A path as patches write it: one with quotes or control characters as a string of C."""
+    """Quote a path as in patches: as a C string if it has quotes or control characters."""
     is_plain = name.isprintable() and not set(name) & set('"\\')
     return name if is_plain else json.dumps(name, ensure_ascii=False)
 
 
 def git(root: Path, *words: str, content: bytes = b"", seconds: float = GIT_SECONDS) -> bytes:
-    """Runs git in the folder; returns its output. content: its input. Raises GitError."""
+    """Run git in the folder and return its output. `content` is its stdin. Raises GitError."""
     try:
         done = subprocess.run(
             [*GIT, *words], cwd=root, input=content, capture_output=True, timeout=seconds, check=False
@@ -245,7 +246,7 @@ def git(root: Path, *words: str, content: bytes = b"", seconds: float = GIT_SECO
 
 
 def label(code: Tree) -> str:
-    """ "ab12cd3", "ab12cd3+" where code was not committed; without a commit "code 12ab34c". """
+    """Return "ab12cd3", "ab12cd3+" with uncommitted code, or "code 12ab34c" without a commit."""
     if not code.get("commit"):
         return f"code {code['hash'][:COMMIT_DIGITS]}"
     has_code = any(name.endswith((".py", ".yaml")) for name in code["changed"])
@@ -253,7 +254,7 @@ def label(code: Tree) -> str:
 
 
 def commit_id() -> str:
-    """label() of this checkout; "unknown" without git."""
+    """Return label() of this checkout, or "unknown" without git."""
     code = read_code().tree()
     return label(code) if code["commit"] else "unknown"
 
@@ -262,7 +263,7 @@ def commit_id() -> str:
 
 
 def typed(words: Sequence[str]) -> str:
-    """A command as a shell takes it, without the secrets that options and URLs may hold."""
+    """Return a command as typed into a shell, with secrets in options and URLs hidden."""
     shown: list[str] = []
     hide_next = False
     for word in words:
@@ -278,15 +279,14 @@ def typed(words: Sequence[str]) -> str:
 
 
 def is_secret(option: str) -> bool:
-    """Whether the value of an option is one that nobody else should read."""
+    """Return whether the value of an option is secret."""
     words = re.split(r"[-_.]+", option.lower())
     is_key = any(pair[1] == "key" and pair[0] in KEY_WORDS for pair in zip(words, words[1:]))
     return is_key or bool(SECRET_WORDS & set(words))
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of the packages that decide about numbers and ids; those that are not there are left
-    out."""
+    """Return the versions of Python and of the installed packages that affect numerics and token ids."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         loaded = getattr(sys.modules.get(name.replace("-", "_")), "__version__", None)
@@ -296,9 +296,9 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Return the name of the CPU."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        # of a machine with many cores the whole file takes long
+        # with many cores, reading the whole file is slow
         name = re.search(r"^model name\s*:\s*(.*)$", file.read(4096), re.MULTILINE)
         if name:
             return name[1]
@@ -306,7 +306,8 @@ def processor() -> str:
 
 
 def describe(command: str, code: Code, hardware: Tree | None = None) -> Tree:
-    """The provenance of what is made here and now. command: see typed. hardware: more of it than the CPU."""
+    """Build the provenance of something produced now. See `typed` for `command`; `hardware` extends the
+    CPU entry."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
@@ -319,17 +320,17 @@ def describe(command: str, code: Code, hardware: Tree | None = None) -> Tree:
 
 
 def of_script(name: str, argv: Sequence[str]) -> Tree:
-    """describe() for `python -m NAME ARGV`."""
+    """Return describe() for `python -m NAME ARGV`."""
     return describe(typed(["python", "-m", name, *argv]), read_code())
 
 
 def of_process() -> Tree:
-    """describe() for this process, whatever was started."""
+    """Return describe() for this process, however it was launched."""
     return describe(typed(["python", *sys.orig_argv[1:]]), read_code())
 
 
 def other_versions(old: Tree, new: Tree) -> list[str]:
-    """["numpy 1.26.4 -> 2.1.0", ...]: what is not the same in two answers of versions()."""
+    """Return what differs between two results of versions(): ["numpy 1.26.4 -> 2.1.0", ...]."""
     names = dict.fromkeys([*old, *new])
     pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in names]
     return [f"{name} {before} -> {now}" for name, before, now in pairs if before != now]
@@ -339,7 +340,7 @@ def other_versions(old: Tree, new: Tree) -> list[str]:
 
 
 def keep(folder: Path, record: Tree, patch: bytes) -> None:
-    """Adds a line to the records of a run, and writes the patch if it is not there. Raises OSError."""
+    """Append a record to a run's provenance, and write the patch if it is missing. Raises OSError."""
     code = record["code"]
     if code.get("kept"):
         path = patch_path(folder, code)
@@ -353,12 +354,12 @@ def keep(folder: Path, record: Tree, patch: bytes) -> None:
 
 
 def patch_path(folder: Path, code: Tree) -> Path:
-    """Where a run folder keeps what was not committed."""
+    """Return where a run folder stores its uncommitted changes."""
     return folder / PATCHES / f"{code['patch'][:16]}.patch"
 
 
 def read_patch(folder: Path, code: Tree) -> bytes:
-    """Reads the patch that makes the code. Raises ConfigError if it was not kept, is gone or is damaged."""
+    """Read the patch of a recorded code. Raises ConfigError if it was not kept, is gone or is damaged."""
     if not code.get("patch"):
         return b""
     if not code["kept"]:
@@ -377,7 +378,7 @@ def read_patch(folder: Path, code: Tree) -> bytes:
 
 
 def read_records(folder: Path) -> list[Tree]:
-    """The records of a run, one for each start that trained, in order; damaged lines are left out."""
+    """Return the records of a run, one per launch that trained, in order. Skips damaged lines."""
     found: list[Tree] = []
     with contextlib.suppress(OSError), open(folder / RECORDS_FILE, errors="replace") as file:
         for line in file:
@@ -389,9 +390,8 @@ def read_records(folder: Path) -> list[Tree]:
 
 
 def is_code(tree: Any) -> bool:
-    """Whether this is a tree of Code. A run folder may be somebody else's: what it says becomes words of git
-    and names of files.
-    """
+    """Return whether this is a valid tree of Code. A run folder may be somebody else's, and its content
+    ends up in git arguments and file names."""
     try:
         digests = [tree["hash"], *([tree["patch"]] if "patch" in tree else [])]
         commit, names = tree["commit"], [*tree.get("changed", {}), *tree.get("files", {})]
@@ -410,10 +410,10 @@ def is_code(tree: Any) -> bool:
 
 
 def code_change(old: Tree, new: Code, folder: Path, root: Path | None = None) -> str | None:
-    """ "ab12cd3 -> ab12cd3+: model/mlp.py +1 -1"; None where the core is the same.
+    """Describe a code change: "ab12cd3 -> ab12cd3+: model/mlp.py +1 -1", or None if the core is the same.
 
-    old: the code of a record. folder: of its run, which has the patch. root: the checkout of `new`, or
-    None for this one.
+    `old` is the code of a record, `folder` its run, which has the patch. `root` is the checkout of `new`, by
+    default this one.
     """
     if old["hash"] == new.digest:
         return None
@@ -426,7 +426,7 @@ def code_change(old: Tree, new: Code, folder: Path, root: Path | None = None) ->
 
 
 def listed(changes: dict[str, Any]) -> str:
-    """ "model/mlp.py +1 -1, data/x.py and 3 more files" """
+    """List changed files: "model/mlp.py +1 -1, data/x.py and 3 more files"."""
     words = [f"{name} +{lines[0]} -{lines[1]}" if any(lines or ()) else name
              for name, lines in changes.items()]
     more = len(words) - SHOWN_FILES
@@ -435,10 +435,12 @@ def listed(changes: dict[str, Any]) -> str:
 
 
 def changed_files(old: Tree, new: Code, folder: Path, root: Path) -> dict[str, tuple[int, int] | None]:
-    """{path: (lines added, lines removed) since the record}, of files of the core; None if nobody knows how
-    many. Raises GitError, ConfigError and OSError where nobody knows which.
+    """Return {path: (lines added, lines removed) since the record} for core files.
+
+    The counts are None if unknown. Raises GitError, ConfigError or OSError if the files themselves are
+    unknown.
     """
-    if not old.get("commit"):  # the record has a hash of each file
+    if not old.get("commit"):  # the record has a hash per file
         now = {str(path.relative_to(root)): sha256(path.read_bytes()) for path in code_paths(root)}
         before: dict[str, str] = old["files"]
         return {name: None for name in sorted(before.keys() | now) if before.get(name) != now.get(name)}
@@ -461,7 +463,8 @@ def changed_files(old: Tree, new: Code, folder: Path, root: Path) -> dict[str, t
 
 
 def contents_at(code: Tree, names: list[str], folder: Path, root: Path) -> dict[str, bytes]:
-    """{path: its content in the tree of a record}; b"" where it has none. Raises as changed_files does."""
+    """Return {path: content in the recorded tree}, b"" if missing. Raises the same errors as
+    changed_files."""
     patch, prefix = read_patch(folder, code), code["prefix"]
     found = dict(zip(names, blobs(root, code["commit"], [prefix + name for name in names])))
     patched = [name for name in names if name in code["changed"]]
@@ -474,7 +477,7 @@ def contents_at(code: Tree, names: list[str], folder: Path, root: Path) -> dict[
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(content)
             chosen = [f"--include={prefix}{name}" for name in patched]
-            # in no repository, whatever lies around the folder
+            # ignore any repository around the folder
             words = ("--git-dir=/dev/null", "apply", "--whitespace=nowarn", *chosen, "-")
             git(Path(place), *words, content=patch)
             found |= {name: path.read_bytes() if path.exists() else None for name, path in paths.items()}
@@ -482,7 +485,7 @@ def contents_at(code: Tree, names: list[str], folder: Path, root: Path) -> dict[
 
 
 def blobs(root: Path, commit: str, names: list[str]) -> list[bytes | None]:
-    """The content of each path in a commit; None where it has none. Raises GitError."""
+    """Return the content of each path in a commit, or None if missing. Raises GitError."""
     asked = "".join(f"{commit}:{name}\n" for name in names)
     answer = git(root, "cat-file", "--batch", content=asked.encode())
     found: list[bytes | None] = []
@@ -498,7 +501,7 @@ def blobs(root: Path, commit: str, names: list[str]) -> list[bytes | None]:
 
 
 def count_changes(old: bytes, new: bytes) -> tuple[int, int]:
-    """(lines added, lines removed)."""
+    """Return (lines added, lines removed)."""
     texts = [content.decode(errors="replace").splitlines() for content in (old, new)]
     added = removed = 0
     for line in list(difflib.unified_diff(*texts, lineterm="", n=0))[2:]:

@@ -1,20 +1,20 @@
-"""A rule about several keys: what it says of one config. config/reading/rules.py has most of them; those of a
-part of the model stand with its keys.
-"""
+"""A rule about several keys, evaluated for one config. Most are in config/reading/rules.py; rules of a
+model part are next to its keys."""
 from collections.abc import Iterable
 from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """One rule, evaluated for one config. Where it is broken, config/reading/suggestions.py looks for values.
+    """One rule, evaluated for one config. If it is broken, config/reading/suggestions.py searches for values
+    that work.
 
-    They are other values of the first of `keys` that has any, or another train.ramp.
+    It tries other values of the first of `keys` for which any works, or another train.ramp.
     """
-    holds: object  # true if the config keeps the rule
-    message: str  # the error if it does not: names the key, and how to correct it
+    holds: object  # true if the config satisfies the rule
+    message: str  # the error otherwise: names the key, and how to correct it
     keys: str = ""  # separated by spaces
     values: Iterable[int] = ()  # candidates for each of `keys`
-    ramp_unit: int = 0  # above 0: another train.ramp, whose sizes are all multiples of it (sequences)
+    ramp_unit: int = 0  # above 0: suggest a train.ramp whose sizes are all multiples of it (sequences)
 
 
 def nearby_multiples(value: int, unit: int) -> list[int]:

@@ -1,8 +1,8 @@
 """The config keys of Bevatron: one tree of frozen dataclasses, and plain functions of their values.
 
-The keys of a part of the model stand beside its module, in model/. The comment of a key is its help text, its
-type has its range. config/reading/ reads the tree from recipes, files and the command line, and holds the
-rules that involve several keys.
+Keys of a model part are defined next to its module, in model/. The comment of a key is its help text, and its
+type has its range. config/reading/ reads the tree from recipes, files and the command line, and has the rules
+that involve several keys.
 """
 import math
 import re
@@ -23,14 +23,15 @@ MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py
 if TYPE_CHECKING:
     OptimizerName = str
 else:
-    OptimizerName = Literal[tuple(OPTIMIZERS)]  # a type checker takes no computed Literal
+    OptimizerName = Literal[tuple(OPTIMIZERS)]  # type checkers reject a computed Literal
 
 
-# ---- what the parts of a block have in common: the keys of each stand beside its module, in model/ ---------
+# ---- base classes of the parts of a block ------------------------------------------------------------------
 
 
 class HeadShape(NamedTuple):
-    """The heads of softmax attention. rotated: channels of a query or key head that RoPE rotates."""
+    """Head sizes of softmax attention. `rotated` counts the channels of a query or key head that RoPE
+    rotates."""
     head_dim: int  # channels of a query or key head
     value_dim: int  # channels of a value head
     kv_heads: int
@@ -40,24 +41,24 @@ class HeadShape(NamedTuple):
 class TokenMixer:
     """Base class of the keys of sequence mixers: attention, delta rule, state space, short convolution.
 
-    has_softmax: a token attends to all tokens before it; the other mixers keep a state.
+    `has_softmax` says that a token attends to all tokens before it; other mixers keep a state.
     """
     has_softmax = False
 
     def heads_over_tp(self) -> dict[str, int]:
-        """{key of the mixer: its number} of the heads that tp divides, and of what several heads share."""
+        """Return {key of the mixer: count} of the heads that tp shards, and of what several heads share."""
         return {}
 
     def features_over_tp(self, hidden: int) -> dict[str, int]:
-        """{key of the model that sets the size: features of a matrix that tp divides}."""
+        """Return {key of the model that sets the size: matrix features that tp shards}."""
         return {}
 
     def head_shape(self, hidden: int) -> HeadShape:
-        """The heads of softmax attention. Raises TypeError for other mixers."""
+        """Return the head sizes of softmax attention. Raises TypeError for other mixers."""
         raise TypeError(f"{type(self).__name__} has no softmax attention")
 
     def rules(self, cfg: "Config") -> Iterator[Rule]:
-        """Which values go together. cfg: of a layer with this mixer."""
+        """Check which values go together. `cfg` is that of a layer with this mixer."""
         for name, shared in self.heads_over_tp().items():
             heads = self.heads_over_tp()["heads"]
             yield Rule(
@@ -70,18 +71,17 @@ class ChannelMixer:
     """Base class of the keys of channel mixers: an MLP, or a mixture of experts."""
 
     def features_over_tp(self, hidden: int) -> dict[str, int]:
-        """{key of the model that sets the size: features of a matrix that tp divides}."""
+        """Return {key of the model that sets the size: matrix features that tp shards}."""
         return {}
 
     def rules(self, cfg: "Config") -> Iterator[Rule]:
-        """Which values go together. cfg: of a layer with these keys."""
+        """Check which values go together. `cfg` is that of a layer with these keys."""
         yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoPart(TokenMixer, ChannelMixer):
-    """A block without this part: with an MLP alone, or a mixer of tokens alone (Nemotron-H, arXiv
-    2504.03624)."""
+    """A block without this part: only an MLP, or only a token mixer (Nemotron-H, arXiv 2504.03624)."""
     kind: Literal["none"] = "none"
 
 
@@ -158,7 +158,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The length of a run, its batches and its numerics."""
+    """Run length, batch sizes and numerics."""
     steps: Count | None = None  # length of the run in steps; set exactly one of steps, tokens and flops
     tokens: Positive | None = None  # length of the run in tokens, rounded up to whole steps
     flops: Positive | None = None  # length of the run in model FLOPs (forward and backward without recompute;
@@ -402,7 +402,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run; one field for each section."""
+    """All settings of a run, one field per section."""
     model: ModelConfig
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -414,18 +414,19 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
-# ---- what follows from the keys: the model ----------------------------------------------------------------
+# ---- what follows from the keys: the model -----------------------------------------------------------------
 
 def layer_kinds(model: ModelConfig) -> tuple[str, ...]:
-    """The kind of block of each layer. Raises ConfigError for a pattern that does not fit the layers."""
+    """Return the kind of block of each layer. Raises ConfigError for a pattern that does not fit the
+    layers."""
     return kinds_of_layers(model.pattern, tuple(variant.name for variant in model.blocks), model.layers)
 
 
 @lru_cache(maxsize=1 << 12)
 def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
-    """The model as one layer has it: with the mixer, MLP and norm of its kind, in the place of the model's.
+    """Return the model of one layer: with the mixer, MLP and norm of the layer's kind.
 
-    The modules of multi-token prediction, which have indices after the last layer, are of its kind.
+    Modules of multi-token prediction, whose indices follow the last layer, have the last layer's kind.
     """
     if model.pattern is None:
         return model
@@ -435,50 +436,50 @@ def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
 
 
 def layer_models(model: ModelConfig) -> dict[str, ModelConfig]:
-    """{kind: the model as its layers have it} of the kinds that some layer has, in their order."""
+    """Return {kind: model of its layers} for the kinds that some layer has, in order."""
     kinds = layer_kinds(model)
     return {name: layer_model(model, kinds.index(name)) for name in dict.fromkeys(kinds)}
 
 
 def config_of_layer(cfg: Config, layer: int) -> Config:
-    """The config as one layer has it (layer_model)."""
+    """Return the config of one layer (layer_model)."""
     if cfg.model.pattern is None:
         return cfg
     return replace(cfg, model=layer_model(cfg.model, layer))
 
 
 def head_shape(model: ModelConfig) -> HeadShape:
-    """The heads of softmax attention."""
+    """Return the head sizes of softmax attention."""
     return model.mixer.head_shape(model.hidden)
 
 
 def head_dim(model: ModelConfig) -> int:
-    """Channels of a query or key head of attention."""
+    """Return the channels of a query or key head."""
     return head_shape(model).head_dim
 
 
 def value_dim(model: ModelConfig) -> int:
-    """Channels of a value head."""
+    """Return the channels of a value head."""
     return head_shape(model).value_dim
 
 
 def kv_heads(model: ModelConfig) -> int:
-    """Number of key and value heads."""
+    """Return the number of key and value heads."""
     return head_shape(model).kv_heads
 
 
 def rotated_dim(model: ModelConfig) -> int:
-    """Channels of a head that rotary positions rotate; 0 without such."""
+    """Return the channels of a head that RoPE rotates, or 0 without RoPE."""
     return head_shape(model).rotated
 
 
 def modules_ahead(model: ModelConfig) -> int:
-    """Number of modules of multi-token prediction."""
+    """Return the number of multi-token prediction modules."""
     return model.mtp.modules if model.mtp else 0
 
 
 def mup_width_ratio(model: ModelConfig) -> float:
-    """Width of this model / width of the tuned model (muP); 1 without muP."""
+    """Return the width of this model / width of the tuned model (muP), or 1 without muP."""
     return model.hidden / model.mup.base if model.mup else 1.0
 
 
@@ -492,7 +493,7 @@ def mup_score_scale(model: ModelConfig) -> float:
 
 
 def vocab_size(model: ModelConfig) -> int:
-    """Number of token ids.
+    """Return the number of token ids.
 
     Raises ConfigError if model.vocab is none (build.with_vocab sets it from the tokenizer).
     """
@@ -502,23 +503,24 @@ def vocab_size(model: ModelConfig) -> int:
 
 
 def padded_vocab(model: ModelConfig) -> int:
-    """Number of rows of the embedding: the vocabulary, rounded up to a multiple of model.vocab_multiple."""
+    """Return the number of embedding rows: the vocabulary rounded up to a multiple of
+    model.vocab_multiple."""
     return ceil_div(vocab_size(model), model.vocab_multiple) * model.vocab_multiple
 
 
 # ---- batches and steps ------------------------------------------------------------------------------------
 
 class BatchPhase(NamedTuple):
-    """Consecutive steps of one batch size. Steps and sequences are counted from 0."""
+    """Consecutive steps with one batch size. Steps and sequences are counted from 0."""
     first_step: int
     first_sequence: int  # of the run: the first sequence that first_step reads
     batch_size: int  # sequences in a step
 
 
 def batch_size_phases(train: TrainConfig) -> list[BatchPhase]:
-    """The phases of train.ramp, in order; the last one has train.global_batch.
+    """Return the phases of train.ramp, in order; the last one has train.global_batch.
 
-    If train.ramp is too short for a batch size, its phase has no steps: the next one starts at the same step.
+    If train.ramp is too short for a batch size, its phase is empty: the next one starts at the same step.
     """
     start, increment, samples, seen = train.global_batch, 1, 1, 0
     if train.ramp:
@@ -540,7 +542,7 @@ def batch_size_phases(train: TrainConfig) -> list[BatchPhase]:
 
 
 def global_batch_at(train: TrainConfig, step: int) -> int:
-    """Number of sequences in a step (counted from 0), over all ranks."""
+    """Return the number of sequences in a step (counted from 0), over all ranks."""
     for phase in reversed(batch_size_phases(train)):
         if phase.first_step <= step:
             return phase.batch_size
@@ -548,7 +550,8 @@ def global_batch_at(train: TrainConfig, step: int) -> int:
 
 
 def sequences_seen(train: TrainConfig, steps: int) -> int:
-    """Number of sequences in the first `steps` steps; also the first sequence of the step after them."""
+    """Return the number of sequences in the first `steps` steps, which is also the next step's first
+    sequence."""
     for phase in reversed(batch_size_phases(train)):
         if phase.first_step <= steps:
             return phase.first_sequence + (steps - phase.first_step) * phase.batch_size
@@ -556,7 +559,7 @@ def sequences_seen(train: TrainConfig, steps: int) -> int:
 
 
 def steps_to_see(train: TrainConfig, wanted: int) -> int:
-    """The smallest number of steps that reads at least `wanted` sequences."""
+    """Return the smallest number of steps that reads at least `wanted` sequences."""
     for phase in reversed(batch_size_phases(train)):
         if phase.first_sequence <= wanted:
             return phase.first_step + ceil_div(wanted - phase.first_sequence, phase.batch_size)
@@ -564,7 +567,7 @@ def steps_to_see(train: TrainConfig, wanted: int) -> int:
 
 
 def rest_of_ramp(train: TrainConfig, steps: int) -> str | None:
-    """train.ramp for a run that goes on after the first `steps` steps of this one; None: the ramp is over."""
+    """Return train.ramp for a run that resumes after the first `steps` steps, or None if the ramp is over."""
     if not train.ramp or global_batch_at(train, steps) == train.global_batch:
         return None
     *ramp, seen = [*positive_integers(train.ramp), 0][:4]
@@ -572,18 +575,18 @@ def rest_of_ramp(train: TrainConfig, steps: int) -> str | None:
 
 
 def global_batch_sizes(train: TrainConfig) -> list[int]:
-    """Every batch size that some step has, in ascending order."""
+    """Return every batch size that some step has, in ascending order."""
     first_steps = [phase.first_step for phase in batch_size_phases(train)]
     return sorted({global_batch_at(train, step) for step in first_steps})
 
 
 def is_due(every: int | None, step: int) -> bool:
-    """Whether something that is done every so many steps is done after this one. every: None: never."""
+    """Return whether something done every `every` steps is due after this step. With None it never is."""
     return every is not None and step % every == 0
 
 
 def is_permanent_step(checkpoint: CheckpointConfig, step: int) -> bool:
-    """Whether checkpoint.keep_every or keep_at asks for a permanent checkpoint after this step."""
+    """Return whether checkpoint.keep_every or keep_at asks for a permanent checkpoint after this step."""
     if step == 0:
         return False
     if checkpoint.keep_every and step % checkpoint.keep_every == 0:
@@ -594,9 +597,9 @@ def is_permanent_step(checkpoint: CheckpointConfig, step: int) -> bool:
 
 
 def profiled_steps(text: str | None) -> range:
-    """The steps of profile.steps: "10:12" is 10, 11 and 12; "10" is one step; none is no step.
+    """Parse profile.steps: "10:12" is 10, 11 and 12; "10" is one step; None is an empty range.
 
-    Raises ConfigError if the text has another form.
+    Raises ConfigError for any other form.
     """
     if text is None:
         return range(0)
@@ -610,14 +613,14 @@ def profiled_steps(text: str | None) -> range:
 # ---- precision, recompute, compression --------------------------------------------------------------------
 
 def fp8_recipe(train: TrainConfig) -> str | None:
-    """Granularity of the fp8 scales; None if no layer runs in fp8."""
+    """Return the granularity of the fp8 scales, or None if no layer runs in fp8."""
     return train.fp8 or ("tensorwise" if train.dtype == "fp8" else None)
 
 
 def layer_in_fp8(cfg: Config, layer: int) -> bool:
-    """Whether the linear layers of this block run in fp8.
+    """Return whether the linear layers of this block run in fp8.
 
-    The modules of multi-token prediction have indices after the last block, and do not.
+    Modules of multi-token prediction, whose indices follow the last block, never do.
     """
     if fp8_recipe(cfg.train) is None:
         return False
@@ -625,7 +628,7 @@ def layer_in_fp8(cfg: Config, layer: int) -> bool:
 
 
 def config_of_stage(cfg: Config, stage: int) -> Config:
-    """The config with the recompute mode of one pipeline stage."""
+    """Return the config with the recompute mode of one pipeline stage."""
     modes = comma_separated(cfg.parallel.recompute_stages)
     if not modes:
         return cfg
@@ -633,15 +636,15 @@ def config_of_stage(cfg: Config, stage: int) -> Config:
 
 
 def recomputes(cfg: Config, part: str) -> bool:
-    """Whether the backward computes this part (core, norm or act) again, and not the whole block."""
+    """Return whether selective recompute covers this part (core, norm or act)."""
     selective = cfg.parallel.recompute == "selective"
     return selective and part in comma_separated(cfg.parallel.recompute_parts)
 
 
 def compression_block(parallel: ParallelConfig) -> int | None:
-    """Number of elements that share a scale in compressed exchanges; None if there are no scales.
+    """Return the number of elements per scale in compressed exchanges, or None without scales.
 
-    Every parameter, and every rank's shard of it, starts with a scale of its own.
+    Every parameter, and every rank's shard of it, starts with a new scale.
     """
     in_8_bits = {parallel.compress, parallel.compress_weights} & {"int8", "fp8"}
     return parallel.compress_block if in_8_bits else None
@@ -650,12 +653,12 @@ def compression_block(parallel: ParallelConfig) -> int | None:
 # ---- text and arithmetic ----------------------------------------------------------------------------------
 
 def comma_separated(text: str | None) -> list[str]:
-    """["a", "b"] of "a, b"; [] of an empty text and of none."""
+    """Split "a, b" into ["a", "b"]. Empty text and None give []."""
     return [word.strip() for word in text.split(",")] if text else []
 
 
 def positive_integers(text: str | None) -> list[int]:
-    """[3, 2] of "3,2"; [] if the text is not a list of whole numbers from 1 to 999,999,999."""
+    """Parse "3,2" into [3, 2]. Returns [] unless all are whole numbers from 1 to 999,999,999."""
     words = comma_separated(text)
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", word) for word in words):
         return []
@@ -663,7 +666,7 @@ def positive_integers(text: str | None) -> list[int]:
 
 
 def as_number(word: str) -> Fraction | None:
-    """The number that `word` spells exactly, as the weight of a blend; None if it is none."""
+    """Return the number that `word` spells exactly, as for blend weights, or None if it is not a number."""
     try:
         return Fraction(word)
     except (ValueError, ZeroDivisionError):
@@ -671,12 +674,12 @@ def as_number(word: str) -> Fraction | None:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, in ascending order."""
+    """Return the divisors of a number, in ascending order."""
     low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     high = [number // divisor for divisor in reversed(low) if divisor * divisor < number]
     return low + high
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
-    """The quotient, rounded up."""
+    """Return the quotient, rounded up."""
     return -(-dividend // divisor)

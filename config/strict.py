@@ -1,6 +1,6 @@
 """YAML files as plain data, read strictly.
 
-What a person can misread, or what a program can choke on, is a ConfigError that names the file and the line.
+Anything that a person can misread or a program can choke on is a ConfigError that names file and line.
 """
 import re
 from collections.abc import Hashable
@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-Tree = dict[str, Any]  # nested keys and values, as YAML and JSON have them
-KEPT_RESOLVERS = ("null", "float", "merge")  # of yaml.SafeLoader; int and bool have stricter ones below
+Tree = dict[str, Any]  # nested keys and values, as in YAML and JSON
+KEPT_RESOLVERS = ("null", "float", "merge")  # of yaml.SafeLoader; int and bool are replaced below
 
 
 class ConfigError(ValueError):
-    """A mistake of the user: one line that names the key and how to correct it.
+    """A user error: one line that names the key and how to correct it.
 
     train.py prints the line and exits with `exit_code`.
     """
@@ -22,7 +22,8 @@ class ConfigError(ValueError):
 
 
 def kept_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """{first character: [(tag, pattern)]}: the implicit types that StrictYamlLoader takes from SafeLoader."""
+    """Return {first character: [(tag, pattern)]}, the implicit types that StrictYamlLoader keeps from
+    SafeLoader."""
     kept: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
         kept[first] = []
@@ -62,9 +63,8 @@ class StrictYamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of a node. PyYAML raises what int(), float() and its tables raise of a value like
-        `!!int abc`, or of a number of 5,000 digits.
-        """
+        """Return the value of a node. PyYAML lets errors of int(), float() and its tables escape for a
+        value like `!!int abc` or a number of 5,000 digits."""
         try:
             return super().construct_object(node, deep)
         except (ConfigError, yaml.YAMLError):
@@ -82,7 +82,7 @@ StrictYamlLoader.add_implicit_resolver("tag:yaml.org,2002:bool", BOOLEAN, list("
 
 
 def read_yaml(path: Path | str) -> Tree:
-    """The file's keys and values; {} if it is empty. Raises ConfigError as read_yaml_value does."""
+    """Return the file's keys and values, or {} if it is empty. Raises ConfigError like read_yaml_value."""
     tree = read_yaml_value(path)
     if tree is None or isinstance(tree, dict):
         return tree or {}
@@ -90,9 +90,9 @@ def read_yaml(path: Path | str) -> Tree:
 
 
 def read_yaml_value(path: Path | str) -> Any:
-    """What the file says: keys and values, a list, or a single value; None if it is empty.
+    """Return the file's content: keys and values, a list, a single value, or None if it is empty.
 
-    Raises ConfigError, which names file and line, if the file cannot be read or is not such YAML.
+    Raises ConfigError, naming file and line, if the file cannot be read or is not strict YAML.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""What fits into the width of the terminal: columns of a table, and lines of words.
+"""Fit tables and text into the width of the terminal.
 
-Output into a file or a pipe has its full width, as that of ps and systemctl; COLUMNS in the environment sets
-the width there and in a terminal.
+Output to a file or a pipe has full width, like ps and systemctl; COLUMNS in the environment sets the width
+there and in a terminal.
 """
 import argparse
 import itertools
@@ -11,20 +11,21 @@ import textwrap
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 
-GAP = 2  # between two columns of a table
-NARROW_GAP = 1  # where the table does not fit otherwise
+GAP = 2  # between two table columns
+NARROW_GAP = 1  # if the table does not fit otherwise
 COLOR = re.compile(r"\033\[\d+m")
-ITEM = "- "  # begins one in a description
+ITEM = "- "  # begins a list item in a description
 SEPARATOR = re.compile(r"( · | {2,})")  # between parts of a line
 
 
 def output_width() -> int | None:
-    """COLUMNS of the environment, else the columns of the terminal that stdout is; None: it is none."""
+    """Return COLUMNS from the environment, else the width of the terminal on stdout, or None if it is not
+    a terminal."""
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def columns_of(text: str) -> int:
-    """How many columns of a terminal the text takes: letters of East Asia take two, marks on a letter and
+    """Return the number of terminal columns of a text: East Asian letters take two, combining marks and
     colours none."""
     text = COLOR.sub("", text)
     wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
@@ -35,10 +36,10 @@ def columns_of(text: str) -> int:
 def fitting_columns(
     widths: Mapping[str, int], first_to_go: Sequence[str], width: int | None, gap: int = 0
 ) -> list[str]:
-    """The names of the columns that fit into `width` together, in their order.
+    """Return the names of the columns that fit into `width` together, in order.
 
-    widths: of the columns. first_to_go: names in the order in which they are left out; others always stay.
-    gap: between two columns.
+    `widths` maps columns to widths, `gap` separates two of them. Columns are dropped in the order of
+    `first_to_go`; others always stay.
     """
     kept = dict(widths)
     for name in first_to_go:
@@ -56,11 +57,11 @@ def table_lines(
     width: int | None = None,
     whole_in: str | None = None,
 ) -> list[str]:
-    """Rows {column: text} as lines of aligned columns under their names.
+    """Format rows {column: text} as lines of aligned columns under their names.
 
-    to_left: the columns that are left-aligned, as text is. width: columns of the terminal; where the table
-    is wider, its columns stand closer, if their names are single words, and then those of first_to_go are
-    left out, one after the other. whole_in: what has all columns: then a last line names those left out.
+    `to_left` lists left-aligned columns. If the table is wider than `width`, columns move closer together (if
+    their names are single words), then those in `first_to_go` are dropped one by one. If `whole_in` is given,
+    a last line names the dropped columns and says that `whole_in` has all of them.
     """
     cells = {name: [name, *(row[name] for row in rows)] for name in rows[0]}
     widths = {name: max(map(len, column)) for name, column in cells.items()}
@@ -82,17 +83,17 @@ def table_lines(
 
 
 def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:
-    """The text in lines of at most `width` columns.
+    """Wrap the text into lines of at most `width` columns.
 
-    Broken where parts meet (" · ", or several blanks), then between words; a longer word has its own line.
-    indent: columns that are left free on each line, also on the first.
+    Breaks between parts first (" · ", or several blanks), then between words; a longer word gets its own
+    line. `indent` columns are reserved on every line, including the first.
     """
     if width is None:
         return [text]
     room = max(1, width - indent)
     parts = SEPARATOR.split(text)
 
-    # as many parts as fit into a line
+    # as many parts per line as fit
     lines = [parts[0]]
     for separator, part in zip(parts[1::2], parts[2::2]):
         longer = lines[-1] + separator + part
@@ -101,7 +102,7 @@ def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:
         else:
             lines.append(part)
 
-    # words, where a part alone is too long
+    # break parts that are too long into words
     broken: list[str] = []
     for line in lines:
         broken += textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [line]
@@ -109,15 +110,15 @@ def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:
 
 
 def hanging_lines(start: str, text: str, width: int | None) -> list[str]:
-    """`start` and the text; where they are wider than `width`, the text goes on below itself."""
+    """Return `start` followed by the text, wrapped to `width` with a hanging indent."""
     indent = columns_of(start)
     first, *others = wrapped(text, width, indent)
     return [start + first, *(" " * indent + line for line in others)]
 
 
 class ParagraphHelp(argparse.HelpFormatter):
-    """For argparse: paragraphs and items ("- ") fill the terminal's width, other indented lines stay as they
-    are, and options show their defaults."""
+    """Help formatter: fills paragraphs and "- " items to the terminal's width, keeps other indented lines,
+    and shows the defaults of options."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -135,13 +136,14 @@ class ParagraphHelp(argparse.HelpFormatter):
 
 
 def is_prose_line(line: str) -> bool:
-    """Whether a line of a description is of a paragraph, or of an item, which goes on under its words."""
+    """Return whether a line of a description belongs to a paragraph, or to an item, which continues under
+    its words."""
     indent = len(line) - len(line.lstrip())
     return line.strip() != "" and indent in (0, len(ITEM))
 
 
 def filled(lines: Sequence[str], width: int) -> list[str]:
-    """Paragraphs and items, without blank lines between them, in lines of at most `width` columns."""
+    """Wrap paragraphs and items without blank lines between them to `width` columns."""
     blocks: list[list[str]] = []
     for line in lines:
         goes_on = bool(blocks) and line.startswith(" ") == blocks[-1][0].startswith(ITEM)

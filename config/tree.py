@@ -1,8 +1,8 @@
-"""The tree of a config: keys by their dotted paths, the kinds of parts, the ranges of values.
+"""The tree of a config: dotted key paths, kinds of parts, value ranges.
 
-A field of a frozen dataclass is a key, a part, or one of several kinds of parts: then each of them has a key
-`kind`, and the first one is meant where it is left out. A part that may be none is absent then, and so are
-its keys. The range of a key stands in its type: `heads: Count = 4`.
+A field of a frozen dataclass is a key, a part, or one of several kinds of parts. Each kind has a key `kind`;
+the first kind is the default. A part that may be none is then absent, along with its keys. The range of a key
+is in its type: `heads: Count = 4`.
 """
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ Node = TypeVar("Node")  # a dataclass of the tree
 
 @dataclass(frozen=True)
 class Range:
-    """An interval in which a value must lie. must: the end of the message, after "KEY: VALUE"."""
+    """An interval for a value. `must` ends the message that begins with "KEY: VALUE"."""
     must: str
     holds: Callable[[Any], bool]
 
@@ -46,13 +46,13 @@ Positives = Annotated[tuple[float, ...], EACH_ABOVE_ZERO]
 
 @functools.cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """{field: its type} of a dataclass, without ranges."""
+    """Return {field: type} of a dataclass, without ranges."""
     return typing.get_type_hints(cls)
 
 
 @functools.cache
 def ranges_of(cls: type) -> dict[str, Range]:
-    """{field: its range} of the fields that have one."""
+    """Return {field: range} of the fields that have one."""
     found: dict[str, Range] = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         for member in (hint, *typing.get_args(hint)):
@@ -63,7 +63,7 @@ def ranges_of(cls: type) -> dict[str, Range]:
 
 @functools.cache
 def kind_of(part: type) -> str | None:
-    """The name of a kind of part; None of a part that has no others beside it."""
+    """Return the name of a kind of part, or None if the part has only one kind."""
     names = typing.get_args(hints_of(part).get("kind"))
     return names[0] if len(names) == 1 else None
 
@@ -75,8 +75,7 @@ def field_names(cls: type) -> list[str]:
 # ---- values ------------------------------------------------------------------------------------------------
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every key that this tree has, in the order of the fields. A part that is none is a
-    key."""
+    """Yield (path, value) of every key in this tree, in field order. A part that is none counts as a key."""
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         if dataclasses.is_dataclass(value):
@@ -86,7 +85,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def ranged_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range]]:
-    """(path, value, range) of every key of this tree whose type has a range."""
+    """Yield (path, value, range) of every key in this tree whose type has a range."""
     ranges = ranges_of(type(node))
     for name in field_names(type(node)):
         value = getattr(node, name)
@@ -97,13 +96,13 @@ def ranged_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range
 
 
 def is_below(path: str, parts: Collection[str]) -> bool:
-    """Whether a path is one of these, or of a key in one of these parts."""
+    """Return whether a path is one of `parts`, or a key inside one."""
     return any(path == part or path.startswith(f"{part}.") for part in parts)
 
 
 def value_at(node: Any, path: str) -> Any:
-    """The key or part with this path; of a kind of block (model.blocks.NAME), what it states. Raises
-    AttributeError where the tree has none."""
+    """Return the key or part at a path. model.blocks.NAME gives what that kind of block states. Raises
+    AttributeError if the path does not exist."""
     name, dot, rest = path.partition(".")
     if isinstance(node, tuple):
         return stated_value(node, name, rest)
@@ -112,7 +111,7 @@ def value_at(node: Any, path: str) -> Any:
 
 
 def stated_value(kinds: tuple[Any, ...], name: str, path: str) -> Any:
-    """What one of these kinds of blocks states under a path. Raises AttributeError."""
+    """Return what the named kind of block states at a path. Raises AttributeError."""
     changes = {changed: value for kind in kinds if kind.name == name for changed, value in kind.changes}
     for changed, value in changes.items():
         if path == changed:
@@ -123,9 +122,9 @@ def stated_value(kinds: tuple[Any, ...], name: str, path: str) -> Any:
 
 
 def plain_data(value: Any) -> Any:
-    """A part, or a whole config, as nested keys and values; another value stays.
+    """Return a part or a whole config as nested keys and values, and other values unchanged.
 
-    Kinds of blocks are {name: {path: value}}, several numbers a list.
+    Kinds of blocks become {name: {path: value}}, several numbers a list.
     """
     if isinstance(value, tuple):
         if not all(isinstance(kind, BlockVariant) for kind in value):
@@ -137,7 +136,7 @@ def plain_data(value: Any) -> Any:
 
 
 def has_path(node: Any, path: str) -> bool:
-    """Whether the tree has this key or part."""
+    """Return whether the tree has this key or part."""
     try:
         value_at(node, path)
     except AttributeError:
@@ -146,9 +145,9 @@ def has_path(node: Any, path: str) -> bool:
 
 
 def with_values(node: Node, values: Mapping[str, Any]) -> Node:
-    """The tree with other values of keys and parts: {path: value}.
+    """Return the tree with the given {path: value} of keys and parts replaced.
 
-    A part of another kind is given as a whole. Raises TypeError for a key that the tree does not have.
+    A part of another kind must be passed as a whole. Raises TypeError for a key that the tree does not have.
     """
     changed: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
@@ -170,9 +169,10 @@ def with_values(node: Node, values: Mapping[str, Any]) -> Node:
 
 
 def differing_leaves(left: Any, right: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """{path: (value of left, value of right)} where two trees of the same type differ.
+    """Return {path: (value of left, value of right)} where two trees of the same type differ.
 
-    Of parts of two kinds, the key `kind`; of a part that one tree does not have, its path and the part.
+    For parts of different kinds, returns the key `kind`; for a part that only one tree has, its path and the
+    part.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for name in field_names(type(left)):

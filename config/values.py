@@ -1,5 +1,4 @@
-"""Combinations of values of config keys, as a search (plan/search.py) or a proof (lab/proof/lattice.py)
-varies them."""
+"""Combinations of config values, as varied by a search (plan/search.py) or a proof (lab/proof/lattice.py)."""
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -8,5 +7,5 @@ Values = dict[str, Any]  # {key: value}
 
 
 def combinations(axes: dict[str, tuple]) -> Iterator[Values]:
-    """Every combination of the values of {key: values}; the last key changes fastest."""
+    """Yield every combination of the values of {key: values}; the last key varies fastest."""
     return (dict(zip(axes, values)) for values in itertools.product(*axes.values()))

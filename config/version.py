@@ -1,3 +1,3 @@
-"""The version, in one place: the console, pyproject.toml and `import bevatron` take it from here."""
+"""The single source of the version for the console, pyproject.toml and `import bevatron`."""
 
 VERSION = "0.1"

@@ -1,8 +1,8 @@
 """Grouped-query causal attention (arXiv 2305.13245): a merged projection of q, k and v, an optional norm of
 queries and keys (arXiv 2302.05442, section 2), rotary positions (RoPE, arXiv 2104.09864).
 
-Shapes: b sequences of s tokens, h heads of queries, g of keys and values, d channels of a head, dv of a value
-head, which are as many unless model.mixer.value_dim says otherwise.
+Shapes: b sequences of s tokens, h query heads, g key and value heads, d channels per head, dv per value head.
+dv equals d unless model.mixer.value_dim is set.
 """
 import math
 from collections.abc import Iterator
@@ -56,14 +56,14 @@ GateFunction = Literal["sigmoid", "softplus"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelGate:
-    """One number for each channel of the output."""
+    """One gate per channel of the output."""
     kind: Literal["channel"] = "channel"
     by: GateFunction = "sigmoid"  # what is taken of x W
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadGate:
-    """One number for each head."""
+    """One gate per head."""
     kind: Literal["head"] = "head"
     by: GateFunction = "sigmoid"  # what is taken of x W; softplus: Laguna
 
@@ -153,7 +153,7 @@ class AttentionConfig(TokenMixer):
 
 
 def kernel_rules(kernel: AttentionKernel, train: TrainConfig) -> Iterator[Rule]:
-    """Devices and dtypes of the kernels of softmax attention."""
+    """Check which devices and dtypes the softmax attention kernels support."""
     yield Rule(
         kernel not in ("flash", "triton") or train.device not in ("cpu", "mps"),
         f"model.mixer.kernel: {kernel} needs a CUDA GPU, and train.device is {train.device}; take auto")
@@ -194,7 +194,7 @@ class Attention(nn.Module):
 
         # projections
         self.qkv = qkv_projection(cfg, mesh, layer)
-        has_bias = mixer.bias is not None  # it sums the gradient of what the projection made
+        has_bias = mixer.bias is not None  # with a bias, the projection's output gradient is also summed
         self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
         self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
         self.gate_function = GATE_FUNCTIONS[mixer.gate.by] if mixer.gate else None
@@ -212,7 +212,7 @@ class Attention(nn.Module):
 
         self.sinks = head_vector(f"{key}.sinks", mixer.heads, mesh.tp, role="bias") if mixer.sinks else None
 
-        # norms of queries and keys: over all heads of a token, or over each head
+        # norms of queries and keys: over all heads of a token, or per head
         self.eps = model.norm.eps
         self.norms_first = mixer.qk_norm in ("head", "whole")
         self.norms_last = mixer.qk_norm in ("after_rope", "unweighted")
@@ -225,8 +225,8 @@ class Attention(nn.Module):
             if not self.reads_keys:
                 self.k_norm = head_vector(f"{key}.k_norm.weight", k_features, mesh.tp, role="norm")
         elif mixer.qk_norm in ("head", "after_rope"):
-            # one weight for all heads; each tp rank applies it to other heads, so its gradient is partial
-            # with and without sp
+            # one weight for all heads; tp ranks have different heads, so its gradient is partial with or
+            # without sp
             self.q_norm = replicated_vector(f"{key}.q_norm.weight", self.head_dim, "norm", is_partial=True)
             if not self.reads_keys:
                 self.k_norm = replicated_vector(
@@ -257,8 +257,11 @@ class Attention(nn.Module):
         return self.out(out.flatten(2))
 
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [b, s/cp, (h d + g d + g dv) / tp] -> q [b, s/cp, h/tp, d], k [b, s/cp, g/tp, d] and v
-        [b, s/cp, g/tp, dv], normalized and rotated."""
+        """Split into heads, normalize and rotate.
+
+        qkv [b, s/cp, (h d + g d + g dv) / tp] -> q [b, s/cp, h/tp, d], k [b, s/cp, g/tp, d] and v
+        [b, s/cp, g/tp, dv].
+        """
         if self.v_dim != self.head_dim:
             qk, v = qkv.split(((self.heads + self.kv_heads) * self.head_dim, self.kv_heads * self.v_dim), -1)
             q, k = qk.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads), dim=2)
@@ -293,7 +296,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def normalize_and_rotate(self, x: Tensor, weight: Tensor | None, context: ForwardContext) -> Tensor:
-        """Queries or keys x [b, s/cp, heads, d], one step after the other. weight: of their norm."""
+        """Normalize (by `weight`) and rotate queries or keys x [b, s/cp, heads, d] in separate passes."""
         if self.norms_first:
             x = self.normalize_heads(x, weight)
         if self.rotation is not None:
@@ -301,15 +304,15 @@ class Attention(nn.Module):
         return self.normalize_heads(x, weight) if self.norms_last else x
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [b, s/cp, heads, d]: its first channels, as many as cos and sin are for."""
+        """Rotate the first channels of x [b, s/cp, heads, d], as many as cos and sin cover."""
         turned, plain = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), -1)
-        if self.rope_in_pairs:  # scores do not change where the channels of q and k move together
+        if self.rope_in_pairs:  # scores are invariant to permuting the channels of q and k alike
             turned = rope.pairs_to_halves(turned)
         turned = rope.apply_rope(turned.contiguous(), cos, sin, self.compiled)
         return torch.cat((turned, plain), -1) if self.rotates_in_part else turned
 
     def normalize_heads(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """x [b, s/cp, heads, d]: each head on its own, or all heads of a token together, over tp."""
+        """Normalize x [b, s/cp, heads, d]: per head, or over all heads of a token, across tp."""
         if weight is None:
             weight = x.new_ones(self.head_dim)
         if not self.qk_norm_over_heads:
@@ -319,10 +322,10 @@ class Attention(nn.Module):
 
 
 def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | SharedHeadsLinear:
-    """The merged projection [b, s/cp, hidden] -> [b, s/cp, (h d + g d + g dv) / tp], of queries alone where
-    keys are read.
+    """Create the merged projection [b, s/cp, hidden] -> [b, s/cp, (h d + g d + g dv) / tp], or only the query
+    projection if the layer reads another layer's keys.
 
-    Where there are fewer heads of keys than tp ranks, several ranks share one.
+    With fewer key heads than tp ranks, several ranks share one.
     """
     model = cfg.model
     key = f"layers.{layer}.attn"
@@ -358,8 +361,10 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
 
 
 def gate_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear:
-    """x [b, s/cp, hidden] -> what gates the output of each head [b, s/cp, h/tp], or of each of its channels
-    [b, s/cp, h dv / tp]."""
+    """Create the projection of gates.
+
+    x [b, s/cp, hidden] -> a gate per head [b, s/cp, h/tp] or per channel [b, s/cp, h dv / tp].
+    """
     model, mixer = cfg.model, cfg.model.mixer
     assert isinstance(mixer, AttentionConfig)
     numbers = value_dim(model) if isinstance(mixer.gate, ChannelGate) else 1
@@ -376,18 +381,17 @@ def gate_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear:
 
 
 def head_vector(key: str, size: int, group: Group, role: str) -> ShardedParameter:
-    """A vector [size / group] of numbers for heads, or for their channels, which are divided over the
-    group."""
+    """Create a vector [size / group] of per-head or per-channel numbers, sharded over the group."""
     box = row_shard(key, (size,), group)
     return parameter(ParameterSpec((box,), role))
 
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """softmax(q k^T / sqrt(d)) v over full sequences, of which this rank has 1 / cp.
+    """softmax(q k^T / sqrt(d)) v over full sequences; each rank holds 1 / cp of the tokens.
 
-    Under context parallelism keys and values travel around a ring (arXiv 2310.01889), or heads are exchanged
-    for tokens (Ulysses, arXiv 2309.14509).
+    Under context parallelism keys and values travel around a ring (arXiv 2310.01889), or an all-to-all trades
+    heads for tokens (Ulysses, arXiv 2309.14509).
     """
     cp: Group
     cp_kind: str
@@ -418,7 +422,7 @@ class AttentionCore:
         mask = context.masks[self.view]
         form = {"scale": self.scale, "softcap": self.softcap}
         if context.sequence_is_sharded and self.cp_kind == "ring":
-            # it saves no probabilities, so there is nothing to recompute
+            # it stores no probabilities, so there is nothing to recompute
             return ring_attention(
                 q, k, v,
                 documents=context.documents,

@@ -1,14 +1,14 @@
-"""One block of the decoder: a mixer of tokens, mostly attention, and an MLP. Each adds what it gives to the
-residual stream x, with norms where model.norm.place says:
+"""One block of the decoder: a token mixer, usually attention, and an MLP. Each adds its output to the
+residual stream x, with norms placed by model.norm.place:
 
     before   x += f(norm(x))
     after    x += norm(f(x))                      OLMo 2 (arXiv 2501.00656)
     around   x += norm_after(f(norm(x)))          Gemma 2 (arXiv 2408.00118)
 
-or, with model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)).
+With model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)).
 
-MIXERS and MLPS are what there is: a mixture of experts may stand in the place of the MLP, and a mixer with a
-state in that of attention. A kind of block may have one of the two alone (Nemotron-H, arXiv 2504.03624).
+MIXERS and MLPS list the choices: attention can be replaced by a mixer with a state, and the MLP by a mixture
+of experts. A kind of block may have only one of the two (Nemotron-H, arXiv 2504.03624).
 """
 from typing import NamedTuple
 
@@ -47,8 +47,11 @@ BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, stati
 
 
 class BlockKind(NamedTuple):
-    """Blocks of the same kind differ in the names of their parameters alone. name: in model.pattern. mixer:
-    of tokens, if they have one beside the MLP. is_read: later blocks read its keys."""
+    """Blocks of one kind differ only in parameter names.
+
+    `name` is the kind in model.pattern. `mixer` is None for an MLP alone. `is_read` says that later blocks
+    read the block's keys.
+    """
     name: str
     mixer: type[nn.Module] | None
     in_fp8: bool
@@ -56,8 +59,11 @@ class BlockKind(NamedTuple):
 
 
 def attention_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
-    """Of the norm before the mixer. Mixers beside attention read its result in 16 bits, too. The gradient of
-    its input goes to the MLP of the block before."""
+    """Return the fp8 consumers of the pre-mixer norm.
+
+    Other mixers than attention also need its 16-bit output. Its input gradient goes to the MLP of the block
+    before.
+    """
     is_alone = mesh.tp.size == 1 and isinstance(cfg.model.mixer, AttentionConfig)
     is_alone = is_alone and cfg.model.residual == "sequential"
     return Fp8Readers(
@@ -67,8 +73,10 @@ def attention_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
 
 
 def mlp_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
-    """Of the norm before the MLP. A router reads its result in 16 bits, too. The gradient of its input goes
-    to attention's last projection."""
+    """Return the fp8 consumers of the pre-MLP norm.
+
+    A router also needs its 16-bit output. Its input gradient goes to the output projection of attention.
+    """
     reads_alone = mesh.tp.size == 1 and not has_experts(cfg.model, layer)
     reader = fp8_reader_of_layer(cfg, layer)
     return Fp8Readers(
@@ -78,18 +86,16 @@ def mlp_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
 
 
 def adds_directly(cfg: Config) -> bool:
-    """Whether what a mixer and an MLP give is added to the residual stream as it is."""
+    """Return whether mixer and MLP outputs are added to the residual stream unchanged."""
     return cfg.model.norm.place == "before" and cfg.model.residual_scale == 1
 
 
 class TransformerBlock(nn.Module):
-    """x, residual [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same two, and its router's statistics.
+    """x, residual [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same two, and the router's statistics.
 
-    On the way in and out the hidden states are x + residual (None: x alone). The norm that reads them next
-    makes the sum, in the pass that normalizes it.
+    The hidden states are x + residual, or x if residual is None. The next norm adds the two in the same pass.
 
-    The statistics [E + len(ROUTER_STATS)] (model/router.py) are None without a router, or outside of
-    training.
+    The statistics [E + len(ROUTER_STATS)] (model/router.py) are None without a router or outside of training.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
@@ -100,10 +106,10 @@ class TransformerBlock(nn.Module):
         self.is_parallel = cfg.model.residual == "parallel"
         self.residual_scale = cfg.model.residual_scale
         self.dropout = cfg.model.dropout
-        self.attention_site = 1 + 2 * layer  # of dropout; the embedding's is 0
+        self.attention_site = 1 + 2 * layer  # dropout sites; the embedding's is 0
         self.mlp_site = 2 + 2 * layer
 
-        self.recompute = cfg.parallel.recompute == "full"  # of the whole block, in the backward
+        self.recompute = cfg.parallel.recompute == "full"  # of the whole block
 
         before = cfg.model.norm.place != "after"
         after = cfg.model.norm.place != "before"
@@ -127,11 +133,11 @@ class TransformerBlock(nn.Module):
             own = context.of_layer(self.layer)
             y, residual, router_stats = checkpoint_activations(self.attention_and_mlp, x, residual, own)
             context.shared_keys.take(self.layer, own.shared_keys)
-            return add_residual(y, residual), None, router_stats  # the next block keeps its input: one tensor
+            return add_residual(y, residual), None, router_stats  # store one tensor as the next block's input
         return self.attention_and_mlp(x, residual, context)
 
     def attention_and_mlp(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
-        """The computation of forward, which full recompute repeats in the backward."""
+        """Compute the block. Full recompute repeats this in the backward."""
         rng = context.dropout_rng
         router_stats = None
         if self.attn is not None:
@@ -152,15 +158,15 @@ class TransformerBlock(nn.Module):
         return (y + attended if self.is_parallel else y), residual, router_stats
 
     def to_residual(self, y: Tensor, norm: Norm | None) -> Tensor:
-        """The output of mixer or MLP, normalized and scaled, as the residual stream takes it."""
+        """Normalize and scale the output of mixer or MLP for the residual stream."""
         if norm is not None:
             y = norm(y)
         return y if self.residual_scale == 1 else y * self.residual_scale
 
     def add_router_stats(self, stats: Tensor | None) -> None:
-        """Adds the statistics of a microbatch to those of the step.
+        """Add a microbatch's statistics to the step's.
 
-        Not a part of forward: full recompute runs that a second time, and would count each token twice.
+        Kept out of forward, which full recompute runs twice: each token would count twice.
         """
         if stats is not None and isinstance(self.mlp, MoE):
             self.mlp.router.stats += stats

@@ -1,4 +1,4 @@
-"""What all blocks of one forward pass share."""
+"""State shared by all blocks in one forward pass."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,52 +17,55 @@ from parallel.rng import DropoutRng
 
 @dataclass
 class GenerationCache:
-    """What layers keep of earlier tokens, for generation: {(layer, name): tensor}.
+    """Cache of earlier tokens for generation: {(layer, name): tensor}.
 
-    Attention: keys and values [b, s_past, kv_heads, head_dim] each. Latent attention: as keys the latent [b,
-    s_past, kv_rank], as values the rotated key that all heads share [b, s_past, rope_dim]. Mixers with a
-    state (model/recurrence.py): the state, and the last inputs of their convolution, whatever s_past is.
+    Attention stores keys and values [b, s_past, kv_heads, head_dim] each. Latent attention stores the latent
+    [b, s_past, kv_rank] as keys and the rotated key that all heads share [b, s_past, rope_dim] as values.
+    Mixers with a state (model/recurrence.py) store the state and the last inputs of their convolution,
+    regardless of s_past.
 
-    length: tokens that every layer has seen. It grows after a pass through all stages (model/generate.py):
-    they all start from the same length, and a rank may have several of them.
+    `length` counts the tokens that every layer has seen. It grows after a pass through all stages
+    (model/generate.py): all stages, several of which may be on one rank, start from the same length.
     """
     length: int = 0
     kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the keys and values of new tokens, once in a pass; returns those of all tokens."""
+        """Append the keys and values of new tokens, once per pass; return those of all tokens."""
         for name, new in (("keys", k), ("values", v)):
             earlier = self.kept.get((layer, name))
             if earlier is None:
                 self.kept[layer, name] = new
-            elif earlier.shape[1] == self.length:  # else a layer that shares them has appended these
+            elif earlier.shape[1] == self.length:  # else appended by a layer that shares them
                 self.kept[layer, name] = torch.cat((earlier, new), 1)
         return self.kept[layer, "keys"], self.kept[layer, "values"]
 
 
 class View(NamedTuple):
-    """What masks depend on, beside documents: which keys a query sees, in tokens before it."""
+    """What a mask depends on besides documents: how far back a query sees, in tokens."""
     window: int | None
     chunk: int | None = None
 
 
 def view_of(model: ModelConfig) -> View:
-    """Of the layers of a model that are like this (config.layer_model), with softmax attention."""
+    """Return the view of a layer with softmax attention. `model` is that of one layer (layer_model)."""
     return View(model.mixer.window, getattr(model.mixer, "chunk", None))
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """rotations: {what rotates (rotation_of): (cos, sin) [b, s, 1, rotated / 2]} of all layers.
+    """Inputs that all blocks of a pass share.
 
+    rotations: {rotation of a layer (rotation_of): (cos, sin) [b, s, 1, rotated / 2]}.
     growths: {growth of a mixer: factor of the queries [b, s, 1, 1]}.
-
-    masks: {what a layer sees (view_of): which query sees which key}, of full sequences; None: ring attention
-    on a CPU, which computes it chunk by chunk. dropout_rng: None in
-    evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
-    sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
-    document_counts: of documents, where the sequences are not sharded and the host knows. router_inputs: None
-    outside of training. shared_keys: what layers of this pass read of earlier ones.
+    masks: {view of a layer (view_of): mask of full sequences}, or None for ring attention on a CPU, which
+    computes its masks chunk by chunk.
+    dropout_rng: None in evaluation. cache: None outside of generation. router_inputs: None outside of
+    training.
+    sequence_is_sharded: tokens are this rank's part of sequences that are sharded over cp.
+    documents [b, s]: covers the full sequence; None means no document mask.
+    document_counts: set if sequences are not sharded and the host knows the counts.
+    shared_keys: keys that layers of this pass read from earlier layers.
     """
     rotations: Mapping[Rotation, tuple[Tensor, Tensor]]
     masks: Mapping[View, AttentionMask | None]
@@ -76,7 +79,7 @@ class ForwardContext:
     shared_keys: SharedKeys = field(default_factory=SharedKeys)
 
     def of_layer(self, layer: int) -> "ForwardContext":
-        """With the shared keys that one layer reads, and no others."""
+        """Return the context with only the shared keys that one layer reads."""
         if not self.shared_keys.sources:
             return self
         return replace(self, shared_keys=self.shared_keys.of_layer(layer))
@@ -84,7 +87,7 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss needs beside the hidden states. scale: the loss is multiplied by it."""
+    """Inputs of the loss besides the hidden states. The loss is multiplied by `scale`."""
     microbatch: Microbatch
     scale: Tensor | float
     context: ForwardContext
@@ -96,8 +99,8 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     sequence_is_sharded: bool = False,
                     document_counts: DocumentCounts | None = None,
                     router_inputs: RouterInputs | None = None) -> ForwardContext:
-    """positions [b, s] (sharded: [b, s/cp]); they restart where a document does. document_counts: of
-    documents; None: the host does not know."""
+    """Build the context. positions [b, s] (sharded: [b, s/cp]) restart at each document. `document_counts`
+    is None if the host does not know the counts."""
     past = cache.length if cache else 0
     s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
     models = layer_models(cfg.model).values()

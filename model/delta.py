@@ -1,7 +1,7 @@
-"""Linear attention by the delta rule (kernels/delta_rule.py): the gated delta net (arXiv 2412.06464), in the
-form of Qwen3-Next, and Kimi delta attention (arXiv 2510.26692), with a gate for each channel of a key.
+"""Linear attention with the delta rule (kernels/delta_rule.py): the gated delta net (arXiv 2412.06464) as in
+Qwen3-Next, and Kimi delta attention (arXiv 2510.26692), which gates each key channel.
 
-Shapes: b sequences of s tokens, h heads of values, g of queries and keys, d channels of a key, e of a value.
+Shapes: b sequences of s tokens, h value heads, g query and key heads, d channels of a key, e of a value.
 """
 from dataclasses import dataclass
 from typing import Literal
@@ -27,12 +27,12 @@ from parallel.tensor.layers import partial_over_tp, replicated_vector
 from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 
-UNIT_EPS = 1e-6  # below the root of the length of queries and keys
+UNIT_EPS = 1e-6  # added to the squared length of queries and keys under the root
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig(TokenMixer):
-    """Gated delta net (arXiv 2412.06464): linear attention with a state for each head, which forgets."""
+    """Gated delta net (arXiv 2412.06464): linear attention with a decaying state per head."""
     kind: Literal["delta"] = "delta"
     heads: Count  # number of value heads, each with a state [key_dim, v_dim]
     key_heads: Count | None = None  # number of query and key heads; none: equal to heads
@@ -54,7 +54,7 @@ class DeltaConfig(TokenMixer):
 
 @dataclass(frozen=True, kw_only=True)
 class KimiConfig(TokenMixer):
-    """Kimi delta attention (arXiv 2510.26692): as delta, but each channel of a key forgets on its own."""
+    """Kimi delta attention (arXiv 2510.26692): like delta, but each key channel decays independently."""
     kind: Literal["kimi"] = "kimi"
     heads: Count  # number of heads, each with a state [dim, dim]
     dim: Count = 128  # channels of a query, key or value head, and the rank of both gates' matrices
@@ -100,8 +100,8 @@ class GatedDeltaNet(nn.Module):
         )
         self.out = output_projection(cfg, mesh, layer, values)
 
-        # how fast heads forget, and the norm of what they read: one weight for all heads, of which a tp rank
-        # has some
+        # decay rates per head, and the output norm: one weight for all heads, so each tp rank has a partial
+        # gradient
         self.rate = head_vector(f"{key}.A_log", mixer.heads, mesh.tp, role="rate")
         self.step = head_vector(f"{key}.dt_bias", mixer.heads, mesh.tp, role="step")
         self.norm = replicated_vector(f"{key}.norm.weight", mixer.v_dim, "norm", is_partial=True)
@@ -132,7 +132,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class KimiDeltaAttention(nn.Module):
-    """x [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]) -> the same. d = e, g = h."""
+    """x [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]) -> the same, with e = d and g = h."""
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
@@ -156,8 +156,8 @@ class KimiDeltaAttention(nn.Module):
         self.conv = ShortConvolution(mesh, convolved, mixer.conv)
         self.out = output_projection(cfg, mesh, layer, features)
 
-        # the gates of the state and of the output, each a product of two matrices, whose rank stays as models
-        # widen by heads: muP has other rates for them than for matrices between hidden features
+        # gates of the state and of the output, each a low-rank product of two matrices; the rank does not
+        # grow with model width, so muP scales them differently from matrices between hidden features
         boxes = tuple(Box.whole(f"{key}.{name}.weight", (mixer.dim, model.hidden)) for name in ("f_a", "g_a"))
         partial_over = partial_over_tp(self.sp)
         self.gates_down = parameter(
@@ -202,7 +202,8 @@ class KimiDeltaAttention(nn.Module):
 
 
 def run_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretch: TokenStretch) -> Tensor:
-    """delta_rule from the state before the stretch, whose last state is kept. Shapes: as there."""
+    """Run delta_rule from the state before the stretch, and keep the final state. Same shapes as
+    delta_rule."""
     documents = stretch.state_documents()
     state = stretch.state_before(
         lambda b: zero_state(k[:b], v[:b]),
@@ -217,6 +218,6 @@ def run_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, str
 
 
 def unit(x: Tensor) -> Tensor:
-    """x [..., d], of length 1. Arithmetic in fp32 or better."""
+    """Normalize x [..., d] to length 1, in fp32 or better."""
     values = x.to(accumulation_dtype(x.dtype))
     return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + UNIT_EPS)).to(x.dtype)

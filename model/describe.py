@@ -1,8 +1,8 @@
-"""What a model is made of, without storage and without processes.
+"""Describe a model's parts and parameters without storage and without processes.
 
-The real modules are built on a mesh of made-up groups: a parameter has no storage until build.py gives it
-some. Blocks of the same kind (TransformerBlock.kind) are built once. What is described is any rank's: ranks
-of a stage differ in which rows they hold, not in how many.
+The real modules are built on a mesh of made-up groups: a parameter has no storage until build.py allocates
+it. Blocks of the same kind (TransformerBlock.kind) are built once. The description holds for any rank of a
+stage: ranks differ in which rows they hold, not in how many.
 """
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,10 +22,10 @@ from parallel.wire.comm import Activity
 
 @dataclass(frozen=True, eq=False)
 class PartDescription:
-    """What a stage runs, gathers and reduces as a whole: the embedding, a block, the output head.
+    """A unit that a stage runs, gathers and reduces as a whole: the embedding, a block, or the output head.
 
-    cfg: with the keys that modules read. layer: of a block, or "embedding" or "head". params: without
-    storage, and without the shared table: that of the embedding, where the output head or multi-token
+    `cfg` holds the keys that modules read; `layer` is the number of a block, "embedding" or "head". `params`
+    have no storage and exclude `shared_table`, the embedding's table if the output head or multi-token
     prediction needs it too.
     """
     cfg: Config
@@ -36,7 +36,7 @@ class PartDescription:
 
 @dataclass(frozen=True)
 class EndParts:
-    """The parts beside the blocks."""
+    """The parts other than blocks."""
     embedding: PartDescription
     head: PartDescription
 
@@ -64,8 +64,8 @@ def describe_block(cfg: Config, layer: int) -> PartDescription:
 
 
 def mesh_of_one_stage(cfg: Config, activity: Activity | None = None) -> Mesh:
-    """The smallest mesh with the degrees that the modules read, seen by its first rank. activity: with a wire
-    that carries what it exchanges."""
+    """Return the smallest mesh with the degrees that modules read, as seen by rank 0. With `activity`, its
+    wire carries what the modules exchange."""
     degrees = mesh_degrees(cfg) | {"pp": 1, "dp_replicate": 1}
     dims = ParallelDims(least_world(degrees), **degrees)
     return Mesh.without_processes(dims, rank=0, activity=activity)
@@ -76,16 +76,17 @@ def mesh_of_one_stage(cfg: Config, activity: Activity | None = None) -> Mesh:
 
 @dataclass(frozen=True, eq=False)
 class StageDescription:
-    """parts: in the order of the forward pass; blocks of the same kind are the same object."""
+    """`parts` follow the order of the forward pass; blocks of the same kind are the same object."""
     cfg: Config
     parts: tuple[PartDescription, ...]
 
 
 @lru_cache(maxsize=1 << 14)
 def describe_stage(cfg: Config, first: int, last: int, ends_are_apart: bool = False) -> StageDescription:
-    """Blocks first .. last - 1, with the embedding and the head as PipelineStage has them.
+    """Describe blocks first .. last - 1, plus embedding and head if PipelineStage has them.
 
-    cfg: with the stage's recompute mode. ends_are_apart: the first and the last stage are on different ranks.
+    `cfg` has the stage's recompute mode. `ends_are_apart` says that the first and last stage are on different
+    ranks.
     """
     return describe_modules(keys_of_modules(cfg), first, last, ends_are_apart)
 
@@ -109,14 +110,14 @@ def describe_modules(cfg: Config, first: int, last: int, ends_are_apart: bool) -
 
 
 def first_layer_like(cfg: Config, layer: int) -> int:
-    """The first layer with a block of the same kind."""
+    """Return the first layer with a block of the same kind."""
     kind = TransformerBlock.kind(cfg, layer)
     return next(other for other in range(layer + 1) if TransformerBlock.kind(cfg, other) == kind)
 
 
 def keys_of_modules(cfg: Config) -> Config:
-    """The config without the keys in which layouts of a search differ and which no module reads: layouts that
-    differ in them alone share their modules."""
+    """Return the config without the layout keys that no module reads, so that layouts that differ only in
+    them share modules."""
     parallel = replace(
         cfg.parallel,
         pp=1,
@@ -132,7 +133,7 @@ def keys_of_modules(cfg: Config) -> Config:
 
 
 def describe_model(model: ModelConfig) -> StageDescription:
-    """The full model on one rank. A vocabulary that the tokenizer decides counts as 0 rows; padding does
-    not count."""
+    """Describe the full model on one rank. A vocabulary decided by the tokenizer counts as 0 rows, and
+    padding does not count."""
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
     return describe_stage(Config(model=counted), 0, model.layers)

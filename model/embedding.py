@@ -1,4 +1,4 @@
-"""Embedding of tokens and, as in GPT-2, of learned positions."""
+"""Token embedding and, as in GPT-2, learned positions."""
 from torch import Tensor, nn
 
 from config import Config, padded_vocab
@@ -12,14 +12,14 @@ from parallel.tensor.regions import local_chunk
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
 
-EMBEDDING_SITE = 0  # of dropout; 1 + 2 layer and 2 + 2 layer: branches of a block; -1 - layer: its router
+EMBEDDING_SITE = 0  # dropout sites; 1 + 2 layer and 2 + 2 layer: a block's branches; -1 - layer: its router
 
 
 def embedding_table(cfg: Config, mesh: Mesh, ends_are_apart: bool) -> ShardedParameter:
-    """The table of tokens [padded vocab / tp, d].
+    """Create the token table [padded vocab / tp, d].
 
-    ends_are_apart: the first and the last stage are on different ranks. A table that both need (tied, or
-    with multi-token prediction) is then on both, and the gradient of each is a part of the sum.
+    `ends_are_apart` says that the first and last stage are on different ranks. A table that both need (tied,
+    or multi-token prediction) then exists on both, each with a partial gradient.
     """
     is_shared = cfg.model.tied or cfg.model.mtp is not None
     partial_over = ("embedding_ends",) if is_shared and ends_are_apart else ()
@@ -28,7 +28,7 @@ def embedding_table(cfg: Config, mesh: Mesh, ends_are_apart: bool) -> ShardedPar
 
 def vocab_table(cfg: Config, mesh: Mesh, key: str, *, role: str,
                 partial_over: tuple[str, ...] = ()) -> ShardedParameter:
-    """A table [padded vocab / tp, d] whose rows are divided over tp."""
+    """Create a table [padded vocab / tp, d] whose rows are sharded over tp."""
     model = cfg.model
     box = row_shard(key, (padded_vocab(model), model.hidden), mesh.tp)
     spec = ParameterSpec((box,), role, model.init_std, partial_over=partial_over)
@@ -36,7 +36,7 @@ def vocab_table(cfg: Config, mesh: Mesh, key: str, *, role: str,
 
 
 def embed_tokens(tokens: Tensor, table: ShardedParameter, tp: Group, *, sp: bool, scale: float) -> Tensor:
-    """tokens [b, s/cp] -> their rows of the table times the scale [b, s/cp, d] (sp: [b, s/cp/tp, d])."""
+    """Look up tokens [b, s/cp] and scale their rows -> [b, s/cp, d] (sp: [b, s/cp/tp, d])."""
     x = vocab_embedding(tokens, table, tp, sp)
     return x if scale == 1 else x * scale
 
@@ -55,7 +55,7 @@ class Embedding(nn.Module):
         self.positions = None
         if model.positions == "learned":
             box = Box.whole("positions.weight", (model.context, model.hidden))
-            # under sp a rank looks up its part of the sequence alone
+            # under sp a rank looks up only its part of the sequence
             partial_over = partial_over_tp(self.sp)
             spec = ParameterSpec((box,), "positions", model.init_std, partial_over=partial_over)
             self.positions = parameter(spec)

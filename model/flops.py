@@ -1,9 +1,9 @@
-"""Model FLOPs: what a token needs, however it is computed.
+"""Model FLOPs: the work that a token needs, however it is computed.
 
-Each matrix multiplies every token once, but for the tables that are looked up; a routed expert those tokens
-that choose it. Softmax attention multiplies each query head with the keys that it sees, and their values with
-the result. The products of another mixer of tokens are counted while it runs on a sequence without storage.
-Norms, activations, short convolutions and what is computed again do not count.
+Each matrix multiplies every token once, except lookup tables; a routed expert multiplies only the tokens that
+choose it. Softmax attention multiplies each query head with the visible keys, and the result with their
+values. For other mixers, products are counted by running them on a sequence of meta tensors. Norms,
+activations, short convolutions and recomputation do not count.
 """
 import warnings
 from collections.abc import Sequence
@@ -24,25 +24,25 @@ NO_PRODUCTS = ("embedding", "positions", "convolution")  # roles of parameters
 
 
 def mean_keys(length: int, window: int | None) -> float:
-    """The mean number of keys that a causal query sees in a sequence of `length` tokens."""
+    """Return the mean number of keys that a causal query sees in a sequence of `length` tokens."""
     width = min(window or length, length)
     growing = width * (width + 1) / 2
     return (growing + (length - width) * width) / length
 
 
 def keys_of_layers(model: ModelConfig, documents: Sequence[int]) -> float:
-    """keys_of_layer, as the mean over all layers."""
+    """Return keys_of_layer averaged over all layers."""
     return sum(keys_of_layer(model, layer, documents) for layer in range(model.layers)) / model.layers
 
 
 def keys_of_layer(model: ModelConfig, layer: int, documents: Sequence[int]) -> float:
-    """keys_seen, of one layer; 0 without softmax attention."""
+    """Return keys_seen for one layer, or 0 without softmax attention."""
     model = layer_model(model, layer)
     return keys_in_view(documents, view_of(model)) if model.mixer.has_softmax else 0.0
 
 
 def keys_in_view(documents: Sequence[int], view: View) -> float:
-    """keys_seen, of a layer that sees no more than this."""
+    """Return keys_seen for a layer restricted to this view."""
     if view.chunk is None:
         return keys_seen(documents, view.window)
     chunk = view.chunk
@@ -51,15 +51,18 @@ def keys_in_view(documents: Sequence[int], view: View) -> float:
 
 
 def keys_seen(documents: Sequence[int], window: int | None) -> float:
-    """The mean number of keys that a query sees where tokens attend within documents of these lengths."""
+    """Return the mean number of keys per query when attention stays within documents of these lengths."""
     seen = sum(length * mean_keys(length, window) for length in documents)
     return seen / sum(documents)
 
 
 def flops_of_parts(model: ModelConfig, documents: Sequence[int], seq_len: int) -> list[float]:
-    """FLOPs of a token in the forward of the embedding, of each block, and of the head with multi-token
-    prediction. documents: lengths of the runs of tokens that attend to each other. seq_len: tokens of a
-    sequence. Padding of the vocabulary counts if the model has it."""
+    """Return forward FLOPs per token of the embedding, of each block, and of the head with multi-token
+    prediction.
+
+    `documents` holds the lengths of the token runs that attend to each other, `seq_len` the tokens of a
+    sequence. Vocabulary padding counts if the model has it.
+    """
     parts = describe_stage(Config(model=model), 0, model.layers).parts
     return [flops_of_part(part, model, tuple(documents), seq_len) for part in parts]
 
@@ -67,13 +70,13 @@ def flops_of_parts(model: ModelConfig, documents: Sequence[int], seq_len: int) -
 def flops_of_part(
     part: PartDescription, model: ModelConfig, documents: tuple[int, ...], seq_len: int
 ) -> float:
-    """FLOPs of a token in the forward of one part."""
+    """Return forward FLOPs per token of one part."""
     flops = sum(flops_of_matrix(param.spec, model) for param in part.params)
     if part.layer == "embedding":
         return flops
     if isinstance(part.layer, int):
         return flops + mixer_flops(model, part.layer, documents, seq_len)
-    # each module that predicts further tokens has a block, and uses the head's matrix again
+    # each multi-token module has a block and reuses the head's matrix
     table = part.shared_table if model.tied else next(one for one in part.params if one.spec.role == "head")
     used_again = modules_ahead(model) + model.tied
     ahead = range(model.layers, model.layers + modules_ahead(model))
@@ -82,7 +85,7 @@ def flops_of_part(
 
 
 def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
-    """FLOPs of a token in the product with one parameter, which may be no matrix."""
+    """Return FLOPs per token of the product with one parameter, or 0 if it is not a matrix."""
     if len(spec.shape) < 2 or spec.role in NO_PRODUCTS:
         return 0.0
     experts = mixture(model)
@@ -91,7 +94,7 @@ def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
 
 
 def mixer_flops(model: ModelConfig, layer: int, documents: tuple[int, ...], seq_len: int) -> float:
-    """FLOPs of a token in the mixer of one layer, beside its matrices."""
+    """Return FLOPs per token in the mixer of one layer, excluding its matrices."""
     mixer = TransformerBlock.mixer(Config(model=model), layer)
     if mixer is None:
         return 0.0
@@ -102,7 +105,7 @@ def mixer_flops(model: ModelConfig, layer: int, documents: tuple[int, ...], seq_
 
 
 def attention_flops(model: ModelConfig, keys: float) -> float:
-    """FLOPs of a token in the softmax attention of one layer, beside its matrices."""
+    """Return FLOPs per token in the softmax attention of one layer, excluding its matrices."""
     return 2.0 * model.mixer.heads * (head_dim(model) + value_dim(model)) * keys
 
 
@@ -115,9 +118,11 @@ def has_softmax_core(mixer: type[nn.Module], model: ModelConfig, layer: int) -> 
 
 @lru_cache(maxsize=1 << 12)
 def counted_flops(mixer: type[nn.Module], model: ModelConfig, layer: int, seq_len: int) -> float:
-    """FLOPs of a token in the products of a mixer beside those with its matrices: as it computes them, on a
-    sequence of seq_len tokens. Warns, and is 0, where it does not run without values."""
-    # it imports Triton, for which runs with softmax attention need not wait
+    """Return FLOPs per token of a mixer's products other than with its matrices, recorded on seq_len tokens.
+
+    Warns and returns 0 for a mixer that does not run on meta tensors.
+    """
+    # imported here because it pulls in Triton, which runs with softmax attention do not need
     from torch.utils.flop_counter import FlopCounterMode
 
     cfg = Config(model=model)

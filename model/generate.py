@@ -1,4 +1,4 @@
-"""Sampling of text: one forward over the prompt, then one token a step with a cache of keys and values."""
+"""Text sampling: one forward pass over the prompt, then one token per step with a key/value cache."""
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -31,14 +31,14 @@ def generate(
     switches: Collection[int] = (),
     device: torch.device = torch.device("cpu"),
 ) -> Iterator[int]:
-    """Yields new token ids, the same on every rank.
+    """Yield new token ids, the same on every rank.
 
-    temperature 0: the likeliest token. Ends before an id of `stops`, and when the model has read `limit`
-    tokens (learned positions have no more). vocab: ids from here on are never taken, as of a model whose
-    table is longer than its tokenizer. multiple: sequence parallelism divides the sequence, so it is padded
-    to a multiple of this and computed again for each token (a token does not depend on what comes after it);
-    1: the cache is used. switches: lengths beyond which all tokens are rotated otherwise, so that the text is
-    read again (config.rope_switches).
+    Temperature 0 takes the likeliest token. Stops before an id in `stops`, and once the model has read
+    `limit` tokens (learned positions end there). Ids from `vocab` on are never sampled, for models whose
+    table is longer than their tokenizer. Sequence parallelism shards the sequence, so it is padded to a
+    multiple of `multiple` and recomputed for each token (a token does not depend on later ones); with
+    multiple 1 the cache is used. `switches` are lengths beyond which all tokens are rotated differently, so
+    the text is read again (config.rope_switches).
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -55,7 +55,7 @@ def generate(
         end = num_cached + tokens.shape[1]
         positions = torch.arange(num_cached, end, device=device)[None]
         if limit is not None:
-            positions = positions.clamp(max=limit - 1)  # only padding lies beyond
+            positions = positions.clamp(max=limit - 1)  # only padding exceeds it
         logits = logits_of(tokens, positions, cache, len(new_ids) - 1)[:vocab].cpu()
 
         token = sample_token(
@@ -81,8 +81,8 @@ def sample_token(
     top_p: float | None,
     generator: torch.Generator,
 ) -> int:
-    """One token from logits [vocab]. top_k: among the k likeliest; top_p: in the smallest set with that much
-    probability."""
+    """Sample one token from logits [vocab]: among the `top_k` likeliest, and in the smallest set with
+    probability `top_p`."""
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature
@@ -93,7 +93,7 @@ def sample_token(
     if top_p is not None and top_p < 1:
         ordered, order = probs.sort(descending=True)
         mass_before = ordered.cumsum(0) - ordered
-        ordered[mass_before >= top_p] = 0.0  # the token that crosses the bound stays
+        ordered[mass_before >= top_p] = 0.0  # keep the token that crosses the bound
         probs = torch.zeros_like(probs).scatter_(0, order, ordered)
     return int(torch.multinomial(probs, 1, generator=generator))
 
@@ -101,9 +101,10 @@ def sample_token(
 @torch.no_grad()
 def pipeline_logits(pipeline: Pipeline, stages: Mapping[int, PipelineStage], tokens: Tensor,
                     positions: Tensor, cache: GenerationCache | None, position: int | None) -> Tensor:
-    """Logits [vocab] of the token at `position` of tokens [1, s], on every rank: one pass through all stages.
+    """Return the logits [vocab] at `position` of tokens [1, s], on every rank, in one pass through all
+    stages.
 
-    cache: keys and values of earlier tokens; None: none are kept. position: None for the logits
+    `cache` holds keys and values of earlier tokens, if any are kept. With position None, returns the logits
     [b, s, vocab] of all tokens [b, s].
     """
     x = tokens

@@ -1,4 +1,4 @@
-"""The output head: final norm, projection onto the vocabulary, cross entropy."""
+"""The output head: final norm, projection onto the vocabulary and cross entropy."""
 import torch
 from torch import Tensor, nn
 
@@ -17,10 +17,11 @@ from parallel.wire import comm
 
 
 class OutputHead(nn.Module):
-    """Hidden states after the last block -> the loss of a microbatch, or logits."""
+    """Map the last block's hidden states to the loss of a microbatch, or to logits."""
 
     def __init__(self, cfg: Config, mesh: Mesh, table: ShardedParameter | None, ends_are_apart: bool) -> None:
-        """table: the embedding's, if a stage of this rank has it. ends_are_apart: see embedding_table."""
+        """`table` is the embedding's, if a stage of this rank has it. See embedding_table for
+        `ends_are_apart`."""
         super().__init__()
         self.tp = mesh.tp
         self.sp = cfg.parallel.sp
@@ -43,10 +44,10 @@ class OutputHead(nn.Module):
 
     def forward(self, x: Tensor, loss_inputs: LossInputs | None = None, *, residual: Tensor | None = None,
                 position: int | None = None, targets: Tensor | None = None) -> Tensor:
-        """With loss_inputs what `loss` gives, with a position what `logits_at` gives, with targets what
-        `token_scores` gives, else `logits`.
+        """Dispatch to `loss` given loss_inputs, `logits_at` given a position, `token_scores` given targets,
+        else `logits`.
 
-        The way to all four where hooks are set on the module: they see a call of the module alone.
+        Going through forward lets module hooks see all four.
         """
         if loss_inputs is not None:
             return self.loss(x, residual, loss_inputs)
@@ -57,10 +58,10 @@ class OutputHead(nn.Module):
         return self.logits(x)
 
     def loss(self, x: Tensor, residual: Tensor | None, inputs: LossInputs) -> Tensor:
-        """x, residual [b, s/cp, d] (sp: [b, s/cp/tp, d]) of the last block -> scale * the sum of the losses
-        of this rank's counted tokens, a scalar.
+        """Return scale * the summed loss of this rank's counted tokens, a scalar.
 
-        Multi-token prediction adds to the gradients, not to the value.
+        x, residual [b, s/cp, d] (sp: [b, s/cp/tp, d]) come from the last block.
+        Multi-token prediction contributes to the gradients, not to the value.
         """
         h, _ = self.norm.add_and_norm(x, residual)
         targets, scale = inputs.microbatch.targets, inputs.scale
@@ -71,9 +72,8 @@ class OutputHead(nn.Module):
         return loss + (loss_ahead - loss_ahead.detach())
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [b, s, d] (sp: [b, s/tp, d]) after the last block -> [b, s, vocab] in fp32 or better, without the
-        padding of the vocabulary. Of full sequences.
-        """
+        """Return logits [b, s, vocab] in fp32 or better, without vocabulary padding. Takes x [b, s, d]
+        (sp: [b, s/tp, d]) of full sequences after the last block."""
         logits = linear(self.projection_input(self.norm(x)), self.weight)  # [b, s, padded vocab / tp]
         if self.tp.size > 1:
             shards = comm.all_gather(logits[None], self.tp)  # [tp, b, s, padded vocab / tp]
@@ -82,18 +82,20 @@ class OutputHead(nn.Module):
         return capped(logits.to(torch.promote_types(x.dtype, torch.float32)), self.logit_cap)
 
     def logits_at(self, x: Tensor, position: int) -> Tensor:
-        """x as for `logits` -> [vocab] in fp32 or better: of one position of the first sequence."""
-        if self.sp:  # the ranks have different positions, and gather them first
+        """Return the logits [vocab] of one position of the first sequence, in fp32 or better. x as for
+        `logits`."""
+        if self.sp:  # sequence-sharded: gather first
             return self.logits(x)[0, position]
         return self.logits(x[:, position:position + 1])[0, 0]
 
     def token_scores(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x as for `logits`, targets [b, s] -> [2, n] in fp32 or better, of the n counted targets.
+        """Score the n counted targets: x as for `logits`, targets [b, s] -> [2, n] in fp32 or better, row by
+        row.
 
-        They come row by row: the log-probability in nats, and 1 where no token is likelier, else 0.
+        The first row is the log-probability in nats; the second is 1 if no token is likelier, else 0.
 
-        Logits exist for the counted targets alone, and for a chunk of them at a time. Under tp one all-gather
-        of three numbers a target for each chunk.
+        Logits are computed only for the counted targets, one chunk at a time. Under tp each chunk takes one
+        all-gather of three numbers per target.
         """
         h = self.projection_input(self.norm(x))  # [b, s, d]
         is_counted = targets != IGNORE_INDEX
@@ -105,14 +107,14 @@ class OutputHead(nn.Module):
         return torch.cat(parts, 1)
 
     def chunk_scores(self, h: Tensor, ids: Tensor) -> Tensor:
-        """h [n, d], ids [n] -> [2, n]; see token_scores."""
+        """Score one chunk: h [n, d], ids [n] -> [2, n]. See token_scores."""
         columns = self.weight.shape[0]
-        first = self.tp.index * columns  # of the vocabulary, on this rank
+        first = self.tp.index * columns  # first vocabulary row of this rank
         logits = linear(h, self.weight)  # [n, padded vocab / tp]
         logits = capped(logits.to(torch.promote_types(h.dtype, torch.float32)), self.logit_cap)
         logits[:, max(0, self.vocab - first):] = float("-inf")  # padding
 
-        # what each rank has of its columns, and the same of all columns
+        # statistics of this rank's columns, then of all columns
         local_ids = ids - first
         is_local = (local_ids >= 0) & (local_ids < columns)
         picked = logits.gather(1, local_ids.clamp(0, columns - 1)[:, None])[:, 0]
@@ -124,11 +126,12 @@ class OutputHead(nn.Module):
         return torch.stack((picked - lse, is_likeliest.to(lse.dtype)))
 
     def cross_entropy(self, h: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
-        """h [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the norm, targets [b, s/cp] -> scale * the sum of the
-        counted tokens' losses, a scalar.
+        """Return scale * the summed loss of the counted tokens, a scalar.
+
+        Takes h [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the norm, and targets [b, s/cp].
         """
         h = self.projection_input(h)
-        first_row = self.tp.index * self.weight.shape[0]  # of the vocabulary, on this rank
+        first_row = self.tp.index * self.weight.shape[0]  # first vocabulary row of this rank
         return linear_cross_entropy(
             h.flatten(0, 1),
             self.weight,
@@ -141,9 +144,9 @@ class OutputHead(nn.Module):
         )
 
     def projection_input(self, h: Tensor) -> Tensor:
-        """h [b, s, d] (sp: [b, s/tp, d]) after the norm -> [b, s, d], what the table is multiplied by.
+        """Return the input [b, s, d] of the projection from h [b, s, d] (sp: [b, s/tp, d]) after the norm.
 
-        The logits have a factor: that of the model, and in muP the ratio of widths divides them (arXiv
+        Logits are scaled by the model's logit_scale, and under muP divided by the width ratio (arXiv
         2203.03466, table 8).
         """
         if self.logit_scale != 1:

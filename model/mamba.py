@@ -1,5 +1,5 @@
-"""Two mixers of tokens with a short convolution: the state space layer of Mamba-2 (arXiv 2405.21060), and
-the gated convolution of LFM2, which has no other state.
+"""Two mixers with a short convolution: the state space layer of Mamba-2 (arXiv 2405.21060), and the gated
+convolution of LFM2, which has no other state.
 
 Shapes: b sequences of s tokens, h heads of p channels, g groups that share B and C of n channels.
 """
@@ -44,7 +44,7 @@ class MambaConfig(TokenMixer):
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvConfig(TokenMixer):
-    """A gated short convolution (LFM2): out(C conv(B x)), of as many channels as the residual stream has."""
+    """Gated short convolution (LFM2): out(C conv(B x)), with as many channels as the residual stream."""
     kind: Literal["short_conv"] = "short_conv"
     conv: Count = 3  # tokens that the convolution sees, the token itself included
 
@@ -106,7 +106,8 @@ class Mamba(nn.Module):
         return stretch.join(out)
 
     def run_state_space(self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, stretch: TokenStretch) -> Tensor:
-        """state_space from the state before the stretch, whose last state is kept. Shapes: as there."""
+        """Run state_space from the state before the stretch, and keep the final state. Same shapes as
+        state_space."""
         A, D = -read_weight(self.rate).exp(), read_weight(self.skip)
         documents = stretch.state_documents()
         state = stretch.state_before(
@@ -119,7 +120,7 @@ class Mamba(nn.Module):
 
 
 def gate_and_normalize(x: Tensor, z: Tensor, weight: Tensor, *, groups: int, eps: float) -> Tensor:
-    """x, z [b, s, h p/tp] -> the same: RMSNorm of x SiLU(z), of each group. In fp32 or better."""
+    """x, z [b, s, h p/tp] -> the same: RMSNorm of x SiLU(z) within each group, in fp32 or better."""
     dtype = accumulation_dtype(x.dtype)
     gated = (x.to(dtype) * F.silu(z.to(dtype))).unflatten(-1, (groups, -1))
     scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
@@ -127,8 +128,8 @@ def gate_and_normalize(x: Tensor, z: Tensor, weight: Tensor, *, groups: int, eps
 
 
 class GatedShortConvolution(nn.Module):
-    """x [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]) -> the same: out(C conv(B x)), where B, C and x are
-    projections."""
+    """x [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]) -> the same: out(C conv(B x)) with projections B, C
+    and x."""
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()

@@ -1,17 +1,16 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Keys and values are computed from one narrow latent, and generation caches that latent alone. Positions are on
-a few channels, of which all heads share one key.
+Keys and values are computed from one narrow latent, and only that latent is cached in generation. Positions
+are on a few channels whose key is shared by all heads.
 
     q = W_qb norm(W_qa x)               [h, nope | rope]    (without q_rank: W_q x)
     c = norm(latent), r = rope(...)     W_kva x = [latent | r]
     k = [W_kb c | r],  v = W_vb c       [h, nope | rope], [h, v]; W_kb, W_vb: rows of kv_b, head by head
 
-The up-projections and the output are divided over tp by heads. The down-projections and the norms of the
-latents are on every rank and see that rank's tokens alone: the latents enter the tensor-parallel region, not
-the hidden state. So under sequence parallelism q_rank + kv_rank + rope_dim numbers per token are gathered
-instead of d (without q_rank x is gathered as well), and their gradients are partial over tp exactly where
-the tokens are divided.
+The up-projections and the output are sharded over tp by heads. The down-projections and the latents' norms
+are replicated and see only their rank's tokens: the latents, not the hidden state, enter the tensor-parallel
+region. So sequence parallelism gathers q_rank + kv_rank + rope_dim numbers per token instead of d (without
+q_rank it gathers x as well), and their gradients are partial over tp exactly where tokens are sharded.
 """
 import math
 from collections.abc import Iterator
@@ -134,7 +133,7 @@ class MultiLatentAttention(nn.Module):
         )
 
     def make_query_projection(self, cfg: Config, mesh: Mesh, layer: int) -> None:
-        """From the queries' latent, which q_norm normalizes; without q_rank from the hidden state."""
+        """Project from the queries' latent, normalized by q_norm, or from the hidden state without q_rank."""
         model = cfg.model
         key = f"layers.{layer}.attn"
         rank = self.q_rank
@@ -155,7 +154,7 @@ class MultiLatentAttention(nn.Module):
             )
 
     def make_key_value_projection(self, cfg: Config, mesh: Mesh, layer: int) -> None:
-        """From the latent of keys and values, which kv_norm normalizes."""
+        """Project from the latent of keys and values, normalized by kv_norm."""
         model = cfg.model
         key = f"layers.{layer}.attn"
         features = model.mixer.heads * (model.mixer.nope_dim + model.mixer.v_dim)
@@ -194,9 +193,9 @@ class MultiLatentAttention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x -> q [b, s/cp, h/tp (nope + rope)], latent [b, s/cp, kv_rank], rope_key [b, s/cp, rope].
 
-        Under sp x is the part of a tp rank; what is returned is of all s/cp tokens.
+        Under sp x is a tp rank's shard of the sequence; the results cover all s/cp tokens.
         """
-        # the latents of this rank's tokens
+        # latents of this rank's tokens
         widths = [self.q_rank, self.kv_rank, self.rope_dim]
         q_latent, latent, rope_key = linear(x, self.down).split(widths, -1)
         latent = rms_norm(latent, self.kv_norm, self.norm_eps, self.compiled)
@@ -205,7 +204,7 @@ class MultiLatentAttention(nn.Module):
             q_latent = rms_norm(q_latent, self.q_norm, self.norm_eps, self.compiled)
             latents.append(q_latent)
 
-        # the latents of all tp ranks' tokens, and the queries
+        # gather the latents of all tp ranks' tokens; project the queries
         entered = enter_region(torch.cat(latents, -1), self.tp, self.sp)
         widths = [self.kv_rank, self.rope_dim, self.q_rank]
         latent, rope_key, q_latent = entered.split(widths, -1)
@@ -214,8 +213,8 @@ class MultiLatentAttention(nn.Module):
 
     def absorbed_attention(self, q: Tensor, latent: Tensor, rope_key: Tensor,
                            context: ForwardContext) -> Tensor:
-        """One new token of each sequence: W_kb is applied to the query and W_vb to the result, so that keys
-        and values of earlier tokens are never computed (2405.04434, section 2.1.2).
+        """Attend from one new token per sequence, with W_kb absorbed into the query and W_vb into the result,
+        so that keys and values of earlier tokens are never materialized (2405.04434, section 2.1.2).
 
         q [b, 1, h/tp, nope + rope], latent [b, s, kv_rank], rope_key [b, s, rope] -> [b, 1, h/tp, v].
         """
@@ -223,7 +222,7 @@ class MultiLatentAttention(nn.Module):
         k_up, v_up = kv_up.split((self.nope_dim, self.value_dim), 1)
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)
         q_latent = torch.einsum("bshn,hnr->bshr", q_nope, k_up)
-        # attention divides by the root of the width that it sees, which is that of the latent
+        # undo attention's 1 / sqrt(latent width), and divide by sqrt(head width) instead
         key_dim = self.nope_dim + self.rope_dim
         latent_key_dim = self.kv_rank + self.rope_dim
         q = torch.cat((q_latent, q_rope), -1) * math.sqrt(latent_key_dim / key_dim)
@@ -235,9 +234,9 @@ class MultiLatentAttention(nn.Module):
 
 
 def score_scale(model: ModelConfig) -> float:
-    """Factor of the attention scores beyond 1 / sqrt(nope + rope), which the queries are multiplied by.
+    """Return the factor of the attention scores beyond 1 / sqrt(nope + rope). It is applied to the queries.
 
-    It is that of muP (arXiv 2203.03466, definition 4.1), times that of YaRN (arXiv 2309.00071, section 3.4).
+    The product of muP's factor (arXiv 2203.03466, definition 4.1) and YaRN's (arXiv 2309.00071, section 3.4).
     """
     scale = mup_score_scale(model)
     settings = model.mixer.rope
@@ -247,9 +246,10 @@ def score_scale(model: ModelConfig) -> float:
 
 
 def down_projection(cfg: Config, layer: int) -> ShardedParameter:
-    """The matrix [q_rank + kv_rank + rope, d] from the hidden state to all latents, on every tp rank.
+    """Create the matrix [q_rank + kv_rank + rope, d] from the hidden state to all latents, replicated over
+    tp.
 
-    Its gradient on a tp rank is that of the rank's tokens: under sp a part of the sum.
+    A tp rank's gradient covers its own tokens, so under sp it is a partial sum.
     """
     model = cfg.model
     widths = {"kv_a": model.mixer.kv_rank + model.mixer.rope_dim}
@@ -265,6 +265,6 @@ def down_projection(cfg: Config, layer: int) -> ShardedParameter:
 def up_projection(
     key: str, shape: tuple[int, int], std: float, group: Group, role: str = "hidden"
 ) -> ShardedParameter:
-    """A matrix between hidden features whose rows are divided over the group."""
+    """Create a matrix between hidden features whose rows are sharded over the group."""
     box = row_shard(key, shape, group)
     return parameter(ParameterSpec((box,), role, std))

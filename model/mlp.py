@@ -1,4 +1,5 @@
-"""The feed-forward half of a block: SwiGLU (gate and up as one matrix product), or another of ACTIVATIONS."""
+"""The feed-forward half of a block: SwiGLU with gate and up as one matrix product, or another of
+ACTIVATIONS."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from parallel.tensor.layers import ColumnLinear, RowLinear, replicated_vector
 from parallel.topology.mesh import Mesh
 
 ExpertActivationName = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_erf", "relu2"]
-ActivationName = Literal[ExpertActivationName, "xielu"]  # which learns two numbers of each MLP
+ActivationName = Literal[ExpertActivationName, "xielu"]  # xielu learns two numbers per MLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class MLPConfig(ChannelMixer):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertsConfig:
-    """Experts that process every token (arXiv 2401.06066), as one MLP of their widths together."""
+    """Experts that process every token (arXiv 2401.06066), computed as one MLP of their total width."""
     experts: Count = 1  # number of shared experts, each as wide as a routed one
     gate: bool = False  # multiply their output by sigmoid(x w) (Qwen2-MoE)
     limit: Positive | None = None  # as that of an MLP
@@ -58,7 +59,7 @@ def limit_rule(key: str, limit: float | None, activation: str) -> Rule:
 class MLP(nn.Module):
     """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same.
 
-    shared: a mixture's shared experts; else it is the MLP of the block.
+    It is the MLP of the block, or a mixture's shared experts if `shared` is set.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class MLP(nn.Module):
             self.activation = partial(self.activation, reader=fp8_reader_of_layer(cfg, layer))
         self.recompute_activation = recomputes(cfg, "act")
         self.learned = activation.learned
-        for name in self.learned:  # each tp rank has some of the features that they act on
+        for name in self.learned:  # each tp rank applies them to its own features
             setattr(self, name, replicated_vector(f"{key}.{name}", 1, name, is_partial=True))
 
         names = ("gate", "up") if activation.is_gated else ("up",)
@@ -107,7 +108,7 @@ class MLP(nn.Module):
         return self.down(self.hidden_activation(x))
 
     def hidden_activation(self, x: Tensor) -> Tensor:
-        """x -> the input of the down-projection [b, s, f/tp]."""
+        """Return the input of the down-projection [b, s, f/tp]."""
         gate_up = self.gate_up(x)  # [b, s, 2f/tp]
         numbers = [read_weight(getattr(self, name)) for name in self.learned]
         activated = self.activation(gate_up, *numbers)

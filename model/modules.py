@@ -1,4 +1,4 @@
-"""nn.ModuleList whose modules have a class that a type checker knows."""
+"""nn.ModuleList with a module class that type checkers know."""
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -8,7 +8,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class ModuleList(nn.ModuleList, Generic[Module]):
-    """The same at run time; a type checker knows what it gives."""
+    """An nn.ModuleList at run time; type checkers know the class of its items."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
         super().__init__(modules)

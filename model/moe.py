@@ -1,5 +1,5 @@
-"""A mixture of experts in the place of a block's MLP (arXiv 2101.03961, 2401.06066): router, routed and
-shared experts."""
+"""A mixture of experts instead of a block's MLP (arXiv 2101.03961, 2401.06066): router, routed and shared
+experts."""
 from functools import partial
 
 from torch import Tensor, nn
@@ -41,20 +41,20 @@ class MoE(nn.Module):
         self.num_experts = experts.experts
         self.has_capacity = experts.capacity is not None
         self.pad_to_capacity = self.has_capacity and experts.capacity.pad
-        self.token_shards = mesh.tp_cp.size  # of a sequence
+        self.token_shards = mesh.tp_cp.size  # per sequence
 
-        # in this order, in which their parameters lie in a bucket
+        # construction order = order in the bucket
         self.shared_gate = SharedExpertGate(cfg, layer) if experts.shared and experts.shared.gate else None
         self.router = Router(cfg, mesh, layer)
         self.experts = Experts(cfg, mesh, layer)
         self.shared_experts = SharedExperts(cfg, mesh, layer) if experts.shared else None
 
     def forward(self, x: Tensor, router_inputs: RouterInputs | None) -> tuple[Tensor, Tensor | None]:
-        # route: each tp rank its own tokens
+        # route: each tp rank routes its own tokens
         routed = x if self.sp else scatter_to_tp(x, self.tp)  # [b, s/cp/tp, d]
         index, probs, stats = self.router(routed, router_inputs)
 
-        # dispatch, with all but the last product of the shared experts during the exchange
+        # dispatch, overlapped with the shared experts up to their last product
         probs = probs.flatten(0, 1)  # [t, k]
         plan = self.plan_dispatch(index, router_inputs is not None)
         dispatch = Dispatch(routed.flatten(0, 1), probs, plan, self.experts.late_grads)
@@ -62,12 +62,12 @@ class MoE(nn.Module):
         if self.shared_experts is not None:
             shared_activation = self.shared_experts.hidden_activation(x)
 
-        # experts: while they compute a chunk, the next ones arrive and the last ones go back
+        # experts: the next chunk arrives and the last one returns while one is computed
         combine = Combine(plan, dispatch.late_grads)
         for chunk, rows in zip(plan.chunks, dispatch.chunks()):
             combine.send(self.experts(rows, chunk.rows_per_expert))
 
-        # combine, with the last product of the shared experts during the exchange
+        # combine, overlapped with the last product of the shared experts
         shared_output = None
         if self.shared_experts is not None and shared_activation is not None:
             shared_output = self.shared_experts.down(shared_activation)
@@ -79,15 +79,16 @@ class MoE(nn.Module):
         return y if shared_output is None else y + shared_output, stats
 
     def plan_dispatch(self, index: Tensor, is_training: bool) -> DispatchPlan:
-        """Which rows go to which rank. index [b, s/cp/tp, k]: the experts of the routed tokens.
+        """Plan which rows go to which rank. index [b, s/cp/tp, k] holds the experts of the routed tokens.
 
-        Only training drops tokens and pads to the capacity: then each rank sends every expert as many rows.
+        Only training drops tokens and pads to the capacity, so that each rank sends every expert equally many
+        rows.
         """
         capacity = None
         if self.pad_to_capacity and is_training:
             b, s, _ = index.shape
             capacity_of_sequence = self.router.expert_capacity(s * self.token_shards)
-            capacity = b * min(capacity_of_sequence, s)  # a token takes one row of an expert
+            capacity = b * min(capacity_of_sequence, s)  # a token takes at most one row of an expert
         return plan_dispatch(
             index.flatten(0, 1),
             num_experts=self.num_experts,
@@ -100,12 +101,12 @@ class MoE(nn.Module):
 
 
 class SharedExperts(MLP):
-    """The experts that every token has (DeepSeekMoE, arXiv 2401.06066, section 3.2): one MLP, as wide as all
-    of them together.
+    """The experts that process every token (DeepSeekMoE, arXiv 2401.06066, section 3.2), as one MLP of their
+    total width.
 
-    Its two halves, hidden_activation and down, run during the two exchanges of the routed experts. Autograd
-    runs the backward in the reverse order of the forward: so the gradients of `down` are computed during its
-    exchange back, those of hidden_activation during its exchange to the experts.
+    Its halves, hidden_activation and down, overlap the two exchanges of the routed experts. Autograd runs the
+    backward in reverse, so the gradients of `down` overlap the backward of the combine, and those of
+    hidden_activation overlap the backward of the dispatch.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
@@ -113,7 +114,7 @@ class SharedExperts(MLP):
 
 
 class SharedExpertGate(nn.Module):
-    """y -> y * sigmoid(x w), a factor per token (Qwen2-MoE): y is what the shared experts give for x.
+    """y -> y * sigmoid(x w), one factor per token (Qwen2-MoE); y is the shared experts' output for x.
 
     Both [b, s/cp, d] (sp: [b, s/cp/tp, d]).
     """
@@ -131,12 +132,11 @@ class SharedExpertGate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts that this rank has: gate and up (or up alone, see kernels/activations.py) as one
-    grouped matrix product, then down.
+    """This rank's routed experts: gate and up (or only up, see kernels/activations.py) as one grouped matrix
+    product, then down.
 
-    Of E / ep experts each the part of one etp rank, 1 / etp of the inner width. With model.mlp.bias each
-    expert has biases: an etp rank has those of its part of the width and, of the d numbers that are added
-    once to what down gives, 1 / etp.
+    Holds E / ep experts, sharded by etp along the inner width. With model.mlp.bias, an etp rank has the gate
+    and up biases of its part of the width, and 1 / etp of the d down biases, which are added only once.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
@@ -154,7 +154,7 @@ class Experts(nn.Module):
             parameters += [self.gate_up_bias, self.down_bias]
         self.first_biased = self.down_bias.spec.boxes[0].start[0] if self.down_bias is not None else 0
 
-        # in the backward they are computed beside the exchange of the rows' gradients (parallel/expert)
+        # computed in the backward while the rows' gradients are exchanged (parallel/expert)
         self.late_grads = LateWeightGrads()
         for param in parameters:
             param.late_grads = self.late_grads
@@ -167,10 +167,11 @@ class Experts(nn.Module):
             self.product = partial(scaled_grouped_rows, recipe=fp8[0], side=fp8[1])
 
     def forward(self, rows: ExpertRows, rows_per_expert: list[int] | Tensor) -> Tensor:
-        """Returns rows like rows.x: of each, the sum of what its experts give, times their probabilities."""
+        """Return rows like rows.x: for each, the sum of its experts' outputs weighted by their
+        probabilities."""
         x, order, probs = rows
         gate_up = self.product(x, self.gate_up, rows_per_expert, gather=order)  # [r, 2f/etp]
-        weight: Tensor | None = probs  # of what an expert gives
+        weight: Tensor | None = probs  # of an expert's output
         if self.weighs_input:
             gate_up = gate_up * probs[:, None].to(gate_up.dtype)
             weight = None
@@ -197,8 +198,7 @@ def scaled_grouped_rows(
     gather: RowOrder | None = None,
     combine: RowOrder | None = None,
 ) -> Tensor:
-    """As grouped_linear, by a product that reads rows in the order of experts: they are copied into it, and
-    back."""
+    """Like grouped_linear, for a product that needs rows in expert order: copies them in and back."""
     if gather is not None:
         x = permute(x, *gather)
     y = scaled_grouped_linear(x, weight, counts, recipe, side)
@@ -206,7 +206,8 @@ def scaled_grouped_rows(
 
 
 def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[Box]]:
-    """(gate and up, down) of this rank's experts: which part of which global matrix each is."""
+    """Return (gate and up, down) boxes: where each matrix of this rank's experts lies in its global
+    matrix."""
     model = cfg.model
     etp = cfg.parallel.etp
     width = model.mlp.width
@@ -237,23 +238,24 @@ def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[B
 
 
 def expert_matrices(boxes: list[Box], std: float) -> ShardedParameter:
-    """One matrix of each expert of this rank, stacked along dim 0."""
+    """Create one matrix per local expert, stacked along dim 0."""
     return parameter(ParameterSpec(tuple(boxes), "hidden", std, is_expert=True))
 
 
 def expert_biases(boxes: list[Box]) -> ShardedParameter:
-    """Biases of each expert of this rank, one after the other."""
+    """Create the biases of the local experts, concatenated."""
     return parameter(ParameterSpec(tuple(boxes), "bias", is_expert=True))
 
 
 def bias_box(weight: Box) -> Box:
-    """The biases of the outputs that a rank has of one matrix."""
+    """Return the box of the biases for the outputs of one matrix that this rank holds."""
     key = weight.key.removesuffix(".weight") + ".bias"
     return Box(key, weight.shape[:1], weight.start[:1], weight.size[:1])
 
 
 def down_bias_boxes(down: list[Box], cfg: Config, mesh: Mesh) -> list[Box]:
-    """Every etp rank has part of the sum of all d outputs; each adds the biases of d / etp of them."""
+    """Return the boxes of the down biases. Each etp rank has a partial sum of all d outputs and adds d /
+    etp biases."""
     etp = cfg.parallel.etp
     first = mesh.ep_etp.index % etp
     size = cfg.model.hidden // etp

@@ -8,11 +8,11 @@ Module k = 1 .. mtp joins the state of token i with the embedding of token i + k
     h_k = norm_k(block_k(join_k [norm(embedding of token i + k) ; norm(h_k-1)]))
     loss = mtp_weight / mtp * sum over k of the cross entropy of head(h_k), over the tokens of the main loss
 
-Embedding and head are the model's own. They take part in training alone: the modules add to the gradients,
-not to the reported loss, and evaluation and generation leave them out. Tokens and targets are shifted before
-context parallelism shards the sequence (parallel/microbatch.py). A mixture's router balances its load over
-the tokens whose further target is counted. Join matrices and norms are on every tp rank, as the norms of a
-block are.
+Embedding and head are shared with the model. The modules run only in training: they contribute to the
+gradients, not to the reported loss, and evaluation and generation skip them. Tokens and targets are shifted
+before context parallelism shards the sequence (parallel/microbatch.py). A mixture's router balances its load
+over the tokens whose further target is counted. Join matrices and norms are replicated over tp, like a
+block's norms.
 """
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,9 +39,9 @@ CrossEntropy = Callable[[Tensor, Tensor, Tensor | float], Tensor]  # (states, ta
 
 
 class MTPModule(nn.Module):
-    """One module: a join of states and embeddings, and a transformer block of its own.
+    """One prediction module: joins states with embeddings, then runs a transformer block.
 
-    layer: the number of that block; the modules' numbers follow those of the model's blocks.
+    `layer` is the number of that block; numbering continues after the model's blocks.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
@@ -58,10 +58,8 @@ class MTPModule(nn.Module):
         self.norm = Norm(cfg, f"{key}.head_norm")
 
     def forward(self, h: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
-        """h: the states of the module before; embedded: the embeddings of the tokens ahead.
-
-        Each [b, s/cp, d] (sp: [b, s/cp/tp, d]), as the states that it returns.
-        """
+        """Return the states for the module's prediction, from the states h of the module before and the
+        embeddings of the tokens ahead. All are [b, s/cp, d] (sp: [b, s/cp/tp, d])."""
         embedded = self.embed_norm(embedded)
         joined = torch.cat((embedded, self.hidden_norm(h)), -1)  # [b, s/cp, 2d]
         x, residual, router_stats = self.block(linear(joined, self.join), None, context)
@@ -70,7 +68,7 @@ class MTPModule(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """The modules of a model. table: the embedding's, which other parts of the model use too."""
+    """The prediction modules of a model. `table` is the embedding's, shared with other parts of the model."""
 
     def __init__(self, cfg: Config, mesh: Mesh, table: ShardedParameter) -> None:
         super().__init__()
@@ -84,10 +82,10 @@ class MultiTokenPrediction(nn.Module):
         self.modules_ahead = ModuleList(MTPModule(cfg, mesh, layer) for layer in layers)
 
     def forward(self, h: Tensor, inputs: LossInputs, cross_entropy: CrossEntropy) -> Tensor:
-        """h [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the model's last norm -> the weighted loss of all
-        modules, a scalar.
+        """Return the weighted loss of all modules, a scalar. Takes h [b, s/cp, d] (sp: [b, s/cp/tp, d]) after
+        the model's last norm.
 
-        cross_entropy: of the model's head. Raises ValueError for a microbatch without tokens_ahead.
+        `cross_entropy` is the head's. Raises ValueError for a microbatch without tokens_ahead.
         """
         microbatch, scale, context = inputs.microbatch, inputs.scale, inputs.context
         if microbatch.tokens_ahead is None or microbatch.targets_ahead is None:

@@ -1,4 +1,4 @@
-"""RMSNorm or LayerNorm, as the config says, with the addition of the residual in the same kernel."""
+"""RMSNorm or LayerNorm, fused with the residual addition."""
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,7 +37,8 @@ NORMS = (RMSNormConfig, LayerNormConfig)  # kinds of model.norm
 
 
 class Norm(nn.Module):
-    """A norm over the last dim [d]. readers: fp8 linears beside it, to which it hands what they need."""
+    """A norm over the last dim [d]. `readers` are the fp8 linears next to it, which it hands quantized
+    tensors."""
 
     def __init__(self, cfg: Config, key: str, readers: norm.Fp8Readers = norm.NO_READERS) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Norm(nn.Module):
         return norm.layer_norm(x, weight, self.added(weight), *settings)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); without a residual (norm(x), x). One pass, either way."""
+        """Return (norm(x + residual), x + residual), or (norm(x), x) without a residual, in one pass."""
         settings = (self.eps, self.compiled, self.readers)
         weight = self.factors(x)
         if not self.is_layer_norm:
@@ -79,16 +80,16 @@ class Norm(nn.Module):
         return y, total
 
     def factors(self, x: Tensor) -> Tensor:
-        """The weight [d]: ones where it has none. x: what is normalized."""
+        """Return the weight [d], or ones if there is none. x is the input of the norm."""
         return x.new_ones(x.shape[-1]) if self.weight is None else self.weight
 
     def added(self, weight: Tensor) -> Tensor:
-        """The bias of LayerNorm [d]: zeros where it has none."""
+        """Return the LayerNorm bias [d], or zeros if there is none."""
         return torch.zeros_like(weight) if self.bias is None else self.bias
 
 
 class PlainSum:
-    """In the place of a norm that a block does not have: the addition alone."""
+    """Stands in for an absent norm: only adds the residual."""
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         total = add_residual(x, residual)
@@ -99,5 +100,5 @@ SUM = PlainSum()
 
 
 def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
-    """x + residual, where no norm adds them; x where there is no residual."""
+    """Return x + residual, or x if there is no residual."""
     return x if residual is None else x + residual

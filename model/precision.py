@@ -1,5 +1,5 @@
-"""Which dtypes a run computes in, and which linear layers run in fp8 (kernels/fp8_linear.py): those of
-attention and MLP, but for the first and last blocks'."""
+"""Compute dtypes of a run, and which linear layers run in fp8 (kernels/fp8_linear.py): those of attention
+and MLP, except in the first and last blocks."""
 import torch
 
 from config import Config, fp8_recipe, layer_in_fp8
@@ -8,7 +8,7 @@ from kernels.fp8_origin import Reader
 from kernels.grad import accumulation_dtype
 from parallel.tensor.layers import Fp8Recipe
 
-# train.dtype -> that of weights and activations
+# train.dtype -> dtype of weights and activations
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -19,17 +19,18 @@ DTYPES = {
 
 
 def compute_bytes(dtype: str) -> int:
-    """Bytes of an element of weights and activations. dtype: train.dtype."""
+    """Return bytes per element of weights and activations. `dtype` is train.dtype."""
     return DTYPES[dtype].itemsize
 
 
 def accumulation_bytes(dtype: str) -> int:
-    """Bytes of an element of gradients and master weights: fp32 or better. dtype: train.dtype."""
+    """Return bytes per element of gradients and master weights, which are fp32 or better. `dtype` is
+    train.dtype."""
     return accumulation_dtype(DTYPES[dtype]).itemsize
 
 
 def fp8_of_layer(cfg: Config, layer: int) -> Fp8Recipe | None:
-    """The recipe and the side of its blocks; None: the layer runs in the compute dtype."""
+    """Return the layer's fp8 recipe and block side, or None if it runs in the compute dtype."""
     recipe = fp8_recipe(cfg.train)
     if recipe is None or not layer_in_fp8(cfg, layer):
         return None
@@ -37,7 +38,8 @@ def fp8_of_layer(cfg: Config, layer: int) -> Fp8Recipe | None:
 
 
 def fp8_reader_of_layer(cfg: Config, layer: int) -> Reader | None:
-    """What its fp8 linears want of those that make their inputs and output gradients; None: no fp8."""
+    """Return how the layer's fp8 linears want their inputs and output gradients quantized, or None without
+    fp8."""
     fp8 = fp8_of_layer(cfg, layer)
     if fp8 is None:
         return None

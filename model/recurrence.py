@@ -1,8 +1,9 @@
-"""What mixers of tokens with a state share (model/delta.py, mamba.py): where a sequence comes from and goes
-on, the short convolution before the state, and projections.
+"""Shared parts of mixers with a state (model/delta.py, mamba.py): sequences across ranks and passes, the
+short convolution before the state, and projections.
 
-A state begins with zeros where a document does. It comes from the tokens before: of other ranks under context
-parallelism (parallel/context/parts.py, with either parallel.cp_kind), of earlier passes in generation.
+A state starts from zeros at each document. It is passed on from earlier tokens: from other ranks under
+context parallelism (parallel/context/parts.py, with either parallel.cp_kind), from earlier passes in
+generation.
 """
 import math
 from collections.abc import Callable
@@ -33,10 +34,11 @@ from parallel.wire.comm import Group
 
 @dataclass(frozen=True)
 class TokenStretch:
-    """The tokens of a pass, as a layer with a state reads them.
+    """The tokens of a pass as a layer with a state reads them.
 
-    cp: None: the rank has full sequences; else its parts are sequences on their own. documents [b, s], and
-    documents_before [b, conv - 1 or 1] of the tokens before. cache: of generation, under keys of the layer.
+    `cp` is None if the rank has full sequences; otherwise its parts are treated as separate sequences.
+    `documents` is [b, s], and `documents_before` [b, conv - 1 or 1] covers the preceding tokens. `cache` is
+    set in generation; its entries are keyed by layer.
     """
     layer: int
     cp: Group | None
@@ -47,7 +49,8 @@ class TokenStretch:
 
     @staticmethod
     def of(context: ForwardContext, layer: int, cp: Group, conv: int) -> "TokenStretch":
-        """conv: tokens that the convolution sees, the token itself included."""
+        """Build the stretch of a layer. `conv` counts the tokens that the convolution sees, the current
+        one included."""
         documents, before = context.documents, None
         if context.sequence_is_sharded and documents is not None:
             documents, before = split_documents(documents, max(1, conv - 1), cp)
@@ -61,37 +64,39 @@ class TokenStretch:
         )
 
     def split(self, x: Tensor) -> Tensor:
-        """Of this rank's tokens [b, s/cp, ...] -> as they are read."""
+        """Rearrange this rank's tokens [b, s/cp, ...] into the sequences that the layer reads."""
         return x if self.cp is None else split_parts(x)
 
     def join(self, x: Tensor) -> Tensor:
-        """The inverse of split."""
+        """Invert split."""
         return x if self.cp is None else join_parts(x)
 
     def state_documents(self) -> dict[str, Any]:
-        """The arguments of a kernel with a state."""
+        """Return the document arguments of a kernel with a state."""
         before = self.documents_before
         return {"documents": self.documents, "state_document": None if before is None else before[:, -1]}
 
     def is_one_token(self, x: Tensor) -> bool:
-        """Whether this is a step of generation."""
+        """Return whether this is a decoding step."""
         return self.cache is not None and x.shape[1] == 1
 
     def state_before(self, zeros: Callable[[int], Tensor], effect: Callable[[], Effect]) -> Tensor | None:
-        """The state before the tokens, or None for zeros. zeros(b): the state of b sequences at their start;
-        effect(): that of the tokens."""
+        """Return the state before the tokens, or None for zeros.
+
+        zeros(b) returns the initial state of b sequences; effect() returns how the tokens change a state.
+        """
         if self.cp is not None:
             made = effect()
             return states_before(made, zeros(made[0].shape[0] // 2), self.cp)
         return None if self.cache is None else self.cache.kept.get((self.layer, "state"))
 
     def keep_state(self, state: Tensor) -> None:
-        """For the next pass of generation."""
+        """Keep the state for the next pass of generation."""
         if self.cache is not None:
             self.cache.kept[self.layer, "state"] = state
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        """short_conv of x [b, s, c], as it is read."""
+        """Apply short_conv to x [b, s, c], laid out by split."""
         number = weight.shape[1] - 1
         state = documents_before = None
         if self.cp is not None:
@@ -111,15 +116,17 @@ class TokenStretch:
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of each channel, of several projections side by side: {key: channels}, each
-    divided over tp on its own. width: tokens that it sees."""
+    """A depthwise causal convolution over concatenated projections.
+
+    `channels` maps keys to sizes, each sharded over tp separately. `width` counts the tokens that it sees.
+    """
 
     def __init__(
         self, mesh: Mesh, channels: dict[str, int], width: int, *, bias: bool = False, silu: bool = True
     ) -> None:
         super().__init__()
         self.silu = silu
-        # that of uniform numbers within 1 / sqrt(width), with which torch's convolutions begin
+        # std of uniform(-1, 1) / sqrt(width), the default initialization of torch's convolutions
         std = 1 / math.sqrt(3 * width)
         weights = [row_shard(f"{key}.weight", (number, width), mesh.tp) for key, number in channels.items()]
         self.weight = parameter(ParameterSpec(tuple(weights), "convolution", std))
@@ -129,15 +136,15 @@ class ShortConvolution(nn.Module):
             self.bias = parameter(ParameterSpec(tuple(biases), "bias"))
 
     def forward(self, x: Tensor, stretch: TokenStretch) -> Tensor:
-        """x [b, s, c/tp], as the stretch reads it -> the same."""
+        """x [b, s, c/tp], laid out by the stretch's split -> the same."""
         return stretch.convolve(x, self.weight, self.bias, self.silu)
 
 
 class SplitProjection(nn.Module):
     """x [b, s, hidden] (sp: [b, s/tp, hidden]) -> features [b, s, sum/tp], numbers [b, s, sum/tp].
 
-    features, numbers: {name: size} of projections, each divided over tp on its own. In fp8 the numbers, one
-    for each head, stay in the compute dtype; else all are one product.
+    `features` and `numbers` map names of projections to sizes, each sharded over tp separately. In fp8 the
+    numbers, one per head, stay in the compute dtype; otherwise all projections are one product.
     """
 
     def __init__(
@@ -170,7 +177,7 @@ class SplitProjection(nn.Module):
 
 
 def output_projection(cfg: Config, mesh: Mesh, layer: int, features: int) -> RowLinear:
-    """[b, s, features/tp] -> the residual stream."""
+    """Create the projection [b, s, features/tp] -> the residual stream."""
     return RowLinear(
         mesh,
         f"layers.{layer}.attn.o",

@@ -1,6 +1,5 @@
-"""Rotary positions (RoPE, arXiv 2104.09864): their keys, their scalings for a longer context, and the tables
-of a pass; and scores that grow with the position of their query.
-"""
+"""Rotary positions (RoPE, arXiv 2104.09864): config keys, context-extension scalings and the tables of a
+pass. Also attention scores that grow with the position of the query."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -18,7 +17,7 @@ from kernels import rope
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """RoPE for a longer context by interpolation of positions (arXiv 2306.15595)."""
+    """RoPE for a longer context by position interpolation (arXiv 2306.15595)."""
     kind: Literal["linear"] = "linear"
     factor: Positive  # all positions are divided by it
 
@@ -86,7 +85,7 @@ class GrowthConfig:
 
 
 def scaling_rules(settings: RopeConfig | None, rotated: int) -> Iterator[Rule]:
-    """Limits, and numbers for each pair of channels. rotated: channels of a head."""
+    """Check limits, and the count of numbers per channel pair. `rotated` counts channels of a head."""
     scaling = settings.scaling if settings else None
     yield Rule(
         not isinstance(scaling, YarnScaling) or scaling.low_freq <= scaling.high_freq,
@@ -105,11 +104,10 @@ def scaling_rules(settings: RopeConfig | None, rotated: int) -> Iterator[Rule]:
         "number of tokens that the model was trained on")
 
 
-# ---- what follows from them --------------------------------------------------------------------------------
+# ---- derived settings --------------------------------------------------------------------------------------
 
 def with_original_context(mixer: TokenMixer, original: int) -> TokenMixer:
-    """The mixer with another length of the context before the scaling of its rotary positions, if it has
-    one."""
+    """Return the mixer with `original` as its context length before RoPE scaling, if that applies."""
     settings = getattr(mixer, "rope", None)
     if settings is None or not isinstance(settings.scaling, (Llama3Scaling, YarnScaling, LongRopeScaling)):
         return mixer
@@ -117,8 +115,8 @@ def with_original_context(mixer: TokenMixer, original: int) -> TokenMixer:
 
 
 def with_fitting_longrope(model: ModelConfig) -> ModelConfig:
-    """The model with LongRoPE's numbers for as many pairs of channels as it rotates: the first ones that it
-    states, and the last of them for the rest."""
+    """Return the model with as many LongRoPE numbers as it rotates channel pairs: truncated, or padded
+    with the last one."""
     settings = getattr(model.mixer, "rope", None)
     if settings is None or not isinstance(settings.scaling, LongRopeScaling):
         return model
@@ -131,29 +129,30 @@ def with_fitting_longrope(model: ModelConfig) -> ModelConfig:
 
 
 def rope_switches(model: ModelConfig) -> set[int]:
-    """The lengths of a sequence beyond which it is rotated by other angles from its first token on."""
+    """Return the sequence lengths beyond which all tokens, from the first on, are rotated by other angles."""
     of_kinds = (getattr(like.mixer, "rope", None) for like in layer_models(model).values())
     scalings = [settings.scaling for settings in of_kinds if settings]
     return {scaling.original for scaling in scalings if isinstance(scaling, LongRopeScaling)}
 
 
 class Rotation(NamedTuple):
-    """The settings of rotary tables. channels: those of a head that are rotated."""
+    """Settings of rotary tables. `channels` counts the rotated channels of a head."""
     base: float
     scaling: Scaling | None
     channels: int
 
 
 def rotation_of(model: ModelConfig) -> Rotation | None:
-    """The rotation of queries and keys in layers like this (config.layer_model); None without RoPE."""
+    """Return how a layer rotates queries and keys, or None without RoPE. Takes the model of one layer
+    (config.layer_model)."""
     settings = getattr(model.mixer, "rope", None)
     return None if settings is None else Rotation(settings.base, settings.scaling, rotated_dim(model))
 
 
-# ---- of a pass ---------------------------------------------------------------------------------------------
+# ---- tables of a pass --------------------------------------------------------------------------------------
 
 def query_growth(cfg: Config, growth: GrowthConfig, positions: Tensor) -> Tensor:
-    """positions [b, s] -> the factor of the queries there [b, s, 1, 1], in fp32, or fp64 in an fp64 run."""
+    """Return the factor of the queries [b, s, 1, 1] at positions [b, s], in fp32, or fp64 in an fp64 run."""
     dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
     steps = torch.div(positions + growth.first, growth.every, rounding_mode="floor")
     return (1 + growth.rate * torch.log1p(steps.to(dtype)))[..., None, None]
@@ -162,13 +161,13 @@ def query_growth(cfg: Config, growth: GrowthConfig, positions: Tensor) -> Tensor
 def rope_tables(
     cfg: Config, rotation: Rotation, positions: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """positions [b, s] -> cos and sin [b, s, 1, rotated / 2] in fp32, or fp64 in an fp64 run. length: tokens
-    of the whole sequences, over ranks and earlier passes.
+    """Return cos and sin [b, s, 1, rotated / 2] at positions [b, s], in fp32, or fp64 in an fp64 run.
+    `length` counts tokens of whole sequences, across ranks and earlier passes.
 
     RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
     3.1 (arXiv 2407.21783), YaRN (arXiv 2309.00071) or LongRoPE (arXiv 2402.13753), or with interpolated
-    positions (arXiv 2306.15595). The tables of YaRN and LongRoPE are also multiplied by a number, which in
-    DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
+    positions (arXiv 2306.15595). YaRN and LongRoPE also scale the tables. DeepSeek's models set that scale to
+    1 and scale the scores instead (model/mla.py).
     """
     scaling = rotation.scaling
     scaled: dict[str, Any] = {}
@@ -184,7 +183,7 @@ def rope_tables(
         rotation.channels,
         rotation.base,
         **scaled,
-        device=positions.device,  # computed there: a copy from the host would make it wait
+        device=positions.device,  # computed on the device: a copy from the host would block it
     )
     scale = 1.0
     if isinstance(scaling, YarnScaling):

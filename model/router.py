@@ -1,27 +1,26 @@
-"""The router of a mixture of experts: which experts a token gets, with which weights, and the losses that
-balance them.
+"""The router of a mixture of experts: expert choice, weights, and balance losses.
 
-Losses and statistics are over the tokens whose target is counted, as the main loss is, and are divided by the
-same global number of them. So microbatches, accumulation and layout change nothing. With p_i the scores of a
-token (sigmoid: divided by their sum), sums over counted tokens, T of them in the step:
+Losses and statistics cover the tokens whose target is counted, like the main loss, and are divided by their
+global number, so microbatches, accumulation and layout do not affect them. With p_i the scores of a token
+(for sigmoid: divided by their sum) and sums over the T counted tokens of a step:
 
-    load balance   weight / T * sum p_i f_i     f_i: E / top_k times the share of the choices of expert i
+    load balance   weight / T * sum p_i f_i     f_i: E / top_k times expert i's share of the choices
     z              z_loss / T * sum logsumexp(logits)^2     (arXiv 2202.08906)
 
-f is a constant for the gradient. `aux.over` says over what it is taken:
+f is a constant for the gradient. `aux.over` selects what it is computed over:
 
     sequence   the token's own sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20)
     global     the global batch (arXiv 2501.11873). Its counts are known only after the step's last forward,
-               so those of the step before are taken, and 1 in the first step: exact, and the same in every
+               so the previous step's counts are used, and 1 in the first step: exact, and the same in every
                layout
     micro      the microbatch, as in Switch Transformer and Hugging Face. It depends on how tokens are
                grouped, so scripts.verify refuses it
 
-A balanced layer adds aux.weight to the loss, whatever E and top_k. (Hugging Face's Mixtral: top_k times that,
-over all layers at once.) Their gradients are added where those of the scores are computed
-(kernels/router.py), each on the stage that has the layer, and they are reported separately.
+A balanced layer adds aux.weight to the loss, regardless of E and top_k. (Hugging Face's Mixtral adds top_k
+times that, over all layers at once.) The gradients are added where the score gradients are computed
+(kernels/router.py), on the stage that has the layer, and the losses are reported separately.
 
-A capacity counts all tokens of a sequence, with or without a target. It holds in training alone: evaluation
+Capacity counts all tokens of a sequence, with or without a target. It applies only in training: evaluation
 and generation, where later tokens are not known yet, drop nothing.
 """
 import math
@@ -63,7 +62,7 @@ from parallel.wire import comm
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceLossConfig:
-    """The load-balance loss of a router."""
+    """Load-balance loss of a router."""
     weight: NotNegative  # what a balanced layer adds to the loss; in Hugging Face's Mixtral a balanced layer
     #   adds top_k times its coefficient
     over: Literal["sequence", "global", "micro"] = "sequence"  # which load it balances: that of each
@@ -73,7 +72,7 @@ class BalanceLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Which experts a token gets, and with which weights."""
+    """How a router chooses experts and weights them."""
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of experts: a softmax over all of them, or a sigmoid
     #   for each (DeepSeek-V3, arXiv 2412.19437)
     renorm: bool = True  # divide the scores of the chosen experts by their sum
@@ -95,7 +94,7 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """How many tokens an expert takes in training."""
+    """Expert capacity in training."""
     factor: Positive  # an expert takes at most this times its fair share of the tokens of a sequence
     drop: Literal["probability", "position"] = "probability"  # which tokens an expert over capacity drops:
     #   the least likely ones, or the last ones
@@ -105,7 +104,8 @@ class CapacityConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(ChannelMixer):
-    """A mixture of experts in the place of the MLP (arXiv 2101.03961): a router sends each token to some."""
+    """A mixture of experts instead of an MLP (arXiv 2101.03961): a router sends each token to some of
+    them."""
     kind: Literal["experts"] = "experts"
     experts: Count = 8  # number of routed experts
     top_k: Count = 2  # number of routed experts that process a token
@@ -119,7 +119,7 @@ class ExpertsConfig(ChannelMixer):
 
     @property
     def shared_width(self) -> int:
-        """Inner width of the shared experts together; 0 without any."""
+        """Return the total inner width of the shared experts, or 0 if there are none."""
         return self.shared.experts * self.width if self.shared else 0
 
     def rules(self, cfg: Config) -> Iterator[Rule]:
@@ -159,7 +159,7 @@ class ExpertsConfig(ChannelMixer):
         yield from self.router_rules()
 
     def router_rules(self) -> Iterator[Rule]:
-        """How many experts a token may choose, from how many groups."""
+        """Check how many experts a token may choose, and from how many groups."""
         experts, groups, top_groups = self.experts, self.router.groups, self.router.group_top_k
         yield Rule(
             self.top_k <= experts,
@@ -186,18 +186,18 @@ class ExpertsConfig(ChannelMixer):
             "model.mlp.router.groups", divisors(experts))
 
 
-# ---- what follows from them --------------------------------------------------------------------------------
+# ---- derived settings --------------------------------------------------------------------------------------
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether the layer with this index has experts instead of an MLP."""
+    """Return whether the layer with this index has experts instead of an MLP."""
     return isinstance(layer_model(model, layer).mlp, ExpertsConfig)
 
 
 @lru_cache(maxsize=1 << 12)
 def mixture(model: ModelConfig) -> ExpertsConfig | None:
-    """The experts of the first layer that has some; None of a dense model.
+    """Return the experts of the first layer that has any, or None for a dense model.
 
-    Those of other kinds of layers differ from them in what computes an expert alone (EXPERTS_ALIKE in
+    Other kinds of layers differ from it only in what computes a single expert (EXPERTS_ALIKE in
     config/reading/rules.py).
     """
     mlps = (like.mlp for like in layer_models(model).values())
@@ -205,7 +205,7 @@ def mixture(model: ModelConfig) -> ExpertsConfig | None:
 
 
 def with_mlps(model: ModelConfig, change: Callable[[ChannelMixer], ChannelMixer]) -> ModelConfig:
-    """The model with `change` of its MLPs and experts, those of its kinds of blocks included."""
+    """Return the model with `change` applied to its MLPs and experts, including those of its block kinds."""
     def changed(path: str, value: Any) -> Any:
         part, _, key = path.partition(".")
         if part != "mlp":
@@ -222,7 +222,7 @@ def with_mlps(model: ModelConfig, change: Callable[[ChannelMixer], ChannelMixer]
 
 
 def routing_rule(experts: ExpertsConfig) -> RoutingRule:
-    """How the routers of these experts choose."""
+    """Return the rule by which routers of these experts choose."""
     router = experts.router
     return RoutingRule(
         experts.top_k,
@@ -238,10 +238,10 @@ def routing_rule(experts: ExpertsConfig) -> RoutingRule:
 
 @dataclass(frozen=True)
 class RouterInputs:
-    """What a router needs in training.
+    """Router inputs in training.
 
-    counted [b, s/cp/tp]: is the target of each of this rank's tokens counted? scale: 1 / the global number of
-    counted tokens, times the loss scale. jitter_rng: None without jitter.
+    `counted` [b, s/cp/tp] says for each of this rank's tokens whether its target counts. `scale` is the loss
+    scale divided by the global number of counted tokens. `jitter_rng` is None without jitter.
     """
     counted: Tensor
     scale: Tensor | float
@@ -250,7 +250,8 @@ class RouterInputs:
 
 def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor | float,
                   dropout_rng: DropoutRng | None) -> RouterInputs:
-    """targets [b, s/cp]. dropout_rng: of this rank's tokens, which are divided over tp under sp."""
+    """Build the router inputs from targets [b, s/cp]. `dropout_rng` covers this rank's tokens, sharded
+    over tp under sp."""
     jitter_rng = dropout_rng if mixture(cfg.model).router.jitter else None
     if jitter_rng is not None and not cfg.parallel.sp:
         positions = local_chunk(jitter_rng.positions[None], mesh.tp)[0]
@@ -259,12 +260,12 @@ def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor |
 
 
 class Router(nn.Module):
-    """x [b, s/cp/tp, d] -> the experts of these tokens, and the weights of these, in fp32 or better.
+    """x [b, s/cp/tp, d] -> the experts of these tokens and their weights, in fp32 or better.
 
-    Beside its weight, and the bias of its logits that it learns with logit_bias, it keeps in fp64:
+    Besides its weight, and the logit bias that it learns with logit_bias, it keeps in fp64:
 
-        bias [E]                        added to the scores for the choice alone (arXiv 2408.15664)
-        load [E]                        f of the step before, for aux.over global
+        bias [E]                        added to the scores only for the choice (arXiv 2408.15664)
+        load [E]                        f of the previous step, for aux.over global
         stats [E + len(ROUTER_STATS)]   this rank's statistics of the step so far
     """
 
@@ -298,10 +299,10 @@ class Router(nn.Module):
         self.stats = torch.zeros(self.num_experts + len(ROUTER_STATS), dtype=torch.float64)
 
     def forward(self, x: Tensor, router_inputs: RouterInputs | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns (index, probs, stats).
+        """Return (index, probs, stats).
 
-        index int64 [b, s, k]: the experts of each token; -1: dropped. probs [b, s, k]: what their outputs are
-        multiplied by. stats [E + len(ROUTER_STATS)]: of this microbatch; None outside of training.
+        index int64 [b, s, k] holds the experts of each token, -1 if dropped. probs [b, s, k] multiplies their
+        outputs. stats [E + len(ROUTER_STATS)] covers this microbatch; it is None outside of training.
         """
         if router_inputs is not None and router_inputs.jitter_rng is not None:
             x = x.to(accumulation_dtype(x.dtype))
@@ -309,7 +310,7 @@ class Router(nn.Module):
             factors = router_inputs.jitter_rng.uniform(-1 - self.layer, x.shape[-1], jitter, x.dtype)
             x = x * factors
 
-        # the choice
+        # expert choice
         logits = router_logits(x, self.weight, self.logit_bias)  # [b, s, E]
         counted = None if router_inputs is None else router_inputs.counted
         choice = choose_experts(logits, self.rule, self.bias, counted)
@@ -317,13 +318,13 @@ class Router(nn.Module):
             probs = routed_weights(x, self.weight, logits, choice, self.rule, logit_bias=self.logit_bias)
             return choice.index, probs, None
 
-        # its weights and losses
+        # weights and losses
         losses, stats = self.losses(choice.sums, router_inputs)
         probs = routed_weights(
             x, self.weight, logits, choice, self.rule, losses, logit_bias=self.logit_bias)
         index = choice.index
 
-        # what finds no place at its expert is dropped
+        # drop tokens over capacity
         if self.capacity is not None:
             is_kept = self.apply_capacity(index, probs.detach())
             is_dropped = ~is_kept & router_inputs.counted[..., None]
@@ -336,11 +337,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def losses(self, sums: RouterSums, router_inputs: RouterInputs) -> tuple[RouterLosses, Tensor]:
-        """What the router adds to the loss on this rank, and its stats [E + len(ROUTER_STATS)]."""
+        """Return this rank's loss terms of the router and its stats [E + len(ROUTER_STATS)]."""
         aux_weight = self.router.aux.weight if self.router.aux else 0.0
         z_loss = self.router.z_loss
         scale = router_inputs.scale
-        if not isinstance(scale, Tensor):  # filled on the device: a copy would stop the host
+        if not isinstance(scale, Tensor):  # filled on the device: a copy would block the host
             scale = sums.shares.new_full((), scale)
 
         load: Tensor | None = None
@@ -361,7 +362,7 @@ class Router(nn.Module):
         return losses, stats
 
     def balanced_counts(self, counts: Tensor) -> Tensor:
-        """The counts that f of the load-balance loss is taken from: this rank's [b, E] -> [b, E] or [1, E].
+        """Return the counts that define f in the load-balance loss: this rank's [b, E] -> [b, E] or [1, E].
 
         One all-reduce over tp x cp.
         """
@@ -374,29 +375,29 @@ class Router(nn.Module):
     # ---- capacity (GShard, arXiv 2006.16668, section 2.2) --------------------------------------------------
 
     def expert_capacity(self, seq_len: int) -> int:
-        """How many tokens of a sequence an expert takes, where there is a capacity."""
+        """Return how many tokens of a sequence an expert takes. Requires a capacity."""
         return math.ceil(self.capacity.factor * seq_len * self.top_k / self.num_experts)
 
     @torch.no_grad()
     def apply_capacity(self, index: Tensor, probs: Tensor) -> Tensor:
-        """index, probs [b, s, k] -> bool [b, s, k]: for which choices their experts have capacity.
+        """Return which choices fit their expert's capacity: index, probs [b, s, k] -> bool [b, s, k].
 
-        The choices of the full sequence compete: by position, or with capacity.drop probability by probs.
+        Choices compete across the full sequence: by position, or by probs if capacity.drop is probability.
         """
         tp, cp = self.mesh.tp, self.mesh.cp
         k = index.shape[-1]
 
-        # index and probs of the full sequence, in one exchange; the numbers of experts are exact as floats
+        # gather index and probs of the full sequence in one exchange; expert numbers are exact as floats
         both = torch.stack((index.to(probs.dtype), probs), -1)
         both = both.flatten(2)  # [b, s, 2k]
         if tp.size > 1:
             both = all_gather_sequence(both, tp)
         if cp.size > 1:
             both = zigzag.unshard_sequence(comm.all_gather(both[None], cp))
-        pairs = both.unflatten(-1, (k, 2)).flatten(1, 2)  # [b, s k, 2], in the order of the sequence
+        pairs = both.unflatten(-1, (k, 2)).flatten(1, 2)  # [b, s k, 2], in sequence order
         index, probs = pairs.unbind(-1)
 
-        # the order in which choices are admitted, and the position of each among those of its expert
+        # admission order, and the rank of each choice within its expert
         order = torch.arange(index.shape[1], device=index.device)
         order = order.expand(index.shape)
         if self.capacity.drop == "probability":
@@ -413,10 +414,10 @@ class Router(nn.Module):
             is_kept = zigzag.shard_sequence(is_kept, cp.size)[cp.index]
         return local_chunk(is_kept, tp)
 
-    # ---- what it keeps from step to step -------------------------------------------------------------------
+    # ---- state across steps --------------------------------------------------------------------------------
 
     def move_states_to(self, device: torch.device) -> None:
-        """Moves bias, load and statistics to the device; the weight has its storage from elsewhere."""
+        """Move bias, load and statistics to the device. The weight gets its storage elsewhere."""
         if self.bias is not None:
             self.bias = self.bias.to(device)
         if self.load is not None:
@@ -424,11 +425,11 @@ class Router(nn.Module):
         self.stats = self.stats.to(device)
 
     def balance(self, counts: Tensor, is_good: Tensor) -> None:
-        """After a step. counts [E]: the tokens of each expert in the global batch.
+        """Update bias and load after a step. counts [E]: tokens per expert in the global batch.
 
-        The bias of an expert with more than the mean falls by bias_rate, that of one with fewer rises
-        (arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). is_good: a bool scalar;
-        where it is False nothing changes.
+        The bias of an expert above the mean drops by bias_rate, that of one below it rises (arXiv 2408.15664,
+        algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Where the bool scalar is_good is False
+        nothing changes.
         """
         if self.bias is not None:
             change = self.router.bias_rate * torch.sign(counts.mean() - counts)
@@ -438,7 +439,7 @@ class Router(nn.Module):
             self.load.copy_(torch.where(is_good, load, self.load))
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
-        """[(box, tensor)] of what it keeps beside its weight from step to step."""
+        """Return [(box, tensor)] of the state besides the weight that persists across steps."""
         found: list[tuple[Box, Tensor]] = []
         for name, value in (("bias", self.bias), ("load", self.load)):
             if value is not None:

@@ -1,7 +1,7 @@
-"""What the routers of a run keep beside their weights, and how a step changes it.
+"""State of all routers besides their weights, and its update after a step.
 
-From step to step: biases and loads, which checkpoints store. Within a step: statistics of the tokens'
-choices, which are summed over all ranks after the optimizer (one all-reduce per step) and shown as metrics.
+Across steps: biases and loads, which checkpoints store. Within a step: statistics of the expert choices,
+which are summed over all ranks after the optimizer (one all-reduce per step) and reported as metrics.
 """
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from parallel.wire import comm
 
 
 class RouterStates:
-    """The states of the routers of this rank's stages. All ranks agree on them after update_after_step.
+    """Router states of this rank's stages. All ranks agree on them after update_after_step.
 
-    stats [mixture layers, E + len(ROUTER_STATS)]: the statistics of the last step, over all its tokens. None
-    before the first.
+    stats [mixture layers, E + len(ROUTER_STATS)] covers all tokens of the last step; it is None before the
+    first.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: list[PipelineStage], device: torch.device) -> None:
@@ -35,22 +35,22 @@ class RouterStates:
         self.stats: Tensor | None = None
 
     def start_step(self) -> None:
-        """Sets the statistics of this rank to zero."""
+        """Reset this rank's statistics."""
         for router in self.local_routers:
             router.stats.zero_()
 
     @torch.no_grad()
     def update_after_step(self, is_good: Tensor, loss_scale: Tensor) -> None:
-        """After the optimizer: sums the statistics over all ranks, and balances each router by its counts.
+        """Sum the statistics over all ranks after the optimizer, and rebalance each router.
 
-        is_good: a bool scalar; False: the step was skipped, and no bias and no load changes. loss_scale: of
-        the step, which the router losses contain.
+        Where the bool scalar is_good is False, the step was skipped and no bias or load changes. The router
+        losses contain the step's loss_scale.
         """
         if not self.layers:
             return
         num_experts = mixture(self.model).experts
 
-        # the statistics of all layers, in one exchange
+        # sum the statistics of all layers in one exchange
         shape = (len(self.layers), num_experts + len(ROUTER_STATS))
         stats = torch.zeros(shape, dtype=torch.float64, device=is_good.device)
         for router in self.local_routers:
@@ -64,10 +64,10 @@ class RouterStates:
             router.balance(counts, is_good)
 
     def boxes(self, each_once: bool = False, weights: bool = False) -> list[tuple[Box, Tensor]]:
-        """[(box, tensor)] of what a checkpoint stores.
+        """Return [(box, tensor)] of what a checkpoint stores.
 
-        each_once: only on one rank of those that have the same. weights: only what the model's output depends
-        on.
+        With `each_once`, only one of the ranks that hold the same tensors returns them. With `weights`, only
+        what the model's output depends on is returned.
         """
         if each_once and (self.mesh.dp_cp.index or self.mesh.tp.index):
             return []

@@ -1,4 +1,4 @@
-"""Scores of given tokens by a model whose layers are divided over a pipeline."""
+"""Score given tokens with a model whose layers are split across pipeline stages."""
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +9,8 @@ from parallel.pipeline.executor import Pipeline
 
 
 def score_positions(tokens: Tensor, context: int) -> Tensor:
-    """[b, s] -> [b, s]: 0, 1, ... for the tokens of a text. Padding beyond the context has the last one."""
+    """Return positions 0, 1, ... [b, s] for tokens [b, s]. Padding beyond the context repeats the last
+    position."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return positions.clamp(max=context - 1).expand_as(tokens)
 
@@ -21,11 +22,13 @@ def pipeline_scores(
     tokens: Tensor,
     targets: Tensor,
 ) -> Tensor | None:
-    """tokens, targets [b, s] of whole sequences -> [2, n] of the n counted targets (OutputHead.token_scores).
+    """Score the n counted targets: tokens, targets [b, s] of whole sequences -> [2, n]
+    (OutputHead.token_scores).
 
-    None on ranks without the last stage. Every rank calls it, with tokens of the same shape; those of the
-    same dp and cp index with the same tokens. The ranks of a cp group may have different ones. One pass
-    through all stages: a rank is done when it has sent on its last hidden states, and may begin the next one.
+    Returns None on ranks without the last stage. Collective: every rank calls it with tokens of the same
+    shape. Ranks with the same dp and cp index pass the same tokens; ranks of a cp group may pass different
+    ones. Runs one pass through all stages: a rank is done once it has sent its last hidden states, and may
+    start the next pass.
     """
     x = tokens
     for number in range(pipeline.schedule.n_stages):

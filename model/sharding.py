@@ -1,5 +1,5 @@
-"""What the config says of the model's parameters beyond their shapes: rates under muP, the ranks that hold
-them, and how data-parallel ranks share them."""
+"""Derive from the config what parameters need besides shapes: muP rates, mesh degrees and how
+data-parallel ranks shard them."""
 from torch import nn
 
 from config import OPTIMIZERS, Config, compression_block, mup_width_ratio
@@ -13,8 +13,8 @@ from parallel.wire.compress import CODECS
 
 
 def scale_for_mup(cfg: Config, module: nn.Module) -> None:
-    """Initial values and rates of the module's parameters under muP. A table, which two modules may share, is
-    not changed."""
+    """Set initial values and learning rates for muP. Leaves parameter data, which modules may share,
+    untouched."""
     width_ratio = mup_width_ratio(cfg.model)
     power = OPTIMIZERS[cfg.optim.name].mup_power
     for param in sharded_parameters(module):
@@ -22,18 +22,18 @@ def scale_for_mup(cfg: Config, module: nn.Module) -> None:
 
 
 def parallel_dims(cfg: Config, world_size: int) -> ParallelDims:
-    """The degrees of parallelism of a job on `world_size` ranks."""
+    """Return the parallel dimensions of a job on `world_size` ranks."""
     return ParallelDims(world_size, **mesh_degrees(cfg))
 
 
 def mesh_degrees(cfg: Config) -> dict[str, int]:
-    """{field of ParallelDims: the degree}"""
+    """Return {field of ParallelDims: degree}."""
     degrees = axis_degrees(cfg.parallel)
     return {axis.dims: degrees[axis.key] for axis in AXES}
 
 
 def sharding_config(cfg: Config) -> ShardingConfig:
-    """What the config says of sharing between data-parallel ranks."""
+    """Return how data-parallel ranks shard gradients, weights and optimizer state."""
     parallel = cfg.parallel
     return ShardingConfig(
         zero=parallel.zero,

@@ -1,8 +1,8 @@
-"""Keys and values that several layers share (cross-layer attention, arXiv 2405.12981): a layer with
-model.mixer.keys_of projects queries alone, and reads the keys and values of the last layer of that kind
-before it.
+"""Cross-layer sharing of keys and values (arXiv 2405.12981).
 
-Where a pipeline boundary lies between the two, they travel behind the hidden states.
+A layer with model.mixer.keys_of projects only queries and reads the keys and values of the last layer of that
+kind before it. If a pipeline boundary lies between the two layers, keys and values are sent along with the
+hidden states.
 """
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,43 +20,45 @@ KeysAndValues = tuple[Tensor, Tensor]  # [b, s/cp, g/tp, d], [b, s/cp, g/tp, dv]
 
 @dataclass
 class SharedKeys:
-    """Keys and values that later layers read, of one forward pass.
+    """Keys and values that later layers of one forward pass read.
 
-    sources: {layer: the earlier layer whose keys it reads}. kept: by the layer that made them.
+    `sources` maps a layer to the earlier layer whose keys it reads; `kept` is indexed by the layer that
+    produced them.
     """
     sources: Mapping[int, int] = field(default_factory=dict)
     kept: dict[int, KeysAndValues] = field(default_factory=dict)
 
     def source_of(self, layer: int) -> int:
-        """The layer whose keys a layer attends to: an earlier one, or itself."""
+        """Return the layer whose keys `layer` attends to: an earlier layer, or `layer` itself."""
         return self.sources.get(layer, layer)
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Keeps what a layer made, if a later one reads it: copies, as views would keep its queries, too."""
+        """Store keys and values if a later layer reads them. They are copied: a view would keep the
+        queries alive too."""
         if layer in self.sources.values():
             self.kept[layer] = k.contiguous(), v.contiguous()
 
     def read(self, layer: int) -> KeysAndValues:
-        """What the source of a layer has made in this pass."""
+        """Return the keys and values of the layer's source in this pass."""
         return self.kept[self.sources[layer]]
 
     def of_layer(self, layer: int) -> "SharedKeys":
-        """What one layer reads. With recompute it holds that, and nothing of other layers, until its
+        """Return only what one layer reads, so that recompute does not hold other layers' keys until its
         backward."""
         source = self.sources.get(layer)
         return SharedKeys(self.sources, {} if source is None else {source: self.kept[source]})
 
     def take(self, layer: int, made: "SharedKeys") -> None:
-        """Takes over what a layer has kept in its own."""
+        """Move the keys that a layer stored in its own SharedKeys into this one."""
         if layer in made.kept:
             self.kept[layer] = made.kept.pop(layer)
 
 
 @lru_cache(maxsize=1 << 10)
 def key_sources(model: ModelConfig) -> Mapping[int, int]:
-    """{layer: the earlier layer whose keys and values it reads}."""
+    """Return {layer: the earlier layer whose keys and values it reads}."""
     kinds = layer_kinds(model)
-    last: dict[str, int] = {}  # layer, by kind
+    last: dict[str, int] = {}  # last layer of each kind
     sources: dict[int, int] = {}
     for layer, kind in enumerate(kinds):
         read = keys_of(layer_model(model, layer))
@@ -67,23 +69,27 @@ def key_sources(model: ModelConfig) -> Mapping[int, int]:
 
 
 def keys_of(model: ModelConfig) -> str | None:
-    """The kind of block whose keys the layers of a model that is like this read."""
+    """Return the block kind whose keys a layer reads, or None. `model` is that of one layer (layer_model)."""
     return getattr(model.mixer, "keys_of", None)
 
 
 # ---- between pipeline stages -------------------------------------------------------------------------------
 
 def carried_into(model: ModelConfig, first: int) -> list[int]:
-    """The layers before `first` whose keys and values that one or a later one reads."""
+    """Return the layers before `first` whose keys and values are read by `first` or a later layer."""
     sources = key_sources(model)
     return sorted({source for layer, source in sources.items() if source < first <= layer})
 
 
 def widths_between_stages(cfg: Config, layers: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Numbers that travel into each stage, on one rank, for each token of the hidden states [b, s/cp, hidden]
-    (sp: [b, s/cp/tp, hidden]): theirs, and those of keys and values, whose heads are divided over tp. layers:
-    of each stage."""
-    tokens = cfg.parallel.tp if cfg.parallel.sp else 1  # of the keys for one of the hidden states
+    """Return how many numbers each stage receives per token of hidden states.
+
+    Hidden states are [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]).
+
+    Counts the hidden states and, on one rank, the keys and values, whose heads are sharded over tp. `layers`
+    holds (first, last) for each stage.
+    """
+    tokens = cfg.parallel.tp if cfg.parallel.sp else 1  # key tokens per token of hidden states
     widths: list[int] = []
     for first, _ in layers:
         carried = [numbers_of_token(cfg, layer) for layer in carried_into(cfg.model, first)]
@@ -92,15 +98,14 @@ def widths_between_stages(cfg: Config, layers: list[tuple[int, int]]) -> tuple[i
 
 
 def numbers_of_token(cfg: Config, layer: int) -> tuple[int, int]:
-    """Numbers in a token's keys, and in its values, on one rank: g/tp d and g/tp dv."""
+    """Return how many numbers one token's keys and values have on one rank: g/tp d and g/tp dv."""
     shape = head_shape(layer_model(cfg.model, layer))
     heads = max(1, shape.kv_heads // cfg.parallel.tp)
     return heads * shape.head_dim, heads * shape.value_dim
 
 
 def with_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
-    """What travels into the stage that begins with layer `first`: one piece after the other in memory. x:
-    the hidden states."""
+    """Pack hidden states x and the shared keys into one tensor for the stage that begins at layer `first`."""
     carried = [keys.kept[layer] for layer in carried_into(cfg.model, first)]
     if not carried:
         return x
@@ -109,7 +114,7 @@ def with_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
 
 
 def without_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
-    """The hidden states of what has travelled into a stage. keys: are given what came with them."""
+    """Unpack what a stage received: returns the hidden states and stores keys and values in `keys`."""
     carried = carried_into(cfg.model, first)
     if not carried:
         return x
@@ -129,7 +134,7 @@ def without_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor
 # ---- rules -------------------------------------------------------------------------------------------------
 
 def sharing_rules(model: ModelConfig) -> Iterator[Rule]:
-    """Which layers can read the keys of others."""
+    """Check which layers may read the keys of others."""
     kinds, likes = layer_kinds(model), layer_models(model)
     stating = {variant.name for variant in model.blocks if "mixer.keys_of" in dict(variant.changes)}
     makers = [name for name, like in likes.items() if like.mixer.kind == "attention" and not keys_of(like)]

@@ -1,5 +1,5 @@
-"""Which layers a pipeline stage holds: as parallel.stages says, or divided by FLOPs, so that no stage waits
-for a heavier one."""
+"""Assign layers to pipeline stages: from parallel.stages, or balanced by FLOPs so that no stage waits for
+a heavier one."""
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -9,7 +9,8 @@ from model.flops import flops_of_parts
 
 
 class Split(NamedTuple):
-    """The first layers, divided into stages. sizes: layers of each; heaviest: the largest cost of one."""
+    """A split of the first layers into stages. `sizes` counts the layers per stage; `heaviest` is the cost
+    of the most expensive stage."""
     heaviest: float
     sizes: tuple[int, ...]
 
@@ -18,7 +19,7 @@ BestSplits = dict[int, Split]  # by the number of layers in the stages so far
 
 
 def layers_of_stages(cfg: Config, stages: int) -> list[tuple[int, int]]:
-    """[(first, last)] of the blocks of each stage, last excluded; every stage has at least one."""
+    """Return (first, last) of each stage's blocks, last excluded. Every stage has at least one block."""
     if cfg.parallel.stages:
         sizes = positive_integers(cfg.parallel.stages)
     else:
@@ -29,25 +30,24 @@ def layers_of_stages(cfg: Config, stages: int) -> list[tuple[int, int]]:
 
 @cache
 def split_by_cost(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
-    """Layers of each stage. The cost is a token's FLOPs: a lookup has none, a mixture those of the experts
-    that a token uses, the head those of multi-token prediction as well.
+    """Return the number of layers per stage that minimizes the cost of the heaviest stage.
 
-    Chooses, among all divisions into consecutive layers, one whose heaviest stage is lightest (dynamic
-    programming, exact).
+    Cost is FLOPs per token: lookups are free, a mixture counts the experts that a token uses, and the head
+    includes multi-token prediction. Searches all splits into consecutive layers (dynamic programming, exact).
     """
     costs, head = relative_costs(model, seq_len)
 
     best: BestSplits = {0: Split(0.0, ())}
     for stage in range(1, stages + 1):
         extra = head if stage == stages else 0.0
-        most_layers = model.layers - (stages - stage)  # each later stage has a layer
+        most_layers = model.layers - (stages - stage)  # every later stage needs a layer
         best = with_one_more_stage(best, costs[:most_layers], extra)
     return best[model.layers].sizes
 
 
 def with_one_more_stage(best: BestSplits, costs: list[float], extra: float) -> BestSplits:
-    """The best splits with a stage more. costs: of the layers that may be in it; extra: of what the stage has
-    beside layers."""
+    """Extend the best splits by one stage. `costs` covers the layers that it may hold; `extra` is the cost
+    of its other parts."""
     found: BestSplits = {}
     for start, before in best.items():
         stage_cost = 0.0
@@ -60,7 +60,7 @@ def with_one_more_stage(best: BestSplits, costs: list[float], extra: float) -> B
 
 
 def relative_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float]:
-    """FLOPs of a token in each block, and in the head; those of the last block are 1."""
+    """Return FLOPs per token of each block and of the head, relative to the last block."""
     _, *blocks, head = flops_of_parts(model, (seq_len,), seq_len)
     unit = blocks[-1]
     return [block / unit for block in blocks], head / unit

@@ -1,5 +1,4 @@
-"""The decoder as pipeline stages: the consecutive blocks of one, with the embedding or the output head at an
-end."""
+"""The decoder as pipeline stages: consecutive blocks, with the embedding or the output head at an end."""
 import torch
 from torch import Tensor, nn
 
@@ -21,16 +20,15 @@ from parallel.topology.mesh import Mesh
 
 
 class PipelineStage(nn.Module):
-    """Token ids, or hidden states of the stage before, -> hidden states, or the loss.
+    """Map token ids, or the previous stage's hidden states, to hidden states or the loss.
 
     The stage with block 0 has the embedding, the one with the last block the output head.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, first: int, last: int,
                  table: ShardedParameter | None = None, ends_are_apart: bool = False) -> None:
-        """first, last: of the blocks, last excluded. table: the embedding's, if another stage of this rank
-        has it. ends_are_apart: the first and the last stage are on different ranks.
-        """
+        """Build blocks first .. last - 1. `table` is the embedding's, if another stage of this rank has
+        it. `ends_are_apart` says that the first and last stage are on different ranks."""
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
@@ -44,10 +42,10 @@ class PipelineStage(nn.Module):
         if last == cfg.model.layers:
             self.head = OutputHead(cfg, mesh, table, ends_are_apart)
 
-    # ---- what it is made of --------------------------------------------------------------------------------
+    # ---- parts ---------------------------------------------------------------------------------------------
 
     def parts(self) -> list[nn.Module]:
-        """The parts, in the order of the forward pass: the embedding, each block, the output head."""
+        """Return the parts in forward order: the embedding, each block, the output head."""
         modules: list[nn.Module] = list(self.blocks)
         if self.embedding is not None:
             modules.insert(0, self.embedding)
@@ -56,14 +54,14 @@ class PipelineStage(nn.Module):
         return modules
 
     def routers(self) -> list[Router]:
-        """Of all mixture layers, those of multi-token prediction included."""
+        """Return the routers of all mixture layers, including multi-token prediction."""
         blocks = list(self.blocks)
         if self.head is not None and self.head.mtp is not None:
             blocks += [module.block for module in self.head.mtp.modules_ahead]
         return [block.mlp.router for block in blocks if isinstance(block.mlp, MoE)]
 
     def shared_table(self) -> ShardedParameter | None:
-        """The embedding's table if the first and the last stage both need it; None on stages between them."""
+        """Return the embedding's table if both the first and the last stage need it, else None."""
         if self.head is not None and self.head.mtp is not None:
             return self.head.mtp.table
         model = self.cfg.model
@@ -73,13 +71,13 @@ class PipelineStage(nn.Module):
             return self.head.weight
         return None
 
-    # ---- what it computes ----------------------------------------------------------------------------------
+    # ---- computation ---------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, microbatch: Microbatch, scale: Tensor | float) -> Tensor:
-        """One microbatch. x: token ids, or hidden states of the stage before.
+        """Run one microbatch. x holds token ids, or hidden states of the previous stage.
 
-        Returns hidden states for the next stage; the last stage the summed loss times scale. Dropout, jitter
-        and router losses where gradients are on.
+        Returns hidden states for the next stage, or on the last stage the summed loss times scale. Dropout,
+        jitter and router losses apply where gradients are on.
         """
         if torch.is_grad_enabled():
             context = self.training_context(microbatch, scale)
@@ -97,7 +95,7 @@ class PipelineStage(nn.Module):
         return self.head(x, LossInputs(microbatch, scale, context), residual=residual)
 
     def training_context(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
-        """The context of a forward with dropout and router losses."""
+        """Return the context of a forward pass with dropout and router losses."""
         cfg = self.cfg
         is_random = cfg.model.dropout or (self.experts and self.experts.router.jitter)
         rng = self.dropout_rng(microbatch) if is_random else None
@@ -115,7 +113,8 @@ class PipelineStage(nn.Module):
         )
 
     def dropout_rng(self, microbatch: Microbatch) -> DropoutRng:
-        """Of this rank's tokens. Raises ValueError for a microbatch without sequence_ids."""
+        """Return the dropout generator of this rank's tokens. Raises ValueError for a microbatch without
+        sequence_ids."""
         if microbatch.sequence_ids is None:
             raise ValueError("dropout and jitter need each sequence's index in the step: "
                              "Microbatch.sequence_ids")
@@ -130,7 +129,8 @@ class PipelineStage(nn.Module):
     def run_blocks(
         self, x: Tensor, positions: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Embedding, if it is here, and blocks. The hidden states are the sum of the two (model/block.py)."""
+        """Run the embedding, if present, and the blocks. The hidden states are the sum of the two results
+        (model/block.py)."""
         if self.embedding is not None:
             x = self.embedding(x, positions, context.dropout_rng)
         else:
@@ -142,23 +142,22 @@ class PipelineStage(nn.Module):
         return x, residual
 
     def output(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> Tensor:
-        """The one tensor that travels to the next stage."""
+        """Return the single tensor that is sent to the next stage."""
         return with_keys(add_residual(x, residual), context.shared_keys, self.cfg, self.last)
 
     def hidden_states(self, x: Tensor, positions: Tensor, documents: Tensor | None = None, *,
                       dropout_rng: DropoutRng | None = None, cache: GenerationCache | None = None) -> Tensor:
-        """Token ids [b, s] on the first stage, else hidden states of the stage before -> [b, s, d] after the
-        last block here.
+        """Return hidden states [b, s, d] after the last local block, for token ids [b, s] on the first stage
+        or hidden states of the previous one.
 
-        Of full sequences, as in generation.
+        Takes full sequences, as in generation.
         """
         context = forward_context(self.cfg, positions, documents, dropout_rng=dropout_rng, cache=cache)
         return self.output(*self.run_blocks(x, positions, context), context)
 
     def logits(self, tokens: Tensor, positions: Tensor, *, cache: GenerationCache | None = None,
                position: int | None = None) -> Tensor:
-        """[b, s, vocab] in fp32 or better; with `position` the logits [vocab] of that one of the first
-        sequence.
+        """Return logits [b, s, vocab] in fp32 or better, or [vocab] at `position` of the first sequence.
 
         Raises ValueError unless the stage is a full model.
         """

@@ -1,1 +1,1 @@
-"""Checkpoints on a disk: files with checksums, folders, the newest good one, writing behind training."""
+"""Checkpoints on disk: checksummed files, folders, the newest good checkpoint, background saves."""

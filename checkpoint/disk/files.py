@@ -1,9 +1,9 @@
-"""Bytes on disk: writes safetensors files in one hashed pass, and reads them with checks.
+"""Bytes on disk: write safetensors files in one hashed pass, and read them with checks.
 
-This file knows nothing of steps or of the index. A shard is a safetensors file (8-byte little-endian header
-length, JSON header, tensors back to back), so other tools can read it. It is written and read here, without
-the library, for two reasons: each byte is hashed exactly once while it is copied, and nothing but a regular
-file is ever opened. Every write reaches the disk (fsync) before its function returns. Nothing is pickled.
+This file knows nothing of steps or the index. A shard is a safetensors file (8-byte little-endian header
+length, JSON header, tensors back to back), so other tools can read it. We read and write it without the
+library for two reasons: each byte is hashed exactly once while it is copied, and only regular files are ever
+opened. Every write is flushed (fsync) before its function returns. Nothing is pickled.
 
 Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
@@ -26,20 +26,20 @@ from config import ConfigError, usable_cores
 
 try:
     import xxhash
-except ImportError:  # where nothing can be installed: sha256 takes its place, and is slower
+except ImportError:  # if it cannot be installed: fall back to sha256, which is slower
     xxhash = None
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-# in index.json: {bytes, sha256} of meta.json, {bytes, header} of a shard, {bytes, header, save_id} if linked
+# in index.json: {bytes, sha256} of meta.json, {bytes, header} of a shard, plus save_id if linked
 FileEntry = dict[str, int | str]
 Named = list[tuple[str, torch.Tensor]]  # [(name in a shard, tensor)]
 TensorTable = dict[str, dict[str, Any]]  # a safetensors header: {name: {dtype, shape, data_offsets}, ...}
-CHUNK = 1 << 20  # bytes that are hashed and written at a time: they stay in a core's cache meanwhile
-LENGTH_BYTES = 8  # at the start of a safetensors file: the length of the header
-ALIGNMENT = 8  # bytes; the header is padded to a multiple of this, so that the first tensor is aligned
-MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses a longer header
-MAX_THREADS = 8  # that read or write
+CHUNK = 1 << 20  # bytes hashed and written at a time: they stay in a core's cache
+LENGTH_BYTES = 8  # length of the header, at the start of a safetensors file
+ALIGNMENT = 8  # bytes; the header is padded to a multiple of this to align the first tensor
+MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses longer headers
+MAX_THREADS = 8  # for reading or writing
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -55,12 +55,12 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
-# Digests of stored tensors, by the name that the index gives. They find damage; none of them is a signature.
+# Digests of stored tensors, by their name in the index. They detect damage; they do not authenticate.
 DIGESTS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
 if xxhash is not None:
     DIGESTS["xxh3_128"] = xxhash.xxh3_128
 WRITTEN_DIGEST = [*DIGESTS][-1]
-LEAST_NON_FINITE: dict[torch.dtype, tuple[Any, int]] = {  # dtype: integers of its size, Inf among them
+LEAST_NON_FINITE: dict[torch.dtype, tuple[Any, int]] = {  # dtype: (integer type, its first non-finite value)
     torch.float64: (np.uint64, 0x7FF0_0000_0000_0000),
     torch.float32: (np.uint32, 0x7F80_0000),
     torch.float16: (np.uint16, 0x7C00),
@@ -76,13 +76,13 @@ SIGNED: dict[Any, Any] = {np.uint8: np.int8, np.uint16: np.int16, np.uint32: np.
 class IntegrityError(RuntimeError):
     """The disk does not hold what was written. The message names the file and the difference.
 
-    Exit code 79, if no good checkpoint is left.
+    Exit code 79 if no good checkpoint is left.
     """
     exit_code = 79
 
 
 class NonFiniteTensor(ArithmeticError):
-    """A tensor to be saved holds NaN or Inf.
+    """A tensor to be saved has NaN or Inf.
 
     The message names its key. Nothing is committed. Exit code 77.
     """
@@ -92,12 +92,12 @@ class NonFiniteTensor(ArithmeticError):
 class StorageError(RuntimeError):
     """The disk fails or is full. Exit code 82.
 
-    path: the file or folder; needed: bytes to be written, 0 if unknown; why: the reason in words.
+    `path` is the file or folder, `needed` the bytes to write (0 if unknown), `why` the reason.
     """
     exit_code = 82
 
     def __init__(self, path: Path | str, needed: int, why: str) -> None:
-        super().__init__(str(path), needed, why)  # so that the error of another rank is equal
+        super().__init__(str(path), needed, why)  # makes errors of different ranks equal
         self.path = Path(path)
         self.needed = needed
         self.why = why
@@ -109,9 +109,9 @@ class StorageError(RuntimeError):
 
 @contextlib.contextmanager
 def storage_errors(path: Path, needed: int) -> Iterator[None]:
-    """Turns every OSError inside into a StorageError.
+    """Convert every OSError inside into a StorageError.
 
-    Such are ENOSPC, EIO, EROFS, EDQUOT and EFBIG, and the error of a folder that vanished.
+    For example ENOSPC, EIO, EROFS, EDQUOT, EFBIG, or a folder that vanished.
     """
     try:
         yield
@@ -122,10 +122,10 @@ def storage_errors(path: Path, needed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_errors(path: Path) -> Iterator[None]:
-    """Turns every OSError inside into an IntegrityError that names the file.
+    """Convert every OSError inside into an IntegrityError that names the file.
 
-    The file is missing or unreadable, or it is a symbolic link. Where this process or machine has no file
-    descriptor left, that says nothing of the file: a StorageError.
+    The file is missing, unreadable or a symbolic link. Running out of file descriptors says nothing about the
+    file, so that is a StorageError.
     """
     try:
         yield
@@ -142,7 +142,7 @@ def reading_errors(path: Path) -> Iterator[None]:
 # ---- writing -----------------------------------------------------------------------------------------------
 
 def sync_dir(path: Path) -> None:
-    """Flushes a folder to disk. A rename or a new name is safe only after that."""
+    """Flush a folder to disk. A rename or a new name is not durable before that."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -151,7 +151,7 @@ def sync_dir(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Creates a file with these bytes and flushes it to disk. Returns {bytes, sha256}."""
+    """Create a file with these bytes and flush it to disk. Returns {bytes, sha256}."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -160,9 +160,9 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder.
+    """Remove a file, a link or a folder.
 
-    Never raises: what cannot be removed now is removed the next time.
+    Never raises: the next cleanup retries whatever cannot be removed now.
     """
     if path.is_symlink() or not path.is_dir():
         with contextlib.suppress(OSError):
@@ -172,11 +172,12 @@ def remove(path: Path) -> None:
 
 
 def is_finite(values: np.ndarray, dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype, given as bytes, hold no NaN and no Inf.
+    """Return whether numbers of this dtype, given as bytes, have no NaN and no Inf.
 
-    Read as an integer, a number that is not finite is at least as large as the Inf of its sign (fp8 e4m3: as
-    its only NaN). Read with a sign, the largest is a positive number; read without, a negative one, if there
-    is one. Two passes that keep nothing, by one thread, so that it takes no core from training.
+    Interpreted as an integer, a non-finite number is at least as large as the Inf of its sign (fp8 e4m3: as
+    its only NaN). The signed maximum is the largest positive number; the unsigned maximum is a negative
+    number, if there are any. Two passes without temporaries, in one thread, so that no core is taken from
+    training.
     """
     if dtype not in LEAST_NON_FINITE or not values.size:
         return True
@@ -188,18 +189,18 @@ def is_finite(values: np.ndarray, dtype: torch.dtype) -> bool:
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor in row-major order, as uint8.
+    """Return the bytes of a tensor in row-major order, as uint8.
 
-    Copies only a tensor on a device or one that is not contiguous.
+    Copies only if the tensor is on a device or not contiguous.
     """
     tensor = tensor.detach().cpu().contiguous()
-    # reshape(-1) would keep the odd stride of a dim of size 1.
+    # reshape(-1) would keep the odd stride of a dim of size 1
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy()
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of a tensor."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -210,17 +211,17 @@ def write_shard(
     halfway: Callable[[], object],
     read: Callable[[int], torch.Tensor] | None = None,
 ) -> tuple[FileEntry, list[str], int]:
-    """Writes tensors into a new safetensors file, which is not flushed to disk yet.
+    """Write tensors to a new safetensors file, without flushing it.
 
-    named: [(name in the file, tensor)]. halfway: called when half of the tensors are written. read: the
-    tensor at a position with its values, where those of `named` have none.
-    One tensor a thread is in host memory at a time.
+    `named` is [(name in the file, tensor)]. `halfway` is called when half of the tensors are written. `read`
+    returns the values of the tensor at a position, for tensors that have none. One tensor per thread is in
+    host memory at a time.
 
-    Returns ({bytes, header: sha256 of length and header}, [checksum of each tensor], the open descriptor).
-    Each chunk is looked at for NaN, hashed and written while it is in the cache: one pass over the bytes. The
-    hashes together cover every byte of the file.
+    Returns ({bytes, header: sha256 of length and header}, [checksum of each tensor], open file descriptor).
+    Each chunk is checked for NaN, hashed and written while in cache: one pass over the bytes. Together the
+    hashes cover every byte of the file.
 
-    Raises NonFiniteTensor naming the tensor. Does not catch OSError.
+    Raises NonFiniteTensor naming the tensor. OSError propagates.
     """
     header, data_bytes = shard_header(named, save_id)
     checksums: list[str] = []
@@ -240,7 +241,7 @@ def write_shard(
 
 
 def flush(fd: int) -> None:
-    """Flushes a file to disk and closes it."""
+    """Flush a file to disk and close it."""
     try:
         os.fsync(fd)
     finally:
@@ -248,14 +249,14 @@ def flush(fd: int) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Writes all bytes: one call may write less."""
+    """Write all bytes; a single os.write may write fewer."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view):]
 
 
 def shard_header(named: Named, save_id: str) -> tuple[bytes, int]:
-    """(length and header of the safetensors file, bytes of the tensors that follow)."""
+    """Return (length and header of the safetensors file, bytes of the tensors that follow)."""
     table: TensorTable = {"__metadata__": {"format": "pt", "save_id": save_id}}
     end = 0
     for name, tensor in named:
@@ -267,14 +268,14 @@ def shard_header(named: Named, save_id: str) -> tuple[bytes, int]:
 
 
 def header_bytes(table: TensorTable) -> bytes:
-    """Length and header of a safetensors file, padded with spaces so that the first tensor is aligned."""
+    """Return length and header of a safetensors file, padded with spaces to align the first tensor."""
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def write_hashed(fd: int, name: str, tensor: torch.Tensor) -> str:
-    """Writes the bytes of a tensor chunk by chunk. Returns their checksum. Raises NonFiniteTensor."""
+    """Write a tensor chunk by chunk and return its checksum. Raises NonFiniteTensor."""
     digest = DIGESTS[WRITTEN_DIGEST]()
     for chunk in chunks_of(raw_bytes(tensor)):
         if not is_finite(chunk, tensor.dtype):
@@ -285,13 +286,13 @@ def write_hashed(fd: int, name: str, tensor: torch.Tensor) -> str:
 
 
 def chunks_of(data: np.ndarray) -> Iterator[np.ndarray]:
-    """The bytes, CHUNK at a time."""
+    """Yield the data in pieces of CHUNK bytes."""
     for start in range(0, len(data), CHUNK):
         yield data[start:start + CHUNK]
 
 
 def reads_as(fd: int, start: int, data: np.ndarray) -> bool:
-    """Whether the file has these bytes from `start` on."""
+    """Return whether the file has these bytes at `start`."""
     buffer = np.empty(min(CHUNK, len(data)), dtype=np.uint8)
     for chunk in chunks_of(data):
         found = buffer[:len(chunk)]
@@ -305,7 +306,7 @@ def reads_as(fd: int, start: int, data: np.ndarray) -> bool:
 
 @contextlib.contextmanager
 def open_shard(path: Path) -> Iterator[int]:
-    """Opens a regular file and yields its descriptor. Follows no symbolic link, and does not wait for a pipe.
+    """Open a regular file and yield its descriptor. Does not follow symbolic links or block on a pipe.
 
     Raises IntegrityError naming the file, also for an OSError inside the with block.
     """
@@ -321,9 +322,9 @@ def open_shard(path: Path) -> Iterator[int]:
 
 
 def forget_cached(path: Path) -> bool:
-    """Lets the next read of a file come from the disk and not from memory. False: the system cannot.
+    """Drop a file from the page cache, so that the next read hits the disk. Returns False if unsupported.
 
-    Bytes that are not flushed yet stay in memory.
+    Unflushed bytes stay in memory.
     """
     if not hasattr(os, "posix_fadvise"):  # macOS
         return False
@@ -333,19 +334,19 @@ def forget_cached(path: Path) -> bool:
 
 
 def read_ahead(fd: int, start: int, size: int) -> None:
-    """Lets the system read these bytes while others are hashed, where it can."""
+    """Prefetch these bytes while others are hashed, if the system can."""
     if hasattr(os, "posix_fadvise"):  # not macOS
         os.posix_fadvise(fd, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def read_file(path: Path) -> bytes:
-    """All bytes of a small file. Raises IntegrityError."""
+    """Return all bytes of a small file. Raises IntegrityError."""
     with open_shard(path) as fd:
         return b"".join(iter(lambda: os.read(fd, CHUNK), b""))
 
 
 def read_header(fd: int, path: Path, base: int = 0) -> tuple[bytes, TensorTable]:
-    """(length and header as stored, header parsed) of a safetensors file. base: the byte at which it begins.
+    """Return (length and header as stored, parsed header) of a safetensors file that begins at byte `base`.
 
     Raises IntegrityError naming `path`.
     """
@@ -366,7 +367,7 @@ def read_header(fd: int, path: Path, base: int = 0) -> tuple[bytes, TensorTable]
 
 
 def read_into(fd: int, start: int, target: np.ndarray) -> bool:
-    """Fills `target` with the bytes of the file from `start` on. False: the file ends before."""
+    """Fill `target` with the file's bytes from `start`. Returns False if the file ends early."""
     view = target.data
     os.lseek(fd, start, os.SEEK_SET)
     while view:
@@ -378,10 +379,10 @@ def read_into(fd: int, start: int, target: np.ndarray) -> bool:
 
 
 def read_hashed(fd: int, start: int, target: np.ndarray, expected: str) -> bool:
-    """Fills `target` with the bytes of the file from `start` on. Returns whether they have this checksum.
+    """Fill `target` with the file's bytes from `start`. Returns whether they match the checksum.
 
-    It reads the file and does not map it: then a disk that fails raises OSError, and does not kill with
-    SIGBUS. Raises ConfigError for a checksum that cannot be made here.
+    Reads instead of mapping the file, so that a failing disk raises OSError and does not kill the process
+    with SIGBUS. Raises ConfigError if this environment cannot compute the checksum.
     """
     name, digest = digest_for(expected)
     read_ahead(fd, start, len(target))
@@ -394,7 +395,8 @@ def read_hashed(fd: int, start: int, target: np.ndarray, expected: str) -> bool:
 
 
 def range_is(fd: int, start: int, size: int, expected: str) -> bool:
-    """Whether the bytes [start, start + size) of the file have this checksum. Raises ConfigError as above."""
+    """Return whether bytes [start, start + size) of the file match the checksum. Raises ConfigError like
+    read_hashed."""
     name, digest = digest_for(expected)
     buffer = np.empty(min(CHUNK, size), dtype=np.uint8)
     for first in range(0, size, CHUNK):
@@ -406,9 +408,9 @@ def range_is(fd: int, start: int, size: int, expected: str) -> bool:
 
 
 def digest_for(checksum: str) -> tuple[str, Any]:
-    """(name, new digest) of the kind that made this checksum.
+    """Return (name, new digest) of the kind that produced this checksum.
 
-    Raises ConfigError if it cannot be made here.
+    Raises ConfigError if this environment cannot compute it.
     """
     name = checksum.partition(":")[0]
     if name not in DIGESTS:
@@ -420,14 +422,14 @@ def digest_for(checksum: str) -> tuple[str, Any]:
 
 
 def checksum_text(name: str, digest: Any) -> str:
-    """A checksum as the index holds it."""
+    """Format a checksum as in the index."""
     return f"{name}:{digest.hexdigest()}"
 
 
 def available_bytes() -> int:
-    """The memory that can be had without swapping, within the limits of this process' cgroups.
+    """Return the memory available without swapping, within the limits of this process's cgroups.
 
-    0 where the system does not say (macOS).
+    Returns 0 if the system does not say (macOS).
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -439,9 +441,10 @@ def available_bytes() -> int:
 
 
 def cgroup_rooms(own: Path, root: Path) -> list[int]:
-    """Bytes up to the limit of each cgroup (version 2) around this process; [] without limits.
+    """Return the bytes left below the limit of each cgroup (version 2) around this process, or [] without
+    limits.
 
-    own: the file that names the process' cgroup. root: where cgroups are mounted.
+    `own` is the file that names the process's cgroup, `root` the mount point of cgroups.
     """
     try:
         line = own.read_text().splitlines()[-1]
@@ -452,7 +455,7 @@ def cgroup_rooms(own: Path, root: Path) -> list[int]:
     for folder in (place, *place.parents):
         if not folder.is_relative_to(root):
             break
-        with contextlib.suppress(OSError, ValueError):  # no limit: "max", or no file
+        with contextlib.suppress(OSError, ValueError):  # unlimited: "max", or no file
             limit = int((folder / "memory.max").read_text())
             rooms.append(max(0, limit - int((folder / "memory.current").read_text())))
     return rooms
@@ -461,7 +464,7 @@ def cgroup_rooms(own: Path, root: Path) -> list[int]:
 def run_in_threads(
     work: Callable[[Job], Result], jobs: Sequence[Job], max_threads: int = MAX_THREADS
 ) -> list[Result]:
-    """[work(job) for each job], in a few threads: hashing and reading release the GIL.
+    """Return [work(job) for each job], in a few threads: hashing and reading release the GIL.
 
     Raises the first error.
     """

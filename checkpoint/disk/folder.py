@@ -1,19 +1,19 @@
-"""One committed checkpoint folder: what it holds, and whether every byte of it is what was written.
+"""One committed checkpoint folder: its contents and their verification.
 
-    index.sha256    checksum of index.json, as sha256sum writes it (`sha256sum -c index.sha256`):
+    index.sha256    checksum of index.json, in sha256sum format (`sha256sum -c index.sha256`):
                     the root of trust
     index.json      version, save_id, step, world,
                     pieces [{key, shape, start, size, dtype, file, name, checksum}],
-                    files {meta.json: {bytes, sha256}, *.safetensors: {bytes, header}}; of a file that is
-                    linked (checkpoint/disk/links.py): {bytes, header, save_id}
+                    files {meta.json: {bytes, sha256}, *.safetensors: {bytes, header}}; for a linked file
+                    (checkpoint/disk/links.py) also save_id
     meta.json       step, save_id, and what the run adds (tokens, config, tokenizer hash, layout)
     *.safetensors   the pieces; each file repeats the save id, so that files of two saves are never mixed;
-                    a linked file repeats the id of the save that wrote it, which the index names
+                    a linked file has the id of the save that wrote it, which the index names
 
-A shard is its header and its pieces. So `header` and the checksums of the pieces cover each byte of it
-exactly once. A checksum begins with the name of its digest: "xxh3_128:...", or "sha256:..." where xxhash is
-not installed. A file name in the index is a plain name in this folder and never a path. Files are opened
-without following links, and nothing is unpickled. Every damage raises an IntegrityError that names the file.
+A shard consists of its header and its pieces, so `header` and the checksums of the pieces cover each of its
+bytes exactly once. A checksum begins with the name of its digest: "xxh3_128:...", or "sha256:..." if xxhash
+is not installed. File names in the index are plain names in this folder, never paths. Files are opened
+without following links, and nothing is unpickled. Any damage raises an IntegrityError that names the file.
 """
 import fcntl
 import hashlib
@@ -47,20 +47,20 @@ from checkpoint.disk.locks import folder_lock
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box
 
-VERSION = 2  # of the format. Version 1, which is read too, had a sha256 for each piece and no linked files
+VERSION = 2  # format version. Version 1, still readable, had sha256 per piece and no linked files
 META = "meta.json"
 SHARD = re.compile(r"[A-Za-z0-9_]+\.safetensors")
 
 
 class NewerFormat(ConfigError):
-    """The checkpoint has a later version of the format: it is sound, but this code cannot read it.
+    """The checkpoint has a newer format version: it is intact, but this code cannot read it.
 
-    Such a checkpoint is never replaced and never purged.
+    Such a checkpoint is never replaced or purged.
     """
 
 
 class PieceRow(TypedDict):
-    """A StoredPiece as index.json holds it."""
+    """A StoredPiece as a row of index.json."""
     key: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
@@ -87,7 +87,7 @@ class Index(Shards):
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A stored box: the tensor `name` in `file`, whose bytes have the checksum `checksum`, "NAME:HEX"."""
+    """A stored box: tensor `name` in `file`, with checksum `checksum`, "NAME:HEX"."""
     box: Box
     dtype: str  # as safetensors writes it: F32, BF16, ...
     file: str
@@ -113,9 +113,9 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredIndex:
-    """index.json as it is worked with: checked, about 0.5 KB of memory a piece.
+    """A parsed and checked index.json, about 0.5 KB of memory per piece.
 
-    text: of index.json, for the ranks that have not read it. meta: of meta.json; {}: not read yet.
+    `text` is index.json itself, for ranks that have not read it. `meta` is meta.json, or {} if not read yet.
     """
     path: Path
     save_id: str
@@ -126,11 +126,11 @@ class StoredIndex:
     meta: Tree = field(default_factory=dict)
 
     def shards(self) -> "Shards":
-        """The part that shards are checked against."""
+        """Return the part that shards are checked against."""
         return {"save_id": self.save_id, "files": self.files}
 
     def by_key(self) -> dict[str, list[StoredPiece]]:
-        """{key: its pieces}."""
+        """Return {key: its pieces}."""
         found: dict[str, list[StoredPiece]] = defaultdict(list)
         for piece in self.pieces:
             found[piece.box.key].append(piece)
@@ -138,25 +138,25 @@ class StoredIndex:
 
 
 class PieceReader:
-    """Makes StoredPieces of rows. What many rows repeat is held once."""
+    """Converts rows to StoredPieces. Repeated values are stored once."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
 
     def once(self, value: Any) -> Any:
-        """The first value that was equal to this one."""
+        """Return the first value equal to this one (interning)."""
         return self.known.setdefault(value, value)
 
     def read(self, row: dict[str, Any]) -> Any:
-        """A StoredPiece if the row has a key, else the row: a hook of json.loads.
+        """Convert a row with a key to a StoredPiece, and return other rows unchanged: a hook for json.loads.
 
-        Raises KeyError, TypeError or ValueError if the row has a key and is not a piece.
+        Raises KeyError, TypeError or ValueError if the row has a key but is not a piece.
         """
         if "key" not in row:
             return row
         shape, start, size = tuple(row["shape"]), tuple(row["start"]), tuple(row["size"])
         key, dtype, file, name = row["key"], row["dtype"], row["file"], row["name"]
-        checksum = row["checksum"] if "checksum" in row else f"sha256:{row['sha256']}"  # of format 1
+        checksum = row["checksum"] if "checksum" in row else f"sha256:{row['sha256']}"  # format 1
         check_types((*shape, *start, *size), (key, dtype, file, name, checksum))
         box = Box(self.once(key), self.once(shape), self.once(start), self.once(size))
         check_inside(box)
@@ -167,7 +167,7 @@ class PieceReader:
 
 
 def check_types(numbers: tuple[Any, ...], texts: tuple[Any, ...]) -> None:
-    """Raises ValueError unless all numbers are whole and not negative, and all texts are texts."""
+    """Raise ValueError unless all numbers are non-negative integers and all texts are strings."""
     for number in numbers:
         if type(number) is not int or number < 0:
             raise ValueError(f"not a piece: {texts[0]!r} with the number {number!r}")
@@ -177,7 +177,7 @@ def check_types(numbers: tuple[Any, ...], texts: tuple[Any, ...]) -> None:
 
 
 def check_inside(box: Box) -> None:
-    """Raises ValueError unless the box lies inside its tensor."""
+    """Raise ValueError unless the box lies inside its tensor."""
     same_dims = len(box.shape) == len(box.start) == len(box.size)
     ends = map(add, box.start, box.size)
     if not same_dims or any(map(gt, ends, box.shape)):
@@ -187,29 +187,29 @@ def check_inside(box: Box) -> None:
 # ---- the small files ---------------------------------------------------------------------------------------
 
 def index_bytes(data: Index) -> bytes:
-    """index.json as JSON, with each piece on a line of its own."""
+    """Serialize index.json with one piece per line."""
     text = json.dumps(data)
     text = text.replace('{"key"', '\n{"key"')  # cannot occur inside a JSON string, where the quote is escaped
     return text.encode() + b"\n"
 
 
 def seal_index(index: bytes) -> bytes:
-    """The content of index.sha256."""
+    """Return the content of index.sha256."""
     return f"{hashlib.sha256(index).hexdigest()}  index.json\n".encode()
 
 
 def read_index(path: Path | str) -> Index:
-    """index.json as it is stored, after the checks of read_stored_index: for tools.
+    """Return index.json as stored, after the checks of read_stored_index. For tools.
 
-    path: the checkpoint folder. Raises IntegrityError; NewerFormat.
+    `path` is the checkpoint folder. Raises IntegrityError or NewerFormat.
     """
     return json.loads(read_stored_index(path).text)
 
 
 def read_stored_index(path: Path | str) -> StoredIndex:
-    """Reads index.json and checks it against its checksum and its own rules.
+    """Read index.json and check its checksum and consistency.
 
-    path: the checkpoint folder. Raises IntegrityError; NewerFormat.
+    `path` is the checkpoint folder. Raises IntegrityError or NewerFormat.
     """
     path = Path(path)
     if not path.is_dir():
@@ -221,7 +221,7 @@ def read_stored_index(path: Path | str) -> StoredIndex:
 
 
 def parse_index(path: Path, text: bytes) -> StoredIndex:
-    """The index of this text. Raises IntegrityError; NewerFormat."""
+    """Parse an index. Raises IntegrityError or NewerFormat."""
     try:
         data = json.loads(text, object_hook=PieceReader().read)
         check_version(path, data)
@@ -242,12 +242,12 @@ def parse_index(path: Path, text: bytes) -> StoredIndex:
 
 
 def with_checked_meta(index: StoredIndex) -> StoredIndex:
-    """The index with what meta.json holds. Raises IntegrityError."""
+    """Return the index with meta.json read and checked. Raises IntegrityError."""
     return replace(index, meta=read_checked_meta(index.path, index.shards()))
 
 
 def check_version(path: Path, data: Any) -> None:
-    """Raises NewerFormat for a later version of the format; ValueError for no version of it."""
+    """Raise NewerFormat for a newer format version, ValueError for an invalid one."""
     version = data["version"]
     if type(version) is int and version > VERSION:
         raise NewerFormat(
@@ -259,7 +259,7 @@ def check_version(path: Path, data: Any) -> None:
 
 
 def check_index(data: Any) -> None:
-    """Raises KeyError, TypeError, ValueError or AttributeError if `data` is not an index."""
+    """Raise KeyError, TypeError, ValueError or AttributeError if `data` is not an index."""
     files = data["files"]
     for name, entry in files.items():
         if name != META and not SHARD.fullmatch(name):
@@ -278,15 +278,15 @@ def check_index(data: Any) -> None:
 
 
 def read_meta(path: Path | str) -> Tree:
-    """Reads meta.json of a checkpoint folder and checks it against the index.
+    """Read meta.json of a checkpoint folder and check it against the index.
 
-    Raises IntegrityError; NewerFormat.
+    Raises IntegrityError or NewerFormat.
     """
     return quick_check(path).meta
 
 
 def read_checked_meta(path: Path, data: Shards) -> Tree:
-    """As read_meta, with the index `data` already read. Raises IntegrityError."""
+    """Like read_meta, with the index `data` already read. Raises IntegrityError."""
     text = read_file(path / META)
     entry = data["files"][META]
     if len(text) != entry["bytes"]:
@@ -303,12 +303,12 @@ def read_checked_meta(path: Path, data: Shards) -> Tree:
 
 
 def quick_check(path: Path | str) -> StoredIndex:
-    """Checks the index and meta.json, but no shard. Returns both. Raises IntegrityError; NewerFormat."""
+    """Check the index and meta.json, but no shards. Returns both. Raises IntegrityError or NewerFormat."""
     return with_checked_meta(read_stored_index(path))
 
 
 def is_newer_format(path: Path | str) -> bool:
-    """Whether this folder has a later version of the format."""
+    """Return whether this folder has a newer format version."""
     try:
         read_stored_index(path)
     except NewerFormat:
@@ -321,9 +321,9 @@ def is_newer_format(path: Path | str) -> bool:
 # ---- the shards --------------------------------------------------------------------------------------------
 
 def verify(path: Path | str) -> StoredIndex:
-    """Checks that every byte of the folder is what was written. Returns its index, with meta.json.
+    """Verify every byte of the folder. Returns its index, with meta.json.
 
-    Raises IntegrityError naming the file and what is wrong; NewerFormat.
+    Raises IntegrityError naming the file and the problem, or NewerFormat.
     """
     path = Path(path)
     with folder_lock(path, fcntl.LOCK_SH):
@@ -334,7 +334,7 @@ def verify(path: Path | str) -> StoredIndex:
 
 
 def damaged_shards(path: Path, index: StoredIndex, names: Iterable[str] | None = None) -> dict[str, str]:
-    """{shard: what is wrong with it} of a folder that holds files of this index. names: those to look at."""
+    """Return {shard: problem} for a folder with this index. Checks only `names`, if given."""
     found: dict[str, str] = {}
     for name in index.files if names is None else names:
         if name == META:
@@ -356,10 +356,10 @@ def check_pieces(
     kept: dict[StoredPiece, torch.Tensor] | None = None,
     room: int = 0,
 ) -> dict[StoredPiece, int]:
-    """Checks the headers of `shards` and of all files that hold `pieces`, then every byte of `pieces`.
+    """Check the headers of `shards` and of all files that hold `pieces`, then every byte of `pieces`.
 
-    data: {save_id, files} of the index. kept: takes the bytes [num_bytes] of the first pieces, up to `room`
-    bytes in all. Returns {piece: byte offset in its file}. Raises IntegrityError.
+    `data` is {save_id, files} of the index. `kept` receives the bytes [num_bytes] of the first pieces, up to
+    `room` bytes in total. Returns {piece: byte offset in its file}. Raises IntegrityError.
     """
     pieces_of: dict[str, list[StoredPiece]] = defaultdict(list, {name: [] for name in shards})
     for piece in pieces:
@@ -369,7 +369,7 @@ def check_pieces(
     for name, inside in pieces_of.items():
         offsets |= check_header(path / name, data["files"][name], data["save_id"], inside)
 
-    # The headers agree with the index and with the sizes of the files: now memory may be taken.
+    # headers match the index and the file sizes, so allocating is safe now
     if kept is not None:
         for piece in offsets:
             if piece.num_bytes <= room:
@@ -383,10 +383,10 @@ def check_pieces(
 def check_header(
     path: Path, entry: FileEntry, save_id: str, pieces: list[StoredPiece]
 ) -> dict[StoredPiece, int]:
-    """Checks a shard's save id, size and header, and that it holds `pieces` as the index says.
+    """Check a shard's save id, size and header, and that it holds `pieces` as the index says.
 
-    entry: of this file in the index. save_id: of the index; that of a linked file is in its entry. Returns
-    {piece: byte offset in the file}. Raises IntegrityError.
+    `entry` is this file's entry in the index; for a linked file it overrides `save_id`. Returns {piece: byte
+    offset in the file}. Raises IntegrityError.
     """
     with open_shard(path) as fd:
         size = fstat(fd).st_size
@@ -396,11 +396,11 @@ def check_header(
         try:
             header, table = read_header(fd, path)
         except IntegrityError:
-            if size != entry["bytes"]:  # tells more than that the header is cut off
+            if size != entry["bytes"]:  # says more than a truncated header
                 raise IntegrityError(wrong_size) from None
             raise
 
-    # The save id comes first: a shard of another save has another size too, and its id is the better message.
+    # Check the save id first: a shard of another save also differs in size, but its id is the better message.
     found = table.get("__metadata__", {}).get("save_id")
     wanted = entry.get("save_id", save_id)
     if found != wanted:
@@ -420,7 +420,7 @@ def check_header(
 def byte_offset(
     path: Path, piece: StoredPiece, table: TensorTable, *, header_size: int, file_size: int
 ) -> int:
-    """Where `piece` begins in the file, by its header.
+    """Return the byte offset of `piece` according to the file's header.
 
     Raises IntegrityError if the header differs from the index.
     """
@@ -443,9 +443,9 @@ def byte_offset(
 def check_bytes(
     path: Path, piece: StoredPiece, offset: int, kept: dict[StoredPiece, torch.Tensor]
 ) -> None:
-    """Raises IntegrityError if the bytes of `piece` at `offset` are not what was written.
+    """Raise IntegrityError if the bytes of `piece` at `offset` do not match its checksum.
 
-    kept: if it has memory for the piece, the bytes are left there.
+    If `kept` has a buffer for the piece, the bytes are left there.
     """
     file = path / piece.file
     with open_shard(file) as fd:

@@ -1,16 +1,16 @@
-"""Shards that did not change since an earlier checkpoint: they get a second name, and are not written again.
+"""Link shards that have not changed since an earlier checkpoint, instead of writing them again.
 
-A file is linked whole or not at all. It must have the header that this save would write, but for the save id,
-and every byte must be that of the tensors in memory: it is read from the disk, compared and hashed in one
-pass. So a linked file is as good as one that was written and read back, whatever state the earlier checkpoint
-is in; and one that the disk has damaged meanwhile is written anew.
+A file is linked as a whole or not at all. It must have the header that this save would write, apart from the
+save id, and every byte must equal the tensors in memory: it is read from disk, compared and hashed in one
+pass. So a linked file is as good as one that was written and read back, whatever the state of the earlier
+checkpoint, and a file that the disk has damaged in the meantime is rewritten.
 
-Of a shard that has changed, the header and the first elements of its smallest tensor are read. So a save in
-which all has changed takes no longer.
+For a changed shard, only the header and the first elements of its smallest tensor are read, so a save in
+which everything has changed takes no longer.
 
-A byte that the disk loses later damages both checkpoints. So a file that has two names gets no third one, and
-store.folder_to_link chooses what may be linked. Where the file system makes no hard links, or not here, a
-file is written.
+A byte that the disk loses later damages both checkpoints. So a file with two names never gets a third, and
+store.folder_to_link decides what may be linked. If the file system cannot create a hard link, the file is
+written.
 """
 import hashlib
 import os
@@ -37,16 +37,16 @@ from checkpoint.disk.files import (
     shard_header,
 )
 
-PROBED = 1 << 14  # elements that are compared before a file is linked and read as a whole
+PROBED = 1 << 14  # elements compared before a file is linked and read as a whole
 
 
 def link_shard(source: Path, target: Path, named: Named) -> tuple[FileEntry, list[str]] | None:
-    """Links `target` to `source`, if that holds just these tensors.
+    """Link `target` to `source` if it holds exactly these tensors.
 
-    named: [(name in the file, tensor)], as write_shard would write them.
+    `named` is [(name in the file, tensor)], as for write_shard.
 
-    Returns ({bytes, header, save_id: of the save that wrote it}, [checksum of each tensor]). None: it must be
-    written; nothing is left at `target`. Raises StorageError if no file descriptor is left.
+    Returns ({bytes, header, save_id of the save that wrote it}, [checksum of each tensor]), or None if the
+    file must be written; then nothing is left at `target`. Raises StorageError if no file descriptor is left.
     """
     try:
         if may_be_same(source, named):
@@ -58,9 +58,10 @@ def link_shard(source: Path, target: Path, named: Named) -> tuple[FileEntry, lis
 
 
 def may_be_same(source: Path, named: Named) -> bool:
-    """Whether the file has no other name, the header of these tensors, and the first elements of one of them.
+    """Return whether the file has one name, the header of these tensors, and the first elements of one of
+    them.
 
-    Raises IntegrityError if it has another header, or cannot be read.
+    Raises IntegrityError if the header differs or cannot be read.
     """
     with open_shard(source) as fd:
         header, table = same_header(fd, source, named)
@@ -72,9 +73,10 @@ def may_be_same(source: Path, named: Named) -> bool:
 
 
 def compare(path: Path, named: Named) -> tuple[FileEntry, list[str]]:
-    """The entry of a file, and the checksum of each tensor in it. Raises IntegrityError unless it holds them.
+    """Return a file's entry and the checksum of each tensor. Raises IntegrityError unless it holds these
+    tensors.
 
-    It is read from the disk, where the system lets a program ask for that.
+    Reads from the disk, bypassing the page cache where the system allows it.
     """
     forget_cached(path)
     checksums: list[str] = []
@@ -88,9 +90,9 @@ def compare(path: Path, named: Named) -> tuple[FileEntry, list[str]]:
 
 
 def same_header(fd: int, path: Path, named: Named) -> tuple[bytes, TensorTable]:
-    """(length and header, header parsed) of a file that has the header and the size of these tensors.
+    """Return (length and header, parsed header) of a file that has the header and size of these tensors.
 
-    Raises IntegrityError if it has not.
+    Raises IntegrityError if it does not.
     """
     header, table = read_header(fd, path)
     expected, data_bytes = shard_header(named, save_id_of(table))
@@ -100,7 +102,7 @@ def same_header(fd: int, path: Path, named: Named) -> tuple[bytes, TensorTable]:
 
 
 def same_checksum(fd: int, start: int, data: np.ndarray, path: Path) -> str:
-    """The checksum of `data`. Raises IntegrityError unless the file has these bytes from `start` on."""
+    """Return the checksum of `data`. Raises IntegrityError unless the file has these bytes at `start`."""
     digest = DIGESTS[WRITTEN_DIGEST]()
     for chunk in chunks_of(data):
         if not reads_as(fd, start, chunk):
@@ -111,10 +113,10 @@ def same_checksum(fd: int, start: int, data: np.ndarray, path: Path) -> str:
 
 
 def save_id_of(table: TensorTable) -> str:
-    """The id of the save that wrote a shard."""
+    """Return the id of the save that wrote a shard."""
     return str(table.get("__metadata__", {}).get("save_id"))
 
 
 def start_of(name: str, header: bytes, table: TensorTable) -> int:
-    """Where a tensor begins in its file."""
+    """Return a tensor's byte offset in its file."""
     return len(header) + table[name]["data_offsets"][0]

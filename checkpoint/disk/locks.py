@@ -1,8 +1,7 @@
 """Two locks: only one run writes to a run folder, and a checkpoint that is being read is not purged.
 
-Both use flock: the kernel releases the lock when the process that holds it ends, however it ends. Some
-parallel filesystems have no flock across nodes. There a lease keeps two jobs on different nodes apart
-(checkpoint/lease.py).
+Both use flock, which the kernel releases when the holder exits, however it exits. Some parallel filesystems
+lack flock across nodes; there a lease keeps jobs on different nodes apart (checkpoint/lease.py).
 """
 import contextlib
 import errno
@@ -18,10 +17,10 @@ from checkpoint.lease import Lease, is_of_another
 from config import ConfigError
 
 LOCK_FILE = ".lock"
-LOCK_TIMEOUT_S = 1.0  # a holder that was just killed may need a moment to end
+LOCK_TIMEOUT_S = 1.0  # a holder that was just killed may need a moment to exit
 RETRY_INTERVAL_S = 0.05
-MAX_HOLDER_BYTES = 200  # of the lock file, shown in an error message
-WRONG_PLACE = (  # another start at the same place fails alike
+MAX_HOLDER_BYTES = 200  # of the lock file, in an error message
+WRONG_PLACE = (  # relaunching at the same place fails the same way
     errno.EACCES,
     errno.EPERM,
     errno.ENOENT,
@@ -32,17 +31,17 @@ WRONG_PLACE = (  # another start at the same place fails alike
 
 @contextlib.contextmanager
 def run_lock(folder: Path | str) -> Iterator[Lease]:
-    """Holds the run lock of `folder`, which is created if it does not exist.
+    """Hold the run lock of `folder`, which is created if missing.
 
-    Yields its lease. After a ConfigError inside, what it has made is removed again, if nothing else came into
-    the folder. Raises ConfigError naming the holder if another process has the lock, or if nothing can be
-    written there; StorageError if the disk fails.
+    Yields the lease. After a ConfigError inside, whatever was created is removed again unless something else
+    is in the folder by then. Raises ConfigError naming the holder if another process has the lock, or if the
+    folder is not writable; StorageError if the disk fails.
     """
     path = Path(folder) / LOCK_FILE
     made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
     fd = open_locked(path)
     try:
-        # Write down who holds the lock, for the error message of another process.
+        # record the holder, for error messages of other processes
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{socket.gethostname()} pid {os.getpid()}\n".encode("ascii", "replace"), 0)
         lease = Lease(Path(folder))
@@ -55,11 +54,11 @@ def run_lock(folder: Path | str) -> Iterator[Lease]:
         remove_vain(path, made)
         raise
     finally:
-        os.close(fd)  # releases the lock. The file stays
+        os.close(fd)  # releases the lock; the file stays
 
 
 def open_locked(path: Path) -> int:
-    """Opens and locks the file, which is created. Raises as run_lock does."""
+    """Create, open and lock the file. Raises the same errors as run_lock."""
     while True:
         with storage_errors(path, 0), refused_places(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,12 +77,12 @@ def open_locked(path: Path) -> int:
                 return fd
         except OSError:
             pass
-        os.close(fd)  # a refused start, which had the lock, has removed it
+        os.close(fd)  # removed by a refused launch that held the lock
 
 
 def remove_vain(path: Path, made: list[Path]) -> None:
-    """Removes the lock file of a start that was refused, and the folders that it has made, inner ones first,
-    where nothing else is in them. The caller holds the lock."""
+    """Remove the lock file of a refused launch and the folders that it created, innermost first, unless
+    something else is in them. The caller holds the lock."""
     with contextlib.suppress(OSError):
         if path in made and os.listdir(path.parent) == [path.name]:
             path.unlink()
@@ -93,7 +92,7 @@ def remove_vain(path: Path, made: list[Path]) -> None:
 
 @contextlib.contextmanager
 def refused_places(folder: Path | str) -> Iterator[None]:
-    """Turns an OSError of a path that cannot be written to into a ConfigError."""
+    """Convert an OSError for a path that is not writable into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -106,13 +105,13 @@ def refused_places(folder: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def idle_folder(folder: Path) -> Iterator[bool]:
-    """Yields whether a run has been in the folder, and none is there now; inside, none can begin.
+    """Yield whether the folder has had a run but none is active. Inside the block none can begin.
 
-    Makes nothing, and waits for nothing.
+    Creates nothing and never waits.
     """
     try:
         fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # no run has been there
+    except OSError:  # never had a run
         yield False
         return
     try:
@@ -122,7 +121,7 @@ def idle_folder(folder: Path) -> Iterator[bool]:
 
 
 def flock_works(fd: int) -> bool:
-    """Whether this filesystem has locks at all. The caller holds the lock, if it does."""
+    """Return whether this filesystem supports locks. The caller holds the lock, if so."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -131,13 +130,13 @@ def flock_works(fd: int) -> bool:
 
 
 def read_holder(fd: int) -> str:
-    """The holder that the lock file names."""
+    """Return the holder named in the lock file."""
     text = os.pread(fd, MAX_HOLDER_BYTES, 0).decode("ascii", "replace")
     return text.strip() or "another process"
 
 
 def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Takes the lock without waiting. Returns True if it is taken, or if this filesystem has no locks."""
+    """Try to lock without waiting. Returns True if locked, or if this filesystem has no locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -148,9 +147,9 @@ def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, kind: int) -> Iterator[bool]:
-    """Locks a checkpoint folder, without waiting: LOCK_SH to read it, LOCK_EX to move it away.
+    """Lock a checkpoint folder without waiting: LOCK_SH to read it, LOCK_EX to move it away.
 
-    Yields whether the lock was taken.
+    Yields whether it was locked.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,12 +1,13 @@
-"""Saves checkpoints while training goes on: the tensors are copied, and a background thread writes the copy.
+"""Save checkpoints in the background: tensors are copied, and a thread writes the copy while training
+continues.
 
 - At most one save is in progress; the next save waits for it.
-- An error of the writer thread is raised by the next call. has_failed() shows it before that.
-- num_failed counts the saves in a row that have failed for their storage, as all ranks do alike.
-- On a single rank, the exit of the process waits for the writer.
-- The writer threads of several ranks exchange messages over a group of their own (World.separate_group).
-- The cost is one copy of this rank's pieces in host memory, which is kept. From a GPU it is made at the
-  speed of the bus: into pinned memory, all pieces at once.
+- An error of the writer thread is raised by the next call. has_failed() reports it earlier.
+- num_failed counts consecutive saves that failed because of storage; it is the same on all ranks.
+- On a single rank, process exit waits for the writer.
+- The writer threads of several ranks communicate over a separate group (World.separate_group).
+- The cost is one copy of this rank's pieces in host memory, which is kept. Copies from a GPU run at bus
+  speed: into pinned memory, all pieces at once.
 """
 import functools
 import threading
@@ -28,8 +29,8 @@ from parallel.wire.comm import Group, synchronize
 class CheckpointSaver:
     """Calls store.save, in the caller's thread or in a background thread.
 
-    group: the ranks that write a checkpoint together. None: the group of the whole run.
-    committed: called after each save that is committed, in the thread that wrote it.
+    `group` is the ranks that write a checkpoint together, by default all ranks of the run. `committed` is
+    called after each committed save, in the thread that wrote it.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class CheckpointSaver:
         self.thread: threading.Thread | None = None  # the writer in progress
         self.step = -1  # of the last save, which may be in progress
         self.path: Path | None = None  # the last committed checkpoint folder
-        self.linked: list[int] = []  # bytes of its files that are linked; none if it was there before
-        self.error: BaseException | None = None  # what the writer raised; wait() raises it again
-        self.num_failed = 0  # saves in a row
+        self.linked: list[int] = []  # bytes of its linked files; empty if it existed before
+        self.error: BaseException | None = None  # raised by the writer; wait() raises it again
+        self.num_failed = 0  # consecutive saves
 
     def save(
         self,
@@ -62,13 +63,13 @@ class CheckpointSaver:
         ranks: Ranks = store.ALONE,
         timeout_s: float | None = None,
     ) -> None:
-        """Saves as store.save does, with the same arguments.
+        """Save with the same arguments as store.save.
 
-        Raises the error of an earlier save, if there is one.
+        Raises the error of an earlier save, if any.
         """
         self.wait()
         if self.in_background:
-            pieces = self.host_memory.copy(pieces)  # wait() has ended the save that read the last copy
+            pieces = self.host_memory.copy(pieces)  # wait() ended the save that read the last copy
         self.linked = []
         self.step = step
         write = functools.partial(
@@ -92,7 +93,7 @@ class CheckpointSaver:
             self.committed()
 
     def write_in_background(self, write: Callable[[], Path]) -> None:
-        """Starts the background thread that calls `write` and keeps its result or its error."""
+        """Start the background thread, which calls `write` and stores its result or error."""
         def run() -> None:
             try:
                 self.path = self.counted(write)
@@ -100,14 +101,14 @@ class CheckpointSaver:
             except BaseException as error:
                 self.error = error
 
-        # The writer of one rank waits for the writers of the others. When the job breaks up, the exit of this
-        # process must not wait for them: the thread is then a daemon.
+        # A rank's writer waits for the writers of other ranks. If the job breaks up, process exit must not
+        # wait for them, so the thread is a daemon.
         several_ranks = self.group is not None and self.group.size > 1
         self.thread = threading.Thread(target=run, name="saver", daemon=several_ranks)
         self.thread.start()
 
     def counted(self, write: Callable[[], Path]) -> Path:
-        """write(), and how many in a row have failed for their storage. All ranks fail together."""
+        """Call write() and count consecutive storage failures. All ranks fail together."""
         try:
             path = write()
         except StorageError:
@@ -117,18 +118,18 @@ class CheckpointSaver:
         return path
 
     def has_failed(self) -> bool:
-        """Whether the save in progress has failed.
+        """Return whether the save in progress has failed.
 
         All ranks fail together; wait() raises the error on each.
         """
         return self.error is not None
 
     def step_in_progress(self) -> int:
-        """Of the save that the background thread is writing; -1: it writes none."""
+        """Return the step that the background thread is writing, or -1 if idle."""
         return self.step if self.thread is not None and self.thread.is_alive() else -1
 
     def wait(self) -> Path | None:
-        """Waits until no save is in progress.
+        """Wait until no save is in progress.
 
         Returns the last committed folder. Raises the writer's error, once.
         """
@@ -142,9 +143,9 @@ class CheckpointSaver:
         return self.path
 
     def wait_saved(self) -> Path:
-        """Waits as wait() does and returns the committed folder.
+        """Wait like wait() and return the committed folder.
 
-        Raises ValueError if nothing was saved yet.
+        Raises ValueError if nothing has been saved yet.
         """
         path = self.wait()
         if path is None:
@@ -153,18 +154,17 @@ class CheckpointSaver:
 
 
 class HostMemory:
-    """Takes copies of tensors, which training cannot change any more.
+    """Copies tensors so that training can no longer change them.
 
-    buffers: what they are copied into, kept from one save to the next: to pin memory, and to get fresh pages
-    from the system, takes longer than to fill it. So a run that saves in the background holds its state
-    twice.
+    `buffers` are the copy targets, reused across saves: pinning memory and faulting in fresh pages takes
+    longer than filling them. So a run that saves in the background holds its state twice.
     """
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
 
     def copy(self, pieces: store.Pieces) -> list[store.Piece]:
-        """A copy of the pieces, complete when this returns. The copy before is overwritten."""
+        """Copy the pieces. The copy is complete on return, and overwrites the previous one."""
         unused = deque(self.buffers)
         self.buffers = []
         copies: list[store.Piece] = []
@@ -184,9 +184,9 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def take_like(tensor: Tensor, unused: deque[Tensor]) -> Tensor:
-    """The first of the unused tensors, if it has the shape and dtype of this one; else a new one.
+    """Return the first unused tensor if shape and dtype match, else a new one.
 
-    The pieces of one save are those of the next, in the same order.
+    Consecutive saves have the same pieces in the same order.
     """
     if unused:
         first = unused.popleft()
@@ -196,6 +196,6 @@ def take_like(tensor: Tensor, unused: deque[Tensor]) -> Tensor:
 
 
 def writer_threads(in_background: bool) -> int:
-    """Threads of a save: as many as computations of this rank have, or half of them beside training."""
+    """Return the threads of a save: as many as this rank computes with, or half of them in the background."""
     cores = torch.get_num_threads()
     return min(max(1, cores // 2) if in_background else cores, MAX_THREADS)

@@ -2,26 +2,26 @@
 
 Each piece is stored with its global coordinates, so a checkpoint does not depend on the layout that saved it.
 
-    root/step_00001000/     a committed checkpoint; checkpoint/disk/folder.py describes what it holds
-    root/step_00001000.keep a mark, by the run or by hand: this checkpoint is permanent, and never purged
+    root/step_00001000/     a committed checkpoint; see checkpoint/disk/folder.py for its contents
+    root/step_00001000.keep marks the checkpoint as permanent, by the run or by hand: it is never purged
     root/latest             the name of the newest one: a hint for people, never trusted
-    root/*.tmp-*, .trash-*  what a writer that died left behind; removed at the next start or save
+    root/*.tmp-*, .trash-*  left behind by a dead writer; removed at the next launch or save
 
 Guarantees:
 
 - A folder with a final name is complete. Shards, meta, index and checksum are flushed to disk and read back
   before the rename. `latest` is written last. Nothing is ever written into a committed folder.
 - Whenever the process is killed, either the old or the new checkpoint loads, never a mix of both.
-- Any changed bit of what is read is found before a tensor changes.
-- A save that fails leaves unchanged what was there before.
+- Any flipped bit in the bytes read is detected before a tensor changes.
+- A failed save leaves existing checkpoints unchanged.
 - Loading reshards from any layout to any other.
 - Nothing is pickled.
 
-What did not change since the newest earlier checkpoint is linked, file by file (checkpoint/disk/links.py).
+Files that are unchanged since the newest earlier checkpoint are linked (checkpoint/disk/links.py).
 
 One process at a time writes to a root (`run_lock`). Many ranks write one checkpoint together: each rank
-writes its own pieces, and rank 0 writes the rest. Rank 0 alone learns what the others hold. Every phase ends
-in Ranks.gather, so that a rank that fails makes all ranks raise the same error. The cost: one digest while
+writes its pieces, and rank 0 writes the rest. Only rank 0 learns what the others hold. Every phase ends in
+Ranks.gather, so that one failing rank makes all ranks raise the same error. The cost: one digest while
 writing, a comparison with the tensors while reading back, one digest while loading.
 """
 import contextlib
@@ -99,7 +99,7 @@ __all__ = [
     "seconds_since_mark", "start_load", "storage_errors", "verify",
 ]
 
-# Where a writer can die and leave a different folder behind. The crash tests kill it at each of these points.
+# Points at which a dying writer leaves different folders behind. The crash tests kill it at each of them.
 FAULT_POINTS = (
     "ckpt.pre_write",
     "ckpt.mid_shard",
@@ -114,25 +114,25 @@ FAULT_POINTS = (
     "ckpt.pre_purge",
     "ckpt.mid_purge",
 )
-SHARD_BYTES = 1 << 30  # pieces share a file up to this size; a larger piece has a file of its own
-LEAST_SHARD_BYTES = 64 << 20  # a smaller file is not made for the sake of threads
+SHARD_BYTES = 1 << 30  # pieces share a file up to this size; a larger piece gets a separate file
+LEAST_SHARD_BYTES = 64 << 20  # files are not split below this size for the sake of threads
 FILES_A_THREAD = 4
-PIECE_BYTES = 256 << 20  # a larger tensor is stored in several pieces, if it has rows
-KEPT_SHARE = 0.5  # of the free memory of a machine, that loading takes for verified bytes
-MAX_NAMED = 8  # differences between a checkpoint and a run that an error names; the rest is only counted
-FREE_SPACE_MARGIN = 1.2  # free space that a save asks for, over the bytes of the tensors
-PACK_LEVEL = 1  # of zlib, for what ranks tell each other
+PIECE_BYTES = 256 << 20  # larger tensors are stored in several pieces, if they have rows
+KEPT_SHARE = 0.5  # of a machine's free memory, for verified bytes while loading
+MAX_NAMED = 8  # differences between a checkpoint and a run named in an error; the rest are only counted
+FREE_SPACE_MARGIN = 1.2  # required free space relative to the bytes of the tensors
+PACK_LEVEL = 1  # zlib level of messages between ranks
 ALONE = Ranks()
-MAX_HINT_BYTES = 200  # of `latest`, that are read
+MAX_HINT_BYTES = 200  # read from `latest`
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"(step_\d{8,}|latest)\.tmp-[0-9a-f]{32}|\.trash-.+")
 
-Piece = tuple[Box, torch.Tensor]  # a tensor of box.size, and where it lies in the whole tensor
+Piece = tuple[Box, torch.Tensor]  # a tensor of box.size, and its place in the whole tensor
 Pieces = Iterable[Piece]
-ReadValues = Callable[[Piece], torch.Tensor]  # the values of a piece
+ReadValues = Callable[[Piece], torch.Tensor]  # returns the values of a piece
 Read = tuple[tuple[slice, ...], torch.Tensor]  # slices of a stored piece, and the view that they fill
 Reads = dict[StoredPiece, list[Read]]
-FaultPoint = Callable[[str], object]  # called with each name of FAULT_POINTS when it is reached
+FaultPoint = Callable[[str], object]  # called with a name from FAULT_POINTS on reaching it
 
 
 def no_fault(point: str) -> None:
@@ -142,17 +142,17 @@ def no_fault(point: str) -> None:
 # ---- save --------------------------------------------------------------------------------------------------
 
 def own_values(piece: Piece) -> torch.Tensor:
-    """The tensor of a piece."""
+    """Return the tensor of a piece."""
     return piece[1]
 
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that has begun and is not committed yet: the same on every rank, except for fault_point and
+    """A save that has begun but is not committed yet. Identical on every rank, except for fault_point and
     read."""
-    final: Path  # the folder once it is committed
+    final: Path  # the folder once committed
     step: int
-    save_id: str  # of 32 hex digits; the index, meta.json and every shard that is written repeat it
+    save_id: str  # 32 hex digits, repeated in the index, meta.json and every written shard
     total_bytes: int  # of the tensors of all ranks
     earlier: Path | None  # the checkpoint whose files may be linked
     fault_point: FaultPoint
@@ -160,7 +160,7 @@ class PendingSave:
 
     @property
     def temp(self) -> Path:
-        """The folder until it is committed."""
+        """Return the folder used until the commit."""
         return self.final.with_name(f"{self.final.name}.tmp-{self.save_id}")
 
 
@@ -168,27 +168,27 @@ class PendingSave:
 class RankShards:
     """The shards that one rank wrote, for the index.
 
-    rows: those of its pieces in the index, packed.
+    `rows` are the packed index rows of its pieces.
     """
     files: dict[str, FileEntry]
     rows: bytes
 
 
 def pack(rows: object) -> bytes:
-    """JSON data in few bytes: rows of an index repeat themselves."""
+    """Compress JSON data: index rows are repetitive."""
     return zlib.compress(json.dumps(rows).encode(), PACK_LEVEL)
 
 
 def unpack(packed: bytes) -> Any:
-    """The data that pack was given, with lists for tuples. Raises MessageError."""
+    """Return the data passed to pack, with lists for tuples. Raises MessageError."""
     return json.loads(decompress(packed, messages.MAX_TOTAL_BYTES))
 
 
 def decompress(packed: bytes, max_bytes: int) -> bytes:
-    """The data that zlib has packed. Raises MessageError where it exceeds max_bytes, before it takes more."""
+    """Decompress zlib data. Raises MessageError if it exceeds max_bytes, before using more memory."""
     reader = zlib.decompressobj()
     try:
-        data = reader.decompress(packed, max(max_bytes, 1))  # 0 would be no limit
+        data = reader.decompress(packed, max(max_bytes, 1))  # 0 would mean unlimited
         is_whole = reader.eof or (not reader.decompress(reader.unconsumed_tail, 1) and reader.eof)
     except zlib.error as error:
         raise messages.MessageError(f"{len(packed):,} bytes are no packed data: {error}") from None
@@ -214,36 +214,34 @@ def save(
     linked: list[int] | None = None,
     read: ReadValues = own_values,
 ) -> Path:
-    """Writes and commits root/step_<step>, then purges all but permanent and the `keep` newest checkpoints.
+    """Write and commit root/step_<step>, then purge all except permanent and the `keep` newest checkpoints.
 
-    Collective. The first rank alone learns what the others hold, and writes the index.
+    Collective. Only the first rank learns what the others hold, and writes the index.
 
-    pieces: this rank's (Box, tensor of box.size). Over all ranks they cover every element of every key
-    exactly once.
-    meta: JSON data. mark: why it is permanent; "": it is not. Rank 0's counts.
-    fault_point: called with each name of FAULT_POINTS when it is reached. timeout_s: see
-    together.agree_on_outcome. threads: of this rank, that look for NaN, hash and write. linked: gets the
-    bytes of all files that were linked, once they are committed. read: the values of a piece, or of some of
-    its rows, if its tensor has none (on the device "meta"): called when it is written, and when it is read
-    back.
+    `pieces` are this rank's (Box, tensor of box.size). Over all ranks they cover every element of every key
+    exactly once. `meta` is JSON data. `mark` says why the checkpoint is permanent, or is empty; rank 0's
+    counts. `fault_point` is called with each name of FAULT_POINTS on reaching it. For `timeout_s` see
+    together.agree_on_outcome. `threads` of this rank check for NaN, hash and write. `linked` receives the
+    bytes of all linked files after the commit. `read` returns the values of a piece, or of some of its rows,
+    if its tensor has none (device "meta"): it is called for writing and for reading back.
 
-    Returns the committed folder. A step that is committed already and verifies is left as it is: the same run
-    saved it before it was resumed.
+    Returns the committed folder. A step that is already committed and verifies is left unchanged: the same
+    run saved it before resuming.
 
-    Raises StorageError (what was there before is unchanged), NonFiniteTensor (nothing is committed),
+    Raises StorageError (existing checkpoints are unchanged), NonFiniteTensor (nothing is committed),
     ValueError (the pieces are wrong).
     """
     root = Path(root)
     pieces = list(pieces)
     final = checkpoint_folder(root, step)
 
-    # Check everything that can be checked before a byte is written.
+    # check everything that can be checked before writing a byte
     checked = ranks.gather_first(ranks.all_do(lambda: check_tensors(pieces), timeout_s))
     save_id, total_bytes, earlier = ranks.first_does(
         lambda: begin_save(final, checked, meta, mark, keep), timeout_s
     )
 
-    # Write the shards of all ranks into a temporary folder, then rename it.
+    # write the shards of all ranks to a temporary folder, then rename it
     if save_id is not None:
         pending = PendingSave(
             final=final,
@@ -259,8 +257,8 @@ def save(
             shards = ranks.gather_first(own)
             linked_bytes = ranks.first_does(lambda: commit(pending, shards, meta), timeout_s)
         except BaseException as error:
-            # After a timeout or an interrupt a rank may still be at work, and give what is left of the folder
-            # its final name: the next start removes it.
+            # After a timeout or an interrupt a rank may still be at work, and rename what is left of the
+            # folder to its final name, so the next launch removes it.
             have_ended = isinstance(error, Exception) and not isinstance(error, PeerError)
             if ranks.rank == 0 and (have_ended or ranks.size == 1):
                 remove(pending.temp)
@@ -274,7 +272,7 @@ def save(
 
 
 def check_tensors(pieces: list[Piece]) -> tuple[bytes, int]:
-    """This rank's boxes, packed, and their bytes.
+    """Return this rank's boxes, packed, and their bytes.
 
     Raises ValueError for a tensor that cannot be stored as its box.
     """
@@ -289,11 +287,12 @@ def check_tensors(pieces: list[Piece]) -> tuple[bytes, int]:
 def begin_save(
     final: Path, checked: list[tuple[bytes, int]], meta: Tree, mark: str, keep: int
 ) -> tuple[str | None, int, Path | None]:
-    """Rank 0: prepares the root, and marks the checkpoint before it is there: no kill can come between.
+    """Prepare the root on rank 0, and mark the checkpoint before it exists, so that a kill cannot come in
+    between.
 
-    checked: what check_tensors found on each rank. Returns (the id of the new save, bytes of all tensors,
-    folder_to_link()); the id is None if this step is committed already and verifies.
-    Raises ValueError if the boxes leave a hole or overlap; TypeError if meta is not JSON; StorageError.
+    `checked` has the results of check_tensors on each rank. Returns (id of the new save, bytes of all
+    tensors, folder_to_link()); the id is None if this step is already committed and verifies.
+    Raises ValueError if the boxes leave a hole or overlap, TypeError if meta is not JSON, or StorageError.
     """
     boxes: list[Box] = []
     for rows, _ in checked:
@@ -303,7 +302,7 @@ def begin_save(
     json.dumps(meta)  # raises before a byte is written
     with storage_errors(final, total_bytes):
         os.makedirs(final.parent, exist_ok=True)
-        sync_dir(final.parent.parent)  # else a power cut could take the whole folder of checkpoints
+        sync_dir(final.parent.parent)  # otherwise a power cut could lose the whole folder of checkpoints
         remove_leftovers(final.parent)
         save_id = None
         if not verifies(final):  # a bad folder stays until the new one takes its name
@@ -316,7 +315,7 @@ def begin_save(
 
 
 def verifies(path: Path) -> bool:
-    """Whether every byte of the folder is what was written; False if there is none. Raises NewerFormat."""
+    """Return whether every byte of the folder verifies; False if it does not exist. Raises NewerFormat."""
     try:
         verify(path)
         return True
@@ -325,7 +324,7 @@ def verifies(path: Path) -> bool:
 
 
 def write_mark(checkpoint: Path, mark: str) -> None:
-    """Makes a checkpoint permanent. The mark is never there in part: an empty one would be a person's."""
+    """Make a checkpoint permanent. The mark appears atomically: an empty one would look like a person's."""
     temp = checkpoint.with_name(f"{checkpoint.name}.tmp-{uuid.uuid4().hex}")
     write_file(temp, f"{mark}\n".encode())
     os.replace(temp, mark_of(checkpoint))
@@ -333,10 +332,10 @@ def write_mark(checkpoint: Path, mark: str) -> None:
 
 
 def folder_to_link(final: Path, keep: int) -> Path | None:
-    """The checkpoint whose files a save may link: the newest earlier one, or None where it may link none.
+    """Return the checkpoint whose files a save may link: the newest earlier one, or None if it may not link.
 
-    A byte that the disk loses of a linked file damages both checkpoints. So none is linked where these two
-    are all that is left after the save. Nor for a permanent checkpoint, which may have to outlast all others.
+    A lost byte in a linked file damages both checkpoints. So nothing is linked if these two are all that
+    remain after the save, nor for a permanent checkpoint, which may have to outlast all others.
     """
     earlier = earlier_checkpoints(final.parent, step_of(final))
     if not earlier or mark_of(final).exists():
@@ -347,7 +346,7 @@ def folder_to_link(final: Path, keep: int) -> Path | None:
 
 
 def check_free_space(final: Path, total_bytes: int) -> None:
-    """Raises StorageError if the disk has too little free space for this save."""
+    """Raise StorageError if the disk has too little free space for this save."""
     free = shutil.disk_usage(final.parent).free
     wanted = total_bytes * FREE_SPACE_MARGIN
     if free < wanted:
@@ -357,10 +356,10 @@ def check_free_space(final: Path, total_bytes: int) -> None:
 
 
 def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, threads: int) -> RankShards:
-    """Writes this rank's shards, flushes them and reads them back. Raises StorageError; NonFiniteTensor.
+    """Write this rank's shards, flush them and read them back. Raises StorageError or NonFiniteTensor.
 
-    Each of the threads writes a file at a time. Others wait for the disk meanwhile, and what it has is read
-    back while it still writes the rest.
+    Each thread writes one file at a time. Other threads wait for the disk, and flushed files are read back
+    while the disk still writes the rest.
     """
     temp = pending.temp
     prefix = f"rank_{ranks.rank:05d}_" if ranks.size > 1 else ""
@@ -386,7 +385,7 @@ def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, thread
 class WrittenShard:
     """A shard file: its entry in the index, its pieces in order, and when it is on disk.
 
-    flushed: None if it is linked, and so was on disk before.
+    `flushed` is None if the file is linked, and therefore already on disk.
     """
     file: str
     entry: FileEntry
@@ -397,7 +396,7 @@ class WrittenShard:
 def write_group(
     pending: PendingSave, file: str, group: list[Piece], flushers: ThreadPoolExecutor
 ) -> WrittenShard:
-    """Links a shard file that did not change; or writes it, and a thread of `flushers` brings it to disk."""
+    """Link a shard file that has not changed; otherwise write it, and flush it in a thread of `flushers`."""
     names = [box.key if box.size == box.shape else str(box) for box, _ in group]
     named = [(name, tensor) for name, (_, tensor) in zip(names, group)]
     target = pending.temp / file
@@ -428,11 +427,10 @@ def compare_shards(
     groups: dict[str, list[Piece]],
     threads: int,
 ) -> None:
-    """Waits until each shard is on disk. Raises IntegrityError unless it reads back as the tensors that it
-    was made of; OSError if it could not be flushed.
+    """Wait until each shard is on disk, and compare it with its tensors.
 
-    The tensors are still in memory, so the bytes are compared and not hashed a second time. Those of a linked
-    file were compared before.
+    Raises IntegrityError if a shard reads back differently, OSError if it could not be flushed. The tensors
+    are still in memory, so bytes are compared instead of hashed again. Linked files were compared before.
     """
     def compare(shard: WrittenShard) -> None:
         if shard.flushed is not None:
@@ -450,7 +448,7 @@ def compare_shards(
 
 
 def divide_large(pieces: list[Piece]) -> Iterator[Piece]:
-    """The pieces; one that is larger than PIECE_BYTES in parts of its rows, for several threads."""
+    """Yield the pieces, splitting those larger than PIECE_BYTES by rows, for several threads."""
     for box, tensor in pieces:
         num_rows = box.size[0] if box.size else 1
         num_parts = min(num_rows, -(-num_bytes(tensor) // PIECE_BYTES))
@@ -463,9 +461,9 @@ def divide_large(pieces: list[Piece]) -> Iterator[Piece]:
 
 
 def assign_shard_files(pieces: Iterable[Piece], threads: int) -> Iterator[list[Piece]]:
-    """Groups the pieces, one group for each file: large ones, but a few for each thread.
+    """Group the pieces into files: large ones, but a few per thread.
 
-    In a file, wide dtypes come first, so that every tensor is aligned.
+    Within a file, wide dtypes come first so that every tensor is aligned.
     """
     pieces = list(pieces)
     total_bytes = sum(num_bytes(tensor) for _, tensor in pieces)
@@ -491,9 +489,9 @@ def widest_first(group: list[Piece]) -> list[Piece]:
 
 
 def read_back(pending: PendingSave, check: Callable[[], object]) -> None:
-    """Raises StorageError if check() raises IntegrityError.
+    """Raise StorageError if check() raises IntegrityError.
 
-    A disk that returns other bytes than it was given is found while the previous checkpoint is still there.
+    Detects a disk that returns different bytes while the previous checkpoint still exists.
     """
     try:
         check()
@@ -503,9 +501,9 @@ def read_back(pending: PendingSave, check: Callable[[], object]) -> None:
 
 
 def commit(pending: PendingSave, shards: list[RankShards], meta: Tree) -> int:
-    """Rank 0, once all shards are on disk: writes the small files and renames the folder.
+    """Write the small files and rename the folder, on rank 0 once all shards are on disk.
 
-    This one rename makes it a checkpoint. Returns the bytes of its files that are linked.
+    This single rename commits the checkpoint. Returns the bytes of its linked files.
     """
     with storage_errors(pending.temp, pending.total_bytes):
         write_meta_and_index(pending, shards, meta)
@@ -516,7 +514,7 @@ def commit(pending: PendingSave, shards: list[RankShards], meta: Tree) -> int:
 
 
 def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: Tree) -> None:
-    """Writes meta.json, the index of all ranks' shards, and its checksum; flushes them to disk."""
+    """Write and flush meta.json, the index of all ranks' shards, and its checksum."""
     temp = pending.temp
     pending.fault_point("ckpt.pre_index")
     files = {name: entry for part in shards for name, entry in part.files.items()}
@@ -538,7 +536,7 @@ def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: T
 
 
 def rename_to_final(pending: PendingSave) -> None:
-    """Gives the folder its final name, and flushes the rename to disk."""
+    """Rename the folder to its final name, and flush the rename."""
     final = pending.final
     pending.fault_point("ckpt.pre_rename")
     if os.path.lexists(final):  # begin_save found it bad
@@ -550,9 +548,9 @@ def rename_to_final(pending: PendingSave) -> None:
 
 
 def adopt(temp: Path, final: Path) -> None:
-    """Gives a verified folder, which was copied from elsewhere, its final name, and lets `latest` name it.
+    """Commit a verified folder that was copied from elsewhere: rename it and update `latest`.
 
-    temp: named like that of a save. The caller holds the run's lock. Raises OSError.
+    `temp` is named like that of a save. The caller holds the run lock. Raises OSError.
     """
     if os.path.lexists(final):  # the caller found it bad
         move_to_trash(final)
@@ -562,7 +560,7 @@ def adopt(temp: Path, final: Path) -> None:
 
 
 def publish(final: Path, step: int, keep: int, fault_point: FaultPoint) -> None:
-    """Rank 0, once the folder is committed: lets `latest` name it, and purges older ones."""
+    """Update `latest` and purge older checkpoints, on rank 0 after the commit."""
     root = final.parent
     with storage_errors(root / "latest", 0):
         write_latest(final, fault_point)
@@ -570,7 +568,7 @@ def publish(final: Path, step: int, keep: int, fault_point: FaultPoint) -> None:
 
 
 def write_latest(final: Path, fault_point: FaultPoint) -> None:
-    """Lets `latest` name the new checkpoint."""
+    """Point `latest` at the new checkpoint."""
     root = final.parent
     fault_point("ckpt.pre_latest")
     temp = root / f"latest.tmp-{uuid.uuid4().hex}"
@@ -581,11 +579,10 @@ def write_latest(final: Path, fault_point: FaultPoint) -> None:
 
 
 def purge_older(root: Path, step: int, keep: int, fault_point: FaultPoint) -> None:
-    """Purges all but the `keep` newest checkpoints up to `step` and permanent ones, oldest first.
+    """Purge all checkpoints up to `step`, oldest first, except permanent ones and the `keep` newest.
 
-    A checkpoint that is being read is not purged. A folder of a later step is left alone: it is bad and will
-    be replaced once the run gets there, or it is not this run's to delete. One of a newer format is left
-    alone, too.
+    Skips checkpoints that are being read. Also skips folders of later steps, which are either bad and will be
+    replaced once the run gets there or not this run's to delete, and folders of a newer format.
     """
     fault_point("ckpt.pre_purge")
     for path in reversed(too_old(earlier_checkpoints(root, step), keep)):
@@ -597,51 +594,52 @@ def purge_older(root: Path, step: int, keep: int, fault_point: FaultPoint) -> No
 
 
 def earlier_checkpoints(root: Path, step: int) -> list[Path]:
-    """The committed checkpoints of earlier steps, newest first."""
+    """Return the committed checkpoints of earlier steps, newest first."""
     return [path for other_step, path in committed_checkpoints(root) if other_step < step]
 
 
 def too_old(earlier: list[Path], keep: int) -> list[Path]:
-    """Of the checkpoints before the newest one, those that are purged: beyond `keep`, and not permanent."""
+    """Return the earlier checkpoints to purge: beyond `keep`, and not permanent."""
     return [path for path in earlier[max(keep, 1) - 1:] if not mark_of(path).exists()]
 
 
 def drop_after(root: Path, step: int) -> None:
-    """Removes the checkpoints of later steps, the newest first, and their marks: the run goes another way.
+    """Remove the checkpoints of later steps and their marks, newest first, because the run takes another
+    course.
 
-    So a start that finds one of them, after a kill in between, finds also those before it.
+    The order means that if a kill leaves some of them, the earlier ones are still there too.
     """
     for other_step, path in committed_checkpoints(root):
         if other_step <= step:
             continue
         with storage_errors(root, 0), folder_lock(path, fcntl.LOCK_EX):
-            mark_of(path).unlink(missing_ok=True)  # first: a kill leaves none to the next one
+            mark_of(path).unlink(missing_ok=True)  # first: a kill must not leave it to the next save
             move_to_trash(path)
     write_latest(checkpoint_folder(root, step), no_fault)
     remove_leftovers(root)
 
 
 def mark_of(checkpoint: Path) -> Path:
-    """The file beside a checkpoint that makes it permanent."""
+    """Return the file next to a checkpoint that makes it permanent."""
     return checkpoint.with_name(f"{checkpoint.name}.keep")
 
 
 def seconds_since_mark(root: Path, mark: str) -> float:
-    """The age of the newest checkpoint of the root that is permanent with this mark; infinite without one."""
+    """Return the age of the newest checkpoint that is permanent with this mark, or infinity."""
     times = [0.0]
     for _, path in committed_checkpoints(root):
         try:
             if mark_of(path).read_text().strip() == mark:
                 times.append(path.stat().st_mtime)
-        except OSError:  # not permanent, or purged meanwhile
+        except OSError:  # not permanent, or purged in the meantime
             continue
     return time.time() - max(times) if max(times) else float("inf")
 
 
 def move_to_trash(path: Path) -> None:
-    """Renames a folder, to be deleted later.
+    """Rename a folder, to be deleted later.
 
-    To delete it file by file could leave half a checkpoint under its name.
+    Deleting it file by file could leave half a checkpoint under its name.
     """
     os.rename(path, path.with_name(f".trash-{path.name}-{uuid.uuid4().hex}"))
 
@@ -649,21 +647,21 @@ def move_to_trash(path: Path) -> None:
 # ---- find --------------------------------------------------------------------------------------------------
 
 def checkpoint_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of this step lies."""
+    """Return the path of this step's checkpoint."""
     return root / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint folder, by its name, which a check compares with what it holds."""
+    """Return the step in a checkpoint folder's name. Checks compare it with the content."""
     match = STEP.fullmatch(path.name)
-    assert match is not None  # of committed_checkpoints
+    assert match is not None  # from committed_checkpoints
     return int(match[1])
 
 
 def committed_checkpoints(root: Path | str) -> list[tuple[int, Path]]:
-    """[(step, folder)] of every checkpoint that has a final name, newest first.
+    """Return [(step, folder)] of every checkpoint with a final name, newest first.
 
-    None of them is verified here.
+    Does not verify them.
     """
     found: list[tuple[int, Path]] = []
     for path in Path(root).glob("step_*"):
@@ -679,14 +677,13 @@ def newest_checkpoint(
     bad: dict[Path, str] | None = None,
     check: Callable[[Path], StoredIndex] = verify,
 ) -> Path | None:
-    """The newest checkpoint that is good; None if there never was one.
+    """Return the newest good checkpoint, or None if there never was one.
 
-    log: gets a line for each checkpoint that is rejected, and one if `latest` is wrong.
-    bad: {folder: why} of checkpoints that were found damaged before.
-    check: verify checks every byte. quick_check reads the small files alone; load() then verifies what it
-    reads.
+    `log` receives a line per rejected checkpoint, and one if `latest` is wrong. `bad` is {folder: reason} of
+    checkpoints already known to be damaged. `check` is verify, which checks every byte, or quick_check, which
+    reads only the small files; load() then verifies what it reads.
 
-    Raises IntegrityError if there are checkpoints and none is good; ConfigError if one has a newer format.
+    Raises IntegrityError if checkpoints exist but none is good, or ConfigError if one has a newer format.
     """
     root = Path(root)
     log = [] if log is None else log
@@ -719,7 +716,7 @@ def newest_checkpoint(
 def check_named_step(
     path: Path, step: int, bad: dict[Path, str], check: Callable[[Path], StoredIndex]
 ) -> None:
-    """Raises IntegrityError if the folder is in `bad`, fails the check, or does not hold its step."""
+    """Raise IntegrityError if the folder is in `bad`, fails the check, or has another step than its name."""
     why = bad.get(path)
     if why is not None:
         raise IntegrityError(why)
@@ -729,7 +726,7 @@ def check_named_step(
 
 
 def read_latest(root: Path) -> str | None:
-    """The text of `latest`; None if it cannot be read."""
+    """Return the text of `latest`, or None if it cannot be read."""
     try:
         text = (root / "latest").read_bytes()[:MAX_HINT_BYTES]
     except OSError:
@@ -738,9 +735,9 @@ def read_latest(root: Path) -> str | None:
 
 
 def remove_leftovers(root: Path | str) -> None:
-    """Removes what a writer that died left behind.
+    """Remove what a dead writer left behind.
 
-    The caller must hold the run lock: the folder of a writer that is still at work looks the same.
+    The caller must hold the run lock: the folder of a live writer looks the same.
     """
     for path in Path(root).glob("*"):
         if LEFTOVER.fullmatch(path.name):
@@ -749,10 +746,10 @@ def remove_leftovers(root: Path | str) -> None:
 
 
 def remove_vain_marks(root: Path) -> None:
-    """Removes the marks that failed saves have left: of steps after the newest checkpoint. Never raises.
+    """Remove marks left by failed saves, i.e. of steps after the newest checkpoint. Never raises.
 
-    Another save of that step may not be meant to be permanent. A mark that a person has made, which is empty,
-    stays; so does one of an earlier step, whose checkpoint was moved away and may come back.
+    A later save of that step may not be meant to be permanent. An empty mark, made by a person, stays; so
+    does that of an earlier step, whose checkpoint was moved away and may come back.
     """
     newest = max((step for step, _ in committed_checkpoints(root)), default=-1)
     with contextlib.suppress(OSError):
@@ -773,30 +770,29 @@ def load(
     allow_cast: bool = False,
     others: Iterable[str] = (),
 ) -> None:
-    """Fills each tensor of `wants` from a checkpoint that any layout saved.
+    """Fill each tensor of `wants` from a checkpoint saved with any layout.
 
-    First the bytes of every piece to be read are verified, then the tensors are filled. So an error changes
-    no tensor. For many ranks, which must agree between the two: start_load.
+    All pieces are verified before any tensor is filled, so an error changes no tensor. If many ranks must
+    agree in between, use start_load.
 
-    source: the checkpoint folder, or its index if it was read before.
-    wants: (Box, tensor of box.size on any device).
-    strict: a stored key that no rank wants is an error.
-    allow: except for keys that match one of these patterns, such as "optim.*".
-    others: keys that other ranks want.
-    allow_cast: the dtype may differ.
+    `source` is the checkpoint folder, or its index if already read. `wants` are (Box, tensor of box.size on
+    any device). With `strict`, a stored key that no rank wants is an error, except keys that match a pattern
+    of `allow`, such as "optim.*". `others` are keys that other ranks want. With `allow_cast`, dtypes may
+    differ.
 
-    Raises IntegrityError if the checkpoint is damaged; ConfigError, with all differences, if it does not fit.
+    Raises IntegrityError if the checkpoint is damaged, or ConfigError, listing all differences, if it does
+    not fit.
     """
     start_load(source, wants, strict=strict, allow=allow, allow_cast=allow_cast, others=others).fill()
 
 
 @dataclass(frozen=True)
 class StartedLoad:
-    """Pieces that are verified, and not yet in their tensors.
+    """Pieces that are verified, but not yet copied to their tensors.
 
-    kept: {piece: its bytes}. The others are read and verified again: there was no memory for them.
-    release: gives back the lock on the folder, which nobody may remove before it is filled. A load that is
-    dropped, because another rank has found damage, gives it back, too.
+    `kept` is {piece: its bytes}; the others did not fit in memory and are read and verified again. `release`
+    unlocks the folder, which nobody may remove before that. A load that is dropped because another rank found
+    damage releases the lock as well.
     """
     path: Path
     reads: Reads
@@ -805,7 +801,7 @@ class StartedLoad:
     release: Callable[[], object]
 
     def fill(self) -> None:
-        """Copies the pieces into their tensors. Raises IntegrityError."""
+        """Copy the pieces to their tensors. Raises IntegrityError."""
         again: dict[str, list[StoredPiece]] = defaultdict(list)
         for piece in self.reads:
             if piece not in self.kept:
@@ -827,23 +823,24 @@ def start_load(
     others: Iterable[str] = (),
     sharers: int = 1,
 ) -> StartedLoad:
-    """Verifies every byte that load would read, in several threads, and changes no tensor. See load.
+    """Verify every byte that load would read, in several threads, without changing a tensor. See load.
 
-    What is verified is kept in memory, within KEPT_SHARE of what is free, and so read once. Memory is taken
-    only for what the headers of the files confirm. sharers: processes of this machine that load at the time.
+    Verified bytes are kept in memory, up to KEPT_SHARE of what is free, so that they are read only once.
+    Memory is allocated only for sizes confirmed by the file headers. `sharers` counts the processes of this
+    machine that load concurrently.
     """
     path = source.path if isinstance(source, StoredIndex) else Path(source)
     wants = list(wants)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder_lock(path, fcntl.LOCK_SH))
 
-        # Find the stored pieces of each key, and check that they fit.
+        # find the stored pieces of each key, and check that they fit
         index = source if isinstance(source, StoredIndex) else read_stored_index(path)
         stored = index.by_key()
         extra = extra_keys(stored, wants, allow, others) if strict else []
         check_fits(path, stored, wants, extra=extra, allow_cast=allow_cast)
 
-        # Verify every byte that is to be read.
+        # verify every byte to be read
         reads = plan_reads(stored, wants)
         kept: dict[StoredPiece, torch.Tensor] = {}
         room = int(KEPT_SHARE * available_bytes() / sharers)
@@ -854,7 +851,7 @@ def start_load(
 def extra_keys(
     stored: dict[str, list[StoredPiece]], wants: list[Piece], allow: Sequence[str], others: Iterable[str]
 ) -> list[str]:
-    """Stored keys that no rank wants and that match no pattern of `allow`."""
+    """Return stored keys that no rank wants and that match no pattern of `allow`."""
     wanted = {*others, *(box.key for box, _ in wants)}
     unwanted = [key for key in stored if key not in wanted]
     return [key for key in unwanted if not any(fnmatch(key, pattern) for pattern in allow)]
@@ -868,10 +865,10 @@ def check_fits(
     extra: list[str],
     allow_cast: bool,
 ) -> None:
-    """Raises ConfigError with every difference between what is stored and what is wanted.
+    """Raise ConfigError with every difference between what is stored and what is wanted.
 
-    Raises IntegrityError if the stored pieces leave a hole in a wanted box; ValueError if a tensor is not of
-    its box.
+    Raises IntegrityError if the stored pieces leave a hole in a wanted box, or ValueError if a tensor does
+    not fit its box.
     """
     wrong: list[str] = []
     for box, tensor in wants:
@@ -896,7 +893,7 @@ def check_fits(
 
 
 def difference_of(box: Box, tensor: torch.Tensor, pieces: list[StoredPiece], allow_cast: bool) -> str | None:
-    """How the stored pieces of a key differ from what is wanted, in words; None if they do not."""
+    """Describe how the stored pieces of a key differ from what is wanted, or return None."""
     if not pieces:
         return f"{box.key} is missing"
     stored_shape = pieces[0].box.shape
@@ -911,7 +908,8 @@ def difference_of(box: Box, tensor: torch.Tensor, pieces: list[StoredPiece], all
 
 
 def plan_reads(stored: dict[str, list[StoredPiece]], wants: list[Piece]) -> Reads:
-    """{stored piece: [(slices of it, the view that they fill)]}: each piece is verified and mapped once."""
+    """Return {stored piece: [(slices of it, view that they fill)]}, so that each piece is verified and
+    mapped once."""
     reads: Reads = defaultdict(list)
     for box, tensor in wants:
         pieces = stored[box.key]
@@ -923,9 +921,9 @@ def plan_reads(stored: dict[str, list[StoredPiece]], wants: list[Piece]) -> Read
 def copy_from_file(
     path: Path, pieces: list[StoredPiece], offsets: dict[StoredPiece, int], reads: Reads
 ) -> None:
-    """Copies pieces of one file into their tensors, each after its bytes were verified.
+    """Copy pieces of one file to their tensors, verifying each first.
 
-    One piece is in memory at a time. Raises IntegrityError.
+    Holds one piece in memory at a time. Raises IntegrityError.
     """
     with open_shard(path) as fd:
         for piece in pieces:
@@ -936,7 +934,7 @@ def copy_from_file(
 
 
 def copy_piece(piece: StoredPiece, values: torch.Tensor, reads: Reads) -> None:
-    """Copies the bytes of a piece into the tensors that want a part of it."""
+    """Copy the bytes of a piece to the tensors that want a part of it."""
     shaped = values.view(TORCH[piece.dtype]).view(piece.box.size)
     for source, target in reads[piece]:
         target.copy_(shaped[source])

@@ -1,10 +1,10 @@
-"""Tensors of another system by their names: what there is without reading data, and boxes of it on demand.
+"""Tensors of another system by name: metadata without reading data, and boxes on demand.
 
-NamedTensors is what every reader of foreign checkpoints gives: open_safetensors_folder here, pickled.py
+Every reader of foreign checkpoints returns NamedTensors: open_safetensors_folder here, pickled.py
 (torch.save), dcp.py (torch.distributed.checkpoint) and quantized.py, which reads through one of these.
 
-A read takes the memory of the box and MAX_READ bytes. Files are read by ranges and not mapped: then a disk
-that fails raises OSError, and does not kill with SIGBUS. Between reads no file is open.
+A read takes the memory of the box plus MAX_READ bytes. Files are read in ranges instead of mapped, so that a
+failing disk raises OSError and does not kill the process with SIGBUS. No file is open between reads.
 """
 import contextlib
 import json
@@ -25,9 +25,9 @@ from parallel.sharding.boxes import Box, Slices
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-MAX_READ = 1 << 22  # bytes read in one call, and held beside what is filled
+MAX_READ = 1 << 22  # bytes read in one call, and held in addition to the target
 SMALL_READ = 1 << 16  # bytes up to which a read may have any gaps
-MAX_WASTE = 4  # bytes read / bytes needed, at most, of a larger read
+MAX_WASTE = 4  # maximum of bytes read / bytes needed in a larger read
 SAFETENSORS_DTYPES = {
     **TORCH,
     "F8_E8M0": torch.float8_e8m0fnu,
@@ -40,16 +40,16 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor without reading it."""
+    """Metadata of a tensor, available without reading it."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class NamedTensors:
-    """Tensors by their names in a file or a folder.
+    """Tensors by name in a file or a folder.
 
-    objects: names of what is stored beside them and is not a tensor; it is listed and left.
+    `objects` names stored items that are not tensors; they are listed but not read.
     """
     where: Path
     tensors: dict[str, TensorInfo]
@@ -57,16 +57,18 @@ class NamedTensors:
     objects: tuple[str, ...] = ()
 
     def read(self, name: str, box: Slices | None = None) -> Tensor:
-        """A box of a tensor, in host memory, contiguous. box: one slice a dim, or all of it.
+        """Read a box of a tensor into contiguous host memory. `box` has one slice per dim and defaults to
+        everything.
 
-        Raises ConfigError naming the file that cannot be read; ValueError for a box that is not inside.
+        Raises ConfigError naming the file that cannot be read, or ValueError for a box that is not inside.
         """
         shape = self.tensors[name].shape
         return self.read_box(Box.whole(name, shape) if box is None else box_of(name, shape, box))
 
 
 def box_of(name: str, shape: tuple[int, ...], slices: Slices) -> Box:
-    """The box that slices cover. Raises ValueError unless they lie inside the tensor, without steps."""
+    """Return the box that slices cover. Raises ValueError unless they lie inside the tensor, without
+    steps."""
     if len(slices) != len(shape):
         raise ValueError(f"{name}: {len(slices)} slices of a tensor of shape {shape}")
     start: list[int] = []
@@ -82,7 +84,7 @@ def box_of(name: str, shape: tuple[int, ...], slices: Slices) -> Box:
 
 
 def one_line(text: str, longest: int = 200) -> str:
-    """A text out of a file for an error: in one line, whatever it holds."""
+    """Escape a text from a file for an error message, so that it is one line."""
     return text.encode("unicode_escape").decode()[:longest]
 
 
@@ -90,9 +92,9 @@ def one_line(text: str, longest: int = 200) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose elements all have their places in one file."""
+    """A tensor stored in one file."""
     file: Path
-    start: int  # byte of its first element
+    start: int  # byte offset of its first element
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # elements
     dtype: torch.dtype
@@ -103,28 +105,29 @@ class StoredTensor:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[dim + 1:]) for dim in range(len(shape)))
 
 
 def read_stored(stored: StoredTensor, box: Box) -> Tensor:
-    """A box of a stored tensor. Raises ConfigError naming the file."""
+    """Read a box of a stored tensor. Raises ConfigError naming the file."""
     target = torch.empty(box.size, dtype=stored.dtype)
     fill_from(stored, box, target)
     return target
 
 
 def fill_from(stored: StoredTensor, box: Box, target: Tensor) -> None:
-    """Reads a box of a stored tensor into `target`, a tensor or a view of box.size."""
+    """Read a box of a stored tensor into `target`, a tensor or view of box.size."""
     steps = [start * stride for start, stride in zip(box.start, stored.stride)]
     with open_regular(stored.file) as fd:
         fill(target, fd, stored, stored.start + sum(steps) * stored.dtype.itemsize)
 
 
 def fill(target: Tensor, fd: int, stored: StoredTensor, start: int) -> None:
-    """Reads elements from byte `start` on, with the strides of `stored`, into `target`.
+    """Read elements from byte `start`, with the strides of `stored`, into `target`.
 
-    One read where that needs few bytes or wastes few; otherwise halves along the dim of the largest stride.
+    Reads at once if that needs few bytes or wastes few; otherwise splits along the dim with the largest
+    stride.
     """
     if not target.numel():
         return
@@ -147,8 +150,8 @@ def fill(target: Tensor, fd: int, stored: StoredTensor, start: int) -> None:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Opens a regular file and yields its descriptor. Follows links (a cache of the hub is full of them), and
-    does not wait for a pipe.
+    """Open a regular file and yield its descriptor. Follows links (hub caches are full of them), and does not
+    block on a pipe.
 
     Raises ConfigError naming the file, also for an OSError inside the with block.
     """
@@ -170,9 +173,9 @@ Table = dict[str, StoredTensor]
 
 
 def open_safetensors_folder(folder: Path) -> NamedTensors:
-    """The tensors of a Hugging Face folder: model.safetensors, or the files that an index names.
+    """Open the tensors of a Hugging Face folder: model.safetensors, or the files that an index names.
 
-    Reads the headers alone. Raises ConfigError naming the file.
+    Reads only the headers. Raises ConfigError naming the file.
     """
     folder = Path(folder)
     tables = [(file, safetensors_table(file)) for file in weight_files(folder)]
@@ -187,13 +190,13 @@ def open_safetensors_folder(folder: Path) -> NamedTensors:
 
 
 def named_tensors(where: Path, table: Table, objects: Iterable[str] = ()) -> NamedTensors:
-    """NamedTensors of a table of stored tensors."""
+    """Return NamedTensors for a table of stored tensors."""
     tensors = {name: stored.info for name, stored in table.items()}
     return NamedTensors(where, tensors, lambda box: read_stored(table[box.key], box), tuple(objects))
 
 
 def join_tables(tables: Iterable[tuple[Path, Table]]) -> Table:
-    """The tensors of several files. Raises ConfigError if two have one name."""
+    """Merge the tensors of several files. Raises ConfigError if a name occurs twice."""
     joined: Table = {}
     for file, table in tables:
         for name, stored in table.items():
@@ -204,9 +207,9 @@ def join_tables(tables: Iterable[tuple[Path, Table]]) -> Table:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder.
+    """Return the safetensors files of a folder.
 
-    Raises ConfigError if there are none, or if their index is damaged or names a file that is missing.
+    Raises ConfigError if there are none, or if their index is damaged or names a missing file.
     """
     single = folder / SINGLE_NAME
     index = folder / INDEX_NAME
@@ -226,7 +229,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """{tensor: file name} of an index of safetensors files. Raises ConfigError naming it."""
+    """Return {tensor: file name} from an index of safetensors files. Raises ConfigError naming it."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = list(weight_map.values())
@@ -239,7 +242,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def safetensors_table(file: Path, base: int = 0) -> Table:
-    """The tensors of a safetensors file, from its header. base: the byte at which it begins.
+    """Return the tensors of a safetensors file that begins at byte `base`, from its header.
 
     Raises ConfigError naming the file, also if its tensors do not fill it exactly.
     """

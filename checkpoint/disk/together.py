@@ -1,11 +1,11 @@
-"""Runs one part of a task on every rank and waits for the slowest rank, however long that takes.
+"""Run a part of a task on every rank and wait for the slowest rank, however long it takes.
 
-A collective gives up after parallel.timeout_s, so that a hang is found soon. Hashing or writing a terabyte
-takes longer than that. So the part of a rank runs in a thread, and the calling thread meets the other ranks
-in short exchanges until all parts are done:
+Collectives time out after parallel.timeout_s, so that hangs are found quickly. Hashing or writing a terabyte
+takes longer. So each rank runs its part in a thread, while the calling thread meets the other ranks in short
+exchanges until all parts are done:
 
-- a rank that dies or is stopped is found as in any exchange;
-- a part that does not end, for example on a disk that does not answer, is found after `timeout_s`.
+- a rank that dies or is stopped is detected as in any exchange;
+- a part that never ends, for example on a disk that does not answer, is detected after `timeout_s`.
 """
 import threading
 import time
@@ -16,37 +16,37 @@ from typing import Any, TypeVar, cast
 from parallel.wire.comm import PeerError
 
 Result = TypeVar("Result")
-Gather = Callable[[object], list[Any]]  # gives the list of all ranks' objects, to every rank or to the first
-Broadcast = Callable[[Any], Any]  # gives every rank the first rank's object
+Gather = Callable[[object], list[Any]]  # returns all ranks' objects, to every rank or only the first
+Broadcast = Callable[[Any], Any]  # returns the first rank's object on every rank
 Outcome = tuple[object, Exception | None]  # (result, None) or (None, error)
 
-FIRST_INTERVAL = 0.02  # seconds between the first two exchanges; each interval is twice the one before ...
+FIRST_INTERVAL = 0.02  # seconds between the first two exchanges; intervals double ...
 LONGEST_INTERVAL = 1.0  # ... up to this one
 MAX_NAMED_RANKS = 8  # in an error message
 PEER_TIMEOUT = 76  # exit code: a peer did not answer in time
 
 
 def gather_alone(mine: object) -> list[Any]:
-    """`gather` of a single rank."""
+    """`gather` for a single rank."""
     return [mine]
 
 
 def broadcast_alone(mine: object) -> object:
-    """`broadcast` of a single rank."""
+    """`broadcast` for a single rank."""
     return mine
 
 
 def do_nothing() -> None:
-    """The part of a rank that has none."""
+    """The part of a rank that has nothing to do."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that write or read a checkpoint together, and how they tell each other plain data.
+    """The ranks that write or read a checkpoint together, and how they exchange plain data.
 
-    gather: every rank gets the list of all ranks' objects, which must be small.
-    gather_first: the first rank gets it, the others get []: for what grows with the number of ranks.
-    broadcast: every rank gets the first rank's object; the others' is ignored.
+    `gather` returns all ranks' objects, which must be small, on every rank. `gather_first` returns them on
+    the first rank and [] elsewhere, for data that grows with the number of ranks. `broadcast` returns the
+    first rank's object on every rank and ignores the others'.
     """
     rank: int = 0
     size: int = 1
@@ -55,24 +55,25 @@ class Ranks:
     broadcast: Broadcast = broadcast_alone
 
     def all_do(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
-        """agree_on_outcome among these ranks."""
+        """Call agree_on_outcome among these ranks."""
         return agree_on_outcome(self.gather, work, timeout_s if self.size > 1 else None)
 
     def first_does(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
-        """work() of the first rank, its result or its error, on every rank. Collective."""
+        """Run work() on the first rank and return its result, or raise its error, on every rank.
+        Collective."""
         own_part: Callable[[], Any] = work if self.rank == 0 else do_nothing
         return self.broadcast(self.all_do(own_part, timeout_s))
 
 
 def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
-    """Returns work() once it is done on every rank. Collective.
+    """Return work() once it is done on every rank. Collective.
 
-    gather: gives every rank the list of all ranks' objects. Errors alone are exchanged, and no results.
-    timeout_s: seconds that the slowest rank may take. None: work() runs in the calling thread, and the ranks
-    that are done wait in `gather`.
+    `gather` returns all ranks' objects on every rank. Only errors are exchanged, not results. `timeout_s`
+    limits the slowest rank, in seconds. If it is None, work() runs in the calling thread, and ranks that are
+    done wait in `gather`.
 
-    If work() fails on one rank or more, every rank raises the error of the first of them, so that all go on
-    alike. Raises PeerError (exit code 76) on all ranks when a rank is not done after `timeout_s`.
+    If work() fails on any rank, every rank raises the error of the first failing rank, so that all continue
+    alike. Raises PeerError (exit code 76) on all ranks if a rank is not done after `timeout_s`.
     """
     if timeout_s is None:
         result, own_error = outcome_of(work)
@@ -87,7 +88,7 @@ def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: floa
 
 
 def outcome_of(work: Callable[[], object]) -> Outcome:
-    """Calls work() and returns (its result, None) or (None, its error)."""
+    """Call work() and return (its result, None) or (None, its error)."""
     try:
         return work(), None
     except Exception as error:
@@ -95,7 +96,7 @@ def outcome_of(work: Callable[[], object]) -> Outcome:
 
 
 def while_others_wait(gather: Gather, work: Callable[[], object], timeout_s: float) -> Outcome:
-    """Returns outcome_of(work) once the work of every rank is done.
+    """Return outcome_of(work) once the work of every rank is done.
 
     Collective. Raises PeerError after `timeout_s`.
     """
@@ -111,14 +112,14 @@ def while_others_wait(gather: Gather, work: Callable[[], object], timeout_s: flo
         late = [rank for rank, (done, _) in enumerate(states) if not done]
         if not late:
             return outcome[0]
-        seconds_on_rank_0 = states[0][1]  # one clock for all, so that all ranks decide alike
+        seconds_on_rank_0 = states[0][1]  # one clock, so that all ranks decide alike
         if seconds_on_rank_0 > timeout_s:
             raise PeerError(late_message(late, timeout_s), PEER_TIMEOUT)
         interval = min(2 * interval, LONGEST_INTERVAL)
 
 
 def late_message(late: list[int], timeout_s: float) -> str:
-    """The message of the PeerError that names the ranks in `late`."""
+    """Format the message of the PeerError that names the ranks in `late`."""
     names = ", ".join(f"rank {rank}" for rank in late[:MAX_NAMED_RANKS])
     if len(late) > MAX_NAMED_RANKS:
         names += ", ..."

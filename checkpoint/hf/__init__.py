@@ -1,1 +1,1 @@
-"""Hugging Face folders: what a config.json says in our keys, names and shapes of tensors, both ways."""
+"""Hugging Face folders: config.json and our keys, names and shapes of tensors, in both directions."""

@@ -1,16 +1,16 @@
-"""Translates between config.json of a Hugging Face folder and ModelConfig.
+"""Translate between config.json of a Hugging Face folder and ModelConfig.
 
-What a key or a field means in a family is in its record (checkpoint/hf/families), which is read in both
-directions.
+The meaning of a key or field in a family is defined by its record (checkpoint/hf/families), which is used in
+both directions.
 
-Guarantees: what is read means the same model, or it is refused with the reason. Nothing that changes the
-logits is guessed. What is written describes every field of the model that changes its function, or it is
-refused. Keys that only the training of a mixture uses (config/reading/flat.py) are not translated: Hugging
-Face defines those losses otherwise (model/moe.py).
+Guarantees: what is read means the same model, or it is refused with the reason. Nothing that affects logits
+is guessed. What is written describes every field of the model that changes its function, or it is refused.
+Keys used only for training a mixture (config/reading/flat.py) are not translated: Hugging Face defines those
+losses differently (model/moe.py).
 
 Spellings: transformers 4 writes rope_theta, rope_scaling and torch_dtype; transformers 5 writes
 rope_parameters and dtype. Both are read. Version 4's is written: version 4 silently falls back to
-rope_theta=10000 on version 5's spelling, and version 5 reads version 4's exactly.
+rope_theta=10000 on version 5's spelling, while version 5 reads version 4's exactly.
 """
 import json
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ from config.reading.function import written
 from config.tree import value_at
 
 TEXT = "text_config"
-TAKEN_ALONG = ("quantization_config", "tie_word_embeddings")  # from beside the text part
-BESIDE_TEXT = (  # keys that do not concern the text part, and those that are taken along
+TAKEN_ALONG = ("quantization_config", "tie_word_embeddings")  # also taken from outside the text part
+BESIDE_TEXT = (  # keys that do not concern the text part, or are taken along
     TEXT, *TAKEN_ALONG, "vision_config", "image_token_id", "image_token_index", "video_token_id",
     "vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index",
     "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size",
@@ -36,7 +36,7 @@ BESIDE_TEXT = (  # keys that do not concern the text part, and those that are ta
 
 
 def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelConfig]:
-    """(model_type, ModelConfig) of folder/config.json. but: keys that the caller reads.
+    """Return (model_type, ModelConfig) of folder/config.json. The caller reads the keys in `but`.
 
     Raises ConfigError naming the file and the key.
     """
@@ -57,7 +57,8 @@ def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelCon
 
 
 def read_keys(path: Path) -> Tree:
-    """The keys of a config.json; of a model of more than text, those of its text part. Raises ConfigError."""
+    """Return the keys of a config.json, or of its text part if the model is multimodal. Raises
+    ConfigError."""
     tree = read_json(path)
     model_type = tree.get("model_type")
     if not isinstance(model_type, str) or model_type not in WRAPPERS:
@@ -75,7 +76,7 @@ def read_keys(path: Path) -> Tree:
 
 
 def read_json(path: Path) -> Tree:
-    """The keys and values of a JSON file. Raises ConfigError naming it."""
+    """Return the keys and values of a JSON file. Raises ConfigError naming it."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"), object_hook=with_special_floats)
     except OSError as error:
@@ -88,12 +89,13 @@ def read_json(path: Path) -> Tree:
 
 
 def with_special_floats(tree: Tree) -> Tree | float:
-    """transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    """Decode numbers that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
     return float(tree["__float__"]) if tree.keys() == {"__float__"} else tree
 
 
 def family_of(model: ModelConfig) -> str:
-    """The model_type whose code computes what ours does. Raises ConfigError naming what no family has."""
+    """Return the model_type whose code computes our model. Raises ConfigError naming what no family
+    supports."""
     obstacles = {model_type: family.obstacles(model) for model_type, family in FAMILIES.items()}
     nearest = min(FAMILIES, key=lambda model_type: len(obstacles[model_type]))  # the first of equals
     if not obstacles[nearest]:
@@ -108,14 +110,14 @@ def family_of(model: ModelConfig) -> str:
 
 
 def value_text(model: ModelConfig, name: str) -> str:
-    """The value of a field as a config file has it."""
+    """Format the value of a field as in a config file."""
     return written(value_at(model, name))
 
 
 def to_hf_config(model: ModelConfig, dtype: str, special: Tree) -> Tree:
-    """config.json of a model, in the spelling of transformers 4.
+    """Return config.json of a model, in the spelling of transformers 4.
 
-    dtype: float32 or bfloat16. special: bos_token_id and eos_token_id (None: no such token).
+    `dtype` is float32 or bfloat16. `special` has bos_token_id and eos_token_id, None if absent.
     Raises ConfigError if no family has such a model.
     """
     family = FAMILIES[family_of(model)]

@@ -1,7 +1,7 @@
-"""Writes the weights of a Hugging Face folder on many ranks, straight from a checkpoint.
+"""Export the weights of a Hugging Face folder on many ranks, directly from a checkpoint.
 
-The ranks divide the files among them; the files are those that one process writes, byte for byte. A rank
-holds one tensor of the folder at a time, which it reads from the pieces that any layout has saved.
+The ranks share the files, which are byte for byte those that a single process writes. A rank holds one tensor
+of the folder at a time, read from pieces saved with any layout.
 """
 import dataclasses
 from collections import defaultdict
@@ -32,7 +32,8 @@ Files = dict[str, list[HFTensor]]  # {file: its tensors}
 
 
 def files_of_rank(files: Files, dtype: torch.dtype, rank: int, size: int) -> list[str]:
-    """The files that a rank writes: the largest that is left goes to who has the least."""
+    """Return the files that a rank writes: greedily, the largest file goes to the rank with the least
+    bytes."""
     def num_bytes(file: str) -> int:
         return sum(tensor.num_bytes(dtype) for tensor in files[file])
 
@@ -60,14 +61,14 @@ def write_files(
     dtype: torch.dtype,
     sharers: int = 1,
 ) -> None:
-    """Writes these files of the folder, and reads each back.
+    """Write these files of the folder, and read each back.
 
-    files: of the whole folder, without values. pieces: whole tensors under our keys, without values. weights:
-    one of state.WEIGHTS. sharers: ranks on this machine.
-    Raises IntegrityError if the checkpoint is damaged; StorageError, also where the disk has other bytes than
-    it was given.
+    `files` are those of the whole folder, without values. `pieces` are whole tensors under our keys, without
+    values. `weights` is one of state.WEIGHTS. `sharers` counts the ranks on this machine.
+    Raises IntegrityError if the checkpoint is damaged, or StorageError, also if the disk returns different
+    bytes.
     """
-    parts_of: dict[str, list[tuple[Piece, Box]]] = defaultdict(list)  # by the tensor of the folder
+    parts_of: dict[str, list[tuple[Piece, Box]]] = defaultdict(list)  # by tensor of the folder
     for piece, (box, _) in zip(pieces, state.stored_as(index, pieces, weights)):
         parts_of[FAMILIES[model_type].hf_name(piece[0].key, model)].append((piece, box))
     stored = index.by_key()
@@ -97,7 +98,7 @@ def write_files(
 
 
 def check_file(path: Path, checksums: dict[str, str]) -> None:
-    """Raises StorageError unless the tensors of a file, by their names, have these checksums."""
+    """Raise StorageError unless the named tensors of a file have these checksums."""
     try:
         with open_shard(path) as fd:
             header, table = read_header(fd, path)

@@ -1,7 +1,8 @@
-"""Rules of families whose layers are of two types (layer_types): layers that see all tokens before, and
-layers that slide over a window, with other rotary positions.
+"""Rules of families with two types of layers (layer_types): full attention and sliding windows, with
+different rotary positions.
 
-A model of both types has the layers that see all as its plain blocks, and a kind of blocks `local`.
+In a model with both types, layers with full attention are the plain blocks, and `local` is the kind of the
+others.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,15 +39,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """What a family has in each type of layer.
+    """How a family's layers differ by type.
 
-    full, sliding: keys -> mixer.rope of a layer of the type. write: the rotary positions of a layer that sees
-    all, and of one that slides, or None for a type that the model lacks -> keys. every, every_key: in a
-    config without layer_types each layer with a multiple of this number sees all; the key that states it, if
-    there is one.
-    differ: further fields in which the types differ; of_type: (keys, whether each layer slides, whether this
-    type does) -> their values; write_differ: the model as each layer has it -> keys. usual_slides: keys ->
-    whether each layer slides, instead of every.
+    full, sliding: map keys to mixer.rope of a layer of that type.
+    write: maps the rotary positions of full and sliding layers, None for a type that the model lacks, to
+    keys.
+    every, every_key: without layer_types, each layer with a multiple of this number has full attention; the
+    key that states it, if any.
+    differ: other fields in which the types differ. of_type: maps (keys, whether each layer slides, whether
+    this type slides) to their values. write_differ: maps the model of each layer to keys.
+    usual_slides: maps keys to whether each layer slides, instead of `every`.
     """
     full: Callable[[Tree], Tree | None]
     sliding: Callable[[Tree], Tree | None]
@@ -67,11 +69,11 @@ class LayerTypes:
         return {**full, "blocks": {LOCAL: changes}, "pattern": pattern}
 
     def types_of(self, keys: Tree) -> tuple[list[bool], Tree, Tree]:
-        """Whether each layer slides; the fields of one that sees all, and of one that slides."""
+        """Return whether each layer slides, and the fields of full and of sliding layers."""
         slides = sliding_layers(keys) or self.usual(keys)
         size = number(keys, "sliding_window", nullable=True)
         if self.every_key:
-            keys.get(self.every_key)  # says nothing beside layer_types
+            keys.get(self.every_key)  # meaningless if layer_types is given
         if any(slides) and size is None:
             raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
         full: Tree = {"mixer.window": None, "mixer.rope": self.full(keys)}
@@ -79,7 +81,7 @@ class LayerTypes:
         return slides, full | self.of_type(keys, slides, False), sliding | self.of_type(keys, slides, True)
 
     def usual(self, keys: Tree) -> list[bool]:
-        """Whether each layer slides in a config without layer_types."""
+        """Return whether each layer slides in a config without layer_types."""
         if self.usual_slides is not None:
             return self.usual_slides(keys)
         layers = int(plain_number(keys, "num_hidden_layers"))
@@ -106,13 +108,13 @@ class LayerTypes:
         }
 
     def without_type(self, mixer: AttentionConfig) -> AttentionConfig:
-        """The part of the mixer that both types of layers share."""
+        """Return the part of the mixer that both types of layers share."""
         model = defaults().model
         usual = {path: value_at(model, path) for path in self.differ}
         return with_values(replace(model, mixer=replace(mixer, window=None, rope=None)), usual).mixer
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """Fields that differ once they were written and read."""
+        """Return the fields that a write and a read would change."""
         layers = layers_of(model)
         if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
             return ["blocks", "pattern"]
@@ -136,13 +138,13 @@ class LayerTypes:
 
 
 def lost_ropes(layers: list[ModelConfig]) -> list[str]:
-    """rope_obstacles of the first layer that has any."""
+    """Return rope_obstacles of the first layer that has any."""
     found = (rope_obstacles(layer) for layer in layers if layer.mixer.rope)
     return next((lost for lost in found if lost), [])
 
 
 def size_keys(model: ModelConfig, layer: ModelConfig) -> Tree:
-    """The keys of sizes that rules of layers read. layer: the one whose heads they are."""
+    """Return the size keys that rules of layers read. The heads are those of `layer`."""
     return {
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -160,22 +162,22 @@ def layer_types_group(types: LayerTypes) -> FieldGroup:
     return FieldGroup((*FIELDS, *types.differ), types.read, types.keys_of, types.obstacles)
 
 
-# ---- rotary positions of each type -------------------------------------------------------------------------
+# ---- rotary positions per type -----------------------------------------------------------------------------
 
 def rope_part(fields: Tree, pairs: bool = False) -> Tree:
-    """{mixer.rope.KEY: value} as the keys of the part."""
-    none = {"pairs": pairs, "scaling": None}  # stated, since a kind of block has what else the model has
+    """Convert {mixer.rope.KEY: value} to the keys of the part."""
+    none = {"pairs": pairs, "scaling": None}  # stated because a kind of block otherwise inherits the model's
     return none | {path.removeprefix("mixer.rope."): value for path, value in fields.items()}
 
 
 def has_types(keys: Tree) -> bool:
-    """Whether rope_parameters has those of each type of layer, as transformers 5 writes it."""
+    """Return whether rope_parameters is split by layer type, as transformers 5 writes it."""
     parameters = keys.get("rope_parameters")
     return isinstance(parameters, dict) and (FULL in parameters or SLIDING in parameters)
 
 
 def rope_of_type(keys: Tree, layer_type: str) -> Tree:
-    """The rotary positions that rope_parameters has for this type of layer."""
+    """Return the rotary positions in rope_parameters for this type of layer."""
     own = keys["rope_parameters"].get(layer_type)
     check_rope_of_type(own, layer_type)
     keys.get("rope_theta")
@@ -183,7 +185,7 @@ def rope_of_type(keys: Tree, layer_type: str) -> Tree:
 
 
 def check_rope_of_type(own: object, layer_type: str) -> None:
-    """Raises UnlikeFamily unless these are parameters that transformers reads for one type of layer."""
+    """Raise UnlikeFamily unless transformers reads these parameters for a single type of layer."""
     if not isinstance(own, dict):
         raise UnlikeFamily(f"rope_parameters has no {layer_type}")
     if own.get("truncate", True) is not True:
@@ -196,31 +198,31 @@ def no_rope(keys: Tree) -> None:
 
 
 def one_rope(keys: Tree, pairs: bool = False) -> Tree:
-    """The same in every layer."""
+    """Return rotary positions that are the same in every layer."""
     return rope_part(read_rope(keys), pairs)
 
 
 def written_rope(rope: RopeConfig | None) -> Tree:
-    """The base and the scaling, in the spelling of transformers 4."""
+    """Return base and scaling in the spelling of transformers 4."""
     if rope is None:
         return {}
     return {"rope_theta": rope.base, "rope_scaling": write_rope_scaling(rope.scaling)}
 
 
 def written_parameters(rope: RopeConfig) -> Tree:
-    """The same as transformers 5 writes it, for one type of layer."""
+    """Return base and scaling for one type of layer in the spelling of transformers 5."""
     return {"rope_type": "default", **(write_rope_scaling(rope.scaling) or {}), "rope_theta": rope.base}
 
 
 def typed_full(keys: Tree) -> Tree:
-    """Rotary positions of layers that see all, in either spelling."""
+    """Return the rotary positions of full-attention layers, from either spelling."""
     return rope_of_type(keys, FULL) if has_types(keys) else one_rope(keys)
 
 
-# A window of no layer, where transformers makes a mask of it all the same.
+# a window that no layer uses; transformers builds its mask anyway
 NO_LAYER: Tree = {"sliding_window": 4096}
 
-# OLMo 3: the layers that slide have no scaling.
+# OLMo 3: sliding layers have no scaling.
 
 OLMO3_BASE = 500000.0
 
@@ -229,7 +231,7 @@ def olmo3_sliding(keys: Tree) -> Tree:
     if has_types(keys):
         return rope_of_type(keys, SLIDING)
     base = plain_number(keys, "rope_theta")
-    if base != OLMO3_BASE:  # transformers 5 gives it to the layers that see all alone, and 4 to all layers
+    if base != OLMO3_BASE:  # transformers 5 applies it only to full layers, version 4 to all
         raise UnlikeFamily(
             f"rope_theta = {base} says nothing certain about layers that slide; write rope_parameters")
     return rope_part({"mixer.rope.base": base})
@@ -262,7 +264,7 @@ def write_one_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     return written_rope(full or sliding) | ({} if sliding else NO_LAYER)
 
 
-# gpt-oss: the same in all layers. A folder that says nothing has the scaling of the published one.
+# gpt-oss: the same in all layers. The default scaling is that of the published model.
 
 GPT_OSS_SCALING = {
     "rope_type": "yarn",
@@ -286,7 +288,7 @@ def write_gpt_oss_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> T
     return stated | {key: value for key, value in written_rope(full or sliding).items() if value}
 
 
-# Cohere 2, EXAONE 4: none in the layers that see all, beside others that slide.
+# Cohere 2, EXAONE 4: full-attention layers have no RoPE if other layers slide.
 
 def write_sliding_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     assert sliding is not None and full is None
@@ -294,17 +296,17 @@ def write_sliding_rope(full: RopeConfig | None, sliding: RopeConfig | None) -> T
 
 
 def exaone4_full(keys: Tree) -> Tree | None:
-    """None, but in models whose layers all see all."""
+    """Return None, unless all layers of the model have full attention."""
     return one_rope(keys) if keys.get("sliding_window") is None else None
 
 
 def write_exaone4(full: RopeConfig | None, sliding: RopeConfig | None) -> Tree:
     if full is None and sliding is None:
-        return NO_LAYER  # it takes the positions from the others
+        return NO_LAYER  # positions come from the other layers
     return written_rope(sliding or full)
 
 
-# Laguna: other angles on another share of the channels, and other numbers of heads.
+# Laguna: sliding layers have other angles, another share of rotated channels, and another number of heads.
 
 LAGUNA_ROPE = {
     FULL: {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
@@ -313,8 +315,8 @@ LAGUNA_ROPE = {
 
 
 def shared_rope_of_type(keys: Tree, usual: Tree, usual_share: float, layer_type: str) -> Tree:
-    """The rotary positions of a type of layer. usual: of both, in a folder that says nothing; usual_share: of
-    the channels that are rotated, where a type does not say it."""
+    """Return the rotary positions of a layer type. `usual` is the default for both types, and
+    `usual_share` the default share of rotated channels."""
     given = keys.get("rope_parameters") or usual
     own = given.get(layer_type) if isinstance(given, dict) else None
     check_rope_of_type(own, layer_type)
@@ -359,7 +361,7 @@ def none_slides(keys: Tree) -> list[bool]:
     return [False] * int(plain_number(keys, "num_hidden_layers"))
 
 
-# MiMo-V2: twice as many heads of keys, and sinks, in the layers that slide.
+# MiMo-V2: sliding layers have twice as many key heads, and sinks.
 
 MIMO_ROPE = {
     FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
@@ -368,14 +370,15 @@ MIMO_ROPE = {
 
 
 def mimo_rope(keys: Tree, layer_type: str) -> Tree:
-    """As many channels of a head are rotated as their share makes, rounded down."""
+    """Return rotary positions whose share is rounded down to whole channels of a head."""
     rope = shared_rope_of_type(keys, usual=MIMO_ROPE, usual_share=0.334, layer_type=layer_type)
     size = head_size(keys)
     return {**rope, "share": int(size * rope["share"]) / size}
 
 
 def mimo_type(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
-    """sliding_window_size of published folders leaves out the token itself."""
+    """Return the fields of a layer type. sliding_window_size in published folders does not count the token
+    itself."""
     size = number({"sliding_window_size": None, **keys}, "sliding_window_size", nullable=True)
     keys.get("sliding_window_size")
     window = {"mixer.window": size + 1} if sliding and size is not None else {}
@@ -389,13 +392,13 @@ def write_mimo_heads(layers: list[ModelConfig]) -> Tree:
 
 
 def mimo_slides(keys: Tree) -> list[bool]:
-    """The first layer and every sixth see all."""
+    """Return whether each layer slides: all except the first and every sixth."""
     layers = range(int(plain_number(keys, "num_hidden_layers")))
     return [layer != 0 and (layer + 1) % 6 != 0 for layer in layers]
 
 
 def check_mimo_spellings(keys: Tree) -> Tree:
-    """Published folders say again what the class computes: raises UnlikeFamily where they say otherwise."""
+    """Raise UnlikeFamily if redundant keys of published folders contradict what the class computes."""
     slides = sliding_layers(keys) or mimo_slides(keys)
     expected = {
         "hybrid_layer_pattern": [int(each) for each in slides],
@@ -430,10 +433,10 @@ MIMO_LAYERS = layer_types_group(LayerTypes(
     write_differ=write_mimo_heads,
     usual_slides=mimo_slides,
 ))
-# Granite with windows: a base of the angles for each layer, 0 for none.
+# Granite with windows: a RoPE base per layer, 0 for none.
 
 def granite_slides(keys: Tree) -> list[bool]:
-    """Every fourth layer, the first among them, sees all."""
+    """Return whether each layer slides: all except every fourth, beginning with the first."""
     return [layer % 4 != 0 for layer in range(int(plain_number(keys, "num_hidden_layers")))]
 
 
@@ -490,14 +493,14 @@ AFMOE_LAYERS = layer_types_group(
 EXAONE4_LAYERS = layer_types_group(LayerTypes(exaone4_full, one_rope, write_exaone4, every=4))
 
 
-# ---- Llama 4: chunks and rotary positions, or neither and scores that grow ---------------------------------
+# ---- Llama 4: chunks and RoPE, or neither and growing scores -----------------------------------------------
 
 CHUNKED = "chunked_attention"
-LLAMA4_PARTS = ("rope", "chunk", "qk_norm", "growth")  # of the mixer, by which layers differ
+LLAMA4_PARTS = ("rope", "chunk", "qk_norm", "growth")  # of the mixer, in which layers differ
 
 
 def chunked_layers(keys: Tree, rotates: list[bool]) -> list[bool]:
-    """Whether each layer attends to chunks. In a config without layer_types those that rotate do."""
+    """Return whether each layer attends to chunks. Without layer_types, those with RoPE do."""
     size = number(keys, "attention_chunk_size", nullable=True)
     layer_types = list_of(str, keys, "layer_types")
     if not layer_types:
@@ -514,7 +517,7 @@ def chunked_layers(keys: Tree, rotates: list[bool]) -> list[bool]:
 
 
 def read_llama4_layers(keys: Tree) -> Tree:
-    """Layers that rotate may have chunks and a norm of q and k, the others scores that grow."""
+    """Read the layers. Those with RoPE may have chunks and a norm of q and k, the others growing scores."""
     rotates = rotating_layers(keys)
     chunked = chunked_layers(keys, rotates)
     chunks: Tree = {}  # {whether it rotates: the chunk of such layers}
@@ -542,7 +545,7 @@ def read_llama4_layers(keys: Tree) -> Tree:
 
 
 def read_llama4_growth(keys: Tree) -> Tree | None:
-    """attn_temperature_tuning is a bool, or in older folders a number."""
+    """Read the growth of scores. attn_temperature_tuning is a bool, or a number in older folders."""
     rate, every = plain_number(keys, "attn_scale"), plain_number(keys, "floor_scale")
     if not number(keys, "attn_temperature_tuning") or rate == 0:
         return None
@@ -569,7 +572,7 @@ def write_llama4_layers(model: ModelConfig) -> Tree:
 
 
 def llama4_obstacles(model: ModelConfig) -> list[str]:
-    """Fields that differ once they were written and read."""
+    """Return the fields that a write and a read would change."""
     layers = layers_of(model)
     if not all(isinstance(layer.mixer, AttentionConfig) for layer in layers):
         return ["blocks", "pattern"]
@@ -594,7 +597,7 @@ def llama4_obstacles(model: ModelConfig) -> list[str]:
 
 
 def llama4_parts(fields: Tree) -> dict[str, object]:
-    """The fields of one layer, as parts of a mixer."""
+    """Return the fields of one layer as parts of a mixer."""
     parts = {part: fields[f"mixer.{part}"] for part in LLAMA4_PARTS}
     growth = parts["growth"]
     return {

@@ -1,5 +1,5 @@
-"""Rules of families in which some layers have Mamba-2 instead of attention: Granite hybrid, and Nemotron-H,
-whose layers have a mixer or an MLP alone."""
+"""Rules of families in which some layers have Mamba-2 instead of attention: Granite hybrid, and
+Nemotron-H, whose layers have only a mixer or only an MLP."""
 import math
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from model.mamba import MambaConfig
 # ---- Granite hybrid ----------------------------------------------------------------------------------------
 
 def read_mamba_head(keys: Tree) -> Tree:
-    """The channels of a head: of all heads together they are mamba_expand times the width."""
+    """Read the head size. All heads together are mamba_expand times the width."""
     inner = plain_number(keys, "mamba_expand") * plain_number(keys, "hidden_size")
     heads, dim = plain_number(keys, "mamba_n_heads"), keys.get("mamba_d_head")
     dim = inner // heads if dim in ("auto", None) and heads else dim
@@ -51,7 +51,7 @@ def mamba_head_obstacles(layer: ModelConfig) -> list[str]:
 
 
 def read_step_limits(keys: Tree) -> Tree:
-    """The least step, of steps that may be as large as they like."""
+    """Read the minimum step. Steps must have no maximum."""
     limits = keys.get("time_step_limit") or [0.0, math.inf]
     is_pair = isinstance(limits, list) and len(limits) == 2 and is_number(limits[0]) and limits[0] >= 0
     if not is_pair or limits[1] != math.inf:
@@ -83,7 +83,7 @@ def write_granite_positions(model: ModelConfig) -> Tree:
 
 
 def read_granite_mlp(keys: Tree) -> Tree:
-    """The MLP that every token has: beside experts it is the shared ones'."""
+    """Read the MLP that every token uses. With experts, it becomes the shared experts."""
     shared, expert = plain_number(keys, "shared_intermediate_size"), plain_number(keys, "intermediate_size")
     experts = number(keys, "num_local_experts", nullable=True)
     chosen = number(keys, "num_experts_per_tok", nullable=True)
@@ -158,7 +158,8 @@ GRANITE_STATES = StateLayers(LINEAR, "mamba", rules=GRANITE_MAMBA, usual=linear_
 
 
 def write_granite_layers(model: ModelConfig) -> Tree:
-    """transformers wants sizes that fit each other, of a model without any Mamba, too."""
+    """Return the keys of all layers. Models without Mamba layers need consistent Mamba sizes too, for
+    transformers."""
     unused = {"mamba_n_heads": 1, "mamba_d_head": model.hidden, "mamba_expand": 1}
     return unused | GRANITE_STATES.write(model)
 
@@ -177,8 +178,10 @@ KINDS = {MAMBA: "mamba", ATTENTION: "attention", DENSE: "mlp", SPARSE: "mlp"}  #
 
 @dataclass(frozen=True)
 class LoneParts:
-    """Layers with a mixer or an MLP alone. mamba: rules of the mixers that are Mamba. experts: rules of the
-    mixture, where some layers have one."""
+    """Layers with only a mixer or only an MLP.
+
+    `mamba` holds the rules of Mamba mixers, `experts` those of mixtures in models that have them.
+    """
     mamba: tuple[Rule, ...]
     experts: tuple[Rule, ...]
 
@@ -199,7 +202,7 @@ class LoneParts:
         }
 
     def letters_of(self, keys: Tree) -> str:
-        """The letter of each layer. Raises UnlikeFamily."""
+        """Return the letter of each layer. Raises UnlikeFamily."""
         types, letters = list_of(str, keys, "layers_block_type"), keys.get("hybrid_override_pattern")
         layers = number(keys, "num_hidden_layers", nullable=True)
         if types:
@@ -228,7 +231,8 @@ class LoneParts:
         return ATTENTION if layer.mixer.has_softmax else MAMBA
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """Attention and MLPs are as the model says, and all layers with Mamba are alike."""
+        """Return fields that these layers cannot express. Attention and MLPs must match the model's, and all
+        Mamba layers must be alike."""
         layers = layers_of(model)
         mambas = [layer for layer in layers if isinstance(layer.mixer, MambaConfig)]
         covered = {name for rule in self.mamba for name in rule.fields}
@@ -254,7 +258,7 @@ class LoneParts:
 
 
 def read_shared_expert(keys: Tree) -> Tree:
-    """The width of the shared expert, whatever n_shared_experts says."""
+    """Read the width of the shared expert, regardless of n_shared_experts."""
     shared = plain_number(keys, "moe_shared_expert_intermediate_size")
     expert = plain_number(keys, "moe_intermediate_size")
     if not expert or not shared or shared % expert:
@@ -285,6 +289,7 @@ NEMOTRON_SHARED = FieldGroup(
 
 
 def nemotron_layers(experts: tuple[Rule, ...]) -> FieldGroup:
-    """experts: the rules of a mixture with a router of sigmoids, but for its shared experts."""
+    """Return the rules of the layers. `experts` has the rules of a sigmoid-routed mixture, except shared
+    experts."""
     others = (rule for rule in experts if "shared_experts" not in rule.fields)
     return LoneParts(NEMOTRON_MAMBA, (*others, NEMOTRON_SHARED)).group()

@@ -1,12 +1,12 @@
-"""Gives the quantized weights of a Hugging Face folder as plain tensors, a box at a time.
+"""Dequantize the weights of a Hugging Face folder, one box at a time.
 
-Read: fp8 with a scale of a tensor, a row or a block (quant_method fp8 of DeepSeek V3, Qwen3 and vLLM;
-fbgemm_fp8; compressed-tensors of format float-quantized), and mxfp4 of gpt-oss. A read of a box reads the
-blocks that it touches, and takes some times PIECE elements beside the box. Weights are given in fp32, in
-which the product of a number and its scale is rounded once; those of mxfp4 in bf16, which holds each exactly.
+Supported: fp8 with a scale per tensor, row or block (quant_method fp8 of DeepSeek V3, Qwen3 and vLLM;
+fbgemm_fp8; compressed-tensors of format float-quantized), and mxfp4 of gpt-oss. Reading a box reads the
+blocks that it touches, and takes a few times PIECE elements in addition to the box. Weights are returned in
+fp32, so the product of a number and its scale is rounded once; those of mxfp4 in bf16, which is exact.
 
-Sources: arXiv 2412.19437, section 3.3 (blocks of 128 x 128); OCP Microscaling Formats 1.0, sections 5.3.3
-and 5.4.1 (E2M1 and E8M0); transformers, integrations/finegrained_fp8.py and integrations/mxfp4.py (names and
+Sources: arXiv 2412.19437, section 3.3 (blocks of 128 x 128); OCP Microscaling Formats 1.0, sections 5.3.3 and
+5.4.1 (E2M1 and E8M0); transformers, integrations/finegrained_fp8.py and integrations/mxfp4.py (names and
 layouts).
 """
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ from parallel.sharding.boxes import Box
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_scale_ub")  # they concern no weight
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
-GROUP = 32  # values of MXFP4 that share a scale
+ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_scale_ub")  # not used for weights
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives
+GROUP = 32  # MXFP4 values per scale
 PIECE = 1 << 20  # elements dequantized at a time
 
 ReadBox = Callable[[Box], Tensor]
@@ -33,17 +33,17 @@ ReadBox = Callable[[Box], Tensor]
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor as it is given. stands_for: the names in the folder that it takes the place of."""
+    """A dequantized tensor. `stands_for` lists the names in the folder that it replaces."""
     info: TensorInfo
     read: ReadBox
     stands_for: tuple[str, ...]
 
 
 def dequantized(tensors: NamedTensors, quantization: Tree, where: Path) -> NamedTensors:
-    """The tensors of a folder under their plain names, dequantized.
+    """Return the tensors of a folder under their plain names, dequantized.
 
-    quantization: quantization_config of config.json, whose path is `where`. Raises ConfigError naming it and
-    what is not read, or the folder and the tensor whose scale is missing or does not fit.
+    `quantization` is quantization_config of config.json, whose path is `where`. Raises ConfigError naming the
+    file and the unsupported setting, or the folder and the tensor whose scale is missing or does not fit.
     """
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
@@ -66,7 +66,7 @@ def dequantized(tensors: NamedTensors, quantization: Tree, where: Path) -> Named
 
 
 def filled_in_pieces(box: Box, dtype: torch.dtype, read: ReadBox, dims: Sequence[int]) -> Tensor:
-    """The box, read a piece after the other. dims: in the order in which it is divided."""
+    """Read the box piece by piece. `dims` gives the order in which it is split."""
     target = torch.empty(box.size, dtype=dtype)
     for piece in pieces_of(box, dims) if box.volume else []:
         target[piece.slices_in(box)] = read(piece)
@@ -74,7 +74,7 @@ def filled_in_pieces(box: Box, dtype: torch.dtype, read: ReadBox, dims: Sequence
 
 
 def pieces_of(box: Box, dims: Sequence[int]) -> list[Box]:
-    """Boxes of at most PIECE elements that are the whole of `box`."""
+    """Split `box` into boxes of at most PIECE elements."""
     if box.volume <= PIECE:
         return [box]
     dim = next(dim for dim in dims if box.size[dim] > 1)
@@ -89,18 +89,18 @@ def pieces_of(box: Box, dims: Sequence[int]) -> list[Box]:
 # ---- fp8 ---------------------------------------------------------------------------------------------------
 
 def fp8_weights(tensors: NamedTensors, quantization: Tree, where: Path) -> dict[str, PlainTensor]:
-    """quant_method fp8: weight_scale_inv (DeepSeek) or weight_scale (vLLM), which are both factors."""
+    """Read quant_method fp8: weight_scale_inv (DeepSeek) or weight_scale (vLLM). Both are factors."""
     block = quantization.get("weight_block_size")
     return scaled_weights(tensors, ("_scale_inv", "_scale"), checked_block(block, where, "weight_block_size"))
 
 
 def fbgemm_weights(tensors: NamedTensors, _: Tree, where: Path) -> dict[str, PlainTensor]:
-    """quant_method fbgemm_fp8: a scale for each row."""
+    """Read quant_method fbgemm_fp8: a scale per row."""
     return scaled_weights(tensors, ("_scale",), None)
 
 
 def compressed_weights(tensors: NamedTensors, quantization: Tree, where: Path) -> dict[str, PlainTensor]:
-    """quant_method compressed-tensors, of fp8 alone."""
+    """Read quant_method compressed-tensors, only for fp8."""
     formats = ("float-quantized", "naive-quantized")
     groups = quantization.get("config_groups")
     at = f"{where}: quantization_config"
@@ -126,7 +126,7 @@ def compressed_weights(tensors: NamedTensors, quantization: Tree, where: Path) -
 
 
 def checked_block(block: Any, where: Path, key: str) -> tuple[int, ...] | None:
-    """[rows, columns] that share a scale. Raises ConfigError."""
+    """Return [rows, columns] that share a scale. Raises ConfigError."""
     if block is None:
         return None
     if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
@@ -137,7 +137,8 @@ def checked_block(block: Any, where: Path, key: str) -> tuple[int, ...] | None:
 def scaled_weights(
     tensors: NamedTensors, endings: tuple[str, ...], block: tuple[int, ...] | None
 ) -> dict[str, PlainTensor]:
-    """Every fp8 tensor of the folder, with its scale, which has its name and one of these endings."""
+    """Return every fp8 tensor of the folder with its scale, whose name is the tensor's plus one of these
+    endings."""
     found: dict[str, PlainTensor] = {}
     for name, info in tensors.tensors.items():
         if info.dtype not in FP8:
@@ -161,10 +162,10 @@ def scaled_weights(
 def steps_of(
     tensors: NamedTensors, name: str, scale: str, block: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Elements that share a scale, along each dim of a weight.
+    """Return how many elements share a scale along each dim of a weight.
 
-    The shape of the scale says it: one number for all, a dim of 1 or of the weight's size (rows, columns), or
-    blocks; the last block may be cut. Raises ConfigError for any other shape.
+    Determined by the shape of the scale: a single number, a dim of 1 or of the weight's size (rows, columns),
+    or blocks (the last may be cut). Raises ConfigError for any other shape.
     """
     shape, found = tensors.tensors[name].shape, tensors.tensors[scale]
     sizes = found.shape + (1,) * (len(shape) - len(found.shape))  # [rows] is [rows, 1]
@@ -184,7 +185,7 @@ def steps_of(
 
 
 def scaled_reader(tensors: NamedTensors, scale: str, steps: tuple[int, ...]) -> ReadBox:
-    """Reads boxes of a weight, times its scale. steps: what steps_of returned."""
+    """Return a reader of boxes of a weight times its scale. `steps` comes from steps_of."""
     stored = tensors.tensors[scale].shape
 
     def read_piece(piece: Box) -> Tensor:
@@ -206,11 +207,11 @@ def scaled_reader(tensors: NamedTensors, scale: str, steps: tuple[int, ...]) -> 
 # ---- MXFP4 -------------------------------------------------------------------------------------------------
 
 def mxfp4_weights(tensors: NamedTensors, _: Tree, where: Path) -> dict[str, PlainTensor]:
-    """quant_method mxfp4: NAME_blocks and NAME_scales of the experts.
+    """Read quant_method mxfp4: NAME_blocks and NAME_scales of the experts.
 
-    blocks: [experts, rows, groups, 16] bytes; each is two values, the lower four bits first. scales:
-    [experts, rows, groups] bytes; each is an exponent of two. Given as [experts, columns, rows], as the
-    folder of the same model in bf16 has it.
+    Blocks are [experts, rows, groups, 16] bytes with two values each, the lower four bits first. Scales are
+    [experts, rows, groups] bytes, each a power-of-two exponent. Returned as [experts, columns, rows], as in
+    the bf16 folder of the same model.
     """
     found: dict[str, PlainTensor] = {}
     for blocks, info in tensors.tensors.items():
@@ -239,7 +240,7 @@ def mxfp4_weights(tensors: NamedTensors, _: Tree, where: Path) -> dict[str, Plai
 
 
 def mxfp4_reader(tensors: NamedTensors, blocks: str, scales: str) -> ReadBox:
-    """Reads boxes of [experts, columns, rows]."""
+    """Return a reader of boxes of [experts, columns, rows]."""
     values = torch.tensor(E2M1)
     table = torch.cat([values, -values])
 

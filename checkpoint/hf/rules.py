@@ -1,12 +1,12 @@
-"""The rules by which keys of a config.json and fields of ModelConfig follow from each other.
+"""Rules that relate keys of a config.json to fields of ModelConfig.
 
-A rule reads keys into fields, writes fields as keys, and names the fields whose values have no keys. Field,
-Fixed and Only are simple; a FieldGroup is for what is not one field and one key. The records in
+A rule reads keys into fields, writes fields as keys, and names fields whose values no key can express. Field,
+Fixed and Only are simple; a FieldGroup covers anything beyond one field and one key. The records in
 checkpoint/hf/families list the rules of each family.
 
-read(keys): keys of a config.json, with the defaults of the family -> fields. Raises UnlikeFamily.
-write(model): model, as spell_out returns it -> keys.
-obstacles(model): the names of the fields whose values these keys cannot express.
+read(keys): keys of a config.json, with the family's defaults -> fields. Raises UnlikeFamily.
+write(model): model, as returned by spell_out -> keys.
+obstacles(model): names of fields whose values these keys cannot express.
 """
 import functools
 import math
@@ -35,17 +35,17 @@ from model.delta import DeltaConfig
 from model.mlp import MLPConfig
 from model.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Scaling, YarnScaling
 
-LOCAL, NOPE = "local", "nope"  # kinds of blocks: with a window, without rotary positions
+LOCAL, NOPE = "local", "nope"  # kinds of blocks: with a window, without RoPE
 
 
 class UnlikeFamily(ValueError):
-    """config.json means a model that ours is not."""
+    """config.json describes a model that ours cannot express."""
 
 
 @functools.lru_cache(maxsize=1 << 8)
 def spell_out(model: ModelConfig) -> FlatModel:
-    """The model with its experts as numbers, a number in every field in which none stands for a number, and
-    its pattern as pattern_text writes it."""
+    """Return the model with flat expert keys, explicit numbers instead of None, and its pattern as written
+    by pattern_text."""
     model, _ = flat_model(model)
     values: Tree = {"pattern": pattern_text(layer_kinds(model))}
     if model.experts is None:
@@ -63,7 +63,7 @@ def spell_out(model: ModelConfig) -> FlatModel:
 
 
 def spelled_kind(model: ModelConfig, variant: BlockVariant) -> BlockVariant:
-    """A kind with other heads, with the sizes that follow from them."""
+    """Return a kind with other heads, with the sizes that depend on them made explicit."""
     changes = dict(variant.changes)
     if "mixer.heads" not in changes:
         return variant
@@ -83,7 +83,7 @@ class Field:
     """One field and one key."""
     name: str
     key: str
-    nullable: bool = False  # null is a value of the key; else it is a number
+    nullable: bool = False  # null is a valid value; otherwise it is a number
     minimum: float = -math.inf
 
     @property
@@ -110,7 +110,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A field that is the same in all models of the family, and has no key."""
+    """A field without a key, with the same value in all models of the family."""
     name: str
     value: object
 
@@ -130,9 +130,9 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Only:
-    """A key of which other values mean something that we do not compute."""
+    """A key for which only some values are supported."""
     key: str
-    values: Sequence[object]  # the first is what a config.json means that leaves the key out
+    values: Sequence[object]  # the first is the default of a missing key
     written: bool = True
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -153,7 +153,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Idle:
-    """Keys that change nothing in the models of the family that are read."""
+    """Keys without effect in the supported models of the family."""
     keys: tuple[str, ...]
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -171,7 +171,7 @@ class Idle:
 
 
 class NotedKeys(dict[str, Any]):
-    """The keys of a config.json. asked: those that a rule has asked for."""
+    """The keys of a config.json. `asked` records which keys rules have read."""
 
     def __init__(self, keys: Tree) -> None:
         super().__init__(keys)
@@ -191,7 +191,7 @@ class NotedKeys(dict[str, Any]):
 
 
 def with_keys(keys: Tree, changes: Tree) -> Tree:
-    """The keys with other values of some. What is asked of them is noted as asked of the first."""
+    """Return the keys with some values replaced. Reads are recorded in the original's `asked`."""
     changed = NotedKeys({**keys, **changes})
     if isinstance(keys, NotedKeys):
         changed.asked = keys.asked
@@ -212,7 +212,7 @@ def no_obstacles(model: ModelConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class FieldGroup:
-    """Fields and keys that follow from each other in another way."""
+    """Fields and keys with a custom relation."""
     fields: tuple[str, ...]
     read: Callable[[Tree], Tree] = no_fields
     write: Callable[[ModelConfig], Tree] = no_keys
@@ -223,7 +223,7 @@ Rule = Field | Fixed | Only | Idle | FieldGroup
 
 
 def read_rules(rules: Sequence[Rule], keys: Tree) -> Tree:
-    """The fields that all rules read; a later rule replaces what an earlier one has read."""
+    """Return the fields that all rules read; later rules override earlier ones."""
     values: Tree = {}
     for rule in rules:
         values |= rule.read(keys)
@@ -231,7 +231,7 @@ def read_rules(rules: Sequence[Rule], keys: Tree) -> Tree:
 
 
 def read_parts(rules: Sequence[Rule], keys: Tree) -> Tree:
-    """read_rules, with experts as a part of the model. Raises UnlikeFamily."""
+    """Call read_rules and convert experts to a model part. Raises UnlikeFamily."""
     try:
         return from_flat(read_rules(rules, keys))
     except ConfigError as error:
@@ -239,7 +239,7 @@ def read_parts(rules: Sequence[Rule], keys: Tree) -> Tree:
 
 
 def write_rules(rules: Sequence[Rule], model: ModelConfig) -> Tree:
-    """The keys that all rules write; a later rule replaces what an earlier one has written."""
+    """Return the keys that all rules write; later rules override earlier ones."""
     keys: Tree = {}
     for rule in rules:
         keys |= rule.write(model)
@@ -247,12 +247,13 @@ def write_rules(rules: Sequence[Rule], model: ModelConfig) -> Tree:
 
 
 def layers_of(model: ModelConfig) -> list[ModelConfig]:
-    """The model as each of its layers has it."""
+    """Return the model of each layer."""
     return [layer_model(model, layer) for layer in range(model.layers)]
 
 
 def number(keys: Tree, key: str, nullable: bool = False) -> int | float | None:
-    """The value of a key. Raises UnlikeFamily if it is missing, or neither a number nor an allowed null."""
+    """Return the value of a key. Raises UnlikeFamily if it is missing, or neither a number nor an allowed
+    null."""
     if key not in keys:
         raise UnlikeFamily(f"{key} is missing")
     value = keys[key]
@@ -264,20 +265,20 @@ def number(keys: Tree, key: str, nullable: bool = False) -> int | float | None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold: JSON has larger ones, and NaN."""
+    """Return whether a value is a number that fits a float: JSON has larger ones, and NaN."""
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def plain_number(keys: Tree, key: str) -> int | float:
-    """The value of a key that is never null. Raises UnlikeFamily."""
+    """Return the value of a key that is never null. Raises UnlikeFamily."""
     value = number(keys, key)
     assert value is not None
     return value
 
 
 def list_of(kind: type | tuple[type, ...], keys: Tree, key: str) -> list:
-    """The list under a key, whose entries are of this type, or of one of several; [] of null and of no key.
-    Raises UnlikeFamily."""
+    """Return the list under a key, or [] if null or missing. Raises UnlikeFamily if an entry is not of
+    this type, or of one of several."""
     entries = keys.get(key) or []
     if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
         name = kind.__name__ if isinstance(kind, type) else "numbers"
@@ -288,9 +289,9 @@ def list_of(kind: type | tuple[type, ...], keys: Tree, key: str) -> list:
 # ---- rotary positions --------------------------------------------------------------------------------------
 
 def read_rope(keys: Tree, mla: bool = False, share: float = 1.0) -> Tree:
-    """The base, and the scaling, in both spellings (checkpoint/hf/config.py). share: of the channels that
-    have positions, those that are rotated."""
-    # In the order of transformers 5.
+    """Read base and scaling in both spellings (checkpoint/hf/config.py). `share` is the share of
+    positional channels that are rotated."""
+    # in transformers 5's order
     scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
     if kind not in ("default", "linear", "llama3", "yarn", "longrope") or not isinstance(scaling, dict):
@@ -317,7 +318,7 @@ def read_rope(keys: Tree, mla: bool = False, share: float = 1.0) -> Tree:
 
 
 def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
-    """The factor, and the limits between which it sets in."""
+    """Read the factor and the limits of the ramp."""
     needed = ("factor",) if kind == "yarn" else ("factor", "low_freq_factor", "high_freq_factor")
     for key in needed:
         if scaling.get(key) is None:
@@ -333,14 +334,14 @@ def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
 
 
 def original_context(scaling: Tree, keys: Tree) -> int | float:
-    """The context before the scaling: a key of the config itself comes first."""
+    """Return the context before scaling: a key of the config itself comes first."""
     stated = {"original_max_position_embeddings": keys["max_position_embeddings"], **scaling, **keys}
     return plain_number(stated, "original_max_position_embeddings")
 
 
 def read_longrope(scaling: Tree, keys: Tree, channels: int) -> Tree:
-    """The numbers of each pair of channels; the factor, or that which follows from an attention_factor.
-    channels: of a head that are rotated."""
+    """Read the numbers of each channel pair, and the factor or that implied by attention_factor.
+    `channels` counts the rotated channels of a head."""
     original = original_context(scaling, keys)
     if original <= 1:
         raise UnlikeFamily(f"rope scaling 'longrope' of {original} tokens is not supported, only above 1")
@@ -365,20 +366,20 @@ def read_longrope(scaling: Tree, keys: Tree, channels: int) -> Tree:
 
 
 def rotated_channels(keys: Tree, mla: bool) -> int | float:
-    """The channels of a head that have positions."""
+    """Return the number of channels of a head that have positions."""
     if mla:
         return plain_number(keys, "qk_rope_head_dim")
     return head_size(keys)
 
 
 def head_size(keys: Tree) -> int | float:
-    """The channels of a head of attention."""
+    """Return the channels of an attention head."""
     size = number({"head_dim": None, **keys}, "head_dim", nullable=True)
     return size or plain_number(keys, "hidden_size") // plain_number(keys, "num_attention_heads")
 
 
 def check_ramp(scaled: Tree, theta: float, channels: int | float) -> None:
-    """Raises UnlikeFamily if the ramp between the two limits of the scaling has no form (ramp_obstacle)."""
+    """Raise UnlikeFamily if the ramp between the scaling's two limits is unsupported (ramp_obstacle)."""
     kind, original = scaled["kind"], scaled["original"]
     low, high = scaled["low_freq"], scaled["high_freq"]
     truncate = scaled.get("truncate", True)
@@ -401,12 +402,12 @@ def ramp_obstacle(
     original: float,
     truncate: bool = True,
 ) -> str:
-    """The field for which the ramp of a scaling differs between transformers and kernels/rope.py; else "".
+    """Return the field for which a scaling's ramp differs between transformers and kernels/rope.py, or "".
 
-    The ramp runs over channels that rotate between `low` and `high` times in `original` positions. Where it
-    would run backwards, or has no channels at all, the two go apart or fail.
+    The ramp covers channels that rotate between `low` and `high` times in `original` positions. Where it
+    would run backwards or has no channels, the two diverge or fail.
     """
-    if not 0 < low <= high:  # of equals, a step
+    if not 0 < low <= high:  # a step if equal
         return "mixer.rope.scaling.low_freq"
     if original <= 0:
         return "mixer.rope.scaling.original"
@@ -430,11 +431,11 @@ ROPE_PARAMETERS = frozenset(
     beta_fast beta_slow mscale mscale_all_dim attention_factor truncate partial_rotary_factor
     max_position_embeddings finetuned short_factor long_factor""".split()
 )
-NOT_NUMBERS = ("rope_type", "type", "short_factor", "long_factor")  # of them
+NOT_NUMBERS = ("rope_type", "type", "short_factor", "long_factor")  # among the parameters
 
 
 def check_rope_parameters(scaling: Tree) -> None:
-    """Raises UnlikeFamily for an unknown parameter, for one that is not a number, and for channels without
+    """Raise UnlikeFamily for parameters that are unknown or not numbers, and for channels without
     rotation."""
     for key, value in scaling.items():
         if key not in ROPE_PARAMETERS and value is not None:
@@ -447,9 +448,9 @@ def check_rope_parameters(scaling: Tree) -> None:
 
 
 def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
-    """mscale and mscale_all: how YaRN scales the logits, as transformers reads it.
+    """Read mscale and mscale_all, by which YaRN scales the logits, as transformers does.
 
-    mscale counts only beside mscale_all_dim. An attention_factor replaces both for cos and sin.
+    mscale counts only together with mscale_all_dim. An attention_factor replaces both for cos and sin.
     """
     mscale = scaling.get("mscale")
     mscale_all = scaling.get("mscale_all_dim")
@@ -505,7 +506,7 @@ def write_rope_scaling(scaling: Scaling | None) -> Tree | None:
 
 
 def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
-    """A value that the other side would read as another, or that it cannot compute."""
+    """Return fields whose values the other side would misread or cannot compute."""
     settings = model.mixer.rope
     if settings is None:
         return ["mixer.rope"]
@@ -540,7 +541,7 @@ def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
         if scaling.mscale_all and not scaling.mscale:
             lost.append("mixer.rope.scaling.mscale")
         elif not scaling.mscale_all and scaling.factor <= 1 and scaling.mscale != 1.0:
-            lost.append("mixer.rope.scaling.mscale")  # without effect here, but not there
+            lost.append("mixer.rope.scaling.mscale")  # no effect here, but an effect there
     return lost
 
 
@@ -553,8 +554,8 @@ MLA_ROPE = FieldGroup(
     functools.partial(rope_obstacles, mla=True),
 )
 def rope_and_share(keys: Tree, default: float) -> tuple[str, Any, float]:
-    """The key of the rotary positions, its value without the share of the channels that are rotated, and that
-    share. default: without the key partial_rotary_factor."""
+    """Return the key of the rotary positions, its value without the share of rotated channels, and that
+    share. The share is `default` without the key partial_rotary_factor."""
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     scaling = keys.get(name) or {}
     share = keys.get("partial_rotary_factor")
@@ -569,7 +570,7 @@ def rope_and_share(keys: Tree, default: float) -> tuple[str, Any, float]:
 
 
 def read_share_of_rope(keys: Tree, default: float) -> Tree:
-    """Rotary positions on the first channels of each head, as many as partial_rotary_factor says."""
+    """Read RoPE on the first channels of each head, as many as partial_rotary_factor says."""
     name, scaling, share = rope_and_share(keys, default)
     fields = read_rope({**keys, name: scaling})
     if share != 1 and "mixer.rope.scaling" in fields:
@@ -603,12 +604,12 @@ def close(a: float, b: float) -> bool:
 
 
 def inverse(value: float) -> float:
-    """1 / value, as it was before it was divided: 13.0 of 1 / 13."""
+    """Return 1 / value, recovering the original number: 13.0 for 1 / 13."""
     return float(f"{1 / value:.14g}")
 
 
 def score_scale(model: ModelConfig) -> float:
-    """Factor of attention's scores."""
+    """Return the factor of the attention scores."""
     assert isinstance(model.mixer, AttentionConfig)
     return head_dim(model) ** -0.5 if model.mixer.scale is None else model.mixer.scale
 
@@ -620,7 +621,7 @@ def read_attention_multiplier(keys: Tree) -> Tree:
 
 
 def read_query_scalar(keys: Tree) -> Tree:
-    """Scores are divided by the root of query_pre_attn_scalar."""
+    """Read the score scale: 1 / sqrt(query_pre_attn_scalar)."""
     value = plain_number(keys, "query_pre_attn_scalar")
     if value <= 0:
         raise UnlikeFamily(f"query_pre_attn_scalar = {value} is not above 0")
@@ -632,14 +633,14 @@ def query_scalar(model: ModelConfig) -> int:
 
 
 def query_scalar_obstacles(model: ModelConfig) -> list[str]:
-    """It is a whole number."""
+    """Return mixer.scale if it does not correspond to a whole number."""
     scale = score_scale(model)
     has_form = 0 < scale <= 1 and close(query_scalar(model) ** -0.5, scale)
     return [] if has_form else ["mixer.scale"]
 
 
 def read_root_of_width(keys: Tree) -> Tree:
-    """Gemma multiplies its embedding by the root of its width."""
+    """Read the embedding scale: Gemma multiplies by the root of its width."""
     return {"embed_scale": float(plain_number(keys, "hidden_size")) ** 0.5}
 
 
@@ -674,7 +675,7 @@ DIVIDED_LOGITS = FieldGroup(
 )
 
 
-# Ministral 3: queries grow with their position, by groups of as many as the context before the scaling.
+# Ministral 3: queries grow with their position, in groups as long as the context before scaling.
 
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",
@@ -690,7 +691,7 @@ MINISTRAL3_ROPE = {
 
 
 def read_growing_rope(keys: Tree, mla: bool = False) -> Tree:
-    """A folder that says nothing has the values of the published one."""
+    """Read growing RoPE. The defaults are those of the published model."""
     given = keys.get("rope_scaling") or keys.get("rope_parameters") or MINISTRAL3_ROPE
     if not isinstance(given, dict):
         raise UnlikeFamily(f"rope_parameters = {given!r} is not supported")
@@ -727,7 +728,7 @@ def growing_rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
     return lost
 
 
-# Mistral 4: the same for latent attention. Its config states how many of a head's channels are rotated, too.
+# Mistral 4: the same for latent attention. Its config also states how many channels of a head are rotated.
 
 MISTRAL4_ROPE = {
     **MINISTRAL3_ROPE,
@@ -752,7 +753,8 @@ def read_mistral4_rope(keys: Tree) -> Tree:
 
 
 def mistral4_rope_obstacles(model: ModelConfig) -> list[str]:
-    """transformers fails without a scaling, and takes its channels from a quotient, rounded down."""
+    """Return the obstacles: transformers fails without a scaling, and rounds down a quotient to get its
+    channels."""
     lost = growing_rope_obstacles(model, mla=True)
     if model.mixer.rope is not None and model.mixer.rope.scaling is None:
         lost.append("mixer.rope.scaling")
@@ -771,7 +773,8 @@ GROWING_ROPE = FieldGroup(
 
 
 def read_hunyuan_rope(keys: Tree) -> Tree:
-    """Their alpha raises the base (NTK-aware scaling): it is read, and written, as the base that follows."""
+    """Read Hunyuan's RoPE. Its alpha raises the base (NTK-aware scaling): it is read, and written, as that
+    base."""
     name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
     scaling = keys.get(name) or {}
     keys.get("rope_theta")
@@ -802,7 +805,7 @@ CWM_SCALING = {
 
 
 def read_cwm_rope(keys: Tree) -> Tree:
-    """A folder that says nothing has the scaling of the published one."""
+    """Read CWM's RoPE. The default scaling is that of the published model."""
     if keys.get("rope_scaling") or keys.get("rope_parameters"):
         return read_rope(keys)
     scaling = CWM_SCALING | {"rope_theta": plain_number(keys, "rope_theta")}
@@ -820,7 +823,7 @@ APERTUS_ROPE = {**CWM_SCALING, "factor": 8.0, "rope_theta": 12e6}
 
 
 def read_apertus_rope(keys: Tree) -> Tree:
-    """A folder that says nothing has the base and the scaling of the published one."""
+    """Read the RoPE of Apertus. The default base and scaling are those of the published model."""
     if keys.get("rope_scaling") or keys.get("rope_parameters"):
         return read_rope(keys)
     keys.get("rope_theta")
@@ -830,7 +833,7 @@ def read_apertus_rope(keys: Tree) -> Tree:
 APERTUS_SCALED_ROPE = FieldGroup(ROPE_FIELDS, read_apertus_rope, write_cwm_rope, rope_obstacles)
 
 
-# Phi 3: LongRoPE or none, on a part of the channels; a factor that is left out follows from the context.
+# Phi 3: LongRoPE or none, on some of the channels; a missing factor follows from the context.
 
 def read_phi3_rope(keys: Tree) -> Tree:
     name, scaling, share = rope_and_share(keys, 1.0)
@@ -838,7 +841,7 @@ def read_phi3_rope(keys: Tree) -> Tree:
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
     if kind not in ("default", "longrope", "su"):
         raise UnlikeFamily(f"rope scaling {kind!r} is not supported in this family, only longrope and none")
-    if isinstance(scaling, dict):  # su is an earlier name
+    if isinstance(scaling, dict):  # su is an older name
         scaling = {key: "longrope" if value == "su" else value for key, value in scaling.items()}
     return read_rope({**keys, name: scaling}, share=share) | {"mixer.rope.share": float(share)}
 
@@ -868,7 +871,8 @@ PHI3_ROPE = FieldGroup(
 # ---- sliding windows ---------------------------------------------------------------------------------------
 
 def sliding_layers(keys: Tree) -> list[bool]:
-    """Whether each layer has a window, as layer_types says; [] without this key. Raises UnlikeFamily."""
+    """Return whether each layer has a window according to layer_types, or [] without it. Raises
+    UnlikeFamily."""
     layer_types = list_of(str, keys, "layer_types")
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
@@ -892,7 +896,7 @@ def window_obstacle(model: ModelConfig) -> list[str]:
 
 
 def windows_by_layer(slides: Sequence[bool], size: int | float | None) -> Tree:
-    """Of layers that slide over windows of `size`, and others that see all."""
+    """Return the fields for layers with windows of `size` and others with full attention."""
     if size is None or not any(slides) or all(slides):
         return {"mixer.window": size if any(slides) else None}
     kinds = [LOCAL if each else PLAIN for each in slides]
@@ -906,7 +910,7 @@ def layer_windows(model: ModelConfig) -> list[int | None]:
 
 
 def windows_obstacle(model: ModelConfig) -> list[str]:
-    """Layers may differ in having the same window or none."""
+    """Return ["blocks", "pattern"] unless layers differ only in having the same window or none."""
     changed = {path for variant in model.blocks for path, _ in variant.changes}
     sizes = {*layer_windows(model)} - {None}
     return ["blocks", "pattern"] if changed - {"mixer.window"} or len(sizes) > 1 else []
@@ -921,7 +925,7 @@ def longest_window(model: ModelConfig) -> int | None:
 
 
 def read_qwen_window(keys: Tree) -> Tree:
-    """use_sliding_window may turn the window off that sliding_window names."""
+    """Read the windows. use_sliding_window may disable the window named by sliding_window."""
     size = number(keys, "sliding_window", nullable=True)
     if not number(keys, "use_sliding_window"):
         size = None
@@ -937,7 +941,7 @@ def read_qwen_window(keys: Tree) -> Tree:
 
 
 def write_qwen_window(model: ModelConfig) -> Tree:
-    """max_window_layers says nothing where layer_types stands beside it."""
+    """Return the window keys. max_window_layers is ignored if layer_types is given."""
     size = longest_window(model)
     slides = [window is not None for window in layer_windows(model)]
     keys: Tree = {
@@ -950,7 +954,7 @@ def write_qwen_window(model: ModelConfig) -> Tree:
 
 
 def read_layer_types(keys: Tree) -> Tree:
-    """A family whose layers slide where layer_types says so; without that key, all of them."""
+    """Read the windows of a family whose layers slide as layer_types says, or all of them without it."""
     size = number(keys, "sliding_window", nullable=True)
     slides = sliding_layers(keys) or [size is not None] * int(plain_number(keys, "num_hidden_layers"))
     if any(slides) and size is None:
@@ -963,7 +967,7 @@ def write_layer_types(model: ModelConfig) -> Tree:
 
 
 def read_dots_window(keys: Tree) -> Tree:
-    """dots1 is supported without a window only."""
+    """Check the windows: dots1 is supported only without any."""
     slides = any(sliding_layers(keys))
     if not keys.get("layer_types"):
         has_size = keys.get("sliding_window", 4096) is not None
@@ -977,7 +981,8 @@ def read_dots_window(keys: Tree) -> Tree:
 
 
 def read_cwm_windows(keys: Tree) -> Tree:
-    """Without layer_types every fourth layer, the first one among them, sees all."""
+    """Read the windows. Without layer_types every fourth layer, beginning with the first, has full
+    attention."""
     layers = range(int(plain_number(keys, "num_hidden_layers")))
     default = ["sliding_attention" if layer % 4 else "full_attention" for layer in layers]
     stated = {key: keys.get(key) for key in ("layer_types", "sliding_window")}
@@ -1002,8 +1007,8 @@ NO_WINDOW = FieldGroup(("mixer.window",), read_no_window, obstacles=window_obsta
 # ---- layers without rotary positions -----------------------------------------------------------------------
 
 def rotating_layers(keys: Tree) -> list[bool]:
-    """Whether each layer has rotary positions: no_rope_layers has 1 for one that has, and 0 for one without;
-    left out, each layer with a multiple of no_rope_layer_interval is without."""
+    """Return whether each layer has RoPE: 1 or 0 in no_rope_layers. Without it, each layer with a multiple
+    of no_rope_layer_interval has none."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     rotates = list_of(int, keys, "no_rope_layers")
     if not rotates:
@@ -1026,7 +1031,7 @@ def write_no_rope_layers(model: ModelConfig) -> Tree:
 
 
 def no_rope_obstacle(model: ModelConfig) -> list[str]:
-    """Layers may differ in having the model's rotary positions or none."""
+    """Return ["blocks", "pattern"] unless layers differ only in having the model's RoPE or none."""
     changes = [change for variant in model.blocks for change in variant.changes]
     return [] if all(change == ("mixer.rope", None) for change in changes) else ["blocks", "pattern"]
 
@@ -1039,7 +1044,7 @@ NO_ROPE_LAYERS = FieldGroup(
 # ---- sizes, biases, dropout --------------------------------------------------------------------------------
 
 def read_head_dim(keys: Tree) -> Tree:
-    """none for hidden / heads, which transformers 5 writes out."""
+    """Read head_dim; None stands for hidden / heads, which transformers 5 writes out."""
     size = number(keys, "head_dim", nullable=True)
     heads = plain_number(keys, "num_attention_heads")
     if size is not None and size * heads == plain_number(keys, "hidden_size"):
@@ -1048,13 +1053,13 @@ def read_head_dim(keys: Tree) -> Tree:
 
 
 def read_gpt2_width(keys: Tree) -> Tree:
-    """n_inner may be null, which stands for four times the width."""
+    """Read n_inner; null stands for four times the width."""
     width = number(keys, "n_inner", nullable=True)
     return {"mlp.width": 4 * plain_number(keys, "n_embd") if width is None else width}
 
 
 def read_no_head_dim(keys: Tree) -> Tree:
-    """A family without this key in its config class: transformers reads it all the same."""
+    """Check head_dim in a family whose config class lacks it: transformers reads it anyway."""
     size = read_head_dim(keys)["mixer.head_dim"] if "head_dim" in keys else None
     if size is not None:
         raise UnlikeFamily(
@@ -1064,22 +1069,22 @@ def read_no_head_dim(keys: Tree) -> Tree:
 
 
 def heads_share_hidden(model: ModelConfig) -> list[str]:
-    """A family without a key for head_dim: it is hidden / heads."""
+    """Return the obstacle in a family without a head_dim key, where it must be hidden / heads."""
     return ["mixer.head_dim"] if head_dim(model) * model.mixer.heads != model.hidden else []
 
 
 def one_kv_head_each(model: ModelConfig) -> list[str]:
-    """A family without grouped queries."""
+    """Return the obstacle in a family without grouped queries."""
     return ["mixer.kv_heads"] if kv_heads(model) != model.mixer.heads else []
 
 
 def read_attention_bias(keys: Tree) -> Tree:
-    """Of all four projections, or of none."""
+    """Read attention_bias, which covers all four projections or none."""
     return {"mixer.bias": "all" if number(keys, "attention_bias") else None}
 
 
 def read_equal_biases(keys: Tree) -> Tree:
-    """Their keys are those of q, k and v, and of all the rest: one without the other is not read."""
+    """Read the bias keys, one for q, k and v and one for the rest: only equal values are supported."""
     if number(keys, "mlp_bias") != number(keys, "attention_bias"):
         raise UnlikeFamily("attention_bias and mlp_bias differ; both or neither are supported")
     return read_attention_bias(keys) | {"mlp.bias": number(keys, "mlp_bias")}
@@ -1090,7 +1095,7 @@ def equal_bias_obstacles(model: ModelConfig) -> list[str]:
 
 
 def bias_of_qkv(key: str) -> FieldGroup:
-    """A key that says whether the projections of q, k and v have biases."""
+    """Return the rule of a key that says whether the projections of q, k and v have biases."""
     return FieldGroup(
         ("mixer.bias",),
         lambda keys: {"mixer.bias": "qkv" if number(keys, key) else None},
@@ -1100,7 +1105,7 @@ def bias_of_qkv(key: str) -> FieldGroup:
 
 
 def read_seed_biases(keys: Tree) -> Tree:
-    """Ours are those of q, k and v, or all."""
+    """Read the bias keys; ours cover q, k and v, or all."""
     stated = tuple(bool(number(keys, key)) for key in ("attention_bias", "attention_out_bias"))
     if stated == (False, True):
         raise UnlikeFamily("attention_out_bias without attention_bias is not supported")
@@ -1112,7 +1117,7 @@ def write_seed_biases(model: ModelConfig) -> Tree:
 
 
 def read_all_biases(keys: Tree) -> Tree:
-    """Of all linear layers, or of none."""
+    """Read use_bias, which covers all linear layers or none."""
     has_bias = bool(number(keys, "use_bias"))
     return {"mixer.bias": "all" if has_bias else None, "mlp.bias": has_bias}
 
@@ -1126,7 +1131,7 @@ def read_qk_norm(keys: Tree) -> Tree:
 
 
 def read_gating(keys: Tree) -> Tree:
-    """Whether gates are of heads or of channels; published folders repeat it for each layer."""
+    """Read whether gates are per head or per channel; published folders repeat it for each layer."""
     gating = keys.get("gating", True)
     if gating is not True and gating not in ("per-head", "per-element"):
         raise UnlikeFamily(f"gating = {gating!r} is not supported, only 'per-head' and 'per-element'")
@@ -1142,13 +1147,13 @@ def write_gating(model: ModelConfig) -> Tree:
 
 
 def read_unused_width(keys: Tree) -> Tree:
-    """A family whose layers all have experts may leave out the width of a dense MLP."""
+    """Read the width of a dense MLP, which may be missing if all layers have experts."""
     has_width = keys.get("intermediate_size") is not None
     return {"mlp.width": plain_number(keys, "intermediate_size" if has_width else "moe_intermediate_size")}
 
 
 def read_init_std_by_width(keys: Tree) -> Tree:
-    """initializer_range may be null, which stands for 2 / sqrt(5 hidden)."""
+    """Read initializer_range; null stands for 2 / sqrt(5 hidden)."""
     if keys.get("initializer_range") is not None:
         return {"init_std": number(keys, "initializer_range")}
     hidden = plain_number(keys, "hidden_size")
@@ -1190,7 +1195,7 @@ QK_NORM_OF_HEADS = FieldGroup(
     lambda model: [] if model.mixer.qk_norm in (None, "head") else ["mixer.qk_norm"],
 )
 def read_experts_beside(keys: Tree) -> Tree:
-    """The width of all shared experts together, each as wide as the others."""
+    """Read the total width of all shared experts, each as wide as a routed one."""
     shared, width = plain_number(keys, "shared_intermediate_size"), plain_number(keys, "intermediate_size")
     if width <= 0 or shared < 0 or shared % width:
         raise UnlikeFamily(
@@ -1206,7 +1211,7 @@ EXPERTS_BESIDE = FieldGroup(
 
 
 def one_of_null(name: str, key: str) -> FieldGroup:
-    """A factor whose key may be null, which stands for 1."""
+    """Return the rule of a factor whose key may be null for 1."""
     return FieldGroup(
         (name,),
         lambda keys: {name: 1.0 if keys.get(key) is None else plain_number(keys, key)},
@@ -1226,7 +1231,7 @@ UNUSED_WIDTH = FieldGroup(
 INIT_STD_BY_WIDTH = FieldGroup(
     ("init_std",), read_init_std_by_width, lambda model: {"initializer_range": model.init_std}
 )
-# transformers 5 refuses other sizes for Llama and DeepSeek-V2 alone; the same Llama is a Mistral.
+# transformers 5 refuses other sizes only for Llama and DeepSeek-V2; the same Llama is a Mistral.
 HEADS_DIVIDE_HIDDEN = FieldGroup(
     (), obstacles=lambda model: ["mixer.heads"] if model.hidden % model.mixer.heads else []
 )
@@ -1236,10 +1241,11 @@ INIT_STD_UP_TO_1 = FieldGroup(
     (), obstacles=lambda model: [] if 0 <= model.init_std <= 1 else ["init_std"]
 )
 
-# The class of the family has a token of its own, which a smaller vocabulary lacks, and which does not train.
+# The family's config class has a default padding token, which is missing from a smaller vocabulary and does
+# not train.
 NO_PADDING = FieldGroup((), write=lambda model: {"pad_token_id": None})
 
-# Dropout is not read, and does not change the logits. Ours has no dropout of the attention.
+# Dropout is not read, and does not affect logits. Ours has no attention dropout.
 NO_ATTENTION_DROPOUT = FieldGroup((), write=lambda model: {"attention_dropout": 0.0})
 RESIDUAL_DROPOUT = FieldGroup(
     (), write=lambda model: {"attention_dropout": 0.0, "residual_dropout": model.dropout}
@@ -1253,7 +1259,7 @@ GPT2_DROPOUT = FieldGroup(
 # ---- mixtures of experts -----------------------------------------------------------------------------------
 
 def read_dense_layers(keys: Tree) -> Tree:
-    """Qwen lists the layers without experts; ours are the first ones."""
+    """Read the layers without experts, which Qwen lists; ours must come first."""
     dense = sorted(list_of(int, keys, "mlp_only_layers"))
     if dense != list(range(len(dense))):
         raise UnlikeFamily(
@@ -1263,7 +1269,7 @@ def read_dense_layers(keys: Tree) -> Tree:
 
 
 def read_shared_width(keys: Tree, key: str) -> Tree:
-    """Qwen gives the width of all shared experts together."""
+    """Read the width of all shared experts together."""
     shared_size = plain_number(keys, key)
     expert_size = plain_number(keys, "moe_intermediate_size")
     if not expert_size or not shared_size or shared_size % expert_size:
@@ -1275,7 +1281,7 @@ def read_shared_width(keys: Tree, key: str) -> Tree:
 
 
 def shared_width(key: str) -> FieldGroup:
-    """A key with the width of all shared experts together; there is at least one."""
+    """Return the rule of a key with the total width of all shared experts. There is at least one."""
     return FieldGroup(
         ("shared_experts",),
         functools.partial(read_shared_width, key=key),
@@ -1285,7 +1291,7 @@ def shared_width(key: str) -> FieldGroup:
 
 
 def read_mlp_layer_types(keys: Tree) -> Tree:
-    """A list of dense and sparse layers; ours are dense first. Of null, the first layer alone is dense.
+    """Read a list of dense and sparse layers; ours are dense first. With null, only the first layer is dense.
 
     Published folders also have first_k_dense_replace, which transformers does not read.
     """
@@ -1322,7 +1328,7 @@ SHARED_WIDTH = shared_width("shared_expert_intermediate_size")
 
 
 def expert_width_obstacles(model: ModelConfig) -> list[str]:
-    """A family without a key for the width of an expert: it is that of a dense MLP."""
+    """Return the obstacle in a family without a key for the expert width, which must be a dense MLP's."""
     is_other = isinstance(model.mlp, MLPConfig) and model.moe_ffn != model.mlp.width
     return ["moe_ffn"] if is_other else []
 
@@ -1331,7 +1337,7 @@ EXPERTS_OF_FFN = FieldGroup(("moe_ffn",), obstacles=expert_width_obstacles)
 
 
 def read_moe_topk(keys: Tree) -> Tree:
-    """A number, or a list with one for each layer."""
+    """Read a number, or a list with one number per layer."""
     value = keys.get("moe_topk")
     if isinstance(value, list) and len(set(map(repr, value))) == 1:
         value = value[0]
@@ -1339,7 +1345,7 @@ def read_moe_topk(keys: Tree) -> Tree:
 
 
 def read_ernie_layers(keys: Tree) -> Tree:
-    """The layers with experts end with the last one."""
+    """Read the first layer with experts. Layers with experts must extend to the last layer."""
     last = keys.get("moe_layer_end_index", -1)
     if last not in (-1, plain_number(keys, "num_hidden_layers") - 1):
         raise UnlikeFamily(f"moe_layer_end_index = {last!r} is not supported, only the last layer")
@@ -1360,7 +1366,7 @@ def layers_with_experts(model: ModelConfig) -> list[int]:
 
 
 def read_moe_layers(keys: Tree) -> Tree:
-    """moe_layers, or each multiple of a step. In our model: each multiple of a step from first_dense on."""
+    """Read moe_layers, or each multiple of a step. Ours has each multiple of a step from first_dense on."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     step = int(plain_number(keys, "interleave_moe_layer_step"))
     if step < 1:
@@ -1383,7 +1389,7 @@ def write_moe_layers(model: ModelConfig) -> Tree:
 
 
 def moe_layers_obstacles(model: ModelConfig) -> list[str]:
-    """Fields that differ once they were written and read."""
+    """Return the fields that a write and a read would change."""
     if model.experts is None:
         return []
     try:
@@ -1417,9 +1423,9 @@ def all_layers_dense(keys: Tree) -> bool:
 
 
 def deepseek_experts(*rules: Rule) -> FieldGroup:
-    """The rules of the experts.
+    """Return the rules of the experts.
 
-    A model without experts is written as one whose layers are all before the first layer with experts.
+    A dense model is written as one whose layers all come before the first layer with experts.
     """
     def read(keys: Tree) -> Tree:
         values = read_rules(rules, keys)
@@ -1439,7 +1445,7 @@ def deepseek_experts(*rules: Rule) -> FieldGroup:
 
 
 def dense_mtp_obstacle(model: ModelConfig) -> list[str]:
-    """In transformers every module of multi-token prediction has experts."""
+    """Return the obstacle of dense multi-token prediction: in transformers every module has experts."""
     return ["mtp"] if model.mtp and model.experts is None else []
 
 
@@ -1467,7 +1473,7 @@ def write_v2_groups(model: ModelConfig) -> Tree:
 
 
 def v2_group_obstacles(model: ModelConfig) -> list[str]:
-    """The greedy method chooses from one group, which holds all experts."""
+    """Return the obstacle of router groups: the greedy method chooses from one group with all experts."""
     is_lost = model.router_groups == 1 and model.router_group_top_k != 1
     return ["router_group_top_k"] if is_lost else []
 
@@ -1483,7 +1489,7 @@ def read_mla_heads(keys: Tree) -> Tree:
 
 
 def read_stated_mtp(keys: Tree) -> Tree:
-    """0 and null stand for none, as the key does that is left out."""
+    """Read the number of modules; 0 and null mean none, like a missing key."""
     key = "num_nextn_predict_layers"
     count = 0 if keys.get(key) is None else plain_number(keys, key)
     return {"mtp.modules": count} if count else {"mtp": None}

@@ -1,6 +1,6 @@
 """Rules of families in which some layers have a mixer with a state instead of attention (layer_types).
 
-A model of both has the layers with attention as its plain blocks, and a kind of blocks for the others.
+In a model with both, layers with attention are the plain blocks, and the others get a kind of their name.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,16 +30,16 @@ from config.reading.kinds import stated_leaves
 from config.tree import differing_leaves
 
 LINEAR = "linear_attention"
-EARLIER_TYPES = {"mamba": LINEAR, "attention": FULL}  # names of before, which transformers 5 reads too
+EARLIER_TYPES = {"mamba": LINEAR, "attention": FULL}  # old names, which transformers 5 reads too
 
 
 @dataclass(frozen=True)
 class StateLayers:
     """The layers with a state.
 
-    layer_type: in layer_types. name: of their kind of blocks. rules: of what they have otherwise than the
-    layers with attention, their mixer among it. usual: keys -> whether each layer has a state, where
-    layer_types is left out. needs_both: transformers has no model without layers of one type.
+    `layer_type` is their name in layer_types, `name` their kind of blocks. `rules` cover how they differ from
+    layers with attention, including their mixer. `usual` maps keys to whether each layer has a state, if
+    layer_types is missing. `needs_both` says that transformers requires layers of both types.
     """
     layer_type: str
     name: str
@@ -54,7 +54,7 @@ class StateLayers:
         return {"blocks": {self.name: changes}, "pattern": pattern} if pattern else {}
 
     def types_of(self, keys: Tree) -> list[bool]:
-        """Whether each layer has a state. Raises UnlikeFamily."""
+        """Return whether each layer has a state. Raises UnlikeFamily."""
         types = [EARLIER_TYPES.get(name, name) for name in list_of(str, keys, "layer_types")]
         usual = self.usual(keys)
         types = types or [self.layer_type if each else FULL for each in usual]
@@ -78,7 +78,8 @@ class StateLayers:
         return keys if first is None else keys | write_rules(self.rules, first)
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """Layers with attention are as the model says, and the others differ in what the rules read."""
+        """Return ["blocks", "pattern"] unless layers with attention match the model, and the others differ
+        only in what the rules read."""
         layers = layers_of(model)
         states = [layer for layer in layers if not layer.mixer.has_softmax]
         is_lost = self.needs_both and len(states) in (0, len(layers))
@@ -90,7 +91,7 @@ class StateLayers:
         return ["blocks", "pattern"] if is_lost else []
 
     def covers(self, model: ModelConfig, layer: ModelConfig) -> bool:
-        """Whether the rules express all that a layer with a state has otherwise than the model."""
+        """Return whether the rules express every difference between a layer with a state and the model."""
         same_kinds = type(layer.mlp) is type(model.mlp) and type(layer.norm) is type(model.norm)
         if not same_kinds or any(rule.obstacles(layer) for rule in self.rules):
             return False
@@ -110,7 +111,8 @@ def state_layers_group(layers: StateLayers) -> FieldGroup:
 # ---- LFM2 --------------------------------------------------------------------------------------------------
 
 def conv_where_not_stated(keys: Tree) -> list[bool]:
-    """full_attn_idxs lists the layers with attention; without it, all have."""
+    """Return whether each layer has a state. full_attn_idxs lists the layers with attention, by default
+    all."""
     layers = range(int(plain_number(keys, "num_hidden_layers")))
     if keys.get("full_attn_idxs") is None:
         return [False for _ in layers]
@@ -119,7 +121,7 @@ def conv_where_not_stated(keys: Tree) -> list[bool]:
 
 
 def read_lfm2_width(keys: Tree) -> Tree:
-    """The width of the MLP: two thirds of what is stated, times a factor, rounded up to a multiple."""
+    """Read the MLP width: two thirds of the stated one, times a factor, rounded up to a multiple."""
     has_name = keys.get("block_ff_dim") is not None
     stated = plain_number(keys, "intermediate_size") if not has_name else plain_number(keys, "block_ff_dim")
     factor, multiple = keys.get("block_ffn_dim_multiplier"), keys.get("block_multiple_of")
@@ -150,7 +152,7 @@ LFM2_LAYERS = state_layers_group(StateLayers(
 # ---- the gated delta net -----------------------------------------------------------------------------------
 
 def read_delta_sizes(keys: Tree) -> Tree:
-    """The number of key heads is none where there are as many as value heads."""
+    """Read the sizes. The number of key heads is None if it equals that of value heads."""
     key_heads, heads, key_dim, value_dim = (plain_number(keys, key) for key in DELTA_SIZES)
     return {
         "mixer.heads": heads,
@@ -167,7 +169,7 @@ def write_delta_sizes(layer: ModelConfig) -> Tree:
 
 
 def linear_where_not_stated(keys: Tree) -> list[bool]:
-    """Each layer has a state but those with a multiple of full_attention_interval."""
+    """Return whether each layer has a state: all except multiples of full_attention_interval."""
     every = keys.get("full_attention_interval", 4)
     if not isinstance(every, int) or every < 1:
         raise UnlikeFamily(f"full_attention_interval = {every!r} is not supported")
@@ -187,13 +189,13 @@ QWEN_LAYERS = state_layers_group(StateLayers(
 ))
 
 
-# Qwen3.5: of text, the three positions of a token are one.
+# Qwen3.5: for text, a token's three positions are equal.
 
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
 def read_text_rope(keys: Tree) -> Tree:
-    """Rotary positions on a share of the channels, without what concerns images."""
+    """Read RoPE on a share of the channels, ignoring keys for images."""
     said: Tree = {}
     for name in ("rope_scaling", "rope_parameters"):
         said[name] = keys.get(name)
@@ -211,7 +213,7 @@ TEXT_ROPE = replace(SHARE_OF_ROPE, read=read_text_rope)
 # ---- OLMo hybrid -------------------------------------------------------------------------------------------
 
 def read_olmo_sizes(keys: Tree) -> Tree:
-    """Sizes that are null follow from the others."""
+    """Read the sizes. Null sizes follow from the others."""
     stated = {key: number(keys, key, nullable=True) for key in DELTA_SIZES}
     heads, hidden = plain_number(keys, "num_attention_heads"), plain_number(keys, "hidden_size")
     stated = {key: heads if value is None and "heads" in key else value for key, value in stated.items()}
@@ -225,13 +227,14 @@ def read_olmo_sizes(keys: Tree) -> Tree:
 
 
 def every_fourth_full(keys: Tree) -> list[bool]:
-    """Each layer but every fourth has a state; of fewer layers, each but the last."""
+    """Return whether each layer has a state: all except every fourth or, with fewer than four layers, the
+    last."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     return [(layer + 1) % 4 != 0 and (layers > 3 or layer + 1 < layers) for layer in range(layers)]
 
 
 def read_rope_or_none(keys: Tree) -> Tree:
-    """A base that is null stands for no rotary positions."""
+    """Read RoPE; a null base means none."""
     scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     base = keys.get("rope_theta")
     if isinstance(scaling, dict) and scaling.get("rope_theta", base) is None:
@@ -274,7 +277,7 @@ OLMO_HYBRID_ROPE = FieldGroup(
 
 # ---- Kimi Linear -------------------------------------------------------------------------------------------
 
-KIMI_SIZES = "linear_attn_config"  # where published folders have the sizes and places of these layers
+KIMI_SIZES = "linear_attn_config"  # where published folders keep the sizes and places of these layers
 IN_LINEAR = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
@@ -284,7 +287,8 @@ PLACES = ("full_attn_layers", "kda_layers")  # counted from 1
 
 
 def linear_config(keys: Tree) -> Tree:
-    """linear_attn_config, or an empty one. Raises UnlikeFamily for a key that says another model."""
+    """Return linear_attn_config, or an empty one. Raises UnlikeFamily for a key that implies another
+    model."""
     found = keys.get(KIMI_SIZES) or {}
     if not isinstance(found, dict):
         raise UnlikeFamily(f"{KIMI_SIZES} = {found!r} is not supported")
@@ -295,7 +299,7 @@ def linear_config(keys: Tree) -> Tree:
 
 
 def read_kimi_sizes(keys: Tree) -> Tree:
-    """linear_attn_config comes before keys of the config itself."""
+    """Read the sizes. linear_attn_config takes precedence over keys of the config itself."""
     inside = linear_config(keys)
     stated = {key: inside.get(name, keys.get(key)) for key, name in IN_LINEAR.items()}
     heads, dim, conv = (plain_number(stated, key) for key in IN_LINEAR)
@@ -307,7 +311,8 @@ def write_kimi_sizes(layer: ModelConfig) -> Tree:
 
 
 def kimi_where_not_stated(keys: Tree) -> list[bool]:
-    """As linear_attn_config says; without it, each layer but every fourth from the fifth on has a state."""
+    """Return whether each layer has a state, from linear_attn_config or, without it, all except layers 4,
+    8, ..."""
     layers = range(int(plain_number(keys, "num_hidden_layers")))
     inside = linear_config(keys)
     if not all(name in inside for name in PLACES):
@@ -320,7 +325,7 @@ def kimi_where_not_stated(keys: Tree) -> list[bool]:
 
 
 def read_kimi_dense_layers(keys: Tree) -> Tree:
-    """mlp_layer_types says which layers are dense; without it the first ones are, first_k_dense_replace."""
+    """Read the dense layers from mlp_layer_types or, without it, the first first_k_dense_replace layers."""
     if keys.get("mlp_layer_types"):
         return MLP_LAYER_TYPES.read(keys)
     dense = keys.get("first_k_dense_replace", 1)

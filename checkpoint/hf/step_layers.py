@@ -1,8 +1,8 @@
-"""Rules of Step 3.5 and 3.7 (StepFun), whose layers differ in attention, and whose activations have limits.
+"""Rules of Step 3.5 and 3.7 (StepFun), whose layers differ in attention and whose activations have limits.
 
-As in Laguna, layers that slide have other rotary positions and another number of heads. Published folders
-have lists with a number for each layer instead of keys of each type, and more for modules of multi-token
-prediction, which transformers leaves out.
+As in Laguna, sliding layers have other rotary positions and another number of heads. Published folders have
+lists with an entry per layer instead of keys per type, plus entries for multi-token prediction modules, which
+transformers ignores.
 """
 from dataclasses import replace
 from functools import partial
@@ -41,10 +41,10 @@ STEP_LISTS = (
 
 
 def step_keys(keys: Tree) -> Tree:
-    """The keys with lists of the layers alone, and with mlp_layer_types."""
+    """Return the keys with lists cut to the layers, and with mlp_layer_types."""
     layers = int(plain_number(keys, "num_hidden_layers"))
     ahead = number({"num_nextn_predict_layers": None, **keys}, "num_nextn_predict_layers", nullable=True)
-    keys.get("num_nextn_predict_layers")  # notes that it is read, which the copy above did not
+    keys.get("num_nextn_predict_layers")  # records the read, which the copy above did not
     lists = {key: keys[key] for key in STEP_LISTS if isinstance(keys.get(key), list)}
     own = {key: entries[:layers] for key, entries in lists.items() if len(entries) == layers + (ahead or 0)}
     if keys.get("mlp_layer_types") is None:
@@ -56,7 +56,7 @@ def step_keys(keys: Tree) -> Tree:
 
 
 def step_rope(keys: Tree, layer_type: str) -> Tree:
-    """As many channels of a head are rotated as their share makes, rounded down."""
+    """Return rotary positions whose share is rounded down to whole channels of a head."""
     given = keys.get("rope_parameters") or {}
     slides = sliding_layers(keys) or none_slides(keys)
     types = [SLIDING if each else FULL for each in slides]
@@ -73,7 +73,7 @@ def step_rope(keys: Tree, layer_type: str) -> Tree:
 
 
 def step_rope_of_lists(keys: Tree, types: list[str], layer_type: str) -> Tree:
-    """The rotary positions of a type of layer, of lists with a number for each layer."""
+    """Return the rotary positions of a layer type, from lists with an entry per layer."""
     own: Tree = {"rope_type": "default"}
     for key, name in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
         entries = keys.get(key)
@@ -94,7 +94,7 @@ def step_rope_of_lists(keys: Tree, types: list[str], layer_type: str) -> Tree:
 
 
 def step_heads(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
-    """Those of layers that slide may be stated in three places."""
+    """Return the heads. Those of sliding layers may be stated in three places."""
     usual = int(plain_number(keys, "num_attention_heads"))
     other = keys.get("attention_other_setting") or {}
     expected = {
@@ -129,7 +129,7 @@ def write_step_heads(layers: list[ModelConfig]) -> Tree:
 
 
 def read_step_scalar(keys: Tree) -> Tree:
-    """Null stands for the channels of a head."""
+    """Read the score scale; null stands for the channels of a head."""
     if keys.get("query_pre_attn_scalar") is None:
         return {"mixer.scale": None}
     return read_query_scalar(keys)
@@ -140,8 +140,8 @@ def read_step_mlps(keys: Tree) -> Tree:
 
 
 def read_step_limits(keys: Tree) -> Tree:
-    """One list has the limits of routed experts; the other those of shared experts and, in layers without
-    experts, of the MLP. 0 and null mean none."""
+    """Read the limits. One list covers routed experts; the other covers shared experts and, in layers
+    without experts, the MLP. 0 and null mean none."""
     keys = step_keys(keys)
     dense = read_mlp_layer_types(keys)["first_dense"]
     routed, shared = (step_limits(keys, f"swiglu_limits{of}") for of in ("", "_shared"))

@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder, and how they are written, one at a time.
+"""The tensors of a Hugging Face folder, and how to write them one at a time.
 
-Our tensors are not fused, and our RoPE rotates halves as theirs does, so most conversions only rename. Some
-families stack several of ours in one tensor, in groups of rows, transposed, or all experts of a layer
-(Arrangement). hf_tensors describes their tensors as views of ours, out of which they are written.
+Our tensors are not fused, and our RoPE rotates halves like theirs, so most conversions only rename. Some
+families stack several of ours in one tensor, in groups of rows, transposed, or with all experts of a layer
+(Arrangement). hf_tensors describes their tensors as views of ours, from which they are written.
 checkpoint/systems/foreign.py reads them. No pickle is opened.
 """
 import json
@@ -40,28 +40,28 @@ from parallel.sharding.boxes import Box
 
 HEAD = "lm_head.weight"
 VOCAB_KEYS = ("embed.weight", "head.weight")  # ours are padded: [padded vocab, hidden]
-# Old files hold these buffers, which are no weights.
+# buffers in old files, which are not weights
 BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
-NORM_WEIGHT = re.compile(r"(?<!\.attn\.)norm(_after)?\.weight$")  # but that of a state's output
+NORM_WEIGHT = re.compile(r"(?<!\.attn\.)norm(_after)?\.weight$")  # except that of a state's output
 FLOATS = ("F64", "F32", "F16", "BF16")
-SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; that of version 5 is ten times larger
-MAX_NAMED = 4  # differences that an error names; the rest is only counted
+SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; version 5's is ten times larger
+MAX_NAMED = 4  # differences named in an error; the rest are only counted
 
 Piece = tuple[Box, Tensor]
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the Hugging Face folder. parts: views of ours that it holds, in their order."""
+    """A tensor of the Hugging Face folder. `parts` are the views of ours that it holds, in order."""
     name: str
     parts: list[Tensor]
     arrangement: Arrangement
-    above: float = 0.0  # what ours are above theirs: 1 of norms that are stored as w - 1
-    exact: bool = False  # stays fp32, whatever the dtype of the others: it only chooses experts
-    constant: float | None = None  # it holds this number, and nothing of ours
+    above: float = 0.0  # added to theirs to get ours: 1 for norms stored as w - 1
+    exact: bool = False  # stays fp32, whatever the dtype of the others: it only affects the choice of experts
+    constant: float | None = None  # holds only this number, and nothing of ours
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype on disk. dtype: of the other tensors."""
+        """Return the dtype on disk. `dtype` is that of the other tensors."""
         return torch.float32 if self.exact else dtype
 
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -79,7 +79,7 @@ class HFTensor:
         return shape if self.arrangement.leading is None else (self.arrangement.leading, *shape)
 
     def stacks(self) -> list[list[Tensor]]:
-        """The parts of each stack: one for each place in a first dim."""
+        """Return the parts of each stack, one stack per index of a leading dim."""
         if self.constant is not None:
             return [[torch.tensor(self.constant)]]
         size = len(self.parts) // (self.arrangement.leading or 1)
@@ -87,9 +87,9 @@ class HFTensor:
 
 
 def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list[HFTensor]:
-    """Every tensor of the folder, in the order of the forward pass.
+    """Return every tensor of the folder, in forward order.
 
-    pieces: whole tensors under our keys. The padding of the vocabulary is left out.
+    `pieces` are whole tensors under our keys. Vocabulary padding is left out.
     Raises ConfigError naming a tensor that the family does not have.
     """
     family = FAMILIES[model_type]
@@ -113,13 +113,13 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
 
 
 def constants(model_type: str, model: ModelConfig) -> list[HFTensor]:
-    """The tensors of the folder that are the same in every model."""
+    """Return the tensors of the folder that are the same in every model."""
     numbers = FAMILIES[model_type].constants_of(model)
     return [HFTensor(name, [], Arrangement(), constant=value) for name, value in numbers.items()]
 
 
 def above_theirs(family: Family, key: str) -> float:
-    """How much our tensor is above theirs: 1 for norms that are stored as w - 1."""
+    """Return what is added to their tensor to get ours: 1 for norms stored as w - 1."""
     return 1.0 if family.norms_below_one and NORM_WEIGHT.search(key) else 0.0
 
 
@@ -137,8 +137,8 @@ class StoredHFTensor:
 def stored_tensors(
     folder: Path, model_type: str, layers: float = math.inf
 ) -> dict[str, StoredHFTensor]:
-    """{full name: StoredHFTensor} of a folder's safetensors files, from their headers alone. layers: of the
-    model, where it is known.
+    """Return {full name: StoredHFTensor} of a folder's safetensors files, reading only headers. `layers` is
+    the model's number of layers, if known.
 
     Raises ConfigError naming the file.
     """
@@ -161,19 +161,21 @@ def stored_tensors(
 
 
 def is_weight(name: str, family: Family, layers: float) -> bool:
-    """Whether a tensor of a folder, under its full name, is one that is read. layers: of the model."""
+    """Return whether a tensor, under its full name, is one that is read. `layers` is the model's number of
+    layers."""
     return not (BUFFERS.fullmatch(name) or name.startswith(family.unread) or ahead(name, family, layers))
 
 
 def ahead(name: str, family: Family, layers: float) -> str:
-    """The start of a name of a layer after the last, where the family leaves them; else ""."""
+    """Return the prefix of a name in a layer after the last one, if the family ignores such layers, or ""."""
     layer = LAYER.search(name)
     is_ahead = family.leaves_modules_ahead and layer is not None and int(layer[1]) >= layers
     return name[:layer.end()] if layer is not None and is_ahead else ""
 
 
 def unread_notes(names: Collection[str], family: Family, layers: int) -> list[str]:
-    """Lines that name the tensors of a folder that no model of the family has. layers: of the model."""
+    """Return lines that name tensors of a folder that no model of the family has. `layers` is the model's
+    number of layers."""
     beside = BESIDE_TEXT if len(text_names(names)) < len(names) else ()
     starts = (*family.unread, *beside, *sorted({ahead(name, family, layers) for name in names} - {""}))
     numbers = {start: sum(name.startswith(start) for name in names) for start in starts}
@@ -184,7 +186,7 @@ def unread_notes(names: Collection[str], family: Family, layers: int) -> list[st
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """Opens the file and reads its header. Raises ConfigError naming it."""
+    """Open the file and read its header. Raises ConfigError naming it."""
     try:
         return safe_open(file, "pt")
     except FileNotFoundError:
@@ -195,10 +197,10 @@ def open_safetensors(file: Path) -> safe_open:
 
 
 def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
-    """The model that the tensors are of, whatever config.json says or leaves out.
+    """Return the model that the tensors belong to, regardless of what config.json says or omits.
 
-    A folder without lm_head has a tied head. A folder without the modules of multi-token prediction has none:
-    transformers drops them when it saves.
+    A folder without lm_head has a tied head. A folder without multi-token prediction modules has none:
+    transformers drops them when saving.
     """
     has_mtp = any(name.startswith(f"model.layers.{model.layers}.") for name in found)
     return replace(model, tied=model.tied or HEAD not in found, mtp=model.mtp if has_mtp else None)
@@ -207,9 +209,11 @@ def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
 def check_folder(
     model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]
 ) -> None:
-    """Raises ConfigError listing every tensor of a folder that is missing, that is no weight of this model,
-    or that has another shape or dtype. found: what stored_tensors returned. pieces: whole tensors under our
-    keys; they need no values."""
+    """Raise ConfigError listing every tensor that is missing, not a weight of this model, or of another shape
+    or dtype.
+
+    `found` comes from stored_tensors. `pieces` are whole tensors under our keys; they need no values.
+    """
     found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
     every = hf_tensors(model_type, model, pieces) + constants(model_type, model)
     wanted = {tensor.name: tensor for tensor in every}
@@ -219,7 +223,7 @@ def check_folder(
 def check_names_and_shapes(
     model_type: str, wanted: dict[str, HFTensor], copies: Iterable[str], found: dict[str, StoredHFTensor]
 ) -> None:
-    """Raises ConfigError listing every difference between what is wanted and what is found."""
+    """Raise ConfigError listing every difference between wanted and found tensors."""
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     for name in found:
         if name not in wanted and name not in copies:
@@ -239,7 +243,7 @@ def check_names_and_shapes(
 
 
 def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
-    """One stack of a tensor of theirs out of our parts: the opposite of foreign.read_piece."""
+    """Assemble one stack of a tensor of theirs from our parts: the inverse of foreign.read_piece."""
     if tensor.constant is not None:
         return parts[0]
     arrangement = tensor.arrangement
@@ -257,7 +261,7 @@ def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:
 
 
 def check_constant(name: str, value: Tensor, constant: float) -> None:
-    """Raises ConfigError unless the tensor holds this number, rounded to its dtype."""
+    """Raise ConfigError unless the tensor holds this number, rounded to its dtype."""
     if not torch.equal(value, torch.tensor(constant, dtype=value.dtype)):
         raise ConfigError(f"{name} is {value.item()!r}, and only {constant!r} is supported")
 
@@ -266,12 +270,12 @@ def check_constant(name: str, value: Tensor, constant: float) -> None:
 
 @torch.no_grad()
 def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> None:
-    """Multiplies the factors of muP into the weights, in place: no config.json can express them.
+    """Multiply the muP factors into the weights, in place: no config.json can express them.
 
-    The factor of the logits goes into the head or, if the head is the embedding, into the last norm. The
-    factor of the attention scores goes into what makes the queries. undo: takes the factors out again.
+    The logit factor goes into the head or, if the head is tied, into the last norm. The factor of the
+    attention scores goes into what produces the queries. With `undo`, factors are divided out again.
 
-    Raises ConfigError if no weights can hold them.
+    Raises ConfigError if no weights can absorb them.
     """
     if model.mup and model.tied and model.mtp:
         raise ConfigError(
@@ -283,7 +287,7 @@ def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> Non
         raise ConfigError("model.mup: the factor of a tied head goes into the weight of the last norm, which "
                           "has none (model.norm.weight); untie the head (model.tied)")
     for like in layer_models(model).values():
-        query_names(like)  # refuses what has none
+        query_names(like)  # refuses mixers without such weights
     head = ("norm.weight", "norm.bias") if model.tied else ("head.weight",)
     for box, tensor in pieces:
         front, attention, leaf = box.key.rpartition(".attn.")
@@ -297,8 +301,8 @@ def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> Non
 
 
 def query_names(model: ModelConfig) -> tuple[str, ...]:
-    """The weights of a layer's mixer that set the scale of its queries. Raises ConfigError if none do and muP
-    has a factor for them."""
+    """Return the weights of a layer's mixer that scale its queries. Raises ConfigError if muP has a factor
+    for them and there are none."""
     mixer = model.mixer
     if isinstance(mixer, LatentConfig) and mixer.q_rank:
         return ("q_b.weight",)
@@ -313,7 +317,7 @@ def query_names(model: ModelConfig) -> tuple[str, ...]:
 def divide_into_files(
     tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int
 ) -> dict[str, list[HFTensor]]:
-    """{file: its tensors}, in their order, with the names that transformers gives."""
+    """Return {file: its tensors} in order, with the file names used by transformers."""
     groups = split_into_files(tensors, dtype, shard_bytes)
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
@@ -322,7 +326,7 @@ def divide_into_files(
 
 
 def write_index(folder: Path, files: dict[str, list[HFTensor]], total_bytes: int) -> None:
-    """Writes the index; of a single file there is none. Raises StorageError."""
+    """Write the index; a single file needs none. Raises StorageError."""
     if len(files) == 1:
         return
     weight_map = {tensor.name: file for file, group in files.items() for tensor in group}
@@ -332,7 +336,7 @@ def write_index(folder: Path, files: dict[str, list[HFTensor]], total_bytes: int
 
 
 def split_into_files(tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int) -> list[list[HFTensor]]:
-    """Groups the tensors in their order, one group for each file."""
+    """Group the tensors into files, in order."""
     groups: list[list[HFTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:
@@ -353,13 +357,13 @@ def write_tensors(
     read: Callable[[HFTensor], HFTensor] = lambda tensor: tensor,
     note: Callable[[str, memoryview], object] = lambda name, data: None,
 ) -> int:
-    """Writes one safetensors file and flushes it to disk. Reads one tensor at a time, and converts one stack.
+    """Write one safetensors file and flush it. Reads one tensor at a time, and converts one stack at a time.
 
-    read: gives a tensor of the group its values, where it has none yet. note: called with the name of each
-    and its next bytes.
+    `read` returns a tensor of the group with its values. `note` is called with the name of each tensor and
+    its next bytes.
     Returns the bytes of its tensors.
     """
-    # Old versions of transformers refuse a file without this format.
+    # old versions of transformers refuse files without this format
     table: TensorTable = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in group:

@@ -1,13 +1,13 @@
-"""Writes tokenizer.json for a tokenizer of ours, so that AutoTokenizer gives exactly the same ids.
+"""Write tokenizer.json for one of our tokenizers, so that AutoTokenizer returns exactly the same ids.
 
 A sentencepiece BPE merges the two neighbours whose union has the best score, anywhere in the text. The
 `tokenizers` package merges the pair that comes first in a list. If the list has a pair for every way to split
-a piece, ordered by the score of the piece, both do the same, as long as the model neither normalises the text
-nor adds a space in front.
+a piece, ordered by the score of the piece, both do the same, provided that the model neither normalises the
+text nor adds a space in front.
 
 Every other tokenizer is refused, and check_exact compares the ids on real lines before the file is used.
-transformers' own converter ignores the settings of the model: the LlamaTokenizer of one version gives other
-ids than that of the next version, for the same .model file.
+transformers' own converter ignores the model's settings: for the same .model file, LlamaTokenizer returns
+different ids in different versions.
 """
 import itertools
 import json
@@ -52,21 +52,21 @@ class ExportRefused(ValueError):
 # ---- protobuf ----------------------------------------------------------------------------------------------
 
 class Message(NamedTuple):
-    """A protobuf message as {field number: value}. Of a repeated field it holds the last value."""
+    """A protobuf message as {field number: value}. Keeps the last value of a repeated field."""
     numbers: dict[int, int]
-    strings: dict[int, bytes]  # texts, messages, and numbers of fixed width
+    strings: dict[int, bytes]  # texts, messages, and fixed-width numbers
 
 
-# Wire types of protobuf.
+# protobuf wire types
 VARINT = 0
 LENGTH_DELIMITED = 2
 FIXED_SIZES = {1: 8, 5: 4}  # {wire type: bytes}
 
 
 def protobuf_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of a protobuf message.
+    """Yield (field number, value) of a protobuf message.
 
-    This is enough to read a .model file without the protobuf package.
+    Enough to read a .model file without the protobuf package.
     """
     offset = 0
 
@@ -93,7 +93,7 @@ def protobuf_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def parse_message(message: bytes) -> Message:
-    """Reads a protobuf message. Of a repeated field, the last value counts."""
+    """Parse a protobuf message. The last value of a repeated field counts."""
     parsed = Message({}, {})
     for number, value in protobuf_fields(message):
         if isinstance(value, int):
@@ -105,7 +105,7 @@ def parse_message(message: bytes) -> Message:
 
 # ---- sentencepiece -----------------------------------------------------------------------------------------
 
-# Types of pieces. These numbers, and the field numbers below, are those of sentencepiece_model.proto.
+# Types of pieces. These numbers, and the field numbers below, are from sentencepiece_model.proto.
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 
 
@@ -116,14 +116,14 @@ class SentencePiece(NamedTuple):
 
 
 class SentencePieceModel(NamedTuple):
-    """The parts of a .model file that matter here."""
+    """The relevant parts of a .model file."""
     pieces: list[SentencePiece]
     trainer: Message
     normalizer: Message
 
 
 def parse_sentencepiece(model: bytes) -> SentencePieceModel:
-    """Reads a .model file."""
+    """Parse a .model file."""
     pieces: list[SentencePiece] = []
     trainer: Message | None = None
     normalizer: Message | None = None
@@ -147,18 +147,19 @@ def parse_piece(message: bytes) -> SentencePiece:
 
 
 def puts_space_in_front(model: SentencePieceModel) -> bool:
-    """Whether a text is read as if it began with a space (add_dummy_prefix, which is the default)."""
+    """Return whether texts are read as if they began with a space (add_dummy_prefix, which is the
+    default)."""
     return bool(model.normalizer.numbers.get(3, 1))
 
 
 def check_exportable(model: SentencePieceModel) -> None:
-    """Raises ExportRefused if `tokenizers` cannot give the ids of this model."""
+    """Raise ExportRefused if `tokenizers` cannot reproduce the ids of this model."""
     trainer = model.trainer.numbers
     normalizer = model.normalizer.numbers
     has_unused = any(piece.kind == UNUSED for piece in model.pieces)
     user_symbols = [piece.text for piece in model.pieces if piece.kind == USER]
     space_in_symbol = any(SPACE in text or " " in text for text in user_symbols)
-    reasons = (  # (whether this model is so, why it is refused)
+    reasons = (  # (whether it applies, why the model is refused)
         (trainer.get(3, 1) != 2, "it is not a BPE"),
         (model.normalizer.strings.get(2), "it normalises the text"),
         (puts_space_in_front(model) and user_symbols,
@@ -175,7 +176,7 @@ def check_exportable(model: SentencePieceModel) -> None:
 
 
 def from_sentencepiece(data: bytes) -> Tree:
-    """tokenizer.json of a .model file. Raises ExportRefused."""
+    """Return tokenizer.json for a .model file. Raises ExportRefused."""
     model = parse_sentencepiece(data)
     check_exportable(model)
     unknown = next(piece.text for piece in model.pieces if piece.kind == UNKNOWN)
@@ -207,7 +208,7 @@ def from_sentencepiece(data: bytes) -> Tree:
 
 
 def list_merges(pieces: list[SentencePiece]) -> list[str]:
-    """["LEFT RIGHT"] for every way to split a piece into two pieces, best score of the piece first."""
+    """Return ["LEFT RIGHT"] for every way to split a piece into two pieces, best score of the piece first."""
     scores = {piece.text: piece.score for piece in pieces if piece.kind == NORMAL}
     merges: list[tuple[float, str]] = []
     for text, score in scores.items():
@@ -216,18 +217,18 @@ def list_merges(pieces: list[SentencePiece]) -> list[str]:
             right = text[middle:]
             if left in scores and right in scores:
                 merges.append((-score, f"{left} {right}"))
-    merges.sort(key=lambda merge: merge[0])  # by the score alone: pairs of one score stay in their order
+    merges.sort(key=lambda merge: merge[0])  # only by score: pairs with equal scores keep their order
     return [pair for _, pair in merges]
 
 
 # ---- raw bytes ---------------------------------------------------------------------------------------------
 
 def from_bytes(eod: int, name: str = "<|endoftext|>") -> Tree:
-    """tokenizer.json of a tokenizer whose ids 0 to 255 are the bytes of UTF-8.
+    """Return tokenizer.json for a tokenizer whose ids 0 to 255 are the bytes of UTF-8.
 
-    It is a byte-level BPE without merges. eod, name: id and text of the token that ends a document.
+    It is a byte-level BPE without merges. `eod` and `name` are id and text of the end-of-document token.
     """
-    # GPT-2's letters for the bytes: itself if it can be shown, else a letter from 256 on.
+    # GPT-2's letters for bytes: the byte itself if printable, otherwise a letter from 256 on.
     shown = [byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown}
@@ -251,7 +252,7 @@ def from_bytes(eod: int, name: str = "<|endoftext|>") -> Tree:
 # ---- the files ---------------------------------------------------------------------------------------------
 
 def token(number: int, text: str, special: bool) -> Tree:
-    """An entry of added_tokens. number: its id."""
+    """Return an entry of added_tokens. `number` is its id."""
     return {
         "id": number,
         "content": text,
@@ -274,7 +275,7 @@ def tokenizer_json(
     unknown: str | None,
     byte_fallback: bool,
 ) -> Tree:
-    """The content of tokenizer.json for a BPE."""
+    """Return the content of tokenizer.json for a BPE."""
     model = {
         "type": "BPE",
         "dropout": None,
@@ -301,7 +302,7 @@ def tokenizer_json(
 
 
 def with_start(post_processor: Tree | None, start: tuple[str, int] | None) -> Tree | None:
-    """The post-processor with other tokens before a text: `start`, (text, id), or none."""
+    """Return the post-processor with `start`, (text, id) or None, as the only token put before a text."""
     steps = [post_processor] if post_processor else []
     if post_processor and post_processor["type"] == "Sequence":
         steps = post_processor["processors"]
@@ -322,18 +323,19 @@ def with_start(post_processor: Tree | None, start: tuple[str, int] | None) -> Tr
 
 
 def part_of(name: str, type_id: int) -> Tree:
-    """A text of a post-processor's template."""
+    """Return the entry of a text in a post-processor's template."""
     return {"Sequence": {"id": name, "type_id": type_id}}
 
 
 def tokenizer_config(model_type: str, bos: str | None, eos: str, unknown: str | None) -> Tree:
-    """The content of tokenizer_config.json. bos, eos, unknown: texts of the special tokens."""
+    """Return the content of tokenizer_config.json. `bos`, `eos` and `unknown` are texts of the special
+    tokens."""
     config: Tree = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
         "eos_token": eos,
         "unk_token": unknown,
-        "split_special_tokens": True,  # a text that spells "</s>" stays text, as in our tokenizers
+        "split_special_tokens": True,  # "</s>" in a text stays text, as in our tokenizers
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**30,
         **FAMILIES[model_type].tokenizer_keys,
@@ -344,7 +346,7 @@ def tokenizer_config(model_type: str, bos: str | None, eos: str, unknown: str | 
 # ---- the comparison ----------------------------------------------------------------------------------------
 
 def sample_lines(count: int = 1000) -> list[str]:
-    """Texts to compare on: the probes, then lines of the standard library's source, then one whole file."""
+    """Return texts to compare on: the probes, lines of the standard library's source, then one whole file."""
     texts = list(PROBES)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     for file in files:
@@ -356,9 +358,9 @@ def sample_lines(count: int = 1000) -> list[str]:
 
 
 def first_difference(ours: Encode, theirs: Encode, without: Iterable[str] = ()) -> str | None:
-    """The first of the sample lines on which the ids differ; None if they never do.
+    """Return the first sample line on which the ids differ, or None.
 
-    Lines that contain one of `without` are left out.
+    Skips lines that contain one of `without`.
     """
     for text in sample_lines():
         if any(word in text for word in without):
@@ -369,11 +371,11 @@ def first_difference(ours: Encode, theirs: Encode, without: Iterable[str] = ()) 
 
 
 def load_encoder(text: str) -> Encode:
-    """The tokenizer of a tokenizer.json, as the tokenizers package reads it.
+    """Load a tokenizer.json with the tokenizers package.
 
-    Special tokens are taken as text.
+    Special tokens are treated as text.
     """
-    import tokenizers  # imported only where a file is written
+    import tokenizers  # imported only if a file is written
 
     tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.encode_special_tokens = True
@@ -381,7 +383,7 @@ def load_encoder(text: str) -> Encode:
 
 
 def check_exact(tokenizer: Tree, ours: Encode) -> str:
-    """The text of tokenizer.json, once its ids are compared with ours.
+    """Return the text of tokenizer.json after comparing its ids with ours.
 
     Raises ExportRefused if an id differs.
     """

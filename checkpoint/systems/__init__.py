@@ -1,1 +1,1 @@
-"""Checkpoints of other systems: their files are read as data, and no pickle of theirs runs."""
+"""Checkpoints of other systems: files are read as data, and none of their pickles is executed."""

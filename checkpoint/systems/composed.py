@@ -1,7 +1,7 @@
-"""Tensors put together from parts of others: what several files hold of one tensor (shards of tensor
-parallelism), one place of a stack of layers, the first rows of a longer tensor, another name.
+"""Compose tensors from parts of others: tensor-parallel shards in several files, one entry of a stack of
+layers, the first rows of a longer tensor, or another name.
 
-Each read opens the files that have a part of the box, and no others.
+Each read opens only the files that hold a part of the box.
 """
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,9 @@ from parallel.sharding.boxes import Box, check_tiling, plan_read
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A box of a composed tensor, and where it lies: in the stored tensor `name`, from the element `start`
-    on. A stored tensor with more dims in front is read at one place of each.
+    """A box of a composed tensor and its source: the stored tensor `name`, from element `start`.
+
+    If the stored tensor has extra leading dims, it is read at one index of each.
     """
     box: Box
     name: str
@@ -25,16 +26,16 @@ class StoredPart:
 
     @staticmethod
     def whole(key: str, name: str, shape: Sequence[int], at: Sequence[int] = ()) -> "StoredPart":
-        """A composed tensor that is one stored one, from its first element on. at: its places in the dims
-        that the stored one has in front."""
+        """Return a part that makes a whole tensor from a stored one. `at` gives the indices in the stored
+        tensor's extra leading dims."""
         return StoredPart(Box.whole(key, shape), name, (*at, *(0 for _ in shape)))
 
 
 def composed(tensors: NamedTensors, parts: Mapping[str, Sequence[StoredPart]]) -> NamedTensors:
-    """The tensors {name: its parts}, and no others. A tensor keeps the dtype of its parts.
+    """Return only the tensors {name: its parts}. A tensor keeps the dtype of its parts.
 
-    Raises ConfigError naming a tensor whose parts overlap, leave a gap, end beyond what is stored, or differ
-    in their dtypes.
+    Raises ConfigError naming a tensor whose parts overlap, leave a gap, exceed what is stored, or differ in
+    dtype.
     """
     infos: dict[str, TensorInfo] = {}
     for key, of_tensor in parts.items():
@@ -71,13 +72,13 @@ def composed(tensors: NamedTensors, parts: Mapping[str, Sequence[StoredPart]]) -
 
 
 def ends_of(part: StoredPart) -> tuple[int, ...]:
-    """Where a part ends in the stored tensor, one number a dim."""
+    """Return where a part ends in the stored tensor, one number per dim."""
     ahead = len(part.start) - len(part.box.size)
     return tuple(first + size for first, size in zip(part.start, (*(1,) * ahead, *part.box.size)))
 
 
 def renamed(tensors: NamedTensors, names: Mapping[str, str]) -> NamedTensors:
-    """The tensors {new name: its name in `tensors`}, and no others."""
+    """Return only the tensors {new name: name in `tensors`}."""
     return NamedTensors(
         tensors.where,
         {new: tensors.tensors[old] for new, old in names.items()},
@@ -87,7 +88,7 @@ def renamed(tensors: NamedTensors, names: Mapping[str, str]) -> NamedTensors:
 
 
 def first_rows(tensors: NamedTensors, rows: Mapping[str, int]) -> NamedTensors:
-    """The tensors, of which some have fewer rows: {name: its rows}."""
+    """Return the tensors, some cut to fewer rows: {name: number of rows}."""
     cut = {
         name: [StoredPart.whole(name, name, (count, *tensors.tensors[name].shape[1:]))]
         for name, count in rows.items()

@@ -1,11 +1,11 @@
-"""Reads folders of torch.distributed.checkpoint: torchtitan's, and Megatron-LM's of format torch_dist.
+"""Read folders of torch.distributed.checkpoint: torchtitan's, and Megatron-LM's in format torch_dist.
 
-.metadata, a pickle, says which boxes of each tensor lie in which files; pickled.py reads it, and nothing of
-it runs. A box is a torch.save file or a tensor of a safetensors file, both within a .distcp file. Objects
-that are not tensors (Megatron-LM's _extra_state, torchtitan's train_state) are listed and left; read_object
-reads one.
+.metadata, a pickle, says which boxes of each tensor are in which files; pickled.py reads it without executing
+it. A box is a torch.save file or a tensor of a safetensors file, embedded in a .distcp file. Objects that are
+not tensors (Megatron-LM's _extra_state, torchtitan's train_state) are listed but not read; read_object reads
+one.
 
-Megatron-LM stacks the layers of equal kind: decoder.layers.mlp.linear_fc2.weight has a leading dim of layers.
+Megatron-LM stacks layers of the same kind: decoder.layers.mlp.linear_fc2.weight has a leading layer dim.
 
 Sources: torch/distributed/checkpoint/metadata.py and filesystem.py of PyTorch;
 megatron/core/dist_checkpointing/mapping.py of Megatron-LM (the names of its objects).
@@ -33,7 +33,7 @@ from config import ConfigError
 from parallel.sharding.boxes import Box, check_inside, plan_read
 
 METADATA = ".metadata"
-KEPT_ITEMS = 1 << 16  # boxes whose place in a file is remembered
+KEPT_ITEMS = 1 << 16  # cached places of boxes in files
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class StoredItem:
     num_bytes: int
 
 
-Items = dict[tuple[str, tuple[int, ...] | None], StoredItem]  # by name and first element (an object: None)
+Items = dict[tuple[str, tuple[int, ...] | None], StoredItem]  # by name and first element (None for an object)
 
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What .metadata says. boxes, items: of each tensor, in the same order."""
+    """The content of .metadata. For each tensor, `boxes` and `items` are in the same order."""
     tensors: dict[str, TensorInfo]
     boxes: dict[str, list[Box]]
     items: dict[str, list[StoredItem]]
@@ -57,7 +57,7 @@ class DcpMetadata:
 
 
 def open_dcp(folder: Path) -> NamedTensors:
-    """The tensors of a folder of torch.distributed.checkpoint.
+    """Open the tensors of a torch.distributed.checkpoint folder.
 
     Raises ConfigError naming the file that is missing, truncated or damaged.
     """
@@ -90,7 +90,7 @@ def open_dcp(folder: Path) -> NamedTensors:
 
 
 def read_object(folder: Path, name: str) -> Any:
-    """The tree of an object that open_dcp lists, as pickled.read_tree gives it. Raises ConfigError."""
+    """Read an object listed by open_dcp as a tree, like pickled.read_tree. Raises ConfigError."""
     item = read_metadata(Path(folder)).objects[name]
     with open_regular(item.file) as fd:
         return tree_at(fd, item.file, item.start, item.num_bytes, f"{item.file}: {name}")
@@ -99,7 +99,7 @@ def read_object(folder: Path, name: str) -> Any:
 # ---- .metadata ---------------------------------------------------------------------------------------------
 
 def read_metadata(folder: Path) -> DcpMetadata:
-    """Reads .metadata. Raises ConfigError naming it."""
+    """Read .metadata. Raises ConfigError naming it."""
     path = folder / METADATA
     if not path.exists():
         raise ConfigError(f"{folder}: holds no {METADATA}: not a folder of torch.distributed.checkpoint")
@@ -113,7 +113,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
 
 
 def parsed(tree: Any, folder: Path) -> DcpMetadata:
-    """The metadata of its tree. Raises ValueError and what wrong types raise."""
+    """Parse the metadata tree. Raises ValueError, or whatever wrong types raise."""
     state = attributes(tree, "Metadata")
     items: Items = {}
     for index, storage in state["storage_data"].items():
@@ -143,26 +143,26 @@ def parsed(tree: Any, folder: Path) -> DcpMetadata:
 
 
 def take(items: Items, name: str, offset: tuple[int, ...] | None) -> StoredItem:
-    """Removes an item, so that none stands for two boxes. Raises ValueError if it is not there."""
+    """Remove and return an item, so that none serves two boxes. Raises ValueError if it is missing."""
     if (name, offset) not in items:
         raise ValueError(f"{name}: no file holds what begins at {offset}, or two boxes begin there")
     return items.pop((name, offset))
 
 
 def class_of(value: Any) -> str:
-    """The name of the class of an object, without its module: that has moved between versions."""
+    """Return the class name of an object, without the module, which has moved between versions."""
     return value.name.rpartition(".")[2] if isinstance(value, Foreign) else type(value).__name__
 
 
 def attributes(value: Any, name: str) -> dict[str, Any]:
-    """The attributes of an object of this class. Raises ValueError for another."""
+    """Return the attributes of an object of this class. Raises ValueError for another class."""
     if class_of(value) != name or not isinstance(value.state, dict):
         raise ValueError(f"{name} expected, got {class_of(value)}")
     return value.state
 
 
 def dtype_of(properties: Any) -> torch.dtype:
-    """Of a TensorProperties, whose state is (dtype, layout, ...)."""
+    """Return the dtype of a TensorProperties, whose state is (dtype, layout, ...)."""
     dtype = properties.state[0]
     if class_of(properties) != "TensorProperties" or type(dtype) is not torch.dtype:
         raise ValueError("the dtype of a tensor expected")
@@ -186,7 +186,7 @@ def text(value: Any) -> str:
 
 
 def numbers(values: Any) -> tuple[int, ...]:
-    """A shape or an offset."""
+    """Parse a shape or an offset."""
     if type(values) not in (tuple, list) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in values):
         raise ValueError("whole numbers expected")
     return tuple(values)
@@ -195,7 +195,7 @@ def numbers(values: Any) -> tuple[int, ...]:
 # ---- .distcp files -----------------------------------------------------------------------------------------
 
 def check_files(metadata: DcpMetadata) -> None:
-    """Raises ConfigError for a file that is missing, or shorter than what .metadata says to be in it."""
+    """Raise ConfigError for a file that is missing, or shorter than .metadata says."""
     ends: dict[Path, int] = {}
     of_tensors = [item for items in metadata.items.values() for item in items]
     for stored in (*metadata.objects.values(), *of_tensors):
@@ -209,7 +209,7 @@ def check_files(metadata: DcpMetadata) -> None:
 
 
 def place_of(item: StoredItem, box: Box, dtype: torch.dtype) -> StoredTensor:
-    """Where the numbers of a box lie. Raises ConfigError unless they are a tensor of its size and dtype."""
+    """Locate the elements of a box. Raises ConfigError unless they form a tensor of its size and dtype."""
     where = f"{item.file}: {box}"
     with open_regular(item.file) as fd:
         if os.pread(fd, 4, item.start) == b"PK\3\4":

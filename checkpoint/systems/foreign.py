@@ -1,9 +1,9 @@
-"""Weights of other systems as what a new run begins with (checkpoint.init_from), read in pieces.
+"""Initialize a new run with weights of other systems (checkpoint.init_from), read in pieces.
 
-Each rank reads of each tensor the boxes that it holds, at most quantized.PIECE elements at a time, straight
-into its weights. A family says the names, what is stacked and what is transposed: of a Hugging Face folder
-one of checkpoint/hf/families, of another system that of its reader (checkpoint/systems/foreign_systems.py).
-Quantized weights are read as plain ones (checkpoint/hf/quantized.py).
+Each rank reads only the boxes that it holds, at most quantized.PIECE elements at a time, directly into its
+weights. A family says what is renamed, stacked and transposed: one of checkpoint/hf/families for a Hugging
+Face folder, that of the reader for another system (checkpoint/systems/foreign_systems.py). Quantized weights
+are dequantized while reading (checkpoint/hf/quantized.py).
 """
 import re
 from collections import defaultdict
@@ -30,16 +30,16 @@ from model.router import has_experts
 from parallel.sharding.boxes import Box
 
 QUANTIZATION = "quantization_config"
-OF_MIXTURES = ("router", "experts", "shared", "shared_gate")  # of an MLP's tensors
+OF_MIXTURES = ("router", "experts", "shared", "shared_gate")  # MLP tensors of mixtures
 NUMBER = re.compile(r"\\\{(layer|expert)\\\}")  # in an escaped name of Family.tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlace:
-    """Where one of our tensors lies: in their tensor `name`, `rows` from row `first` of each group on.
+    """Where one of our tensors is stored: in their tensor `name`, `rows` rows from row `first` of each group.
 
-    of: rows of a group. stack: the place in their first dim, if they have one in front of ours. above: what
-    ours is above theirs.
+    `of` counts the rows of a group. `stack` is the index in a leading dim that ours lacks, if there is one.
+    `above` is added to their values to get ours.
     """
     name: str
     arrangement: Arrangement
@@ -52,8 +52,11 @@ class WeightPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignIndex(StoredIndex):
-    """A checkpoint of another system, as an index of our names. pieces: each tensor, whole. sealed: see
-    foreign_systems.ForeignSystem. notes: for the log."""
+    """A checkpoint of another system, as an index under our names.
+
+    `pieces` has each tensor as a whole. For `sealed` see foreign_systems.ForeignSystem. `notes` are for the
+    log.
+    """
     family: Family
     model: ModelConfig
     tensors: NamedTensors
@@ -64,13 +67,14 @@ class ForeignIndex(StoredIndex):
 
 @dataclass(frozen=True)
 class ForeignLoad:
-    """Boxes of a foreign folder that are to be read, as store.StartedLoad is of a checkpoint of ours."""
+    """Boxes to read from a foreign folder, the counterpart of store.StartedLoad."""
     index: ForeignIndex
     wants: Sequence[tuple[Box, Tensor]]
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Reads them. Rows that pad the vocabulary stay. Raises ConfigError naming the folder and tensor."""
+        """Read the boxes. Rows that pad the vocabulary are unchanged. Raises ConfigError naming folder and
+        tensor."""
         for box, tensor in self.wants:
             if box.key in hf.VOCAB_KEYS:
                 rows = max(0, min(box.size[0], vocab_rows(self.index, box.key) - box.start[0]))
@@ -81,12 +85,12 @@ class ForeignLoad:
 
 
 def vocab_rows(index: ForeignIndex, key: str) -> int:
-    """The rows that the folder has of the embedding or the head."""
+    """Return the number of rows of the folder's embedding or head."""
     return index.tensors.tensors[index.places[key].name].shape[0]
 
 
 def place_in(piece: Box, box: Box) -> tuple[slice, ...]:
-    """Where a piece lies in the tensor of its box."""
+    """Return the slices of a piece within the tensor of its box."""
     place: list[slice] = []
     for start, size, box_start in zip(piece.start, piece.size, box.start):
         first = start - box_start
@@ -95,11 +99,11 @@ def place_in(piece: Box, box: Box) -> tuple[slice, ...]:
 
 
 def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
-    """Reads one piece of one of our tensors. Raises ConfigError, also for NaN and Inf."""
+    """Read one piece of one of our tensors. Raises ConfigError, also for NaN and Inf."""
     place = index.places[piece.key]
     arrangement = place.arrangement
 
-    # the groups that the piece's rows lie in; of a single group the rows alone
+    # the groups that contain the piece's rows; for a single group only the rows
     begin, end = piece.start[0], piece.start[0] + piece.size[0]
     first_group, last_group = begin // place.rows, -(-end // place.rows)
     in_groups = arrangement.groups > 1 or arrangement.turned
@@ -141,15 +145,15 @@ def read_piece(index: ForeignIndex, piece: Box, target: Tensor) -> None:
 # ---- the folder --------------------------------------------------------------------------------------------
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a folder is one of Hugging Face, and no checkpoint or run of ours."""
+    """Return whether a folder is from Hugging Face, and not a checkpoint or run of ours."""
     ours = (path / "index.json").exists() or (path / "checkpoints").is_dir()
     return (path / "config.json").is_file() and not ours
 
 
 def open_hf_folder(folder: Path) -> ForeignIndex:
-    """The tensors of a Hugging Face folder under our names. Reads config.json and the headers alone.
+    """Open a Hugging Face folder under our names. Reads only config.json and the headers.
 
-    Raises ConfigError naming the file, and the tensor that is unknown, doubled or of an unlikely shape.
+    Raises ConfigError naming the file, and the tensor that is unknown, duplicated or of an unexpected shape.
     """
     path = folder / "config.json"
     quantization = hf_config.read_keys(path).get(QUANTIZATION)
@@ -170,9 +174,9 @@ def foreign_index(
     tensors: NamedTensors,
     notes: tuple[str, ...] = (),
 ) -> ForeignIndex:
-    """The tensors under our names. folder: names the checkpoint in errors.
+    """Index the tensors under our names. `folder` names the checkpoint in errors.
 
-    Raises ConfigError naming the tensor that is unknown, not of floats, or of an unlikely shape.
+    Raises ConfigError naming the tensor that is unknown, not a float, or of an unexpected shape.
     """
     places: dict[str, WeightPlace] = {}
     pieces: list[StoredPiece] = []
@@ -220,7 +224,7 @@ def foreign_index(
 
 
 def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -> NamedTensors:
-    """The tensors under the names of the whole model, without buffers: see hf.stored_tensors."""
+    """Return the tensors under the names of the whole model, without buffers. See hf.stored_tensors."""
     names = text_names(tensors.tensors)
     bare = not any(name.startswith(family.prefix) for name in names)
     stored = {
@@ -238,7 +242,7 @@ def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -
 
 
 def patterns_of(family: Family) -> dict[str, list[str]]:
-    """{pattern of their name: our names that it holds, in their order}."""
+    """Return {pattern of their name: our names that it holds, in order}."""
     found: dict[str, list[str]] = defaultdict(list)
     for names in (family.tensors, *family.of_mixers.values()):
         for ours, theirs in names.items():
@@ -258,10 +262,10 @@ def places_in(
     numbers: dict[str, str],
     where: str,
 ) -> Iterator[tuple[Box, WeightPlace]]:
-    """Our tensors, whole, that one of theirs holds. keys: our names, with {layer} and {expert}; numbers: the
-    values of those that their name has.
+    """Yield our whole tensors that one of theirs holds, with their places. `keys` are our names, with {layer}
+    and {expert}; `numbers` holds the values found in their name.
 
-    Raises ConfigError, beginning with `where`, for a shape that the model makes another one.
+    Raises ConfigError, beginning with `where`, if the shape contradicts the model.
     """
     of_first = {"expert": "0", **numbers}
     keys = [key for key in keys if has_part_of(model, key.format(**of_first))] or keys
@@ -315,8 +319,8 @@ def places_in(
 
 
 def has_part_of(model: ModelConfig, key: str) -> bool:
-    """Whether the layer of our tensor `key` has the part that the tensor belongs to: one name of theirs may
-    stand for the tensors of different parts."""
+    """Return whether the layer of our tensor `key` has the part that the tensor belongs to. One of their
+    names may stand for tensors of different parts."""
     section, *names = key.split(".")
     if section != "layers":
         return True
@@ -329,7 +333,7 @@ def has_part_of(model: ModelConfig, key: str) -> bool:
 
 
 def rows_of(model: ModelConfig, keys: list[str], total: int) -> list[int]:
-    """The rows of each of our tensors that one of theirs, of `total` rows, stacks."""
+    """Return the rows of each of our tensors that are stacked in one of theirs with `total` rows."""
     if len(keys) == 1:
         return [total]
     sizes = {}
@@ -339,7 +343,7 @@ def rows_of(model: ModelConfig, keys: list[str], total: int) -> list[int]:
 
 
 def mixer_rows(model: ModelConfig) -> dict[str, int]:
-    """{what a mixer projects its input to, as in our names: rows of its matrix}, where they differ."""
+    """Return {projection of a mixer, by our name: rows of its matrix}, where the rows differ."""
     mixer = model.mixer
     match mixer:
         case AttentionConfig():
@@ -357,7 +361,7 @@ def mixer_rows(model: ModelConfig) -> dict[str, int]:
 
 
 def check_copies(index: ForeignIndex) -> None:
-    """Raises ConfigError if a tensor that the folder has a second time differs from the first."""
+    """Raise ConfigError if a duplicate tensor in the folder differs from the first copy."""
     for name, key in index.family.copies(index.model).items():
         if name not in index.tensors.tensors or key not in index.places:
             continue

@@ -1,6 +1,5 @@
-"""The systems whose checkpoints a new run may begin with (checkpoint.init_from): how each is recognized by
-its files, and what opens it.
-"""
+"""The systems whose checkpoints a new run can start from (checkpoint.init_from): how their files are
+recognized and opened."""
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +16,11 @@ from config import ConfigError, ModelConfig
 
 
 class ForeignSystem(NamedTuple):
-    """looked_for: the files that it is recognized by, in words. find: what is opened of a path, if anything.
-    open: of that, and of the run's model. seal: of that, a sha256 by which another checkpoint is known."""
+    """A system whose checkpoints can be read.
+
+    `looked_for` describes the files that identify it. `find` returns what to open at a path, if anything, and
+    `open` opens it for the run's model. `seal` returns a sha256 that changes with the checkpoint.
+    """
     name: str
     looked_for: str
     find: Callable[[Path], Path | None]
@@ -30,7 +32,7 @@ def seal_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-SYSTEMS = (  # the first that finds its files
+SYSTEMS = (  # the first that finds its files wins
     ForeignSystem(
         "Hugging Face",
         "config.json",
@@ -57,16 +59,16 @@ SYSTEMS = (  # the first that finds its files
 
 
 def is_ours(path: Path) -> bool:
-    """Whether it is a checkpoint of ours, a run folder or a folder of checkpoints."""
+    """Return whether a path is our checkpoint, run folder or folder of checkpoints."""
     return (
         (path / "index.json").exists() or (path / "checkpoints").is_dir() or any(path.glob("step_*"))
     )
 
 
 def open_foreign(path: Path, run: ModelConfig) -> ForeignIndex:
-    """A checkpoint of another system. run: the model of the run.
+    """Open a checkpoint of another system. `run` is the model of the run.
 
-    Raises ConfigError: for one of no known system, with what was looked for; and see the readers.
+    Raises ConfigError if no known system matches, listing what was looked for, and as the readers do.
     """
     for system in SYSTEMS:
         found = system.find(path)
@@ -81,7 +83,8 @@ def open_foreign(path: Path, run: ModelConfig) -> ForeignIndex:
 
 
 def seal_of(path: Path) -> str | None:
-    """ForeignIndex.sealed of what lies there now; None if that is no checkpoint of a known system."""
+    """Return ForeignIndex.sealed for the current files, or None if they are not a checkpoint of a known
+    system."""
     for system in SYSTEMS:
         found = system.find(path)
         if found is not None:

@@ -1,12 +1,12 @@
-"""Reads checkpoints of Megatron-LM: format torch_dist, and the earlier one of a file for each rank.
+"""Read checkpoints of Megatron-LM: format torch_dist, and the older format with a file per rank.
 
     torch_dist    iter_N/metadata.json, .metadata, *.distcp; args in common.pt, or in the object common_state.
-                  A tensor of all layers has a leading dim of layers, or each layer has its own name.
-    earlier       iter_N/mp_rank_TT[_PPP]/model_optim_rng.pt: what a rank of tensor and pipeline parallelism
-                  holds, with the args. Layers are counted from 0 in each stage.
+                  A tensor of all layers has a leading layer dim, or each layer has its own name.
+    older         iter_N/mp_rank_TT[_PPP]/model_optim_rng.pt: the tensors and args of one tensor- and
+                  pipeline-parallel rank. Layers are counted from 0 in each stage.
 
-In both, q, k and v of a group of query heads follow each other, and [gate | up] are one matrix; a rank of the
-earlier format has [its gate | its up].
+In both, q, k and v are interleaved by groups of query heads, and [gate | up] are one matrix; in the older
+format a rank has [its gate | its up].
 """
 import hashlib
 import re
@@ -44,11 +44,11 @@ RANK_FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 CHUNK = re.compile(r"model(\d*)")  # of a stage with several chunks: model0, model1, ...
 STACK = "decoder.layers."
-VERSION = 2.0  # from which on q, k and v of a head follow each other
+VERSION = 2.0  # since then q, k and v are interleaved by heads
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERT_TP = "expert_tensor_parallel_size"
-BELOW_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # weights of norms are stored as w - 1
+BELOW_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")  # norm weights are stored as w - 1
 EMBEDDING = "embedding.word_embeddings.weight"
 
 Args = Mapping[str, Any]
@@ -57,8 +57,11 @@ Parts = dict[str, list[StoredPart]]
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint without its numbers. shards: of each tensor under its name of today, what each rank of
-    tensor parallelism has, whole; or where is_by_rank is false the parts that make it."""
+    """A checkpoint without its data.
+
+    `shards` has for each tensor, under its current name, the whole tensor of each tensor-parallel rank, or
+    the parts that make it if is_by_rank is false.
+    """
     args: Args
     tensors: NamedTensors
     shards: Parts
@@ -66,7 +69,7 @@ class SavedModel:
 
 
 def find_megatron(path: Path) -> Path | None:
-    """The folder of an iteration: the path itself, or what latest_checkpointed_iteration.txt names."""
+    """Return the folder of an iteration: the path itself, or the one in latest_checkpointed_iteration.txt."""
     tracker = path / TRACKER
     if tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
@@ -79,8 +82,8 @@ def find_megatron(path: Path) -> Path | None:
 
 
 def open_megatron(folder: Path, run: ModelConfig) -> ForeignIndex:
-    """The tensors of an iteration under our names. run: the model of the run, whose vocabulary may be padded
-    there. Raises ConfigError naming the file, the arg or the tensor."""
+    """Open the tensors of an iteration under our names. `run` is the model of the run, whose vocabulary
+    may be padded there. Raises ConfigError naming the file, the arg or the tensor."""
     saved = read_ranks(folder) if any(folder.glob("mp_rank_*")) else read_torch_dist(folder)
     where = f"{folder}: args"
     for name, shards in saved.shards.items():
@@ -104,7 +107,7 @@ def open_megatron(folder: Path, run: ModelConfig) -> ForeignIndex:
 
 
 def seal_megatron(folder: Path) -> str:
-    """The sha256 of what says which tensors there are: .metadata, or the tables of the files of all ranks."""
+    """Return the sha256 of what lists the tensors: .metadata, or the zip tables of all rank files."""
     if (folder / METADATA).is_file():
         return hashlib.sha256((folder / METADATA).read_bytes()).hexdigest()
     seals = "".join(sealed_zip(file) for _, file in sorted(places_of_ranks(folder).items()))
@@ -112,7 +115,7 @@ def seal_megatron(folder: Path) -> str:
 
 
 def count(args: Args, key: str, where: str, default: int = 1) -> int:
-    """An arg that is a number of things. Raises ConfigError."""
+    """Return a positive integer arg. Raises ConfigError."""
     value = args.get(key, default)
     if type(value) is not int or value < 1:
         raise ConfigError(f"{where}: {key} = {value!r} is not a number above 0")
@@ -120,7 +123,7 @@ def count(args: Args, key: str, where: str, default: int = 1) -> int:
 
 
 def args_in(tree: Any, where: str) -> Args:
-    """The args of a checkpoint. Raises ConfigError if it has none."""
+    """Return the args of a checkpoint. Raises ConfigError if it has none."""
     args = tree.get("args") if isinstance(tree, dict) else None
     state = args.state if isinstance(args, Foreign) else args
     if not isinstance(state, dict):
@@ -132,7 +135,7 @@ def args_in(tree: Any, where: str) -> Args:
 # ---- torch_dist --------------------------------------------------------------------------------------------
 
 def read_torch_dist(folder: Path) -> SavedModel:
-    """Reads what a folder of torch_dist holds, without the numbers. Raises ConfigError."""
+    """Read a torch_dist folder, without tensor data. Raises ConfigError."""
     backend = read_json(folder / BACKEND).get("sharded_backend") if (folder / BACKEND).is_file() else None
     if backend not in (None, "torch_dist"):
         raise ConfigError(f"{folder / BACKEND}: sharded_backend {backend!r} is not read, only torch_dist; "
@@ -164,7 +167,7 @@ def read_torch_dist(folder: Path) -> SavedModel:
 
 
 def with_joined_halves(parts: Parts) -> Parts:
-    """Gate and up of a layer are one tensor again, where they were saved as NAME_w and NAME_v."""
+    """Join gate and up of a layer again if they were saved as NAME_w and NAME_v."""
     joined: Parts = {}
     for name, of_tensor in parts.items():
         base = name[:-2] if name.endswith(("_w", "_v")) else name
@@ -179,7 +182,7 @@ def with_joined_halves(parts: Parts) -> Parts:
 
 
 def stacked(name: str, parts: list[StoredPart], dim: int) -> list[StoredPart]:
-    """Parts, each a whole tensor so far, one after the other along a dim."""
+    """Concatenate parts, each a whole tensor so far, along a dim."""
     first = parts[0].box.shape
     extent = sum(part.box.size[dim] for part in parts)
     shape = (*first[:dim], extent, *first[dim + 1:])
@@ -192,11 +195,11 @@ def stacked(name: str, parts: list[StoredPart], dim: int) -> list[StoredPart]:
     return found
 
 
-# ---- a file for each rank ----------------------------------------------------------------------------------
+# ---- a file per rank ---------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class RankFile:
-    """The file of a rank. chunks: of its stage, {their names today: names in `table`}."""
+    """The file of a rank. `chunks` are those of its stage, as {current name: name in `table`}."""
     path: Path
     iteration: int | None
     args: Args
@@ -205,7 +208,7 @@ class RankFile:
 
 
 def read_ranks(folder: Path) -> SavedModel:
-    """Reads what the files of all ranks hold, without the numbers. Raises ConfigError."""
+    """Read the files of all ranks, without tensor data. Raises ConfigError."""
     files = {place: read_rank(path, folder) for place, path in places_of_ranks(folder).items()}
     first = files[0, 0]
     tp, pp = (count(first.args, key, f"{first.path}: args") for key in (TP, PP))
@@ -234,7 +237,7 @@ def read_ranks(folder: Path) -> SavedModel:
 
 
 def places_of_ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """{(rank of tensor parallelism, of pipeline parallelism): its file}"""
+    """Return {(tensor-parallel rank, pipeline-parallel rank): its file}."""
     places: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = RANK.fullmatch(path.name)
@@ -250,7 +253,7 @@ def places_of_ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def read_rank(path: Path, folder: Path) -> RankFile:
-    """Reads what a file holds, without the numbers. Raises ConfigError."""
+    """Read the file of one rank, without tensor data. Raises ConfigError."""
     tree = read_tree(path)
     args = args_in(tree, str(path))
     version = tree.get("checkpoint_version") or 0
@@ -274,10 +277,10 @@ def read_rank(path: Path, folder: Path) -> RankFile:
 
 
 def names_over_stages(files: Mapping[tuple[int, int], RankFile], tp: int, pp: int) -> dict[str, list[str]]:
-    """{name in the whole model: its stored names, by the rank of tensor parallelism}.
+    """Return {name in the whole model: its stored names, by tensor-parallel rank}.
 
-    Chunks of a stage take turns with those of the other stages. Raises ConfigError if a rank has not the
-    tensors of the first one in its stage, or a tensor is in two stages.
+    Chunks are interleaved across stages. Raises ConfigError if a rank lacks tensors of the first rank in its
+    stage, or if a tensor occurs in two stages.
     """
     found: dict[str, list[str]] = defaultdict(list)
     first_layer = 0
@@ -301,7 +304,8 @@ def names_over_stages(files: Mapping[tuple[int, int], RankFile], tp: int, pp: in
 
 
 def joined_shards(name: str, shards: list[StoredPart], is_gated: bool) -> list[StoredPart]:
-    """The parts of a tensor that lies in the files of several ranks. Each rank has [its gate | its up]."""
+    """Return the parts of a tensor that is spread over the files of several ranks. Each rank has
+    [its gate | its up]."""
     if CUT_COLUMNS.fullmatch(name):
         return stacked(name, shards, dim=1)
     if not CUT_ROWS.fullmatch(name):

@@ -1,11 +1,11 @@
-"""The args of a checkpoint of Megatron-LM as our model, and its names of tensors.
+"""Convert the args of a Megatron-LM checkpoint to our model, and its tensor names.
 
-Args are those of the whole program, some 700, so those that change no logits are not listed: of the others
-each is read, or may have only the values here. The newest names of tensors count; earlier ones are translated
-(SPELLINGS).
+Args are those of the whole program, some 700, so those that do not affect logits are not listed. Each of the
+others is either read, or restricted to the values here. Tensor names are those of the newest version; older
+ones are translated (SPELLINGS).
 
-Sources: megatron/training/arguments.py, megatron/core/transformer/transformer_config.py and mlp.py; of the
-models before megatron/core, megatron/model/transformer.py and language_model.py of 2023.
+Sources: megatron/training/arguments.py, megatron/core/transformer/transformer_config.py and mlp.py; for
+models older than megatron/core, megatron/model/transformer.py and language_model.py of 2023.
 """
 import re
 from collections.abc import Collection
@@ -22,7 +22,7 @@ OFF = (False, None)
 # ---- the model ---------------------------------------------------------------------------------------------
 
 def is_on(keys: Tree, key: str, default: bool = False) -> bool:
-    """Whether a switch is on. Raises UnlikeFamily for what is neither true nor false."""
+    """Return whether a switch is on. Raises UnlikeFamily for a value that is neither true nor false."""
     value = keys.get(key, default)
     if value is None:
         return default
@@ -32,12 +32,13 @@ def is_on(keys: Tree, key: str, default: bool = False) -> bool:
 
 
 def has_bias(keys: Tree) -> bool:
-    """Whether linear layers have biases; disable_bias_linear is the switch of earlier versions."""
+    """Return whether linear layers have biases; disable_bias_linear is the switch of older versions."""
     return is_on(keys, "add_bias_linear", default=not is_on(keys, "disable_bias_linear"))
 
 
 def read_heads(keys: Tree) -> Tree:
-    """Query groups count where the switch is on, and else each head has its own key and value."""
+    """Read the heads. Query groups count only if their switch is on; otherwise each head has its own key
+    and value."""
     heads, hidden = plain_number(keys, "num_attention_heads"), plain_number(keys, "hidden_size")
     groups = plain_number(keys, "num_query_groups") if is_on(keys, "group_query_attention") else heads
     if heads < 1 or groups < 1 or heads % groups:
@@ -66,7 +67,7 @@ def read_norm(keys: Tree) -> Tree:
 
 
 def read_qk_norm(keys: Tree) -> Tree:
-    """Norms of q and k, of the kind of the others."""
+    """Read the norms of q and k, which are of the same kind as the others."""
     if not is_on(keys, "qk_layernorm"):
         return {"mixer.qk_norm": None}
     if keys.get("normalization") != "RMSNorm":
@@ -75,7 +76,7 @@ def read_qk_norm(keys: Tree) -> Tree:
 
 
 def read_activation(keys: Tree) -> Tree:
-    """GELU is the tanh form where its bias is fused with it, and else that of erf."""
+    """Read the activation. GELU is the tanh form if it is fused with its bias, otherwise the erf form."""
     if is_on(keys, "swiglu"):
         return {"mlp.activation": "swiglu"}
     if is_on(keys, "squared_relu"):
@@ -85,7 +86,7 @@ def read_activation(keys: Tree) -> Tree:
 
 
 def read_positions(keys: Tree) -> Tree:
-    """Learned positions, or RoPE with one of two scalings."""
+    """Read learned positions, or RoPE with one of two scalings."""
     kind = keys.get("position_embedding_type") or "learned_absolute"
     if is_on(keys, "use_rotary_position_embeddings"):
         kind = "rope"
@@ -119,8 +120,8 @@ def read_positions(keys: Tree) -> Tree:
 # ---- its experts -------------------------------------------------------------------------------------------
 
 def read_experts(keys: Tree) -> Tree:
-    """Experts and their router. The scores of the chosen are normalized where the softmax comes after the
-    choice, and those of several sigmoids."""
+    """Read the experts and their router. Chosen scores are normalized if the softmax follows the choice, or
+    if a sigmoid router chooses several experts."""
     experts = number({"num_experts": None, **keys}, "num_experts", nullable=True)
     if experts is None:
         return {"experts": None}
@@ -156,7 +157,7 @@ def read_experts(keys: Tree) -> Tree:
 
 
 def score_function(keys: Tree) -> str:
-    """softmax or sigmoid. Raises UnlikeFamily for what chooses experts in another way."""
+    """Return softmax or sigmoid. Raises UnlikeFamily for another way of choosing experts."""
     name = keys.get("moe_router_score_function") or "softmax"
     if name not in ("softmax", "sigmoid"):
         raise UnlikeFamily(f"moe_router_score_function = {name!r} is not supported, only softmax and sigmoid")
@@ -171,7 +172,8 @@ def score_function(keys: Tree) -> str:
 
 
 def router_groups(keys: Tree, top_k: int | float, best_of_group: int) -> Tree:
-    """A group counts as much as its best experts, as many as each chosen group gives."""
+    """Read the router groups. A group's score comes from as many of its best experts as each chosen group
+    contributes."""
     given = {"moe_router_num_groups": None, "moe_router_group_topk": None, **keys}
     groups, chosen = (number(given, key, nullable=True) for key in list(given)[:2])
     if not groups or not chosen:
@@ -183,7 +185,7 @@ def router_groups(keys: Tree, top_k: int | float, best_of_group: int) -> Tree:
 
 
 def dense_layers(keys: Tree) -> int:
-    """The first layers, which have no experts; all others have."""
+    """Return the number of leading layers without experts; all others have experts."""
     layers = keys.get("moe_layer_freq")
     if layers in (None, 1):
         return 0
@@ -276,7 +278,7 @@ ROUTER = in_layer("decoder.layers", {
     "mlp.router.bias": "mlp.router.expert_bias",
     "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
 })
-EXPERT_STACK = "mlp.experts"  # of all experts of a layer; or each has its own tensors
+EXPERT_STACK = "mlp.experts"  # all experts of a layer; or each has its own tensors
 ENDS = {
     "embed.weight": "embedding.word_embeddings.weight",
     "positions.weight": "embedding.position_embeddings.weight",
@@ -298,14 +300,14 @@ SPELLINGS = tuple((re.compile(theirs), ours) for theirs, ours in (
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (r"\.mlp\.experts\.(local_)?experts\.", ".mlp.experts."),
 ))
-# What is saved beside the weights, and what follows from the args.
+# saved in addition to the weights, or determined by the args
 NO_WEIGHT = re.compile(
     r"(chained_\d+\.)?optimizer\..*"
     r"|(opt_param_scheduler|rng_state|rerun_state_machine_state|common_state)\b.*"
     r"|.*\b_extra_state\b.*|.*rotary_pos_emb\..*"
     r"|.*\.router\.(local_tokens_per_expert|global_tokens_per_expert|ga_steps)"
 )
-# Along which dim a tensor is cut for tensor parallelism; the others are whole on every rank.
+# the dim along which a tensor is sharded by tensor parallelism; the others are replicated
 CUT_ROWS = re.compile(
     r".*\.(linear_qkv|linear_fc1)\.(weight|bias)|(embedding\.word_embeddings|output_layer"
     r"|word_embeddings_for_head)\.weight"
@@ -317,7 +319,7 @@ FC1 = re.compile(r".*\.linear_fc1\.(weight|bias)")
 
 
 def name_today(name: str) -> str | None:
-    """The name of a tensor in the newest version, or None if it is not a weight."""
+    """Return the newest name of a tensor, or None if it is not a weight."""
     if NO_WEIGHT.fullmatch(name):
         return None
     for spelling, ours in SPELLINGS:
@@ -326,8 +328,8 @@ def name_today(name: str) -> str | None:
 
 
 def family_of(model: ModelConfig, names: Collection[str], below_one: bool) -> Family:
-    """The names of a model, of whose tensors these are. below_one: the weights of its norms are stored as
-    w - 1."""
+    """Return the names of a model whose tensors have these names. `below_one` says that norm weights are
+    stored as w - 1."""
     is_gated = model.mlp.activation == "swiglu"
     matrices = QKV | (GATE if is_gated else {}) | UP_AND_DOWN | BLOCK | OUTER
     stacked = with_leaf("weight", in_layer("decoder.layers", expert_names(EXPERT_STACK, is_gated)))
@@ -351,7 +353,7 @@ def family_of(model: ModelConfig, names: Collection[str], below_one: bool) -> Fa
 
 
 def expert_names(theirs: str, is_gated: bool) -> dict[str, str]:
-    """{our name: their name} of the matrices of an expert, which are below `theirs`."""
+    """Return {our name: their name} for the matrices of an expert, which are below `theirs`."""
     ours = "mlp.experts.{expert}"
     gate = {f"{ours}.gate": f"{theirs}.linear_fc1"} if is_gated else {}
     return {**gate, f"{ours}.up": f"{theirs}.linear_fc1", f"{ours}.down": f"{theirs}.linear_fc2"}

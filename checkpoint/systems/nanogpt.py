@@ -1,7 +1,7 @@
-"""Reads ckpt.pt of nanoGPT: model_args and the tensors, in one file of torch.save.
+"""Read nanoGPT's ckpt.pt: model_args and the tensors, in one torch.save file.
 
-Its matrices are [out, in], those of q, k and v stacked. A model that torch.compile has wrapped has names
-that begin with _orig_mod. The rows of the vocabulary may be padded to a multiple of 64 (50,257 to 50,304).
+Its matrices are [out, in], with q, k and v stacked. Names begin with _orig_mod if the model was wrapped by
+torch.compile. The vocabulary may be padded to a multiple of 64 rows (50,257 to 50,304).
 
 Source: model.py and train.py of nanoGPT.
 """
@@ -22,7 +22,7 @@ PADDED_TO = 64  # rows of the vocabulary
 
 
 def read_bias(keys: Tree) -> Tree:
-    """One arg for all linear layers and norms."""
+    """Read the bias arg, which covers all linear layers and norms."""
     bias = keys["bias"]
     if type(bias) is not bool:
         raise UnlikeFamily(f"bias = {bias!r} is not true or false")
@@ -61,14 +61,14 @@ NANOGPT = Family(
 
 
 def find_nanogpt(path: Path) -> Path | None:
-    """The file, where a path is one of torch.save or the folder of ckpt.pt."""
+    """Return the file if a path is a torch.save file, or the folder of ckpt.pt."""
     file = path / FILE if path.is_dir() else path
     return file if file.suffix in (".pt", ".pth") and file.is_file() else None
 
 
 def open_nanogpt(file: Path, run: ModelConfig) -> ForeignIndex:
-    """The tensors of the file under our names. run: the model of the run, whose vocabulary may be padded
-    there.
+    """Open the tensors of the file under our names. `run` is the model of the run, whose vocabulary may be
+    padded there.
 
     Raises ConfigError naming the file.
     """
@@ -84,5 +84,5 @@ def open_nanogpt(file: Path, run: ModelConfig) -> ForeignIndex:
 
 
 def without_prefix(tensors: Tree) -> Tree:
-    """The tensors by the names that they have in a model that is not compiled."""
+    """Return the tensors under the names of an uncompiled model."""
     return {str(name).removeprefix(COMPILED): tensor for name, tensor in tensors.items()}

@@ -1,13 +1,13 @@
-"""Reads what torch.save wrote without executing any of it.
+"""Read torch.save files without executing anything in them.
 
-A pickle is a program for a small machine, some of whose instructions import names and call them. The machine
-here (pickletools.genops takes the file apart) imports and calls nothing that the file names. It knows what
-rebuilds tensors, dtypes and plain containers (CALLS). Every other class becomes a Foreign, which has a name
-and data and does nothing: so the args of Megatron-LM, an argparse.Namespace, are read. What only an attack
-asks for is refused in one line: a name of Python's own library that is not in STANDARD, a call of what is
-named like a function, a tree that holds itself or unfolds to more than MAX_VALUES values.
+A pickle is a program for a small machine, and some of its instructions import names and call them. The
+machine here (pickletools.genops disassembles the file) never imports or calls what the file names. It knows
+how to rebuild tensors, dtypes and plain containers (CALLS). Every other class becomes a Foreign, which has a
+name and data but no behaviour: so Megatron-LM's args, an argparse.Namespace, can be read. Anything that only
+an attack would ask for is refused in one line: a standard-library name outside STANDARD, a call of something
+named like a function, a tree that contains itself or unfolds to more than MAX_VALUES values.
 
-A tensor becomes a StoredTensor: its place in the file. read_tree gives the tree of a file, open_torch_file
+A tensor becomes a StoredTensor: its place in the file. read_tree returns the tree of a file, open_torch_file
 its tensors by name, such as model.transformer.wte.weight of nanoGPT's ckpt.pt.
 
 Sources: Lib/pickletools.py of CPython; torch/serialization.py (the layout of the zip file) and
@@ -38,17 +38,17 @@ from checkpoint.disk.tensors_by_name import (
 )
 from config import ConfigError
 
-MAX_BYTES = 1 << 30  # of one pickle; that of 100,000 tensors has some 30 MB
-MAX_INSTRUCTIONS = 20_000_000  # of one pickle: half a minute
-MAX_VALUES = 20_000_000  # of a tree, each counted as often as it can be reached
-MAX_DEPTH = 100  # containers within containers
+MAX_BYTES = 1 << 30  # per pickle; 100,000 tensors take some 30 MB
+MAX_INSTRUCTIONS = 20_000_000  # per pickle: half a minute
+MAX_VALUES = 20_000_000  # of a tree, counted once per path
+MAX_DEPTH = 100  # nested containers
 MAX_SHOWN = 80  # characters of a name in an error
 
 Storages = dict[str, tuple[int, int]]  # {key in the zip file: (first byte, number of bytes)}
 
 
 class Refused(Exception):
-    """What a pickle asks for and does not get. interpret makes a ConfigError of it."""
+    """A request of a pickle that is refused. interpret converts it to a ConfigError."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class GlobalName:
 
 @dataclass(eq=False)
 class Foreign:
-    """An object of a class that is not known here: its name and its data, and nothing that runs.
+    """An object of an unknown class: its name and data, but no behaviour.
 
-    state: what its __setstate__ would get, for most classes {attribute: value}. entries, elements: of a class
-    that is a dict or a list, too.
+    `state` is the argument of its __setstate__, for most classes {attribute: value}. `entries` and `elements`
+    are set if the class is also a dict or a list.
     """
     name: str  # module.name
     args: tuple[Any, ...] = ()
@@ -80,14 +80,14 @@ class Foreign:
 
 @dataclass(frozen=True)
 class StoredStorage:
-    """The numbers of one or more tensors, in a file."""
+    """The data of one or more tensors in a file."""
     file: Path
     start: int  # byte
     num_bytes: int
     dtype: torch.dtype | None  # None: each tensor has its own
 
 
-# ---- what may be named -------------------------------------------------------------------------------------
+# ---- names -------------------------------------------------------------------------------------------------
 
 DTYPE_NAMES = {str(dtype): dtype for dtype in (
     *DTYPES, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.uint16, torch.uint32,
@@ -112,7 +112,7 @@ BUILTIN_TYPES = (
     "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "range",
     "set", "slice", "str", "tuple",
 )
-STANDARD = {  # names of Python's own library that may stand in a file
+STANDARD = {  # standard-library names that may occur in a file
     *(f"builtins.{name}" for name in BUILTIN_TYPES),
     *(f"collections.{name}" for name in ("OrderedDict", "defaultdict", "Counter", "deque")),
     *(f"datetime.{name}" for name in ("date", "datetime", "timedelta", "timezone")),
@@ -120,7 +120,7 @@ STANDARD = {  # names of Python's own library that may stand in a file
       for name in ("", "Posix", "PurePosix", "Windows", "PureWindows")),
     "_codecs.encode",
     "argparse.Namespace",
-    "builtins.getattr",  # of a member of an Enum: called by get_member alone, which gets nothing
+    "builtins.getattr",  # for a member of an Enum: called only by get_member, which looks nothing up
     "copyreg._reconstructor",
     "decimal.Decimal",
     "functools.partial",
@@ -128,7 +128,7 @@ STANDARD = {  # names of Python's own library that may stand in a file
     "types.SimpleNamespace",
     "uuid.UUID",
 }
-FOREIGN_CALLS = {  # named like functions, and inert here as classes are
+FOREIGN_CALLS = {  # named like functions, but inert here, like classes
     "builtins.bytearray", "builtins.complex", "builtins.range", "builtins.slice", "copyreg._reconstructor",
     "datetime.date", "datetime.datetime", "datetime.timedelta", "datetime.timezone", "functools.partial",
     *(f"numpy.{core}.{name}" for core in ("core", "_core")
@@ -144,7 +144,7 @@ FOREIGN_CALLS = {  # named like functions, and inert here as classes are
 
 
 def find_global(module: Any, name: Any) -> Any:
-    """What a name of the file stands for. Raises Refused for a name that no checkpoint needs."""
+    """Resolve a name in the file. Raises Refused for a name that no checkpoint needs."""
     if type(module) is not str or type(name) is not str:
         raise Refused("names a global by something else than text")
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -158,23 +158,23 @@ def find_global(module: Any, name: Any) -> Any:
 
 
 def is_class_name(name: str) -> bool:
-    """Whether the last part of a name is written as classes are: Namespace, _StorageInfo."""
+    """Return whether the last part of a name is spelled like a class: Namespace, _StorageInfo."""
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
 def shown(value: Any) -> str:
-    """A value of the file in one short line: a text or a name itself, of all else the type.
+    """Format a value of the file in one short line: text and names as they are, otherwise the type.
 
-    The text of a container could be longer than any memory.
+    The text of a container could exceed any memory.
     """
     text = str(value) if isinstance(value, (str, GlobalName)) else f"a {type(value).__name__}"
     return one_line(text, MAX_SHOWN)
 
 
-# ---- what is rebuilt ---------------------------------------------------------------------------------------
+# ---- rebuilding --------------------------------------------------------------------------------------------
 
 def make_dict(pairs: Any = ()) -> dict[Any, Any]:
-    """An OrderedDict or a Counter."""
+    """Build an OrderedDict or a Counter."""
     if isinstance(pairs, dict):
         return dict(pairs)
     return {checked_key(key): value for key, value in pairs}
@@ -189,7 +189,7 @@ def make_set(elements: Any = ()) -> frozenset[Any]:
 
 
 def make_bytes(text: str, encoding: str) -> bytes:
-    """Bytes, as protocol 2 writes them."""
+    """Decode bytes as written by protocol 2."""
     if type(text) is not str or encoding != "latin1":
         raise Refused(f"asks to encode by {shown(encoding)}")
     return text.encode("latin1")
@@ -200,7 +200,7 @@ def make_size(numbers: Any = ()) -> tuple[int, ...]:
 
 
 def get_member(owner: Any, name: Any) -> GlobalName:
-    """The member of an Enum, as some versions of Python write it: a name, and nothing is got."""
+    """Return the member of an Enum, as some Python versions pickle it, as a name without looking it up."""
     if type(owner) is not GlobalName or owner.module in sys.stdlib_module_names or type(name) is not str:
         raise Refused(f"asks for builtins.getattr({shown(owner)}, ...)")
     return GlobalName(owner.module, f"{owner.name}.{name}")
@@ -219,7 +219,7 @@ def rebuild_tensor_v3(
 
 
 def rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, flags: Any) -> StoredTensor:
-    """The place of a tensor in the file. Raises Refused unless all of it lies in its storage."""
+    """Locate a tensor in the file. Raises Refused unless it lies entirely in its storage."""
     if flags:
         raise Refused("has a tensor whose numbers are conjugated or negated when they are read")
     if type(storage) is not StoredStorage or type(dtype) is not torch.dtype:
@@ -238,7 +238,7 @@ def rebuild_parameter(data: Any, *_: Any) -> Any:
 
 
 def rebuild_of_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
-    """A tensor with attributes; a Foreign for another class that is a tensor too."""
+    """Rebuild a tensor with attributes, or return a Foreign for another tensor class."""
     if shown(kind) in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         return call(function, args)
     return Foreign(shown(kind), (function, args))
@@ -270,7 +270,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def call(function: Any, args: Any) -> Any:
-    """What a call of the file gives. Raises Refused for what is neither in CALLS nor a class."""
+    """Return the result of a call in the file. Raises Refused for anything neither in CALLS nor a class."""
     if type(function) is not GlobalName or type(args) is not tuple:
         raise Refused("asks to call what it does not name")
     name = str(function)
@@ -282,7 +282,7 @@ def call(function: Any, args: Any) -> Any:
 
 
 def checked_key(key: Any) -> Any:
-    """A key of a dict or an element of a set. Raises Refused for one that can be long to hash."""
+    """Return a dict key or set element. Raises Refused for one that may be slow to hash."""
     plain = (str, int, float, bool, bytes, type(None), Foreign, GlobalName, torch.dtype)
     parts = key if type(key) is tuple else (key,)
     if all(type(part) in plain and not (type(part) is int and abs(part) >= 1 << 64) for part in parts):
@@ -294,8 +294,8 @@ def checked_key(key: Any) -> Any:
 
 @dataclass
 class PickleMachine:
-    """What the instructions work on. stack: of the values since the last mark; below: those before it."""
-    storage_of: Callable[[Any], StoredStorage]  # of what a persistent id names
+    """The machine's state. `stack` holds the values since the last mark, `below` those before it."""
+    storage_of: Callable[[Any], StoredStorage]  # resolves a persistent id
     stack: list[Any] = field(default_factory=list)
     below: list[list[Any]] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
@@ -305,7 +305,7 @@ class PickleMachine:
         return values
 
     def take(self, count: int) -> list[Any]:
-        """The last values, in their order."""
+        """Pop the last values, in order."""
         if len(self.stack) < count:
             raise IndexError("the stack is empty")
         values = self.stack[len(self.stack) - count:]
@@ -359,11 +359,11 @@ def add_items(machine: PickleMachine, _: Any) -> None:
 
 
 def global_text(machine: PickleMachine, argument: str) -> None:
-    machine.stack.append(find_global(*argument.split(" ", 1)))  # genops gives "module name"
+    machine.stack.append(find_global(*argument.split(" ", 1)))  # genops yields "module name"
 
 
 def new_object(machine: PickleMachine, named: int) -> None:
-    """named: 1 if arguments by name are on the stack, too."""
+    """Create an object. `named` is 1 if keyword arguments are on the stack too."""
     kind, args, *_ = machine.take(2 + named)
     if type(kind) is not GlobalName or type(args) is not tuple:
         raise Refused("makes an object of what it does not name")
@@ -371,7 +371,7 @@ def new_object(machine: PickleMachine, named: int) -> None:
 
 
 def build(machine: PickleMachine, _: Any) -> None:
-    """Sets the state of an object. Attributes of a dict (_metadata of a state dict) are dropped."""
+    """Set the state of an object. Attributes of a dict (_metadata of a state dict) are dropped."""
     target, state = machine.take(2)
     if isinstance(target, Foreign):
         target.state = state
@@ -433,7 +433,7 @@ def no_storage(_: Any) -> StoredStorage:
 
 
 def interpret(data: bytes, where: str, storage_of: Callable[[Any], StoredStorage] = no_storage) -> Any:
-    """The tree of a pickle, in which nothing ran. where: the file, for the error.
+    """Return the tree of a pickle without executing it. `where` names the file in errors.
 
     Raises ConfigError in one line that says what the pickle asks for.
     """
@@ -456,7 +456,7 @@ def interpret(data: bytes, where: str, storage_of: Callable[[Any], StoredStorage
 
 
 def check_unfolded(tree: Any) -> None:
-    """Raises Refused for a tree that holds itself, is too deep, or has too many values on all its paths."""
+    """Raise Refused for a tree that contains itself, is too deep, or has too many values over all paths."""
     counts: dict[int, int] = {}  # values in a container, by its id
 
     def count(value: Any, depth: int) -> int:
@@ -483,13 +483,13 @@ def check_unfolded(tree: Any) -> None:
 # ---- the zip file ------------------------------------------------------------------------------------------
 
 class Record(NamedTuple):
-    """Where a file of the zip file lies, uncompressed."""
+    """An uncompressed member of the zip file."""
     start: int
     num_bytes: int
 
 
 class FileWindow(io.RawIOBase):
-    """A part of an open file as the zipfile module reads files."""
+    """A part of an open file, with the interface that zipfile expects."""
 
     def __init__(self, fd: int, start: int, size: int) -> None:
         self.fd = fd
@@ -524,9 +524,9 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, length of the name, lengt
 
 
 def zip_records(fd: int, where: str, start: int, size: int) -> dict[str, Record]:
-    """{name: Record} of a zip file that is a part of an open file.
+    """Return {name: Record} of a zip file inside an open file.
 
-    Raises ConfigError for a file that is damaged or compressed, or has a name twice.
+    Raises ConfigError for a file that is damaged, compressed, or has a duplicate name.
     """
     try:
         entries = zipfile.ZipFile(FileWindow(fd, start, size)).infolist()
@@ -553,9 +553,9 @@ def zip_records(fd: int, where: str, start: int, size: int) -> dict[str, Record]
 
 
 def tree_at(fd: int, path: Path, start: int, size: int, where: str) -> Any:
-    """The tree of a torch.save file that is a part of an open file.
+    """Return the tree of a torch.save file inside an open file.
 
-    where: names it in errors. Raises ConfigError.
+    `where` names it in errors. Raises ConfigError.
     """
     records = zip_records(fd, where, start, size)
     pickles = [name for name in records if name.endswith("/data.pkl")]
@@ -571,7 +571,7 @@ def tree_at(fd: int, path: Path, start: int, size: int, where: str) -> Any:
         raise ConfigError(f"{where}: its pickle has {data.num_bytes:,} bytes, more than {MAX_BYTES:,}")
 
     def storage_of(named: Any) -> StoredStorage:
-        """named: ("storage", class, key, device, number of elements)."""
+        """Look up `named`: ("storage", class, key, device, number of elements)."""
         if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
             raise Refused("names a storage in a way that torch.save does not")
         kind, key, count = named[1], named[2], whole_numbers(named[4:])[0]
@@ -593,7 +593,7 @@ def tree_at(fd: int, path: Path, start: int, size: int, where: str) -> Any:
 # ---- files -------------------------------------------------------------------------------------------------
 
 def read_tree(path: Path) -> Any:
-    """What torch.save was given, with a StoredTensor for each tensor and a Foreign for each other object.
+    """Return the object passed to torch.save, with StoredTensors for tensors and Foreigns for other objects.
 
     Raises ConfigError naming the file.
     """
@@ -603,15 +603,15 @@ def read_tree(path: Path) -> Any:
 
 
 def open_torch_file(path: Path) -> NamedTensors:
-    """The tensors of a torch.save file. Their names are their paths in the tree, joined by dots.
+    """Open the tensors of a torch.save file, named by their paths in the tree, joined by dots.
 
-    Raises ConfigError naming the file, also if two tensors have one name.
+    Raises ConfigError naming the file, also if two tensors have the same name.
     """
     return tensors_of_tree(path, read_tree(path))
 
 
 def tensors_of_tree(path: Path, tree: Any) -> NamedTensors:
-    """The tensors of a tree that read_tree gave, or of a part of it."""
+    """Return the tensors of a tree from read_tree, or of a part of it."""
     table: Table = {}
     for name, stored in leaves(tree):
         if name in table:
@@ -621,7 +621,7 @@ def tensors_of_tree(path: Path, tree: Any) -> NamedTensors:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, StoredTensor]]:
-    """(path joined by dots, tensor) of each tensor of a tree."""
+    """Yield (dotted path, tensor) for each tensor of a tree."""
     if isinstance(tree, StoredTensor):
         yield name, tree
     elif isinstance(tree, (dict, list, tuple)):

@@ -1,6 +1,5 @@
-"""Functions that the readers of other systems share: the args of a checkpoint as our model, and vocabularies
-that are padded there.
-"""
+"""Helpers shared by the readers of other systems: converting args to our model, and cutting padded
+vocabularies."""
 import hashlib
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -20,10 +19,10 @@ from config.reading import build_tree
 def read_model(
     family: Family, args: Mapping[str, Any], where: str, *, is_whole: bool = True
 ) -> ModelConfig:
-    """The model that the args of a checkpoint describe. is_whole: no other args are allowed.
+    """Return the model described by the args of a checkpoint. With `is_whole`, no other args are allowed.
 
-    Raises ConfigError, beginning with `where`, for an arg that no rule reads, or with a value that our model
-    has no form for.
+    Raises ConfigError, beginning with `where`, for an arg that no rule reads, or whose value our model cannot
+    express.
     """
     keys = NotedKeys({**family.defaults, **args})
     try:
@@ -38,7 +37,7 @@ def read_model(
 
 
 def check_dims(name: str, shape: Sequence[int], dims: int, where: str) -> None:
-    """Raises ConfigError, beginning with `where`, for a tensor with another number of dims."""
+    """Raise ConfigError, beginning with `where`, for a tensor with another number of dims."""
     if len(shape) != dims:
         raise ConfigError(f"{where}: {name} has shape {list(shape)}, and {dims} dims are expected")
 
@@ -46,10 +45,10 @@ def check_dims(name: str, shape: Sequence[int], dims: int, where: str) -> None:
 def cut_vocabulary(
     family: Family, model: ModelConfig, tensors: NamedTensors, *, run: ModelConfig, multiple: int
 ) -> tuple[ModelConfig, NamedTensors, tuple[str, ...]]:
-    """(the model, its tensors, notes) without the rows of the vocabulary that only pad it.
+    """Return (model, tensors, notes) without the rows that only pad the vocabulary.
 
-    model.vocab: the rows there. They are the vocabulary of the run, padded to a multiple, or all of them
-    count. Our own padding is that of the run.
+    model.vocab counts the rows there. If they are the run's vocabulary padded to `multiple`, the rest is cut;
+    otherwise all rows count. Our own padding is that of the run.
     """
     model = replace(model, vocab_multiple=run.vocab_multiple)
     rows, ids = model.vocab, run.vocab
@@ -61,7 +60,7 @@ def cut_vocabulary(
 
 
 def sealed_zip(file: Path) -> str:
-    """The sha256 of what a zip file says of its members: names, sizes and CRCs."""
+    """Return the sha256 of a zip file's directory: names, sizes and CRCs."""
     with zipfile.ZipFile(file) as members:
         said = [(member.filename, member.file_size, member.CRC) for member in members.infolist()]
     return hashlib.sha256(repr(said).encode()).hexdigest()

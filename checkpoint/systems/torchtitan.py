@@ -1,9 +1,9 @@
-"""Reads folders of torchtitan: torch.distributed.checkpoint, with the names of Llama 3, Qwen3 (dense or a
+"""Read torchtitan folders: torch.distributed.checkpoint, with the names of Llama 3, Qwen3 (dense or a
 mixture) or DeepSeek-V3.
 
-The folder has tensors alone, so the model is the run's, as far as shapes do not say it. Llama 3 rotates
-channels 2i and 2i + 1 of a head together there; where the run rotates halves, the rows of q and k are put in
-that order while they are read, and the function is the same.
+The folder has only tensors, so the model is the run's, except for what shapes determine. Their Llama 3
+rotates channels 2i and 2i + 1 of a head together; if the run rotates halves, the rows of q and k are
+reordered while reading, which does not change the function.
 
 Sources: state_dict_adapter.py of each model and models/common/rope.py of torchtitan.
 """
@@ -34,12 +34,12 @@ from parallel.sharding.boxes import Box
 
 STEP = re.compile(r"step-(\d+)")
 NUMBER = re.compile(r"\d+")
-# What is saved beside the weights: other states, and buffers that follow from the model.
+# saved in addition to the weights: other state, and buffers that follow from the model
 NO_WEIGHT = re.compile(
     r"(optimizer|lr_scheduler|dataloader|train_state)(\..*)?"
     r"|(.*\.)?(freqs_cis|rope\.cache|rope_cache|tokens_per_expert|tokens_per_expert_E)"
 )
-SPELLINGS = (  # of earlier and later versions, as they are called here
+SPELLINGS = (  # of older and newer versions, and the names used here
     (re.compile(r"^model\."), ""),
     (re.compile(r"^output\.weight$"), "lm_head.weight"),
     (re.compile(r"\.attention\.qkv_linear\."), ".attention."),
@@ -68,7 +68,7 @@ LATENT = in_layer("layers", {
     "attn.kv_norm": "attention.kv_norm",
     "attn.kv_b": "attention.wkv_b",
 })
-EXPERTS = in_layer("layers", {  # those of a layer are stacked
+EXPERTS = in_layer("layers", {  # stacked per layer
     "mlp.experts.{expert}.gate.weight": "moe.experts.w1",
     "mlp.experts.{expert}.up.weight": "moe.experts.w3",
     "mlp.experts.{expert}.down.weight": "moe.experts.w2",
@@ -83,13 +83,16 @@ STACK = re.compile(r"\.moe\.experts\.w[123]$")
 VECTOR = re.compile(r"norm\.weight$|expert_bias$")
 ROUTING = ("mlp.router.scores", "mlp.router.bias_rate", "mlp.router.renorm", "mlp.router.scale")
 LATENT_EPS = 1e-5  # of all norms there
-ABSENT = ("mtp", "mup")  # there; differences that a run may state
+ABSENT = ("mtp", "mup")  # there; differences that a run may have
 
 
 @dataclass(frozen=True)
 class TitanModel:
-    """A model of torchtitan. like: the Hugging Face family that computes the same, but for `free` keys and
-    for the RoPE, which rotates pairs of neighbours or halves."""
+    """A model of torchtitan.
+
+    `like` is the Hugging Face family that computes the same, apart from the `free` keys and from RoPE, which
+    rotates neighbouring pairs or halves.
+    """
     name: str
     like: str
     tensors: dict[str, str]
@@ -124,7 +127,7 @@ DEEPSEEK = TitanModel(
 # ---- the folder --------------------------------------------------------------------------------------------
 
 def find_torchtitan(path: Path) -> Path | None:
-    """The folder with .metadata: the path itself, or its newest step-N."""
+    """Return the folder with .metadata: the path itself, or its newest step-N."""
     steps = {
         int(match[1]): folder
         for folder in path.glob("step-*")
@@ -135,10 +138,10 @@ def find_torchtitan(path: Path) -> Path | None:
 
 
 def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
-    """The tensors under our names, as those of the run's model.
+    """Open the tensors under our names, as those of the run's model.
 
     Raises ConfigError naming the file, the tensors that no model of torchtitan has, or the keys of the run's
-    model that the one there has no form for.
+    model that its counterpart cannot express.
     """
     tensors = with_todays_names(open_dcp(folder))
     titan = model_of(tensors.tensors)
@@ -163,7 +166,7 @@ def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
 
 
 def with_todays_names(tensors: NamedTensors) -> NamedTensors:
-    """The weights alone, under one spelling of their names."""
+    """Return only the weights, under one spelling of their names."""
     names: dict[str, str] = {}
     for stored in tensors.tensors:
         name = stored
@@ -178,7 +181,7 @@ def with_todays_names(tensors: NamedTensors) -> NamedTensors:
 
 
 def model_of(names: Iterable[str]) -> TitanModel:
-    """The model that has tensors of these names."""
+    """Return the model that has tensors of these names."""
     parts = {name.split(".", 2)[2] for name in names if name.startswith("layers.") and name.count(".") > 1}
     if any(part.startswith("attention.wkv_a.") for part in parts):
         return DEEPSEEK
@@ -189,7 +192,7 @@ def model_of(names: Iterable[str]) -> TitanModel:
 
 
 def check_form(titan: TitanModel, run: ModelConfig, folder: Path) -> None:
-    """Raises ConfigError naming the keys of the run's model that the one there has no form for."""
+    """Raise ConfigError naming the keys of the run's model that its counterpart cannot express."""
     has_rope = getattr(run.mixer, "rope", None) is not None
     compared = {**dict.fromkeys(ABSENT), **({"mixer.rope.pairs": False} if has_rope else {})}
     obstacles = FAMILIES[titan.like].obstacles(with_values(run, compared))
@@ -201,7 +204,7 @@ def check_form(titan: TitanModel, run: ModelConfig, folder: Path) -> None:
 
 
 def model_there(titan: TitanModel, run: ModelConfig, tensors: NamedTensors) -> ModelConfig:
-    """The run's model, with what names and shapes say of the one there."""
+    """Return the run's model, updated with what names and shapes say about its counterpart."""
     shapes = {name: info.shape for name, info in tensors.tensors.items()}
     vocab, hidden = shapes["tok_embeddings.weight"]
     layers = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.")}
@@ -223,7 +226,7 @@ def model_there(titan: TitanModel, run: ModelConfig, tensors: NamedTensors) -> M
 
 
 def of_any_layer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """{name in a layer: shape in the last layer that has it}"""
+    """Return {name in a layer: shape in the last layer that has it}."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name.startswith("layers."):
@@ -233,7 +236,7 @@ def of_any_layer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
 
 
 def attention_there(run: ModelConfig, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The heads, as many as rows of q and k are: of the size that the norm of a head says, or the run."""
+    """Return the heads that match the rows of q and k, with the head size from the head norm or the run."""
     if not isinstance(run.mixer, AttentionConfig) or "attention.wk.weight" not in shapes:
         return {}
     size = shapes.get("attention.q_norm.weight", (head_dim(run),))[0]
@@ -257,7 +260,7 @@ def mlp_there(run: FlatModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def with_halves(tensors: NamedTensors, size: int) -> NamedTensors:
-    """The tensors, those of q and k with rows in the order of halves. size: of a head.
+    """Return the tensors with rows of q and k reordered to halves. `size` is that of a head.
 
     Row i + j size/2 of a head is row 2i + j there.
     """
@@ -266,7 +269,7 @@ def with_halves(tensors: NamedTensors, size: int) -> NamedTensors:
     def read_box(want: Box) -> Tensor:
         if not rotated.fullmatch(want.key):
             return tensors.read_box(want)
-        # the whole heads that the rows lie in
+        # all heads that contain the rows
         end = want.start[0] + want.size[0]
         first_row = want.start[0] // size * size
         end_row = -(-end // size) * size
@@ -274,7 +277,7 @@ def with_halves(tensors: NamedTensors, size: int) -> NamedTensors:
         rows = (end_row - first_row, *want.size[1:])
         heads = tensors.read_box(Box(want.key, want.shape, start, rows))
 
-        # pairs of neighbours -> halves
+        # neighbouring pairs -> halves
         pairs = heads.unflatten(0, (-1, size // 2, 2))
         halves = pairs.transpose(1, 2).flatten(0, 2)
         return halves[want.start[0] - first_row:end - first_row]

@@ -1,7 +1,7 @@
-"""The keys of model.* before a model was made of parts: what they are called now, and configs that have them.
+"""Names of model.* keys before models were made of parts, and configs that still use them.
 
-A command line or a file with an earlier key is refused with its new name. Configs that runs have saved are
-read as they are: checkpoints and run folders of before go on.
+A command line or a file with an old key is refused, naming the new one. Configs saved by runs are converted,
+so old checkpoints and run folders resume.
 """
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from config.reading.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, capacity_part, from_flat
 
 SCALING = "model.mixer.rope.scaling"
-# Keys that the first configs did not have, with what they meant without them.
+# keys that the first configs lacked, and their implied values
 ADDED_LATE = {
     "qk_norm_whole": False,
     "rope_kind": "llama3",
@@ -56,31 +56,31 @@ NAMES_OF_PARTS = {
     "mup_base": "mup.base",
     "mup_head_dim": "mup.head_dim",
 }
-NAMES_OF_EXPERTS = FLAT_NAMES | FLAT_TRAINING_NAMES | {  # as a command line has them
+NAMES_OF_EXPERTS = FLAT_NAMES | FLAT_TRAINING_NAMES | {  # as on a command line
     "experts": "mlp.experts, of model.mlp experts",
     "moe_ffn": "mlp.width, of model.mlp experts",
     "first_dense": "pattern: 3 dense, block... with model.blocks.dense.mlp mlp",
     "moe_every": "pattern: (dense, block)... with model.blocks.dense.mlp mlp",
     "router_bias": "mlp.router.bias_rate 1e-3",
 }
-NEW_NAMES = {  # key of before: its name
+NEW_NAMES = {  # old key: new key
     f"model.{old}": f"model.{new}"
     for old, new in (NAMES_OF_PARTS | NAMES_OF_EXPERTS | {"mixer.gate_by": "mixer.gate.by"}).items()
 }
 
 
 def is_first_form(model: Mapping[str, Any]) -> bool:
-    """Whether a saved model has the keys of before there were parts."""
+    """Return whether a saved model predates parts."""
     return {"heads", "ffn", "rope_theta", "positions"} <= model.keys()
 
 
 def is_second_form(model: Mapping[str, Any]) -> bool:
-    """Whether a saved model has parts, and the keys of experts beside them."""
+    """Return whether a saved model has parts, and expert keys outside of them."""
     return "mlp" in model and {"top_k", "moe_ffn", "moe_every"} <= model.keys()
 
 
 def current_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config, which states every key, with the keys of today. Raises ConfigError."""
+    """Convert a saved config, which states every key, to today's keys. Raises ConfigError."""
     model = tree.get("model")
     if isinstance(model, Mapping) and is_first_form(model):
         old = {**ADDED_LATE, **model}
@@ -95,7 +95,7 @@ def current_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
 def with_model(
     tree: Mapping[str, Any], model: Mapping[str, Any], rows: Callable[[list[Any]], list[Any]]
 ) -> dict[str, Any]:
-    """The config with another model, and its phases as `rows` changes them."""
+    """Return the config with another model, and its phases passed through `rows`."""
     current = {**tree, "model": model}
     phases = tree.get("train", {}).get("phases")
     if isinstance(phases, str):
@@ -106,15 +106,15 @@ def with_model(
 
 
 def renamed(path: str, names: Mapping[str, str]) -> str:
-    """A key of a phase under its new name."""
+    """Return a phase's key under its new name."""
     name = names.get(path.removeprefix("model."))
     return f"model.{name}" if name and path.startswith("model.") else path
 
 
 def current_rows(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of train.phases. old: all keys of model.* before the first.
+    """Convert the rows of train.phases. `old` has all keys of model.* before the first row.
 
-    A row that changes the scaling of the rotary positions has all of it: there may be none before.
+    A row that changes RoPE scaling gets the whole part, because there may be none before it.
     """
     found: list[dict[str, Any]] = []
     for row in rows:
@@ -128,7 +128,7 @@ def current_rows(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> l
 
 
 def current_model(old: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of model.* of before -> the tree of parts."""
+    """Convert the old keys of model.* to the tree of parts."""
     model = {key: value for key, value in old.items() if key not in NAMES_OF_PARTS}
     is_learned = old["positions"] == "learned"
     return {
@@ -168,15 +168,15 @@ def current_rope(old: Mapping[str, Any]) -> dict[str, Any]:
     return {"base": old["rope_theta"], "pairs": old["rope_pairs"], "scaling": scaling}
 
 
-# ---- experts beside the parts ------------------------------------------------------------------------------
+# ---- experts outside of the parts --------------------------------------------------------------------------
 
-# Keys that the first configs with parts did not have.
+# keys that the first configs with parts lacked
 ADDED_TO_EXPERTS = {"router_weighs": "output", "router_logit_bias": False, "blocks": {}, "pattern": None}
 CAPACITY = ("capacity", "drop", "pad")
 
 
 def with_experts_in_mlp(old: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved model with the keys of experts beside its parts -> with experts as its `mlp`. Raises
+    """Move the expert keys of a saved model, which are outside of its parts, into its `mlp`. Raises
     ConfigError."""
     blocks = {
         name: {path: with_gate(part) if path == "mixer" else part for path, part in changes.items()}
@@ -187,7 +187,8 @@ def with_experts_in_mlp(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of_experts(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of train.phases. One that changes a capacity has all of it: there may be none before."""
+    """Convert the rows of train.phases. A row that changes the capacity gets the whole part: there may be
+    none before it."""
     found: list[dict[str, Any]] = []
     for row in rows:
         old = {**old, **{key.removeprefix("model."): value for key, value in row.items()}}
@@ -200,7 +201,7 @@ def rows_of_experts(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -
 
 
 def with_gate(mixer: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved mixer whose gate was two keys."""
+    """Merge the two gate keys of a saved mixer into one part."""
     rest = {key: value for key, value in mixer.items() if key != "gate_by"}
     if isinstance(mixer.get("gate"), str):
         rest["gate"] = {"kind": mixer["gate"], "by": mixer.get("gate_by", "sigmoid")}
@@ -208,7 +209,7 @@ def with_gate(mixer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_of_changes(changes: Mapping[str, Any], mixer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a kind of block states, its gate as one part."""
+    """Return the changes of a block kind with its gate as one part."""
     rest = {path: value for path, value in changes.items() if path != "mixer.gate_by"}
     stated = {key: changes[f"mixer.{key}"] for key in ("gate", "gate_by") if f"mixer.{key}" in changes}
     if stated:

@@ -1,8 +1,8 @@
-"""Mixtures of experts said by numbers beside the parts: `experts 8`, `first_dense 3`, `moe_every 2`.
+"""Mixtures of experts as flat keys: `experts 8`, `first_dense 3`, `moe_every 2`.
 
-A config.json says them so, and configs that runs have saved did: from_flat makes of such keys the parts that
-our model has, flat_model the opposite for what writes a config.json. Ours says which layers have MLPs by
-kinds of blocks and model.pattern.
+config.json files and older saved configs use such keys. from_flat converts them to model parts; flat_model
+does the opposite for writing a config.json. With parts, the layers that have MLPs are given by kinds of
+blocks and model.pattern.
 """
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from model.router import ExpertsConfig, has_experts, mixture
 
 Part = TypeVar("Part", bound=ChannelMixer)
 
-# {flat key: ours}, of model.*
+# {flat key: key of model.*}
 FLAT_NAMES = {
     "experts": "mlp.experts",
     "top_k": "mlp.top_k",
@@ -39,8 +39,8 @@ FLAT_NAMES = {
     "router_logit_bias": "mlp.router.logit_bias",
     "router_bias": "mlp.router.bias_rate",
 }
-LIMITS = {"limits": "mlp.limit", "shared_limits": "mlp.shared.limit"}  # a number, or none, for each layer
-# Of the training alone: saved configs had them, a config.json says nothing of them.
+LIMITS = {"limits": "mlp.limit", "shared_limits": "mlp.shared.limit"}  # per layer, a number or none
+# only for training: saved configs had them, config.json does not
 FLAT_TRAINING_NAMES = {
     "router_bias_rate": "mlp.router.bias_rate",
     "jitter": "mlp.router.jitter",
@@ -51,28 +51,28 @@ FLAT_TRAINING_NAMES = {
     "drop": "mlp.capacity.drop",
     "pad": "mlp.capacity.pad",
 }
-ROUTER_KEYS = {  # {flat key: key of the router} of those that are the same in both
+ROUTER_KEYS = {  # {flat key: router key} where both mean the same
     flat: ours.removeprefix("mlp.router.")
     for flat, ours in (FLAT_NAMES | FLAT_TRAINING_NAMES).items()
     if ours.startswith("mlp.router.") and ".aux." not in ours and not flat.startswith("router_bias")
 }
-EXPRESSIBLE = (  # keys whose values flat ones say
+EXPRESSIBLE = (  # keys whose values flat keys can express
     *FLAT_NAMES.values(), *LIMITS.values(), *FLAT_TRAINING_NAMES.values(),
     "mlp.kind", "mlp.activation", "mlp.bias",
 )
 USUAL_BIAS_RATE = 1e-3
-ALONE = "mixer-alone"  # the kind of blocks without changes, in a model whose `mlp` is none
+ALONE = "mixer-alone"  # the kind without changes, in a model whose `mlp` is none
 
 
 @dataclass(frozen=True)
 class FlatModel(ModelConfig):
-    """A model whose experts are said by numbers.
+    """A model whose experts are described by flat keys.
 
-    Its mlp is that of layers without experts, which are the first ones (first_dense), and of the others all
-    but each multiple of moe_every, counted from 1. experts: None for a model without any. moe_ffn: the inner
-    width of an expert; None: that of the MLPs. router_bias: whether a bias affects the choice alone.
-    limits: of the MLP or the routed experts of each layer; shared_limits: of its shared experts; (): none of
-    them has any.
+    `mlp` is that of the layers without experts: the first `first_dense` layers, and of the others all except
+    every multiple of `moe_every`, counted from 1. `experts` is None for a dense model. `moe_ffn` is the inner
+    width of an expert and defaults to that of the MLPs. `router_bias` adds a bias that affects only the
+    choice. `limits` bound the MLP or the routed experts of each layer, and `shared_limits` its shared
+    experts; empty tuples mean no bounds.
     """
     experts: int | None = None
     top_k: int = 2
@@ -106,9 +106,9 @@ USUAL = {
 # ---- flat keys -> parts ------------------------------------------------------------------------------------
 
 def from_flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a model with flat ones among them -> keys of ours. Those of its mlp may be nested or dotted.
+    """Convert the flat keys among a model's keys to parts. Keys of its mlp may be nested or dotted.
 
-    Raises ConfigError for layers with and without experts in an order that has no form here.
+    Raises ConfigError if layers with and without experts alternate in a way that has no equivalent here.
     """
     flat_names = FLAT_NAMES | LIMITS | FLAT_TRAINING_NAMES
     flat = {**USUAL, **{name: value for name, value in values.items() if name in flat_names}}
@@ -120,7 +120,7 @@ def from_flat(values: Mapping[str, Any]) -> dict[str, Any]:
     mlp |= {path.removeprefix("mlp."): rest.pop(path) for path in list(rest) if path.startswith("mlp.")}
     blocks = dict(rest.get("blocks") or {})
 
-    # which layers have experts
+    # layers with experts
     layers = values.get("layers", ModelConfig.layers)
     if layers != int(layers) or not 0 < layers <= MOST_LAYERS:
         raise ConfigError(f"model.layers: {layers} must be a whole number from 1 to {MOST_LAYERS:,}")
@@ -137,7 +137,7 @@ def from_flat(values: Mapping[str, Any]) -> dict[str, Any]:
     if not any(is_counted(flat, layer) and kind not in without for layer, kind in enumerate(kinds)):
         return {**rest, "mlp": mlp}
 
-    # kinds of blocks: their widths are those of MLPs, unless experts have the same
+    # kinds of blocks: widths belong to MLPs, unless experts share them
     widths = set() if flat["moe_ffn"] is None else {"mlp.width"}
     of_experts = {
         name: {path: value for path, value in changes.items() if path not in widths}
@@ -167,8 +167,10 @@ def with_limits(
     kinds: Sequence[str],
     limits: Sequence[tuple[float | None, float | None]],
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Kinds of blocks and layers, with other kinds where an activation has limits: of a layer's MLP or routed
-    experts, and of its shared experts."""
+    """Return the blocks and layer kinds after splitting kinds by activation limits.
+
+    `limits` holds for each layer those of its MLP or routed experts, and of its shared experts.
+    """
     found = {name: dict(changes) for name, changes in blocks.items()}
     names: dict[tuple[str, object], str] = {}  # {(kind without limits, limits): kind}
     for kind, pair in zip(kinds, limits):
@@ -189,7 +191,7 @@ def with_limits(
 
 
 def check_numbers(flat: Mapping[str, Any]) -> None:
-    """Raises ConfigError for numbers that say nothing of which layers have experts, and how many."""
+    """Raise ConfigError for invalid numbers of experts and of layers that have them."""
     for name, least, meaning in (
         ("first_dense", 0, "the number of first layers without experts"),
         ("moe_every", 1, "the step from one layer with experts to the next"),
@@ -206,14 +208,14 @@ def is_counted(flat: Mapping[str, Any], layer: int) -> bool:
 
 
 def has_no_mlp(changes: Mapping[str, Any]) -> bool:
-    """Whether a kind of block states that it has a mixer of tokens alone."""
+    """Return whether a kind of block states that it only has a token mixer."""
     part = changes.get("mlp")
     kind = part.get("kind") if isinstance(part, Mapping) else part
     return "none" in (kind, changes.get("mlp.kind"))
 
 
 def experts_part(flat: Mapping[str, Any], mlp: Mapping[str, Any]) -> dict[str, Any]:
-    """`mlp` of a model with experts. mlp: the keys of its MLPs."""
+    """Return the `mlp` part of a model with experts. The argument `mlp` has the keys of its MLPs."""
     router = {ours: flat[name] for name, ours in ROUTER_KEYS.items() if name in flat}
     if flat["router_bias"]:
         router["bias_rate"] = flat.get("router_bias_rate", USUAL_BIAS_RATE)
@@ -242,14 +244,15 @@ def capacity_part(flat: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=1 << 8)
 def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
-    """The model with its experts as numbers, and the keys of model.* whose values no such numbers say."""
+    """Return the model with flat expert keys, and the keys of model.* whose values flat keys cannot
+    express."""
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(ModelConfig)}
     lost = [path for path in stated_leaves(model) if path.partition(".")[0] not in values]
     experts = mixture(model)
     if experts is None and not isinstance(model.mlp, ExpertsConfig):
         return FlatModel(**values), tuple(lost)
 
-    # the MLPs of layers without experts
+    # MLPs of the layers without experts
     layers = [layer_model(model, layer) for layer in range(model.layers)]
     mlps = [layer.mlp for layer in layers]
     dense = {mlp for mlp in mlps if isinstance(mlp, MLPConfig)}
@@ -259,7 +262,7 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
         lost += ["blocks"] if len(dense) > 1 else []
         return FlatModel(**{**values, "mlp": next(iter(dense), NoPart())}), tuple(lost)
 
-    # which layers have experts
+    # layers with experts
     limits = [limits_of(mlp) for mlp in mlps]
     experts, mlps = without_limits(experts), [without_limits(mlp) for mlp in mlps]
     dense = {without_limits(mlp) for mlp in dense}
@@ -292,7 +295,7 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
 
 
 def limits_of(mlp: ChannelMixer) -> tuple[float | None, float | None]:
-    """(limit of the MLP or of the routed experts, limit of the shared experts)."""
+    """Return (limit of the MLP or of the routed experts, limit of the shared experts)."""
     return getattr(mlp, "limit", None), getattr(getattr(mlp, "shared", None), "limit", None)
 
 
@@ -303,7 +306,7 @@ def without_limits(mlp: Part) -> Part:
 
 
 def order_of_experts(mlps: Sequence[object]) -> tuple[int, int] | None:
-    """(first_dense, moe_every) of layers with these MLPs; None if they are in another order."""
+    """Return (first_dense, moe_every) for layers with these MLPs, or None if no such pair describes them."""
     wanted = {layer: isinstance(mlp, ExpertsConfig) for layer, mlp in enumerate(mlps)
               if not isinstance(mlp, NoPart)}
     for every in range(1, len(mlps) + 1):
@@ -317,8 +320,8 @@ def order_of_experts(mlps: Sequence[object]) -> tuple[int, int] | None:
 def kinds_without_dense(
     model: ModelConfig, layers: Sequence[ModelConfig]
 ) -> tuple[tuple[BlockVariant, ...], list[str]]:
-    """The kinds of blocks, and that of each layer, of a model whose layers have MLPs in the place of experts:
-    two kinds that differ in that alone are one."""
+    """Return the kinds of blocks, and the kind of each layer, with experts replaced by MLPs. Kinds that
+    differ only in that are merged."""
     changes = {variant.name: variant.changes for variant in model.blocks}
     is_alone = [isinstance(like.mlp, NoPart) for like in layers]
     first_of: dict[object, str] = {(model.mixer, model.norm, False): PLAIN}

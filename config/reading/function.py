@@ -1,10 +1,10 @@
-"""Which keys of a config decide the function that weights compute, and which do not.
+"""Which config keys decide the function that weights compute, and which do not.
 
-Two models without `differences` have weights of the same names and shapes, and the same weights give the same
-logits. Every key of model.* belongs to the function unless it is listed here, so that a new one is asked for
-until somebody says that it need not be. Keys of other sections say how the function is laid out, rounded,
-trained and fed; the tokenizer, which says what a token id means, is compared by its fingerprint; whether
-documents begin with its start token is compared, too.
+Two models without `differences` have weights of the same names and shapes, and the same weights produce the
+same logits. Every key of model.* counts unless it is listed here, so a new key is compared until someone
+exempts it. Keys of other sections only affect layout, rounding, training and data. The tokenizer, which
+defines the meaning of token ids, is compared by its fingerprint; whether documents begin with its start token
+is compared too.
 """
 import dataclasses
 from collections.abc import Callable
@@ -25,19 +25,19 @@ from config.tree import differing_leaves, is_below, leaves, plain_data
 from model.shared_keys import key_sources
 
 TOKENIZER = "data.tokenizer"
-BY_TEXT = "data.tokenizer=text"  # another tokenizer, and rows go to the tokens of the same text
+BY_TEXT = "data.tokenizer=text"  # another tokenizer; rows move to tokens with the same text
 START = "data.bos"  # whether documents begin with the tokenizer's start token
 
-# Keys of model.* that say how weights begin, how they are trained, and by which kernel they are used.
+# keys of model.* for initialization, training and the choice of kernels
 NOT_THE_FUNCTION = (
-    "preset", "blocks", "pattern",  # they say which layers have which values
+    "preset", "blocks", "pattern",  # they only say which layers have which values
     "mixer.kernel", "dropout", "init_std", "mtp.weight", "mlp.router.jitter", "mlp.router.aux",
     "mlp.router.z_loss", "mlp.capacity",
 )
 FUNCTION_KEYS = frozenset(
     f"model.{path}" for path in every_path(ModelConfig) if not is_below(path, NOT_THE_FUNCTION)
 )
-# Those that leave the names and shapes of the weights as they are.
+# keys that do not affect the names and shapes of weights
 VALUES_ALONE = tuple(f"model.{key}" for key in (
     "norm.eps", "mixer.rope", "mixer.window", "mixer.chunk", "mixer.scale", "mixer.softcap",
     "mixer.value_scale", "mixer.gate.by", "mixer.growth", "mixer.negative_eigenvalues", "mixer.norm_eps",
@@ -46,15 +46,15 @@ VALUES_ALONE = tuple(f"model.{key}" for key in (
     "mlp.router.scores", "mlp.router.renorm", "mlp.router.groups", "mlp.router.group_top_k",
     "mlp.router.scale", "mlp.router.weighs", "mlp.limit", "mlp.shared.limit",
 ))
-# Weights whose first rows mean the same in a model with more: the key that says how many rows have a meaning,
-# and one that pads them.
+# weights that a larger model extends by rows: the key that sets the number of meaningful rows, and one that
+# pads them
 ROWS = {
     "embed.weight": ("vocab", "vocab_multiple"),
     "head.weight": ("vocab", "vocab_multiple"),
     "positions.weight": ("context",),
 }
 
-# What is computed with a key, where other keys have a say in it: two values of the key may give the same.
+# keys whose effect depends on other keys: different values may resolve to the same
 RESOLVED: dict[str, Callable[[ModelConfig], object]] = {
     "mixer.kv_heads": kv_heads,
     "mixer.head_dim": head_dim,
@@ -68,16 +68,17 @@ RESOLVED: dict[str, Callable[[ModelConfig], object]] = {
 
 
 def differences(left: ModelConfig, right: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """{model.KEY: (value of left, value of right)} of the keys by which the two compute different functions.
+    """Return {model.KEY: (value of left, value of right)} for the keys that make the two compute different
+    functions.
 
-    A key that only one of the models reads is not among them: the key that makes the model read it is.
+    Excludes keys that only one of the models reads: the key that makes the model read it is listed instead.
     """
     found: dict[str, tuple[Any, Any]] = {}
     if left.layers == right.layers and (left.pattern or right.pattern):
         for layer in range(left.layers):
             found = differences(layer_model(left, layer), layer_model(right, layer)) | found
         if key_sources(left) == key_sources(right):
-            found.pop("model.mixer.keys_of", None)  # by another name
+            found.pop("model.mixer.keys_of", None)  # same source by another name
         return found
     for key, values in differing_leaves(left, right).items():
         if f"model.{key}" not in FUNCTION_KEYS:
@@ -91,19 +92,19 @@ def differences(left: ModelConfig, right: ModelConfig) -> dict[str, tuple[Any, A
 
 
 def leaves_weights_alone(path: str) -> bool:
-    """Whether another value of a key of model.* leaves the names and shapes of the weights as they are."""
+    """Return whether changing a key of model.* keeps the names and shapes of the weights."""
     return is_below(path, VALUES_ALONE)
 
 
 def is_read(key: str, model: ModelConfig) -> bool:
-    """Whether the function depends on this key of model.*, given the others."""
-    if key == "context":  # RoPE is computed for any position
+    """Return whether the function depends on this key of model.*, given the others."""
+    if key == "context":  # RoPE works at any position
         return model.positions == "learned"
     return True
 
 
 def written(value: object) -> str:
-    """A value as a config file has it."""
+    """Format a value as in a config file."""
     if isinstance(value, tuple) and isinstance(plain_data(value), dict):  # kinds of blocks
         value = plain_data(value)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The kinds of parts that a model may have, and what follows from the types of the tree: all of its paths.
+"""The kinds of parts that a model may have, and everything derived from the tree's types, such as all paths.
 
-A part that is left out is of the first kind.
+The first kind is the default of a part.
 """
 import dataclasses
 import types
@@ -20,18 +20,18 @@ KINDS: dict[Any, tuple[type, ...]] = {
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
-    """The types that a union allows, and the kinds of a part; of another type, itself alone."""
+    """Return the types of a union, or the kinds of a part; any other type alone."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else KINDS.get(hint, (hint,))
 
 
 def part_types(hint: Any) -> tuple[type, ...]:
-    """The dataclasses that a field may hold; () for a plain key."""
+    """Return the dataclasses that a field may hold, or () for a plain key."""
     return tuple(member for member in members_of(hint) if dataclasses.is_dataclass(member))
 
 
 def parts_at(cls: type, path: str) -> tuple[type, ...]:
-    """The dataclasses that a config of this type may have at a path; () for a plain key."""
+    """Return the dataclasses that a config of this type may have at a path, or () for a plain key."""
     parts: tuple[type, ...] = (cls,)
     for name in path.split(".") if path else ():
         hints = [hints_of(part)[name] for part in parts if name in hints_of(part)]
@@ -40,8 +40,8 @@ def parts_at(cls: type, path: str) -> tuple[type, ...]:
 
 
 def every_path(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
-    """{path: (the dataclass that has the key, its name)} of every key that some config may have, and of every
-    part that may be none. A path that several kinds of a part have is listed once."""
+    """Return {path: (dataclass that has the key, its name)} for every key that some config may have, and
+    every part that may be none. A path shared by several kinds of a part is listed once."""
     found: dict[str, tuple[type, str]] = {}
     for name, hint in hints_of(cls).items():
         parts = part_types(hint)
@@ -53,8 +53,10 @@ def every_path(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
 
 
 def stated_leaves(node: Any, prefix: str = "") -> list[str]:
-    """The paths of the keys whose value is not the default of their field; of a part of another kind than the
-    first, its key `kind`, too; all keys of a part that is none by default."""
+    """Return the paths of keys whose value differs from their field's default.
+
+    Includes `kind` for a part that is not of the first kind, and all keys of a part that is none by default.
+    """
     found: list[str] = []
     for field in dataclasses.fields(node):
         value, default = getattr(node, field.name), field.default

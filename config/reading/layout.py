@@ -1,4 +1,4 @@
-"""The layout of a model that only computes: which ranks hold what of its weights."""
+"""The layout of a model that only computes: which ranks hold which weights."""
 import math
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from model.router import mixture
 
 
 class AskedLayout(NamedTuple):
-    """Degrees that are given, and how many ranks of the job a node has.
+    """Requested degrees, and the number of the job's ranks per node.
 
-    Of tp and pp, one follows from the other. Without both: the largest tp that divides the model and the
-    ranks of a node, and as many stages as ranks are left.
+    If only one of tp and pp is given, the other follows. Without both, tp is the largest degree that divides
+    the model and the ranks of a node, and pp takes the remaining ranks.
     """
     tp: int | None = None
     pp: int | None = None
@@ -20,8 +20,8 @@ class AskedLayout(NamedTuple):
 
 
 def layout_of_weights(cfg: Config, world: int, layout: AskedLayout) -> Config:
-    """The config with a layout in which `world` ranks hold one model together. Raises ConfigError for ranks
-    that cannot."""
+    """Return the config with a layout in which `world` ranks hold one model together. Raises ConfigError
+    if they cannot."""
     tp, pp, on_node = layout
     if world == 1 and tp in (None, 1) and pp in (None, 1):
         return with_values(cfg, {"parallel": ParallelConfig()})
@@ -53,7 +53,7 @@ def layout_of_weights(cfg: Config, world: int, layout: AskedLayout) -> Config:
 
 
 def default_layout(cfg: Config, world: int, on_node: int) -> Config | None:
-    """The layout with the largest tp that is possible; None without one."""
+    """Return the layout with the largest possible tp, or None."""
     for tp in reversed(divisors(math.gcd(world, on_node))):
         candidate = with_degrees(cfg, tp, world // tp)
         if problem_of(candidate, world) is None:
@@ -62,8 +62,8 @@ def default_layout(cfg: Config, world: int, on_node: int) -> Config | None:
 
 
 def with_degrees(cfg: Config, tp: int, pp: int) -> Config:
-    """The config with these degrees. Of a mixture, the ranks of tp divide the experts, and what is left of
-    them the inner width of each."""
+    """Return the config with these degrees. For a mixture, tp ranks shard the experts, and any remaining
+    factor their inner width."""
     ep = etp = 1
     experts = mixture(cfg.model)
     if experts is not None:
@@ -73,8 +73,8 @@ def with_degrees(cfg: Config, tp: int, pp: int) -> Config:
 
 
 def problem_of(cfg: Config, world: int) -> str | None:
-    """Why the ranks cannot hold a model in this layout, or None."""
-    divisible = with_values(cfg, {"train.seq_len": cfg.parallel.tp})  # tokens are padded where they must be
+    """Return why the ranks cannot hold a model in this layout, or None."""
+    divisible = with_values(cfg, {"train.seq_len": cfg.parallel.tp})  # tokens are padded as needed
     for rules in RULES_OF_WEIGHTS:
         for rule in rules(divisible, world):
             if not rule.holds:

@@ -1,7 +1,7 @@
-"""The config, read from recipes, files and the command line.
+"""Load the config from recipes, files and the command line.
 
-Precedence: command line > --config file > recipe > defaults of the keys. config/reading/parse.py reads keys
-and values, config/reading/rules.py holds the rules that involve several keys.
+Precedence: command line > --config file > recipe > defaults of the keys. config/reading/parse.py parses keys
+and values, config/reading/rules.py has the rules that involve several keys.
 """
 import difflib
 import json
@@ -26,21 +26,22 @@ from config.tree import plain_data
 # ---- files and recipes -----------------------------------------------------------------------------------
 
 def presets() -> dict[str, Tree]:
-    """The models of configs/models.yaml."""
+    """Return the models of configs/models.yaml."""
     return shipped_configs(CONFIG_FOLDER / "models.yaml")
 
 
 def recipes() -> list[str]:
-    """Every NAME that train.py accepts: the files of configs/runs that name a model, then other presets."""
+    """Return every NAME that train.py accepts: files of configs/runs that name a model, then other
+    presets."""
     files = (CONFIG_FOLDER / "runs").glob("*.yaml")
     runs = sorted(path.stem for path in files if "model" in shipped_configs(path))
     return runs + [name for name in presets() if name not in runs]
 
 
 def recipe(name: str) -> Tree:
-    """configs/runs/NAME.yaml; or the preset NAME, with the run settings that its key `recipe` names.
+    """Return configs/runs/NAME.yaml, or the preset NAME with the run settings that its key `recipe` names.
 
-    Raises ConfigError if there is neither.
+    Raises ConfigError if neither exists.
     """
     path = CONFIG_FOLDER / "runs" / f"{name}.yaml"
     if name in recipes() and path.exists():
@@ -58,12 +59,12 @@ def recipe(name: str) -> Tree:
 # ---- command line ----------------------------------------------------------------------------------------
 
 def stated_keys(file: str | None, argv: list[str]) -> set[str]:
-    """The keys (section.key) that a config file and a command line state. Raises ConfigError."""
+    """Return the keys (section.key) set by a config file and a command line. Raises ConfigError."""
     return {*dotted_overrides(argv), *flatten_tree(read_yaml(file) if file else {})}
 
 
 def dotted_overrides(argv: list[str]) -> Tree:
-    """['--parallel.tp', '2', '--train.steps=9'] -> {'parallel.tp': '2', 'train.steps': '9'}.
+    """Parse ['--parallel.tp', '2', '--train.steps=9'] into {'parallel.tp': '2', 'train.steps': '9'}.
 
     A dash in a key counts as an underscore.
     Raises ConfigError if a word is not a setting or a value is missing.
@@ -90,7 +91,7 @@ def dotted_overrides(argv: list[str]) -> Tree:
 
 
 def split_argv(argv: list[str]) -> tuple[str | None, str | None, list[str]]:
-    """The arguments of train.py -> (NAME, the --config file, all other arguments).
+    """Split the arguments of train.py into (NAME, --config file, all other arguments).
 
     Raises ConfigError if --config has no file.
     """
@@ -110,9 +111,9 @@ def split_argv(argv: list[str]) -> tuple[str | None, str | None, list[str]]:
 
 
 def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
-    """The config of a command line: recipe, then file, then overrides, on top of the model's preset.
+    """Return the config of a command line: recipe, then file, then overrides, on top of the model's preset.
 
-    Without a recipe and a file: the recipe quickstart. Raises ConfigError.
+    Defaults to the recipe quickstart without a recipe or a file. Raises ConfigError.
     """
     overrides = dotted_overrides(argv)
     if not name and not file:
@@ -130,7 +131,7 @@ def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
 
 
 def preset_values(preset: object) -> Tree:
-    """The model keys of an entry of configs/models.yaml; of None, none. Raises ConfigError."""
+    """Return the model keys of an entry of configs/models.yaml, or {} for None. Raises ConfigError."""
     if preset is None:
         return {}
     known = presets()
@@ -142,7 +143,7 @@ def preset_values(preset: object) -> Tree:
 
 
 def from_tree(tree: Tree, name: str | None = None) -> Config:
-    """The config of a tree, with the values of its preset below it. name: default of log.name.
+    """Return the config of a tree, filled in from its preset. `name` is the default of log.name.
 
     Raises ConfigError if the preset or a key does not exist, or a value has the wrong type.
     """
@@ -160,17 +161,17 @@ def from_tree(tree: Tree, name: str | None = None) -> Config:
     given = train["phases"]
     text = phases_text(given)
     cfg = build_tree(Config, {**tree, "train": {**train, "phases": text}})
-    phases_of(cfg, where_stated(given))  # raises if they are not in order
+    phases_of(cfg, where_stated(given))  # raises if they are out of order
     return cfg
 
 
 def saved_config(tree: Tree) -> Config:
-    """A config that a run has saved, with all its keys; those of before are read, too. Raises ConfigError."""
+    """Return a config that a run saved with all its keys, converting old ones. Raises ConfigError."""
     return build_tree(Config, current_tree(tree))
 
 
 def dump(cfg: Config) -> str:
-    """The config as YAML; reading it back gives the same config."""
+    """Return the config as YAML; reading it back yields the same config."""
     tree = plain_data(cfg)
     if cfg.train.phases is not None:
         tree["train"]["phases"] = json.loads(cfg.train.phases)  # a list is easier to read

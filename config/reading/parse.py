@@ -1,8 +1,8 @@
 """Plain data -> the dataclasses of the config.
 
 Recipes, files, the command line and saved configs all go through `build_tree`, so an unknown key or a value
-of the wrong type is the same one-line error, wherever it comes from:
-`error: parallel.tpp: no such key; did you mean parallel.tp?` (exit code 2).
+of the wrong type is the same one-line error wherever it comes from: `error: parallel.tpp: no such key; did
+you mean parallel.tp?` (exit code 2).
 """
 import dataclasses
 import difflib
@@ -33,10 +33,10 @@ HORIZONS = ("steps", "tokens", "flops")  # keys of train.* that set the length o
 # ---- plain data -> dataclasses ---------------------------------------------------------------------------
 
 def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") -> Section:
-    """A dataclass of the tree from nested plain data.
+    """Build a dataclass of the tree from nested plain data.
 
-    prefix: dotted path of the dataclass, with a dot at its end; "" for the whole config.
-    Raises ConfigError, which names the dotted key, if a key is unknown or a value has the wrong type.
+    `prefix` is the dotted path of the dataclass with a trailing dot, or "" for the whole config.
+    Raises ConfigError, naming the dotted key, if a key is unknown or a value has the wrong type.
     """
     hints = hints_of(cls)
     if not isinstance(data, dict):
@@ -62,12 +62,12 @@ def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") ->
 
 @functools.cache
 def defaults() -> Config:
-    """The config with the default of every key, without a preset."""
+    """Return the config with the default of every key, without a preset."""
     return build_tree(Config, {})
 
 
 def parse_blocks(model: ModelConfig, kinds: Any, path: str) -> tuple[BlockVariant, ...]:
-    """The kinds of blocks that {name: {mixer, mlp, norm}} describes: each changes some of the model's own.
+    """Parse kinds of blocks {name: {mixer, mlp, norm}}, each of which changes parts of the model.
 
     Raises ConfigError.
     """
@@ -83,7 +83,7 @@ def parse_blocks(model: ModelConfig, kinds: Any, path: str) -> tuple[BlockVarian
 
 
 def parse_block(model: ModelConfig, name: str, tree: Any, prefix: str) -> tuple[tuple[str, Any], ...]:
-    """The changes of one kind of block: (path, value). Raises ConfigError."""
+    """Return the changes of one kind of block as (path, value). Raises ConfigError."""
     where = prefix.rstrip(".")
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name) or name in (PLAIN, "x"):
         raise ConfigError(f"{where}: {name!r} does not do as the name of a kind of block; take another")
@@ -101,7 +101,7 @@ def parse_block(model: ModelConfig, name: str, tree: Any, prefix: str) -> tuple[
 
 
 def changes_to(own: Any, value: Any, stated: Any, path: str) -> dict[str, Any]:
-    """{path: value} of what is stated of a part; of a part of another kind, the part."""
+    """Return {path: value} of what is stated for a part, or the whole part if its kind changes."""
     if type(own) is not type(value) or not dataclasses.is_dataclass(value) or not isinstance(stated, dict):
         return {path: value}
     changes: dict[str, Any] = {}
@@ -111,9 +111,9 @@ def changes_to(own: Any, value: Any, stated: Any, path: str) -> dict[str, Any]:
 
 
 def nested(tree: Mapping[str, Any], prefix: str = "") -> Tree:
-    """The tree with an inner one for each key with dots: {"a.b": 1} -> {"a": {"b": 1}}.
+    """Nest keys with dots: {"a.b": 1} -> {"a": {"b": 1}}.
 
-    Raises ConfigError where a key stands twice.
+    Raises ConfigError for a key that appears twice.
     """
     inner: Tree = {}
     for path, value in tree.items():
@@ -122,7 +122,7 @@ def nested(tree: Mapping[str, Any], prefix: str = "") -> Tree:
         if name not in inner:
             inner[name] = new
             continue
-        # a kind of part may stand beside its keys: mixer: latent, mixer.heads: 8
+        # a kind may be given next to its keys: mixer: latent, mixer.heads: 8
         both = [{"kind": each} if isinstance(each, str) and each not in NONE else each
                 for each in (inner[name], new)]
         if not all(isinstance(each, dict) for each in both) or both[0].keys() & both[1].keys():
@@ -132,12 +132,12 @@ def nested(tree: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def sections() -> dict[str, type[Any]]:
-    """{name: its dataclass} of each section of the config."""
+    """Return {section name: its dataclass}."""
     return hints_of(Config)
 
 
 def nearest_key(cls: type[Any], prefix: str, key: str) -> str:
-    """The end of an error about an unknown key: the key that was probably meant, or the keys that exist."""
+    """Return the end of an error about an unknown key: the probable key, or the keys that exist."""
     others = every_path(Config)
     part = prefix.rstrip(".")
     owners = [kind_of(other) for other in parts_at(Config, part) if key in field_names(other)]
@@ -151,7 +151,7 @@ def nearest_key(cls: type[Any], prefix: str, key: str) -> str:
     if foreign:
         return f"; did you mean {foreign}?"
 
-    # the nearest name of this part, of those below it, and of all others
+    # the closest name in this part, below it, or anywhere
     names = field_names(cls)
     below = {path.rpartition(".")[2]: path for path in reversed(others) if path.startswith(prefix)}
     below |= {name: prefix + name for name in names}
@@ -166,9 +166,9 @@ def nearest_key(cls: type[Any], prefix: str, key: str) -> str:
 
 
 def parse_value(hint: Any, value: Any, path: str) -> Any:
-    """The value as its type hint requires it.
+    """Convert a value to its type hint.
 
-    Raises ConfigError, which names `path` (the dotted key), if the value has another type.
+    Raises ConfigError, naming `path` (the dotted key), if the value has another type.
     """
     members = members_of(hint)
     if type(None) in members and (value is None or value in NONE):
@@ -186,9 +186,9 @@ def parse_value(hint: Any, value: Any, path: str) -> Any:
 
 
 def parse_key(path: str, value: Any, name: str) -> Any:
-    """The typed value of section.key. name: its name in messages.
+    """Return the typed value of section.key. `name` is used in messages.
 
-    Raises ConfigError if there is no such key, or the value has the wrong type.
+    Raises ConfigError if the key does not exist or the value has the wrong type.
     """
     found = every_path(Config).get(path)
     if found is None:
@@ -201,7 +201,7 @@ def parse_key(path: str, value: Any, name: str) -> Any:
 
 
 def parse_part(hint: Any, value: Any, path: str) -> Any:
-    """The part that plain data describes: keys and values, or the name of a kind of part.
+    """Parse a part from plain data: keys and values, or the name of a kind.
 
     A section may be empty.
     """
@@ -217,13 +217,14 @@ def parse_part(hint: Any, value: Any, path: str) -> Any:
 
 
 def part_tree(hint: Any, value: Any) -> Any:
-    """The name of a kind of part as keys and values: latent -> {"kind": "latent"}. All else stays."""
+    """Expand the name of a kind to keys and values: latent -> {"kind": "latent"}. Other values are
+    unchanged."""
     is_kind = isinstance(value, str) and value in map(kind_of, part_types(hint))
     return {"kind": value} if is_kind else value
 
 
 def part_type(hint: Any, data: Tree, path: str) -> type[Any]:
-    """The dataclass of the kind of part that the data describes. Raises ConfigError."""
+    """Return the dataclass for the kind of part in the data. Raises ConfigError."""
     kinds = {kind_of(part): part for part in part_types(hint)}
     if len(kinds) == 1:
         return next(iter(kinds.values()))
@@ -236,7 +237,7 @@ def part_type(hint: Any, data: Tree, path: str) -> type[Any]:
 
 
 def parse_choice(choices: tuple[Any, ...], value: Any, path: str) -> Any:
-    """The choice that the value names; the text "2" of a command line names the integer 2."""
+    """Return the choice that the value names; the text "2" from a command line names the integer 2."""
     value = next((choice for choice in choices if str(choice) == str(value)), value)
     if value not in choices:
         raise ConfigError(f"{path}: {value!r} is not one of {', '.join(map(str, choices))}")
@@ -264,7 +265,8 @@ def parse_float(value: Any, path: str) -> float:
 
 
 def finite_number(value: Any) -> float | None:
-    """The value as a float; None if it is not a finite number. Text is accepted: YAML reads 3e-4 as text."""
+    """Return the value as a float, or None if it is not a finite number. Accepts text: YAML reads 3e-4 as
+    text."""
     if isinstance(value, bool):
         return None
     try:
@@ -284,7 +286,7 @@ def parse_boolean(value: Any, path: str) -> bool:
 
 
 def parse_floats(value: Any, path: str) -> tuple[float, ...]:
-    """A list of numbers; on a command line, with commas between them."""
+    """Parse a list of numbers, comma-separated on a command line."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not parts:
         raise ConfigError(f"{path}: expected numbers, as 1.0, 1.5, 2.0, got {value!r}")
@@ -301,7 +303,7 @@ PARSERS: dict[Any, Callable[[Any, str], Any]] = {
 
 
 def flatten_tree(tree: Tree) -> Tree:
-    """Returns a tree without inner ones: {"a": {"b": 1}, "c": 2} -> {"a.b": 1, "c": 2}."""
+    """Flatten nested trees: {"a": {"b": 1}, "c": 2} -> {"a.b": 1, "c": 2}."""
     flat: Tree = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -312,10 +314,11 @@ def flatten_tree(tree: Tree) -> Tree:
 
 
 def merge(base: Tree, over: Tree, cls: type[Any] | None = Config) -> Tree:
-    """Both trees in one; for a key that both have, the value of `over`. cls: what they describe; None: any.
+    """Merge two trees; `over` wins for keys that both have. `cls` is the dataclass they describe, or None if
+    any.
 
-    If `over` sets one of train.steps, train.tokens and train.flops, the other two of `base` are dropped. If
-    it sets another kind of a part, of `base` the keys stay that both kinds have.
+    If `over` sets one of train.steps, train.tokens and train.flops, the other two are dropped from `base`. If
+    it changes the kind of a part, only keys that both kinds have are kept from `base`.
     """
     hints = hints_of(cls) if cls else {}
     merged = nested(base)
@@ -342,17 +345,18 @@ def merge(base: Tree, over: Tree, cls: type[Any] | None = Config) -> Tree:
 
 @functools.lru_cache(maxsize=64)
 def parse_yaml_cached(path: pathlib.Path, mtime_ns: int) -> bytes:
-    """A file of configs/ as it was at that time, pickled: each caller gets a tree that it may change."""
+    """Return a file of configs/, pickled, cached by mtime. Pickled because callers may modify their tree."""
     return pickle.dumps(read_yaml(path))
 
 
 def shipped_configs(path: pathlib.Path) -> Tree:
-    """read_yaml of a file of configs/, parsed once: models.yaml takes longer than the rest of --list."""
+    """Return read_yaml of a file of configs/, parsed once: models.yaml takes longer than the rest of
+    --list."""
     return pickle.loads(parse_yaml_cached(path, path.stat().st_mtime_ns))
 
 
 def synonyms() -> dict[str, str]:
-    """{word of another framework: our setting}, from configs/synonyms.yaml."""
+    """Return {word of another framework: our setting} from configs/synonyms.yaml."""
     meant: dict[str, str] = {}
     for setting, words in shipped_configs(CONFIG_FOLDER / "synonyms.yaml").items():
         for word in words:

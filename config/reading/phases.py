@@ -1,8 +1,8 @@
-"""The phases of a run: from which step on which keys have other values (train.phases).
+"""The phases of a run: keys that change at some step (train.phases).
 
-A phase keeps the weights, the optimizer's state and the position in each source (data/sources.py), and
-changes some keys: the blend, the length of sequences and RoPE's base, the batch, the learning rate, the
-layout. Keys that it does not state keep the values that they had before.
+A phase keeps the weights, the optimizer state and the position in each source (data/sources.py), and changes
+some keys: the blend, the sequence length and RoPE base, the batch, the learning rate, the layout. Keys that
+it does not state keep their previous values.
 
     - after_tokens: 2e9
       train.seq_len: 8192
@@ -11,7 +11,7 @@ layout. Keys that it does not state keep the values that they had before.
       data.path: 0.5 data/web 0.5 data/math
       optim.decay: linear
 
-A run without train.phases is a run of one phase.
+A run without train.phases has one phase.
 """
 import contextlib
 import itertools
@@ -27,10 +27,10 @@ from config.schema import Config, TrainConfig, rest_of_ramp, sequences_seen, ste
 from config.strict import ConfigError, Tree, read_yaml_value
 from config.tree import differing_leaves, has_path, plain_data, value_at, with_values
 
-STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is in each phase
+STARTS = ("after_steps", "after_tokens")  # of the run; each phase has exactly one
 
-# {section: its keys that a phase may change}. None of them changes what a checkpoint holds, but for
-# model.context with learned positions, which config/reading/rules.py refuses.
+# {section: keys that a phase may change}. None of them changes what a checkpoint holds, except model.context
+# with learned positions, which config/reading/rules.py refuses.
 CHANGEABLE = {
     "model": "context mixer.window mixer.kernel mixer.rope.base mixer.rope.scaling mixer.rope.scaling.factor "
              "mixer.rope.scaling.original mixer.rope.scaling.low_freq mixer.rope.scaling.high_freq "
@@ -44,23 +44,23 @@ CHANGEABLE = {
                 "zero recompute recompute_parts recompute_stages offload",
     "data": "path doc_mask fim_rate fim_spm_rate fim_split",
 }
-SCHEDULE_KEYS = tuple(  # one of them begins a new schedule
+SCHEDULE_KEYS = tuple(  # any of them starts a new schedule
     f"optim.{key}" for key in ("lr", "min_lr", "warmup", "decay", "decay_fraction", "decay_steps")
 )
 
-WHOLE_PARTS = {  # parts that a phase may add or take away, as they are written
+WHOLE_PARTS = {  # parts that a phase may add or remove, and an example
     "model.mixer.rope.scaling": "{kind: yarn, factor: 8}",
     "model.mlp.capacity": "{factor: 1.25}",
 }
-LAYOUT = ("parallel.", "train.micro_batch")  # beginnings of keys that decide who computes what
+LAYOUT = ("parallel.", "train.micro_batch")  # prefixes of keys that assign work to ranks
 
 
 @dataclass(frozen=True)
 class Phase:
     """Consecutive steps with the same values.
 
-    number: from 1. steps_before, tokens_before: of the run, when it begins. cfg: the values, without phases.
-    changes: the keys (section.key) that it states.
+    `number` counts from 1. `steps_before` and `tokens_before` say how far the run is when the phase begins.
+    `cfg` has the values, without phases, and `changes` the keys (section.key) that the phase states.
     """
     number: int
     steps_before: int
@@ -70,56 +70,56 @@ class Phase:
 
     @property
     def begins_schedule(self) -> bool:
-        """Whether the schedule of the learning rate begins again."""
+        """Return whether the learning rate schedule restarts."""
         return self.number == 1 or any(key in self.changes for key in SCHEDULE_KEYS)
 
     def tokens_seen(self, steps: int) -> int:
-        """Tokens of the run after `steps` of its steps. The last of these is in this phase."""
+        """Return the tokens of the run after `steps` steps, the last of which is in this phase."""
         train = self.cfg.train
         return self.tokens_before + sequences_seen(train, steps - self.steps_before) * train.seq_len
 
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a run, in order. whole: the config that states them."""
+    """The phases of a run, in order. `whole` is the config that states them."""
     whole: Config
     all: tuple[Phase, ...]
 
     def of_step(self, step: int) -> Phase:
-        """The phase of step number `step` (from 1)."""
+        """Return the phase of a step (counted from 1)."""
         return next(phase for phase in reversed(self.all) if phase.steps_before < max(step, 1))
 
     def from_step(self, step: int) -> tuple[Phase, ...]:
-        """Those that are not over after `step`."""
+        """Return the phases that are not over after `step`."""
         return self.all[self.of_step(step + 1).number - 1:]
 
     def after(self, phase: Phase) -> Phase | None:
-        """The next phase; None after the last."""
+        """Return the next phase, or None after the last."""
         return self.all[phase.number] if phase.number < len(self.all) else None
 
     def last_step(self, phase: Phase, steps: int) -> int:
-        """The last step of a phase, in a run of `steps` steps."""
+        """Return the last step of a phase, in a run of `steps` steps."""
         following = self.after(phase)
         return steps if following is None else min(steps, following.steps_before)
 
     def schedule_of(self, step: int) -> Phase:
-        """The phase that begins the schedule of learning rates of a step."""
+        """Return the phase in which the learning rate schedule of a step begins."""
         here = self.of_step(step).number
         return next(phase for phase in reversed(self.all[:here]) if phase.begins_schedule)
 
     def schedule_end(self, schedule: Phase) -> int | None:
-        """The step at which the schedule that a phase begins ends, or None if it ends with the run."""
+        """Return the step at which a phase's schedule ends, or None if it ends with the run."""
         if schedule.cfg.optim.decay_steps is not None:
             return schedule.cfg.optim.decay_steps
         later = [phase.steps_before for phase in self.all[schedule.number:] if phase.begins_schedule]
         return later[0] if later else None
 
     def tokens_seen(self, steps: int) -> int:
-        """Tokens in the first `steps` steps of the run."""
+        """Return the number of tokens in the first `steps` steps of the run."""
         return self.of_step(steps).tokens_seen(steps)
 
     def steps_to_see(self, tokens: float) -> int:
-        """The smallest number of steps that reads at least this many tokens."""
+        """Return the smallest number of steps that reads at least this many tokens."""
         phase = next(phase for phase in reversed(self.all) if phase.tokens_before < max(tokens, 1))
         return phase.steps_before + steps_to_see_tokens(phase.cfg.train, tokens - phase.tokens_before)
 
@@ -131,9 +131,10 @@ def steps_to_see_tokens(train: TrainConfig, tokens: float) -> int:
 # ---- reading -----------------------------------------------------------------------------------------------
 
 def phases_text(value: object) -> str | None:
-    """train.phases as the config keeps it: one line of JSON. value: the path of a file, that line, or a list.
+    """Return train.phases as stored in the config: one line of JSON. `value` is a file path, such a line, or
+    a list.
 
-    Raises ConfigError, which names file and key.
+    Raises ConfigError, naming file and key.
     """
     if value in (None, "none", "None"):
         return None
@@ -149,7 +150,7 @@ def phases_text(value: object) -> str | None:
 
 
 def where_stated(value: object) -> str:
-    """The source of the phases, for messages: their file, or the key."""
+    """Return the source of the phases for messages: their file, or the key."""
     return value if isinstance(value, str) and not is_list_text(value) else "train.phases"
 
 
@@ -165,7 +166,8 @@ def list_of_text(text: str) -> list[Any]:
 
 
 def parse_phase(row: object, where: str) -> Tree:
-    """One phase with typed values, a part as plain data. Raises ConfigError, which begins with `where`."""
+    """Parse one phase into typed values, with parts as plain data. Raises ConfigError that begins with
+    `where`."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected keys and values, got {row!r}")
     starts = [key for key in STARTS if key in row]
@@ -196,7 +198,7 @@ def parse_start(value: object, name: str) -> int:
 
 
 def check_changeable(path: str, name: str) -> None:
-    """Raises ConfigError if a phase cannot change this key."""
+    """Raise ConfigError if a phase cannot change this key."""
     section, _, key = path.partition(".")
     allowed = CHANGEABLE.get(section, "").split()
     if key in allowed:
@@ -206,12 +208,12 @@ def check_changeable(path: str, name: str) -> None:
     raise ConfigError(f"{name}: cannot change in a phase; {may}")
 
 
-# ---- what follows ------------------------------------------------------------------------------------------
+# ---- derived values ----------------------------------------------------------------------------------------
 
 def phases_of(cfg: Config, where: str = "train.phases") -> Phases:
-    """The phases of a run. where: what states them, for messages.
+    """Return the phases of a run. `where` names their source in messages.
 
-    Raises ConfigError if one does not begin after the one before it, or reads sequences of a length that does
+    Raises ConfigError if a phase does not begin after the one before it, or has a sequence length that does
     not fit the others.
     """
     first = replace(cfg, train=replace(cfg.train, phases=None))
@@ -229,13 +231,13 @@ def phases_of(cfg: Config, where: str = "train.phases") -> Phases:
 
 
 def next_phase(before: Phase, row: Tree, where: str) -> Phase:
-    """The phase that a row of train.phases describes. Raises ConfigError if it does not begin later."""
+    """Return the phase described by a row of train.phases. Raises ConfigError if it does not begin later."""
     number = before.number + 1
     start = next(key for key in STARTS if key in row)
     train = before.cfg.train
     if start == "after_steps":
         steps = row[start]
-    else:  # rounded up to whole steps
+    else:  # round up to whole steps
         steps = before.steps_before + steps_to_see_tokens(train, row[start] - before.tokens_before) \
             if row[start] > before.tokens_before else 0
     if steps <= before.steps_before:
@@ -261,15 +263,14 @@ def next_phase(before: Phase, row: Tree, where: str) -> Phase:
 
 
 def whole_part(part: str) -> str:
-    """What to do where a phase states a key of a part that is not there before it."""
+    """Return what to do if a phase sets a key of a part that did not exist before."""
     example = WHOLE_PARTS.get(part)
     return f"state all of it, as {part}: {example}" if example else "state it from the beginning"
 
 
 def with_changes(cfg: Config, changes: Tree) -> Config:
-    """The config of a phase with these changes. A ramp (train.ramp) ends with its phase, and the end of a
-    schedule (optim.decay_steps) with the schedule.
-    """
+    """Return the config of a phase with these changes. train.ramp ends with its phase, and
+    optim.decay_steps with its schedule."""
     ended: Tree = {"train.ramp": None}
     if any(key in changes for key in SCHEDULE_KEYS):
         ended["optim.decay_steps"] = None
@@ -277,7 +278,7 @@ def with_changes(cfg: Config, changes: Tree) -> Config:
 
 
 def with_values_from(cfg: Config, number: int, values: Tree) -> Config:
-    """The config of a run with other values from a phase on, as far as no later one states them."""
+    """Return the config of a run with values changed from a phase on, unless a later phase states them."""
     if number == 1:
         return with_values(cfg, values)
     rows = json.loads(cfg.train.phases or "[]")
@@ -286,7 +287,7 @@ def with_values_from(cfg: Config, number: int, values: Tree) -> Config:
 
 
 def with_next_layout(cfg: Config, number: int) -> Config:
-    """The config of a run, in which a phase has the layout and the micro-batch of the next one."""
+    """Return the config of a run in which a phase takes the layout and micro-batch of the next one."""
     here, following = phases_of(cfg).all[number - 1:number + 1]
     values = {path: value for path, value in differing_keys(here.cfg, following.cfg).items()
               if path.startswith(LAYOUT)}
@@ -294,8 +295,8 @@ def with_next_layout(cfg: Config, number: int) -> Config:
 
 
 def span_of(phases: Phases, phase: Phase) -> int:
-    """Tokens that stay together when the samples of a phase are shuffled (data.span); with data.pack best_fit
-    those of one sample."""
+    """Return how many tokens stay together when a phase shuffles samples (data.span); one sample with
+    data.pack best_fit."""
     if phases.whole.data.pack == "best_fit":
         return phase.cfg.train.seq_len
     longest = max(each.cfg.train.seq_len for each in phases.all)
@@ -303,7 +304,7 @@ def span_of(phases: Phases, phase: Phase) -> int:
 
 
 def check_span(phases: Phases, phase: Phase) -> None:
-    """Raises ConfigError if the sequences of a phase do not fill its span evenly."""
+    """Raise ConfigError if the sequences of a phase do not evenly fill its span."""
     seq_len, span = phase.cfg.train.seq_len, span_of(phases, phase)
     if span % seq_len:
         raise ConfigError(
@@ -315,7 +316,7 @@ def check_span(phases: Phases, phase: Phase) -> None:
 
 @contextlib.contextmanager
 def named(phase: Phase) -> Iterator[None]:
-    """Adds the phase to the message of a ConfigError; of the first phase, nothing."""
+    """Prefix a ConfigError with the phase, except for the first phase."""
     try:
         yield
     except ConfigError as error:
@@ -325,12 +326,13 @@ def named(phase: Phase) -> Iterator[None]:
 
 
 def change_text(before: Phase, phase: Phase) -> str:
-    """phase 2 after step 1,000 (2,048,000 tokens): train.seq_len 256 -> 512, optim.lr 0.001 -> 0.0003"""
+    """Format a change: "phase 2 after step 1,000 (2,048,000 tokens): train.seq_len 256 -> 512, optim.lr
+    0.001 -> 0.0003"."""
     parts: list[str] = []
     changes = [*phase.changes]
     steps = phase.steps_before - before.steps_before
     if "train.ramp" not in changes and rest_of_ramp(before.cfg.train, steps):
-        changes.append("train.ramp")  # which ends before it has reached train.global_batch
+        changes.append("train.ramp")  # cut off before train.global_batch
     for path in changes:
         parts.append(f"{path} {value_at(before.cfg, path)} -> {value_at(phase.cfg, path)}")
     start = f"phase {phase.number} after step {phase.steps_before:,} ({phase.tokens_before:,} tokens)"
@@ -338,31 +340,31 @@ def change_text(before: Phase, phase: Phase) -> str:
 
 
 def change_lines(phases: Phases) -> list[str]:
-    """change_text of every phase after the first."""
+    """Return change_text of every phase after the first."""
     return [change_text(*pair) for pair in itertools.pairwise(phases.all)]
 
 
 def differing_keys(old: Config, new: Config) -> Tree:
-    """{section.key: the new value} of the keys that differ."""
+    """Return {section.key: new value} of the keys that differ."""
     return {path: value for path, (_, value) in differing_leaves(old, new).items()}
 
 
-# ---- a run that goes on ------------------------------------------------------------------------------------
+# ---- resumed runs ------------------------------------------------------------------------------------------
 
-# What a phase that has begun may have otherwise; check_same_schedule looks at optim.decay_steps.
+# keys that may change in a phase that has begun; check_same_schedule covers optim.decay_steps
 FREE_IN_PAST = (*LAYOUT, "optim.decay_steps")
 
 
 def real_changes(before: Phase, phase: Phase) -> Tree:
-    """{section.key: value} of what a phase does otherwise than the one before it: the keys that differ, and
-    those of a new schedule, which begins again with equal values, too."""
+    """Return {section.key: value} of what a phase changes: the keys that differ, and those of a new
+    schedule, which restarts even with equal values."""
     found = differing_keys(before.cfg, phase.cfg)
     return found | {path: value_at(phase.cfg, path) for path in phase.changes if path in SCHEDULE_KEYS}
 
 
 def same_plan(old: Config, new: Config, free: tuple[str, ...] = ()) -> bool:
-    """Whether the phases of two runs do the same, in whatever words. free: beginnings of keys that may
-    differ."""
+    """Return whether the phases of two runs have the same effect, however they are written. `free` lists
+    prefixes of keys that may differ."""
     plans: list[list[tuple[int, Tree]]] = []
     for cfg in (old, new):
         plans.append([])
@@ -376,7 +378,7 @@ def same_plan(old: Config, new: Config, free: tuple[str, ...] = ()) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """What two plans of phases do not have in common: a key, or what is said of it, from a step on."""
+    """How two plans of phases differ from a step on: in a key, or in what is stated about it."""
     phase: int
     what: str
     first: int
@@ -385,8 +387,10 @@ class Difference:
 
 
 def first_difference(old: Phases, new: Phases, step: int) -> Difference | None:
-    """What two plans do not have in common of what `step` steps read, and how they train. None if both can
-    continue the same checkpoint. What counts is what holds in a step, whatever states it in whatever phase.
+    """Return how two plans differ in what the first `step` steps read and how they train, or None.
+
+    With None, both can continue the same checkpoint. Compares the values in effect, whichever phase states
+    them.
     """
     begun = [[phase for phase in plan.all if phase.steps_before < max(step, 1)] for plan in (old, new)]
     later = [phase for phases in begun for phase in phases[1:]]
@@ -394,9 +398,9 @@ def first_difference(old: Phases, new: Phases, step: int) -> Difference | None:
     for before in sorted({phase.steps_before for phases in begun for phase in phases}):
         left, right = (plan.of_step(before + 1) for plan in (old, new))
         pairs: dict[str, tuple[Any, Any]] = {"data.span": (span_of(old, left), span_of(new, right))}
-        if "data.path" in stated:  # else the data of the checkpoint are compared
+        if "data.path" in stated:  # otherwise the checkpoint's data is compared
             pairs["data.path"] = (left.cfg.data.path, right.cfg.data.path)
-        if max(left.number, right.number) > 1:  # else the settings of the runs are compared
+        if max(left.number, right.number) > 1:  # otherwise the runs' settings are compared
             pairs |= {path: (value_at(left.cfg, path), value_at(right.cfg, path)) for path in stated}
             pairs["train.ramp"] = (ramp_from(left, before), ramp_from(right, before))
             begins = [stated_schedule(phase, before) for phase in (left, right)]
@@ -412,26 +416,27 @@ def first_difference(old: Phases, new: Phases, step: int) -> Difference | None:
 
 
 def ramp_from(phase: Phase, step: int) -> str | None:
-    """What is left of the ramp of a phase after a step of the run."""
+    """Return the rest of a phase's ramp after a step of the run."""
     return rest_of_ramp(phase.cfg.train, step - phase.steps_before)
 
 
 def stated_schedule(phase: Phase, before: int) -> str:
-    """The first key with which a phase begins a schedule after the step `before`; "" if none does."""
+    """Return the first key with which a phase starts a schedule right after step `before`, or ""."""
     if phase.steps_before != before or phase.number == 1:
         return ""
     return next((path for path in SCHEDULE_KEYS if path in phase.changes), "")
 
 
 def open_difference(old: Phases, new: Phases, step: int) -> Difference | None:
-    """As first_difference, of steps to come. While sequences are shorter than their span, the order of the
-    samples of a source depends on how many of it are read until its sequences have another length, or the
-    blend leaves it out.
+    """Return a difference in later steps that matters now, or None.
+
+    While sequences are shorter than their span, the sample order of a source depends on how much of it is
+    read before its sequence length changes or the blend drops it.
     """
     here = [plan.of_step(step) for plan in (old, new)]
     if span_of(new, here[1]) <= here[1].cfg.train.seq_len:
         return None
-    ends: list[tuple[int | None, Any]] = []  # (the step, what is read from there on)
+    ends: list[tuple[int | None, Any]] = []  # (step, what is read from then on)
     for plan, phase in zip((old, new), here):
         ends.append((None, None))
         for before, following in itertools.pairwise(plan.all[phase.number - 1:]):
@@ -458,7 +463,7 @@ def open_difference(old: Phases, new: Phases, step: int) -> Difference | None:
 
 
 def horizon_of(cfg: Config) -> int | None:
-    """The steps of a run that states them or its tokens, or None if it states FLOPs."""
+    """Return the steps of a run that states steps or tokens, or None if it states FLOPs."""
     train = cfg.train
     return phases_of(cfg).steps_to_see(train.tokens) if train.tokens else train.steps
 
@@ -466,12 +471,12 @@ def horizon_of(cfg: Config) -> int | None:
 def check_same_schedule(
     old: Phases, new: Phases, step: int, where: str, horizons: tuple[int, int]
 ) -> bool:
-    """Whether the schedule of learning rates in which a checkpoint (`where`, of this step) is ends where it
-    did.
+    """Return whether the learning rate schedule of a checkpoint (`where`, at this step) still ends at the
+    same step.
 
-    horizons: of the checkpoint's run and of the one that continues it. Another horizon, or another
-    optim.decay_steps, is what the user wants. Raises ConfigError if it is another plan of phases that moves
-    the end, and so the rates of the next steps.
+    `horizons` are those of the checkpoint's run and of the run that continues it. A new horizon or
+    optim.decay_steps is intentional. Raises ConfigError if instead a change of phases moves the end, and so
+    the rates of the next steps.
     """
     schedule = new.schedule_of(step)
     ends = [phases.schedule_end(phases.schedule_of(step)) for phases in (old, new)]
@@ -487,10 +492,10 @@ def check_same_schedule(
 
 
 def check_same_past(old: Phases, new: Phases, step: int, where: str) -> list[str]:
-    """Compares the phases of a checkpoint (`where`, of this step) with those of the run that continues it.
+    """Compare the phases of a checkpoint (`where`, at this step) with those of the run that continues it.
 
-    Returns a note for each phase after the step that is new or other than it was. Raises ConfigError if what
-    the checkpoint went through is not the same.
+    Returns a note for each later phase that is new or changed. Raises ConfigError if what the checkpoint went
+    through differs.
     """
     difference = first_difference(old, new, step)
     if difference is not None:

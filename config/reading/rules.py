@@ -1,7 +1,7 @@
-"""The rules that involve several config keys.
+"""Rules that involve several config keys.
 
-They are checked before any work starts. A config that breaks one is refused with one line, which names the
-key, what is wrong with it and, where possible, values nearby that are accepted (suggestions.py).
+They are checked before any work starts. A config that breaks a rule is refused with one line that names the
+key, what is wrong with it and, if possible, nearby values that are accepted (suggestions.py).
 """
 import math
 import re
@@ -44,18 +44,18 @@ from model.mlp import MLPConfig
 from model.router import ExpertsConfig, mixture
 from model.shared_keys import sharing_rules
 
-ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
-RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
+ALIGNED_FEATURES = 8  # of 16 bits: rows that Hopper's TMA can read (kernels/linear.py)
+RECOMPUTE_WORDS = {  # key of parallel.*: allowed words
     "recompute_parts": ("core", "norm", "act"),
     "recompute_stages": ("none", "selective", "full"),
 }
 FP8_BLOCKS = (16, 32, 64, 128)  # suggested values of train.fp8_block
 EXPERTS_ALIKE = ("experts", "top_k", "router", "capacity")  # keys that all layers with experts share
-FP8_UNIT = 16  # chips read fp8 matrices in multiples of this many elements
+FP8_UNIT = 16  # hardware reads fp8 matrices in multiples of this many elements
 
 
 def validate(cfg: Config, world: int = 1) -> Rule | None:
-    """The first rule that a run on `world` ranks breaks; None if it keeps all that involve several keys."""
+    """Return the first multi-key rule that a run on `world` ranks breaks, or None."""
     for rules in RULES:
         for rule in rules(cfg, world):  # a generator: a rule may assume those before it
             if not rule.holds:
@@ -66,7 +66,7 @@ def validate(cfg: Config, world: int = 1) -> Rule | None:
 # ---- single values ---------------------------------------------------------------------------------------
 
 def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Values that must lie in an interval: that of their type, and a few others."""
+    """Check value intervals: those of the types, and a few others."""
     for path, value, range_ in ranged_values(cfg):
         yield Rule(value is None or range_.holds(value), f"{path}: {value} {range_.must}")
 
@@ -89,7 +89,7 @@ def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
 # ---- the model -------------------------------------------------------------------------------------------
 
 def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """A block has a mixer of tokens, an MLP, or both."""
+    """Check that a block has a token mixer, an MLP, or both."""
     model = cfg.model
     absent = [part for part in ("mixer", "mlp") if isinstance(getattr(model, part), NoPart)]
     yield Rule(
@@ -101,17 +101,17 @@ def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def mixer_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """The rules of the sequence mixer, which stand beside its keys."""
+    """Check the rules of the sequence mixer, defined next to its keys."""
     yield from cfg.model.mixer.rules(cfg)
 
 
 def mlp_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """The rules of the MLP or the experts, which stand beside their keys."""
+    """Check the rules of the MLP or the experts, defined next to their keys."""
     yield from cfg.model.mlp.rules(cfg)
 
 
 def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """muP, learned positions."""
+    """Check muP and learned positions."""
     model, optimizer, seq_len = cfg.model, cfg.optim.name, cfg.train.seq_len
     why_no_mup = OPTIMIZERS[optimizer].why_no_mup
     with_mup = optimizers_that(lambda spec: not spec.why_no_mup)
@@ -127,12 +127,12 @@ def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def shared_key_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Layers that read the keys of others."""
+    """Check layers that read the keys of others."""
     yield from sharing_rules(cfg.model)
 
 
 def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Mixtures of experts: what their kinds have in common."""
+    """Check what all kinds of blocks with experts must share."""
     first, parallel = mixture(cfg.model), cfg.parallel
     if first is None:
         key = next((key for key in ("ep", "etp", "ep_chunks") if getattr(parallel, key) > 1), "ep")
@@ -150,7 +150,7 @@ def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def expert_rank_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Ranks that share experts."""
+    """Check the ranks that share experts."""
     parallel = cfg.parallel
     ranks = world // (parallel.pp * parallel.dp_rep)
     yield Rule(
@@ -162,7 +162,8 @@ def expert_rank_rules(cfg: Config, world: int) -> Iterator[Rule]:
 # ---- the run and its layout ------------------------------------------------------------------------------
 
 def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """The length of the run, and the profiled steps. Raises ConfigError if profile.steps cannot be read."""
+    """Check the length of the run and the profiled steps. Raises ConfigError if profile.steps cannot be
+    parsed."""
     given = [key for key in HORIZONS if getattr(cfg.train, key) is not None]
     key = given[1] if len(given) > 1 else "steps"
     yield Rule(
@@ -173,8 +174,8 @@ def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """train.phases: the run reaches every phase, whose weights are those of the phase before, and its length
-    does not depend on them."""
+    """Check train.phases: the run reaches every phase, each continues the weights of the one before, and
+    the run's length does not depend on them."""
     train = cfg.train
     if train.phases is None:
         return
@@ -201,7 +202,7 @@ def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Parallel degrees, stages and recompute modes."""
+    """Check parallel degrees, stages and recompute modes."""
     parallel = cfg.parallel
     degrees = axis_degrees(parallel)
     in_world = {axis.key: degrees[axis.key] for axis in AXES if not axis.reuses_ranks}
@@ -230,7 +231,7 @@ def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def stages_rules(cfg: Config) -> Iterator[Rule]:
-    """parallel.stages, if it is set."""
+    """Check parallel.stages, if set."""
     stages, layers = cfg.parallel.stages, cfg.model.layers
     sizes = positive_integers(stages)
     yield Rule(
@@ -246,10 +247,10 @@ def stages_rules(cfg: Config) -> Iterator[Rule]:
 
 
 def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Sequence and context parallelism."""
+    """Check sequence and context parallelism."""
     model, train, parallel = cfg.model, cfg.train, cfg.parallel
     tp, cp = parallel.tp, parallel.cp
-    # Each rank of cp holds two chunks of a sequence; sp shards what a rank holds.
+    # A cp rank holds two chunks of a sequence; sp shards what a rank holds.
     chunks = 2 if cp > 1 else 1
     unit = cp * math.lcm(chunks, tp if parallel.sp else 1)
     cause = f" and parallel.sp over tp={tp} require" if parallel.sp else " requires"
@@ -257,7 +258,7 @@ def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
         train.seq_len % unit == 0,
         f"train.seq_len: {train.seq_len} is not a multiple of {unit}, as parallel.cp={cp}{cause}",
         "train.seq_len", nearby_multiples(train.seq_len, unit))
-    exchanged = model.mixer.heads_over_tp() if model.mixer.has_softmax else {}  # the others pass states on
+    exchanged = model.mixer.heads_over_tp() if model.mixer.has_softmax else {}  # the others pass states
     for name, heads in exchanged.items():
         yield Rule(
             cp == 1 or parallel.cp_kind == "ring" or heads % (tp * cp) == 0,
@@ -269,7 +270,7 @@ def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
 # ---- precision and the step ------------------------------------------------------------------------------
 
 def async_tensor_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """parallel.async_tp: parts of the sequence travel, and are multiplied one by one."""
+    """Check parallel.async_tp, which sends parts of the sequence and multiplies them one by one."""
     parallel = cfg.parallel
     yield Rule(
         not parallel.async_tp or parallel.sp,
@@ -282,7 +283,7 @@ def async_tensor_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """fp8: which layers run in it, and shapes that its scales divide."""
+    """Check which layers run in fp8, and that its scales divide their shapes."""
     model, train, parallel = cfg.model, cfg.train, cfg.parallel
     recipe = fp8_recipe(train)
     yield Rule(
@@ -313,10 +314,10 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
-    """Features and tokens must be multiples of the block of one scale, or of the unit of the hardware."""
+    """Check that features and tokens are multiples of the scale block, or of the hardware's unit."""
     train, parallel = cfg.train, cfg.parallel
     blockwise = recipe == "blockwise"
-    proof = train.dtype == "fp64"  # the limits of chips do not apply
+    proof = train.dtype == "fp64"  # hardware limits do not apply
     block = train.fp8_block
     yield Rule(
         not blockwise or proof or (block >= 16 and block & block - 1 == 0),
@@ -355,7 +356,7 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
 
 
 def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
-    """{key that sets the size: (features of a matrix in fp8, degree that shards them)}."""
+    """Return {key that sets the size: (features of an fp8 matrix, degree that shards them)}."""
     model, tp, etp = cfg.model, cfg.parallel.tp, cfg.parallel.etp
     features = {"model.hidden": (model.hidden, 1)}
     if isinstance(model.mlp, MLPConfig):
@@ -369,7 +370,7 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
 
 
 def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Rules against what the GPU of a Mac (train.device mps) cannot run."""
+    """Check for features that the GPU of a Mac (train.device mps) cannot run."""
     model, train, parallel = cfg.model, cfg.train, cfg.parallel
     obstacles = {
         f"{world} ranks (one GPU, whose tensors nothing carries to others)": world > 1,
@@ -385,7 +386,7 @@ def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Rules against what a recording of forward and backward (runtime/graphs.py) cannot contain."""
+    """Check for features that a recording of forward and backward (runtime/graphs.py) cannot contain."""
     train, parallel = cfg.train, cfg.parallel
     obstacles = {
         f"{world} ranks, whose exchanges are not recorded": world > 1,
@@ -402,10 +403,10 @@ def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def mixture_obstacles(cfg: Config) -> dict[str, bool]:
-    """{why a recording cannot contain this mixture of experts: whether it is so}.
+    """Return {why a recording cannot contain this mixture of experts: whether it applies}.
 
-    It can where no number of rows is read on the host: where none is dropped (parallel/expert/dispatch.py),
-    and where the kernels multiply (kernels/grouped_gemm.py).
+    It can if the host never reads a row count: if dropless (parallel/expert/dispatch.py), and if the kernels
+    do the products (kernels/grouped_gemm.py).
     """
     mlp, dtype = mixture(cfg.model), cfg.train.dtype
     if mlp is None:
@@ -423,7 +424,7 @@ def mixture_obstacles(cfg: Config) -> dict[str, bool]:
 
 
 def rerun_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """train.rerun_*: a step that gives the same bits twice, and numbers that the host can look at."""
+    """Check train.rerun_*: a step must be bitwise reproducible, and its numbers visible to the host."""
     train = cfg.train
     wishes = {
         "train.rerun_every": train.rerun_every is not None,
@@ -441,7 +442,7 @@ def rerun_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Offload and bf16 states, which not every optimizer supports."""
+    """Check offload and bf16 states, which not every optimizer supports."""
     optim, offload = cfg.optim, cfg.parallel.offload
     spec = OPTIMIZERS[optim.name]
     with_offload = in_words(optimizers_that(lambda spec: spec.supports_offload))
@@ -458,7 +459,7 @@ def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def spike_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """optim.spike_*: a window that has a deviation, and runs whose data can be left out."""
+    """Check optim.spike_*: the window must have a deviation, and the run must be able to skip data."""
     optim = cfg.optim
     yield Rule(
         optim.spike_window >= 2,
@@ -483,7 +484,7 @@ def spike_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def data_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """ZeRO, reductions and their compression."""
+    """Check ZeRO, reductions and their compression."""
     parallel = cfg.parallel
     zero, compress = parallel.zero, parallel.compress
     yield Rule(
@@ -522,9 +523,10 @@ def data_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def node_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """parallel.reduce hierarchy: a data-parallel group has as many ranks on each of its nodes."""
+    """Check parallel.reduce hierarchy: a data-parallel group must have equally many ranks on each of its
+    nodes."""
     parallel = cfg.parallel
-    stage_ranks = world // parallel.pp  # consecutive; those of one data-parallel group are `stride` apart
+    stage_ranks = world // parallel.pp  # consecutive; ranks of one data-parallel group are `stride` apart
     node = parallel.node or world
     for name, stride in (("tp", parallel.tp), ("ep*etp", parallel.ep * parallel.etp)):
         stage_is_even = max(stage_ranks, node) % min(stage_ranks, node) == 0
@@ -538,12 +540,13 @@ def node_rules(cfg: Config, world: int) -> Iterator[Rule]:
 # ---- batches, measurements, names ------------------------------------------------------------------------
 
 def sequences_per_microbatch(cfg: Config, world: int) -> int:
-    """Sequences of one microbatch over all data-parallel ranks; a global batch is a multiple of it."""
+    """Return the sequences of one microbatch over all data-parallel ranks. A global batch is a multiple of
+    it."""
     return cfg.train.micro_batch * (world // ranks_of_microbatch(axis_degrees(cfg.parallel)))
 
 
 def batch_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Global batch."""
+    """Check the global batch."""
     train = cfg.train
     unit = sequences_per_microbatch(cfg, world)
     yield Rule(
@@ -554,7 +557,7 @@ def batch_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """log.noise_scale needs whole gradients of a part of the batch."""
+    """Check log.noise_scale, which needs whole gradients of a part of the batch."""
     model, parallel = cfg.model, cfg.parallel
     yield Rule(
         not cfg.log.noise_scale or parallel.cp == 1,
@@ -576,7 +579,7 @@ def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """train.ramp: every batch size on the way to train.global_batch is possible."""
+    """Check that every batch size of train.ramp is possible."""
     train = cfg.train
     if not train.ramp:
         return
@@ -602,9 +605,12 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """One beginning of a run; checkpoint.init_changes names what weights depend on; checkpoint.keep_at is a
-    list of steps, or log2; checkpoint.mirror is a URL; saves into memory come more often than those to the
-    disk."""
+    """Check the checkpoint section.
+
+    A run has one starting point; checkpoint.init_changes names what weights depend on; checkpoint.keep_at is
+    a list of steps, or log2; checkpoint.mirror is a URL; saves to memory are more frequent than those to
+    disk.
+    """
     checkpoint = cfg.checkpoint
     yield Rule(
         checkpoint.branch is None or (checkpoint.resume == "auto" and checkpoint.init_from is None),
@@ -629,9 +635,9 @@ def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def no_change_of_model(word: str) -> str:
-    """The error in a word of checkpoint.init_changes, to stand after it; "" where the word may stand there.
+    """Return the error about a word of checkpoint.init_changes, to follow the word, or "" if it is allowed.
 
-    A word that does not begin with a section is the name of a weight, which the checkpoint is asked for.
+    A word that does not begin with a section is the name of a weight, which is looked up in the checkpoint.
     """
     section, _, key = word.partition(".")
     section_type = sections().get(section)
@@ -643,7 +649,7 @@ def no_change_of_model(word: str) -> str:
 
 
 def task_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Tasks are scored in a validation."""
+    """Check that tasks are scored in a validation."""
     every, tasks_every = cfg.eval.every, cfg.eval.tasks_every
     if cfg.eval.tasks is None:
         return
@@ -659,14 +665,14 @@ def task_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """The name of the run folder."""
+    """Check the name of the run folder."""
     name = cfg.log.name
     is_plain = name is None or ("/" not in name and "\0" not in name and name not in ("", ".", ".."))
     yield Rule(is_plain, f"log.name: {name!r} must be a plain folder name; put the parent into log.dir")
 
 
 def of_each_kind(rules: Callable[[Config, int], Iterator[Rule]]) -> Callable[[Config, int], Iterator[Rule]]:
-    """Rules that hold for each kind of block of model.pattern. What a kind states is named as it is there."""
+    """Apply rules to each kind of block in model.pattern. Messages name keys as the kind states them."""
     def of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
         variants = {variant.name: variant.changes for variant in cfg.model.blocks}
         for name, model in layer_models(cfg.model).items():
@@ -678,7 +684,7 @@ def of_each_kind(rules: Callable[[Config, int], Iterator[Rule]]) -> Callable[[Co
 
 
 def named_in_kind(rule: Rule, name: str, stated: list[str]) -> Rule:
-    """The rule with the keys that a kind of block states called model.blocks.NAME.KEY."""
+    """Rename the keys that a kind of block states to model.blocks.NAME.KEY."""
     if rule.holds:
         return rule
     message = rule.message
@@ -689,7 +695,8 @@ def named_in_kind(rule: Rule, name: str, stated: list[str]) -> Rule:
 
 
 def pattern_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Kinds of blocks and their order. Raises ConfigError for a pattern that does not fit the layers."""
+    """Check kinds of blocks and their order. Raises ConfigError for a pattern that does not fit the
+    layers."""
     model = cfg.model
     names = ", ".join(variant.name for variant in model.blocks)
     yield Rule(
@@ -700,17 +707,17 @@ def pattern_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def range_rules_of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
-    """Values that kinds of blocks state; those of the model have been looked at."""
+    """Check the ranges of values that kinds of blocks state. Those of the model are checked already."""
     if cfg.model.pattern is not None:
         yield from of_each_kind(range_rules)(cfg, world)
 
 
-# Those that look at train.phases: they are rules for the whole run, whatever of it is past.
+# rules about train.phases: they hold for the whole run, however much of it is past
 RULES_OF_PHASES = (phase_rules, spike_rules)
 RULES_OF_WEIGHTS = (  # which ranks can hold a model that only computes
     of_each_kind(layout_rules), moe_rules, of_each_kind(mlp_rules), expert_rank_rules,
 )
-# In this order: a rule may assume those before it.
+# ordered: a rule may assume those before it
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,
     pattern_rules,

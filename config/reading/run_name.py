@@ -1,12 +1,12 @@
-"""The run folder of a command that names none: the recipe's, or one of its own beside a finished run.
+"""The default run folder: the recipe's, or a separate one if the recipe's holds a finished run.
 
-So a loop over a setting makes a run of each value:
+So a loop over a setting makes one run per value:
 
     for lr in 2e-3 1e-3 5e-3; do python train.py llama2-tiny --train.steps 50 --optim.lr $lr; done
 
-The first run is `llama2-tiny`, the second `llama2-tiny+optim.lr=0.001`. The name follows from the settings
-and the finished run alone, so the same command finds its run again. A run that is not finished, or asked for
-another horizon, keeps its folder, for it is continued there; so does every run with a --log.name.
+The first run is `llama2-tiny`, the second `llama2-tiny+optim.lr=0.001`. The name depends only on the settings
+and the finished run, so the same command finds its run again. A run that is unfinished, or launched with
+another horizon, keeps its folder to be continued there; so does every run with a --log.name.
 """
 import dataclasses
 import json
@@ -20,9 +20,9 @@ from config.reading.phases import LAYOUT, differing_keys, same_plan
 from config.schema import Config
 from config.strict import ConfigError, read_yaml
 
-STARTS_FILE = "starts.jsonl"  # of a run folder: a line for each start (runtime/goodput.py)
-HORIZON_KEYS = ("steps", "tokens", "flops")  # of train.*; exactly one of them is set
-# These may differ when a finished run is started again: none of them changes its result.
+STARTS_FILE = "starts.jsonl"  # in a run folder: one line per launch (runtime/goodput.py)
+HORIZON_KEYS = ("steps", "tokens", "flops")  # of train.*; exactly one is set
+# may differ when a finished run is launched again: none changes its result
 IDLE = (
     "log.",
     "profile.",
@@ -52,9 +52,9 @@ IDLE = (
     "data.cache",
     "data.prefetch",
 )
-OWN_CHECKPOINTS = ("auto", "none")  # values of checkpoint.resume; others name one of another run
-# Under parallel.elastic the number of ranks decides about these (plan/elastic.py), under parallel.auto the
-# planner (plan/auto.py). They change no result but in its rounding.
+OWN_CHECKPOINTS = ("auto", "none")  # values of checkpoint.resume; others name another run's checkpoint
+# Under parallel.elastic these follow from the number of ranks (plan/elastic.py), under parallel.auto from the
+# planner (plan/auto.py). They change results only by rounding.
 ELASTIC_KEYS = (
     "parallel.tp",
     "parallel.sp",
@@ -71,20 +71,21 @@ ELASTIC_KEYS = (
     "parallel.recompute_stages",
     "train.micro_batch",
 )
-# of these, keys whose entries belong to stages of the given pp, and have no meaning under another one
+# lists with an entry per stage of the given pp, meaningless under another one
 KEYS_OF_STAGES = ("parallel.stages", "parallel.recompute_stages")
 MAX_NAME = 200  # characters; file systems take 255
 
 
 def is_name_given(file: str | None, argv: list[str]) -> bool:
-    """Whether the command line or the config file names the run folder. Raises ConfigError."""
+    """Return whether the command line or the config file names the run folder. Raises ConfigError."""
     return "log.name" in stated_keys(file, argv)
 
 
 def with_own_folder(cfg: Config, file: str | None, argv: list[str]) -> Config:
-    """The config; with a log.name that tells it from a finished run of other settings in its default folder.
+    """Return the config, with a distinct log.name if its default folder holds a finished run with other
+    settings.
 
-    argv: without the recipe and --config, as split_argv returns it. Reads two small files of the folder.
+    `argv` excludes the recipe and --config, as returned by split_argv. Reads two small files of the folder.
     """
     if cfg.log.name is None or is_name_given(file, argv):
         return cfg
@@ -103,9 +104,9 @@ def with_own_folder(cfg: Config, file: str | None, argv: list[str]) -> Config:
 
 
 def finished_config(folder: Path) -> Config | None:
-    """What a finished run was trained with; None if there is no run, or it is not finished.
+    """Return the config of a finished run, or None if it does not exist or is not finished.
 
-    A summary stays where a later start, to a later horizon, was killed: the last start says how it ended.
+    The summary remains if a later launch to another horizon was killed, so the last launch decides.
     """
     starts = folder / STARTS_FILE
     try:
@@ -119,8 +120,8 @@ def finished_config(folder: Path) -> Config | None:
 
 
 def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
-    """{key: value of new}, without keys that change no result. A vocabulary that the data decides is no
-    difference."""
+    """Return {key: value of new}, without keys that do not affect results. A vocabulary decided by the
+    data does not count."""
     found: dict[str, object] = {}
     for key, value in differing_keys(old, new).items():
         is_open = key == "model.vocab" and value is None
@@ -132,7 +133,7 @@ def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
 
 
 def is_idle(key: str, cfg: Config) -> bool:
-    """Whether a finished run that is started again with this config may have another value of the key."""
+    """Return whether relaunching a finished run with this config may change the key."""
     if key == "checkpoint.resume":
         return cfg.checkpoint.resume in OWN_CHECKPOINTS
     is_chosen = cfg.parallel.elastic or cfg.parallel.auto is not None
@@ -140,6 +141,6 @@ def is_idle(key: str, cfg: Config) -> bool:
 
 
 def plain(value: object) -> str:
-    """A value as a part of a folder's name."""
+    """Format a value as a part of a folder name."""
     text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
     return re.sub(r"[^\w.,-]+", "_", text)

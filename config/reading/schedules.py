@@ -1,6 +1,6 @@
 """The pipeline schedules of a job: one for each number of microbatches that a step may have.
 
-What train.py makes, the planner and the proofs ask for here, so all refuse the same jobs in the same words.
+train.py, the planner and the proofs all get them here, so they refuse the same jobs in the same words.
 """
 from collections.abc import Iterator
 from functools import lru_cache
@@ -15,11 +15,11 @@ from parallel.pipeline.schedule import Schedule, check_schedule, make_schedule
 
 
 def plan_pipeline(cfg: Config, world: int, advise: bool = True, after: int = 0) -> Schedule:
-    """The schedule of a step with the full train.global_batch; of a run with phases, in the first.
+    """Return the schedule of a step with the full train.global_batch, in the first phase.
 
-    It is checked with those of a ramp's smaller batches, and of every phase. Raises ConfigError for every
-    setting that cannot run on `world` ranks. advise: the error names values that can. after: of phases that
-    are over after this step, no ranks are asked for.
+    Also checks the smaller batches of a ramp, and every phase. Raises ConfigError for every setting that
+    cannot run on `world` ranks. With `advise`, the error names values that can. Phases that are over after
+    step `after` need no ranks.
     """
     first, *later = phases_of(cfg).from_step(after)
     if first.number > 1:
@@ -36,9 +36,9 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True, after: int = 0) 
 
 
 def make_schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedule]:
-    """A schedule for each number of microbatches that a step may have, the fewest first.
+    """Return a schedule for each number of microbatches that a step may have, in ascending order.
 
-    Raises ConfigError as plan_pipeline does.
+    Raises ConfigError like plan_pipeline.
     """
     schedules = schedules_or_broken_rule(cfg, world)
     if not isinstance(schedules, Rule):
@@ -52,9 +52,9 @@ def make_schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedul
 
 
 def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
-    """The schedules of make_schedules; or the first rule that a run on `world` ranks breaks.
+    """Return the schedules of make_schedules, or the first rule that a run on `world` ranks breaks.
 
-    Raises ConfigError if a value cannot be read.
+    Raises ConfigError if a value cannot be parsed.
     """
     broken = validate(cfg, world)
     if broken is not None:
@@ -72,24 +72,24 @@ def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
 
 @lru_cache(maxsize=32)
 def schedule_of(kind: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """As make_schedule, and kept: many layouts of a search share a schedule.
+    """Return make_schedule, cached: many layouts of a search share a schedule.
 
-    Only a few are kept: that of many ranks and microbatches takes megabytes. Raises ValueError.
+    The cache is small: schedules for many ranks and microbatches take megabytes. Raises ValueError.
     """
     return make_schedule(kind, ranks, microbatches, chunks)
 
 
 @lru_cache(maxsize=1024)
 def check_once(kind: str, ranks: int, microbatches: int, chunks: int) -> None:
-    """Checks a schedule the first time that it is asked for. Raises ValueError if it cannot run."""
+    """Check a schedule the first time it is requested. Raises ValueError if it cannot run."""
     schedule = schedule_of(kind, ranks, microbatches, chunks)
     check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
 
 
 def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
-    """The schedules of make_schedules, not yet checked against the model.
+    """Return the schedules of make_schedules, not yet checked against the model.
 
-    Where the microbatches of a batch size do not fit the schedule: the rule that it breaks.
+    Returns the broken rule instead if the microbatches of a batch size do not fit the schedule.
     """
     parallel = cfg.parallel
     train = cfg.train
@@ -117,7 +117,7 @@ def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
 
 
 def stage_rules(cfg: Config, schedule: Schedule, world: int) -> Iterator[Rule]:
-    """Every stage has a layer, and parallel.stages and parallel.recompute_stages have an entry for each."""
+    """Check that every stage has a layer, and an entry in parallel.stages and parallel.recompute_stages."""
     parallel = cfg.parallel
     shape = f"{parallel.schedule} on {parallel.pp} ranks"
     yield Rule(

@@ -1,4 +1,4 @@
-"""Sizes of a model that follow its width."""
+"""Model sizes that scale with its width."""
 import math
 from fractions import Fraction
 
@@ -7,26 +7,26 @@ from config.tree import has_path, value_at
 from model.attention import AttentionConfig
 
 WIDTHS = ("mlp.width", "mixer.kv_rank", "mixer.q_rank")  # of model.*
-MULTIPLE = 16  # of these
+MULTIPLE = 16  # of the widths
 
 
 def round_to(number: Fraction, unit: int) -> int:
-    """The nearest multiple of the unit, at least one."""
+    """Return the nearest multiple of the unit, at least one unit."""
     return unit * max(1, round(number / unit))
 
 
 def shared_heads_of_kinds(model: ModelConfig) -> int:
-    """A number that the heads of keys of all kinds of blocks divide, of kinds that have no other heads."""
+    """Return the least common multiple of the key heads of block kinds that keep the model's query heads."""
     changes = [dict(variant.changes) for variant in model.blocks]
     stated = (each.get("mixer.kv_heads") for each in changes if "mixer.heads" not in each)
     return math.lcm(*(heads for heads in stated if heads))
 
 
 def sizes_at_width(model: ModelConfig, hidden: int, heads: int | None = None) -> dict[str, int]:
-    """Keys of model.* that keep a model's proportions at another width, with heads of as many channels.
+    """Return the keys of model.* that keep a model's proportions at another width, with the same head size.
 
-    heads: None for as many as the width asks for. Of the other keys, those that the model states; head_dim
-    also where the heads do not divide the width so.
+    `heads` defaults to what the width asks for. Includes other keys only if the model states them; head_dim
+    also if the heads do not divide the width.
     """
     mixer = model.mixer
     ratio = Fraction(hidden, model.hidden)

@@ -1,4 +1,4 @@
-"""The end of an error about the config: values nearby with which every rule is kept."""
+"""Suggest nearby config values that satisfy every rule, for the end of an error message."""
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -11,11 +11,12 @@ MAX_SUGGESTIONS = 4
 MAX_RAMPS_TRIED = 50
 
 
-CanRun = Callable[[Config], bool]  # may raise ConfigError in place of False
+CanRun = Callable[[Config], bool]  # may raise ConfigError instead of returning False
 
 
 def check_rules(cfg: Config, world: int = 1) -> None:
-    """Raises ConfigError for the first rule that the config breaks, with values that keep all rules."""
+    """Raise ConfigError for the first rule that the config breaks, suggesting values that satisfy all
+    rules."""
     broken = validate(cfg, world)
     if broken is None:
         return
@@ -23,7 +24,7 @@ def check_rules(cfg: Config, world: int = 1) -> None:
 
 
 def suggestion(cfg: Config, broken: Rule, can_run: CanRun) -> str:
-    """The end of the error of a broken rule: values with which can_run(config); "" if there are none."""
+    """Return the end of a broken rule's error: values that pass can_run, or "" if none do."""
     if broken.ramp_unit:
         return nearby_ramp(cfg, broken.ramp_unit, can_run)
     for key in broken.keys.split():
@@ -34,7 +35,7 @@ def suggestion(cfg: Config, broken: Rule, can_run: CanRun) -> str:
 
 
 def nearby_values(cfg: Config, key: str, values: Iterable[int], can_run: CanRun) -> list[int]:
-    """Up to four of `values` for `key` with which can_run(config): those next to its present value."""
+    """Return up to four of `values` for `key` that pass can_run, nearest to its current value."""
     present = value_at(cfg, key) or 0
     nearest_first = sorted(set(values), key=lambda value: (abs(value - present), value))
 
@@ -48,9 +49,9 @@ def nearby_values(cfg: Config, key: str, values: Iterable[int], can_run: CanRun)
 
 
 def nearby_ramp(cfg: Config, unit: int, can_run: CanRun) -> str:
-    """The end of an error about train.ramp: the nearest ramp with which can_run(config).
+    """Return the end of an error about train.ramp: the nearest ramp that passes can_run.
 
-    unit: every batch size of the ramp is a multiple of it (sequences).
+    Every batch size of the ramp is a multiple of `unit` (sequences).
     """
     train = cfg.train
     given = positive_integers(train.ramp)

@@ -1,15 +1,15 @@
-"""Keys that are set but have no effect in this config: refused, or noted where a refusal would be in the way.
+"""Refuse or note keys that are set but have no effect in this config.
 
-A key counts as set if its value is neither the default of config/schema.py nor the value of the model's
-preset, which may set keys of a feature that the user turns off. Most such keys are mistakes, and are refused
-in one line. Keys that scripts keep set while they vary something else (sizes, optimizers, data) are noted in
-one line, and the run continues.
+A key counts as set if its value is neither the default of config/schema.py nor that of the model's preset,
+which may set keys of a feature that the user turns off. Most such keys are mistakes, and are refused in one
+line. Keys that scripts leave set while they vary something else (sizes, optimizers, data) are noted in one
+line, and the run continues.
 
-Keys that contradict each other are the subject of rules.py. A key without a row is read by every run
+rules.py covers keys that contradict each other. A key without a row is read by every run
 (tests/config/test_unused.py lists those), or rules.py refuses it where it has no effect.
 
-train.py calls check_unused, and scripts.plan for what it does not search; programs that build configs for a
-proof or a search (lab/proof/verify, plan/search.py) do not.
+train.py calls check_unused, and scripts.plan does for what it does not search; programs that build configs
+for a proof or a search (lab/proof/verify, plan/search.py) do not.
 """
 import shlex
 from collections.abc import Callable, Iterator
@@ -39,51 +39,52 @@ class UnusedKeys:
     """Keys of one section that have no effect under the same condition."""
     section: str
     keys: str  # names without their section, separated by spaces
-    when: Callable[[Config, int], bool]  # (config, number of ranks): the keys have no effect
+    when: Callable[[Config, int], bool]  # (config, number of ranks) -> the keys have no effect
     why: str  # the reason, after "KEY does nothing: it"
     remedy: str  # how to correct the config
-    note: str = ""  # why a refusal would be in the way, and the keys are only noted; "": they are refused
-    even_default: bool = False  # the row holds for default values, too
+    note: str = ""  # why the keys are only noted, not refused; "" refuses them
+    even_default: bool = False  # the row applies to default values too
 
 
 def recompute_modes(cfg: Config) -> list[str]:
-    """The recompute modes that some stage has."""
+    """Return the recompute modes that some stage has."""
     return comma_separated(cfg.parallel.recompute_stages) or [cfg.parallel.recompute]
 
 
 def no_shared_parameters(cfg: Config, world: int) -> bool:
-    """Whether no two ranks hold the same parameters."""
+    """Return whether no two ranks hold the same parameters."""
     return world == cfg.parallel.tp * cfg.parallel.pp
 
 
 def sequences_exceed_context(cfg: Config) -> bool:
-    """Whether sequences are longer than model.context, with positions that allow it."""
+    """Return whether sequences are longer than model.context, with positions that allow it."""
     return cfg.model.positions is None and cfg.model.context < cfg.train.seq_len
 
 
 def gives_to_valid_alone(split: str) -> bool:
-    """Whether data.split leaves something to the validation split, and nothing to the test split."""
+    """Return whether data.split gives something to the validation split, and nothing to the test split."""
     shares = [share.strip() for share in split.split(",")]
     return len(shares) == 2 and shares[1] != "0"
 
 
 def has_made_data(path: str) -> bool:
-    """Whether a path of data.* names data that is made or downloaded when the run starts."""
+    """Return whether a path of data.* names data that is made or downloaded at launch."""
     return "stdlib" in path.split() or "://" in path
 
 
 def has_sources(path: str) -> bool:
-    """Whether a path of data.* is a blend of several sources: a weight comes first (data/blend.py)."""
+    """Return whether a path of data.* is a blend of several sources, i.e. begins with a weight
+    (data/blend.py)."""
     if not path.split() or as_number(path.split()[0]) is None:
         return False
     try:
         return len(shlex.split(path)) > 2
-    except ValueError:  # data/blend.py says what is wrong with it
+    except ValueError:  # data/blend.py reports what is wrong with it
         return True
 
 
 def optimizer_rows() -> Iterator[UnusedKeys]:
-    """A row for each key that only some optimizers read (config/optimizers.py)."""
+    """Yield a row for each key that only some optimizers read (config/optimizers.py)."""
     published = ("beta1", "beta2", "eps")
     for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.keys}):
         readers = optimizers_that(lambda spec, key=key: key in spec.keys)
@@ -97,7 +98,7 @@ def optimizer_rows() -> Iterator[UnusedKeys]:
         )
 
 
-ONE_STAGE = ("gpipe", "1f1b", "zb-h1")  # schedules with one stage on each rank
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1")  # schedules with one stage per rank
 MANY_SIZES = "one script, many sizes"  # scaling runs keep the key set while the degrees go down to 1
 
 TABLE = (
@@ -375,10 +376,10 @@ TABLE = (
 
 
 def check_unused(cfg: Config, world: int = 1, but: tuple[str, ...] = ()) -> str:
-    """One line that names the keys that have no effect and are allowed; "" if there are none.
+    """Return one line that names the unused keys that are tolerated, or "".
 
-    but: beginnings of keys about which nothing is known yet. Raises ConfigError for the first key that is not
-    allowed.
+    `but` lists prefixes of keys to skip because they are not decided yet. Raises ConfigError for the first
+    key that is not tolerated.
     """
     notes: list[str] = []
     for path, value, row in find_unused(cfg, world):
@@ -391,10 +392,10 @@ def check_unused(cfg: Config, world: int = 1, but: tuple[str, ...] = ()) -> str:
 
 
 def kept_sizes(cfg: Config, argv: list[str]) -> str:
-    """One line that names what does not follow a width that the command line sets alone, and the words that
-    let it; "" if nothing does.
+    """Return one line naming the sizes that do not scale with a width set only on the command line, and the
+    settings that would scale them, or "".
 
-    argv: as split_argv returns it.
+    `argv` is as returned by split_argv.
     """
     given = dotted_overrides(argv)
     preset = preset_model(cfg)
@@ -419,15 +420,15 @@ def kept_sizes(cfg: Config, argv: list[str]) -> str:
 
 
 def preset_model(cfg: Config) -> ModelConfig:
-    """The model of the config's preset; without one, that of the defaults."""
+    """Return the model of the config's preset, or of the defaults if there is none."""
     preset = presets().get(cfg.model.preset or "", {})
     return build_tree(ModelConfig, {key: value for key, value in preset.items() if key != "recipe"})
 
 
 def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]]:
-    """(section.key, its value as text, the first row that explains it) of every set key without effect.
+    """Yield (section.key, value as text, first row that explains it) for every set key without effect.
 
-    Of a run with phases: of keys that have no effect in any of them.
+    For a run with phases, yields keys that have no effect in any of them.
     """
     cfgs = [phase.cfg for phase in phases_of(cfg).all]
     preset = preset_model(cfg)
@@ -445,7 +446,7 @@ def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]
 
 
 def is_set(cfg: Config, section: str, key: str, preset: ModelConfig) -> bool:
-    """Whether the key has a value that neither config/schema.py nor the preset gives it."""
+    """Return whether the key's value comes neither from config/schema.py nor from the preset."""
     value = value_at(cfg, f"{section}.{key}")
     not_set = [value_at(defaults(), f"{section}.{key}")]
     if section == "model" and has_path(preset, key):

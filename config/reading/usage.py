@@ -1,7 +1,7 @@
-"""The text of train.py --help: every key with its type, its meaning and its value.
+"""The text of train.py --help: every key with its type, meaning and value.
 
-All of it is read from the classes that define them: the comment of a key is its meaning, and its annotation
-is the type that parse_value parses. So the help cannot disagree with the parser.
+Everything is read from the classes that define the keys: the comment of a key is its meaning, and its
+annotation is the type that parse_value parses. So the help cannot disagree with the parser.
 """
 import dataclasses
 import inspect
@@ -23,15 +23,15 @@ USAGE = """usage: python train.py [NAME] [--config FILE] [--section.key VALUE ..
        python train.py --list                           every recipe (NAME)
        python train.py NAME --dry-run --world N         a step without its ranks
 """
-LEFT = 34  # width of the left column: a key and its type
-MIN_RIGHT = 20  # smallest width of the right column: meaning and values
+LEFT = 34  # width of the left column: key and type
+MIN_RIGHT = 20  # minimum width of the right column: meaning and values
 TYPE_NAMES = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false"}
 
 
 def key_meanings(section: type) -> dict[str, str]:
-    """{key: its whole comment} of one dataclass, in the order of its file.
+    """Return {key: whole comment} of a dataclass, in source order.
 
-    The comment starts beside the key and continues on the lines below it, up to the next key or empty line.
+    The comment starts next to the key and continues on the lines below it, up to the next key or empty line.
     """
     meanings: dict[str, str] = {}
     key = ""
@@ -48,7 +48,7 @@ def key_meanings(section: type) -> dict[str, str]:
 
 
 def type_name(hint: Any) -> str:
-    """A type as the help writes it: INT, NUMBER, TEXT, true|false, a|b|c, INT|none."""
+    """Format a type for the help: INT, NUMBER, TEXT, true|false, a|b|c, INT|none."""
     members = members_of(hint)
     if len(members) > 1:
         return "|".join("none" if member is type(None) else type_name(member) for member in members)
@@ -62,7 +62,7 @@ def type_name(hint: Any) -> str:
 
 
 def written_value(value: object) -> str:
-    """A value as the command line takes it."""
+    """Format a value as the command line accepts it."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -73,8 +73,11 @@ def written_value(value: object) -> str:
 
 
 class ShownKey(NamedTuple):
-    """A key, or a part that may be none. type: as type_name writes it. value: in this config; of: the part
-    that has the key, where this config has another one."""
+    """A key, or a part that may be none.
+
+    `type` is formatted by type_name, `value` is that in this config. `of` names the part that has the key, if
+    this config has another one.
+    """
     path: str
     type: str
     meaning: str
@@ -84,7 +87,7 @@ class ShownKey(NamedTuple):
 
 
 def help_entry(key: ShownKey, width: int) -> str:
-    """`--section.key TYPE   meaning (default: ...; here: ...)`, wrapped to `width` columns."""
+    """Format `--section.key TYPE   meaning (default: ...; here: ...)`, wrapped to `width` columns."""
     default, here = map(written_value, (key.default, key.value))
     shown_values = "no default" if key.default is dataclasses.MISSING else f"default: {default}"
     if key.of:
@@ -104,10 +107,10 @@ def help_entry(key: ShownKey, width: int) -> str:
 
 
 def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
-    """The help text.
+    """Return the help text.
 
-    word: a section, or a part of a key's name or meaning; "": all keys. width: columns; None: those of the
-    terminal. Raises ConfigError if no key matches.
+    `word` selects a section, or a part of a key's name or meaning; "" selects all keys. `width` defaults to
+    the terminal's columns. Raises ConfigError if no key matches.
     """
     width = width or shutil.get_terminal_size((110, 24)).columns
     word = word.lower().lstrip("-").replace("-", "_")
@@ -124,7 +127,7 @@ def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
 
 
 def section_lines(cfg: Config, section: str, word: str, width: int) -> list[str]:
-    """The help entries of the keys of one section that match `word`."""
+    """Return the help entries of one section's keys that match `word`."""
     keys = list(shown_keys(getattr(cfg, section), getattr(defaults(), section), f"{section}."))
     if word and word not in sections():
         keys += absent_keys(cfg, section)
@@ -140,9 +143,9 @@ def section_lines(cfg: Config, section: str, word: str, width: int) -> list[str]
 
 
 def shown_keys(node: Any, usual: Any, prefix: str) -> Iterator[ShownKey]:
-    """The keys below a node of the config, in the order of their files; of a part that is none, the part.
+    """Yield the keys below a node of the config in source order, or the part itself if it is none.
 
-    usual: the same node of a config by default; None where it has none, or one of another kind.
+    `usual` is the same node in a default config, or None if absent or of another kind.
     """
     hints = hints_of(type(node))
     for name, meaning in key_meanings(type(node)).items():
@@ -160,7 +163,7 @@ def shown_keys(node: Any, usual: Any, prefix: str) -> Iterator[ShownKey]:
 
 
 def absent_keys(cfg: Config, section: str) -> Iterator[ShownKey]:
-    """The keys of a section that this config does not have: those of other kinds of parts, and of parts that
+    """Yield the keys of a section that this config lacks: those of other kinds of parts, and of parts that
     are none."""
     for path, (part, name) in every_path(Config).items():
         if not path.startswith(f"{section}.") or has_path(cfg, path) or name == "kind":
@@ -172,5 +175,5 @@ def absent_keys(cfg: Config, section: str) -> Iterator[ShownKey]:
 
 
 def default_of(part: type, name: str) -> object:
-    """The default of a field; MISSING of one that has none."""
+    """Return the default of a field, or MISSING."""
     return next(field.default for field in dataclasses.fields(part) if field.name == name)

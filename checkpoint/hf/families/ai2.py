@@ -105,7 +105,7 @@ OLMO_HYBRID = Family(
         Fixed("mixer.window", None),
         OLMO_HYBRID_ROPE,
         OLMO_HYBRID_LAYERS,
-        Idle((  # how the rates of the states begin
+        Idle((  # initialization of the states' decay rates
             "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
             "linear_dt_init_floor",
         )),

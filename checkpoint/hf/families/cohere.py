@@ -69,7 +69,7 @@ COHERE = Family(
 )
 
 
-COHERE2_SPELLINGS = (  # published folders say again what the class computes
+COHERE2_SPELLINGS = (  # redundant keys of published folders
     Only("use_qk_norm", (False,), written=False),
     Only("use_gated_activation", (True,), written=False),
     Only("use_parallel_block", (True,), written=False),

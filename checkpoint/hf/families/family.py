@@ -1,8 +1,8 @@
-"""What a family of Hugging Face is: how config.json and the tensors of one model_type are written.
+"""A Hugging Face family: how config.json and the tensors of one model_type are written.
 
-Export looks at every field of ModelConfig and at every tensor. A value that has no form in the family is
-refused, so a new key of the model is refused until a rule covers it (its default must be the model without
-it), and so is a tensor that Family.tensors does not name.
+Export checks every field of ModelConfig and every tensor. A value that the family cannot express is refused,
+so a new model key is refused until a rule covers it (its default must be the model without it), and so is a
+tensor that Family.tensors does not name.
 """
 import re
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from config.tree import has_path, is_below, value_at
 from model.mlp import MLPConfig
 from model.router import ExpertsConfig
 
-# Fields that change training or speed, and not the function of the weights.
+# fields that affect training or speed, but not the function of the weights
 NOT_THE_MODEL = ("mtp.weight", "preset", "mixer.kernel", "vocab_multiple", "dropout")
-# Keys of any config.json that change no logits: what it was made by, tokens, what a call returns, dropout,
-# losses of the training, and settings of generation, which older folders have here.
+# Keys of any config.json that do not affect logits: provenance, tokens, what a call returns, dropout,
+# training losses, and generation settings, which older folders have here.
 NO_LOGITS = frozenset(
     """architectures auto_map dtype torch_dtype torchscript transformers_version transformers.js_config
     tokenizer_class use_cache use_bfloat16 tf_legacy_loss unsloth_fixed unsloth_version attn_implementation
@@ -36,21 +36,22 @@ NO_LOGITS = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens forced_bos_token_id
     forced_eos_token_id exponential_decay_length_penalty remove_invalid_values""".split()
 )
-# Fields that hf.fold_mup multiplies into the weights.
+# fields that hf.fold_mup multiplies into the weights
 FOLDED = ("mup",)
-# The numbers in our names of tensors: layers.3.mlp.experts.7.up.weight
+# the numbers in our tensor names: layers.3.mlp.experts.7.up.weight
 NUMBERED = re.compile(r"\b(layer|expert)s\.(\d+)\.")
 LAYER = re.compile(r"\.layers\.(\d+)\.")  # in theirs
 
 
 def changes_nothing(key: str) -> bool:
-    """Whether a key of any config.json changes no logits. Those that begin with _ are of transformers
-    itself."""
+    """Return whether a key of any config.json does not affect logits. Keys that begin with _ are internal
+    to transformers."""
     return key in NO_LOGITS or key.startswith("_")
 
 
 def kind_before(model: ModelConfig, path: str) -> str:
-    """The key that says why the model lacks a key: the kind of its part, or the part that is none."""
+    """Return the key that explains why the model lacks a key: the kind of its part, or the part that is
+    none."""
     part = path.rpartition(".")[0]
     if not has_path(model, part):
         return kind_before(model, part)
@@ -59,29 +60,30 @@ def kind_before(model: ModelConfig, path: str) -> str:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a tensor of theirs holds ours, which are stacked along their rows.
+    """How a tensor of theirs holds ours, stacked along rows.
 
-    Rows come in groups. In each group the first of ours has its share of the rows, then the second.
+    Rows come in groups. Each group has the first of our tensors' share of the rows, then the second's, and so
+    on.
     """
     groups: int = 1
-    transpose: bool = False  # of the matrix that they make
+    transpose: bool = False  # of the resulting matrix
     inner: bool = False  # with a dim of size 1 after the rows (torch.nn.Conv1d)
     outer: bool = False  # with a dim of size 1 before the rows
-    leading: int | None = None  # stacks along a first dim in front
-    turned: bool = False  # the second half of each of our groups comes before the first
+    leading: int | None = None  # stacked along a leading dim
+    turned: bool = False  # the halves of each of our groups are swapped
 
 
 PLAIN_ARRANGEMENT = Arrangement()
-ArrangementOf = Callable[[ModelConfig], Arrangement]  # of the model as the tensor's layer has it
+ArrangementOf = Callable[[ModelConfig], Arrangement]  # takes the model of the tensor's layer
 
 
 def head_if_tied(model: ModelConfig) -> dict[str, str]:
-    """A tied head may be stored beside the embedding."""
+    """Return a second copy of the head, which may be stored if it is tied."""
     return {"lm_head.weight": "embed.weight"} if model.tied else {}
 
 
 def head_and_mtp(model: ModelConfig) -> dict[str, str]:
-    """Each module of multi-token prediction may have copies of the embedding and the head."""
+    """Return the copies of embedding and head that each multi-token prediction module may have."""
     copies = head_if_tied(model)
     head = "embed.weight" if model.tied else "head.weight"
     for layer in range(model.layers, model.layers + modules_ahead(model)):
@@ -92,33 +94,33 @@ def head_and_mtp(model: ModelConfig) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one model_type are written."""
+    """How models of one model_type are written."""
     model_type: str
     architecture: str  # the model class of transformers
     rules: tuple[Rule, ...]
-    defaults: dict[str, object]  # of transformers' config class: a config.json may leave out what equals them
+    defaults: dict[str, object]  # of transformers' config class: a config.json may omit values equal to them
     tensors: dict[str, str]  # {our name: their name}; {layer} and {expert} stand for numbers
     aliases: dict[str, str] = field(default_factory=dict)  # {second name of a key: key} (attribute_map)
-    prefix: str = "model."  # of their names; base models without a head leave it out
+    prefix: str = "model."  # of their names; base models without a head omit it
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
-    # {their name in `tensors`: how it holds ours}, where it is more than ours one after the other
+    # {their name in `tensors`: how it holds ours}, if more than ours concatenated
     arrangements: dict[str, ArrangementOf] = field(default_factory=dict)
-    # {their name, with {layer}: its value} of numbers that each layer has, and that do not learn
+    # {their name, with {layer}: value} of numbers in each layer that are not learned
     constants: dict[str, float] = field(default_factory=dict)
-    tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
-    norms_below_one: bool = False  # weights of norms are stored as w - 1
-    # {kind of a layer's mixer: {our name: their name}}: what such a layer has otherwise than `tensors`
+    tokenizer_keys: dict[str, object] = field(default_factory=dict)  # required in tokenizer_config.json
+    norms_below_one: bool = False  # norm weights are stored as w - 1
+    # {kind of a layer's mixer: {our name: their name}}: how such a layer differs from `tensors`
     of_mixers: dict[str, dict[str, str]] = field(default_factory=dict)
-    # {kind of a layer's mixer: {part of a name that a folder may have: what is written for it}}
+    # {kind of a layer's mixer: {part of a name in a folder: how we write it}}
     spellings: dict[str, dict[str, str]] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()  # with these their names of tensors begin that transformers does not load
-    leaves_modules_ahead: bool = False  # nor does it load layers after the last, of multi-token prediction
-    config: str = "config.json"  # what says the model, in errors
-    code: str = ""  # the model_type whose code of transformers is run, where it has none for this one
-    within: str = ""  # the same, of more than text, where it has this one as a text part alone
+    unread: tuple[str, ...] = ()  # prefixes of their tensors that transformers does not load
+    leaves_modules_ahead: bool = False  # nor does it load multi-token prediction layers after the last
+    config: str = "config.json"  # where the model is described, for errors
+    code: str = ""  # the model_type whose transformers code runs it, if it has none for this one
+    within: str = ""  # likewise, a multimodal one, if it has this one only as a text part
 
     def read(self, hf_config: Tree) -> Tree:
-        """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
+        """Return {field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
         keys = NotedKeys({**self.defaults, **self.with_first_names(hf_config)})
         values = read_parts(self.rules, keys)
         for key, value in hf_config.items():
@@ -130,7 +132,7 @@ class Family:
         return values
 
     def with_first_names(self, hf_config: Tree) -> Tree:
-        """The keys of hf_config, and those that it has under a second name (aliases).
+        """Return the keys of hf_config, resolving second names (aliases).
 
         Raises UnlikeFamily if a key has two values.
         """
@@ -144,16 +146,16 @@ class Family:
         return keys
 
     def write(self, model: ModelConfig) -> Tree:
-        """The keys of config.json that describe a model without obstacles."""
+        """Return the config.json keys of a model without obstacles."""
         return write_rules(self.rules, spell_out(model))
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        """The fields of the model, out of all that it has, whose values have no form in this family."""
+        """Return all fields of the model whose values this family cannot express."""
         flat, lost = flat_model(model)
         explicit = spell_out(model)
         kinds = [rule for rule in self.rules if "mixer.kind" in rule.fields]
         found = [name for rule in kinds for name in rule.obstacles(explicit)]
-        others = ["mixer"] if found else []  # parts of another kind, which have other fields
+        others = ["mixer"] if found else []  # parts of another kind, with other fields
         if not isinstance(flat.mlp, MLPConfig):
             others.append("mlp")
             found.append("mlp.kind")
@@ -179,21 +181,22 @@ class Family:
             name if has_path(model, name) else kind_before(model, name) for name in ours))
 
     def hf_name(self, key: str, model: ModelConfig) -> str:
-        """Their name of our tensor `key`. Raises ConfigError if the family has no such tensor.
+        """Return their name of our tensor `key`. Raises ConfigError if the family has no such tensor.
 
         layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight
         """
         return self.template(key, model).format(**numbers_in(key))
 
     def template(self, key: str, model: ModelConfig) -> str:
-        """Their name of our tensor `key`, with {layer} and {expert}. Raises ConfigError as hf_name."""
+        """Return their name of our tensor `key`, with {layer} and {expert}. Raises ConfigError like
+        hf_name."""
         name = self.names(key, model).get(without_numbers(key))
         if name is None:
             raise ConfigError(f"{key}: this tensor has no form in {self.model_type} (Family.tensors)")
         return name
 
     def names(self, key: str, model: ModelConfig) -> dict[str, str]:
-        """{our name: their name} of a layer like that of our tensor `key`."""
+        """Return {our name: their name} for layers like that of our tensor `key`."""
         layer = numbers_in(key).get("layer")
         if not self.of_mixers or layer is None:
             return self.tensors
@@ -201,7 +204,7 @@ class Family:
         return own | {ours: theirs for ours, theirs in self.tensors.items() if ours not in own}
 
     def usual_name(self, name: str, model: ModelConfig) -> str:
-        """Their name of a tensor as it is written; a folder may have it in another spelling."""
+        """Return the canonical spelling of their tensor name; folders may use another."""
         layer = LAYER.search(name)
         if not self.spellings or layer is None:
             return name
@@ -211,28 +214,29 @@ class Family:
         return name if other is None else name.replace(other, spellings[other])
 
     def arrangement(self, key: str, model: ModelConfig) -> Arrangement:
-        """How theirs holds our tensor `key`."""
+        """Return how theirs holds our tensor `key`."""
         arrangement_of = self.arrangements.get(self.template(key, model))
         if arrangement_of is None:
             return PLAIN_ARRANGEMENT
         return arrangement_of(layer_model(model, int(numbers_in(key).get("layer", 0))))
 
     def constants_of(self, model: ModelConfig) -> dict[str, float]:
-        """{their name: its value} of numbers in the folder that are the same in every model."""
+        """Return {their name: value} of numbers in the folder that are the same in every model."""
         layers = range(model.layers)
         return {name.format(layer=layer): value for name, value in self.constants.items() for layer in layers}
 
     def place_in_stack(self, key: str, model: ModelConfig) -> tuple[int, int]:
-        """The place of ours in a tensor of theirs: by expert, then in the order of `names`."""
+        """Return the sort key of our tensors within one of theirs: by expert, then in the order of
+        `names`."""
         names = list(self.names(key, model))
         return int(numbers_in(key).get("expert", 0)), names.index(without_numbers(key))
 
 
 def numbers_in(key: str) -> dict[str, str]:
-    """{"layer": "3"}: the numbers in our name of a tensor."""
+    """Return the numbers in our name of a tensor: {"layer": "3"}."""
     return dict(NUMBERED.findall(key))
 
 
 def without_numbers(key: str) -> str:
-    """layers.3.attn.q.weight -> layers.{layer}.attn.q.weight"""
+    """Replace numbers by placeholders: layers.3.attn.q.weight -> layers.{layer}.attn.q.weight."""
     return NUMBERED.sub(r"\1s.{\1}.", key)

@@ -27,7 +27,7 @@ from checkpoint.hf.rules import (
     Only,
 )
 
-# Gemma: norms of w - 1, GeGLU, an embedding times the root of its width.
+# Gemma: norms of w - 1, GeGLU, an embedding scaled by the root of its width.
 GELU_TANH = ("gelu_pytorch_tanh", "gelu")
 GEMMA_RULES = (
     *SIZES,
@@ -40,7 +40,7 @@ GEMMA_RULES = (
     NO_ATTENTION_DROPOUT,
     NO_PADDING,
     Only("use_bidirectional_attention", (None, False), written=False),
-    Idle(("hidden_act",)),  # published folders have both names, and hidden_activation counts
+    Idle(("hidden_act",)),  # published folders have both names; hidden_activation counts
 )
 GEMMA_DEFAULTS = {
     **ROPE_DEFAULTS,

@@ -78,7 +78,7 @@ GRANITE = Family(
 )
 
 
-GRANITE_STACKS = in_layer("model.layers", {  # the experts of a layer are stacked
+GRANITE_STACKS = in_layer("model.layers", {  # stacked per layer
     "mlp.experts.{expert}.gate": "block_sparse_moe.input_linear",
     "mlp.experts.{expert}.up": "block_sparse_moe.input_linear",
     "mlp.experts.{expert}.down": "block_sparse_moe.output_linear",
@@ -168,10 +168,10 @@ GRANITEMOE_SWA = Family(
 )
 
 
-GRANITE_HYBRID_RULES = tuple(  # what other rules read there
+GRANITE_HYBRID_RULES = tuple(  # covered by other rules there
     rule for rule in GRANITE_RULES if not {"mixer.window", "mixer.rope.base", "mlp.width"} & {*rule.fields}
 )
-GRANITE_SHARED = in_layer("model.layers", {  # of layers without experts their MLP
+GRANITE_SHARED = in_layer("model.layers", {  # the MLP, in layers without experts
     **dict.fromkeys(("mlp.gate", "mlp.up", "mlp.shared.gate", "mlp.shared.up"), "shared_mlp.input_linear"),
     **dict.fromkeys(("mlp.down", "mlp.shared.down"), "shared_mlp.output_linear"),
 })

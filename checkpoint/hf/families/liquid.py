@@ -30,7 +30,7 @@ LFM2_RULES = (
     ROPE,
     NO_PADDING,
     Only("conv_bias", (False,)),
-    # Published folders say again what the class computes, or how the weights began.
+    # redundant keys of published folders, or how weights were initialized
     Only("block_use_swiglu", (True,), written=False),
     Only("use_pos_enc", (True,), written=False),
     Idle((

@@ -120,7 +120,7 @@ LLAMA4_TEXT = Family(
 
 
 CWM = Family(
-    model_type="cwm",  # goes out as ministral, or as llama where no layer has a window
+    model_type="cwm",  # exported as ministral, or as llama if no layer has a window
     architecture="CwmForCausalLM",
     rules=(
         *SIZES,

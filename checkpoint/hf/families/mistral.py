@@ -122,7 +122,7 @@ MIXTRAL = Family(
 
 
 MISTRAL4 = Family(
-    # AutoModelForCausalLM does not know it: its class is named.
+    # AutoModelForCausalLM does not know it, so its class is named.
     model_type="mistral4",
     architecture="Mistral4ForCausalLM",
     rules=(

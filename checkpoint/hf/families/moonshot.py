@@ -26,7 +26,7 @@ from checkpoint.hf.families.rules import (
 from checkpoint.hf.rules import MLA_HEADS, NO_ATTENTION_DROPOUT, NO_PADDING, Field, Fixed, Idle, Only
 from checkpoint.hf.state_layers import KIMI_DENSE_LAYERS, KIMI_LAYERS
 
-# The folder has code that is not run. Goes out as deepseek_v3.
+# The folder's code is not executed. Exported as deepseek_v3.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", code="deepseek_v3")
 
 
@@ -45,7 +45,7 @@ KIMI_EXPERTS = MIXTRAL_EXPERTS | in_layer("model.layers", {
 KIMI_ROUTER_BIAS = in_layer(
     "model.layers", {"mlp.router.bias": "block_sparse_moe.gate.e_score_correction_bias"}
 )
-KIMI_SPELLINGS = {  # transformers saves a dense MLP as if it were one of experts
+KIMI_SPELLINGS = {  # transformers saves a dense MLP under expert names
     f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")
 }
 
@@ -56,7 +56,7 @@ KIMI_LINEAR = Family(
         *without(without(DEEPSEEK_SIZES, "context"), "tied"),
         Field("context", "model_max_length"),
         Fixed("tied", False),
-        Only("tie_word_embeddings", (False,)),  # transformers makes a separate head in any case
+        Only("tie_word_embeddings", (False,)),  # transformers creates a separate head in any case
         MLA_HEADS,
         NO_ATTENTION_BIAS,
         NO_MLP_BIAS,
@@ -77,7 +77,7 @@ KIMI_LINEAR = Family(
         Fixed("router", "sigmoid"),
         Fixed("router_bias", True),
         KIMI_DENSE_LAYERS,
-        # Published folders say again what the class computes.
+        # redundant keys of published folders
         Only("mla_use_nope", (True,), written=False),
         Only("moe_router_activation_func", ("sigmoid",), written=False),
         Only("moe_layer_freq", (1,), written=False),

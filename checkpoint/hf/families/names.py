@@ -1,6 +1,6 @@
-"""Names of tensors that several families share: {our name: theirs}.
+"""Tensor names shared by several families: {our name: theirs}.
 
-Without the leaf (.weight or .bias) where with_leaf adds it; {layer} and {expert} stand for numbers.
+They lack the leaf (.weight or .bias) where with_leaf adds it; {layer} and {expert} stand for numbers.
 """
 from checkpoint.hf.families.family import Arrangement, ArrangementOf
 
@@ -10,12 +10,12 @@ def with_leaf(leaf: str, names: dict[str, str]) -> dict[str, str]:
 
 
 def in_layer(prefix: str, names: dict[str, str]) -> dict[str, str]:
-    """The names of a layer. prefix: what stands before the layer's number in theirs."""
+    """Return the names of a layer. `prefix` precedes the layer's number in theirs."""
     return {f"layers.{{layer}}.{ours}": f"{prefix}.{{layer}}.{theirs}" for ours, theirs in names.items()}
 
 
 def convolutions(*names: str) -> dict[str, ArrangementOf]:
-    """The arrangement of weights [channels, 1, width] with these names in a layer."""
+    """Return the arrangement of weights [channels, 1, width] with these names in a layer."""
     full = [f"model.layers.{{layer}}.{name}.weight" for name in names]
     return dict.fromkeys(full, lambda model: Arrangement(inner=True))
 
@@ -30,7 +30,7 @@ NORMS_AROUND = NORMS_AFTER | in_layer("model.layers", {
     "attn_norm": "input_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
 })
-ONE_NORM = in_layer("model.layers", {"attn_norm": "input_layernorm"})  # of attention and MLP side by side
+ONE_NORM = in_layer("model.layers", {"attn_norm": "input_layernorm"})  # of parallel attention and MLP
 
 QKV = in_layer("model.layers", {
     "attn.q": "self_attn.q_proj",
@@ -76,7 +76,7 @@ MIXTRAL_EXPERTS = in_layer("model.layers", {
     "mlp.experts.{expert}.up": "block_sparse_moe.experts.{expert}.w3",
     "mlp.experts.{expert}.down": "block_sparse_moe.experts.{expert}.w2",
 })
-STACKED_EXPERTS = in_layer("model.layers", {  # the experts of a layer are stacked
+STACKED_EXPERTS = in_layer("model.layers", {  # stacked per layer
     "mlp.experts.{expert}.gate.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.{expert}.up.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.{expert}.down.weight": "mlp.experts.down_proj",
@@ -110,8 +110,8 @@ DELTA_RATES = in_layer("model.layers", {
 
 
 def mamba_names(prefix: str, module: str, norm: str) -> dict[str, str]:
-    """Their names of the tensors of a layer with Mamba-2, leaf included. module: of the mixer; norm: before
-    it."""
+    """Return their tensor names of a Mamba-2 layer, including the leaf. `module` is the mixer, `norm` the
+    norm before it."""
     matrices = in_layer(prefix, {
         "attn_norm": norm,
         **dict.fromkeys((f"attn.{name}" for name in ("z", "x", "B", "C", "dt")), f"{module}.in_proj"),

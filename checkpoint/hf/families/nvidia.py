@@ -71,7 +71,7 @@ NEMOTRON = Family(
 )
 
 
-NO_NEMOTRON_EXPERTS = Idle((  # where a model has none; else other rules read them
+NO_NEMOTRON_EXPERTS = Idle((  # in models without experts; otherwise other rules read them
     "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
     "moe_shared_expert_intermediate_size", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor",
 ))
@@ -124,7 +124,7 @@ NEMOTRON_H = Family(
         NO_ATTENTION_BIAS,
         NO_ATTENTION_DROPOUT,
         NO_NEMOTRON_EXPERTS,
-        # Published folders say again what the class computes, or how the weights began.
+        # redundant keys of published folders, or how weights were initialized
         Idle((
             "expand", "chunk_size", "mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep",
             "residual_in_fp32", "rescale_prenorm_residual", "time_step_max", "time_step_floor",

@@ -18,7 +18,7 @@ from checkpoint.hf.rules import (
 )
 from config import ModelConfig
 
-SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")  # of GPT-2's other heads
+SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")  # for GPT-2's other heads
 GPT2_OUTER = {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}
 GPT2_MATRICES = in_layer("transformer.h", {
     "attn.q": "attn.c_attn",  # q, k and v are stacked
@@ -88,7 +88,7 @@ GPT2 = Family(
 )
 
 
-GPT_OSS_STACKS = {  # of each expert gate and up in turn, row by row
+GPT_OSS_STACKS = {  # per expert, rows of gate and up alternate
     f"layers.{{layer}}.mlp.experts.{{expert}}.{ours}.{leaf}": f"model.layers.{{layer}}.mlp.experts.{theirs}"
     for leaf, end in (("weight", ""), ("bias", "_bias"))
     for ours, theirs in (
@@ -102,7 +102,7 @@ GPT_OSS_OTHERS = in_layer("model.layers", {
 
 
 def gpt_oss_stack(name: str) -> ArrangementOf:
-    """The arrangement of a tensor of all experts: matrices are transposed."""
+    """Return the arrangement of a tensor of all experts: matrices are transposed."""
     is_matrix = not name.endswith("_bias")
 
     def arrangement(model: ModelConfig) -> Arrangement:
@@ -136,7 +136,7 @@ GPT_OSS = Family(
         Only("hidden_act", ("silu",)),
         Only("swiglu_alpha", (1.702,), written=False),
         Only("swiglu_limit", (7.0,), written=False),
-        Idle(("initial_context_length", "experts_per_token")),  # again what other keys say
+        Idle(("initial_context_length", "experts_per_token")),  # redundant with other keys
     ),
     defaults={
         **ROPE_DEFAULTS,

@@ -1,4 +1,4 @@
-"""Dense models of makers that have one family here.
+"""Dense models of makers with a single family here.
 
 StarCoder2 (BigCode), SmolLM3 (Hugging Face), Seed-OSS (ByteDance), InternLM3 (Shanghai AI Laboratory), Phi-3
 and Phi-4 (Microsoft), Apertus (Swiss AI), nanochat.
@@ -76,13 +76,13 @@ STARCODER2 = Family(
         Fixed("mixer.bias", "all"),
         Fixed("mlp.bias", True),
         NO_QK_NORM,
-        Only("use_bias", (True,)),  # without, the norms have biases all the same
+        Only("use_bias", (True,)),  # otherwise the norms still have biases
         Only("hidden_act", ("gelu_pytorch_tanh", "gelu_new")),
         *ROTARY,
         ROPE,
         RESIDUAL_DROPOUT,
         PLAIN_WINDOW,
-        # of older folders
+        # in older folders
         Only("norm_type", ("layer_norm",), written=False),
         Only("mlp_type", ("default",), written=False),
         Only("scale_attn_weights", (True,), written=False),
@@ -140,7 +140,7 @@ SMOLLM3 = Family(
 
 
 SEED_OSS = Family(
-    # Goes out as llama or qwen2, but for what llama refuses: heads that do not divide hidden, say.
+    # Exported as llama or qwen2, except what llama refuses, such as heads that do not divide hidden.
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     rules=(
@@ -167,7 +167,7 @@ SEED_OSS = Family(
 
 
 INTERNLM3 = Family(
-    model_type="internlm3",  # transformers runs it as llama; goes out as llama
+    model_type="internlm3",  # transformers runs it as llama; exported as llama
     architecture="InternLM3ForCausalLM",
     rules=(
         *SIZES,
@@ -193,11 +193,11 @@ INTERNLM3 = Family(
 )
 
 
-# Their names of tensors that are stacked: q, k and v, or gate and up.
+# stacked tensors: q, k and v, or gate and up
 PHI_QKV = in_layer("model.layers", dict.fromkeys(("attn.q", "attn.k", "attn.v"), "self_attn.qkv_proj"))
 
 PHI3 = Family(
-    # Without longrope and a partial rotation it goes out as llama or, with a window, as mistral.
+    # Without longrope and partial rotation it is exported as llama or, with a window, as mistral.
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     rules=(
@@ -272,7 +272,7 @@ APERTUS = Family(
 
 
 NANOCHAT_MLP = in_layer("model.layers", {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"})
-# Its angles run the other way. Halves of q and k that change places make of it the rotation of the others.
+# Its angles have the opposite sign. Swapping the halves of q and k turns it into the usual rotation.
 NANOCHAT_TURNED: dict[str, ArrangementOf] = {
     "q_proj": lambda model: Arrangement(groups=model.mixer.heads, turned=True),
     "k_proj": lambda model: Arrangement(groups=kv_heads(model), turned=True),

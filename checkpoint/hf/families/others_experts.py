@@ -1,4 +1,4 @@
-"""Mixtures of experts of makers that have one family here.
+"""Mixtures of experts of makers with a single family here.
 
 dots.llm1 (rednote), Solar Open (Upstage), Sarvam-MoE (Sarvam AI), MiniMax-M2 (MiniMax), Laguna (Poolside),
 MiMo-V2-Flash (Xiaomi), Step 3.5 and 3.7 (StepFun).
@@ -156,7 +156,7 @@ SARVAM_NAMES = {
 SARVAM_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "mlp.gate.expert_bias"})
 
 SARVAM_MOE = Family(
-    # transformers runs it as glm4_moe. With norms of q and k, and without biases, it goes out as dots1.
+    # transformers runs it as glm4_moe. With norms of q and k, and without biases, it is exported as dots1.
     model_type="sarvam_moe",
     architecture="SarvamMoEForCausalLM",
     rules=(
@@ -171,7 +171,7 @@ SARVAM_MOE = Family(
         ROPE,
         NO_ATTENTION_DROPOUT,
         Only("num_nextn_predict_layers", (0,)),
-        # of older folders
+        # in older folders
         Only("use_bias", (False,), written=False),
         Only("moe_router_enable_expert_bias", (True,), written=False),
         Only("score_function", ("sigmoid",), written=False),
@@ -285,7 +285,7 @@ LAGUNA = Family(
         Only("moe_apply_router_weight_on_input", (False,), written=False),
         Only("qkv_bias", (False,), written=False),
         Only("norm_topk_prob", (True,), written=False),
-        Idle(("mlp_only_layers", "decoder_sparse_step")),  # mlp_layer_types says it
+        Idle(("mlp_only_layers", "decoder_sparse_step")),  # redundant with mlp_layer_types
     ),
     defaults={
         **without_key(ROPE_DEFAULTS, "rope_theta"),
@@ -368,7 +368,7 @@ STEP_NAMES = in_layer("model.layers", {
     "mlp.shared.up": "share_expert.up_proj",
     "mlp.shared.down": "share_expert.down_proj",
 })
-STEP_STACKS = in_layer("model.layers", {  # the experts of a layer are stacked
+STEP_STACKS = in_layer("model.layers", {  # stacked per layer
     "mlp.experts.{expert}.gate": "moe.gate_proj",
     "mlp.experts.{expert}.up": "moe.up_proj",
     "mlp.experts.{expert}.down": "moe.down_proj",
@@ -376,7 +376,7 @@ STEP_STACKS = in_layer("model.layers", {  # the experts of a layer are stacked
 STEP_ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "moe.router_bias"})
 
 STEP3P5 = Family(
-    # Step 3.5 as published, and the text part of Step 3.7, inside of which transformers computes it.
+    # Step 3.5 as published, and the text part of Step 3.7, which transformers computes only inside the whole.
     model_type="step3p5",
     architecture="Step3p5ForCausalLM",
     rules=(
@@ -406,7 +406,7 @@ STEP3P5 = Family(
         NO_ATTENTION_DROPOUT,
         Only("gating", (True, "per-head"), written=False),
         Only("use_bidirectional_attention", (False,), written=False),
-        # of published folders
+        # in published folders
         Only("use_head_wise_attn_gate", (True,), written=False),
         Only("use_qk_norm", (True,), written=False),
         Only("zero_centered", (True,), written=False),

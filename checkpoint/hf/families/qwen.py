@@ -66,8 +66,8 @@ QWEN2 = Family(
         "max_position_embeddings": 32768,
     },
     tensors=LLAMA_TENSORS | with_leaf("bias", QKV),
-    # Beside a qwen2 model, transformers 5 silently replaces the splitting of any tokenizer.json by that
-    # of Qwen, unless tokenizer_config.json names code of its own.
+    # For a qwen2 model, transformers 5 silently replaces the pre-tokenizer of any tokenizer.json by Qwen's,
+    # unless tokenizer_config.json names its own code.
     tokenizer_keys={"auto_map": {"AutoTokenizer": [None, "tokenizer.PreTrainedTokenizerFast"]}},
 )
 
@@ -207,7 +207,7 @@ QWEN_LINEAR = in_layer("model.layers", {
     "attn.norm": "linear_attn.norm",
     "attn.o": "linear_attn.out_proj",
 })
-QWEN_ARRANGEMENTS: dict[str, ArrangementOf] = {  # the rows of queries and gates alternate by heads
+QWEN_ARRANGEMENTS: dict[str, ArrangementOf] = {  # rows of queries and gates alternate by heads
     "model.layers.{layer}.self_attn.q_proj.weight": lambda model: Arrangement(groups=model.mixer.heads),
     **convolutions("linear_attn.conv1d"),
 }
@@ -280,7 +280,7 @@ QWEN3_5_TEXT = Family(
 
 
 QWEN3_5_MOE_TEXT = Family(
-    model_type="qwen3_5_moe_text",  # goes out as qwen3_next
+    model_type="qwen3_5_moe_text",  # exported as qwen3_next
     architecture="Qwen3_5MoeForCausalLM",
     rules=(
         *without(QWEN_STATE, "mlp.width"),

@@ -1,14 +1,14 @@
-"""Rules and defaults that several families share; their kinds are in checkpoint/hf/rules.py."""
+"""Rules and defaults shared by several families; their classes are in checkpoint/hf/rules.py."""
 from checkpoint.hf.rules import HEAD_DIM, Field, Fixed, Idle, Only, Rule
 
 
 def without(rules: tuple[Rule, ...], name: str) -> tuple[Rule, ...]:
-    """The rules but for that of one field."""
+    """Return the rules except those of one field."""
     return tuple(rule for rule in rules if name not in rule.fields)
 
 
 def without_rope_share(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The rules but for that all channels of a head are rotated."""
+    """Return the rules except the one that all channels of a head are rotated."""
     return tuple(rule for rule in rules if getattr(rule, "key", "") != "partial_rotary_factor")
 
 
@@ -33,7 +33,7 @@ REST_OF_SIZES = (
 KV_HEADS = Field("mixer.kv_heads", "num_key_value_heads", nullable=True)
 SIZES = (*LAYERS_AND_WIDTH, KV_HEADS, HEAD_DIM, *REST_OF_SIZES)
 
-# What the decoders with rotary positions have in common.
+# shared by decoders with rotary positions
 ROTARY = (
     Fixed("positions", None),
     Only("partial_rotary_factor", (1.0,), written=False),
@@ -74,7 +74,7 @@ DEEPSEEK_SIZES = (
     Field("mixer.nope_dim", "qk_nope_head_dim"),
     Field("mixer.rope_dim", "qk_rope_head_dim"),
     Field("mixer.v_dim", "v_head_dim"),
-    Idle(("head_dim", "qk_head_dim")),  # transformers writes what follows from the others
+    Idle(("head_dim", "qk_head_dim")),  # transformers writes values that follow from the others
 )
 DEEPSEEK_EXPERTS = (
     Field("experts", "n_routed_experts"),
@@ -84,7 +84,7 @@ DEEPSEEK_EXPERTS = (
     Field("first_dense", "first_k_dense_replace"),
     Field("router_scale", "routed_scaling_factor"),
 )
-NO_EXPERTS = Idle((  # where a model has none; else other rules read them
+NO_EXPERTS = Idle((  # in models without experts; otherwise other rules read them
     "n_group", "topk_group", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor",
     "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace",
     "moe_layer_freq",

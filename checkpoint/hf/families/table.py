@@ -1,9 +1,9 @@
-"""The table of the Hugging Face families: what distinguishes the models of one model_type from all others.
+"""The table of Hugging Face families: what distinguishes the models of one model_type from all others.
 
-Import (config.json, names of tensors), export and the tokenizer's files read this table, and nothing else
-knows a model_type. A family is one record, in the file of its maker; the record's name is the model_type in
-capitals. Its rules are in the order in which config.json is written; a later rule of a field or key replaces
-an earlier one. To add a family, write its record and add it here.
+Import (config.json, tensor names), export and the tokenizer's files read this table, and nothing else knows a
+model_type. A family is one record, in the file of its maker; the record's name is the model_type in capitals.
+Its rules are in the order in which config.json is written; a later rule for a field or key overrides an
+earlier one. To add a family, write its record and add it here.
 """
 from collections.abc import Collection
 
@@ -29,7 +29,7 @@ from checkpoint.hf.families import (
     zai,
 )
 
-# In the order of preference: a model that several families can express is written as the first of them.
+# by preference: a model that several families can express is written as the first of them
 FAMILIES = {family.model_type: family for family in (
     openai.GPT2,
     meta.LLAMA,
@@ -90,7 +90,7 @@ FAMILIES = {family.model_type: family for family in (
     ai2.OLMO_HYBRID,
     moonshot.KIMI_LINEAR,
     mistral.MISTRAL4,
-    # The families below are only read: an earlier one can express every model of theirs, and is written.
+    # the families below are only read: an earlier one can express all their models, and is written instead
     tencent.HY_V3,
     zai.GLM4_MOE_LITE,
     tencent.YOUTU,
@@ -101,7 +101,7 @@ FAMILIES = {family.model_type: family for family in (
     moonshot.KIMI_K2,
 )}
 
-LACKING = {  # model_type of other models: the part that they need
+LACKING = {  # model_type of unsupported models: the part that they need
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "embeddings for each layer"),
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa", "mistral_large4", "mistral_large4_text"),
@@ -113,9 +113,9 @@ LACKING = {  # model_type of other models: the part that they need
 }
 
 
-# ---- models of more than text ------------------------------------------------------------------------------
+# ---- multimodal models -------------------------------------------------------------------------------------
 
-WRAPPERS = {  # model_type: that of its text part, where text_config does not say it
+WRAPPERS = {  # model_type: that of its text part, if text_config does not say it
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
@@ -123,15 +123,16 @@ WRAPPERS = {  # model_type: that of its text part, where text_config does not sa
     "qwen3_5_moe": "qwen3_5_moe_text",
     "step3p7": "step3p5",
 }
-TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # (start of its names, ours)
-BESIDE_TEXT = (  # with these the names of the others begin
+TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # (prefix of its names, ours)
+BESIDE_TEXT = (  # prefixes of the other parts
     "model.visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "model.vision_tower.",
     "model.vision_model.", "model.multi_modal_projector.",
 )
 
 
 def text_names(names: Collection[str]) -> dict[str, str]:
-    """{name in a model of text alone: name} of the tensors of a folder; of all of them where it is one."""
+    """Return {name in a text-only model: name} for the tensors of a folder; names of text-only folders are
+    unchanged."""
     if not any(name.startswith(start) for name in names for start, _ in TEXT_PARTS):
         return {name: name for name in names}
     found: dict[str, str] = {}

@@ -110,7 +110,7 @@ HUNYUAN_V1_MOE = Family(
         Only("use_mixed_mlp_moe", (True,), written=False),
         Only("norm_topk_prob", (True,), written=False),
         Only("moe_layer_num_skipped", (0,), written=False),
-        Idle(("num_shared_expert", "moe_intermediate_size")),  # the shapes of the weights say them, too
+        Idle(("num_shared_expert", "moe_intermediate_size")),  # redundant with the shapes of the weights
         *HUNYUAN_RULES,
     ),
     defaults={
@@ -135,7 +135,7 @@ HUNYUAN_EXPERTS = in_layer("model.layers", {
 })
 
 HY_V3 = Family(
-    model_type="hy_v3",  # goes out as dots1
+    model_type="hy_v3",  # exported as dots1
     architecture="HYV3ForCausalLM",
     rules=(
         *SIZES,
@@ -156,7 +156,7 @@ HY_V3 = Family(
         Only("mlp_bias", (False,)),
         ROPE,
         NO_ATTENTION_DROPOUT,
-        # Its module of multi-token prediction has other names, and transformers does not run it.
+        # Its multi-token prediction module has other names, and transformers does not run it.
         Only("num_nextn_predict_layers", (0,), written=False),
         Only("qk_norm", (True,), written=False),
         Only("route_norm", (True,), written=False),
@@ -185,7 +185,7 @@ HY_V3 = Family(
 
 
 YOUTU = Family(
-    model_type="youtu",  # goes out as deepseek_v2 or deepseek_v3, whose layers are all dense
+    model_type="youtu",  # exported as deepseek_v2 or deepseek_v3 with only dense layers
     architecture="YoutuForCausalLM",
     rules=(
         *without(DEEPSEEK_SIZES, "init_std"),

@@ -126,7 +126,7 @@ GLM4_MOE = Family(
 
 
 GLM4_MOE_LITE = Family(
-    model_type="glm4_moe_lite",  # goes out as deepseek_v3
+    model_type="glm4_moe_lite",  # exported as deepseek_v3
     architecture="Glm4MoeLiteForCausalLM",
     rules=(
         *DEEPSEEK_SIZES,
