@@ -69,7 +69,7 @@ class TokenizerContract:
         return f"{self.name} ({self.fingerprint[:DIGEST_SHOWN]})"
 
     def record(self) -> Tree:
-        """Returns the fields that PREFIX.json keeps."""
+        """Return the fields that PREFIX.json keeps."""
         found: Tree = {"name": self.name, "fingerprint": self.fingerprint, "vocab": self.vocab}
         for kind, token in (("eod", self.end), ("bos", self.start), ("pad", self.pad)):
             if token is not None:
@@ -79,7 +79,7 @@ class TokenizerContract:
         return found
 
     def lines(self) -> dict[str, str]:
-        """Returns the lines that prepare_data prints, by label."""
+        """Return the lines that prepare_data prints, by label."""
         grown = ""
         if self.model_vocab is not None and self.model_vocab > self.vocab:
             grown = (f"; config.json's vocab_size of {self.model_vocab:,} is a model's, and model.vocab asks "
@@ -106,7 +106,7 @@ class FileContract:
     made_with: Tree | None = None
 
     def check(self, tok: TokenizerContract | None) -> None:
-        """Raises ConfigError if the tokenizer cannot have made the file."""
+        """Raise ConfigError if the tokenizer cannot have made the file."""
         if tok is None:
             return
         if self.made_with and self.made_with["fingerprint"] != tok.fingerprint:
@@ -121,12 +121,12 @@ class FileContract:
 
 
 def dtype_of(vocab: int) -> str:
-    """The dtype of ids below `vocab`: Megatron's rule, which uses i4 and never u4."""
+    """Return the dtype of ids below `vocab`: Megatron's rule, which uses i4 and never u4."""
     return "<u2" if vocab < 65500 else "<i4"
 
 
 def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]], key: str = "data.path") -> None:
-    """Raises ConfigError if two of the (name of a data set, its tokenizer) are different. key: names them."""
+    """Raise ConfigError if two of the (name of a data set, its tokenizer) are different. key: names them."""
     first_name, first = "", None
     for name, tok in known:
         first_name, first = (first_name, first) if first else (name, tok)
@@ -137,7 +137,7 @@ def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]], key: st
 
 def check_stored(path: str, stored: TokenizerContract, wanted: TokenizerContract, *, requested: str,
                  eod: str | None, folder: str) -> None:
-    """Raises ConfigError if `wanted`, for which data.tokenizer and data.eod ask, is not the tokenizer beside
+    """Raise ConfigError if `wanted`, for which data.tokenizer and data.eod ask, is not the tokenizer beside
     the data, in `folder`."""
     if wanted.fingerprint == stored.fingerprint:
         return
@@ -170,8 +170,8 @@ class Named(NamedTuple):
 
 
 def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tree]:
-    """{name: content} of those of SETTINGS among the files. Raises ConfigError naming one that is not a JSON
-    object."""
+    """Return {name: content} of those of SETTINGS among the files. Raises ConfigError naming one that is not
+    a JSON object."""
     settings: dict[str, Tree] = {}
     for name in SETTINGS:
         if name not in files:
@@ -187,13 +187,14 @@ def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tr
 
 
 def parts_of(content: Tree) -> list[Tree]:
-    """The parts of a file that may name special tokens: text_config is of a model that reads images, too."""
+    """Return the parts of a file that may name special tokens: text_config is of a model that reads images,
+    too."""
     inner = content.get("text_config")
     return [content, inner] if isinstance(inner, dict) else [content]
 
 
 def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> list[Named]:
-    """The tokens that each file names as special, of kind "eos", "bos" or "pad"."""
+    """Return the tokens that each file names as special, of kind "eos", "bos" or "pad"."""
     found: list[Named] = []
     for file, content in settings.items():
         for part in parts_of(content):
@@ -213,7 +214,7 @@ def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -
 
 
 def first_named(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> SpecialToken | None:
-    """The token that the first of the files names; None if none does."""
+    """Return the token that the first of the files names; None if none does."""
     for named in named_tokens(kind, settings, vocabulary):
         if named.ids:
             return vocabulary.token(named.ids[0], [named.file])
@@ -222,7 +223,7 @@ def first_named(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) ->
 
 def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None,
               chosen: str | None) -> SpecialToken:
-    """The token that ends documents. own: that of a sentencepiece model. chosen: --eod or data.eod.
+    """Return the token that ends documents. own: that of a sentencepiece model. chosen: --eod or data.eod.
 
     Raises ConfigError if the files contradict each other, name a token that the tokenizer does not have, or
     name none.
@@ -255,7 +256,8 @@ def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None
 
 
 def usual_end(vocabulary: Vocabulary) -> SpecialToken:
-    """The one token of EOD_NAMES that a tokenizer has. Raises ConfigError if it has none, or several."""
+    """Return the one token of EOD_NAMES that a tokenizer has. Raises ConfigError if it has none, or
+    several."""
     path = vocabulary.path
     ids = [vocabulary.id_of(name) for name in EOD_NAMES]
     known = [vocabulary.token(token_id, [path.name]) for token_id in ids if token_id is not None]
@@ -269,7 +271,7 @@ def usual_end(vocabulary: Vocabulary) -> SpecialToken:
 
 
 def chosen_id(vocabulary: Vocabulary, chosen: str) -> int:
-    """The id of the token that the user names by its text or its id. Raises ConfigError."""
+    """Return the id of the token that the user names by its text or its id. Raises ConfigError."""
     token_id = int(chosen) if chosen.isdecimal() else vocabulary.id_of(chosen)
     if token_id is None or vocabulary.text_of(token_id) is None:
         raise ConfigError(f"--eod: {chosen!r} is none of the tokens of {vocabulary.path}, which has the ids "
@@ -278,8 +280,8 @@ def chosen_id(vocabulary: Vocabulary, chosen: str) -> int:
 
 
 def settled(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
-    """The files of a tokenizer with the user's choice in each that names an end, so that copies of them
-    agree. A list that has it stays."""
+    """Return the files of a tokenizer with the user's choice in each that names an end, so that copies of
+    them agree. A list that has it stays."""
     settings = read_settings(pathlib.Path(), files)
     settings.setdefault(TOKENIZER_CONFIG, {})
     changed = dict(files)
@@ -313,7 +315,7 @@ def spelled_tokens(
 
 
 def check_words(place: pathlib.Path | str, words: Iterable[int], control: dict[int, str]) -> None:
-    """Raises ConfigError, which names `place`, if some of the control tokens {id: text} are plain words."""
+    """Raise ConfigError, which names `place`, if some of the control tokens {id: text} are plain words."""
     for token_id in sorted(words):
         raise ConfigError(f"{place}: text that spells {control[token_id]!r} makes its id {token_id}, as of "
                           "any word, so that it cannot mark the end of a document or a turn; take another "

@@ -56,8 +56,8 @@ class Conversation:
 
 
 def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
-    """(an object, a field of it) for each step to the field that `path` names: a.b is field b of the object
-    under a, unless the record has a field of that very name."""
+    """Return (an object, a field of it) for each step to the field that `path` names: a.b is field b of the
+    object under a, unless the record has a field of that very name."""
     way: list[tuple[Tree, str]] = []
     while path not in record:
         outer, _, rest = path.partition(".")
@@ -70,8 +70,9 @@ def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
 
 
 def read_conversation(record: Tree, key: str | None = None) -> Conversation:
-    """The conversation of a record. key: that of its messages, or a path to them (way_to), beside which tools
-    and system are read. Without it the form says it. Raises BadConversation, which names the field."""
+    """Return the conversation of a record. key: that of its messages, or a path to them (way_to), beside
+    which tools and system are read. Without it the form says it. Raises BadConversation, which names the
+    field."""
     around: list[str] = []
     path = key
     if key is not None:
@@ -132,14 +133,14 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
 
 
 def unread_in(record: Tree, read: Collection[str]) -> list[str]:
-    """The fields of a record that hold something, and are not among those that are read."""
+    """Return the fields of a record that hold something, and are not among those that are read."""
     return [name for name, value in record.items() if name not in read and value not in EMPTY]
 
 
 # ---- forms -------------------------------------------------------------------------------------------------
 
 def parse_side(record: Tree, key: str, role: str) -> list[Message]:
-    """The messages of `prompt`, `completion` or `chosen`: text is one of `role`."""
+    """Return the messages of `prompt`, `completion` or `chosen`: text is one of `role`."""
     value = record.get(key)
     if value in EMPTY and key == "prompt":
         return []
@@ -151,8 +152,8 @@ def parse_side(record: Tree, key: str, role: str) -> list[Message]:
 
 
 def whole_prompt_size(prompt: list[Message], answers: list[Message], key: str) -> int:
-    """How many messages of the answers are the prompt, if they repeat it, after a system message or not; else
-    0. Raises BadConversation for answers that begin with a question other than the prompt's."""
+    """Return how many messages of the answers are the prompt, if they repeat it, after a system message or
+    not; else 0. Raises BadConversation for answers that begin with a question other than the prompt's."""
     if not prompt:
         return 0
     skipped = int(answers[0]["role"] == "system" != prompt[0]["role"])
@@ -168,7 +169,7 @@ def whole_prompt_size(prompt: list[Message], answers: list[Message], key: str) -
 
 
 def alpaca_messages(record: Tree) -> list[Message]:
-    """The messages of instruction, input and output, after those of history (pairs of texts)."""
+    """Return the messages of instruction, input and output, after those of history (pairs of texts)."""
     messages: list[Message] = []
     history = record.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
@@ -185,7 +186,7 @@ def alpaca_messages(record: Tree) -> list[Message]:
 
 
 def parse_messages(value: object, key: str = "messages") -> list[Message]:
-    """The messages {"role", "content", ...} under `key`. Raises BadConversation."""
+    """Return the messages {"role", "content", ...} under `key`. Raises BadConversation."""
     value = parsed_json(value)
     if not isinstance(value, list) or not value:
         raise BadConversation(f"{key!r} holds no list of messages")
@@ -234,14 +235,14 @@ def parse_message(number: int, message: object) -> Message:
 
 
 def checked_text(value: object, place: str) -> str:
-    """Raises BadConversation if it is not text."""
+    """Raise BadConversation if it is not text."""
     if not isinstance(value, str) or "\0" in value:
         raise BadConversation(f"{place} has no text under content (or value)")
     return value
 
 
 def text_of_part(part: object, place: str) -> str:
-    """The text of one part of a content. Raises BadConversation for an image, and for sound."""
+    """Return the text of one part of a content. Raises BadConversation for an image, and for sound."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -274,8 +275,8 @@ def message_counts(number: int, message: Message) -> bool:
 # ---- tools -------------------------------------------------------------------------------------------------
 
 def parse_calls(value: object, place: str) -> list[Tree]:
-    """The calls of a message, each {"type": "function", "function": {"name", "arguments"}}; arguments in
-    JSON are parsed. Raises BadConversation for a call with a key that is not read."""
+    """Return the calls of a message, each {"type": "function", "function": {"name", "arguments"}}; arguments
+    in JSON are parsed. Raises BadConversation for a call with a key that is not read."""
     value = parsed_json(value)
     calls = value if isinstance(value, list) else [value]
     parsed: list[Tree] = []
@@ -294,7 +295,7 @@ def parse_calls(value: object, place: str) -> list[Tree]:
 
 
 def check_call_is_read(call: Tree, called: Tree, place: str) -> None:
-    """Raises BadConversation for a key that is not read. called: the function of the call, or the call."""
+    """Raise BadConversation for a key that is not read. called: the function of the call, or the call."""
     if call is not called and (others := unread_in(call, {"function", *AROUND_CALL})):
         raise BadConversation(f"{place}: one holds {others[0]!r} beside its function, which is not read; "
                               "move it into the function, or remove it")
@@ -306,8 +307,8 @@ def check_call_is_read(call: Tree, called: Tree, place: str) -> None:
 
 
 def parse_tools(record: Tree) -> list[Tree] | None:
-    """The definitions of a record's tools, each {"type": "function", "function": {...}}; None if it has
-    none."""
+    """Return the definitions of a record's tools, each {"type": "function", "function": {...}}; None if it
+    has none."""
     named = [name for name in TOOLS if record.get(name) not in EMPTY]
     if not named:
         return None
@@ -323,7 +324,7 @@ def parse_tools(record: Tree) -> list[Tree] | None:
 
 
 def parsed_json(value: object) -> Any:
-    """Parses a string of JSON that holds an object or a list. Returns any other value as it is."""
+    """Parse a string of JSON that holds an object or a list. Returns any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value)
@@ -335,8 +336,8 @@ def parsed_json(value: object) -> Any:
 
 
 def without_two_values(pairs: list[tuple[str, Any]]) -> Tree:
-    """An object of JSON. Raises TwoValues if it has a key twice: Python takes the last, and the other would
-    be lost."""
+    """Return an object of JSON. Raises TwoValues if it has a key twice: Python takes the last, and the other
+    would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for key, value in pairs:
@@ -350,14 +351,14 @@ JSON = json.JSONDecoder(object_pairs_hook=without_two_values)  # made once: it c
 
 
 def parse_json(text: str) -> Any:
-    """The value of JSON. Raises TwoValues as without_two_values does; ValueError if it is not JSON."""
+    """Return the value of JSON. Raises TwoValues as without_two_values does; ValueError if it is not JSON."""
     text = text.strip(JSON_SPACE)
     value, end = JSON.raw_decode(text)
     return value if end == len(text) else JSON.decode(text)  # which says what is too much
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys that hold null: parquet gives every object the keys of all."""
+    """Return the value without keys that hold null: parquet gives every object the keys of all."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -366,8 +367,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def strings_of(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """(keys that lead to it, value) of each value in nested objects and lists, the keys of objects included
-    as (..., "key")."""
+    """Yield (keys that lead to it, value) of each value in nested objects and lists, the keys of objects
+    included as (..., "key")."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield (*path, "key"), key

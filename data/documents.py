@@ -107,9 +107,9 @@ class BadDocument(ConfigError):
 def plan_units(
     inputs: list[str], unit_bytes: int = UNIT_BYTES, passed_over: Sequence[str] = ()
 ) -> list[list[DocumentPiece]]:
-    """The units of work, each a list of pieces, in the order of the output. A unit has at most `unit_bytes`
-    of input, or one larger piece. passed_over: files and folders that are not read where they lie in a folder
-    of the input. Raises ConfigError naming the input."""
+    """Return the units of work, each a list of pieces, in the order of the output. A unit has at most
+    `unit_bytes` of input, or one larger piece. passed_over: files and folders that are not read where they
+    lie in a folder of the input. Raises ConfigError naming the input."""
     units: list[list[DocumentPiece]] = []
     space_left = 0
     for name in inputs:
@@ -123,7 +123,7 @@ def plan_units(
 
 
 def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> Iterator[DocumentPiece]:
-    """The pieces of one input of the command line, in order."""
+    """Yield the pieces of one input of the command line, in order."""
     if name == "stdlib":
         for path in stdlib_files():
             yield DocumentPiece(kind="text", path=path, start=0, stop=0, size=os.path.getsize(path))
@@ -158,8 +158,8 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
 
 
 def matching_files(name: str, passed_over: Sequence[str] = (), is_text: bool = False) -> list[str]:
-    """The files of an input: one file, the readable files of a folder but for those passed over, or what a
-    glob matches, sorted. is_text: all files of a folder. Raises ConfigError if there are none."""
+    """Return the files of an input: one file, the readable files of a folder but for those passed over, or
+    what a glob matches, sorted. is_text: all files of a folder. Raises ConfigError if there are none."""
     path = pathlib.Path(name)
     if path.is_dir():
         files = [file for file in files_in(name, passed_over) if is_text or kind_of(file)]
@@ -176,14 +176,14 @@ def matching_files(name: str, passed_over: Sequence[str] = (), is_text: bool = F
 
 
 def files_in(folder: str, passed_over: Sequence[str]) -> list[str]:
-    """All files in a folder but for those passed over, sorted."""
+    """Return all files in a folder but for those passed over, sorted."""
     files = sorted(str(file) for file in pathlib.Path(folder).rglob("*") if file.is_file())
     return without(files, passed_over, folder)
 
 
 def unread_files(name: str, passed_over: Sequence[str] = ()) -> str | None:
-    """A line that counts the files of a folder which are not read, by the ends of their names; None if there
-    are none."""
+    """Return a line that counts the files of a folder which are not read, by the ends of their names; None if
+    there are none."""
     if not pathlib.Path(name).is_dir():
         return None
     ends = Counter(name_end(file) or "without an end" for file in files_in(name, passed_over)
@@ -197,7 +197,8 @@ def unread_files(name: str, passed_over: Sequence[str] = ()) -> str | None:
 
 
 def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[str]:
-    """The files that do not lie at or under one of the paths, but for those in which the folder lies."""
+    """Return the files that do not lie at or under one of the paths, but for those in which the folder
+    lies."""
     outer = f"{os.path.realpath(folder)}/"
     left_out = tuple(f"{os.path.realpath(path)}/" for path in passed_over)
     left_out = tuple(path for path in left_out if not outer.startswith(path))
@@ -207,12 +208,12 @@ def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[s
 
 
 def kind_of(path: str) -> str | None:
-    """The kind that the name of a file says; None if it says none."""
+    """Return the kind that the name of a file says; None if it says none."""
     return KINDS.get(name_end(path))
 
 
 def holds_records(path: str) -> bool:
-    """Whether the first two lines of a file are objects of JSON."""
+    """Return whether the first two lines of a file are objects of JSON."""
     try:
         disk_file, stream = open_streams(path)
         with disk_file, stream:
@@ -224,24 +225,24 @@ def holds_records(path: str) -> bool:
 
 
 def name_end(path: str) -> str:
-    """The end of a file's name, without that of its compression, in small letters."""
+    """Return the end of a file's name, without that of its compression, in small letters."""
     return os.path.splitext(path[:len(path) - len(packing(path))])[1].lower()
 
 
 def packing(path: str) -> str:
-    """The end of a file's name that says how it is compressed; "" if it is not."""
+    """Return the end of a file's name that says how it is compressed; "" if it is not."""
     end = os.path.splitext(path)[1].lower()
     return end if end in COMPRESSED else ""
 
 
 def is_plain(piece: DocumentPiece) -> bool:
-    """Whether its size is that of the file, as text or JSON."""
+    """Return whether its size is that of the file, as text or JSON."""
     return piece.kind in ("jsonl", "text") and not packing(piece.path)
 
 
 def stdlib_files() -> list[str]:
-    """The files of Python's standard library, ordered by a hash of their names: any contiguous share is a
-    fair sample."""
+    """Return the files of Python's standard library, ordered by a hash of their names: any contiguous share
+    is a fair sample."""
     root = sysconfig.get_paths()["stdlib"]
     files: list[str] = []
     for folder, subfolders, names in os.walk(root):
@@ -251,7 +252,7 @@ def stdlib_files() -> list[str]:
 
 
 def hf_dataset(name: str) -> "datasets.IterableDataset":
-    """Opens NAME[:CONFIG][:SPLIT] for streaming. One word after NAME is a config if the dataset has one of
+    """Open NAME[:CONFIG][:SPLIT] for streaming. One word after NAME is a config if the dataset has one of
     that name, else a split; the split is train by default. Raises ConfigError if the dataset cannot be
     opened."""
     try:
@@ -277,7 +278,7 @@ def hf_dataset(name: str) -> "datasets.IterableDataset":
 
 
 def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
-    """Raises ConfigError if pyarrow is not installed or the file is not a parquet file."""
+    """Raise ConfigError if pyarrow is not installed or the file is not a parquet file."""
     try:
         import pyarrow.parquet  # only for a .parquet
         return pyarrow.parquet.ParquetFile(path)
@@ -292,9 +293,9 @@ def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
 def read_piece(
     piece: DocumentPiece, key: str | None, chat: ChatFormat | None = None
 ) -> Iterator[DocumentRecord]:
-    """The documents of a piece in order, and those that cannot be read. key: the field or column of the text,
-    or of the messages (None: the form of the record says it). chat: how conversations are written; none: the
-    piece holds text. Raises ConfigError naming a file that cannot be read to its end."""
+    """Yield the documents of a piece in order, and those that cannot be read. key: the field or column of the
+    text, or of the messages (None: the form of the record says it). chat: how conversations are written;
+    none: the piece holds text. Raises ConfigError naming a file that cannot be read to its end."""
     readers = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}
     if chat is not None and piece.kind == "text":
         message = f"{piece.path}: --chat reads conversations from jsonl, parquet or hf:NAME, not text"
@@ -348,7 +349,7 @@ def read_jsonl(piece: DocumentPiece, column: str | None, read: ReadRecord) -> It
 
 
 def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
-    """The document of one line of jsonl."""
+    """Return the document of one line of jsonl."""
     try:
         record = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -366,7 +367,7 @@ def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
 
 
 def way_out(raw: bytes) -> str:
-    """What to do about a line that is a part of a file of JSON."""
+    """Return what to do about a line that is a part of a file of JSON."""
     begin = raw.strip()[:1]
     if begin == b"[":
         return "; a list of JSON: write one object on each line, as jq -c '.[]' FILE does"
@@ -374,7 +375,7 @@ def way_out(raw: bytes) -> str:
 
 
 def text_reader(key: str) -> ReadRecord:
-    """Reads the text under a field, or a path of fields (way_to)."""
+    """Read the text under a field, or a path of fields (way_to)."""
     def read(record: Tree, line: int) -> DocumentRecord:
         holder, name = (record, key) if key in record else way_to(record, key)[-1]
         return checked_text(holder.get(name), key, line)
@@ -383,7 +384,7 @@ def text_reader(key: str) -> ReadRecord:
 
 
 def checked_text(text: object, key: str, line: int) -> DocumentRecord:
-    """The document whose field `key` holds `text`."""
+    """Return the document whose field `key` holds `text`."""
     if text is None:
         return DocumentRecord(None, line, f"no text under {key!r} (see --jsonl-key)")
     if not isinstance(text, str):
@@ -396,7 +397,7 @@ def checked_text(text: object, key: str, line: int) -> DocumentRecord:
 
 
 def conversation_reader(chat: ChatFormat, key: str | None, is_table: bool) -> ReadRecord:
-    """Reads a conversation as the text that `chat` makes of it. is_table: nulls are those of a table, which
+    """Read a conversation as the text that `chat` makes of it. is_table: nulls are those of a table, which
     gives each object the keys of all."""
     def read(record: Tree, line: int) -> DocumentRecord:
         try:
@@ -412,7 +413,7 @@ def conversation_reader(chat: ChatFormat, key: str | None, is_table: bool) -> Re
 
 
 def seek_line(file: io.BufferedIOBase, start: int) -> int:
-    """Moves `file` to the first line that begins at byte `start` or later, and returns where that is."""
+    """Move `file` to the first line that begins at byte `start` or later, and returns where that is."""
     if start == 0:
         return 0
     file.seek(start - 1)
@@ -420,7 +421,7 @@ def seek_line(file: io.BufferedIOBase, start: int) -> int:
 
 
 def read_parquet(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
-    """The rows of the piece's row groups; of their columns only `column`, unless that is None."""
+    """Yield the rows of the piece's row groups; of their columns only `column`, unless that is None."""
     table = open_parquet(piece.path)
     columns = table.schema_arrow.names
     if column is not None and column not in columns:
@@ -472,7 +473,7 @@ def piece_location(piece: DocumentPiece, line: int) -> str:
 # ---- compressed files --------------------------------------------------------------------------------------
 
 def open_streams(path: str) -> tuple[io.BufferedReader, io.BufferedIOBase]:
-    """Returns the file on disk, and the stream of its content: the same object for a plain file."""
+    """Return the file on disk, and the stream of its content: the same object for a plain file."""
     disk_file = open(path, "rb")
     end = packing(path)
     if end == ".gz":

@@ -40,7 +40,8 @@ Copies = dict[str, Files]  # {URL of data.path: what the store said when it was 
 
 
 def local_path(path: str, cache: str) -> str:
-    """Where a path of data.path lies on this machine: a URL is that of its copy, which need not be there."""
+    """Return where a path of data.path lies on this machine: a URL is that of its copy, which need not be
+    there."""
     if not is_url(path):
         return path
     place = path_of_url(prefix_of(path))
@@ -49,7 +50,7 @@ def local_path(path: str, cache: str) -> str:
 
 
 def prefix_of(path: str) -> str:
-    """What the files of a data set begin with; of NumPy's .npy, which is alone, the whole name."""
+    """Return what the files of a data set begin with; of NumPy's .npy, which is alone, the whole name."""
     return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
 
 
@@ -64,7 +65,7 @@ def local_data(path: str, cache: str, key: str = "data.path") -> str:
 
 
 def download_sources(cfg: Config, known: Copies | None = None, after: int = 0) -> Copies:
-    """Downloads the data sets of data.path and data.valid that are in a store and not on this node, of every
+    """Download the data sets of data.path and data.valid that are in a store and not on this node, of every
     phase of the run that is not over after the step `after`.
 
     known: what the first rank has. Without it this is the first rank, which asks the store.
@@ -85,7 +86,7 @@ def download_sources(cfg: Config, known: Copies | None = None, after: int = 0) -
 
 
 def check_same_files(named: str, folder: Path, copied: Files, wanted: Files) -> None:
-    """Raises ConfigError if a copy is of other files than those that are wanted. named: "KEY: URL"."""
+    """Raise ConfigError if a copy is of other files than those that are wanted. named: "KEY: URL"."""
     differing = sorted(name for name in {*copied, *wanted} if copied.get(name) != wanted.get(name))
     if differing:
         raise ConfigError(f"{named} has changed in the store since {folder} was downloaded "
@@ -95,13 +96,14 @@ def check_same_files(named: str, folder: Path, copied: Files, wanted: Files) -> 
 # ---- the store ---------------------------------------------------------------------------------------------
 
 def open_source(path: str, key: str) -> tuple[RemoteFolder, str]:
-    """(the folder that holds a data set, the name of the data set in it). Raises ConfigError."""
+    """Return (the folder that holds a data set, the name of the data set in it). Raises ConfigError."""
     parent, _, name = prefix_of(path).rpartition("/")
     return open_folder(parent, key), name
 
 
 def stored_files(path: str, key: str) -> Files:
-    """The files of a data set in the store. Raises ConfigError if it cannot be reached, or has none."""
+    """Return the files of a data set in the store. Raises ConfigError if it cannot be reached, or has
+    none."""
     folder, name = open_source(path, key)
     is_array = name.endswith(".npy")
     possible = [name] if is_array else [f"{name}{end}" for end in FILE_ENDS]
@@ -124,12 +126,12 @@ def stored_files(path: str, key: str) -> Files:
 # ---- the copy ----------------------------------------------------------------------------------------------
 
 def copy_folder(path: str, cache: str) -> Path:
-    """The folder of the copy of a URL."""
+    """Return the folder of the copy of a URL."""
     return Path(local_path(path, cache)).parent
 
 
 def read_source(folder: Path) -> Files:
-    """The states of the files of a copy in the store. Raises ConfigError for another folder."""
+    """Return the states of the files of a copy in the store. Raises ConfigError for another folder."""
     try:
         rows = json.loads((folder / SOURCE).read_text())["files"]
         return {name: FileState(**row) for name, row in rows.items()}
@@ -138,7 +140,7 @@ def read_source(folder: Path) -> Files:
 
 
 def download(path: str, cache: str, key: str) -> None:
-    """Downloads a data set, or waits for the process of this node that does."""
+    """Download a data set, or waits for the process of this node that does."""
     final = copy_folder(path, cache)
     final.parent.mkdir(parents=True, exist_ok=True)
     with one_process(final.with_name(f".{final.name}.lock")):
@@ -155,7 +157,7 @@ def download(path: str, cache: str, key: str) -> None:
 
 
 def download_files(path: str, temp: Path, key: str) -> None:
-    """Downloads all files of a data set into a new folder, and checks them. Raises as download_sources."""
+    """Download all files of a data set into a new folder, and checks them. Raises as download_sources."""
     files = stored_files(path, key)
     folder, name = open_source(path, key)
     temp.mkdir()
@@ -179,7 +181,7 @@ def download_files(path: str, temp: Path, key: str) -> None:
 
 
 def commit_copy(temp: Path, final: Path) -> None:
-    """Gives a copy its name. A process of another node may have been first, on a folder that nodes share."""
+    """Return a copy its name. A process of another node may have been first, on a folder that nodes share."""
     try:
         os.rename(temp, final)
     except OSError:
@@ -188,7 +190,7 @@ def commit_copy(temp: Path, final: Path) -> None:
 
 
 def check_copy(path: str, prefix: Path, key: str) -> None:
-    """Raises ChecksumError or ConfigError, which name the URL, if a copy is not what was prepared."""
+    """Raise ChecksumError or ConfigError, which name the URL, if a copy is not what was prepared."""
     if not sibling_file(prefix, ".idx").exists():
         return  # a .bin or .npy of ids, without checksums
     try:
@@ -203,7 +205,7 @@ def check_copy(path: str, prefix: Path, key: str) -> None:
 
 
 def check_blocks(file: Path, crc_file: Path) -> None:
-    """Raises ChecksumError, which names the block, if a file is not that of its checksums."""
+    """Raise ChecksumError, which names the block, if a file is not that of its checksums."""
     expected = np.fromfile(crc_file, "<u4").tolist()
     with open(file, "rb") as content:
         for block, crc in enumerate(expected):
@@ -213,7 +215,7 @@ def check_blocks(file: Path, crc_file: Path) -> None:
 
 @contextlib.contextmanager
 def one_process(path: Path) -> Iterator[None]:
-    """Waits until no other process of this node is inside; without locks of the file system, does not."""
+    """Wait until no other process of this node is inside; without locks of the file system, does not."""
     with open(path, "w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -67,7 +67,7 @@ class FillInTheMiddle:
         return ["fim", self.rate, self.spm_rate, self.by_character, sentinels]
 
     def rearrange_window(self, window: Window, seed: int) -> Window:
-        """The window with its parts rearranged. seed: of this sample."""
+        """Return the window with its parts rearranged. seed: of this sample."""
         bounds = [0, *(start for start in window.starts.tolist() if start < window.filled), window.filled]
         slots = len(window.tokens)
         free = slots
@@ -83,7 +83,7 @@ class FillInTheMiddle:
         return fill_slots(parts, slots, self.tokenizer.eod)
 
     def rearrange(self, ids: np.ndarray, room: int, seed: int) -> np.ndarray:  # [n] -> int64 [at most room]
-        """The tokens of one part: those that fit, as they are or rearranged."""
+        """Return the tokens of one part: those that fit, as they are or rearranged."""
         is_cut, is_spm, *cuts = uniform_draws(seed)
         ids = ids.astype(np.int64)
         begin = int(ids[0] == self.start)
@@ -114,7 +114,7 @@ class FillInTheMiddle:
         return self.tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
 
     def _text(self, ids: np.ndarray) -> str | None:
-        """The text of the tokens; None if tokens would be lost in it."""
+        """Return the text of the tokens; None if tokens would be lost in it."""
         if self._is_special[ids].any():
             return None
         text = self.tokenizer.decode(ids.tolist())
@@ -137,7 +137,7 @@ def uniform_draws(seed: int) -> list[float]:
 def open_fim(
     data: DataConfig, tok: Tokenizer, vocab: int | None, start: int | None = None
 ) -> FillInTheMiddle:
-    """Opens what data.fim_* asks for. vocab: of the model, if it is stated. start: the id that readers put
+    """Open what data.fim_* asks for. vocab: of the model, if it is stated. start: the id that readers put
     before documents, if it is another than the tokenizer's files name.
 
     Raises ConfigError if the tokenizer has no sentinels, or cannot tokenize the parts of a text.
@@ -164,8 +164,8 @@ def open_fim(
 
 
 def sentinel_ids(names: str | None, tok: Tokenizer) -> list[int]:
-    """The ids of prefix, middle and suffix. names: "PREFIX,MIDDLE,SUFFIX", or None for the first of SENTINELS
-    that the tokenizer has. Raises ConfigError."""
+    """Return the ids of prefix, middle and suffix. names: "PREFIX,MIDDLE,SUFFIX", or None for the first of
+    SENTINELS that the tokenizer has. Raises ConfigError."""
     if names is None:
         for family in SENTINELS:
             known = [token_id(tok, name) for name in family]
@@ -192,7 +192,7 @@ def sentinel_ids(names: str | None, tok: Tokenizer) -> list[int]:
 
 
 def gives_parts_back(tok: Tokenizer) -> bool:
-    """Whether the tokens of two parts of a text, one after the other, decode to the text."""
+    """Return whether the tokens of two parts of a text, one after the other, decode to the text."""
     places = range(len(PROBE) + 1)
     lefts = tok.encode_batch([PROBE[:place] for place in places])
     rights = tok.encode_batch([PROBE[place:] for place in places])

@@ -110,7 +110,7 @@ class IndexedDataset:
         self._bounds = idx[self._bounds_begin:bounds_end].view("<i8")  # [D + 1], in sequences
 
     def _read_header(self) -> int:
-        """Checks the header and the size of the .idx. Returns the number of bounds."""
+        """Check the header and the size of the .idx. Returns the number of bounds."""
         size = self.idx.stat().st_size
         with open(self.idx, "rb") as file:
             header = file.read(HEADER.size)
@@ -143,7 +143,7 @@ class IndexedDataset:
         return num_bounds
 
     def _check_bounds(self) -> None:
-        """Raises ConfigError unless the bounds of the documents rise from 0 to the number of sequences."""
+        """Raise ConfigError unless the bounds of the documents rise from 0 to the number of sequences."""
         previous = 0
         for begin in range(0, self.documents + 1, CHUNK):
             count = min(CHUNK, self.documents + 1 - begin)
@@ -162,7 +162,7 @@ class IndexedDataset:
                                   f"documents end at sequence {previous}, not {self.sequences}")
 
     def _check_sequences(self) -> int:
-        """Returns the bytes of all sequences. Raises ConfigError unless each offset is the sum of the lengths
+        """Return the bytes of all sequences. Raises ConfigError unless each offset is the sum of the lengths
         before it; every writer makes them so."""
         total = 0
         for begin in range(0, self.sequences, CHUNK):
@@ -188,7 +188,7 @@ class IndexedDataset:
         return total
 
     def _open_sidecar(self, json_path: pathlib.Path, crc_path: pathlib.Path) -> None:
-        """Reads the .json and the .crc, where there are any, and checks the .idx against them."""
+        """Read the .json and the .crc, where there are any, and checks the .idx against them."""
         self.meta: Tree = read_sidecar(json_path)
         self._crc: np.ndarray | None = None  # of each block
         idx_digest = file_sha256(self.idx)
@@ -209,7 +209,7 @@ class IndexedDataset:
         self.identity = text_sha256(f"{idx_digest} {self.meta['crc_sha256']}")
 
     def _open_loss_mask(self, mask_path: pathlib.Path, crc_path: pathlib.Path) -> None:
-        """Opens the .mask, where there is one. A .json says whether there must be one."""
+        """Open the .mask, where there is one. A .json says whether there must be one."""
         self.loss_mask: LossMask | None = None
         is_named = "mask_crc_sha256" in self.meta
         if not is_named and (self.meta or not mask_path.exists()):
@@ -231,7 +231,7 @@ class IndexedDataset:
         self.identity = text_sha256(f"{self.identity} {mask_digest}")
 
     def _map_bin(self, vocab: int | None, header_bytes: int = 0) -> None:
-        """Maps the .bin without its first `header_bytes`. Plain arrays: a scalar of a np.memmap is slow to
+        """Map the .bin without its first `header_bytes`. Plain arrays: a scalar of a np.memmap is slow to
         make."""
         self._vocab = vocab
         self._bin_file = open(self.bin, "rb")  # what is mapped, whatever the name means later
@@ -242,7 +242,7 @@ class IndexedDataset:
         self._block_is_checked = np.zeros(num_blocks, bool)
 
     def _probe_ids(self) -> None:
-        """Compares the ids of evenly spaced blocks, or of all if they are few, with the vocabulary: a file
+        """Compare the ids of evenly spaced blocks, or of all if they are few, with the vocabulary: a file
         without a .json says nothing of them. Raises ConfigError naming place and id."""
         self.probed: tuple[int, int] | None = None
         if self.meta or self._vocab is None:
@@ -264,8 +264,8 @@ class IndexedDataset:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def read(self, first: int, stop: int) -> np.ndarray:  # [stop - first], in the file's dtype
-        """The ids of the tokens [first, stop). Raises ChecksumError naming the block, or ConfigError naming
-        document, token and id."""
+        """Return the ids of the tokens [first, stop). Raises ChecksumError naming the block, or ConfigError
+        naming document, token and id."""
         self._check_size()
         first_byte = first * self.dtype.itemsize
         stop_byte = stop * self.dtype.itemsize
@@ -275,11 +275,12 @@ class IndexedDataset:
         return self._token_ids[first:stop]
 
     def peek(self, places: np.ndarray) -> np.ndarray:  # int64 [n] -> [n], in the file's dtype
-        """The ids at these places, without a check: what is decided by them is checked when it is read."""
+        """Return the ids at these places, without a check: what is decided by them is checked when it is
+        read."""
         return self._token_ids[places]
 
     def _check_size(self) -> None:
-        """Raises ChecksumError if the .bin was truncated: to read a page that is gone kills with SIGBUS."""
+        """Raise ChecksumError if the .bin was truncated: to read a page that is gone kills with SIGBUS."""
         size = os.fstat(self._bin_file.fileno()).st_size
         if size < self._bin_bytes:
             raise ChecksumError(f"{self.bin}: truncated from {self._bin_bytes} to {size} bytes while the run "
@@ -291,7 +292,7 @@ class IndexedDataset:
         return None if self.loss_mask is None else self.loss_mask.read(first, stop)
 
     def check_unchanged(self) -> None:
-        """Raises ChecksumError if a file was replaced or written to since it was opened: the tokens read
+        """Raise ChecksumError if a file was replaced or written to since it was opened: the tokens read
         since then, or after a resume, may be others. A deleted file does no harm: the mapping keeps its
         content."""
         for path, opened in self._stamps.items():
@@ -303,7 +304,7 @@ class IndexedDataset:
                                 "restore the original file, and start again from the last checkpoint")
 
     def document(self, number: int) -> np.ndarray:  # ids [length]
-        """The ids of one document."""
+        """Return the ids of one document."""
         return self.read(self.document_start(number), self.document_start(number + 1))
 
     def document_start(self, number: int) -> int:
@@ -320,13 +321,13 @@ class IndexedDataset:
         return np.where(sequences == self.sequences, self.tokens, offsets // self.dtype.itemsize)
 
     def document_at(self, token: int) -> int:
-        """The document that holds a token; empty documents hold none."""
+        """Return the document that holds a token; empty documents hold none."""
         # bisect_right passes empty sequences and documents, which begin at the same place
         sequence = bisect.bisect_right(self._offsets, token * self.dtype.itemsize) - 1
         return bisect.bisect_right(self._bounds, sequence) - 1
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
-        """The tokens strictly between `first` and `stop` that begin a document."""
+        """Return the tokens strictly between `first` and `stop` that begin a document."""
         first_document = self.document_at(first) + 1  # that can begin after `first`
         last_document = self.document_at(stop - 1)
         sequences = self._bounds[first_document:last_document + 1]
@@ -361,7 +362,7 @@ class IndexedDataset:
         raise ConfigError(f"{self.bin}: {place}: {self._of_vocabulary(value)}")
 
     def _of_vocabulary(self, value: int) -> str:
-        """The words for an id that no token has, with the way out."""
+        """Return the words for an id that no token has, with the way out."""
         if value < 0:
             return f"id {value} is below 0, and none of the vocabulary of {self._vocab}; make the file again"
         if value >= LARGEST_VOCAB:
@@ -379,7 +380,7 @@ class FileStamp(NamedTuple):
 
 
 def file_stamp(path: pathlib.Path | str) -> FileStamp | None:
-    """The stamp of a file, None without a file."""
+    """Return the stamp of a file, None without a file."""
     try:
         status = pathlib.Path(path).stat()
     except OSError:
@@ -388,8 +389,8 @@ def file_stamp(path: pathlib.Path | str) -> FileStamp | None:
 
 
 def read_sidecar(path: pathlib.Path | str) -> Tree:
-    """The content of PREFIX.json; {} if there is none. Raises ChecksumError if it is not what was written: it
-    holds the sha256 of its own content. Raises ConfigError if it is another file."""
+    """Return the content of PREFIX.json; {} if there is none. Raises ChecksumError if it is not what was
+    written: it holds the sha256 of its own content. Raises ConfigError if it is another file."""
     try:
         text = pathlib.Path(path).read_bytes()
         meta = json.loads(text)
@@ -419,7 +420,7 @@ def is_sidecar(path: pathlib.Path | str) -> bool:
 
 
 def sidecar_bytes(meta: Tree) -> bytes:
-    """The content of PREFIX.json for `meta`, with its sha256 added."""
+    """Return the content of PREFIX.json for `meta`, with its sha256 added."""
     body = {key: value for key, value in meta.items() if key != "sha256"}
     digest = text_sha256(json.dumps(body, sort_keys=True))
     text = json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True)
@@ -484,12 +485,12 @@ class IndexedDatasetWriter:
         return sibling_file(self.prefix, f"{end}.tmp")
 
     def add(self, ids: np.ndarray | Sequence[int], counted: Sequence[bool] | None = None) -> None:
-        """Writes one document."""
+        """Write one document."""
         self.extend(np.asarray(ids), [len(ids)], None if counted is None else np.asarray(counted, bool))
 
     def extend(self, ids: np.ndarray, lengths: np.ndarray | Sequence[int],
                counted: np.ndarray | None = None) -> None:
-        """Writes some tokens, and the lengths of some documents. Calls may give the two separately: finish
+        """Write some tokens, and the lengths of some documents. Calls may give the two separately: finish
         compares their totals. counted: bool, as long as ids; none: the loss counts all of them."""
         if len(ids):
             self._write_tokens(ids)
@@ -520,7 +521,7 @@ class IndexedDatasetWriter:
     def finish(self, tokenizer: Tokenizer | None = None, text_bytes: int | None = None,
                source: str | None = None, fault_point: Callable[[str], object] = lambda name: None,
                made: Tree | None = None) -> None:
-        """Writes the other files, syncs all of them to disk, and renames them into place, the .idx last.
+        """Write the other files, syncs all of them to disk, and renames them into place, the .idx last.
 
         text_bytes: UTF-8 bytes of the text. source: what the text is, for people. fault_point: called at each
         of the named crash points (data/prepare.py). made: what made it (config/provenance.py). Raises
@@ -637,7 +638,7 @@ class IndexedDatasetWriter:
 
 @contextlib.contextmanager
 def naming_errors(path: pathlib.Path | str) -> Iterator[None]:
-    """Adds a file name to an OSError that has none, such as that of a failed write: the message to the user
+    """Add a file name to an OSError that has none, such as that of a failed write: the message to the user
     needs it."""
     try:
         yield
@@ -652,13 +653,13 @@ def rounded_share(documents: int, part: int, whole: int) -> int:
 
 
 def sync_file(file: IO[bytes]) -> None:
-    """Writes what is buffered to the disk, and waits until it is stored."""
+    """Write what is buffered to the disk, and waits until it is stored."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: pathlib.Path | str) -> None:
-    """Waits until the renames in a folder are stored on the disk."""
+    """Wait until the renames in a folder are stored on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

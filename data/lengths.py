@@ -46,7 +46,8 @@ def token_byte_lengths(tok: Tokenizer) -> np.ndarray:  # int64 [2, vocab]
 
 
 def first_texts(found: TokenTexts) -> list[bytes]:
-    """The bytes of each id as the first token of a text: without the space that the tokenizer puts there."""
+    """Return the bytes of each id as the first token of a text: without the space that the tokenizer puts
+    there."""
     prefix = found.prefix
     if prefix is None:
         return found.texts
@@ -54,8 +55,8 @@ def first_texts(found: TokenTexts) -> list[bytes]:
 
 
 def token_texts(tok: Tokenizer, spells_control: bool = False) -> TokenTexts:
-    """The bytes of each id inside a document. spells_control: those of control tokens are their names, as in
-    the text of a conversation; else they are no text."""
+    """Return the bytes of each id inside a document. spells_control: those of control tokens are their names,
+    as in the text of a conversation; else they are no text."""
     if isinstance(tok, ByteTokenizer):
         found = TokenTexts([bytes([token_id]) for token_id in range(256)] + [b""], [""] * tok.vocab, None)
     elif isinstance(tok, SentencePieceTokenizer):
@@ -110,7 +111,7 @@ def texts_of_json(tok: JsonTokenizer) -> TokenTexts:
 
 
 def steps_by_type(part: Tree | None) -> dict[str, Tree]:
-    """{type: settings} of a decoder or pre-tokenizer; of a Sequence, those of its steps."""
+    """Return {type: settings} of a decoder or pre-tokenizer; of a Sequence, those of its steps."""
     if not part:
         return {}
     steps = part.get("decoders") or part.get("pretokenizers") or [part]
@@ -118,15 +119,15 @@ def steps_by_type(part: Tree | None) -> dict[str, Tree]:
 
 
 def byte_level_letters() -> dict[str, int]:
-    """{letter: byte} of GPT-2's alphabet: a byte that can be shown is itself, the others are letters from 256
-    on."""
+    """Return {letter: byte} of GPT-2's alphabet: a byte that can be shown is itself, the others are letters
+    from 256 on."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 def sentencepiece_text(name: str) -> bytes:
-    """The text that a sentencepiece name spells: <0x0A> is a byte, U+2581 a space."""
+    """Return the text that a sentencepiece name spells: <0x0A> is a byte, U+2581 a space."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     return name.replace(SPACE_MARK, " ").encode()
@@ -149,7 +150,7 @@ class ByteCheck:
     keeps_space: bool
 
     def lost(self, texts: list[bytes], pieces: list[np.ndarray]) -> int:
-        """Bytes of the texts, each encoded as one piece, that their tokens do not have."""
+        """Return the bytes of the texts, each encoded as one piece, that their tokens do not have."""
         if isinstance(self.tok, ByteTokenizer):
             return 0
         if self.content is None:
@@ -167,8 +168,8 @@ class ByteCheck:
                    for text, first, end in zip(texts, ends, ends[1:]))
 
     def characters(self, texts: list[bytes], pieces: list[np.ndarray]) -> list[np.ndarray | None]:
-        """The characters [begin, end) of its text of which each token has a byte, int64 [tokens, 2] for each
-        text; None where the text is not the bytes of its tokens, or a token has none.
+        """Return the characters [begin, end) of its text of which each token has a byte, int64 [tokens, 2]
+        for each text; None where the text is not the bytes of its tokens, or a token has none.
 
         With the library's own offsets (has_plain_offsets) encoding takes half as long again.
         """
@@ -190,7 +191,8 @@ class ByteCheck:
         return result
 
     def _bytes_of(self, content: np.ndarray, pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes of all tokens, uint8 [n], and where those of each begin and end, int64 [tokens + 1]."""
+        """Return the bytes of all tokens, uint8 [n], and where those of each begin and end, int64 [tokens +
+        1]."""
         rows = np.concatenate(pieces).astype(np.int64)
         ends = np.cumsum([len(ids) for ids in pieces])
         begins = np.concatenate([[0], ends[:-1]])
@@ -203,14 +205,14 @@ class ByteCheck:
         return content[places], bounds
 
     def _decoded(self, ids: list[int]) -> str:
-        """The text of ids, with the names of control tokens where conversations spell them."""
+        """Return the text of ids, with the names of control tokens where conversations spell them."""
         if self.keeps_space or not isinstance(self.tok, JsonTokenizer):
             return self.tok.decode(ids)
         known = [token_id for token_id in ids if token_id != self.tok.contract.unknown]
         return self.tok.processor.decode(known, skip_special_tokens=False)
 
     def _missing(self, text: bytes, found: np.ndarray) -> int:
-        """Bytes of a text that are not among `found`, uint8 [n], wherever they stand."""
+        """Return the bytes of a text that are not among `found`, uint8 [n], wherever they stand."""
         wanted = np.frombuffer(text, np.uint8)
         if np.array_equal(wanted, found):
             return 0
@@ -233,7 +235,7 @@ def byte_check(tok: Tokenizer, is_chat: bool = False) -> ByteCheck:
 
 
 def has_own_texts(tok: Tokenizer) -> bool:
-    """Whether a text is the texts of its tokens, one after the other."""
+    """Return whether a text is the texts of its tokens, one after the other."""
     if not isinstance(tok, JsonTokenizer):
         return True
     decoders = steps_by_type(json.loads(tok.files["tokenizer.json"]).get("decoder"))
@@ -241,8 +243,8 @@ def has_own_texts(tok: Tokenizer) -> bool:
 
 
 def has_plain_offsets(tok: JsonTokenizer) -> bool:
-    """Whether the library says of each token all characters of which it has a byte: not without spaces at the
-    ends, and not of a text with a space before it."""
+    """Return whether the library says of each token all characters of which it has a byte: not without spaces
+    at the ends, and not of a text with a space before it."""
     spec = json.loads(tok.files["tokenizer.json"])
     is_trimmed = '"trim_offsets": true' in json.dumps(spec.get("post_processor"))
     byte_level = steps_by_type(spec.get("pre_tokenizer")).get("ByteLevel", {})

@@ -158,7 +158,7 @@ class BatchLoader:
         )
 
     def _split_of(self, dataset: BlendedDataset) -> tuple[int, int]:
-        """The tokens [first, last) of a dataset that the split has."""
+        """Return the tokens [first, last) of a dataset that the split has."""
         part = SPLITS.index(self.split)
         return dataset.split_points[part], dataset.split_points[part + 1]
 
@@ -213,7 +213,7 @@ class BatchLoader:
         return self._for_compute(self._awaited(self._prefetched.pop(step), step))
 
     def _awaited(self, read: Future[StepRead], step: int) -> StepRead:
-        """Returns what the thread has read. Raises ReadHangs if it does not come back in time."""
+        """Return what the thread has read. Raises ReadHangs if it does not come back in time."""
         limit_s = self._cfg.parallel.timeout_s
         wait([read], limit_s)
         if not read.done():
@@ -224,22 +224,22 @@ class BatchLoader:
         return read.result()
 
     def sample_ids(self, step: int) -> list[int]:
-        """An id for each sample of the global batch of a step, in order; no two samples of a phase have the
-        same id."""
+        """Return an id for each sample of the global batch of a step, in order; no two samples of a phase
+        have the same id."""
         locations = self._locate_samples(self._first_sequence(step), self._global_batch(step))
         return [location.sample_id * len(self.datasets) + location.dataset for location in locations]
 
     def _global_batch(self, step: int) -> int:
-        """Number of sequences in a step."""
+        """Return the number of sequences in a step."""
         return global_batch_at(self._train, step - self._reading.phase.steps_before)
 
     def _first_sequence(self, step: int) -> int:
-        """The global sample number of the first sequence of a step."""
+        """Return the global sample number of the first sequence of a step."""
         before = self._reading.sequences_before
         return before + sequences_seen(self._train, step - self._reading.phase.steps_before)
 
     def _locate_samples(self, first: int, count: int) -> list[SampleLocation]:
-        """The locations of the global samples first .. first + count - 1."""
+        """Return the locations of the global samples first .. first + count - 1."""
         datasets, samples = self._mix.pick(first, count)
         sample_ids = np.empty(count, np.int64)
         first_tokens = np.empty(count, np.int64)
@@ -250,7 +250,7 @@ class BatchLoader:
         return list(map(SampleLocation, datasets.tolist(), sample_ids.tolist(), first_tokens.tolist()))
 
     def _read_and_copy(self, step: int) -> StepRead:
-        """Reads a step and starts its copies to the device."""
+        """Read a step and starts its copies to the device."""
         batches = self._read_step(step)
         if self.device.type != "cuda":
             return StepRead([batch.to(self.device) for batch in batches], None)
@@ -259,7 +259,7 @@ class BatchLoader:
         return StepRead(batches, self._copies.record_event())
 
     def _for_compute(self, read: StepRead) -> list[Microbatch]:
-        """The microbatches, which the computation from now on finds copied."""
+        """Return the microbatches, which the computation from now on finds copied."""
         self._copies.make_compute_wait(read.copied)
         for batch in read.batches:
             for tensor in batch.tensors().values():
@@ -294,7 +294,7 @@ class BatchLoader:
         return batches
 
     def _read_window(self, location: SampleLocation, slots: int) -> Window:
-        """The tokens of a sample."""
+        """Return the tokens of a sample."""
         index = self.datasets[location.dataset].index
         fim = self._fim if index.loss_mask is None else None  # conversations stay as they are
         window = self._window_of(location, slots, index, self._cfg.data.doc_mask or fim is not None)
@@ -305,7 +305,8 @@ class BatchLoader:
     def _window_of(
         self, location: SampleLocation, slots: int, index: Index | WithoutTokens, wants_starts: bool
     ) -> Window:
-        """A sample as it stands in the data. Without wants_starts, no starts are looked up in a stream."""
+        """Return a sample as it stands in the data. Without wants_starts, no starts are looked up in a
+        stream."""
         sampler = self._windows[location.dataset]
         if isinstance(sampler, PackedSampler):
             pad_id = self.tokenizer.eod if self.tokenizer else 0
@@ -403,7 +404,7 @@ class BatchLoader:
         return lengths
 
     def passes(self, last_step: int) -> list[tuple[str, float]]:
-        """(name, epochs) of each dataset, as the phase reads it. last_step: of the phase."""
+        """Return (name, epochs) of each dataset, as the phase reads it. last_step: of the phase."""
         before = self._reading.sequences_before
         steps = last_step - self._reading.phase.steps_before
         drawn_before = self._mix.drawn(before)
@@ -423,7 +424,7 @@ class BatchLoader:
         return counts
 
     def sample_targets(self, steps: int) -> TargetCounts | None:
-        """Counts the targets of what a number of steps reads, in its first SAMPLED_SEQUENCES sequences. None
+        """Count the targets of what a number of steps reads, in its first SAMPLED_SEQUENCES sequences. None
         where every target counts, or nothing is read."""
         is_stream = self._cfg.data.pack == "stream"
         masks = [dataset.index.loss_mask for dataset in self.datasets]
@@ -460,7 +461,7 @@ class BatchLoader:
         )
 
     def _way_to_targets(self) -> str:
-        """Returns the words that say what to do where no target counts."""
+        """Return the words that say what to do where no target counts."""
         chats = [dataset.index for dataset in self.datasets if dataset.index.loss_mask is not None]
         if not chats:
             return "set data.doc_mask false: nothing is predicted across documents, and these are too short"
@@ -526,8 +527,8 @@ class BatchLoader:
         return " + ".join(texts)
 
     def opening_words(self) -> str:
-        """The first words of the split's first document: a prompt that suits the data. Empty if it has none.
-        Raises as microbatches does."""
+        """Return the first words of the split's first document: a prompt that suits the data. Empty if it has
+        none. Raises as microbatches does."""
         tokenizer = self.required_tokenizer
         part = SPLITS.index(self.split)
         first, last = self.datasets[0].split_points[part:part + 2]
@@ -541,8 +542,8 @@ class BatchLoader:
         return words[1][:OPENING_CHARACTERS] if words else ""
 
     def opening_chat(self) -> list[int]:
-        """The ids of a conversation of the split, up to where the assistant speaks first: the shortest of the
-        first ones. Raises as microbatches does, and ConfigError if there is none."""
+        """Return the ids of a conversation of the split, up to where the assistant speaks first: the shortest
+        of the first ones. Raises as microbatches does, and ConfigError if there is none."""
         dataset = self._largest
         first, last = self._split_of(dataset)
         found: list[list[int]] = []
@@ -553,12 +554,12 @@ class BatchLoader:
         return min(filter(None, found), key=len, default=self.prompts.chat([HELLO]))
 
     def check_unchanged(self) -> None:
-        """Raises ChecksumError if a data file has changed since it was opened."""
+        """Raise ChecksumError if a data file has changed since it was opened."""
         for dataset in self.datasets:
             dataset.index.check_unchanged()
 
     def close(self) -> None:
-        """Stops the thread and waits for it. May be called twice."""
+        """Stop the thread and waits for it. May be called twice."""
         if self._thread:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -566,14 +567,14 @@ class BatchLoader:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 def check_paths(cfg: Config) -> None:
-    """Raises ConfigError if data.path or data.valid names something that holds no tokens; it says what to do.
+    """Raise ConfigError if data.path or data.valid names something that holds no tokens; it says what to do.
     Opens nothing; URLs are looked at when they are downloaded."""
     for key, path in named_paths(cfg.data):
         check_path(path, f"--{key}", cfg.data.tokenizer)
 
 
 def check_path(path: str, option: str, made_with: str | None) -> None:
-    """Raises ConfigError if one path that `option` has named holds no tokens. made_with: the tokenizer that
+    """Raise ConfigError if one path that `option` has named holds no tokens. made_with: the tokenizer that
     is to make them, None to leave the choice to the user."""
     key = option.removeprefix("--") if "." in option else option
     prefix = path.removesuffix(".bin").removesuffix(".idx")
@@ -609,7 +610,7 @@ def check_path(path: str, option: str, made_with: str | None) -> None:
 def open_loader(
     cfg: Config, split: str, rank: int, world: int, *, device: torch.device = CPU, phase: int = 1
 ) -> BatchLoader:
-    """Opens data.path, or data.valid for the valid split, for rank `rank` of `world` data-parallel ranks.
+    """Open data.path, or data.valid for the valid split, for rank `rank` of `world` data-parallel ranks.
     Makes the stdlib corpus first if it is asked for.
 
     device: where the microbatches are wanted. phase: the number of the phase of train.phases that reads;
@@ -649,7 +650,7 @@ def open_loader(
 
 
 def config_of_split(cfg: Config, split: str) -> Config:
-    """The config of a phase; data.path and data.split say what the split reads, under data.valid too.
+    """Return the config of a phase; data.path and data.split say what the split reads, under data.valid too.
 
     Then valid is all of data.valid, and what data.split gives to valid is train's. Raises ConfigError.
     """
@@ -662,7 +663,7 @@ def config_of_split(cfg: Config, split: str) -> Config:
 
 
 def check_dtype(cfg: Config) -> None:
-    """Raises ConfigError if data.dtype is given, and every file has an index. They lie on this node."""
+    """Raise ConfigError if data.dtype is given, and every file has an index. They lie on this node."""
     paths = [local_path(path, cfg.data.cache) for _, path in named_paths(cfg.data)]
     if cfg.data.dtype and not any(map(is_raw_file, paths)):
         raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
@@ -670,7 +671,7 @@ def check_dtype(cfg: Config) -> None:
 
 
 def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
-    """Opens one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
+    """Open one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
     name = path
     path = local_data(name, cfg.data.cache)
     prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx").removesuffix(".npy")
@@ -712,8 +713,8 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
 def tokenizer_of_dataset(
     path: str, prefix: pathlib.Path | str, requested: str | None, eod: str | None
 ) -> Tokenizer | None:
-    """The tokenizer that is stored beside the data, else the requested one (data.tokenizer, with documents
-    that end with data.eod), else None. Raises ConfigError if the two differ."""
+    """Return the tokenizer that is stored beside the data, else the requested one (data.tokenizer, with
+    documents that end with data.eod), else None. Raises ConfigError if the two differ."""
     folder = f"{prefix}.tokenizer"
     stored = tokenizer.load_tokenizer(folder) if os.path.isdir(folder) else None
     if stored is not None and requested in (None, stored.name):  # bpe-1024 asks for the one of that name

@@ -68,7 +68,7 @@ class LossMaskBits:
         self._rest = np.empty(0, bool)  # of a byte that is not full
 
     def bytes_of(self, counted: np.ndarray) -> bytes:  # bool [tokens]
-        """The bytes that are full now."""
+        """Return the bytes that are full now."""
         self.tokens += len(counted)
         self.counted += int(counted.sum())
         bits = np.concatenate([self._rest, counted])
@@ -77,7 +77,7 @@ class LossMaskBits:
         return self._packed(bits[:full])
 
     def last_bytes(self) -> bytes:
-        """The last byte, filled with zeros; nothing if there is none."""
+        """Return the last byte, filled with zeros; nothing if there is none."""
         rest, self._rest = self._rest, self._rest[:0]
         return self._packed(rest)
 

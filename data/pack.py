@@ -20,7 +20,7 @@ def pack_windows(
     starts: list[np.ndarray] | None,
     counted: list[np.ndarray | None] | None = None,
 ) -> Microbatch:
-    """Packs b windows of s + 1 tokens. starts: for each window the indices (1..s) at which a document begins,
+    """Pack b windows of s + 1 tokens. starts: for each window the indices (1..s) at which a document begins,
     none without data.doc_mask. counted: for each window bool [s + 1], does the loss count the token as a
     target? None: all of them."""
     token_ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]

@@ -95,7 +95,7 @@ class TokenizeJob:
     long: str = "anywhere"  # of LONG, for those that do not fit
 
     def chat_format(self, tok: Tokenizer | None) -> ChatFormat | None:
-        """How conversations are written; None where documents are texts. Raises ConfigError."""
+        """Return how conversations are written; None where documents are texts. Raises ConfigError."""
         return chat_format(tok, self.date, self.drops_reasoning) if self.is_chat else None
 
 
@@ -123,7 +123,7 @@ def prepare_corpus(
     progress: Progress = lambda done, whole: None,
     fault_point: FaultPoint = lambda name: None,
 ) -> Tree:
-    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
+    """Make OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
     that scripts.prepare_data prints.
 
     made: what makes it (config/provenance.py), for OUT.json, which then names the inputs, too.
@@ -225,7 +225,8 @@ def prepare_corpus(
 
 
 def earlier_output(out: pathlib.Path) -> list[str]:
-    """The files and folders of OUT.* that an earlier start has made, as far as they look like documents."""
+    """Return the files and folders of OUT.* that an earlier start has made, as far as they look like
+    documents."""
     parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
     has_plan = os.path.exists(f"{parts}/plan")
     has_sidecar = is_sidecar(f"{out}.json")
@@ -238,7 +239,7 @@ def earlier_output(out: pathlib.Path) -> list[str]:
 
 
 def check_out(out: pathlib.Path, units: list[Unit]) -> None:
-    """Raises ConfigError if OUT.* would replace or delete a file that is not of an earlier start."""
+    """Raise ConfigError if OUT.* would replace or delete a file that is not of an earlier start."""
     paths = {piece.path for unit in units for piece in unit if piece.kind != "hf"}
     replaced = first_replaced(out, sorted(paths))
     if replaced is not None:
@@ -264,7 +265,7 @@ def check_out(out: pathlib.Path, units: list[Unit]) -> None:
 
 
 def names_in(folder: str, way_out: str) -> set[str]:
-    """The names in a folder, if it is there. Raises ConfigError if it is a file."""
+    """Return the names in a folder, if it is there. Raises ConfigError if it is a file."""
     if not os.path.lexists(folder):
         return set()
     if not os.path.isdir(folder):
@@ -273,15 +274,15 @@ def names_in(folder: str, way_out: str) -> set[str]:
 
 
 def others_in(folder: str) -> list[str]:
-    """The files in a folder, with their paths, that no copy of a tokenizer has."""
+    """Return the files in a folder, with their paths, that no copy of a tokenizer has."""
     files = [path.relative_to(folder).as_posix() for path in pathlib.Path(folder).rglob("*")
              if not path.is_dir() or path.is_symlink()]
     return sorted(name for name in files if not is_of_a_copy(name))
 
 
 def first_replaced(out: pathlib.Path | str, paths: list[str]) -> str | None:
-    """The first of these files and folders that the making of OUT.* replaces or deletes; None if it does
-    none."""
+    """Return the first of these files and folders that the making of OUT.* replaces or deletes; None if it
+    does none."""
     files = {os.path.realpath(f"{out}{end}") for end in FILE_ENDS}
     folders = tuple(f"{os.path.realpath(f'{out}{end}')}/" for end in FOLDER_ENDS)
     for path in paths:
@@ -324,7 +325,7 @@ def input_files(units: list[Unit]) -> list[Tree]:
 
 
 def unit_size(unit: Unit) -> int:
-    """Bytes of input in a unit."""
+    """Return the bytes of input in a unit."""
     return sum(piece.size for piece in unit)
 
 
@@ -359,7 +360,7 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
 
 
 def drop_other_plan(job: TokenizeJob, digest: str) -> int:
-    """Empties the folder if it is of a run with another digest. Returns how many finished shards are lost."""
+    """Empty the folder if it is of a run with another digest. Returns how many finished shards are lost."""
     path = pathlib.Path(job.parts, "plan")
     old_digest = path.read_text() if path.exists() else None
     if old_digest == digest:
@@ -370,7 +371,7 @@ def drop_other_plan(job: TokenizeJob, digest: str) -> int:
 
 
 def empty_parts(job: TokenizeJob) -> int:
-    """Empties the folder but for the lock and a plan of nothing, which says after a kill that it is ours.
+    """Empty the folder but for the lock and a plan of nothing, which says after a kill that it is ours.
     Returns how many finished shards are lost."""
     write_atomically(os.path.join(job.parts, "plan"), b"")
     num_finished = 0
@@ -387,14 +388,14 @@ def empty_parts(job: TokenizeJob) -> int:
 
 
 def remove_parts(job: TokenizeJob) -> None:
-    """Removes the folder, the plan after the shards."""
+    """Remove the folder, the plan after the shards."""
     empty_parts(job)
     shutil.rmtree(job.parts)
 
 
 def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) -> Tokenizer:
-    """The tokenizer, trained if `spec` is bpe-N. It is stored beside the shards, so that workers and a later
-    run load the same one."""
+    """Return the tokenizer, trained if `spec` is bpe-N. It is stored beside the shards, so that workers and a
+    later run load the same one."""
     folder = pathlib.Path(job.parts, "tokenizer")
     if not folder.exists():
         pieces = tokenizers.bpe_pieces(spec)
@@ -412,7 +413,7 @@ def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) ->
 
 
 def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
-    """Trains a BPE of `pieces` ids on the text of evenly spaced units."""
+    """Train a BPE of `pieces` ids on the text of evenly spaced units."""
     started = time.monotonic()
     chat = job.chat_format(None)
     sentinels = SENTINELS[0] if job.has_fim else ()
@@ -490,7 +491,7 @@ class ShardWriter:
                 stack.enter_context(file)
 
     def write(self, records: list[DocumentRecord]) -> list[tuple[int, str]]:
-        """Encodes and writes some documents. Returns the numbers of those that are too long, and why."""
+        """Encode and writes some documents. Returns the numbers of those that are too long, and why."""
         if not records:
             return []
         too_long: list[tuple[int, str]] = []
@@ -535,7 +536,7 @@ class ShardWriter:
         return too_long
 
     def _too_long(self, chats: list[EncodedChat]) -> list[tuple[int, str]]:
-        """Counts the conversations that do not fit. Returns (number, why) of those that the job refuses."""
+        """Count the conversations that do not fit. Returns (number, why) of those that the job refuses."""
         slots = self._slots
         long = [number for number, chat in enumerate(chats) if len(chat.ids) > slots]
         self.counts.long += len(long)
@@ -552,14 +553,14 @@ class ShardWriter:
             self._files[end].write(array.data)
 
     def sync(self) -> None:
-        """Waits until all files are stored on the disk."""
+        """Wait until all files are stored on the disk."""
         for end, file in self._files.items():
             with naming_errors(self._temporary[end]):
                 sync_file(file)
         self.counts.sizes = {end: file.tell() for end, file in self._files.items()}
 
     def commit(self) -> None:
-        """Renames the files into place, then writes the .json: the shard is finished."""
+        """Rename the files into place, then writes the .json: the shard is finished."""
         self._fault_point("prepare.pre_shard_commit")
         for end in self._temporary:
             os.replace(self._temporary[end], shard_path(self._job, self._number, end))
@@ -573,12 +574,12 @@ def shard_path(job: TokenizeJob, number: int, end: str) -> str:
 
 
 def shard_counts(job: TokenizeJob, number: int) -> Tree:
-    """The content of a shard's .json: the fields of ShardCounts."""
+    """Return the content of a shard's .json: the fields of ShardCounts."""
     return json.loads(pathlib.Path(shard_path(job, number, ".json")).read_bytes())
 
 
 def shard_is_finished(job: TokenizeJob, number: int) -> bool:
-    """Whether the shard is complete, and holds all documents that this run must report."""
+    """Return whether the shard is complete, and holds all documents that this run must report."""
     try:
         counts = shard_counts(job, number)
         for end, size in counts["sizes"].items():
@@ -592,7 +593,7 @@ def shard_is_finished(job: TokenizeJob, number: int) -> bool:
 def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
                report: Callable[[int], object] = lambda done: None,
                fault_point: FaultPoint = lambda name: None) -> None:
-    """Makes shard `number` from its unit. report: receives the bytes of the unit that are done.
+    """Make shard `number` from its unit. report: receives the bytes of the unit that are done.
     Raises BadDocument at the first one unless job.skip_bad is set."""
     chat = job.chat_format(tok)
     with ShardWriter(job, number, tok, fault_point) as writer:
@@ -637,7 +638,7 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
 
 
 def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
-    """Writes a file so that it has either its old content or all of the new one at any moment."""
+    """Write a file so that it has either its old content or all of the new one at any moment."""
     temporary = f"{path}.tmp"
     with naming_errors(path):
         with open(temporary, "wb") as file:
@@ -650,7 +651,7 @@ def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
 
 def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
                    progress: Progress, finished: Callable[[int], None], fault_point: FaultPoint) -> None:
-    """Makes the shards `todo` one after the other. finished: receives the number of each."""
+    """Make the shards `todo` one after the other. finished: receives the number of each."""
     total = sum(unit_size(units[number]) for number in todo)
     bytes_before = 0  # of the finished units
     for number in todo:
@@ -665,7 +666,7 @@ def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok:
 
 def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, workers: int,
                    progress: Progress, finished: Callable[[int], None]) -> None:
-    """Makes the shards `todo` in worker processes, which get them in order. When a shard fails, those before
+    """Make the shards `todo` in worker processes, which get them in order. When a shard fails, those before
     it still finish, so that the error raised is that of the first bad unit of the input, whatever the
     workers' speed. Raises ConfigError if a worker dies."""
     pool: Pool = {}
@@ -682,7 +683,7 @@ def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, work
 
 
 def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
-    """Returns our end of the pipe, and the process."""
+    """Return our end of the pipe, and the process."""
     spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=worker_main, args=(theirs, job), daemon=True)
@@ -693,7 +694,7 @@ def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
 
 def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
                progress: Progress, finished: Callable[[int], None]) -> None:
-    """Sends the shards to the workers and receives their messages, until all are done or the first fault is
+    """Send the shards to the workers and receives their messages, until all are done or the first fault is
     known."""
     total = sum(unit_size(units[number]) for number in todo)
     waiting = list(todo)
@@ -731,7 +732,7 @@ def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Po
 
 @contextlib.contextmanager
 def reporting_death(job: TokenizeJob, process: BaseProcess) -> Iterator[None]:
-    """Raises ConfigError if the pipe to the worker has ended."""
+    """Raise ConfigError if the pipe to the worker has ended."""
     try:
         yield
     except (EOFError, ConnectionError):
@@ -741,7 +742,7 @@ def reporting_death(job: TokenizeJob, process: BaseProcess) -> Iterator[None]:
 
 
 def readable_pipes(pipes: list[Connection]) -> list[Connection]:
-    """Waits until a pipe has something to receive, or has ended; returns those that have, in their order."""
+    """Wait until a pipe has something to receive, or has ended; returns those that have, in their order."""
     found = multiprocessing.connection.wait(pipes)
     return [pipe for pipe in pipes if pipe in found]
 
@@ -769,7 +770,7 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
 
 def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pathlib.Path,
                  source: str | None, made: Tree | None, fault_point: FaultPoint) -> Tree:
-    """Writes all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
+    """Write all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
     document is left."""
     counts = total_counts(job, units)
     if not counts["documents"]:
@@ -791,7 +792,7 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
 
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
-    """The counts of all shards; "bad_records" names the first SHOWN bad documents, and
+    """Return the counts of all shards; "bad_records" names the first SHOWN bad documents, and
     "notes" says of how many conversations each is true."""
     names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "long", "empty",
              "bad")
@@ -813,7 +814,7 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
 
 
 def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
-    """Raises ConfigError if the tokens have lost more than the allowed share of so many bytes of text. The
+    """Raise ConfigError if the tokens have lost more than the allowed share of so many bytes of text. The
     shards are kept."""
     lost = counts["lost_bytes"]
     if 100 * lost > job.max_lost * text_bytes:
@@ -825,7 +826,7 @@ def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
 
 
 def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Callable[[int], None]:
-    """Receives the number of each finished shard, and raises as check_lost does as soon as no shard to
+    """Receive the number of each finished shard, and raises as check_lost does as soon as no shard to
     come can change that: text is not longer than the plain files that hold it. num_shards: to be made."""
     whole = 0
     for piece in itertools.chain(*units):
@@ -845,7 +846,7 @@ def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Call
 
 
 def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:
-    """Copies a shard to the writer: all tokens, then all lengths."""
+    """Copy a shard to the writer: all tokens, then all lengths."""
     with contextlib.ExitStack() as stack:
         tokens_file = stack.enter_context(open(shard_path(job, number, ".bin"), "rb"))
         mask_file = stack.enter_context(open(shard_path(job, number, ".mask"), "rb")) if job.is_chat else None
@@ -863,7 +864,7 @@ def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) ->
 def prepare_stdlib(
     cache: pathlib.Path | str, spec: str | None, eod: str | None = None
 ) -> tuple[pathlib.Path, str]:
-    """Makes the corpus of Python's standard library under `cache` if it is not there yet. spec: the
+    """Make the corpus of Python's standard library under `cache` if it is not there yet. spec: the
     tokenizer, bpe-1024 by default. eod: the token that ends documents. Returns its prefix, and
     "made in 2.4 s" or "cached".
 
@@ -911,8 +912,8 @@ def stdlib_digest() -> str:
 
 
 def sample_text(out: pathlib.Path | str, characters: int = 200) -> str:
-    """The beginning of the first document, decoded from its tokens: shows the user that the corpus can be
-    read back."""
+    """Return the beginning of the first document, decoded from its tokens: shows the user that the corpus can
+    be read back."""
     dataset = IndexedDataset(out)
     stop = min(dataset.document_start(1), 4 * characters)  # an id is at least a quarter of a character
     ids = dataset.read(0, stop).tolist()

@@ -42,7 +42,8 @@ FIRST_STAND_IN = 0xf0000  # of characters for private use, one for each control 
 # ---- the start token ---------------------------------------------------------------------------------------
 
 def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
-    """The token that begins a document, None if there is none. wanted: data.bos; None follows the files.
+    """Return the token that begins a document, None if there is none. wanted: data.bos; None follows the
+    files.
 
     Raises ConfigError if a start token is wanted and the tokenizer names none, or if its post-processor puts
     several tokens before a text.
@@ -61,7 +62,8 @@ def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
 
 
 def added_start(tok: Tokenizer) -> SpecialToken | None:
-    """The token that the tokenizer's own files put before a text. Raises ConfigError if they put several."""
+    """Return the token that the tokenizer's own files put before a text. Raises ConfigError if they put
+    several."""
     if isinstance(tok, SentencePieceTokenizer):
         start = tok.contract.start
         adds_start = json.loads(tok.files.get(TOKENIZER_CONFIG, b"{}")).get("add_bos_token")
@@ -92,19 +94,19 @@ class Prompts:
         return self.start.id if self.start else self.tok.eod
 
     def document(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text that begins a document. special: control tokens that it spells are such; a start
-        token among them is not doubled. Raises ConfigError if the tokenizer cannot read them."""
+        """Return the ids of a text that begins a document. special: control tokens that it spells are such; a
+        start token among them is not doubled. Raises ConfigError if the tokenizer cannot read them."""
         ids = self._control.encode(text) if special else self.tok.encode(text)
         if self.start is None or (special and ids[:1] == [self.start.id]):
             return ids
         return [self.start.id, *ids]
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text that is continued: at least one. special: see document."""
+        """Return the ids of a text that is continued: at least one. special: see document."""
         return self.document(text, special) or [self.tok.eod]
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation, up to where the assistant speaks. messages: {"role", "content"}.
+        """Return the ids of a conversation, up to where the assistant speaks. messages: {"role", "content"}.
 
         Raises ConfigError if the template refuses them.
         """
@@ -127,24 +129,24 @@ class Prompts:
         return ids if self.start is None else [self.start.id, *ids]
 
     def shown(self, ids: list[int]) -> str:
-        """The text of ids with its control tokens, where the tokenizer has names for them."""
+        """Return the text of ids with its control tokens, where the tokenizer has names for them."""
         if isinstance(self.tok, JsonTokenizer):
             return self.tok.processor.decode(ids, skip_special_tokens=False)
         return self.tok.decode(ids)
 
     def spelled(self, text: str) -> list[str]:
-        """The control tokens that a text spells."""
+        """Return the control tokens that a text spells."""
         if not isinstance(self.tok, JsonTokenizer):
             return []
         return [match[0] for match in self._control.pattern.finditer(text)]
 
     def count_unknown(self, ids: list[int]) -> int:
-        """How many of the ids stand for text that the tokenizer does not know."""
+        """Return how many of the ids stand for text that the tokenizer does not know."""
         unknown = self.tok.contract.unknown
         return 0 if unknown is None else ids.count(unknown)
 
     def unknown_texts(self, text: str) -> list[str]:
-        """The parts of a text, in order, that the tokenizer does not know."""
+        """Return the parts of a text, in order, that the tokenizer does not know."""
         if isinstance(self.tok, JsonTokenizer):
             encoding = self.tok.processor.encode(text, add_special_tokens=False)
             parts = zip(encoding.ids, (text[begin:end] for begin, end in encoding.offsets))
@@ -200,7 +202,7 @@ class Prompts:
         return control_reader(self.tok)
 
     def _guarded(self, message: Message) -> Message:
-        """The message with a guard in each control token that it spells."""
+        """Return the message with a guard in each control token that it spells."""
         reader = self._control
         pattern = reader.special if message["role"] == ASSISTANT else reader.pattern
         content = pattern.sub(lambda match: f"{match[0][:1]}{GUARD}{match[0][1:]}", message["content"])
@@ -213,7 +215,7 @@ def conversation_of(messages: list[Message]) -> Conversation:
 
 
 def open_prompts(tok: Tokenizer, bos: bool | None) -> Prompts:
-    """The prompts of a model. bos: data.bos. Raises ConfigError as start_token does."""
+    """Return the prompts of a model. bos: data.bos. Raises ConfigError as start_token does."""
     return Prompts(tok, start_token(tok, bos))
 
 
@@ -236,7 +238,7 @@ class ControlReader:
     cuts: bool
 
     def encode(self, text: str) -> list[int]:
-        """Raises ConfigError if the text holds a character that is used as a stand-in."""
+        """Raise ConfigError if the text holds a character that is used as a stand-in."""
         if any(stand_in in text for stand_in in self.stand_ins.values()):
             raise ConfigError("the prompt holds a character for private use, U+F0000 or one behind it, which "
                               "stands for a control token; leave it out")
@@ -247,7 +249,7 @@ class ControlReader:
 
 
 def control_reader(tok: JsonTokenizer) -> ControlReader:
-    """The reader of a tokenizer's control tokens."""
+    """Return the reader of a tokenizer's control tokens."""
     import tokenizers
 
     processor = tokenizers.Tokenizer.from_str(tok.processor.to_str())
@@ -278,6 +280,6 @@ def control_reader(tok: JsonTokenizer) -> ControlReader:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the texts; of several at a place, the longest."""
+    """Find the texts; of several at a place, the longest."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -86,15 +86,15 @@ class RawShards(IndexedDataset):
         self.identity = hashlib.sha256(b"".join(parts)).hexdigest()
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
-        """The tokens strictly between `first` and `stop` that begin a document. Raises ConfigError if the
-        end-of-document id is not known."""
+        """Return the tokens strictly between `first` and `stop` that begin a document. Raises ConfigError if
+        the end-of-document id is not known."""
         if self._eod is None:
             raise ConfigError(f"{self.bin}: data.doc_mask needs to know how documents end; "
                               "give data.tokenizer")
         return first + 1 + np.flatnonzero(self.read(first, stop - 1) == self._eod)
 
     def split_point(self, part: int, whole: int) -> int:
-        """The first start of a document at or after part/whole of the tokens; that token itself if no
+        """Return the first start of a document at or after part/whole of the tokens; that token itself if no
         document starts within PROBE tokens, or if the end-of-document id is not known."""
         token = self.tokens * part // whole
         if token in (0, self.tokens) or self._eod is None:
@@ -103,7 +103,7 @@ class RawShards(IndexedDataset):
         return int(starts[0]) if len(starts) else token
 
     def check_ends(self, tok: TokenizerContract | None) -> None:
-        """Raises ConfigError if no id in the blocks that are looked at at the opening ends a document of the
+        """Raise ConfigError if no id in the blocks that are looked at at the opening ends a document of the
         tokenizer."""
         if tok is None:
             return
@@ -123,15 +123,15 @@ class RawShards(IndexedDataset):
 
 
 def is_raw_file(path: str) -> bool:
-    """Whether a path names a file of ids without an index."""
+    """Return whether a path names a file of ids without an index."""
     return path.endswith(ENDS) and os.path.isfile(path) and not os.path.exists(f"{path[:-4]}.idx")
 
 
 # ---- what a file is ----------------------------------------------------------------------------------------
 
 def layout_of(path: pathlib.Path, stated: str | None, ids: int | None) -> RawLayout:
-    """Where the ids lie, by the first bytes of a file. stated: data.dtype. ids: of the tokenizer, None if not
-    known. Raises ConfigError if it is another file, or if the width of the ids cannot be known."""
+    """Return where the ids lie, by the first bytes of a file. stated: data.dtype. ids: of the tokenizer, None
+    if not known. Raises ConfigError if it is another file, or if the width of the ids cannot be known."""
     with open(path, "rb") as file:
         start = file.read(12)
     magic, version = np.frombuffer(start[:8].ljust(8, b"\0"), "<i4").tolist()
@@ -148,7 +148,7 @@ def layout_of(path: pathlib.Path, stated: str | None, ids: int | None) -> RawLay
 
 
 def npy_layout(path: pathlib.Path) -> RawLayout:
-    """The layout of NumPy's file. Raises ConfigError unless it holds one row of whole numbers."""
+    """Return the layout of NumPy's file. Raises ConfigError unless it holds one row of whole numbers."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:  # an object array, or a file that is shorter than its header says
@@ -165,7 +165,7 @@ def npy_layout(path: pathlib.Path) -> RawLayout:
 
 
 def shard_layout(path: pathlib.Path, magic: int, version: int) -> RawLayout:
-    """The layout of a shard of llm.c or modded-nanogpt. Raises ConfigError if its size is another."""
+    """Return the layout of a shard of llm.c or modded-nanogpt. Raises ConfigError if its size is another."""
     known_version, dtype = SHARDS[magic]
     if version != known_version:
         raise ConfigError(f"{path}: begins as a shard of llm.c ({magic}), but of version {version}, where "
@@ -177,7 +177,7 @@ def shard_layout(path: pathlib.Path, magic: int, version: int) -> RawLayout:
 
 
 def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids: int | None) -> RawLayout:
-    """The layout of a file that begins with ids. Raises ConfigError as layout_of does."""
+    """Return the layout of a file that begins with ids. Raises ConfigError as layout_of does."""
     state = "state it with data.dtype uint16, uint32 or uint64"
     if stated is None:
         for magic, kind in OTHER_FILES.items():
@@ -198,7 +198,7 @@ def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids:
 
 
 def check_beginning(path: pathlib.Path) -> None:
-    """Raises ConfigError if a file begins as text, or with a header of the size of SHARDS', but of none of
+    """Raise ConfigError if a file begins as text, or with a header of the size of SHARDS', but of none of
     them."""
     with open(path, "rb") as file:
         start = file.read(SHARD_HEADER_BYTES)
@@ -217,7 +217,7 @@ def check_beginning(path: pathlib.Path) -> None:
 
 
 def check_size(path: pathlib.Path, layout: RawLayout, count: int | None) -> None:
-    """Raises ConfigError unless a file holds whole ids, `count` of them if that is known."""
+    """Raise ConfigError unless a file holds whole ids, `count` of them if that is known."""
     size = path.stat().st_size
     tokens, rest = divmod(size - layout.header_bytes, layout.dtype.itemsize)
     if rest or tokens < 1 or (count is not None and tokens != count):
@@ -227,8 +227,8 @@ def check_size(path: pathlib.Path, layout: RawLayout, count: int | None) -> None
 
 
 def width_shown(path: pathlib.Path) -> int:
-    """The bits of an id that a file shows if it is read as ids of 16: of wider ones, every second number, or
-    three of four, are small. Reads three places of it."""
+    """Return the bits of an id that a file shows if it is read as ids of 16: of wider ones, every second
+    number, or three of four, are small. Reads three places of it."""
     count = path.stat().st_size // 8  # groups of four
     groups = min(count, WIDTH_SAMPLE // 4)
     largest = np.zeros(4, int)

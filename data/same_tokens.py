@@ -33,8 +33,8 @@ def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [voca
 
 
 def another_text(there: Tokenizer, here: Tokenizer) -> tuple[int, str, str] | None:
-    """(an id, its text there, its text here) where the two differ. None if at most FEW of the ids differ:
-    files spell white space in several ways."""
+    """Return (an id, its text there, its text here) where the two differ. None if at most FEW of the ids
+    differ: files spell white space in several ways."""
     compared = [(token_id, theirs[1], ours[1])
                 for token_id, (theirs, ours) in enumerate(zip(meanings(there), meanings(here)))
                 if theirs and ours and theirs[1] and ours[1]]
@@ -47,7 +47,7 @@ def another_text(there: Tokenizer, here: Tokenizer) -> tuple[int, str, str] | No
 
 
 def meanings(tok: Tokenizer) -> list[tuple[str, bytes] | None]:
-    """The meaning of each id: ("text", its bytes), ("control", its name), or None without either."""
+    """Return the meaning of each id: ("text", its bytes), ("control", its name), or None without either."""
     found = token_texts(tok)
     of_ids: list[tuple[str, bytes] | None] = []
     for token_id, (text, name) in enumerate(zip(found.texts, found.names)):

@@ -85,7 +85,7 @@ class SpanSampler:
         return span_ids * self.in_span + parts, first_tokens + parts * self.seq_len
 
     def _shuffled(self, places: np.ndarray) -> np.ndarray:  # int64 [n] -> int64 [n]
-        """Permutes the windows [first span .. last span) of each epoch among themselves."""
+        """Permute the windows [first span .. last span) of each epoch among themselves."""
         shuffled = np.empty_like(places)
         epochs = places // self.count
         for epoch in np.unique(epochs).tolist():
@@ -102,7 +102,7 @@ class SpanSampler:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 64-bit seed from whole numbers; the same in every version of Python and numpy."""
+    """Return a 64-bit seed from whole numbers; the same in every version of Python and numpy."""
     state = 0
     for part in parts:
         mixed = mix_bits(np.array([(state ^ part) % 2**64], np.uint64))
@@ -111,7 +111,8 @@ def derive_seed(*parts: int) -> int:
 
 
 def mix_bits(x: np.ndarray) -> np.ndarray:  # uint64 [n] -> uint64 [n]
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit changes every output bit."""
+    """Return the finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit changes every output
+    bit."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -119,7 +120,7 @@ def mix_bits(x: np.ndarray) -> np.ndarray:  # uint64 [n] -> uint64 [n]
 
 
 def permute(indices: np.ndarray, size: int, seed: int) -> np.ndarray:  # int64 [n] -> int64 [n]
-    """Where the permutation of range(size) that `seed` selects sends each index."""
+    """Return where the permutation of range(size) that `seed` selects sends each index."""
     num_bits = (size - 1).bit_length()
     half_bits = np.uint64(max(1, -(-num_bits // 2)))  # of each half of the network: domain below 4 size
     half_mask = (np.uint64(1) << half_bits) - np.uint64(1)

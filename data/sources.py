@@ -61,7 +61,7 @@ class SourceStart:
         return max(stretch.span for stretch in (*self.before, self.now))
 
     def sampler(self, first: int, last: int, seed: int) -> SpanSampler:
-        """The sampler of this stretch of the tokens [first, last). seed: of the source's order."""
+        """Return the sampler of this stretch of the tokens [first, last). seed: of the source's order."""
         next_span = 0  # to read, counted over all epochs
         span = (self.before or (self.now,))[0].span
         for stretch in (*self.before, self.now):
@@ -76,8 +76,8 @@ class SourceStart:
         return SpanSampler(WindowSampler(first, last, span, seed), self.now.seq_len, begin, end)
 
     def packed_sampler(self, documents: np.ndarray, seed: int) -> PackedSampler:
-        """The sampler of this stretch with data.pack best_fit. documents: those of the split, int64 [n, 2].
-        seed: of the source's order."""
+        """Return the sampler of this stretch with data.pack best_fit. documents: those of the split, int64
+        [n, 2]. seed: of the source's order."""
         def sampler_of(stretch: Stretch) -> PackedSampler:
             whole = pack_ranges(documents, stretch.seq_len)
             rest = whole if unread is None else pack_ranges(unread, stretch.seq_len)
@@ -116,7 +116,7 @@ class PhaseReading:
 
 
 def read_phases(phases: Phases) -> list[PhaseReading]:
-    """The data of each phase of a run. Raises ConfigError for a data.path that cannot be parsed."""
+    """Return the data of each phase of a run. Raises ConfigError for a data.path that cannot be parsed."""
     blends = [blend.parse_blend(phase.cfg.data.path) for phase in phases.all]
     sources_of = [named_sources(paths) for _, paths in blends]
     numbers: dict[Source, int] = {}
@@ -166,7 +166,7 @@ def named_sources(paths: list[str]) -> list[Source]:
 
 
 def extend(stretches: list[Stretch], here: Stretch) -> tuple[int, int]:
-    """Adds what a phase reads to the stretches of a source.
+    """Add what a phase reads to the stretches of a source.
 
     Returns (the index of the stretch, the samples in it before the phase).
     """

@@ -62,11 +62,11 @@ class StartedDocuments:
         return self.files.document_start(number) + number
 
     def document_at(self, token: int) -> int:
-        """The document that holds a token."""
+        """Return the document that holds a token."""
         return self._starts_before(token + 1) - 1
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
-        """The tokens strictly between `first` and `stop` that begin a document."""
+        """Return the tokens strictly between `first` and `stop` that begin a document."""
         numbers = np.arange(self._starts_before(first + 1), self._starts_before(stop))
         return self.files.document_firsts(numbers) + numbers
 
@@ -75,13 +75,13 @@ class StartedDocuments:
         return self.document_start((2 * self.documents * part + whole) // (2 * whole))
 
     def _starts_before(self, token: int) -> int:
-        """The number of documents that begin before a token."""
+        """Return the number of documents that begin before a token."""
         return bisect.bisect_left(range(self.documents), token, key=self.document_start)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def read(self, first: int, stop: int) -> np.ndarray:  # int64 [stop - first]
-        """The ids of the tokens [first, stop). Raises as IndexedDataset.read does."""
+        """Return the ids of the tokens [first, stop). Raises as IndexedDataset.read does."""
         before, places = self._starts_in(first, stop)
         ids = self.files.read(first - before, stop - before - len(places))
         return np.insert(ids.astype(np.int64), places, self._start)
@@ -95,8 +95,8 @@ class StartedDocuments:
         return np.insert(counted, places, False)
 
     def _starts_in(self, first: int, stop: int) -> tuple[int, np.ndarray]:
-        """How many start tokens stand before `first`, and for each of those in [first, stop) the place among
-        the file's tokens in the range before which it stands."""
+        """Return how many start tokens stand before `first`, and for each of those in [first, stop) the place
+        among the file's tokens in the range before which it stands."""
         before = self._starts_before(first)
         numbers = np.arange(before, self._starts_before(stop))
         return before, self.files.document_firsts(numbers) - (first - before)
@@ -106,7 +106,7 @@ Index = IndexedDataset | StartedDocuments
 
 
 def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | None, name: str) -> Index:
-    """The index with the start tokens that a run reads. wanted: data.bos. name: as in data.path.
+    """Return the index with the start tokens that a run reads. wanted: data.bos. name: as in data.path.
 
     Conversations that a chat template has written stay as they are. Raises ConfigError where the documents
     contradict data.bos or the tokenizer, and where they cannot be found.
@@ -143,13 +143,13 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
 
 
 def files_of(index: Index) -> IndexedDataset:
-    """The files that an index reads, as they are."""
+    """Return the files that an index reads, as they are."""
     return index.files if isinstance(index, StartedDocuments) else index
 
 
 def first_ids(index: IndexedDataset) -> np.ndarray:  # [at most PROBED_DOCUMENTS]
-    """The first token of some documents that have one: evenly spaced, or of a file without an index the first
-    ones."""
+    """Return the first token of some documents that have one: evenly spaced, or of a file without an index
+    the first ones."""
     if index.documents:
         numbers = np.linspace(0, index.documents - 1, min(index.documents, PROBED_DOCUMENTS)).round()
         places = index.document_firsts(numbers.astype(int))

@@ -43,7 +43,7 @@ class TargetCounts:
 
 
 def number_of_targets(counted: np.ndarray | None, starts: np.ndarray | None, seq_len: int) -> int:
-    """The targets of a sequence that count, as data/pack.py marks them.
+    """Return the targets of a sequence that count, as data/pack.py marks them.
 
     counted: bool [seq_len + 1], or None for all. starts: slots from 1 on that begin a document, whose first
     token does not count then; None without data.doc_mask.
@@ -56,7 +56,7 @@ def number_of_targets(counted: np.ndarray | None, starts: np.ndarray | None, seq
 
 
 def cut_targets(index: Index, first: int, stop: int) -> int:
-    """The counted targets among the tokens (first, stop) whose document begins before `first`."""
+    """Return the counted targets among the tokens (first, stop) whose document begins before `first`."""
     if index.document_start(index.document_at(first)) == first:
         return 0
     starts = index.document_starts(first, stop)

@@ -64,7 +64,8 @@ class ScoredTask:
         return len(self.examples[0].options) > 1
 
     def prompt(self, index: int) -> str:
-        """The text before the context of an example: `shots` others of the task, with their answers."""
+        """Return the text before the context of an example: `shots` others of the task, with their
+        answers."""
         if not self.shots:
             return ""
         others = [other for other in range(len(self.examples)) if other != index]
@@ -77,7 +78,7 @@ class ScoredTask:
         return "".join(f"{text}\n\n" for text in texts)
 
     def before(self, example: Example, option: Option) -> str:
-        """The context of an option and the delimiter."""
+        """Return the context of an option and the delimiter."""
         delimiter = self.delimiter if example.delimiter is None else example.delimiter
         if delimiter is not None:
             return option.context + delimiter
@@ -112,7 +113,7 @@ def texts_of(item: Item, key: str) -> list[str]:
 
 
 def index_of(item: Item, key: str, count: int) -> int:
-    """An index into `count` choices, as a number or its digits."""
+    """Return an index into `count` choices, as a number or its digits."""
     value = item[key]
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -200,7 +201,7 @@ def read_arc(item: Item) -> Content:
 
 
 def read_mmlu(item: Item) -> Content:
-    """The answers stand in the prompt, and their letters are scored."""
+    """Return the answers stand in the prompt, and their letters are scored."""
     endings = texts_of(item, "choices")
     letters = list(LETTERS[:len(endings)])
     answer = letters.index(item["answer"]) if item["answer"] in letters else None
@@ -211,7 +212,7 @@ def read_mmlu(item: Item) -> Content:
 
 
 def read_lambada(item: Item) -> Content:
-    """The last word is to be written (arXiv 1606.06031)."""
+    """Return the last word is to be written (arXiv 1606.06031)."""
     start, _, word = text_of(item, "text").strip().rpartition(" ")
     if not start:
         raise ValueError("text has one word, and nothing before it")
@@ -249,7 +250,7 @@ LAYOUTS = (  # the first that fits
 def read_tasks(
     key: str, paths: str, limit: int | None = None, shots: int | None = None
 ) -> list[ScoredTask]:
-    """The tasks of files and folders, PATH[,PATH...].
+    """Return the tasks of files and folders, PATH[,PATH...].
 
     key: what the user set, for messages. limit: examples of a task, or None for all. shots: examples that a
     prompt shows, or None for as many as core.yaml says, and none elsewhere.
@@ -286,7 +287,7 @@ def read_path(path: Path, limit: int | None, shots: int | None) -> Iterator[Scor
 
 
 def read_file(path: Path, limit: int | None, shots: int | None) -> ScoredTask:
-    """A task of the file's name. Guessing is right as often as one of equal choices is."""
+    """Return a task of the file's name. Guessing is right as often as one of equal choices is."""
     examples = read_examples(path)
     counts = [len(example.options) for example in examples]
     guessed = sum(1 / count for count in counts) / len(counts) if counts[0] > 1 else 0.0
@@ -303,7 +304,8 @@ def make_task(
     delimiter: str | None = None,
     in_core: bool = False,
 ) -> ScoredTask:
-    """The task with at most `limit` of the examples, in an order that depends on their number alone."""
+    """Return the task with at most `limit` of the examples, in an order that depends on their number
+    alone."""
     random.Random(ORDER_SEED).shuffle(examples)
     kept = examples[:limit]
     if shots >= len(kept):
@@ -313,7 +315,7 @@ def make_task(
 
 
 def read_examples(path: Path) -> list[Example]:
-    """The examples of a file, in their order: all with choices, or all without.
+    """Return the examples of a file, in their order: all with choices, or all without.
 
     Raises ConfigError, OSError.
     """
@@ -337,7 +339,7 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def read_example(line: bytes, place: str) -> Example:
-    """Raises ValueError."""
+    """Raise ValueError."""
     try:
         item = json.loads(line)
     except UnicodeDecodeError:
@@ -366,7 +368,7 @@ def read_example(line: bytes, place: str) -> Example:
 
 
 def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[ScoredTask]:
-    """The tasks of a folder in CORE's form."""
+    """Yield the tasks of a folder in CORE's form."""
     listing = folder / "core.yaml"
     entries = read_yaml(listing).get("icl_tasks")
     if not isinstance(entries, list) or not entries:
@@ -400,7 +402,7 @@ def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[Sc
 
 
 def read_baselines(path: Path) -> dict[str, float]:
-    """{task: the accuracy of guessing, from 0 to 1}; the file has percent."""
+    """Return {task: the accuracy of guessing, from 0 to 1}; the file has percent."""
     baselines: dict[str, float] = {}
     with open(path, encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)

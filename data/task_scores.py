@@ -117,7 +117,7 @@ def encode_tasks(
 
 
 def encode(before: str, continuation: str, prompts: Prompts, special: bool = False) -> TextRow:
-    """A text whose end, from `before` on, is scored. special: see encode_tasks."""
+    """Return a text whose end, from `before` on, is scored. special: see encode_tasks."""
     whole = prompts.document(before + continuation, special)
     known = prompts.document(before.rstrip(), special)
     shared = 0
@@ -132,7 +132,7 @@ def encode(before: str, continuation: str, prompts: Prompts, special: bool = Fal
 
 
 def divide_rows(rows: Sequence[TextRow], ranks: int, batch_tokens: int, multiple: int) -> list[Round]:
-    """Rounds of rows of similar length, the longest first.
+    """Round of rows of similar length, the longest first.
 
     batch_tokens: of one rank, with padding; a single row may have more. multiple: a length is one of it.
     """
@@ -161,7 +161,7 @@ def score_rows(
     replicas: Group | None = None,
     stages: Group | None = None,
 ) -> list[Score]:
-    """The score of each row, the same on every rank.
+    """Return the score of each row, the same on every rank.
 
     replicas: ranks that divide the rows among them; stages: ranks that divide the layers. None stands for one
     rank. multiple: the length of a row is a multiple of it. Collective: one all-reduce of two numbers a row
@@ -205,7 +205,7 @@ class TaskReport(NamedTuple):
     seconds: float
 
     def flat(self) -> dict[str, float]:
-        """{tasks/NAME/METRIC: value}, and tasks/core, for metrics.jsonl and W&B."""
+        """Return {tasks/NAME/METRIC: value}, and tasks/core, for metrics.jsonl and W&B."""
         values = {
             f"tasks/{name}/{metric}": value
             for name, found in self.metrics.items()
@@ -226,7 +226,7 @@ def metrics_text(metrics: dict[str, float]) -> str:
 
 
 def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[TextRow]], list[Score]]) -> TaskReport:
-    """The metrics of all tasks. score: rows -> their scores."""
+    """Return the metrics of all tasks. score: rows -> their scores."""
     started = time.perf_counter()
     scores = score(encoded.rows)
     metrics: dict[str, dict[str, float]] = {}
@@ -241,7 +241,7 @@ def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[TextRow]], list
 
 
 def task_metrics(task: ScoredTask, rows: Sequence[TextRow], scores: Sequence[Score]) -> dict[str, float]:
-    """The means over the examples of a task; rows and scores are those of its options."""
+    """Return the means over the examples of a task; rows and scores are those of its options."""
     sums = dict.fromkeys(("acc", "acc_norm", "acc_token", "bpb") if task.has_choices else ("acc", "bpb"), 0.0)
     start = 0
     for example in task.examples:
@@ -272,5 +272,5 @@ def divided(values: Sequence[float], counts: Sequence[int]) -> list[float]:
 
 
 def likeliest(log_probs: Sequence[float]) -> int:
-    """The index of the largest; of equal ones the first."""
+    """Return the index of the largest; of equal ones the first."""
     return max(range(len(log_probs)), key=log_probs.__getitem__)

@@ -154,7 +154,7 @@ class JsonTokenizer(Contracted):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _encode_cut(self, text: str, words: re.Pattern[str]) -> np.ndarray:
-        """Encodes the parts of a text between cuts after the first character of each control token."""
+        """Encode the parts of a text between cuts after the first character of each control token."""
         cuts = [0, *(match.start() + 1 for match in words.finditer(text)), len(text)]
         parts = [text[first:stop] for first, stop in itertools.pairwise(cuts)]
         encodings = self.processor.encode_batch_fast(parts, add_special_tokens=False)
@@ -172,8 +172,8 @@ Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
 
 
 def continuation(tok: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of ids that continue others. Decoded alone they would lose the space at their beginning, with
-    tokenizers that put one in front of a text and drop it again.
+    """Return the text of ids that continue others. Decoded alone they would lose the space at their
+    beginning, with tokenizers that put one in front of a text and drop it again.
     """
     head = tok.decode(before)
     whole = tok.decode([*before, *ids])
@@ -183,7 +183,7 @@ def continuation(tok: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> s
 
 
 def token_id(tok: Tokenizer, name: str) -> int | None:
-    """The id of the token of this name; None if there is none."""
+    """Return the id of the token of this name; None if there is none."""
     if isinstance(tok, ByteTokenizer):
         return None
     if isinstance(tok, JsonTokenizer):
@@ -200,7 +200,7 @@ def piece_id(processor: sentencepiece.SentencePieceProcessor, name: str) -> int 
 # ---- loading -----------------------------------------------------------------------------------------------
 
 def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenizer:
-    """Loads "bytes", a .model, a tokenizer.json, or a folder that holds one. eod: text or id of the token
+    """Load "bytes", a .model, a tokenizer.json, or a folder that holds one. eod: text or id of the token
     that the user wants to end documents with; none: what the files say. Raises ConfigError naming the
     file."""
     path = pathlib.Path(spec)
@@ -230,7 +230,7 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
 
 
 def way_to_tokenizer(spec: str) -> str:
-    """What to give in the place of a tokenizer that is not there."""
+    """Return what to give in the place of a tokenizer that is not there."""
     if bpe_pieces(spec):
         return "bpe-N is for data.path stdlib and for prepare_data"
     if spec.startswith("bpe"):
@@ -245,7 +245,7 @@ def way_to_tokenizer(spec: str) -> str:
 
 
 def way_to_json(folder: pathlib.Path) -> str:
-    """How a folder with a vocabulary and merges gets a tokenizer.json; "" if it has none."""
+    """Return how a folder with a vocabulary and merges gets a tokenizer.json; "" if it has none."""
     files = [folder / "vocab.json", folder / "merges.txt"]
     if not all(file.exists() for file in files):
         return ""
@@ -260,7 +260,7 @@ def way_to_json(folder: pathlib.Path) -> str:
 
 def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
                        eod: str | None = None) -> SentencePieceTokenizer:
-    """Loads the content of a .model. `path` is for messages. beside: the files that may name its special
+    """Load the content of a .model. `path` is for messages. beside: the files that may name its special
     tokens, too. Raises ConfigError if it is none, or has no end of sentence, or if a file contradicts it."""
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -309,8 +309,8 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
 
 
 def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcessor) -> bytes:
-    """The content of a .model in which the pieces that direct a model are control pieces, which no text
-    makes. Gemma's <start_of_turn> is a symbol of the user's, and as such found in every text."""
+    """Return the content of a .model in which the pieces that direct a model are control pieces, which no
+    text makes. Gemma's <start_of_turn> is a symbol of the user's, and as such found in every text."""
     changed = bytearray(content)
     for number, end in enumerate(piece_ends(content)):
         # the type of a piece ends its message
@@ -321,7 +321,7 @@ def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcesso
 
 
 def piece_ends(content: bytes) -> Iterator[int]:
-    """Where each piece of a .model ends: the messages of its field 1, in the order of their ids."""
+    """Yield where each piece of a .model ends: the messages of its field 1, in the order of their ids."""
     place = 0
     while place < len(content):
         field_and_kind = content[place]
@@ -333,7 +333,7 @@ def piece_ends(content: bytes) -> Iterator[int]:
 
 
 def read_varint(content: bytes, place: int) -> tuple[int, int]:
-    """A number of protobuf, and where it ends."""
+    """Return a number of protobuf, and where it ends."""
     number = shift = 0
     while True:
         number |= (content[place] & 127) << shift
@@ -344,7 +344,7 @@ def read_varint(content: bytes, place: int) -> tuple[int, int]:
 
 def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
               eod: str | None = None) -> JsonTokenizer:
-    """Loads the content of a tokenizer.json. `path` is for messages. beside: the files that name its special
+    """Load the content of a tokenizer.json. `path` is for messages. beside: the files that name its special
     tokens. Raises ConfigError if one of them cannot be read, or if they do not agree on the end of a
     document."""
     import tokenizers  # only where a tokenizer.json is used
@@ -410,7 +410,7 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
 
 
 def unknown_id(processor: "tokenizers.Tokenizer", content: bytes) -> int | None:
-    """The id of text that has no other, of a tokenizer.json; None if it names none."""
+    """Return the id of text that has no other, of a tokenizer.json; None if it names none."""
     if hasattr(processor.model, "unk_token"):
         name = processor.model.unk_token
         return processor.token_to_id(name) if name else None
@@ -418,7 +418,8 @@ def unknown_id(processor: "tokenizers.Tokenizer", content: bytes) -> int | None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, at most 200 characters; the name of its class if it has none."""
+    """Return the first line of an error's message, at most 200 characters; the name of its class if it has
+    none."""
     lines = str(error).strip().splitlines()
     return (lines or [type(error).__name__])[0][:200]
 
@@ -437,7 +438,7 @@ def train_bpe(
     out: pathlib.Path | str | None = None,
     sentinels: Sequence[str] = (),
 ) -> SentencePieceTokenizer:
-    """Trains a sentencepiece BPE of `pieces` ids whose decoding gives the text back exactly: no
+    """Train a sentencepiece BPE of `pieces` ids whose decoding gives the text back exactly: no
     normalization; spaces, digits and newlines are kept; unknown characters become bytes. Writes it to `out`,
     a .model path, if that is given. sentinels: special tokens, which no text spells.
     Raises ConfigError if the text is too short for so many pieces, or has more characters than pieces."""
@@ -484,7 +485,7 @@ def train_bpe(
 
 
 def training_error(error: Exception, pieces: int, has_text: bool) -> str:
-    """Returns the words that tell the user why sentencepiece's trainer failed."""
+    """Return the words that tell the user why sentencepiece's trainer failed."""
     most = re.search(r"value <= (\d+)", str(error))
     least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
     if not has_text:
@@ -498,7 +499,7 @@ def training_error(error: Exception, pieces: int, has_text: bool) -> str:
 
 
 def split_long_line(line: str) -> list[str]:
-    """Splits a line into parts of at most MAX_LINE_BYTES bytes, between characters; NUL becomes a space. An
+    """Split a line into parts of at most MAX_LINE_BYTES bytes, between characters; NUL becomes a space. An
     empty line gives none."""
     step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
     parts = [line[begin:begin + step] for begin in range(0, len(line), step)]

@@ -45,13 +45,14 @@ class ChatTemplates(NamedTuple):
 # ---- files -------------------------------------------------------------------------------------------------
 
 def read_files(folder: pathlib.Path) -> dict[str, bytes]:
-    """{name: content} of the files in a folder that say more of its tokenizer: special tokens, templates."""
+    """Return {name: content} of the files in a folder that say more of its tokenizer: special tokens,
+    templates."""
     names = [*SETTINGS, *template_files(folder)]
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def without_ids(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files without those that are of a model, or repeat what a tokenizer's own file says."""
+    """Return the files without those that are of a model, or repeat what a tokenizer's own file says."""
     return {name: content for name, content in files.items()
             if name == TOKENIZER_CONFIG or name not in SETTINGS}
 
@@ -64,7 +65,7 @@ def write_files(folder: pathlib.Path | str, files: dict[str, bytes]) -> None:
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path, with_templates: bool = True) -> None:
-    """Copies the files of a tokenizer that the folder `source` has and the folder `target` lacks; templates,
+    """Copy the files of a tokenizer that the folder `source` has and the folder `target` lacks; templates,
     if they are wanted, only where the target has none, since they would take the place of its own."""
     lacks_template = with_templates and not has_template(read_files(target))
     for name in (*COPIED, *(template_files(source) if lacks_template else ())):
@@ -80,7 +81,7 @@ def copy_files(source: pathlib.Path, target: pathlib.Path, with_templates: bool 
 
 
 def is_of_a_copy(name: str) -> bool:
-    """Whether write_files, for a tokenizer, writes a file of this name."""
+    """Return whether write_files, for a tokenizer, writes a file of this name."""
     inner = name.removeprefix(f"{MORE_TEMPLATES}/")
     is_template = name in (CHAT_TEMPLATE, *OF_PROCESSORS) or inner != name and inner.endswith(".jinja")
     return is_template or name in (*OWN_FILES, *SETTINGS)
@@ -89,19 +90,19 @@ def is_of_a_copy(name: str) -> bool:
 # ---- templates ---------------------------------------------------------------------------------------------
 
 def template_files(folder: pathlib.Path) -> list[str]:
-    """The names of the files in a folder that hold templates, apart from tokenizer_config.json."""
+    """Return the names of the files in a folder that hold templates, apart from tokenizer_config.json."""
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     paths = [*(folder / name for name in (CHAT_TEMPLATE, *OF_PROCESSORS)), *more]
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def has_template(files: dict[str, bytes]) -> bool:
-    """Whether a folder with these files says how conversations are written, be it well or not."""
+    """Return whether a folder with these files says how conversations are written, be it well or not."""
     return templates_of(files) != {}
 
 
 def templates_of(files: dict[str, bytes]) -> dict[str, str] | None:
-    """{name: template} of find_templates; None for files that are refused."""
+    """Return {name: template} of find_templates; None for files that are refused."""
     try:
         return {name: template.source for name, template in find_templates(files).by_name.items()}
     except ConfigError:
@@ -109,8 +110,8 @@ def templates_of(files: dict[str, bytes]) -> dict[str, str] | None:
 
 
 def find_templates(files: dict[str, bytes]) -> ChatTemplates:
-    """The templates among the files of a tokenizer. Raises ConfigError for a file that cannot be read, and
-    for files that contradict each other."""
+    """Return the templates among the files of a tokenizer. Raises ConfigError for a file that cannot be read,
+    and for files that contradict each other."""
     written = of_jinja_files(files)
     named = of_json(TOKENIZER_CONFIG, files)
     of_processor = [found for found in (of_json(name, files) for name in OF_PROCESSORS) if found]
@@ -132,7 +133,7 @@ def find_templates(files: dict[str, bytes]) -> ChatTemplates:
 
 
 def of_jinja_files(files: dict[str, bytes]) -> dict[str, ChatTemplate]:
-    """The templates that have a file each."""
+    """Return the templates that have a file each."""
     found: list[tuple[str, ChatTemplate]] = []
     for file in sorted(files, reverse=True):
         folder, _, name = file.rpartition("/")
@@ -146,7 +147,7 @@ def of_jinja_files(files: dict[str, bytes]) -> dict[str, ChatTemplate]:
 
 
 def of_json(file: str, files: dict[str, bytes]) -> dict[str, ChatTemplate]:
-    """The templates under chat_template in a file of JSON."""
+    """Return the templates under chat_template in a file of JSON."""
     if file not in files:
         return {}
     try:
@@ -173,7 +174,7 @@ def of_json(file: str, files: dict[str, bytes]) -> dict[str, ChatTemplate]:
 
 
 def by_name(found: Iterable[tuple[str, ChatTemplate]]) -> dict[str, ChatTemplate]:
-    """The templates by their names. Raises ConfigError for two that differ."""
+    """Return the templates by their names. Raises ConfigError for two that differ."""
     named: dict[str, ChatTemplate] = {}
     for name, template in found:
         other = named.setdefault(name, template)
@@ -184,7 +185,7 @@ def by_name(found: Iterable[tuple[str, ChatTemplate]]) -> dict[str, ChatTemplate
 
 
 def text_of(content: bytes, file: str) -> str:
-    """The text of a file, with the ends of lines that Python's open gives. Raises ConfigError."""
+    """Return the text of a file, with the ends of lines that Python's open gives. Raises ConfigError."""
     try:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except UnicodeDecodeError:

@@ -105,7 +105,8 @@ class TracedText(str):
         return TracedText(new, sources_of(new)).join(self.split(old, count))
 
     def _located(self, parts: Iterable[str], separator: str | None) -> list[str]:
-        """The parts of this text, in order, with their sources. separator: between two; None: white space."""
+        """Return the parts of this text, in order, with their sources. separator: between two; None: white
+        space."""
         place = 0
         found: list[str] = []
         for part in parts:
@@ -135,17 +136,17 @@ class TracedText(str):
 
 
 def source_mark(number: int) -> str:
-    """The source of the characters of string `number` of a record."""
+    """Return the source of the characters of string `number` of a record."""
     return chr(number + 1)
 
 
 def sources_of(text: str) -> str:
-    """The source of each character."""
+    """Return the source of each character."""
     return text.sources if isinstance(text, TracedText) else TEMPLATE * len(text)
 
 
 def joined(parts: Iterable[object]) -> str:
-    """The parts one after the other, with their sources where one has any."""
+    """Return the parts one after the other, with their sources where one has any."""
     texts = [str(part) for part in parts]
     whole = "".join(texts)
     if not any(isinstance(text, TracedText) for text in texts):
@@ -170,7 +171,7 @@ def traced_json(value: object, **options: Any) -> str:
 
 
 def json_letters(text: TracedText, options: dict[str, Any]) -> str:
-    """The letters that JSON writes between the quotes of a string."""
+    """Return the letters that JSON writes between the quotes of a string."""
     in_ascii = options.get("ensure_ascii", True)
     whole = json.dumps(str.__str__(text), ensure_ascii=in_ascii)[1:-1]
     if len(whole) == len(text):
@@ -181,7 +182,7 @@ def json_letters(text: TracedText, options: dict[str, Any]) -> str:
 
 
 def hidden(value: object, strings: list[TracedText]) -> object:
-    """The value with placeholders for its traced strings, which are added to `strings`."""
+    """Return the value with placeholders for its traced strings, which are added to `strings`."""
     if isinstance(value, TracedText):
         strings.append(value)
         return f"\ue000{len(strings) - 1}\ue001"
@@ -193,7 +194,7 @@ def hidden(value: object, strings: list[TracedText]) -> object:
 
 
 def with_sorted_keys(value: object) -> object:
-    """The value with the keys of all objects in order."""
+    """Return the value with the keys of all objects in order."""
     if isinstance(value, dict):
         return {key: with_sorted_keys(value[key]) for key in sorted(value)}
     if isinstance(value, (list, tuple)):
@@ -235,7 +236,7 @@ class Mark(NamedTuple):
 
 
 def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRender:
-    """Writes a template. Raises what it raises."""
+    """Write a template. Raises what it raises."""
     marks = {"[": Mark(opens=1), "]": Mark(opens=-1)}  # those of loops are added as they begin
     context = template.new_context({**variables, MARKS: marks})
     texts: list[str] = []
@@ -288,7 +289,7 @@ def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRend
 
 
 def loop_begins(context: "jinja2.runtime.Context", item: object, loop: int) -> str:
-    """The mark at the begin of a loop's turn, if it is one over messages."""
+    """Return the mark at the begin of a loop's turn, if it is one over messages."""
     if not isinstance(item, TracedMessage):
         return ""
     name = f"{loop} {item.number}"
@@ -297,12 +298,13 @@ def loop_begins(context: "jinja2.runtime.Context", item: object, loop: int) -> s
 
 
 def loop_ends(context: "jinja2.runtime.Context", loop: int) -> str:
-    """The mark behind a loop over messages."""
+    """Return the mark behind a loop over messages."""
     return f"\0{loop}\0" if f"{loop}" in context.parent[MARKS] else ""
 
 
 def traced_environment() -> "jinja2.Environment":
-    """Where a template runs: without access to Python, and with the functions that templates expect."""
+    """Return where a template runs: without access to Python, and with the functions that templates
+    expect."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols

@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def read_stream(index: Index | WithoutTokens, first: int, slots: int, wants_starts: bool) -> Window:
-    """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
+    """Return the tokens [first, first + slots). Without wants_starts, no starts are looked up."""
     stop = first + slots
     starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
     return Window(index.read(first, stop), starts, counted_targets(index, first, stop), slots)
@@ -74,8 +74,8 @@ def counted_targets(
 def read_pieces(
     index: Index | WithoutTokens, pieces: list[tuple[int, int]], slots: int, pad_id: int
 ) -> Window:
-    """The tokens of the pieces [first, stop), then padding. Neither the first token of a piece nor padding
-    counts."""
+    """Return the tokens of the pieces [first, stop), then padding. Neither the first token of a piece nor
+    padding counts."""
     parts: list[Part] = []
     for first, stop in pieces:
         counted = counted_targets(index, first, stop)
@@ -87,7 +87,7 @@ def read_pieces(
 
 
 def fill_slots(parts: list[Part], slots: int, pad_id: int) -> Window:
-    """The parts one after the other, then padding, which does not count."""
+    """Return the parts one after the other, then padding, which does not count."""
     tokens = np.full(slots, pad_id, np.int64)
     counted = np.zeros(slots, bool)
     starts: list[int] = []

@@ -51,7 +51,8 @@ def size_text(num_bytes: float) -> str:
 
 
 def holdings(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
-    """The holdings of the fullest of `world` ranks, in the phase (train.phases) in which it holds most.
+    """Return the holdings of the fullest of `world` ranks, in the phase (train.phases) in which it holds
+    most.
 
     gpu: None if the job runs on CPUs. Raises ConfigError if train.py refuses the job.
     """
@@ -60,7 +61,7 @@ def holdings(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
 
 
 def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
-    """The holdings of the fullest rank in one phase."""
+    """Return the holdings of the fullest rank in one phase."""
     job, _ = job_of(cfg, world)
     communicators = 0 if gpu is None else communicator_bytes(job, gpu)
     ranks: list[Holdings] = []
@@ -75,7 +76,7 @@ def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
 
 
 def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
-    """Changes that may take less memory, those that slow a step down least first."""
+    """Change that may take less memory, those that slow a step down least first."""
     parallel = cfg.parallel
     if parallel.zero == 0:
         yield {"parallel.zero": 1}
@@ -99,7 +100,8 @@ def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
 
 
 def find_savings(cfg: Config, world: int, gpu: Gpu | None) -> list[Saving]:
-    """The settings that save memory, in the order of cheaper_settings; without what train.py would refuse."""
+    """Return the settings that save memory, in the order of cheaper_settings; without what train.py would
+    refuse."""
     now = holdings(cfg, world, gpu).total
     savings: list[Saving] = []
     for values in cheaper_settings(cfg, is_on_gpu=gpu is not None):
@@ -128,7 +130,8 @@ def choose_savings(cfg: Config, world: int, gpu: Gpu | None, usable: float) -> l
 
 
 def settings_together(cfg: Config, world: int, gpu: Gpu, usable: float) -> list[Saving]:
-    """[settings that fit together]: always the one that saves most is added. Empty if that does not end."""
+    """Return [settings that fit together]: always the one that saves most is added. Empty if that does not
+    end."""
     together: Values = {}
     while True:
         savings = find_savings(with_values(cfg, together), world, gpu)

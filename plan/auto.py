@@ -50,7 +50,7 @@ class AutoLayout(NamedTuple):
 
 
 def fixed_values(cfg: Config, stated: Collection[str]) -> Values:
-    """{section.key: value} of the searched keys that are stated."""
+    """Return {section.key: value} of the searched keys that are stated."""
     fixed = {key: value_at(cfg, key) for key in LAYOUT_KEYS if key in stated}
     if cfg.parallel.recompute_stages is not None:  # which replaces it
         fixed["parallel.recompute"] = cfg.parallel.recompute
@@ -58,7 +58,7 @@ def fixed_values(cfg: Config, stated: Collection[str]) -> Values:
 
 
 def check_dtype(cfg: Config, hardware: Cluster) -> None:
-    """Raises ConfigError if the cluster has no figures for the dtype."""
+    """Raise ConfigError if the cluster has no figures for the dtype."""
     dtype = cfg.train.dtype
     if dtype not in hardware.flops:
         raise ConfigError(
@@ -68,7 +68,7 @@ def check_dtype(cfg: Config, hardware: Cluster) -> None:
 
 
 def longest_phase(cfg: Config, after: int = 0) -> Phase:
-    """The phase with the longest sequences, of those that are not over after so many steps.
+    """Return the phase with the longest sequences, of those that are not over after so many steps.
 
     A layout that fits it fits the others, if they have at most its tokens in a microbatch.
     """
@@ -89,7 +89,8 @@ def no_layout_text(cfg: Config, target: Target, fixed: Values, result: SearchRes
 
 
 def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) -> str:
-    """How much is missing, and the nearest changes with which a layout fits: of the settings, of the GPUs.
+    """Return how much is missing, and the nearest changes with which a layout fits: of the settings, of the
+    GPUs.
 
     smallest: bytes that the smallest layout needs at least, infinite if none is too large.
     """
@@ -122,7 +123,7 @@ def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) 
 
 
 def machine_of(cfg: Config, device: RankDevice) -> Cluster:
-    """The cluster that parallel.auto names, with the memory of this machine's GPU.
+    """Return the cluster that parallel.auto names, with the memory of this machine's GPU.
 
     Raises ConfigError if there is none of this name, or its GPU is another one.
     """
@@ -143,7 +144,7 @@ def machine_of(cfg: Config, device: RankDevice) -> Cluster:
 def best_layout(
     cfg: Config, world: int, device: RankDevice, stated: Collection[str], after: int = 0
 ) -> AutoLayout:
-    """The best layout of a run on so many ranks, in the phases that are not over after so many steps.
+    """Return the best layout of a run on so many ranks, in the phases that are not over after so many steps.
 
     stated: keys (section.key), which stay. Raises ConfigError where there is none.
     """
@@ -175,7 +176,7 @@ def best_layout(
 def layout_as_saved(
     cfg: Config, world: int, device: RankDevice, saved: Config, after: int
 ) -> AutoLayout:
-    """The layout with which a run has begun, without a search. saved: its config."""
+    """Return the layout with which a run has begun, without a search. saved: its config."""
     hardware = machine_of(cfg, device)
     values = {key: value_at(saved, key) for key in LAYOUT_KEYS}
     heaviest = elastic.with_any_vocab(with_values(longest_phase(cfg, after).cfg, values))
@@ -193,7 +194,8 @@ def layout_of_run(
     after: int = 0,
     saved: tuple[Config, int] | None = None,
 ) -> AutoLayout:
-    """The layout of a run: the one that it has begun with, unless other keys are stated now; else the best.
+    """Return the layout of a run: the one that it has begun with, unless other keys are stated now; else the
+    best.
 
     stated: keys (section.key), which stay. after: steps that are done. saved: the config with which the run
     was trained, and on how many ranks. Raises ConfigError where none fits, or the run had other ranks.
@@ -216,7 +218,7 @@ def layout_of_run(
 
 
 def check_asked(cfg: Config, device: RankDevice, after: int) -> Cluster:
-    """The cluster to search for. Raises ConfigError if other keys choose the layout, too."""
+    """Return the cluster to search for. Raises ConfigError if other keys choose the layout, too."""
     if cfg.parallel.elastic:
         raise ConfigError(
             f"{KEY}: takes a layout for one number of ranks, and parallel.elastic one for each start; "
@@ -246,7 +248,7 @@ def ranks_text(world: int) -> str:
 
 
 def described(cfg: Config, world: int, why: str, step: float | None) -> str:
-    """The layout in words. step: seconds by the planner, or None without a forecast."""
+    """Return the layout in words. step: seconds by the planner, or None without a forecast."""
     forecast = "no forecast" if step is None else f"forecast {step:.3g} s a step"
     return f"{layout_text(cfg, world)}, {why}, {forecast} ({arguments(cfg)})"
 
@@ -270,7 +272,7 @@ def layout_text(cfg: Config, world: int) -> str:
 
 
 def arguments(cfg: Config) -> str:
-    """The arguments of train.py that select this layout."""
+    """Return the arguments of train.py that select this layout."""
     usual = defaults()
     words: list[str] = []
     for path in LAYOUT_KEYS:

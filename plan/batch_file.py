@@ -17,7 +17,7 @@ class NodeShape(NamedTuple):
 
 
 def node_shape(gpus: int, node: int) -> NodeShape:
-    """The nodes of a job. gpus: of the job. node: GPUs of a whole node.
+    """Return the nodes of a job. gpus: of the job. node: GPUs of a whole node.
 
     Raises ConfigError if the last node would have fewer than the others.
     """
@@ -31,7 +31,7 @@ def node_shape(gpus: int, node: int) -> NodeShape:
 
 
 def check_writable(file: Path) -> None:
-    """Raises ConfigError if the file is there already, or cannot be written, or what it starts is missing."""
+    """Raise ConfigError if the file is there already, or cannot be written, or what it starts is missing."""
     if not SCRIPT_FILE.exists():
         raise ConfigError(f"--sbatch: {SCRIPT} is not there; plan in a checkout")
     if file.exists():
@@ -41,7 +41,7 @@ def check_writable(file: Path) -> None:
 
 
 def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: str) -> str:
-    """The file. title: what it runs. name: of the job. words: train.py's, quoted for a shell."""
+    """Return the file. title: what it runs. name: of the job. words: train.py's, quoted for a shell."""
     lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
     directives = [line for line in lines if line.startswith(DIRECTIVES) and "--job-name" not in line]
     return "\n".join([
@@ -65,7 +65,7 @@ def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: st
 
 
 def write_batch_file(file: Path, text: str) -> None:
-    """Raises ConfigError if it has come into being meanwhile, or cannot be written."""
+    """Raise ConfigError if it has come into being meanwhile, or cannot be written."""
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

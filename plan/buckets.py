@@ -59,8 +59,8 @@ class PlannedBucket:
         return elements
 
     def powersgd_elements(self, rank: int) -> tuple[int, int]:
-        """Elements of the two exchanges of PowerSGD (parallel/sharding/powersgd.py); without a matrix the
-        second has none."""
+        """Return the elements of the two exchanges of PowerSGD (parallel/sharding/powersgd.py); without a
+        matrix the second has none."""
         first = second = 0
         for spec in self.specs:
             if not is_matrix(spec):
@@ -84,8 +84,8 @@ class Sharers(NamedTuple):
 
 
 def buckets(job: Job) -> dict[int, BucketsOfParts]:
-    """{stage of this rank: the buckets of each of its parts}. Blocks of one kind have the same objects; a
-    shared table is one object in all parts that use it."""
+    """Return {stage of this rank: the buckets of each of its parts}. Blocks of one kind have the same
+    objects; a shared table is one object in all parts that use it."""
     sharding = sharding_config(job.cfg)
     dense, experts = sharers(job, expert=False), sharers(job, expert=True)
     parts_of_stage = {number: job.parts[number] for number in job.stages()}

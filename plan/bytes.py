@@ -51,7 +51,7 @@ COUNTER_BYTES = 8  # of a counted token, a router's statistic
 
 
 def ring_bytes(ledger: Ledger) -> int:
-    """Bytes that a rank sends per (N-1)/N on a ring: an all-reduce counts twice."""
+    """Return the bytes that a rank sends per (N-1)/N on a ring: an all-reduce counts twice."""
     total = 0
     for (_, verb), (_, nbytes) in ledger.items():
         total += nbytes * (2 if verb == "all_reduce" else 1)
@@ -59,7 +59,7 @@ def ring_bytes(ledger: Ledger) -> int:
 
 
 def group_size(layout: ParallelDims, group: str) -> int:
-    """Ranks of a group of the mesh."""
+    """Return the ranks of a group of the mesh."""
     if group == "embedding_ends":
         return min(layout.pp, 2)
     return layout.group_size(*GROUP_AXES[group])
@@ -141,7 +141,7 @@ def add_scalars(ledger: StepLedger) -> None:
 
 
 def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
-    """Adds what the modules of a stage exchange."""
+    """Add what the modules of a stage exchange."""
     job = ledger.job
     for record, repeats in Counter(records_of_stage(job, stage)).items():
         first = min(1, microbatches)
@@ -187,8 +187,8 @@ def add_pipeline(ledger: StepLedger) -> None:
 
 
 def sends_by_reader(ops: Iterable[Op], rank_of_stage: StagePlacement) -> Counter[int]:
-    """{stage: sends of one rank over the boundary before it}: as many as add_transfers adds, which needs the
-    order of all ranks."""
+    """Return {stage: sends of one rank over the boundary before it}: as many as add_transfers adds, which
+    needs the order of all ranks."""
     ops_of_stage = Counter((op.kind, op.stage) for op in ops)
     sends: Counter[int] = Counter()
     for (kind, stage), repeats in ops_of_stage.items():
@@ -244,7 +244,7 @@ def add_reduce_scatter(ledger: StepLedger, bucket: PlannedBucket, calls: int) ->
 
 
 def count_gathers(kinds: list[str], *, is_lookup: bool, is_head: bool, is_last_block: bool) -> int:
-    """How often ZeRO-3 gathers a part's weights in a step (parallel/sharding/zero.py).
+    """Return how often ZeRO-3 gathers a part's weights in a step (parallel/sharding/zero.py).
 
     After a forward the head's stay full, and the last block's if its backward follows; after an I those of
     any part. The backward of a lookup reads none.
@@ -266,7 +266,7 @@ def count_gathers(kinds: list[str], *, is_lookup: bool, is_head: bool, is_last_b
 
 
 def add_end_of_step(ledger: StepLedger, bucket: PlannedBucket, repeats: int) -> None:
-    """Sums over replicas, or over all data-parallel ranks without ZeRO; updated weights are gathered.
+    """Sum over replicas, or over all data-parallel ranks without ZeRO; updated weights are gathered.
     repeats: how many such buckets there are."""
     parallel = ledger.job.cfg.parallel
     if parallel.zero in (1, 2):

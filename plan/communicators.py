@@ -95,7 +95,7 @@ def communicator_bytes(job: Job, gpu: Gpu) -> int:
 
 
 def num_peers(cfg: Config, group: str, verbs: set[str], size: int) -> int:
-    """Ranks of a group to which one sends, beside collectives. verbs: of a step."""
+    """Return the ranks of a group to which one sends, beside collectives. verbs: of a step."""
     if "all_to_all" in verbs:
         return size - 1
     if group in MEET_NEIGHBOURS:

@@ -127,7 +127,7 @@ class Roofline:
         return self.cluster.flops["bf16" if self.dtype == "fp8" else self.dtype]
 
     def seconds(self, work: Amount) -> float:
-        """Seconds of work between two exchanges."""
+        """Return the seconds of work between two exchanges."""
         products = work.products / (self.flops * self.efficiency.gemm)
         if work.products8:
             products += work.products8 / (self.cluster.flops["fp8"] * self.efficiency.gemm8)
@@ -142,7 +142,8 @@ class Roofline:
 def crossing(
     layout: ParallelDims, cluster: Cluster, *, group: str, verb: str, nbytes: float
 ) -> tuple[float, float]:
-    """The bytes that a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to others)."""
+    """Return the bytes that a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to
+    others)."""
     ranks = layout.group(0, *GROUP_AXES[group])
     if verb in TRANSFERS:
         ranks = ranks[:2]
@@ -151,7 +152,7 @@ def crossing(
 
 
 def sent_bytes(verb: str, *, size: int, near: int, nbytes: float) -> tuple[float, float]:
-    """The bytes that one of `size` ranks sends: (within its node, to others). near: ranks of its node.
+    """Return the bytes that one of `size` ranks sends: (within its node, to others). near: ranks of its node.
 
     A ring over several nodes leaves each node once, over the links of all the group's ranks there; a part of
     an all-to-all goes straight to its rank.
@@ -212,8 +213,8 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
 
 
 def relayed_bytes(sent: tuple[float, float], *, nbytes: float, copies: int) -> tuple[float, float]:
-    """What an all-to-all of nbytes sends (within its node, to others) where a token crosses to each node of
-    its experts once, which passes it on. Experts are drawn evenly."""
+    """Return what an all-to-all of nbytes sends (within its node, to others) where a token crosses to each
+    node of its experts once, which passes it on. Experts are drawn evenly."""
     inside, between = sent
     nodes = nbytes / (nbytes - between)
     of_token = nodes * (1 - (1 - 1 / nodes) ** copies)  # nodes of its experts
@@ -243,7 +244,7 @@ class PhaseSeconds(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> PhaseSeconds:
-    """Walks through what a rank does. A group's exchanges follow each other, and run beside its work."""
+    """Walk through what a rank does. A group's exchanges follow each other, and run beside its work."""
     hidden = roofline.efficiency.hidden
     clock = computes = 0.0
     waits: dict[str, float] = {}
@@ -390,7 +391,8 @@ class StageSeconds(NamedTuple):
 def makespan(
     kind: str, *, ranks: int, microbatches: int, chunks: int, seconds: StageSeconds, hop: float
 ) -> float:
-    """Seconds of a schedule from its first op to its last; layouts that differ in ZeRO alone share it."""
+    """Return the seconds of a schedule from its first op to its last; layouts that differ in ZeRO alone share
+    it."""
     schedule = make_schedule(kind, ranks, microbatches, chunks)
     op_seconds = {"F": seconds.f, "I": seconds.i, "W": seconds.w}
     return simulate(schedule.order, schedule.n_stages, op_seconds, hop).makespan
@@ -413,8 +415,8 @@ def slower(cluster: Cluster, efficiency: Efficiency, times: float) -> tuple[Clus
 def forecast(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...] = ()
 ) -> Forecast:
-    """A step of so many microbatches; job.schedule has STEADY times the ranks of them, or all, where these
-    are fewer. slowdown: how many times as long each place of the pipeline computes, 1 by default."""
+    """Return a step of so many microbatches; job.schedule has STEADY times the ranks of them, or all, where
+    these are fewer. slowdown: how many times as long each place of the pipeline computes, 1 by default."""
     schedule = job.schedule
     slowdown = slowdown or (1.0,) * job.layout.pp
     links = links_of(job, cluster, efficiency)
@@ -488,7 +490,7 @@ def busiest_rank(
 def times_of_stages(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...]
 ) -> tuple[StageSeconds, list[Counter[str]]]:
-    """(seconds of a microbatch's ops; of each stage, {group: seconds that it only waits}).
+    """Return (seconds of a microbatch's ops; of each stage, {group: seconds that it only waits}).
 
     The waits are in the seconds, too. slowdown: see forecast.
     """
@@ -505,7 +507,7 @@ def times_of_stages(
 
 
 def waits_by_group(waits: list[Counter[str]], microbatches: int) -> dict[str, float]:
-    """{group, or HOST: seconds of a step}, where a rank waits at all. waits: of a microbatch, for each
+    """Return {group, or HOST: seconds of a step}, where a rank waits at all. waits: of a microbatch, for each
     stage."""
     total: dict[str, float] = {}
     for group in (*GROUP_AXES, HOST):
@@ -548,8 +550,8 @@ def step_traffic(job: Job, links: Links, repeats: float) -> StepTraffic:
 
 def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, num_buckets: int,
                          compute: Seconds, hidden: float) -> float:
-    """Seconds of sums and gathers that no compute hides. compute: of a microbatch. hidden: the share that
-    hides at best.
+    """Return the seconds of sums and gathers that no compute hides. compute: of a microbatch. hidden: the
+    share that hides at best.
 
     The last bucket's sum has nothing to hide behind, nor has the first one's gathering.
     """

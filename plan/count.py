@@ -23,8 +23,8 @@ def always(spec: ParameterSpec) -> bool:
 
 @lru_cache(maxsize=1024)
 def parameters(model: ModelConfig) -> Mapping[str, int]:
-    """{"total", "active": used by one token, "embedding": tables, and the head if it is not tied, "experts":
-    all routed ones, "ahead": the modules of multi-token prediction}.
+    """Return {"total", "active": used by one token, "embedding": tables, and the head if it is not tied,
+    "experts": all routed ones, "ahead": the modules of multi-token prediction}.
 
     Modules of multi-token prediction are for training alone, and are in none of the others. The vocabulary
     counts as published, without padding.
@@ -44,7 +44,7 @@ def parameters(model: ModelConfig) -> Mapping[str, int]:
 
 
 def count_elements(model: ModelConfig, is_counted: Condition = always) -> int:
-    """Elements of the parameters that are counted; of all by default."""
+    """Return the elements of the parameters that are counted; of all by default."""
     parts = describe_model(model).parts
     shared_table = parts[0].shared_table
     elements = 0
@@ -75,8 +75,8 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
 
 
 def table(configs: Mapping[str, Config], width: int | None = None) -> str:
-    """The table of `train.py --list`: a line for each recipe. A vocabulary that the tokenizer decides counts
-    as 0 rows here. width: columns of the terminal, or None for any."""
+    """Return the table of `train.py --list`: a line for each recipe. A vocabulary that the tokenizer decides
+    counts as 0 rows here. width: columns of the terminal, or None for any."""
     rows: list[dict[str, str]] = []
     for name, cfg in configs.items():
         model = cfg.model

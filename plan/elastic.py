@@ -64,7 +64,7 @@ class ElasticLayout(NamedTuple):
 
 
 def fits(cfg: Config, world: int, after: int = 0) -> bool:
-    """Whether train.py accepts the config on so many ranks, after so many steps."""
+    """Return whether train.py accepts the config on so many ranks, after so many steps."""
     try:
         plan_pipeline(cfg, world, advise=False, after=after)
     except ConfigError:
@@ -73,7 +73,7 @@ def fits(cfg: Config, world: int, after: int = 0) -> bool:
 
 
 def next_phase_of(cfg: Config, after: int) -> Phase:
-    """The phase in which a run goes on after so many steps: its layout is the given one."""
+    """Return the phase in which a run goes on after so many steps: its layout is the given one."""
     return phases_of(cfg).from_step(after)[0]
 
 
@@ -81,7 +81,7 @@ def next_phase_of(cfg: Config, after: int) -> Phase:
 
 
 def same_axes(cfg: Config, world: int, after: int = 0) -> ElasticLayout | None:
-    """The layout with the given tp, pp, cp and ep; None if there is none on so many ranks."""
+    """Return the layout with the given tp, pp, cp and ep; None if there is none on so many ranks."""
     phase = next_phase_of(cfg, after)
     for changed in same_axes_changes(phase.cfg):
         changed_cfg = with_values_from(cfg, phase.number, changed)
@@ -91,7 +91,7 @@ def same_axes(cfg: Config, world: int, after: int = 0) -> ElasticLayout | None:
 
 
 def same_axes_changes(cfg: Config) -> Iterator[Values]:
-    """The values that may be set to less, the least change first; {} changes nothing."""
+    """Yield the values that may be set to less, the least change first; {} changes nothing."""
     for micro_batch in reversed(divisors(cfg.train.micro_batch)):
         for dp_rep in reversed(divisors(cfg.parallel.dp_rep)):
             values = {"train.micro_batch": micro_batch, "parallel.dp_rep": dp_rep}
@@ -105,7 +105,8 @@ def same_axes_changes(cfg: Config) -> Iterator[Values]:
 def planned(
     cfg: Config, world: int, device: RankDevice, fixed: Sequence[str] = (), *, after: int = 0
 ) -> ElasticLayout | None:
-    """The planner's fastest layout that fits into memory; None if there is none. fixed: keys that stay."""
+    """Return the planner's fastest layout that fits into memory; None if there is none. fixed: keys that
+    stay."""
     target = target_of(cfg, world, device)
     phase = next_phase_of(cfg, after)
     given = cfg if phase.number == 1 else phase.cfg  # with its phases, the search finds what suits all
@@ -122,12 +123,14 @@ def planned(
 
 
 def with_any_vocab(cfg: Config) -> Config:
-    """The config with a vocabulary, as the planner needs: a usual one where the data is still to be read."""
+    """Return the config with a vocabulary, as the planner needs: a usual one where the data is still to be
+    read."""
     return replace(cfg, model=replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB))
 
 
 def held_by_fullest(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
-    """Bytes of the fullest rank in its fullest phase, by the planner; 0 for a job that it does not take."""
+    """Return the bytes of the fullest rank in its fullest phase, by the planner; 0 for a job that it does not
+    take."""
     gpu = target_of(cfg, world, device).gpu
     most = 0
     for phase in phases_of(with_any_vocab(cfg)).from_step(after):
@@ -138,7 +141,8 @@ def held_by_fullest(cfg: Config, world: int, device: RankDevice, after: int = 0)
 
 
 def bytes_too_many(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
-    """The bytes that the fullest rank would hold, as the planner counts, if its GPU has fewer; else 0."""
+    """Return the bytes that the fullest rank would hold, as the planner counts, if its GPU has fewer; else
+    0."""
     if device.memory >= UNBOUNDED_MEMORY:
         return 0
     held = held_by_fullest(cfg, world, device, after)
@@ -146,7 +150,7 @@ def bytes_too_many(cfg: Config, world: int, device: RankDevice, after: int = 0) 
 
 
 def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
-    """The target of the planner: a cluster of these GPUs where configs/clusters.yaml has one."""
+    """Return the target of the planner: a cluster of these GPUs where configs/clusters.yaml has one."""
     known = known_cluster(device)
     if known is not None and cfg.train.dtype in known.flops:
         return Target(world, replace(known, memory=device.memory), efficiency_of(known))
@@ -162,7 +166,7 @@ def known_cluster(device: RankDevice) -> Cluster | None:
 
 
 def check_phases(cfg: Config, after: int) -> None:
-    """Raises ConfigError if a later phase sets what the number of ranks is to decide."""
+    """Raise ConfigError if a later phase sets what the number of ranks is to decide."""
     first, *later = phases_of(cfg).from_step(after)
     for phase in later:
         for key in ELASTIC_KEYS:
@@ -177,7 +181,7 @@ def check_phases(cfg: Config, after: int) -> None:
 
 
 def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> ElasticLayout:
-    """The layout of the run on so many ranks, in the phases that are not over after so many steps.
+    """Return the layout of the run on so many ranks, in the phases that are not over after so many steps.
 
     Raises ConfigError, as without parallel.elastic, with the numbers of ranks that would do.
     """
@@ -211,7 +215,7 @@ def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> E
 
 
 def degrees_of(cfg: Config) -> list[str]:
-    """The keys that stay where the given axes do; of a pipeline also how it runs."""
+    """Return the keys that stay where the given axes do; of a pipeline also how it runs."""
     degrees = [f"parallel.{axis.key}" for axis in AXES if axis.key != "dp_rep"] + ["parallel.sp"]
     return [*degrees, "parallel.schedule", "parallel.vpp"] if cfg.parallel.pp > 1 else degrees
 

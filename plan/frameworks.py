@@ -67,7 +67,7 @@ FRAMEWORKS = {
 
 
 def held_bytes(job: Job, framework: str) -> float:
-    """The bytes that the fullest rank holds, with those that a GPU needs beside them."""
+    """Return the bytes that the fullest rank holds, with those that a GPU needs beside them."""
     how = FRAMEWORKS.get(framework, MEGATRON)
     stride = job.layout.world // job.layout.pp
     fullest = 0
@@ -140,7 +140,7 @@ def hidden_elements(cfg: Config) -> int:
 
 
 def megatron_block_bytes(cfg: Config, recompute: str) -> int:
-    """The bytes that a layer keeps of one microbatch (arXiv 2205.05198, table 2)."""
+    """Return the bytes that a layer keeps of one microbatch (arXiv 2205.05198, table 2)."""
     sbh = hidden_elements(cfg)
     if recompute == "full":
         return HALF * sbh
@@ -155,7 +155,7 @@ def megatron_block_bytes(cfg: Config, recompute: str) -> int:
 
 
 def megatron_head_bytes(cfg: Config) -> int:
-    """The inputs of the last norm and of the output layer, and the logits (section 4.3)."""
+    """Return the inputs of the last norm and of the output layer, and the logits (section 4.3)."""
     tp = cfg.parallel.tp
     inputs = 4 * hidden_elements(cfg) // (tp if cfg.parallel.sp else 1)
     logits = 4 * cfg.train.seq_len * cfg.train.micro_batch * (cfg.model.vocab or 0) // tp

@@ -30,7 +30,8 @@ def choose_gpus(
     hardware: Cluster,
     say: Callable[[str], None],
 ) -> GpuChoice:
-    """The number of GPUs by the limit of a run: the fewest within its days, the soonest within its budget.
+    """Return the number of GPUs by the limit of a run: the fewest within its days, the soonest within its
+    budget.
 
     numbers: that are tried; they rise. search_on: for layouts on some GPUs; it keeps what it has found.
     say: is told of each number that is priced. Raises ConfigError if none is within the limit.
@@ -69,7 +70,7 @@ def choose_gpus(
 
 
 def run_on(gpus: int, result: SearchResult, question: RunQuestion, hardware: Cluster) -> PricedRun:
-    """The run with the best layout that was found on these GPUs."""
+    """Return the run with the best layout that was found on these GPUs."""
     if not result.found:
         is_too_large = result.counts["too large"] > 0
         return PricedRun(gpus, None, result.smallest / hardware.memory if is_too_large else 1.0)

@@ -38,11 +38,11 @@ class Job:
         return self.layout.coordinates(self.rank)["pp"]
 
     def of_pipeline_ranks(self) -> list["Job"]:
-        """The job as one rank of each place in the pipeline sees it."""
+        """Return the job as one rank of each place in the pipeline sees it."""
         return [self.at_place(place) for place in range(self.layout.pp)]
 
     def at_place(self, place: int) -> "Job":
-        """The job as the first rank of a place in the pipeline sees it."""
+        """Return the job as the first rank of a place in the pipeline sees it."""
         ranks_of_place = self.layout.world // self.layout.pp
         return replace(self, rank=place * ranks_of_place)
 
@@ -58,7 +58,7 @@ class Job:
         return found
 
     def shards(self, expert: bool = False) -> int:
-        """Ranks that share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""
+        """Return the ranks that share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""
         return self.layout.group_size(*sharding_axes(expert))
 
     def place(self, expert: bool = False) -> int:
@@ -71,7 +71,7 @@ def sharding_axes(expert: bool) -> tuple[str, ...]:
 
 
 def check_routing(cfg: Config) -> None:
-    """Raises ConfigError where no plan can assume what routers decide."""
+    """Raise ConfigError where no plan can assume what routers decide."""
     experts = mixture(cfg.model)
     capacity = experts.capacity if experts else None
     if capacity is not None and capacity.factor < 1 and not capacity.pad:

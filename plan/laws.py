@@ -66,7 +66,7 @@ class Fit:
         return self.law.numbers(self.theta)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """{name: (low, high)}, of 95 % of the draws."""
+        """Return {name: (low, high)}, of 95 % of the draws."""
         drawn = [self.law.numbers(theta) for theta in self.draws]
         found: dict[str, tuple[float, float]] = {}
         for name in self.numbers:
@@ -166,7 +166,8 @@ def fit_law(
     seed: int = 0,
     tell: Callable[[int], object] = lambda done: None,
 ) -> Fit:
-    """The law whose sum of Huber losses over the points is least. bootstraps: fits to runs drawn again.
+    """Return the law whose sum of Huber losses over the points is least. bootstraps: fits to runs drawn
+    again.
 
     tell: called before each of these with the number of those that are done.
     """
@@ -201,7 +202,7 @@ def huber_sum(law: Law, theta: Array, points: Points) -> Array:
 
 
 def minimize_from(start: Array, law: Law, points: Points) -> Array:
-    """Where the minimizer of huber_sum ends: [k].
+    """Return where the minimizer of huber_sum ends: [k].
 
     Residuals are in units of delta: the minimizer stops at an absolute size of the gradient.
     """

@@ -23,7 +23,7 @@ class Machine:
     operation: float
 
     def as_cluster(self) -> Cluster:
-        """All ranks on one node."""
+        """Return all ranks on one node."""
         return Cluster(
             "this machine",
             flops={self.dtype: self.flops},
@@ -35,7 +35,7 @@ class Machine:
         )
 
     def as_efficiency(self) -> Efficiency:
-        """The rates are measured: all of each is had."""
+        """Return the rates are measured: all of each is had."""
         host = OPERATIONS_OF_BLOCK * self.operation
         return Efficiency(
             gemm=1.0,

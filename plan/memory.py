@@ -38,7 +38,7 @@ FULL_PARTS = 3  # parts whose full gradients (ZeRO-2, 3) or weights (ZeRO-3) exi
 
 
 def state_bytes(job: Job) -> dict[str, int]:
-    """{"weights", "masters", "gradients", "optimizer"}: on the device, between two steps."""
+    """Return {"weights", "masters", "gradients", "optimizer"}: on the device, between two steps."""
     parallel = job.cfg.parallel
     weight_bytes = compute_bytes(job.cfg.train.dtype)
     grad_bytes = accumulation_bytes(job.cfg.train.dtype)
@@ -76,12 +76,12 @@ def kept_bytes(job: Job) -> int:
 
 
 def master_bytes(job: Job) -> int:
-    """Bytes of an element of masters and moments."""
+    """Return the bytes of an element of masters and moments."""
     return 2 if job.cfg.optim.states == "bf16" else accumulation_bytes(job.cfg.train.dtype)
 
 
 def ema_bytes(job: Job, every: Iterable[PlannedBucket]) -> int:
-    """The moving average of the masters (train.ema), in fp32 whatever optim.states is."""
+    """Return the moving average of the masters (train.ema), in fp32 whatever optim.states is."""
     if job.cfg.train.ema is None:
         return 0
     owned = sum(bucket.shard_size for bucket in every)
@@ -94,7 +94,7 @@ def moment_elements(job: Job, every: Iterable[PlannedBucket]) -> int:
 
 
 def has_separate_master(job: Job, bucket: PlannedBucket) -> bool:
-    """Whether the masters of a bucket are stored beside the weights that compute."""
+    """Return whether the masters of a bucket are stored beside the weights that compute."""
     dtype, parallel = job.cfg.train.dtype, job.cfg.parallel
     if job.cfg.optim.states == "bf16":
         other_dtype = dtype != "bf16"
@@ -106,7 +106,7 @@ def has_separate_master(job: Job, bucket: PlannedBucket) -> bool:
 
 
 def powersgd_errors(job: Job, every: Iterable[PlannedBucket]) -> int:
-    """Elements of what PowerSGD has not sent yet."""
+    """Return the elements of what PowerSGD has not sent yet."""
     return sum(bucket.size for bucket in every if has_powersgd_error(job, bucket))
 
 
@@ -119,8 +119,8 @@ def has_powersgd_error(job: Job, bucket: PlannedBucket) -> bool:
 
 
 def passing_bytes(job: Job) -> int:
-    """The most that full gradients (ZeRO-2, 3), full weights (ZeRO-3), weights in 8 bits (fp8) and what a
-    rerun begins with add during a step."""
+    """Return the most that full gradients (ZeRO-2, 3), full weights (ZeRO-3), weights in 8 bits (fp8) and
+    what a rerun begins with add during a step."""
     zero, dtype = job.cfg.parallel.zero, job.cfg.train.dtype
     of_element = 0
     if zero >= 2:
@@ -135,7 +135,7 @@ def passing_bytes(job: Job) -> int:
 
 
 def rerun_bytes(job: Job) -> int:
-    """The copy of PowerSGD's errors in a step that may be computed again (runtime/rerun.py)."""
+    """Return the copy of PowerSGD's errors in a step that may be computed again (runtime/rerun.py)."""
     train = job.cfg.train
     if train.rerun_every is None and not train.rerun_suspects:
         return 0
@@ -143,7 +143,8 @@ def rerun_bytes(job: Job) -> int:
 
 
 def quantized_weight_bytes(job: Job) -> int:
-    """Weights in 8 bits (kernels/fp8_weight.py): of all parts; under ZeRO-3 of those with full weights."""
+    """Return the weights in 8 bits (kernels/fp8_weight.py): of all parts; under ZeRO-3 of those with full
+    weights."""
     if job.cfg.train.dtype != "fp8":
         return 0
     of_stages: list[list[float]] = []
@@ -155,7 +156,7 @@ def quantized_weight_bytes(job: Job) -> int:
 
 
 def most_together(sizes: Sequence[float], num_parts: int) -> float:
-    """The sum of the largest `num_parts` parts that follow one another in a stage."""
+    """Return the sum of the largest `num_parts` parts that follow one another in a stage."""
     most = 0.0
     for first in range(len(sizes)):
         together = sizes[first:first + num_parts]
@@ -181,7 +182,7 @@ class StageActivations(NamedTuple):
 
 
 def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> int:
-    """The most that a rank holds at once while it runs its ops. stages: those of the rank."""
+    """Return the most that a rank holds at once while it runs its ops. stages: those of the rank."""
     held = peak = 0.0
     for op in ops:
         stage = stages[op.stage]
@@ -203,7 +204,8 @@ def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> in
 
 
 def peak_activation_bytes(job: Job) -> int:
-    """The most that a rank holds for its microbatches, with the two hidden states that are on their way."""
+    """Return the most that a rank holds for its microbatches, with the two hidden states that are on their
+    way."""
     stages: dict[int, StageActivations] = {}
     for number in job.stages():
         records = tuple(records_of_stage(job, number))

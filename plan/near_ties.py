@@ -14,7 +14,8 @@ GIB = 2**30
 
 
 def near_groups(found: list[Found]) -> list[list[Found]]:
-    """The fastest group first: all within NEAR of its fastest layout. In a group the simplest comes first."""
+    """Return the fastest group first: all within NEAR of its fastest layout. In a group the simplest comes
+    first."""
     groups: list[list[Found]] = []
     fastest = 0.0  # seconds of the group's fastest
     for one in sorted(found, key=lambda one: one.forecast.step):
@@ -27,7 +28,7 @@ def near_groups(found: list[Found]) -> list[list[Found]]:
 
 
 def simplest_first(found: Found) -> tuple[float, ...]:
-    """The key of a sort. Of layouts of the same kinds the faster comes first, then the smaller."""
+    """Return the key of a sort. Of layouts of the same kinds the faster comes first, then the smaller."""
     return *simplicity(found.cfg), rounded(found.forecast.step), found.held.total
 
 
@@ -72,12 +73,12 @@ def difference(one: Found, first: Found) -> LayoutDifference:
 
 
 def step_parts(forecast: Forecast) -> dict[str, float]:
-    """{part: seconds}: together the step."""
+    """Return {part: seconds}: together the step."""
     exposed = {f"exposed {group}": seconds for group, seconds in forecast.exposed.items()}
     own = {"compute": forecast.compute, "bubble": forecast.bubble, "optimizer": forecast.optimizer}
     return own | exposed
 
 
 def word(value: object) -> str:
-    """A value as the command line has it."""
+    """Return a value as the command line has it."""
     return "unset" if value is None else str(value).lower()

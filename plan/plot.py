@@ -44,7 +44,7 @@ class Lane(NamedTuple):
 
 
 def lanes_of(spans: list[Span]) -> Iterator[Lane]:
-    """The spans with their lanes, in order."""
+    """Yield the spans with their lanes, in order."""
     for _, group in groupby(spans, lambda span: span.start):
         together = list(group)
         for index, span in enumerate(together):
@@ -52,7 +52,7 @@ def lanes_of(spans: list[Span]) -> Iterator[Lane]:
 
 
 def chunks_of(spans: list[Span]) -> dict[int, int]:
-    """{stage: its number among the chunks of the rank}."""
+    """Return {stage: its number among the chunks of the rank}."""
     stages = sorted({span.op.stage for span in spans})
     return {stage: chunk for chunk, stage in enumerate(stages)}
 
@@ -90,7 +90,7 @@ def text(timeline: Timeline, width: int) -> list[str]:
 
 
 def text_scale(timeline: Timeline, available: int) -> TextScale:
-    """The widest cells with which all ops fit into `available` columns, at most as wide as the longest
+    """Return the widest cells with which all ops fit into `available` columns, at most as wide as the longest
     label."""
     durations: list[float] = []
     longest_number = 0
@@ -151,7 +151,7 @@ def draw(timelines: list[tuple[str, Timeline]], out: Path, unit: str) -> Path:
 
 
 def make_figure(timelines: list[tuple[str, Timeline]], unit: str) -> "Figure":
-    """The picture of `draw`."""
+    """Return the picture of `draw`."""
     # no pyplot: it has global state and asks for displays
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -223,7 +223,7 @@ def rectangles_of(timeline: Timeline) -> Iterator[Rectangle]:
 
 
 def shade(kind: str, chunk: int, chunks: int) -> Colour:
-    """The colour of a kind, the lighter the later the chunk."""
+    """Return the colour of a kind, the lighter the later the chunk."""
     white = 0.5 * chunk / (chunks - 1) if chunks > 1 else 0.0
     red, green, blue = bytes.fromhex(COLOURS[kind].removeprefix("#"))
     return lighter(red, white), lighter(green, white), lighter(blue, white)

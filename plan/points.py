@@ -52,7 +52,7 @@ class Points:
 
 
 def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
-    """Points from rows with the keys of COLUMNS, and of NON_EMBEDDING where all have it.
+    """Return the points from rows with the keys of COLUMNS, and of NON_EMBEDDING where all have it.
 
     source: named in errors.
 
@@ -74,7 +74,8 @@ def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
 
 
 def read_points(path: Path) -> Points:
-    """The points of a CSV file with the columns of COLUMNS, and maybe NON_EMBEDDING. Raises ConfigError."""
+    """Return the points of a CSV file with the columns of COLUMNS, and maybe NON_EMBEDDING. Raises
+    ConfigError."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
@@ -97,7 +98,7 @@ def read_points(path: Path) -> Points:
 
 
 def write_points(points: Points, path: Path) -> None:
-    """Writes what read_points reads."""
+    """Write what read_points reads."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS if points.non_embedding is None else (*COLUMNS, NON_EMBEDDING))
@@ -109,7 +110,7 @@ def write_points(points: Points, path: Path) -> None:
 
 
 def check_enough(points: Points) -> None:
-    """Raises ConfigError where no law can be fitted: fewer than three sizes, or as many runs as numbers."""
+    """Raise ConfigError where no law can be fitted: fewer than three sizes, or as many runs as numbers."""
     if len(points.sizes) < 3:
         raise ConfigError(f"fit: {len(points.sizes)} different sizes, and three are the least from which a "
                           "law can be seen; run more of the ladder")

@@ -70,11 +70,11 @@ class Measured(NamedTuple):
     step: float
 
     def seconds(self, efficiency: Efficiency) -> float:
-        """The forecast of its step."""
+        """Return the forecast of its step."""
         return forecast(self.job, self.microbatches, self.cluster, efficiency).step
 
     def error(self, efficiency: Efficiency) -> float:
-        """The natural logarithm of forecast / measured."""
+        """Return the natural logarithm of forecast / measured."""
         return math.log(self.seconds(efficiency) / self.step)
 
 
@@ -104,7 +104,7 @@ def config_of(row: Row) -> Config:
 
 
 def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
-    """The rows with seconds."""
+    """Return the rows with seconds."""
     measured: list[Measured] = []
     for row in read_rows():
         if row["use"] in uses:
@@ -128,7 +128,7 @@ def with_fused_attention(cfg: Config) -> Config:
 
 
 def memory_of_runs() -> Iterator[MemoryOfRun]:
-    """The rows whose source says what is recomputed."""
+    """Yield the rows whose source says what is recomputed."""
     for row in read_rows():
         if row["recompute_stated"]:
             job, _ = job_of(config_of(row), int(row["gpus"]))
@@ -157,7 +157,7 @@ def table(every: list[Measured], constants: dict[Class, Efficiency]) -> list[str
 
 
 def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
-    """{what: rows}: of each class, and of all by kind of model."""
+    """Return {what: rows}: of each class, and of all by kind of model."""
     groups: defaultdict[str, list[Measured]] = defaultdict(list)
     for row in sorted(every, key=lambda one: (one.of, one.use)):
         groups[f"{row.of}, {row.use}"].append(row)
@@ -177,15 +177,16 @@ def rank_correlation(rows: list[Measured], constants: dict[Class, Efficiency]) -
 
 
 def judged_range(rows: list[Measured], efficiency: Efficiency) -> tuple[float, float]:
-    """The 10th and 90th percentile of measured / forecast."""
+    """Return the 10th and 90th percentile of measured / forecast."""
     logarithms = [-row.error(efficiency) for row in rows]
     low, high = np.quantile(logarithms, [0.1, 0.9])
     return math.exp(low), math.exp(high)
 
 
 def paired_range(rows: list[Measured], constants: Mapping[Class, Efficiency]) -> tuple[float, float, int]:
-    """The 10th and 90th percentile of measured / forecast where another run of the same model and source, on
-    such chips, has set the proportion of the forecast (plan/measured.py); how many pairs these are of."""
+    """Return the 10th and 90th percentile of measured / forecast where another run of the same model and
+    source, on such chips, has set the proportion of the forecast (plan/measured.py); how many pairs these are
+    of."""
     alike: defaultdict[tuple, list[float]] = defaultdict(list)
     for row in rows:
         model = parameters(row.job.cfg.model)["total"]
@@ -197,7 +198,7 @@ def paired_range(rows: list[Measured], constants: Mapping[Class, Efficiency]) ->
 
 
 def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:
-    """The constants of each class, fitted to its own rows to fit."""
+    """Return the constants of each class, fitted to its own rows to fit."""
     rows_of: defaultdict[Class, list[Measured]] = defaultdict(list)
     for row in every:
         if row.use == "fit":
@@ -206,7 +207,8 @@ def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:
 
 
 def fit(rows: list[Measured]) -> Efficiency:
-    """The constants of a class with the least errors of its rows, and near those that all classes share.
+    """Return the constants of a class with the least errors of its rows, and near those that all classes
+    share.
 
     Least squares of the logarithms of forecast / measured.
     """

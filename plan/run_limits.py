@@ -50,7 +50,7 @@ def least_gpu_hours(flops: float, peak: float) -> float:
 
 
 def fewest_gpus(numbers: Sequence[int], price: Callable[[int], PricedRun], days: float) -> PricedRun | None:
-    """The fewest of the numbers, which rise, with a run of at most `days`; None if none has one.
+    """Return the fewest of the numbers, which rise, with a run of at most `days`; None if none has one.
 
     price: is called more than once with a number. Three times a power of two may suit the batch less, so one
     of those is priced last.
@@ -115,17 +115,17 @@ def soonest_gpus(
 
 
 def is_between(number: int, numbers: Sequence[int]) -> bool:
-    """Whether it is half as large again as another one."""
+    """Return whether it is half as large again as another one."""
     return any(3 * other == 2 * number for other in numbers)
 
 
 def following(numbers: Sequence[int], index: int, times: float) -> int:
-    """The index of the next number that is at least `times` as large."""
+    """Return the index of the next number that is at least `times` as large."""
     return max(index + 1, bisect_left(numbers, numbers[index] * times))
 
 
 def most_steps(seconds: float, run_of: Callable[[int], WholeRun]) -> int:
-    """The most steps whose run takes at most `seconds`; 0 if one step takes longer.
+    """Return the most steps whose run takes at most `seconds`; 0 if one step takes longer.
 
     run_of: the run of a number of steps.
     """

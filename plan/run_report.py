@@ -114,12 +114,12 @@ class RunQuestion:
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether a whole run is."""
+    """Return whether a whole run is."""
     return any(value is not None for value in (args.tokens, args.days, args.budget))
 
 
 def check_asked(args: argparse.Namespace) -> None:
-    """Raises ConfigError if what is given of a run contradicts itself, or leaves more than one thing open."""
+    """Raise ConfigError if what is given of a run contradicts itself, or leaves more than one thing open."""
     limits = [name for name in ("days", "budget") if getattr(args, name) is not None]
     if len(limits) == 2:
         raise ConfigError("--days and --budget: a run has one limit; leave one of them out")
@@ -152,7 +152,7 @@ def check_asked(args: argparse.Namespace) -> None:
 
 
 def question_of(args: argparse.Namespace, cfg: Config, hardware: Cluster, law: LossLaw | None) -> RunQuestion:
-    """Raises ConfigError for a number that means nothing."""
+    """Raise ConfigError for a number that means nothing."""
     for name in ("tokens", "days", "budget", "price", "pue", "mtbf", "storage", "noise_scale"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
@@ -222,7 +222,7 @@ def run_of(
 
 
 def costs_of(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[str, float | None]:
-    """What follows from the step's time; None: what it is counted by is not known."""
+    """Return what follows from the step's time; None: what it is counted by is not known."""
     return {
         "days": run.days,
         "gpu_hours": run.gpu_hours,
@@ -261,7 +261,7 @@ def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardwa
 def lines_of(
     forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster
 ) -> dict[str, str]:
-    """The run in words: {what: a line of it}."""
+    """Return the run in words: {what: a line of it}."""
     run = forecast.likely
     told = numbers_of(forecast, question, cfg, hardware)
     reliability = question.reliability(run.gpus)
@@ -305,7 +305,7 @@ def lines_of(
 
 
 def ranged(told: dict, name: str, spec: str, unit: str = "") -> str:
-    """A number of the report and its range: 12.3 days (11.4 to 14.9). spec: of format."""
+    """Return a number of the report and its range: 12.3 days (11.4 to 14.9). spec: of format."""
     interval = told.get(f"{name}_interval")
     return f"{told[name]:{spec}}{unit}{in_brackets(interval, lambda end: format(end, spec))}"
 
@@ -315,7 +315,7 @@ def in_brackets(interval: tuple[float, float] | None, text_of: Callable[[float],
 
 
 def loss_line(told: dict, law: LossLaw, cfg: Config) -> str:
-    """The loss, and how far the law is stretched."""
+    """Return the loss, and how far the law is stretched."""
     low, high = told["loss_interval"]
     times_size = parameters(cfg.model)["total"] / law.largest_size
     times_tokens = told["tokens"] / law.most_tokens
@@ -339,7 +339,7 @@ def ratio(x: float) -> str:
 
 
 def advice(batch: float, noise_scale: float) -> str:
-    """What a batch of so many tokens buys (arXiv 1812.06162)."""
+    """Return what a batch of so many tokens buys (arXiv 1812.06162)."""
     if batch > BATCH_TOO_LARGE * noise_scale:
         return "a smaller one takes fewer tokens to the same loss"
     if batch < noise_scale / BATCH_TOO_LARGE:

@@ -86,7 +86,7 @@ class SearchShare(NamedTuple):
     seconds: MutableSequence[float]
 
     def has(self, number: int) -> bool:
-        """Whether a choice of the compute axes is looked at here."""
+        """Return whether a choice of the compute axes is looked at here."""
         return number % self.count == self.index
 
     def tell(self, fastest: float, last: float) -> None:
@@ -141,7 +141,7 @@ def recompute_modes(cfg: Config) -> tuple[str, ...]:
 
 
 def layout_axes(cfg: Config, world: int) -> Axes:
-    """All other keys. dp_rep "node": the ranks of ZeRO are those of a node."""
+    """Return all other keys. dp_rep "node": the ranks of ZeRO are those of a node."""
     return {
         "parallel.pp": tuple(degree for degree in divisors(world) if degree <= cfg.model.layers),
         "parallel.zero": (1, 2, 3),
@@ -152,7 +152,7 @@ def layout_axes(cfg: Config, world: int) -> Axes:
 
 
 def with_fixed(axes: Axes, fixed: Values) -> Axes:
-    """The axes, with one value for each that is fixed."""
+    """Return the axes, with one value for each that is fixed."""
     return {path: (fixed[path],) if path in fixed else values for path, values in axes.items()}
 
 
@@ -160,7 +160,7 @@ def with_fixed(axes: Axes, fixed: Values) -> Axes:
 
 
 def job_of(cfg: Config, world: int) -> tuple[Job, int]:
-    """(the job with at most STEADY microbatches for each pipeline rank; how many it has).
+    """Return (the job with at most STEADY microbatches for each pipeline rank; how many it has).
 
     Raises ConfigError if train.py refuses the job.
     """
@@ -199,7 +199,8 @@ def bytes_of_tensors(job: Job, gpu: Gpu) -> Held:
 
 
 def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
-    """A layout with its forecast and its bytes. None if it is refused or too large, which `result` notes."""
+    """Return a layout with its forecast and its bytes. None if it is refused or too large, which `result`
+    notes."""
     planned = possible_job(cfg, target, result)
     return None if planned is None else price_job(cfg, planned, target, result)
 
@@ -310,8 +311,8 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
 
 
 def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
-    """The least seconds of a step under a schedule; infinite if the schedule is another one's equal, or not
-    possible. layout: values of the layout axes."""
+    """Return the least seconds of a step under a schedule; infinite if the schedule is another one's equal,
+    or not possible. layout: values of the layout axes."""
     ranks, kind, vpp = layout["parallel.pp"], layout["parallel.schedule"], layout["parallel.vpp"]
     is_interleaved = kind == "interleaved"
     chunks = vpp or SCHEDULES[kind].chunks or 1
@@ -340,7 +341,8 @@ def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
 
 
 def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
-    """Bytes that a rank holds at least. Cheaper than held_bytes, and enough to refuse most layouts."""
+    """Return the bytes that a rank holds at least. Cheaper than held_bytes, and enough to refuse most
+    layouts."""
     parallel, counted = cfg.parallel, parameters(cfg.model)
     total = counted["total"] + counted["ahead"]
     dense = total - counted["experts"]
@@ -373,7 +375,7 @@ def search(
     is_any_enough: bool = False,
     share: SearchShare = NO_SHARE,
 ) -> SearchResult:
-    """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
+    """Return the `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
 
     near: share of a step within which layouts are taken as equally fast. Finds, beyond the `top` fastest, the
     simplest of those that are as fast as the first. is_any_enough: it is only asked whether one fits. share:
@@ -395,7 +397,7 @@ def search(
 
 
 def settled(best: "Best", target: Target) -> SearchResult:
-    """The result, with those that were passed over for a layout that is no near tie of the fastest."""
+    """Return the result, with those that were passed over for a layout that is no near tie of the fastest."""
     for candidate in best.take_passed_over():
         consider(candidate, target, best)
     return best.result
@@ -417,7 +419,7 @@ def candidate_of(
 
 
 def consider(candidate: Candidate, target: Target, best: "Best") -> None:
-    """Prices a layout if it may count, and fits."""
+    """Price a layout if it may count, and fits."""
     cfg, bound, least = candidate
     result = best.result
     if not best.could_take(candidate):
@@ -448,7 +450,7 @@ class Best:
         self.result = SearchResult()
 
     def add(self, found: Found) -> None:
-        """Keeps the `top` fastest, and those within `near` of the fastest."""
+        """Keep the `top` fastest, and those within `near` of the fastest."""
         result = self.result
         result.found.append(found)
         result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one.cfg), one.held.total))
@@ -460,24 +462,24 @@ class Best:
             self.share.tell(result.found[0].forecast.step, last)
 
     def fastest(self) -> float:
-        """Seconds of the fastest step that any process has found; infinite without one."""
+        """Return the seconds of the fastest step that any process has found; infinite without one."""
         found = self.result.found
         return min([*self.share.seconds[::2], *(one.forecast.step for one in found[:1])])
 
     def last(self) -> float:
-        """Seconds that the `top` fastest take at most; infinite until as many are found."""
+        """Return the seconds that the `top` fastest take at most; infinite until as many are found."""
         found = self.result.found
         own = found[self.top - 1].forecast.step if len(found) >= self.top else math.inf
         return min([*self.share.seconds[1::2], own])
 
     def longest(self) -> float:
-        """Seconds that a step has to be shorter than to count."""
+        """Return the seconds that a step has to be shorter than to count."""
         last = self.last()
         return last if math.isinf(last) else max(last, self.fastest() * (1 + self.near))
 
     def could_take(self, candidate: Candidate) -> bool:
-        """Whether a layout may be among the fastest, or the simplest of the near ties of the first. Keeps
-        those in mind that a simpler near tie stands before."""
+        """Return whether a layout may be among the fastest, or the simplest of the near ties of the first.
+        Keeps those in mind that a simpler near tie stands before."""
         if candidate.least < self.last():
             return True
         if candidate.least >= self.longest():
@@ -488,7 +490,7 @@ class Best:
         return True
 
     def could_lead(self, candidate: Candidate) -> bool:
-        """Whether a layout may be the simplest of the near ties of the fastest."""
+        """Return whether a layout may be the simplest of the near ties of the fastest."""
         longest = self.fastest() * (1 + self.near)
         near_ties = [
             (simplicity(one.cfg), rounded(one.forecast.step))
@@ -510,7 +512,7 @@ def rounded(seconds: float) -> float:
 
 
 def simplicity(cfg: Config) -> tuple[int, ...]:
-    """The smaller, the simpler: fewer kinds of parallelism, less recompute, lower ZeRO."""
+    """Return the smaller, the simpler: fewer kinds of parallelism, less recompute, lower ZeRO."""
     parallel = cfg.parallel
     degrees = axis_degrees(parallel).values()
     return (
@@ -523,7 +525,7 @@ def simplicity(cfg: Config) -> tuple[int, ...]:
 def bounds_of(
     cfg: Config, target: Target, fixed: Values, share: SearchShare = NO_SHARE
 ) -> Iterator[Bound]:
-    """Yields the bound of every possible choice of the compute axes, the least first.
+    """Yield the bound of every possible choice of the compute axes, the least first.
 
     It is that of the fastest number of chunks of experts: nothing else depends on them. Exchanges in chunks
     hide at best behind all that is computed among them. So other numbers than the first are tried once the
@@ -552,7 +554,7 @@ def bounds_of(
 
 
 def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, ...]:
-    """The choices of parallel.ep_chunks. values: of the compute axes."""
+    """Return the choices of parallel.ep_chunks. values: of the compute axes."""
     if "parallel.ep_chunks" in fixed:
         return (fixed["parallel.ep_chunks"],)
     is_exchanged = values["parallel.ep"] * cfg.parallel.etp > 1
@@ -571,7 +573,7 @@ def ranks_that_wait(bound: Bound, layout: Values, target: Target) -> int:
 
 
 def layouts_of(bound: Bound, cfg: Config, target: Target, fixed: Values) -> list[tuple[float, Values]]:
-    """[(the least seconds of its step, values of the layout axes)], the least first."""
+    """Return [(the least seconds of its step, values of the layout axes)], the least first."""
     layouts: list[tuple[float, Values]] = []
     for layout in combinations(with_fixed(layout_axes(cfg, target.world), fixed)):
         least = step_with_bubble(bound, layout, cfg.model.layers)

@@ -30,8 +30,8 @@ MANY = 400  # choices of the compute axes, from where a second process is worth 
 def best_layouts(
     cfg: Config, target: Target, fixed: Values, top: int, *, near: float = 0.0
 ) -> tuple[SearchResult, Target]:
-    """The search for layouts that leave the margin; where none does, for all that fit. (The result, and the
-    target that it is for.)"""
+    """Return the search for layouts that leave the margin; where none does, for all that fit. (The result,
+    and the target that it is for.)"""
     with_margin = replace(target, leaves_margin=True)
     for each in (with_margin, target):
         result = search_on_cores(cfg, each, fixed, top, near=near)
@@ -72,7 +72,8 @@ def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *,
 
 
 def result_of(receiving: Connection) -> SearchResult:
-    """What another process has found. Raises RuntimeError if it has failed; its traceback is on stderr."""
+    """Return what another process has found. Raises RuntimeError if it has failed; its traceback is on
+    stderr."""
     try:
         return receiving.recv()
     except EOFError:
@@ -87,7 +88,7 @@ def send_found(
 
 
 def merged(results: list[SearchResult], target: Target, top: int, near: float) -> SearchResult:
-    """The results of all shares as one."""
+    """Return the results of all shares as one."""
     best = Best(top, near)
     for result in results:
         for name, count in result.counts.items():

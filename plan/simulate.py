@@ -62,8 +62,8 @@ class Timeline:
         return self.makespan - self.busy(rank)
 
     def memory(self, rank: int) -> list[tuple[float, int]]:
-        """[(time, chunks of activations held from then on)]: held from the start of F to the end of B or
-        W."""
+        """Return [(time, chunks of activations held from then on)]: held from the start of F to the end of B
+        or W."""
         changes: list[tuple[float, int]] = []
         for span in self.ranks[rank]:
             if span.op.kind == "F":
@@ -84,7 +84,7 @@ class Timeline:
 
 def simulate(order: Order, n_stages: int, times: OpTimes, hop: float = 0,
              overlap: float | None = None) -> Timeline:
-    """The timeline of `order`.
+    """Return the timeline of `order`.
 
     times: of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and
     a B of another chunk right after it start together and take this share of the sum of their times
@@ -126,7 +126,7 @@ def op_time(op: Op, times: OpTimes) -> float:
 
 
 def single_or_paired_steps(order: Order, overlaps: bool) -> list[list[tuple[Op, ...]]]:
-    """The steps of each rank: the ops that start together."""
+    """Return the steps of each rank: the ops that start together."""
     if overlaps:
         return [paired(ops) for ops in order]
     return [[(op,) for op in ops] for ops in order]
@@ -147,7 +147,7 @@ def paired(ops: list[Op]) -> list[tuple[Op, ...]]:
 
 
 def share(schedule: Schedule, f: float, i: float, w: float) -> dict[str, float]:
-    """The time of one op, if F, I and W of all the chunks of a rank take f, i and w."""
+    """Return the time of one op, if F, I and W of all the chunks of a rank take f, i and w."""
     chunks = schedule.chunks
     return {"F": f / chunks, "I": i / chunks, "W": w / chunks, "B": (i + w) / chunks}
 
@@ -174,7 +174,8 @@ def closed_form(
     w: float,
     overlap: float | None = None,
 ) -> tuple[str, float] | None:
-    """(formula, value) of `Timeline.bubble`, in the units of `share`; None where no exact one is known.
+    """Return (formula, value) of `Timeline.bubble`, in the units of `share`; None where no exact one is
+    known.
 
     p: ranks; m: microbatches; v: chunks of a rank; f, i, w: of all its chunks; B = I + W.
 

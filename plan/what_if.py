@@ -71,7 +71,7 @@ QUESTIONS = {
 
 
 def parse_what_if(text: str) -> tuple[WhatIf, str]:
-    """("links=0.5") -> it, and what it assumes. Raises ConfigError."""
+    """Return ("links=0.5") -> it, and what it assumes. Raises ConfigError."""
     name, _, value = text.partition("=")
     if name not in QUESTIONS:
         raise ConfigError(f"--what-if: no {name!r}; there are links=0.5, slow-rank=1.2 and jitter=0.05")
@@ -95,7 +95,7 @@ def cluster_under(cluster: Cluster, what_if: WhatIf) -> Cluster:
 
 
 def expected_largest(sigma: float, n: int) -> float:
-    """How far the largest of n normal values is expected above their mean; never less than it is."""
+    """Return how far the largest of n normal values is expected above their mean; never less than it is."""
     return sigma * math.sqrt(2 * math.log(n))
 
 
@@ -115,16 +115,16 @@ def waiting_ranks(layout: ParallelDims, zero: int) -> Waiting:
 
 
 def slowdown_of(what_if: WhatIf, ranks: int) -> float:
-    """How many times as long the slow rank computes, and those that wait for it. ranks: that wait for each
-    other at each op."""
+    """Return how many times as long the slow rank computes, and those that wait for it. ranks: that wait for
+    each other at each op."""
     return what_if.slow_rank * (1 + expected_largest(what_if.jitter, ranks))
 
 
 def least_step(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, what_if: WhatIf, span: float
 ) -> float:
-    """Seconds that forecast_under's step takes at least; nothing is simulated. span: of its pipeline, at
-    least."""
+    """Return the seconds that forecast_under's step takes at least; nothing is simulated. span: of its
+    pipeline, at least."""
     if what_if.slow_rank > 1:
         return span
     at_each_op = 1 + expected_largest(what_if.jitter, waiting_ranks(job.layout, job.cfg.parallel.zero).ranks)

@@ -76,7 +76,7 @@ def wall_seconds(training: float, interval: float, blocking: float, restart: flo
 
 
 def best_interval(blocking: float, between: float) -> float:
-    """Seconds of training between two saves (Daly's higher order estimate)."""
+    """Return the seconds of training between two saves (Daly's higher order estimate)."""
     if blocking >= 2 * between:
         return between
     ratio = blocking / (2 * between)
@@ -86,7 +86,7 @@ def best_interval(blocking: float, between: float) -> float:
 def whole_run(
     tokens: float, tokens_of_step: int, step: float, gpus: int, reliability: Reliability
 ) -> WholeRun:
-    """The run of so many tokens, with saves where they lose least. step: seconds of one.
+    """Return the run of so many tokens, with saves where they lose least. step: seconds of one.
 
     A save begins after the one before it is written.
     """
@@ -112,7 +112,8 @@ def whole_run(
 
 
 def batch_costs(batch_tokens: float, noise_scale: float) -> tuple[float, float]:
-    """(steps of this batch / the fewest steps of any, its tokens / the fewest of any) to the same loss.
+    """Return (steps of this batch / the fewest steps of any, its tokens / the fewest of any) to the same
+    loss.
 
     noise_scale: tokens (log.noise_scale). arXiv 1812.06162, equation 2.11.
     """

@@ -24,7 +24,7 @@ MAX_NAMED = 8  # ranks that a finding names
 
 @without_collection()
 def check(events: Mapping[int, Sequence[Event]], transport: str) -> list[str]:
-    """What is wrong with the exchanges of these ranks; [] if all end.
+    """Return what is wrong with the exchanges of these ranks; [] if all end.
 
     events: of each rank that is looked at. Ranks that are not there do what is expected of them.
     """
@@ -59,7 +59,7 @@ class Exchanges:
         return any(moved)
 
     def advance_rank(self, rank: int) -> bool:
-        """Posts up to the first wait for what has not ended."""
+        """Post up to the first wait for what has not ended."""
         own = self.events[rank]
         before = len(own)
         while own:
@@ -96,7 +96,7 @@ class Exchanges:
         return moved
 
     def meet_collectives(self, lane: Connection, queues: dict[int, deque[list[PostedExchange]]]) -> bool:
-        """A collective that every rank of the lane has come to ends."""
+        """Return a collective that every rank of the lane has come to ends."""
         _, ranks = lane
         members = [rank for rank in ranks if rank in self.events]
         firsts = {rank: self.first_collective(queues[rank]) for rank in members}
@@ -116,7 +116,8 @@ class Exchanges:
         return True
 
     def first_collective(self, batches: deque[list[PostedExchange]]) -> PostedExchange | None:
-        """The collective that is next on a rank; None if a transfer is before it (on gloo it may be)."""
+        """Return the collective that is next on a rank; None if a transfer is before it (on gloo it may
+        be)."""
         for batch in batches:
             if batch[0].verb not in TRANSFERS:
                 return batch[0]
@@ -125,7 +126,7 @@ class Exchanges:
         return None
 
     def meets(self, lane: Connection, rank: int, exchange: PostedExchange) -> bool:
-        """Ends a transfer whose other side is there."""
+        """End a transfer whose other side is there."""
         peer = exchange.peer
         if peer not in self.events:
             self.end(rank, exchange)
@@ -173,7 +174,7 @@ class Exchanges:
     # ---- what does not end
 
     def stuck(self) -> list[str]:
-        """Where each rank stands that does not come to its end, and what nobody receives."""
+        """Return where each rank stands that does not come to its end, and what nobody receives."""
         lines: list[str] = []
         for rank, own in self.events.items():
             if own:
@@ -190,7 +191,7 @@ class Exchanges:
         return lines[:MAX_NAMED]
 
     def why(self, rank: int, event: Event) -> str:
-        """What holds back the exchange that a rank waits for."""
+        """Return what holds back the exchange that a rank waits for."""
         for lane, queues in self.under_way.items():
             for place, batch in enumerate(queues[rank]):
                 for exchange in batch:
@@ -202,7 +203,7 @@ class Exchanges:
 
 
 def same_size(one: PostedExchange, other: PostedExchange) -> bool:
-    """Ranks of an all-to-all have messages of their own sizes."""
+    """Return the ranks of an all-to-all have messages of their own sizes."""
     return one.verb == "all_to_all" or one.nbytes == other.nbytes
 
 

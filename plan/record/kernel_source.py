@@ -33,7 +33,7 @@ class TensorUse:
 
 
 def tensors_used(kernel: Any, numbers: Mapping[str, Any], pointers: Iterable[str]) -> TensorUse:
-    """Returns what a launch reads and writes.
+    """Return what a launch reads and writes.
 
     numbers: what is compiled into it (fixed_numbers). pointers: parameters that are tensors, or descriptors
     of tensors.
@@ -45,7 +45,7 @@ def tensors_used(kernel: Any, numbers: Mapping[str, Any], pointers: Iterable[str
 
 
 def plain_function(kernel: Any) -> FunctionType:
-    """The Python function of a kernel or of a helper under `triton.jit`, compiled or interpreted."""
+    """Return the Python function of a kernel or of a helper under `triton.jit`, compiled or interpreted."""
     function = getattr(kernel, "fn", kernel)
     while not isinstance(function, FunctionType):
         function = function.fn
@@ -53,7 +53,8 @@ def plain_function(kernel: Any) -> FunctionType:
 
 
 def is_our_function(value: Any) -> bool:
-    """Whether it is a helper under `triton.jit`, and not one of Triton's own, which get no pointers."""
+    """Return whether it is a helper under `triton.jit`, and not one of Triton's own, which get no
+    pointers."""
     function = getattr(value, "fn", None)
     return isinstance(function, FunctionType) and not function.__module__.startswith("triton.")
 
@@ -90,7 +91,7 @@ class KernelWalk:
         self.returned: Names = NONE
 
     def run(self) -> Names:
-        """Returns the pointers that the function's result may come from."""
+        """Return the pointers that the function's result may come from."""
         self.block(self.tree.body)
         return self.returned
 
@@ -203,7 +204,8 @@ class KernelWalk:
     def helper(
         self, helper: Any, node: ast.Call, positional: list[Names], keywords: dict[str, Names]
     ) -> Names:
-        """A call of another function under triton.jit: followed with what is known of its arguments."""
+        """Return a call of another function under triton.jit: followed with what is known of its
+        arguments."""
         function = plain_function(helper)
         names = [arg.arg for arg in syntax_of(function).args.args]
         given = {**dict(zip(names, positional)), **keywords}
@@ -220,7 +222,7 @@ class KernelWalk:
     # ---- numbers that the launch fixes
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression, or UNKNOWN."""
+        """Return the value of an expression, or UNKNOWN."""
         for part in ast.walk(node):
             if isinstance(part, ast.Name):
                 is_known = part.id in self.numbers or part.id not in self.local_names
@@ -236,7 +238,7 @@ class KernelWalk:
 
 
 def plain_value(value: Any) -> Any:
-    """The number inside a tl.constexpr."""
+    """Return the number inside a tl.constexpr."""
     return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
 
 
@@ -246,7 +248,7 @@ def signature_of(function: FunctionType) -> inspect.Signature:
 
 
 def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a launch by the names of the kernel's parameters, without launch options."""
+    """Return the arguments of a launch by the names of the kernel's parameters, without launch options."""
     signature = signature_of(plain_function(kernel))
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
     bound = signature.bind_partial(*args, **known)
@@ -255,7 +257,7 @@ def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 
 
 def fixed_numbers(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are compiled into the kernel: its tl.constexpr, and None for a tensor."""
+    """Return the arguments that are compiled into the kernel: its tl.constexpr, and None for a tensor."""
     fixed = {}
     for name, parameter in signature_of(plain_function(kernel)).parameters.items():
         is_constexpr = "constexpr" in str(parameter.annotation)

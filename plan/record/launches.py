@@ -121,7 +121,7 @@ def recorded_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: tor
 
 
 def as_meta(value: Any) -> Any:
-    """A RecordedTensor in the place of a tensor, or of the tensor of a descriptor."""
+    """Return a RecordedTensor in the place of a tensor, or of the tensor of a descriptor."""
     base = getattr(value, "base", None) if isinstance(value, triton_.TensorDescriptor) else value
     return RecordedTensor.of(base) if isinstance(base, Tensor) else value
 
@@ -167,7 +167,7 @@ class ClaimedDevice(TorchFunctionMode):
         return result
 
     def like_on_host(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Tensor:
-        """A tensor like another, maybe in pinned memory of the host, which has no storage either."""
+        """Return a tensor like another, maybe in pinned memory of the host, which has no storage either."""
         is_pinned = kwargs.pop("pin_memory", False)
         on_host = self.device.type != "cpu" and (is_pinned or is_host(kwargs.get("device")))
         with self.recorder.making_on_host(on_host):
@@ -391,8 +391,8 @@ def library_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The operation that scaled_dot_product_attention becomes on a GPU: the first enabled kernel that takes
-    the call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
+    """Return the operation that scaled_dot_product_attention becomes on a GPU: the first enabled kernel that
+    takes the call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
     """
     aten = torch.ops.aten
     backend = library_backend(query, value, attn_mask)
@@ -410,7 +410,7 @@ def library_attention(
 
 
 def library_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> SDPBackend:
-    """The first kernel in torch's order that is enabled and takes the call."""
+    """Return the first kernel in torch's order that is enabled and takes the call."""
     flags = torch.backends.cuda
     is_enabled = {
         # torch refuses it where results must be the same every time
@@ -498,7 +498,7 @@ class Recorder:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Drop what was recorded."""
         self.launches: list[Launch] = []
         self.events.clear()
         self.stream = COMPUTE
@@ -506,7 +506,7 @@ class Recorder:
         self.callers: dict[int, tuple[str, str]] = {}  # who ran an operation, by autograd's number of it
 
     def now(self) -> int:
-        """How many launches there were."""
+        """Return how many launches there were."""
         return len(self.launches)
 
     @property
@@ -582,16 +582,16 @@ class Recorder:
         )
 
     def add_tensor(self, x: Tensor) -> None:
-        """Counts the bytes of a tensor of the host's numbers."""
+        """Count the bytes of a tensor of the host's numbers."""
         file, caller = caller_of(sys._getframe(2))
         self.memory.see([x], self.holder(f"{file}:{caller}"))
 
     def holder(self, place: str) -> Holder:
-        """What memory that is asked for now belongs to."""
+        """Return what memory that is asked for now belongs to."""
         return Holder(self.phase, place, self.modules[-1] if self.modules else "")
 
     def is_on_host(self, x: Tensor) -> bool:
-        """Whether a tensor without storage stands for one in the host's memory."""
+        """Return whether a tensor without storage stands for one in the host's memory."""
         return self.host_memory.now > 0 and self.host_memory.has(x)
 
     @contextlib.contextmanager
@@ -604,7 +604,7 @@ class Recorder:
             self.is_making_on_host = False
 
     def count_bytes(self, tensors: list[Tensor], holder: Holder) -> None:
-        """Counts the storages of tensors that an operation has returned."""
+        """Count the storages of tensors that an operation has returned."""
         if self.is_making_on_host:
             self.host_memory.see(tensors, holder)
         elif self.host_memory.now:
@@ -652,7 +652,7 @@ class Recorder:
         )
 
     def origin(self) -> tuple[str, str]:
-        """(file, function) of ours behind the operation that runs now.
+        """Return (file, function) of ours behind the operation that runs now.
 
         The backward of torch's own operations runs in C++: its node has the number that the forward's had.
         """
@@ -670,7 +670,7 @@ class Recorder:
 def use_of(
     function: FunctionType, pointers: tuple[str, ...], fixed: tuple[tuple[str, Any], ...]
 ) -> TensorUse:
-    """What a launch of a kernel reads and writes; see tensors_used."""
+    """Return what a launch of a kernel reads and writes; see tensors_used."""
     return tensors_used(function, dict(fixed), pointers)
 
 
@@ -681,8 +681,8 @@ def name_of(function: Any) -> str:
 
 
 def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of an operation that are no tensors, by the names of its schema: torch hands most of them
-    on without one."""
+    """Return the arguments of an operation that are no tensors, by the names of its schema: torch hands most
+    of them on without one."""
     names = [argument.name for argument, _ in arguments_of(function)]
     given = {**dict(zip(names, args)), **kwargs}
     return {name: value for name, value in given.items() if not tensors_in(value)}
@@ -690,7 +690,7 @@ def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 @functools.cache
 def arguments_of(function: Any) -> list[tuple[Any, bool]]:
-    """The arguments of an operation's schema, and whether each is written."""
+    """Return the arguments of an operation's schema, and whether each is written."""
     arguments = function._schema.arguments
     return [(one, one.alias_info is not None and one.alias_info.is_write) for one in arguments]
 
@@ -776,7 +776,7 @@ def in_backward() -> bool:
 
 
 def caller_of(frame: FrameType | None) -> tuple[str, str]:
-    """(file, function) of the innermost frame of the code that is recorded.
+    """Return (file, function) of the innermost frame of the code that is recorded.
 
     OUTSIDE where the backward of an operation of torch comes first.
     """
@@ -793,7 +793,7 @@ def caller_of(frame: FrameType | None) -> tuple[str, str]:
 
 @functools.cache
 def file_of_ours(path: str) -> str | None:
-    """The path below the root of the repository; None of other code, this recorder's included."""
+    """Return the path below the root of the repository; None of other code, this recorder's included."""
     full = Path(path)
     if not full.is_relative_to(ROOT) or "site-packages" in path:
         return None
@@ -802,7 +802,7 @@ def file_of_ours(path: str) -> str | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Return all tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -824,7 +824,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def operation_bytes(
     function: Any, name: str, args: tuple, kwargs: dict, outputs: list[Tensor]
 ) -> tuple[int, int, int]:
-    """Returns (bytes read, bytes written, bytes of what is both): each input once, each result once.
+    """Return (bytes read, bytes written, bytes of what is both): each input once, each result once.
 
     A result that is also an input, as in an operation in place, is read too, unless it is only overwritten.
     """

@@ -12,7 +12,7 @@ class ClusterLinks(NamedTuple):
 
 
 def seconds_of_exchange(links: ClusterLinks, rank: int, exchange: PostedExchange) -> float:
-    """Seconds from when all ranks are there. Others do not use the links meanwhile."""
+    """Return the seconds from when all ranks are there. Others do not use the links meanwhile."""
     _, ranks = exchange.lane
     if exchange.peer is not None:
         ranks = (rank, exchange.peer)

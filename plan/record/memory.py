@@ -63,7 +63,7 @@ class LiveBytes:
     is_rising: bool = False
 
     def begin(self) -> None:
-        """Forgets the peak and the changes: what is alive now is where they begin."""
+        """Drop the peak and the changes: what is alive now is where they begin."""
         self.peak, self.at_peak = self.now, self.held.copy()
         self.begun_with = [Change(0, key, *of_storage) for key, of_storage in self.storages.items()]
         self.changes = []
@@ -75,11 +75,11 @@ class LiveBytes:
         return LiveBytes(self.clock, **own)
 
     def has(self, x: Tensor) -> bool:
-        """Whether the storage of a tensor is counted here."""
+        """Return whether the storage of a tensor is counted here."""
         return x.untyped_storage()._cdata in self.storages
 
     def see(self, tensors: Iterable[Tensor], holder: Holder) -> None:
-        """Counts the storages of tensors that were not there before."""
+        """Count the storages of tensors that were not there before."""
         for x in tensors:
             storage = x.untyped_storage()
             key = storage._cdata
@@ -114,14 +114,14 @@ class LiveBytes:
         self.is_rising = False
 
     def holders_of_peak(self) -> Counter[Holder]:
-        """What holds the most bytes that were alive since begin()."""
+        """Return what holds the most bytes that were alive since begin()."""
         if self.is_rising:
             self.leave_peak()
         return self.at_peak
 
 
 def curve_of(begun_with: Iterable[Change], changes: Iterable[Change]) -> list[Point]:
-    """The bytes over time."""
+    """Return the bytes over time."""
     now = sum(change.nbytes for change in begun_with)
     curve = [Point(0, now)]
     for change in changes:

@@ -160,7 +160,7 @@ class PartForm(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def record_of(form: PartForm) -> PartRecord:
-    """The record of a part, where it can be from those of few sequences and few expert-parallel ranks.
+    """Return the record of a part, where it can be from those of few sequences and few expert-parallel ranks.
 
     From two sequences on, a block's is on the line through those of two and of four; parts of a single
     sequence need no copies. An output head divides its tokens into chunks, and an embedding's gradient has no
@@ -186,14 +186,15 @@ def record_of(form: PartForm) -> PartRecord:
 
 
 def has_several_experts(cfg: Config, ep: int) -> bool:
-    """Whether each of `ep` ranks has several experts in each chunk: one alone needs no order of its rows."""
+    """Return whether each of `ep` ranks has several experts in each chunk: one alone needs no order of its
+    rows."""
     mlp = mixture(cfg.model)
     experts, rest = divmod(mlp.experts if mlp else 0, ep)
     return rest == 0 and experts >= 2 * cfg.parallel.ep_chunks
 
 
 def with_keys(cfg: Config, section: str, **values: Any) -> Config:
-    """The config with other values in one section."""
+    """Return the config with other values in one section."""
     return replace(cfg, **{section: replace(getattr(cfg, section), **values)})
 
 
@@ -215,7 +216,7 @@ def on_the_line(one: Any, two: Any, steps: float) -> Any:
 
 
 def record_part(form: PartForm) -> PartRecord:
-    """Runs a microbatch of the part; then, where backwards are split, one with its backward in two parts.
+    """Run a microbatch of the part; then, where backwards are split, one with its backward in two parts.
 
     Where the first makes weights in 8 bits for a step, another comes before the last.
     """
@@ -349,7 +350,7 @@ class PartRunner:
         return MicrobatchRun(forward, backward, kept, kept_for_weights, memory.now - before)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """(x, residual) as the part before makes them; of the embedding none."""
+        """Return (x, residual) as the part before makes them; of the embedding none."""
         if self.layer == "embedding":
             return ()
         if self.has_residual:
@@ -368,7 +369,7 @@ class PartRunner:
         return (y,) if residual is None else (y, residual)
 
     def lend_keys(self) -> None:
-        """Gives the block the keys and values of an earlier one, if it reads any."""
+        """Return the block the keys and values of an earlier one, if it reads any."""
         keys, like = self.context.shared_keys, layer_model(self.stage.cfg.model, self.stage.first)
         if self.stage.first in keys.sources:
             shape, (b, s) = head_shape(like), self.microbatch.tokens.shape
@@ -394,7 +395,7 @@ class PartRunner:
 
 
 def make_buckets(part: nn.Module, cfg: Config, mesh: Mesh, device: torch.device) -> list[Bucket]:
-    """Gives storage to a part's weights, and to their gradients in a step."""
+    """Return storage to a part's weights, and to their gradients in a step."""
     sharding, dtype = sharding_config(cfg), DTYPES[cfg.train.dtype]
     buckets: list[Bucket] = []
     for members in split_into_buckets(list(sharded_parameters(part)), sharding):
@@ -405,7 +406,7 @@ def make_buckets(part: nn.Module, cfg: Config, mesh: Mesh, device: torch.device)
 
 
 def layers_of_part(cfg: Config, layer: int | str) -> tuple[int, int]:
-    """(first, last) of a stage that has this part alone."""
+    """Return (first, last) of a stage that has this part alone."""
     if layer == "embedding":
         return 0, 0
     if layer == "head":
@@ -415,7 +416,7 @@ def layers_of_part(cfg: Config, layer: int | str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def noted_weight_grads(recorder: Recorder, spans: list[tuple[int, int]]) -> Iterator[None]:
-    """Notes which launches compute gradients of weights: (first, last), last excluded."""
+    """Note which launches compute gradients of weights: (first, last), last excluded."""
     real = kernels.grad.write_grad
 
     def write_grad(*args: Any) -> None:
@@ -440,7 +441,7 @@ def work_of(launch: Launch, facts: Facts) -> Amount:
 
 
 def events_of(posted: Iterable[RecordedEvent], works: list[Amount]) -> Iterator[Event]:
-    """What is posted and awaited, with the work between."""
+    """Yield what is posted and awaited, with the work between."""
     numbers: dict[int, str] = {}
     done = 0
     for event in posted:

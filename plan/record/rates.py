@@ -102,7 +102,8 @@ class LaunchRates:
     points: Mapping[str, Points] = field(default_factory=dict)
 
     def computing(self, work: "Work", level: str) -> float:
-        """Seconds for the FLOPs; of a weight gradient with its ends of tiles, which hide behind nothing."""
+        """Return the seconds for the FLOPs; of a weight gradient with its ends of tiles, which hide behind
+        nothing."""
         if not work.rate:
             return 0.0
         weights = f"{work.rate}, weights"
@@ -114,7 +115,7 @@ class LaunchRates:
         return work.flops / (TERA * getattr(self.products[work.rate], level)) + ends
 
     def moving(self, work: "Work", level: str) -> float:
-        """Seconds for the bytes."""
+        """Return the seconds for the bytes."""
         points = self.points.get(work.kernel) or self.points.get("memory")
         rate = interpolated(points, work.nbytes) if points else getattr(self.bandwidth, level)
         return work.nbytes / (TERA * rate)
@@ -140,7 +141,7 @@ def rates_of(sheet: Sheet) -> LaunchRates:
 
 
 def ratios(sheet: Sheet) -> str:
-    """What the rates of a GPU are multiplied by, in words; "" of the one that they are assumed of.
+    """Return what the rates of a GPU are multiplied by, in words; "" of the one that they are assumed of.
 
     products x 0.32, memory x 0.42
     """
@@ -149,7 +150,8 @@ def ratios(sheet: Sheet) -> str:
 
 
 def interpolated(points: Points, size: float) -> float:
-    """The rate at a size: linear in its logarithm between two points, that of the nearest one beyond them."""
+    """Return the rate at a size: linear in its logarithm between two points, that of the nearest one beyond
+    them."""
     sizes, rates = zip(*points)
     return float(numpy.interp(math.log(max(size, 1.0)), [math.log(one) for one in sizes], rates))
 
@@ -185,7 +187,7 @@ def seconds(work: Work, level: str, rates: LaunchRates = ASSUMED) -> float:
 
 
 def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
-    """{kind of HOST: how many}."""
+    """Return {kind of HOST: how many}."""
     counts = dict.fromkeys(HOST, 0)
     for launch in launches:
         counts[host_kind(launch)] += 1
@@ -193,7 +195,7 @@ def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
 
 
 def host_kind(launch: Launch) -> str:
-    """The key of HOST."""
+    """Return the key of HOST."""
     return "triton" if launch.is_triton else "operation" if launch.launches else "view"
 
 

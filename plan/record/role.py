@@ -55,8 +55,8 @@ class Program(NamedTuple):
 def training_program(
     cfg: Config, build_run: Callable[..., Any], train_step: Callable[..., object], guard: object
 ) -> Program:
-    """The program of a config. build_run and train_step: those of build.py and train.py, which plan/ does not
-    import; guard: a runtime.guard.NonFiniteGuard."""
+    """Return the program of a config. build_run and train_step: those of build.py and train.py, which plan/
+    does not import; guard: a runtime.guard.NonFiniteGuard."""
 
     def build(mesh: Mesh, device: torch.device) -> Any:
         run = build_run(cfg, mesh, device, None, HORIZON)
@@ -72,7 +72,7 @@ def training_program(
 
 
 def shortest_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    """The schedule of as few microbatches as one of `microbatches` may have."""
+    """Return the schedule of as few microbatches as one of `microbatches` may have."""
     for number in range(1, microbatches):
         try:
             return schedule_of(parallel.schedule, parallel.pp, number, parallel.vpp)
@@ -115,7 +115,7 @@ def record_role(
     answers: Mapping[int, object] | None = None,
     traces_all: bool = False,
 ) -> RoleRecord:
-    """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's.
+    """Record step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's.
 
     answers: see answers_of. None: nobody says anything else than this rank. traces_all: microbatches that are
     like others are traced, too (plan/record/splice.py): the record is the same.
@@ -151,7 +151,8 @@ def recorded_role(
 def answers_of(
     dims: ParallelDims, ranks: Iterable[int], chip: Chip | None, program: Program
 ) -> dict[int, object]:
-    """{rank: the plain data that it says to others when the run is built}: each of them builds its own."""
+    """Return {rank: the plain data that it says to others when the run is built}: each of them builds its
+    own."""
     found: dict[int, object] = {}
     for rank in ranks:
         recorder = Recorder()
@@ -174,7 +175,7 @@ def record_steps(
     batches: Callable[[int], list[Microbatch]],
     splicer: Splicer | None = None,
 ) -> RoleRecord:
-    """Builds a run and keeps its step STEP. batches(step): the microbatches of a step of this rank.
+    """Build a run and keeps its step STEP. batches(step): the microbatches of a step of this rank.
 
     The recorder may execute what it records: then this is a run of a real job, without a splicer. splicer:
     traces few microbatches of the step; it may raise Unlike.
@@ -235,7 +236,7 @@ def named_ops(recorder: Recorder) -> Iterator[None]:
 
 
 def assumed_batch(cfg: Config, dims: ParallelDims, device: torch.device, step: int) -> list[Microbatch]:
-    """The microbatches of a rank in a full step."""
+    """Return the microbatches of a rank in a full step."""
     train = cfg.train
     count = train.global_batch // (dims.dp_replicate * dims.dp_shard) // train.micro_batch
     lengths = (train.seq_len,) if cfg.data.doc_mask else ()
@@ -243,7 +244,7 @@ def assumed_batch(cfg: Config, dims: ParallelDims, device: torch.device, step: i
 
 
 def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[int]) -> Microbatch:
-    """A microbatch without values, as the loader gives it to the step.
+    """Return a microbatch without values, as the loader gives it to the step.
 
     lengths: tokens of each document of a sequence, which the host knows; () without data.doc_mask.
     """

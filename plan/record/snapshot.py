@@ -53,7 +53,7 @@ class Room:
 
 
 def snapshot(traces: Sequence[MemoryTrace]) -> dict:
-    """A device for each trace, in order."""
+    """Return a device for each trace, in order."""
     segments, entries = [], []
     for device, trace in enumerate(traces):
         segment, of_device = device_snapshot(device, trace)
@@ -63,7 +63,7 @@ def snapshot(traces: Sequence[MemoryTrace]) -> dict:
 
 
 def device_snapshot(device: int, trace: MemoryTrace) -> tuple[dict, list[dict]]:
-    """(the segment as the step leaves it, what happened)."""
+    """Return (the segment as the step leaves it, what happened)."""
     first = FIRST_ADDRESS + device * OF_A_DEVICE
     room = Room(end=first)
     entries: list[dict] = []

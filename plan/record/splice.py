@@ -53,7 +53,7 @@ class Key(NamedTuple):
 
 
 def keys_of(ops: Sequence[Op], last_stage: int, is_sharded: bool) -> list[Key]:
-    """The key of each op.
+    """Return the key of each op.
 
     The first and the last op of a kind and stage are apart: the first finds what it needs in no cache and
     overwrites gradients, and after the last they are summed. A forward releases the loss of the one before
@@ -90,7 +90,7 @@ def keys_of(ops: Sequence[Op], last_stage: int, is_sharded: bool) -> list[Key]:
 
 
 def chosen(ops: Sequence[Op], key_all: Callable[[Sequence[Op]], list[Key]]) -> list[Op]:
-    """The ops of the microbatches that are traced: of each key at least SAME, or all there are.
+    """Return the ops of the microbatches that are traced: of each key at least SAME, or all there are.
 
     Among few ops an op may have another key than among all: then those around it are traced, too.
     """
@@ -111,7 +111,8 @@ def chosen(ops: Sequence[Op], key_all: Callable[[Sequence[Op]], list[Key]]) -> l
 
 
 def beside(ops: Sequence[Op], index: int) -> set[int]:
-    """The microbatches of an op, of the forward before it, and of the computations of its stage around it."""
+    """Return the microbatches of an op, of the forward before it, and of the computations of its stage around
+    it."""
     own = ops[index]
     before = [op for op in reversed(ops[:index]) if op.kind in COMPUTE_KINDS]
     after = [op for op in ops[index + 1 :] if op.kind in COMPUTE_KINDS]
@@ -124,7 +125,7 @@ def beside(ops: Sequence[Op], index: int) -> set[int]:
 
 
 def with_ends(ops: Sequence[Op]) -> list[Op]:
-    """The ops, and the ends of the last sends, which the pipeline awaits after its ops."""
+    """Return the ops, and the ends of the last sends, which the pipeline awaits after its ops."""
     there = set(ops)
     ends = [op._replace(kind=END_OF_SEND[op.kind]) for op in ops if op.kind in END_OF_SEND]
     return [*ops, *(end for end in ends if end not in there)]
@@ -222,7 +223,7 @@ class Splicer:
 
     @without_collection()
     def expand(self, trace: Trace) -> None:
-        """Reads what the traced ops did, and writes the record of all."""
+        """Read what the traced ops did, and writes the record of all."""
         recorder = self.recorder
         marks = [*trace.ops.marks, trace.ops.mark()]
         begin = marks[0]
@@ -291,7 +292,8 @@ class Segment(NamedTuple):
     ledger: Ledger
 
     def does(self, other: "Segment") -> bool:
-        """Whether both do the same. A launch may have a NaN among its numbers: then words are compared."""
+        """Return whether both do the same. A launch may have a NaN among its numbers: then words are
+        compared."""
         if len(self.launches) != len(other.launches) or self[1:] != other[1:]:
             return False
         pairs = zip(self.launches, other.launches)
@@ -325,7 +327,7 @@ class Made:
         return Ref(anchor, maker.kind, maker.stage, back=back, label=label, index=index)
 
     def number(self, op: Op, ref: Ref) -> int:
-        """Raises LookupError if no op has made it."""
+        """Raise LookupError if no op has made it."""
         if ref.anchor == "before":
             return ref.index
         maker = Op(ref.kind, ref.stage, op.microbatch)
@@ -344,7 +346,7 @@ class SegmentReader:
     host_storages: Made = field(default_factory=Made)
 
     def read(self, op: Op, begin: RecordLength, end: RecordLength) -> Segment:
-        """What an op did between two marks."""
+        """Return what an op did between two marks."""
         recorder, first = self.recorder, begin.launches
         events = recorder.events[begin.events : end.events]
         changes = recorder.memory.changes[begin.changes : end.changes]
@@ -386,7 +388,7 @@ def change_of(made: Made, op: Op, change: Change, first: int) -> Any:
 
 
 def label_of(exchange: PostedExchange) -> object:
-    """What exchanges that are alike have in common."""
+    """Return what exchanges that are alike have in common."""
     return exchange._replace(number=0, batch=0, time=0)
 
 
@@ -417,7 +419,7 @@ class RecordWriter:
         self.memory.clock = self.host_memory.clock = lambda: self.time
 
     def write(self, op: Op, segment: Segment) -> None:
-        """Raises LookupError, and Unlike if it releases other bytes than the traced op."""
+        """Raise LookupError, and Unlike if it releases other bytes than the traced op."""
         first = len(self.launches)
         self.launches += segment.launches
         self.events += [self.event(op, event, first) for event in segment.events]

@@ -139,7 +139,7 @@ class MemoryByKind(NamedTuple):
 
 
 def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
-    """What holds the memory over the step, at the highest point of each of `most` stretches of it."""
+    """Return what holds the memory over the step, at the highest point of each of `most` stretches of it."""
     now: Counter[str] = Counter()
     for change in trace.begun_with:
         now[kind_of_memory(change.holder)] += change.nbytes
@@ -159,7 +159,7 @@ def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
 
 
 def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], array]:
-    """(each kind once, the kind of each launch)."""
+    """Return (each kind once, the kind of each launch)."""
     numbers: dict[LaunchKind, int] = {}
     number_of: dict[int, int] = {}  # by the id of a launch, which may be there more than once (splice.py)
     for launch in launches:

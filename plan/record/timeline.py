@@ -89,7 +89,8 @@ class JobTimeline:
 
 @without_collection()
 def timeline(ranks: Mapping[int, RankSteps], costs: Costs) -> JobTimeline:
-    """The step of these ranks. Raises ValueError if they wait for ever (plan/record/check.py says why)."""
+    """Return the step of these ranks. Raises ValueError if they wait for ever (plan/record/check.py says
+    why)."""
     job = Clock(costs, {rank: RankClock(rank, steps, costs) for rank, steps in ranks.items()})
     left = deque(ranks)
     while left:
@@ -275,7 +276,7 @@ class SharedLane:
             own.append([posted])
 
     def next(self) -> dict[int, Posted] | None:
-        """Returns what can start now, {rank: its side}, or None."""
+        """Return what can start now, {rank: its side}, or None."""
         firsts = {rank: own[0] for rank, own in self.batches.items() if own}
         are_collectives = all(batch[0].exchange.peer is None for batch in firsts.values())
         if len(firsts) == len(self.batches) and are_collectives:
@@ -293,7 +294,7 @@ class SharedLane:
         return None
 
     def take(self, rank: int, posted: Posted) -> bool:
-        """Returns whether this was the last of its batch."""
+        """Return whether this was the last of its batch."""
         batch = self.batches[rank][0]
         batch.remove(posted)
         if not batch:
@@ -310,7 +311,7 @@ class Clock:
     lanes: dict[Connection, SharedLane] = field(default_factory=dict)
 
     def advance(self, rank: int) -> set[int]:
-        """Runs a rank until it waits for an exchange that cannot start. Returns the ranks whose exchanges
+        """Run a rank until it waits for an exchange that cannot start. Returns the ranks whose exchanges
         have started."""
         state = self.ranks[rank]
         events = state.steps.events
@@ -340,7 +341,7 @@ class Clock:
         return self.lanes[connection]
 
     def start_all(self, touched: dict[Connection, SharedLane]) -> set[int]:
-        """Starts what can be started in these lanes, and forgets them."""
+        """Start what can be started in these lanes, and forgets them."""
         moved: set[int] = set()
         for lane in touched.values():
             while (sides := lane.next()) is not None:

@@ -31,7 +31,7 @@ class Thread(NamedTuple):
 def trace_events(
     line: JobTimeline, titles: Mapping[int, str], curves: Mapping[int, Sequence[Point]]
 ) -> Iterator[dict]:
-    """The events, rank by rank. titles: of the ranks; curves: their bytes over launches."""
+    """Yield the events, rank by rank. titles: of the ranks; curves: their bytes over launches."""
     for place, (rank, one) in enumerate(line.ranks.items()):
         threads = threads_of(one)
         yield named("process_name", rank, 0, titles[rank])
@@ -55,7 +55,7 @@ def named(what: str, rank: int, thread: int, name: str) -> dict:
 
 
 def threads_of(one: RankTimeline) -> dict[object, Thread]:
-    """{"", a stream, or what lane_key says: its thread}."""
+    """Return {"", a stream, or what lane_key says: its thread}."""
     names: dict[object, str] = {"": OPS}
     for kind in sorted(one.steps.kinds, key=lambda kind: kind.stream != COMPUTE):
         names.setdefault(kind.stream, kind.stream)
@@ -79,7 +79,7 @@ def lane_key(span: ExchangeSpan) -> tuple[Connection, str]:
 def slice_of(
     name: str, category: str, rank: int, thread: Thread, start: float, end: float, **facts: object
 ) -> dict:
-    """A complete event. start, end: seconds."""
+    """Return a complete event. start, end: seconds."""
     return {
         "ph": "X",
         "name": name,
@@ -134,7 +134,7 @@ def exchange_events(rank: int, one: RankTimeline, threads: Mapping[object, Threa
 
 
 def arrow(span: ExchangeSpan, rank: int, thread: Thread) -> dict:
-    """The end of an arrow that is bound to this exchange."""
+    """Return the end of an arrow that is bound to this exchange."""
     assert span.sender is not None
     is_send = span.sender == (rank, span.exchange.number)
     event = {

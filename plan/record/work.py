@@ -94,7 +94,7 @@ def of_rows(rows: str, *names: str) -> Flops:
 
 
 def of_pair(first: str, second: str) -> Flops:
-    """A product over the rows of two tensors: [t, m] and [t, n]."""
+    """Return a product over the rows of two tensors: [t, m] and [t, n]."""
 
     def flops(launch: Launch, facts: Facts) -> float:
         rows, m = launch.arguments[first].shape
@@ -126,9 +126,9 @@ def of_attention(head_dims: int, value_dims: int) -> Flops:
 
 
 def keys_of_kernel(launch: Launch, facts: Facts) -> float:
-    """The mean number of keys that a query of the launch sees: of a whole sequence, or of a part of one that
-    another rank has (parallel/context/ring.py). Bounds of a window or of documents are not known here: then
-    that of the whole sequence, at most.
+    """Return the mean number of keys that a query of the launch sees: of a whole sequence, or of a part of
+    one that another rank has (parallel/context/ring.py). Bounds of a window or of documents are not known
+    here: then that of the whole sequence, at most.
     """
     arguments = launch.arguments
     queries, keys = arguments["s_q"], arguments["s_k"]
@@ -330,7 +330,7 @@ NOT_NEEDED = ("gradients", "copies", "small", "rest", "quantization", "unknown")
 
 
 def judge(launch: Launch, facts: Facts) -> JudgedLaunch:
-    """Returns what the launch is for and costs, by the tables above."""
+    """Return what the launch is for and costs, by the tables above."""
     row = KERNELS.get(launch.kernel) if launch.is_triton else OPERATIONS.get(launch.kernel)
     nbytes = launch.nbytes
     if row is None:
@@ -367,7 +367,7 @@ def part_of_operation(launch: Launch) -> str:
 
 
 def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
-    """Returns (part, rate): a product of few bits with a result in fp32 is a weight gradient."""
+    """Return (part, rate): a product of few bits with a result in fp32 is a weight gradient."""
     arguments = launch.arguments
     if launch.is_triton and arguments.get("GATHER"):
         return "products", "own gathered"
