@@ -1,4 +1,4 @@
-"""Prepared documents as text again, with what the loss counts: to look at a mask before it is trained."""
+"""Decode prepared documents with their loss mask, to inspect it before training."""
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class ShownPart(NamedTuple):
 
 
 class ShownDocument(NamedTuple):
-    """A document. number: from 1, of `documents`."""
+    """A document. `number` counts from 1, out of `documents`."""
     number: int
     documents: int
     tokens: int
@@ -45,7 +45,7 @@ def shown_documents(prefix: pathlib.Path | str, count: int) -> Iterator[ShownDoc
 
 
 def visible_text(tok: Tokenizer, ids: list[int]) -> str:
-    """Return the text of ids, control tokens by their names."""
+    """Decode ids, with control tokens shown by name."""
     shown = ""
     waiting: list[int] = []
     for token_id in ids:
@@ -58,7 +58,7 @@ def visible_text(tok: Tokenizer, ids: list[int]) -> str:
 
 
 def control_name(tok: Tokenizer, token_id: int) -> str:
-    """Return the text that stands for a control token."""
+    """Return the name of a control token."""
     if isinstance(tok, ByteTokenizer):
         return tok.contract.end.text
     if isinstance(tok, JsonTokenizer):
