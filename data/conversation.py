@@ -1,11 +1,11 @@
 """Parse records into conversations, in the formats in which they are published.
 
-        OpenAI          messages: role, content (text, or parts of text), tool_calls, weight; also tools
-        ShareGPT        conversations: from, value; also system, tools
-        Hugging Face    prompt and completion, each text or messages; chosen, with or without prompt
-        Alpaca          instruction, input, output; also system, history
+    OpenAI          messages: role, content (text, or parts of text), tool_calls, weight; also tools
+    ShareGPT        conversations: from, value; also system, tools
+    Hugging Face    prompt and completion, each text or messages; chosen, with or without prompt
+    Alpaca          instruction, input, output; also system, history
 
-    Images, audio and video are refused. Keys that nothing here reads are reported (Conversation.unread).
+Images, audio and video are refused. Keys that nothing here reads are reported (Conversation.unread).
 """
 import json
 from collections.abc import Collection, Iterable

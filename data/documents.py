@@ -1,11 +1,11 @@
 """Read documents from all kinds of inputs, in work units that any process can read on its own.
 
-        .jsonl, .json, .ndjson       one JSON object per line; plain files are split by byte range
-        .txt, .md, .rst, .py         each file is one document
-        .gz, .zst, .bz2, .xz of these   read as a whole
-        .parquet                     split by row group
-        hf:NAME[:CONFIG][:SPLIT]     a dataset on the Hugging Face hub, streamed, split by shard
-        text:FILES                   each file is one document, whatever its extension
+    .jsonl, .json, .ndjson       one JSON object per line; plain files are split by byte range
+    .txt, .md, .rst, .py         each file is one document
+    .gz, .zst, .bz2, .xz of these   read as a whole
+    .parquet                     split by row group
+    hf:NAME[:CONFIG][:SPLIT]     a dataset on the Hugging Face hub, streamed, split by shard
+    text:FILES                   each file is one document, whatever its extension
     stdlib                       the source of Python's standard library
 
 Units depend only on the inputs, never on the number of workers. Memory: the longest document.

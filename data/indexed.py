@@ -6,7 +6,7 @@
     PREFIX.json        not Megatron's: counts, tokenizer, sha256 of the .idx and the .crc
     PREFIX.crc         not Megatron's: crc32 (u32) of each block of the .bin
     PREFIX.tokenizer/  not Megatron's: the tokenizer itself
-        PREFIX.mask        not Megatron's: which tokens the loss counts, if not all do (loss_mask.py)
+    PREFIX.mask        not Megatron's: which tokens the loss counts, if not all do (loss_mask.py)
 
 Opening reads the .idx in chunks (structure, then sha256) and nothing of the .bin. The first read of a .bin
 block verifies it: its crc32, and that ids are below the vocabulary. Files written by Megatron-LM have no

@@ -2,10 +2,10 @@
 
 Answer tokens. Context and answer are encoded as one text, as in training. The context is also encoded alone,
 without trailing space, and the scored tokens are those after the prefix that both encodings share. So a space
-between context and answer belongs to the answer, and a token that spans both is scored whole. lm-eval does the
-same, except that it then scores the last tokens of the text. A text begins with the start token, if the model
-has one (prompts.py); otherwise an empty context is the end-of-document token. Tokens beyond the model's context
-length are dropped from the left.
+between context and answer belongs to the answer, and a token that spans both is scored whole. lm-eval does
+the same, except that it then scores the last tokens of the text. A text begins with the start token, if the
+model has one (prompts.py); otherwise an empty context is the end-of-document token. Tokens beyond the model's
+context length are dropped from the left.
 
 Metrics of a multiple-choice task:
 

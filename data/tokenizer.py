@@ -6,7 +6,7 @@
     tokenizer.decode(ids)            text
     tokenizer.save(folder)
         tokenizer.contract               the meaning of its ids (contract.py)
-        tokenizer.name, .vocab, .bos, .eod, .fingerprint: from the contract
+    tokenizer.name, .vocab, .bos, .eod, .fingerprint: from the contract
 
 Control tokens spelled in a text ("</s>", "<|endoftext|>", "<think>") are encoded as plain text, whether or
 not their file flags them as special: a page that quotes one must not end a document or start a turn.
