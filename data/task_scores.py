@@ -16,8 +16,7 @@ Metrics of a multiple-choice task:
     centered    (accuracy - baseline) / (1 - baseline), with acc_token
 
 A continuation task has acc (each token is the most likely one), bpb and centered (from acc). CORE is the mean
-of `centered` over its tasks (arXiv 2406.11794). Bytes are those of the answer in UTF-8, without leading
-space.
+of `centered` over its tasks (arXiv 2406.11794). Bytes are the answer's in UTF-8, without leading space.
 """
 import math
 import time

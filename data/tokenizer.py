@@ -5,7 +5,7 @@
     tokenizer.encode_batch(texts)    one array of ids for each text
     tokenizer.decode(ids)            text
     tokenizer.save(folder)
-        tokenizer.contract               the meaning of its ids (contract.py)
+    tokenizer.contract               the meaning of its ids (contract.py)
     tokenizer.name, .vocab, .bos, .eod, .fingerprint: from the contract
 
 Control tokens spelled in a text ("</s>", "<|endoftext|>", "<think>") are encoded as plain text, whether or

@@ -5,8 +5,7 @@
     tokenizer_config.json                    chat_template: text, or a list of names and templates; ignored if
                                              a file of the two kinds above exists
     processor_config.json, chat_template.json    chat_template, also for vision models: AutoProcessor takes
-    the
-                                             first of the two, AutoTokenizer neither
+                                             the first of the two, AutoTokenizer neither
 """
 import io
 import json
