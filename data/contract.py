@@ -1,4 +1,4 @@
-"""What token ids mean, for everything that writes or reads them: prepare_data, runs, evaluation, generation.
+"""Meaning of token ids, for all code that writes or reads them: prepare_data, runs, evaluation, generation.
 
     TokenizerContract   describes a tokenizer: fingerprint, number of ids, end-of-document token and the files
                         that name it, ids that text never produces

@@ -579,7 +579,7 @@ def shard_counts(job: TokenizeJob, number: int) -> Tree:
 
 
 def shard_is_finished(job: TokenizeJob, number: int) -> bool:
-    """Return whether the shard is complete, and lists all bad documents that this run must report."""
+    """Return whether the shard is complete, without bad documents unless job.skip_bad is set."""
     try:
         counts = shard_counts(job, number)
         for end, size in counts["sizes"].items():

@@ -3,7 +3,7 @@
 A sample is seq_len + 1 consecutive tokens of the split's stream. Neighboring windows share one token, so an
 epoch predicts every token but the first exactly once.
 
-If the phases of a run use several sequence lengths (train.phases), spans are shuffled instead, each of which
+If the phases of a run use several sequence lengths (train.phases), spans are shuffled instead. A span
 holds one or more windows of every length. A phase takes the next unread spans and shuffles their windows.
 
 Each epoch visits its windows in the order of a keyed permutation: a Feistel network (Luby and Rackoff 1988)

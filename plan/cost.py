@@ -104,7 +104,7 @@ def cluster(name: str, asker: str = "--cluster") -> Cluster:
 
 
 class Seconds(NamedTuple):
-    """Of the forward and the backward of a microbatch."""
+    """Seconds in the forward and in the backward of a microbatch."""
     forward: float = 0.0
     backward: float = 0.0
 
