@@ -99,8 +99,8 @@ class Leaf(NamedTuple):
 # ---- formats -----------------------------------------------------------------------------------------------
 
 class PlainChat:
-    """The plain format. A conversation ends with the end-of-document token, which counts after an assistant
-    message."""
+    """The plain format.
+    A conversation ends with the end-of-document token, which counts after an assistant message."""
 
     def write(self, conversation: Conversation) -> ChatText:
         """Render a conversation. Raises BadConversation for tools, reasoning and settings."""
@@ -436,8 +436,8 @@ def turn_messages(messages: list[Message]) -> list[int]:
 
 
 def cut_at_turns(chat: EncodedChat, size: int) -> list[EncodedChat]:
-    """Cut a conversation at user messages into parts as long as `size` tokens allow. A longer turn stays
-    whole."""
+    """Cut a conversation at user messages into parts as long as `size` tokens allow.
+    A longer turn stays whole."""
     parts: list[EncodedChat] = []
     first = 0
     ends = [*chat.turns, len(chat.ids)]
@@ -751,8 +751,8 @@ def parsed_date(date: str) -> datetime.datetime:
 
 
 def invitation(chat: TemplateChat) -> str:
-    """Return the generation prompt of the template, empty if it has none. Reasoning that it opens counts as
-    the assistant's."""
+    """Return the generation prompt of the template, empty if it has none.
+    Reasoning that it opens counts as the assistant's."""
     for silent in probes(chat, "user"):
         inviting = chat.render([TracedMessage(message, 0) for message in silent.messages], invites=True)
         if inviting.text.startswith(silent.made.text):

@@ -188,8 +188,7 @@ def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tr
 
 
 def parts_of(content: Tree) -> list[Tree]:
-    """Return the parts of a file that may name special tokens, including the text_config of a vision
-    model."""
+    """Return the parts of a file that may name special tokens; a vision model has a text_config."""
     inner = content.get("text_config")
     return [content, inner] if isinstance(inner, dict) else [content]
 

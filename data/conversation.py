@@ -307,8 +307,7 @@ def check_call_is_read(call: Tree, called: Tree, place: str) -> None:
 
 
 def parse_tools(record: Tree) -> list[Tree] | None:
-    """Parse the tool definitions of a record into {"type": "function", "function": {...}}, or None if it has
-    none."""
+    """Parse the tool definitions of a record into {"type": "function", "function": {...}}, or None."""
     named = [name for name in TOOLS if record.get(name) not in EMPTY]
     if not named:
         return None
@@ -336,8 +335,7 @@ def parsed_json(value: object) -> Any:
 
 
 def without_two_values(pairs: list[tuple[str, Any]]) -> Tree:
-    """Build a JSON object. Raises TwoValues for a duplicate key: Python would keep the last value and lose
-    the other."""
+    """Build a JSON object. Raises TwoValues for a duplicate key: Python would drop a value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for key, value in pairs:

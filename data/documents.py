@@ -240,8 +240,7 @@ def is_plain(piece: DocumentPiece) -> bool:
 
 
 def stdlib_files() -> list[str]:
-    """Return the files of Python's standard library, ordered by a hash of their names, so any contiguous part
-    is a fair sample."""
+    """Return the standard library's files, ordered by a hash of their names: any range is a fair sample."""
     root = sysconfig.get_paths()["stdlib"]
     files: list[str] = []
     for folder, subfolders, names in os.walk(root):
@@ -327,8 +326,7 @@ def read_text(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Ite
 
 
 def read_jsonl(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
-    """Yield the lines of a plain file that begin in [start, stop) of the piece, or all lines of a compressed
-    file."""
+    """Yield the lines of a plain file that begin in [start, stop), or all lines of a compressed file."""
     disk_file, stream = open_streams(piece.path)
     is_plain = stream is disk_file
     with stream:
@@ -455,8 +453,8 @@ def read_hf(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Itera
 
 
 def piece_location(piece: DocumentPiece, line: int) -> str:
-    """Return the "file:line" of a record. Records of a jsonl piece are numbered within it, so count the lines
-    before the piece."""
+    """Return the "file:line" of a record.
+    Records of a jsonl piece are numbered within it, so count the lines before the piece."""
     if piece.kind == "jsonl" and piece.start:
         with open(piece.path, "rb") as file:
             bytes_left = seek_line(file, piece.start)

@@ -41,8 +41,8 @@ Copies = dict[str, Files]  # {URL of data.path: the store's metadata at download
 
 
 def local_path(path: str, cache: str) -> str:
-    """Return where a path of data.path lies on this machine. A URL maps to its copy, which need not exist
-    yet."""
+    """Return where a path of data.path lies on this machine.
+    A URL maps to its copy, which need not exist yet."""
     if not is_url(path):
         return path
     place = path_of_url(prefix_of(path))

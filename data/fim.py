@@ -105,8 +105,8 @@ class FillInTheMiddle:
         return ids[:room]
 
     def _cut(self, ids: np.ndarray, cuts: list[float]) -> list[np.ndarray]:
-        """Split tokens into prefix, middle and suffix. `cuts` are two positions, as fractions of the
-        length."""
+        """Split tokens into prefix, middle and suffix.
+        `cuts` are two positions, as fractions of the length."""
         text = self._text(ids) if self.by_character else None
         content = ids if text is None else text
         first, second = sorted(int(cut * (len(content) + 1)) for cut in cuts)

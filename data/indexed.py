@@ -231,8 +231,8 @@ class IndexedDataset:
         self.identity = text_sha256(f"{self.identity} {mask_digest}")
 
     def _map_bin(self, vocab: int | None, header_bytes: int = 0) -> None:
-        """Map the .bin without its first `header_bytes`. Uses plain arrays: scalars of a np.memmap are
-        slow."""
+        """Map the .bin without its first `header_bytes`.
+        Uses plain arrays: scalars of a np.memmap are slow."""
         self._vocab = vocab
         self._bin_file = open(self.bin, "rb")  # keeps the mapped file, even if the name is reused
         self._bin_bytes = os.fstat(self._bin_file.fileno()).st_size
@@ -334,8 +334,7 @@ class IndexedDataset:
         return np.unique(self._offsets[sequences]) // self.dtype.itemsize
 
     def split_point(self, part: int, whole: int) -> int:
-        """Return where a split begins: the first token after part/whole of the documents, rounded half up to
-        a document."""
+        """Return the first token after part/whole of the documents, rounded half up to a document."""
         return self.document_start(rounded_share(self.documents, part, whole))
 
     def _check_block(self, block: int) -> None:

@@ -119,8 +119,7 @@ def steps_by_type(part: Tree | None) -> dict[str, Tree]:
 
 
 def byte_level_letters() -> dict[str, int]:
-    """Return {letter: byte} of GPT-2's alphabet: printable bytes map to themselves, the others to letters
-    from 256 on."""
+    """Return {letter: byte} of GPT-2's alphabet: printable bytes are unchanged, others start at 256."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -413,8 +413,8 @@ class BatchLoader:
         ]
 
     def count_targets(self, last_step: int) -> TargetCounts | None:
-        """Like sample_targets, up to the phase's `last_step`. Raises ConfigError with a fix if none
-        counts."""
+        """Like sample_targets, up to the phase's `last_step`.
+        Raises ConfigError with a fix if none counts."""
         counts = self.sample_targets(last_step - self._reading.phase.steps_before)
         if counts is not None and counts.targets == 0:
             raise ConfigError(f"data.path: none of the {counts.looked_at:,} sequences of "
@@ -759,8 +759,7 @@ def split_shares(text: str, split: str) -> list[int]:
 # ---- text --------------------------------------------------------------------------------------------------
 
 def describe_dataset(dataset: BlendedDataset) -> str:
-    """Return "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)", leaving out unknown
-    parts."""
+    """Return "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)", as far as known."""
     index = dataset.index
     text_bytes = index.meta.get("text_bytes")
     sizes: list[str] = []

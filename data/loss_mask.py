@@ -40,8 +40,8 @@ class LossMask:
         self._block_is_checked = np.zeros(-(-expected // BLOCK), bool)
 
     def read(self, first: int, stop: int) -> np.ndarray:  # bool [stop - first]
-        """Return whether the loss counts each of the tokens [first, stop). Raises ChecksumError naming the
-        block."""
+        """Return whether the loss counts each of the tokens [first, stop).
+        Raises ChecksumError naming the block."""
         first_byte = first // BITS
         stop_byte = -(-stop // BITS)
         for block in range(first_byte // BLOCK, -(-stop_byte // BLOCK)):

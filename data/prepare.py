@@ -359,8 +359,8 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
 
 
 def drop_other_plan(job: TokenizeJob, digest: str) -> int:
-    """Empty the folder if it belongs to a run with another digest. Return how many finished shards are
-    lost."""
+    """Empty the folder if it belongs to a run with another digest.
+    Return how many finished shards are lost."""
     path = pathlib.Path(job.parts, "plan")
     old_digest = path.read_text() if path.exists() else None
     if old_digest == digest:
@@ -696,8 +696,7 @@ def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
 
 def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
                progress: Progress, finished: Callable[[int], None]) -> None:
-    """Send the shards to the workers and handle their messages, until all are done or the first fault is
-    known."""
+    """Send the shards to the workers and handle their messages, until all are done or one has failed."""
     total = sum(unit_size(units[number]) for number in todo)
     waiting = list(todo)
     running: dict[Connection, int] = {}  # pipe -> the shard its worker is making
@@ -816,8 +815,8 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
 
 
 def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
-    """Raise ConfigError if the tokens have lost more than the allowed fraction of `text_bytes`. The shards
-    are kept."""
+    """Raise ConfigError if the tokens have lost more than the allowed fraction of `text_bytes`.
+    The shards are kept."""
     lost = counts["lost_bytes"]
     if 100 * lost > job.max_lost * text_bytes:
         share = f"{100 * lost / text_bytes:.3g} % of the text's bytes"
@@ -915,8 +914,7 @@ def stdlib_digest() -> str:
 
 
 def sample_text(out: pathlib.Path | str, characters: int = 200) -> str:
-    """Return the beginning of the first document, decoded from its tokens, to show that the corpus can be
-    read back."""
+    """Decode the beginning of the first document, to show that the corpus can be read back."""
     dataset = IndexedDataset(out)
     stop = min(dataset.document_start(1), 4 * characters)  # an id is at least a quarter of a character
     ids = dataset.read(0, stop).tolist()

@@ -61,8 +61,8 @@ def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
 
 
 def added_start(tok: Tokenizer) -> SpecialToken | None:
-    """Return the token that the tokenizer's files put before a text. Raises ConfigError if there are
-    several."""
+    """Return the token that the tokenizer's files put before a text.
+    Raises ConfigError if there are several."""
     if isinstance(tok, SentencePieceTokenizer):
         start = tok.contract.start
         adds_start = json.loads(tok.files.get(TOKENIZER_CONFIG, b"{}")).get("add_bos_token")
@@ -168,8 +168,7 @@ class Prompts:
 
     @cached_property
     def turn_stops(self) -> frozenset[int]:
-        """Ids that end an answer in a chat: `stops`, and the control token that the template writes after
-        it."""
+        """Ids that end an answer in a chat: `stops`, and the control token that the template appends."""
         if not isinstance(self.format, TemplateChat):
             return self.stops
         try:

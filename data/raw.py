@@ -104,8 +104,7 @@ class RawShards(IndexedDataset):
         return int(starts[0]) if len(starts) else token
 
     def check_ends(self, tok: TokenizerContract | None) -> None:
-        """Raise ConfigError if none of the blocks probed at opening contains the tokenizer's end-of-document
-        id."""
+        """Raise ConfigError if no block probed at opening contains the tokenizer's end-of-document id."""
         if tok is None:
             return
         starts = 0
@@ -167,8 +166,8 @@ def npy_layout(path: pathlib.Path) -> RawLayout:
 
 
 def shard_layout(path: pathlib.Path, magic: int, version: int) -> RawLayout:
-    """Return the layout of a shard of llm.c or modded-nanogpt. Raises ConfigError if its size does not
-    match."""
+    """Return the layout of a shard of llm.c or modded-nanogpt.
+    Raises ConfigError if its size does not match."""
     known_version, dtype = SHARDS[magic]
     if version != known_version:
         raise ConfigError(f"{path}: begins as a shard of llm.c ({magic}), but of version {version}, where "

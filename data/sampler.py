@@ -111,8 +111,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def mix_bits(x: np.ndarray) -> np.ndarray:  # uint64 [n] -> uint64 [n]
-    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output
-    bit."""
+    """Finalize as in splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -151,8 +151,7 @@ def files_of(index: Index) -> IndexedDataset:
 
 
 def first_ids(index: IndexedDataset) -> np.ndarray:  # [at most PROBED_DOCUMENTS]
-    """Return the first token of some nonempty documents: evenly spaced, or the first ones in a file without
-    an index."""
+    """Return the first tokens of some nonempty documents: evenly spaced, or the first without an index."""
     if index.documents:
         numbers = np.linspace(0, index.documents - 1, min(index.documents, PROBED_DOCUMENTS)).round()
         places = index.document_firsts(numbers.astype(int))

@@ -64,8 +64,7 @@ class ScoredTask:
         return len(self.examples[0].options) > 1
 
     def prompt(self, index: int) -> str:
-        """Return the few-shot text before the context of an example: `shots` others of the task, with
-        answers."""
+        """Return the few-shot text before an example's context: `shots` others of the task, with answers."""
         if not self.shots:
             return ""
         others = [other for other in range(len(self.examples)) if other != index]

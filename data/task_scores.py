@@ -198,8 +198,7 @@ def score_rows(
 
 
 class TaskReport(NamedTuple):
-    """metrics: {task: {metric: value}}. core: mean over CORE's tasks, or None without any. seconds: total
-    time."""
+    """metrics: {task: {metric: value}}. core: mean over CORE's tasks, or None. seconds: total time."""
     metrics: dict[str, dict[str, float]]
     core: float | None
     examples: int

@@ -417,8 +417,7 @@ def unknown_id(processor: "tokenizers.Tokenizer", content: bytes) -> int | None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, at most 200 characters, or its class name if it is
-    empty."""
+    """Return the first line of an error's message, up to 200 characters, or its class name if empty."""
     lines = str(error).strip().splitlines()
     return (lines or [type(error).__name__])[0][:200]
 

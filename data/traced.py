@@ -105,8 +105,7 @@ class TracedText(str):
         return TracedText(new, sources_of(new)).join(self.split(old, count))
 
     def _located(self, parts: Iterable[str], separator: str | None) -> list[str]:
-        """Return the parts of this text in order, with their sources, split at `separator` or at white
-        space."""
+        """Return the parts of this text with their sources, split at `separator` or at white space."""
         place = 0
         found: list[str] = []
         for part in parts:
@@ -303,8 +302,7 @@ def loop_ends(context: "jinja2.runtime.Context", loop: int) -> str:
 
 
 def traced_environment() -> "jinja2.Environment":
-    """Make the environment of templates: without access to Python, with the functions that templates
-    expect."""
+    """Make the environment of templates: without access to Python, with the functions they expect."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols

@@ -99,8 +99,7 @@ def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
 
 
 def find_savings(cfg: Config, world: int, gpu: Gpu | None) -> list[Saving]:
-    """Return the settings that save memory, in the order of cheaper_settings, without those that train.py
-    refuses."""
+    """Return the settings that save memory and that train.py accepts, in the order of cheaper_settings."""
     now = holdings(cfg, world, gpu).total
     savings: list[Saving] = []
     for values in cheaper_settings(cfg, is_on_gpu=gpu is not None):
@@ -129,8 +128,7 @@ def choose_savings(cfg: Config, world: int, gpu: Gpu | None, usable: float) -> l
 
 
 def settings_together(cfg: Config, world: int, gpu: Gpu, usable: float) -> list[Saving]:
-    """Return [combined settings that fit], adding the setting that saves most until it fits, or [] if nothing
-    does."""
+    """Combine settings, adding the one that saves most until they fit: [saving], or [] if none do."""
     together: Values = {}
     while True:
         savings = find_savings(with_values(cfg, together), world, gpu)

@@ -31,8 +31,7 @@ def node_shape(gpus: int, node: int) -> NodeShape:
 
 
 def check_writable(file: Path) -> None:
-    """Raise ConfigError if the file exists or cannot be written, or if the script that it launches is
-    missing."""
+    """Raise ConfigError if the file exists or cannot be written, or if its launch script is missing."""
     if not SCRIPT_FILE.exists():
         raise ConfigError(f"--sbatch: {SCRIPT} is not there; plan in a checkout")
     if file.exists():
@@ -42,8 +41,7 @@ def check_writable(file: Path) -> None:
 
 
 def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: str) -> str:
-    """Return the batch file: `title` is a comment, `name` the job's, `words` train.py's shell-quoted
-    arguments."""
+    """Return the batch file: `title` is a comment, `name` the job's, `words` train.py's quoted arguments."""
     lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
     directives = [line for line in lines if line.startswith(DIRECTIVES) and "--job-name" not in line]
     return "\n".join([

@@ -103,8 +103,7 @@ def buckets(job: Job) -> dict[int, BucketsOfParts]:
 
 
 def unique_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:
-    """Return every bucket of the rank, in build.py's order: a shared table once, a block's as often as the
-    block occurs."""
+    """Return every bucket of the rank, in build.py's order: a shared table once, a block's for each block."""
     found: list[PlannedBucket] = []
     for parts in planned.values():
         for part in parts:
@@ -118,8 +117,7 @@ def sharers(job: Job, expert: bool) -> Sharers:
 
 def shared_table_bucket(stages: Iterable[tuple[PartDescription, ...]], sharding: ShardingConfig,
                         ranks: Sharers) -> PlannedBucket | None:
-    """Return the bucket of the table that several parts of the model use, or None if it is not on this
-    rank."""
+    """Return the bucket of a table used by several parts of the model, or None if it is elsewhere."""
     tables: list[ShardedParameter] = []
     for parts in stages:
         tables += [part.shared_table for part in parts if part.shared_table is not None]

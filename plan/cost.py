@@ -240,8 +240,7 @@ class PhaseSeconds(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Lower bound in seconds, if exchanges of tokens with experts fully overlap the compute among
-        them."""
+        """Lower bound in seconds, if expert exchanges fully overlap the compute among them."""
         return self.seconds - min(self.waits.get(EXPERT_GROUP, 0.0), self.among_experts)
 
 
@@ -303,8 +302,8 @@ class Times:
 def part_times(
     record: PartRecord, roofline: Roofline, links: Links, *, microbatches: int, is_split: bool
 ) -> Times:
-    """Return the times of a part. A step has `microbatches`. If `is_split`, the backward runs in two
-    parts."""
+    """Return the times of a part.
+    A step has `microbatches`. If `is_split`, the backward runs in two parts."""
     forward = phase_seconds(record.forward, roofline, links)
     first = phase_seconds(record.first, roofline, links)
     backward = phase_seconds(record.inputs if is_split else record.backward, roofline, links)
@@ -374,8 +373,7 @@ def offloaded_bytes(job: Job, stage: int) -> float:
 
 
 def exposed_seconds(seconds: float, behind: float, hidden: float) -> float:
-    """Return the exposed part of an exchange, of which at most a fraction `hidden` overlaps `behind`
-    seconds."""
+    """Return the exposed seconds of an exchange, if at most a fraction `hidden` overlaps `behind`."""
     return max(seconds - behind, (1 - hidden) * seconds)
 
 
@@ -512,8 +510,7 @@ def times_of_stages(
 
 
 def waits_by_group(waits: list[Counter[str]], microbatches: int) -> dict[str, float]:
-    """Return {group, or HOST: seconds per step} for nonzero waits, given those of a microbatch in each
-    stage."""
+    """Return {group, or HOST: seconds per step} of waits, given those of a microbatch in each stage."""
     total: dict[str, float] = {}
     for group in (*GROUP_AXES, HOST):
         waited = sum(of_stage[group] for of_stage in waits)
@@ -523,8 +520,7 @@ def waits_by_group(waits: list[Counter[str]], microbatches: int) -> dict[str, fl
 
 
 class StepTraffic(NamedTuple):
-    """One rank's traffic in a step: bytes sent within its node and to others; seconds of gradient sums, and
-    of weight gathers."""
+    """One rank's bytes sent within its node and to others; seconds of gradient sums and weight gathers."""
     inside: float
     between: float
     sums: float

@@ -90,8 +90,7 @@ MEASURED_RANGE = StepRange(0.82, 1.21, f"{MEASURED_PAIRS} pairs of published run
 
 
 def class_of(gpu: str, framework: str = "") -> Class:
-    """Return the class of a GPU (Cluster.gpu) and a framework of plan/published.csv, or "" for our own
-    code."""
+    """Return the class of a GPU (Cluster.gpu) and a published framework, or "" for our own code."""
     return Class(GENERATIONS.get(gpu, gpu), KINDS.get(framework, OURS))
 
 

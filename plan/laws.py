@@ -79,8 +79,7 @@ class Fit:
         return float(np.exp(self.predict(self.theta, parameters, tokens)))
 
     def loss_interval(self, parameters: float, tokens: float) -> tuple[float, float]:
-        """Return the 95 % interval of the draws' predictions: the uncertainty of the law, without a run's
-        noise."""
+        """Return the 95 % interval of the draws' predictions, which excludes the noise of a run."""
         low, high = np.percentile(np.exp(self.predict(self.draws, parameters, tokens)), INTERVAL)
         return float(low), float(high)
 

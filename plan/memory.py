@@ -68,8 +68,7 @@ def host_bytes(job: Job) -> int:
 
 
 def kept_bytes(job: Job) -> int:
-    """Return the bytes of masters, moments and their average, wherever they are: the content of a
-    checkpoint."""
+    """Return the bytes of masters, moments and their average, wherever stored: a checkpoint's content."""
     every = unique_buckets(buckets(job))
     owned = sum(bucket.shard_size for bucket in every)
     return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job, every)
@@ -215,8 +214,8 @@ def peak_activation_bytes(job: Job) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def activations_of(records: tuple[PartRecord, ...], keys: int = 0) -> StageActivations:
-    """Sum up a stage from the records of its parts. `keys` are the bytes that it shares with earlier
-    stages."""
+    """Sum up a stage from the records of its parts.
+    `keys` are the bytes that it shares with earlier stages."""
     shared = max(record.context for record in records) + keys
 
     held = forward = shared

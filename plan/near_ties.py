@@ -14,8 +14,8 @@ GIB = 2**30
 
 
 def near_groups(found: list[Found]) -> list[list[Found]]:
-    """Group layouts, the fastest first: all within NEAR of the group's fastest layout. A group starts with
-    its simplest."""
+    """Group layouts, the fastest first: all within NEAR of the group's fastest layout.
+    A group starts with its simplest."""
     groups: list[list[Found]] = []
     fastest = 0.0  # of the group's fastest
     for one in sorted(found, key=lambda one: one.forecast.step):

@@ -90,8 +90,7 @@ def text(timeline: Timeline, width: int) -> list[str]:
 
 
 def text_scale(timeline: Timeline, available: int) -> TextScale:
-    """Return the widest cells with which all ops fit into `available` columns, at most as wide as the longest
-    label."""
+    """Return the widest cells with which all ops fit into `available` columns, up to the longest label."""
     durations: list[float] = []
     longest_number = 0
     for spans in timeline.ranks:

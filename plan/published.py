@@ -140,8 +140,7 @@ def memory_of_runs() -> Iterator[MemoryOfRun]:
 
 
 def table(every: list[Measured], constants: dict[Class, Efficiency]) -> list[str]:
-    """Return a Markdown table of forecast errors: with the shared constants, then with each class's
-    constants."""
+    """Return a Markdown table of forecast errors, with the shared and with each class's constants."""
     columns = "number | shared: median error | 90th percentile | classes: median error | 90th percentile"
     lines = [f"| rows | {columns} | smallest ratio | largest |", "|---|---|---|---|---|---|---|---|"]
     errors = {id(row): row.error(constants.get(row.of, SHARED)) for row in every}

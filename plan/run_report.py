@@ -110,8 +110,7 @@ class RunQuestion:
         return self.budget / self.price * HOUR / gpus
 
     def gpu_hours(self, gpus: int) -> float:
-        """Return the GPU-hours that the limit allows these GPUs: those of a budget are the same for any
-        number."""
+        """Return the GPU-hours allowed by the limit; a budget's do not depend on the number of GPUs."""
         return gpus * self.seconds(gpus) / HOUR
 
 

@@ -136,8 +136,7 @@ def compute_axes(cfg: Config, world: int, cluster: Cluster) -> Axes:
 
 
 def recompute_modes(cfg: Config) -> tuple[str, ...]:
-    """Return the modes, without "selective" if it equals "none": a fused kernel keeps nothing of the
-    attention core."""
+    """Return the modes, without "selective" if it equals "none", as with a fused attention kernel."""
     has_other_parts = cfg.parallel.recompute_parts != "core"
     return tuple(mode for mode in RECOMPUTE_MODES if mode != "selective" or has_other_parts)
 
@@ -399,8 +398,8 @@ def search(
 
 
 def settled(best: "Best", target: Target) -> SearchResult:
-    """Return the result. Price the layouts that were passed over for one that is not a near tie of the
-    fastest."""
+    """Return the result.
+    Price the layouts that were passed over for one that is not a near tie of the fastest."""
     for candidate in best.take_passed_over():
         consider(candidate, target, best)
     return best.result

@@ -71,8 +71,8 @@ def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *,
 
 
 def result_of(receiving: Connection) -> SearchResult:
-    """Receive the result of another process. Raises RuntimeError if it has failed; its traceback is on
-    stderr."""
+    """Receive the result of another process.
+    Raises RuntimeError if it has failed; its traceback is on stderr."""
     try:
         return receiving.recv()
     except EOFError:

@@ -33,8 +33,7 @@ OPS_OF_MICROBATCH = 2  # of a stage: forward and backward
 
 @dataclass(frozen=True)
 class WhatIf:
-    """links: fraction of their bandwidth; slow_rank: compute factor of one rank; jitter: fraction of an op's
-    time."""
+    """links: fraction of bandwidth; slow_rank: compute factor of one rank; jitter: fraction of an op."""
     links: float = 1.0
     slow_rank: float = 1.0
     jitter: float = 0.0
@@ -116,16 +115,15 @@ def waiting_ranks(layout: ParallelDims, zero: int) -> Waiting:
 
 
 def slowdown_of(what_if: WhatIf, ranks: int) -> float:
-    """Return the compute factor of the slow rank and those that wait for it, if `ranks` wait for each other
-    at each op."""
+    """Return the compute factor of the slow rank and its peers, if `ranks` wait for each other at each op."""
     return what_if.slow_rank * (1 + expected_largest(what_if.jitter, ranks))
 
 
 def least_step(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, what_if: WhatIf, span: float
 ) -> float:
-    """Return a lower bound on forecast_under's step in seconds without simulation. `span` bounds the
-    pipeline's."""
+    """Return a lower bound on forecast_under's step in seconds without simulation.
+    `span` bounds the pipeline's."""
     if what_if.slow_rank > 1:
         return span
     at_each_op = 1 + expected_largest(what_if.jitter, waiting_ranks(job.layout, job.cfg.parallel.zero).ranks)

@@ -53,8 +53,7 @@ def plain_function(kernel: Any) -> FunctionType:
 
 
 def is_our_function(value: Any) -> bool:
-    """Return whether it is a helper under `triton.jit`, other than Triton's own, which receive no
-    pointers."""
+    """Return whether it is a `triton.jit` helper, other than Triton's own, which receive no pointers."""
     function = getattr(value, "fn", None)
     return isinstance(function, FunctionType) and not function.__module__.startswith("triton.")
 

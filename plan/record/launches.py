@@ -332,8 +332,7 @@ def claimed_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
-    """Make meta tensors report the CPU with index 0: without an index it is the host, whose tensors have
-    values."""
+    """Make meta tensors report CPU index 0: without an index it is the host, where tensors have values."""
     device = torch.device("cpu", 0)
     recorder.counts_host = True
     with fresh_caches(), claimed_addresses(), claimed_recomputation(), ClaimedDevice(device, recorder):
@@ -681,8 +680,7 @@ def name_of(function: Any) -> str:
 
 
 def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Return an operation's non-tensor arguments by the names in its schema: torch passes most of them
-    without names."""
+    """Return an operation's non-tensor arguments by schema name; torch passes most of them unnamed."""
     names = [argument.name for argument, _ in arguments_of(function)]
     given = {**dict(zip(names, args)), **kwargs}
     return {name: value for name, value in given.items() if not tensors_in(value)}

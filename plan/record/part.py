@@ -187,8 +187,7 @@ def record_of(form: PartForm) -> PartRecord:
 
 
 def has_several_experts(cfg: Config, ep: int) -> bool:
-    """Return whether each of `ep` ranks has several experts in each chunk: a single one needs no row
-    order."""
+    """Return whether all `ep` ranks have several experts per chunk: a single one needs no row order."""
     mlp = mixture(cfg.model)
     experts, rest = divmod(mlp.experts if mlp else 0, ep)
     return rest == 0 and experts >= 2 * cfg.parallel.ep_chunks
@@ -200,8 +199,8 @@ def with_keys(cfg: Config, section: str, **values: Any) -> Config:
 
 
 def on_the_line(one: Any, two: Any, steps: float) -> Any:
-    """Return one + steps * (two - one) for every number of two records. Raises ValueError if they differ in
-    structure."""
+    """Return one + steps * (two - one) for every number of two records.
+    Raises ValueError if they differ in structure."""
     if type(one) is not type(two):
         raise ValueError(f"records of different microbatches are unlike: {one} and {two}")
     if isinstance(one, (int, float)):
@@ -319,8 +318,8 @@ class PartRunner:
         self.context_bytes = recorder.memory.now - before
 
     def run(self, is_split: bool = False) -> MicrobatchRun:
-        """Run forward and backward of a microbatch. If `is_split`, weight gradients wait until it has
-        ended."""
+        """Run forward and backward of a microbatch.
+        If `is_split`, weight gradients wait until it has ended."""
         memory = self.recorder.memory
         shared = self.context.shared_keys
         self.lend_keys()

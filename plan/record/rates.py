@@ -102,8 +102,7 @@ class LaunchRates:
     points: Mapping[str, Points] = field(default_factory=dict)
 
     def computing(self, work: "Work", level: str) -> float:
-        """Return the seconds for the FLOPs; for a weight gradient plus its tile epilogues, which do not
-        overlap."""
+        """Return the seconds for the FLOPs, plus the exposed tile epilogues of a weight gradient."""
         if not work.rate:
             return 0.0
         weights = f"{work.rate}, weights"
@@ -149,8 +148,7 @@ def ratios(sheet: Sheet) -> str:
 
 
 def interpolated(points: Points, size: float) -> float:
-    """Return the rate at a size: linear in log(size) between two points, and the nearest point's beyond
-    them."""
+    """Return the rate at a size: linear in log(size) between points, constant beyond them."""
     sizes, rates = zip(*points)
     return float(numpy.interp(math.log(max(size, 1.0)), [math.log(one) for one in sizes], rates))
 

@@ -110,8 +110,7 @@ def chosen(ops: Sequence[Op], key_all: Callable[[Sequence[Op]], list[Key]]) -> l
 
 
 def beside(ops: Sequence[Op], index: int) -> set[int]:
-    """Return the microbatches of an op, of the previous forward, and of the stage's computations around
-    it."""
+    """Return the microbatches of an op, of the previous forward, and of its stage's adjacent computations."""
     own = ops[index]
     before = [op for op in reversed(ops[:index]) if op.kind in COMPUTE_KINDS]
     after = [op for op in ops[index + 1 :] if op.kind in COMPUTE_KINDS]
@@ -292,8 +291,8 @@ class Segment(NamedTuple):
     ledger: Ledger
 
     def does(self, other: "Segment") -> bool:
-        """Return whether both do the same. Launches may have a NaN among their numbers: then compare their
-        repr."""
+        """Return whether both do the same.
+        Launches may have a NaN among their numbers: then compare their repr."""
         if len(self.launches) != len(other.launches) or self[1:] != other[1:]:
             return False
         pairs = zip(self.launches, other.launches)

@@ -55,8 +55,7 @@ class LaunchKind(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSteps:
-    """A rank's step in order. kinds: of its launches; order: the kind of each launch; events: between
-    launches."""
+    """A rank's step in order. kinds: of launches; order: the kind of each; events: between launches."""
 
     kinds: list[LaunchKind]
     order: array

@@ -311,8 +311,8 @@ class Clock:
     lanes: dict[Connection, SharedLane] = field(default_factory=dict)
 
     def advance(self, rank: int) -> set[int]:
-        """Run a rank until it waits for an exchange that cannot start. Return the ranks whose exchanges have
-        started."""
+        """Run a rank until it waits for an exchange that cannot start.
+        Return the ranks whose exchanges have started."""
         state = self.ranks[rank]
         events = state.steps.events
         touched: dict[Connection, SharedLane] = {}

@@ -42,8 +42,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts not recorded in a launch. keys_seen: mean number of keys that a query attends to, over all
-    layers."""
+    """Facts not in a launch. keys_seen: mean number of keys that a query attends to, over all layers."""
 
     keys_seen: float
 
@@ -141,8 +140,7 @@ def keys_of_kernel(launch: Launch, facts: Facts) -> float:
 
 
 def query_and_value(launch: Launch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of an operation's queries and values; its backward has the output's gradient
-    first."""
+    """Return the shapes of an operation's queries and values; a backward has the output's gradient first."""
     tensors = launch.arguments["in"]
     first = 1 if "backward" in launch.kernel else 0
     return tensors[first].shape, tensors[first + 2].shape
