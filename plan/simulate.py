@@ -60,7 +60,7 @@ class Timeline:
         return self.makespan - self.busy(rank)
 
     def memory(self, rank: int) -> list[tuple[float, int]]:
-        """Return [(time, chunks of activations held)], each from the start of F to the end of B or W."""
+        """Return [(time, activation chunks held from then on)]: from the start of F to the end of B or W."""
         changes: list[tuple[float, int]] = []
         for span in self.ranks[rank]:
             if span.op.kind == "F":
