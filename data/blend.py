@@ -1,12 +1,12 @@
-"""A weighted blend of datasets: which dataset gives global sample g, and which of its samples that is.
+"""A weighted blend of datasets: maps global sample g to a dataset and a sample of it.
 
-The order is that of stride scheduling (Waldspurger and Weihl 1995, MIT TM-528): sample j of dataset d is due
-at time (j + 1/2) / weight_d. Samples come in the order of their due times, ties in the order of the datasets.
-So each (d, j) comes exactly once, and no order is stored. With weights that sum to 1, the first g samples
-hold g * weight_d samples of dataset d to within 1/2 + D * weight_d / 2, where D is the number of datasets.
+The order is stride scheduling (Waldspurger and Weihl 1995, MIT TM-528): sample j of dataset d is due at time
+(j + 1/2) / weight_d. Samples are ordered by due time, with ties in the order of the datasets. So each (d, j)
+comes exactly once, and no order is stored. With weights that sum to 1, the first g samples contain
+g * weight_d samples of dataset d to within 1/2 + D * weight_d / 2, where D is the number of datasets.
 
-All times are whole numbers. With floats, two samples could change places between a run and its resume after
-billions of samples.
+All times are integers. With floats, two samples could swap between a run and its resume after billions of
+samples.
 """
 import math
 import re
@@ -23,13 +23,12 @@ TIME_BITS = 64  # due times are multiples of 2**-64
 
 @dataclass(frozen=True)
 class Blend:
-    """The order of the samples of several datasets."""
-    weights: tuple[int, ...]  # one for each dataset: whole numbers in the requested ratio
+    """Sample order of a blend of datasets."""
+    weights: tuple[int, ...]  # one integer for each dataset, in the requested ratio
 
     def pick(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:  # 2 x int64 [count]
-        """Returns, for the global samples first .. first + count - 1, their datasets and their sample numbers
-        there."""
-        # a range of time that holds the requested samples and at most 2 D more on each side
+        """Map global samples first .. first + count - 1 to their datasets and sample numbers there."""
+        # a time range that covers the requested samples and at most 2 D more on each side
         num_datasets = len(self.weights)
         starts = self._samples_due(first - num_datasets)
         stops = self._samples_due(first + count + num_datasets)
@@ -47,7 +46,7 @@ class Blend:
         return datasets, samples
 
     def drawn(self, total: int) -> list[int]:
-        """How many of the first `total` samples come from each dataset."""
+        """Return how many of the first `total` samples come from each dataset."""
         counts = self._samples_due(total - len(self.weights))
         before = sum(counts)
         datasets, _ = self.pick(before, total - before)
@@ -57,8 +56,7 @@ class Blend:
         return ((2 * sample + 1) << TIME_BITS) // self.weights[dataset]
 
     def _samples_due(self, total: int) -> list[int]:
-        """Number of samples of each dataset that are due at the time at which about `total` samples of all
-        are due."""
+        """Return how many samples of each dataset are due once about `total` are due in all."""
         time = (2 * max(total, 0) << TIME_BITS) // sum(self.weights)
         counts: list[int] = []
         for weight in self.weights:
@@ -69,20 +67,22 @@ class Blend:
 
 
 def named_paths(data: DataConfig) -> list[tuple[str, str]]:
-    """(key, path) of each dataset that data.path and data.valid name. Raises ConfigError."""
+    """Return (key, path) for each dataset named in data.path and data.valid. Raises ConfigError."""
     specs = {"data.path": data.path, "data.valid": data.valid}
     named = [(key, parse_blend(text, key)[1]) for key, text in specs.items() if text is not None]
     return [(key, path) for key, paths in named for path in paths]
 
 
 def validation_key(data: DataConfig) -> str:
-    """The key whose data sets a validation reads."""
+    """Return the config key that names the validation data."""
     return "data.path" if data.valid is None else "data.valid"
 
 
 def parse_blend(text: str, key: str = "data.path") -> tuple[Blend, list[str]]:
-    """ "0.7 a 0.3 b" -> the blend, and the path of each dataset; a single path has weight 1.
-    Raises ConfigError naming the key."""
+    """Parse "0.7 a 0.3 b" into the blend and the path of each dataset; a single path has weight 1.
+
+    Raises ConfigError naming the key.
+    """
     if not text.strip():
         raise ConfigError(f"{key}: empty; name the data: a prefix of .bin/.idx that "
                           "python -m scripts.prepare_data made, a blend \"0.7 a 0.3 b\", or stdlib")
@@ -111,6 +111,6 @@ def parse_blend(text: str, key: str = "data.path") -> tuple[Blend, list[str]]:
 
 
 def source_names(paths: list[str]) -> list[str]:
-    """A short name of each path: its last part, or all of it where two end alike."""
+    """Return a short name for each path: its last part, or the whole path if two end alike."""
     short = [path.rstrip("/").rpartition("/")[2].removesuffix(".bin").removesuffix(".idx") for path in paths]
     return [name if short.count(name) == 1 else path for name, path in zip(short, paths)]

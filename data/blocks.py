@@ -1,29 +1,29 @@
-"""Checksums of a file in blocks: written with the file, and compared at the first read of each block."""
+"""Per-block file checksums: written with the file, and verified at the first read of each block."""
 import zlib
 
 from config import ConfigError
 
-BLOCK = 1 << 18  # bytes that one crc covers; small, because the first read in a block reads all of it
+BLOCK = 1 << 18  # bytes per crc; small, because the first read in a block reads all of it
 AGAIN = "make it again with scripts.prepare_data"
 
 
 class ChecksumError(ConfigError):
-    """The content of a data file is not what was written. One line."""
+    """The content of a data file does not match its checksums. The message is one line."""
     exit_code = 79
 
 
 class BlockChecksums:
-    """The crc32 of each block of a file, from its content in parts of any size."""
+    """Computes the crc32 of each block of a file, from chunks of any size."""
 
     def __init__(self) -> None:
         self._offset = 0
-        self._crc = 0  # of the last block so far
-        self._complete: list[int] = []  # of the complete blocks
+        self._crc = 0  # of the current block
+        self._complete: list[int] = []  # of complete blocks
 
     def update(self, raw: memoryview) -> None:
-        """Takes the next bytes of the file."""
+        """Add the next bytes of the file."""
         while raw:
-            part = raw[:BLOCK - self._offset % BLOCK]  # up to the end of its block
+            part = raw[:BLOCK - self._offset % BLOCK]  # up to the end of the block
             raw = raw[len(part):]
             self._offset += len(part)
             self._crc = zlib.crc32(part, self._crc)
@@ -32,6 +32,6 @@ class BlockChecksums:
                 self._crc = 0
 
     def values(self) -> list[int]:
-        """The checksums of all blocks so far; the last block may be shorter."""
+        """Return the checksums of all blocks so far; the last block may be shorter."""
         last_is_partial = self._offset % BLOCK != 0
         return [*self._complete, self._crc] if last_is_partial else list(self._complete)

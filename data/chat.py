@@ -1,24 +1,24 @@
-"""Conversations -> text, and the parts of it that the loss counts: what the assistant says.
+"""Render conversations as text, and find the spans that the loss counts: what the assistant says.
 
-A tokenizer folder with a chat template (tokenizer_files.py) writes a conversation (conversation.py) as
-transformers' apply_chat_template does, to the token. Every other tokenizer gets a plain format:
+A tokenizer folder with a chat template (tokenizer_files.py) renders a conversation (conversation.py) exactly
+as transformers' apply_chat_template does, token by token. Any other tokenizer gets a plain format:
 
     user: What is 2 + 2?
     assistant: 4
 
-The template runs on strings that know where they come from (traced.py), and marks which message each part of
-the text belongs to. So four things are known of every template, whatever it looks ahead to or rewrites:
+The template runs on strings that record their source (traced.py), so each part of the text is attributed to a
+message. This guarantees four things for every template, however it looks ahead or rewrites:
 
-    turn        what a message of the assistant adds, from where the template invites it to speak
-                (add_generation_prompt) to the token that ends its turn, counts. White space after that token
-                does not, and reasoning counts where the invitation has already opened it. Where a template
-                marks {% generation %}, exactly what is inside counts.
-    whole       every content, definition of a tool and call is in the text, or the record is refused
-    plain       a control token that a message spells is encoded as plain text, those of the template are not
-    alone       what another message says inside a turn (a tool's result) does not count
+    turn        Everything an assistant message adds counts, from the generation prompt
+                (add_generation_prompt) to the token that ends the turn. White space after that token does
+                not count; reasoning counts even if the generation prompt has already opened it. If a
+                template marks {% generation %}, exactly the marked text counts.
+    whole       Every content, tool definition and call is in the text, or the record is refused.
+    plain       A control token spelled out in a message is encoded as plain text; the template's are not.
+    alone       Text of other messages inside a turn (a tool's result) does not count.
 
-A template is not told today's date (strftime_now), but --date: the same conversations give the same tokens on
-every day. One that cannot do without is told FIXED_DATE.
+Templates never see today's date (strftime_now), only --date, so the same conversations give the same tokens
+on any day. A template that requires a date gets FIXED_DATE.
 """
 import datetime
 import itertools
@@ -40,32 +40,32 @@ from data.tokenizer import JsonTokenizer, Tokenizer
 from data.tokenizer_files import CHAT_TEMPLATE, DEFAULT, WITH_TOOLS, ChatTemplate, find_templates
 from data.traced import TracedMessage, TracedRender, TracedText
 
-if TYPE_CHECKING:  # imported only where a conversation needs them
+if TYPE_CHECKING:  # imported only if a conversation needs them
     import jinja2
     import tokenizers
 
 Span = tuple[int, int]  # characters [start, stop) of a text
-PlacedIds = tuple[list[np.ndarray], np.ndarray]  # ids in pieces, and the characters of each id, [n, 2]
+PlacedIds = tuple[list[np.ndarray], np.ndarray]  # chunks of ids, and the character span of each id, [n, 2]
 
 FIXED_DATE = "2025-01-01"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-THOUGHTS = re.compile(r"</?think>")  # in a content: templates take reasoning from between them
-NOT_NOTED = ("its tool_calls", "its tool_call_id", "(tool): its name")  # many templates leave them out
-PROBE = "Zqx"  # a content that no template writes by itself
+THOUGHTS = re.compile(r"</?think>")  # in a content: templates extract the reasoning in between
+NOT_NOTED = ("its tool_calls", "its tool_call_id", "(tool): its name")  # many templates omit these
+PROBE = "Zqx"  # a content that no template writes on its own
 ROLE = re.compile(r"[\w.-]+")
 
 
 class ChatText(NamedTuple):
-    """A conversation as text."""
+    """A rendered conversation."""
     text: str
-    spans: tuple[Span, ...]  # the parts that the loss counts, in order
-    cuts: tuple[int, ...] = ()  # where the text is cut, so that no content makes a control token
-    turns: tuple[int, ...] = ()  # where a user's message follows an answer: a long one may be cut there
+    spans: tuple[Span, ...]  # spans that the loss counts, in order
+    cuts: tuple[int, ...] = ()  # where to cut the text, so that no content forms a control token
+    turns: tuple[int, ...] = ()  # a user message after an answer: a long conversation may be cut here
     notes: tuple[str, ...] = ()  # for the report
 
 
 class LeftOut(BadConversation):
-    """The template writes the conversation without so many of its strings."""
+    """The template drops some strings of the conversation; `strings` says how many."""
 
     def __init__(self, message: str, strings: int) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class LeftOut(BadConversation):
 
 
 def missing_strings(error: BadConversation) -> float:
-    """How many strings a template leaves out; all of them if it refuses the conversation."""
+    """Return how many strings a template drops, or infinity if it refuses the conversation."""
     return error.strings if isinstance(error, LeftOut) else float("inf")
 
 
@@ -81,29 +81,29 @@ class EncodedChat(NamedTuple):
     """A conversation as token ids."""
     ids: np.ndarray  # [tokens]
     counted: np.ndarray  # bool [tokens]
-    turns: tuple[int, ...] = ()  # the tokens at which it may be cut
-    # the ids of each part that was encoded for itself, without an end, and the text of each
+    turns: tuple[int, ...] = ()  # token positions where it may be cut
+    # ids of each separately encoded part, without an end token, and the text of each
     pieces: tuple[np.ndarray, ...] = ()
     texts: tuple[str, ...] = ()
 
 
 class Leaf(NamedTuple):
-    """One string of a conversation. is_required: the text must hold it."""
+    """One string of a conversation. If `is_required`, the text must contain it."""
     text: str
-    message: int | None  # number of its message; None for the definition of a tool, and for a setting
-    place: str  # for the user
+    message: int | None  # message number; None for tool definitions and settings
+    place: str  # for error messages
     is_required: bool
-    is_value: bool = False  # a number, true, false or null in JSON: a template writes it, and leaves no trace
+    is_value: bool = False  # a JSON number, true, false or null: templates write it without a trace
 
 
 # ---- formats -----------------------------------------------------------------------------------------------
 
 class PlainChat:
-    """The plain format. A conversation ends with the end-of-document token, which counts after an assistant's
-    message."""
+    """The plain format.
+    A conversation ends with the end-of-document token, which counts after an assistant message."""
 
     def write(self, conversation: Conversation) -> ChatText:
-        """The text of a conversation. Raises BadConversation for tools, reasoning and settings."""
+        """Render a conversation. Raises BadConversation for tools, reasoning and settings."""
         if conversation.tools:
             raise BadConversation("the plain format cannot write its tools; take a tokenizer with a template")
         text = ""
@@ -130,7 +130,7 @@ class PlainChat:
         return ChatText(text, tuple(spans), turns=tuple(turns), notes=tuple(notes))
 
     def encode_batch(self, tok: Tokenizer, chats: list[ChatText]) -> list[EncodedChat]:
-        """Encodes each part for itself, as a generation continues a prompt."""
+        """Encode each part separately, as generation continues a prompt."""
         parts: list[str] = []
         is_counted: list[bool] = []
         part_counts: list[int] = []
@@ -162,7 +162,7 @@ class PlainChat:
 
 
 def parts_of(chat: ChatText) -> Iterator[tuple[int, int, bool]]:
-    """(start, stop, counts) of the parts of a text, in order; none is empty."""
+    """Yield (start, stop, counts) for the nonempty parts of a text, in order."""
     end = 0
     for start, stop in chat.spans:
         if start > end:
@@ -175,46 +175,46 @@ def parts_of(chat: ChatText) -> Iterator[tuple[int, int, bool]]:
 
 
 class Form(NamedTuple):
-    """One of the ways in which templates expect a conversation."""
-    arguments_in_json: bool = False  # of a call: a string; else an object
-    content_in_parts: bool = False  # [{"type": "text", "text": ...}]; else a string
+    """One of the input forms that templates expect for a conversation."""
+    arguments_in_json: bool = False  # call arguments as a JSON string instead of an object
+    content_in_parts: bool = False  # [{"type": "text", "text": ...}] instead of a string
     developer_is_system: bool = False
 
 
 @dataclass(frozen=True)
 class TemplateChat:
-    """The format of a chat template. Nothing is added to what it writes."""
+    """The format of a chat template, with nothing added to its output."""
     template: "jinja2.Template"
-    names: Tree  # what a template may use: bos_token, ...
-    reads: frozenset[str]  # the names that it uses, of all
+    names: Tree  # variables available to the template: bos_token, ...
+    reads: frozenset[str]  # all names that the template uses
     tok: JsonTokenizer
-    processor: "tokenizers.Tokenizer"  # its own, which reads control tokens in a text as such
-    control: re.Pattern[str] | None  # finds a control token in a text
-    header: str = ""  # what the template writes before the assistant speaks
-    ends_turns: bool = True  # does it write a token after what the assistant says?
-    date: str | None = None  # that it is told, if it asks
-    drops_reasoning: bool = False  # may it leave reasoning out?
-    pairs: tuple[tuple[str, str], ...] = ()  # control tokens <x>, </x> of reasoning and calls that it reads
-    place: str = ""  # the file of the template, for the user
-    with_tools: "TemplateChat | None" = None  # writes conversations with tools
-    is_for_tools: bool = False  # and for no others: there is no template for them
-    passed_over: tuple[str, ...] = ()  # places of templates that transformers does not take
+    processor: "tokenizers.Tokenizer"  # has its own copy, which parses control tokens in a text
+    control: re.Pattern[str] | None  # matches a control token in a text
+    header: str = ""  # text written before the assistant speaks
+    ends_turns: bool = True  # does it write a token after the assistant's text?
+    date: str | None = None  # the date given to the template if it asks
+    drops_reasoning: bool = False  # may it drop reasoning?
+    pairs: tuple[tuple[str, str], ...] = ()  # control tokens <x>, </x> of reasoning and calls that it parses
+    place: str = ""  # path of the template, for messages
+    with_tools: "TemplateChat | None" = None  # renders conversations with tools
+    is_for_tools: bool = False  # and only for them: there is no other template
+    passed_over: tuple[str, ...] = ()  # template files that transformers ignores
 
     @cached_property
     def check(self) -> ByteCheck | None:
-        """Tells the characters of tokens, where the library would tell the same."""
+        """Byte check of the tokenizer, if the library would find the same characters."""
         return byte_check(self.tok, is_chat=True) if has_plain_offsets(self.tok) else None
 
     @property
     def places(self) -> str:
-        """The files of its templates, and those that it passes over."""
+        """The files of its templates, and those that it ignores."""
         tools = f"; {self.with_tools.place} with tools" if self.with_tools else ""
         others = f"; transformers passes over {' and '.join(self.passed_over)}" if self.passed_over else ""
         return f"{self.place}{tools}{others}"
 
     def write(self, conversation: Conversation) -> ChatText:
-        """The text of a conversation. Raises BadConversation if the template refuses it in every form, leaves
-        a part of it out, or does not show where an assistant's turn begins and ends."""
+        """Render a conversation. Raises BadConversation if the template refuses it in every form, drops a
+        part of it, or does not show where an assistant turn begins and ends."""
         if conversation.tools and self.with_tools is not None:
             return self.with_tools.write(conversation)
         self._check_default(conversation.tools)
@@ -225,7 +225,7 @@ class TemplateChat:
                 written = self._write(conversation, form)
                 return written._replace(notes=(*unread, *written.notes))
             except BadConversation as error:
-                # the form that comes nearest says why
+                # report the error of the form that drops the least
                 if reason is None or missing_strings(error) < missing_strings(reason):
                     reason = error
         assert reason is not None
@@ -265,10 +265,10 @@ class TemplateChat:
         return ChatText(made.text, tuple(spans), cuts, tuple(turns), tuple(notes))
 
     def invite(self, messages: list[Message]) -> str:
-        """The text of messages of text, up to where the assistant speaks. Raises BadConversation."""
+        """Render text messages up to the point where the assistant speaks. Raises BadConversation."""
         self._check_default(None)
         reason: BadConversation | None = None
-        for in_parts in (False, True):  # some templates read content as a list of parts alone
+        for in_parts in (False, True):  # some templates only read content as a list of parts
             seen: list[TracedMessage] = []
             for number, message in enumerate(messages):
                 content = message["content"]
@@ -285,15 +285,15 @@ class TemplateChat:
         raise reason or BadConversation("the chat template leaves a message out")
 
     def _check_default(self, tools: list[Tree] | None) -> None:
-        """Raises BadConversation if the template is that of conversations with tools, and there are none."""
+        """Raise BadConversation if this template is only for conversations with tools, and there are none."""
         if self.is_for_tools and not tools:
             raise BadConversation(f"the tokenizer has no chat template called {DEFAULT}, and {self.place} is "
                                   f"for conversations with tools; write the other to {CHAT_TEMPLATE}")
 
     def render(self, messages: list[TracedMessage], tools: list[Any] | None = None,
                settings: Tree | None = None, invites: bool = False) -> TracedRender:
-        """Renders the template. Raises BadConversation if it refuses."""
-        import jinja2  # only for a template
+        """Render the template. Raises BadConversation if it refuses."""
+        import jinja2  # only needed for templates
 
         variables = {**self.names, "messages": messages, "add_generation_prompt": invites, "tools": tools,
                      "documents": None, **(settings or {})}
@@ -305,20 +305,20 @@ class TemplateChat:
             raise BadConversation(f"the chat template refuses it: {reason}") from None
 
     def _turn(self, made: TracedRender, number: int, own: dict[int | None, str]) -> list[Span]:
-        """The parts of the text that the assistant says in message `number`. own: the sources of each
-        message, and of what belongs to none."""
+        """Return the spans of the text that the assistant says in message `number`. `own` maps each message,
+        and None for text outside of messages, to its sources."""
         place = f"message {number + 1} ({ASSISTANT})"
         pieces = [piece for piece in made.pieces if piece.message == number]
         if not pieces:
             raise BadConversation(f"{place}: the chat template writes it outside of its loop over messages; "
                                   "mark it with {% generation %}")
 
-        # where it begins: after the role's header, unless it goes on with the turn of an earlier message
+        # start: after the role's header, unless it continues the turn of an earlier message
         start = pieces[0].start
         if made.text.startswith(self.header, start):
             start += len(self.header)
 
-        # where it ends: white space after the token that ends the turn belongs to nobody
+        # end: white space after the end-of-turn token belongs to no message
         stop = pieces[-1].stop
         ends = [made.sources.rfind(source, start, stop) + 1 for source in own[number]]
         said = max(ends, default=0) or start
@@ -339,7 +339,7 @@ class TemplateChat:
         return merged(parts)
 
     def _paired_marks(self, text: str) -> set[str]:
-        """The marks of reasoning and calls (<think>, </think>) that stand in a text in pairs alone."""
+        """Return the marks of reasoning and calls (<think>, </think>) that occur in a text only in pairs."""
         marks: set[str] = set()
         for first, last in self.pairs:
             rest = re.sub(f"{re.escape(first)}.*?{re.escape(last)}", "", text, flags=re.DOTALL)
@@ -348,7 +348,7 @@ class TemplateChat:
         return marks
 
     def _cuts(self, made: TracedRender, spoken: dict[str, set[str]]) -> tuple[int, ...]:
-        """Where a control token that a string of the record spells is cut: after its first character.
+        """Return cut positions inside control tokens spelled out in the record, after their first character.
 
         spoken: {source: control tokens that it may spell}.
         """
@@ -363,7 +363,7 @@ class TemplateChat:
         return tuple(cuts)
 
     def encode_batch(self, tok: Tokenizer, chats: list[ChatText]) -> list[EncodedChat]:
-        """Encodes whole conversations. A token counts if a part of its characters does."""
+        """Encode whole conversations. A token counts if any of its characters does."""
         whole = iter(self._encode_whole([chat.text for chat in chats if not chat.cuts]))
         result: list[EncodedChat] = []
         for chat in chats:
@@ -382,7 +382,7 @@ class TemplateChat:
         return result
 
     def _encode_whole(self, texts: list[str]) -> Iterator[PlacedIds]:
-        """The ids of each text, and the characters of each id."""
+        """Yield the ids of each text, with the character span of each id."""
         if self.check is None or not texts:
             yield from map(placed, self.processor.encode_batch(texts, add_special_tokens=False))
             return
@@ -396,12 +396,12 @@ class TemplateChat:
                 yield [ids], of_ids
 
     def _encode_cut(self, chat: ChatText) -> PlacedIds:
-        """The ids of each part between the cuts, and the characters of each id."""
+        """Encode each part between cuts. Return the ids, with the character span of each id."""
         pieces: list[np.ndarray] = []
         offsets: list[Span] = []
         newline = self.processor.encode("\n", add_special_tokens=False).ids
         for first, stop in between_cuts(chat):
-            # some tokenizers put a space before a text, and none after a newline
+            # some tokenizers prepend a space to a text, but not after a newline
             before = "\n" if first else ""
             encoding = self.processor.encode(before + chat.text[first:stop], add_special_tokens=False)
             skipped = len(newline) if before else 0
@@ -415,29 +415,29 @@ class TemplateChat:
 
 
 def placed(encoding: "tokenizers.Encoding") -> PlacedIds:
-    """The ids of an encoding, and the characters of each."""
+    """Return the ids of an encoding, with the character span of each."""
     return [np.array(encoding.ids, np.int32)], pairs(encoding.offsets)
 
 
 def pairs(offsets: list[Span]) -> np.ndarray:
-    """int64 [n, 2]; a list of pairs takes np.array itself thrice as long."""
+    """Return int64 [n, 2]. np.array is three times slower on a list of pairs."""
     return np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
 
 
 def between_cuts(chat: ChatText) -> Iterator[Span]:
-    """The parts of a text that are encoded each for itself."""
+    """Return the spans of a text that are encoded separately."""
     return itertools.pairwise((0, *chat.cuts, len(chat.text)))
 
 
 def turn_messages(messages: list[Message]) -> list[int]:
-    """The numbers of the user's messages that follow another's answer."""
+    """Return the numbers of user messages that follow an answer."""
     return [number for number in range(1, len(messages))
             if messages[number]["role"] == "user" and messages[number - 1]["role"] in (ASSISTANT, "tool")]
 
 
 def cut_at_turns(chat: EncodedChat, size: int) -> list[EncodedChat]:
-    """The conversation in parts that begin with a user's message, each as long as `size` tokens allow. A turn
-    that is longer stays whole."""
+    """Cut a conversation at user messages into parts as long as `size` tokens allow.
+    A longer turn stays whole."""
     parts: list[EncodedChat] = []
     first = 0
     ends = [*chat.turns, len(chat.ids)]
@@ -449,7 +449,7 @@ def cut_at_turns(chat: EncodedChat, size: int) -> list[EncodedChat]:
 
 
 def merged(parts: list[Span]) -> list[Span]:
-    """The parts, those without a character left out and neighbours joined."""
+    """Drop empty spans and merge adjacent ones."""
     spans: list[Span] = []
     for start, stop in parts:
         if spans and start == spans[-1][1]:
@@ -460,7 +460,7 @@ def merged(parts: list[Span]) -> list[Span]:
 
 
 def marked_spans(made: TracedRender, number: int) -> list[Span]:
-    """Returns the spans that the template marks in a message. Raises BadConversation if it marks none."""
+    """Return the spans that the template marks in a message. Raises BadConversation if it marks none."""
     spans = merged([(piece.start, piece.stop) for piece in made.pieces
                     if piece.is_marked and piece.message == number])
     if not spans:
@@ -472,7 +472,7 @@ def marked_spans(made: TracedRender, number: int) -> list[Span]:
 # ---- the strings of a conversation -------------------------------------------------------------------------
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """The forms to try, the usual one first."""
+    """Yield the forms to try, the most common first."""
     messages = conversation.messages
     has_calls = any(message.get("tool_calls") for message in messages)
     has_developer = any(message["role"] == "developer" for message in messages)
@@ -483,7 +483,7 @@ def forms_of(conversation: Conversation) -> Iterator[Form]:
 
 
 def traced_message(number: int, message: Message, form: Form, leaves: list[Leaf]) -> TracedMessage:
-    """The message as a template sees it. Its strings are added to `leaves`."""
+    """Return the message as passed to a template, and append its strings to `leaves`."""
     role = message["role"]
     place = f"message {number + 1} ({role})"
     if not ROLE.fullmatch(role):
@@ -506,7 +506,7 @@ def traced_message(number: int, message: Message, form: Form, leaves: list[Leaf]
 
 
 def traced_value(value: Any, like: Leaf, leaves: list[Leaf]) -> Any:
-    """A value of a message as a template sees it. like: what its strings are added to `leaves` as."""
+    """Return a value as passed to a template. Append its strings to `leaves`, modeled on `like`."""
     if isinstance(value, str):
         leaves.append(Leaf(value, like.message, like.place, like.is_required))
         return TracedText(value, traced.source_mark(len(leaves) - 1) * len(value))
@@ -520,7 +520,7 @@ def traced_value(value: Any, like: Leaf, leaves: list[Leaf]) -> Any:
 
 
 def traced_call(call: Tree, form: Form, any_value: Any) -> Tree:
-    """A call as a template sees it."""
+    """Return a call as passed to a template."""
     function = call["function"]
     arguments = function["arguments"]
     if form.arguments_in_json and not isinstance(arguments, str):
@@ -534,8 +534,8 @@ def traced_call(call: Tree, form: Form, any_value: Any) -> Tree:
 
 
 def traced_tools(tools: list[Tree] | None, leaves: list[Leaf]) -> list[Any] | None:
-    """The definitions as a template sees them. Names, descriptions, choices and parameters are required; of
-    the rest of a schema (types, limits) a template writes what its model knows."""
+    """Return the tool definitions as passed to a template. Names, descriptions, choices and parameters are
+    required; the rest of a schema (types, limits) is up to the template."""
     if tools is None:
         return None
 
@@ -554,8 +554,8 @@ def traced_tools(tools: list[Tree] | None, leaves: list[Leaf]) -> list[Any] | No
 
 
 def traced_settings(settings: Tree | None, leaves: list[Leaf]) -> Tree | None:
-    """The settings as a template sees them: text in them is the record's. A template decides by them, so that
-    it need not write them."""
+    """Return the settings as passed to a template; text in them belongs to the record. A template branches
+    on settings, so it does not have to write them."""
     if not settings:
         return settings
 
@@ -573,8 +573,8 @@ def traced_settings(settings: Tree | None, leaves: list[Leaf]) -> Tree | None:
 
 
 def unread_settings(settings: Tree | None, reads: Collection[str], reader: str) -> list[str]:
-    """Notes of the settings that are not read. Raises BadConversation for one that holds text, a list or an
-    object."""
+    """Return notes on the settings that are not read. Raises BadConversation if an unread setting holds text,
+    a list or an object."""
     notes: list[str] = []
     for name, value in (settings or {}).items():
         if name in reads or value in EMPTY:
@@ -586,11 +586,10 @@ def unread_settings(settings: Tree | None, reads: Collection[str], reader: str) 
 
 
 def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = False) -> list[str]:
-    """Raises LeftOut if the text leaves out a string that it must hold. Returns notes of what else it leaves
-    out."""
+    """Raise LeftOut if the text lacks a required string. Return notes on everything else it lacks."""
     notes: list[str] = []
     reasons: list[str] = []
-    thoughts: list[str] = []  # that are left out
+    thoughts: list[str] = []  # dropped reasoning
     for number, leaf in enumerate(leaves):
         text = written_from(made, traced.source_mark(number))
         for missing, is_thought in missing_parts(leaf, text, made.text):
@@ -613,7 +612,7 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
 
 
 def written_from(made: TracedRender, source: str) -> str:
-    """All characters of the text that come from a source."""
+    """Return all characters of the text that come from `source`, in order."""
     size = made.sources.count(source)
     if not size:
         return ""
@@ -626,16 +625,16 @@ def written_from(made: TracedRender, source: str) -> str:
 
 
 def is_answer(conversation: Conversation, leaf: Leaf) -> bool:
-    """Whether it is the content of a message of the assistant."""
+    """Return whether a leaf is the content of an assistant message."""
     if leaf.message is None or not leaf.place.endswith("its content"):
         return False
     return conversation.messages[leaf.message]["role"] == ASSISTANT
 
 
 def missing_parts(leaf: Leaf, written: str, text: str) -> list[tuple[str, bool]]:
-    """The parts of a string that the text does not hold, each with whether it is reasoning. written: what
-    came from the string. White space at ends may be lost, a part may be in JSON, and tools' words in other
-    letters."""
+    """Return the parts of a string that the text lacks, each with whether it is reasoning. `written` is what
+    came from the string. White space at the ends may be lost, a part may be JSON-encoded, and text of tool
+    definitions may change case."""
     if leaf.is_value:
         value = json.loads(leaf.text)
         is_found = leaf.is_required and (leaf.text in text or str(value) in text)
@@ -654,8 +653,8 @@ def missing_parts(leaf: Leaf, written: str, text: str) -> list[tuple[str, bool]]
 
 
 def parts_of_answer(leaf: Leaf) -> Iterator[tuple[str, bool]]:
-    """The parts of a string between the marks of reasoning, each with whether it is reasoning: what an answer
-    has between <think> and </think>, or before the first </think>, which the invitation to speak opens."""
+    """Split a string at reasoning marks, and yield each part with whether it is reasoning: the text between
+    <think> and </think>, or before the first </think> if the generation prompt opens it."""
     marks = THOUGHTS.findall(leaf.text)
     is_reasoning = leaf.place.endswith(tuple(f"its {key}" for key in REASONING))
     is_said = leaf.place.endswith(f"({ASSISTANT}): its content")
@@ -664,7 +663,7 @@ def parts_of_answer(leaf: Leaf) -> Iterator[tuple[str, bool]]:
 
 
 def shortened(text: str, size: int = 40) -> str:
-    """A string for a message, in quotes."""
+    """Shorten and quote a string for a message."""
     return repr(text if len(text) <= size else text[:size - 3] + "...")
 
 
@@ -676,9 +675,9 @@ ChatFormat = PlainChat | TemplateChat
 def chat_format(
     tok: Tokenizer | None, date: str | None = None, drops_reasoning: bool = False
 ) -> ChatFormat:
-    """The format that belongs to a tokenizer; the plain one for none. date: year-month-day that a template is
-    told. drops_reasoning: may it leave reasoning out? Raises ConfigError if its template is not one, or if it
-    has no tokenizer.json."""
+    """Return the format of a tokenizer, or the plain one for None. `date` is the year-month-day passed to a
+    template. `drops_reasoning` allows a template to drop reasoning. Raises ConfigError if the chat template
+    is invalid or the tokenizer has no tokenizer.json."""
     found = find_templates(tok.files) if tok is not None else None
     if tok is None or found is None or not found.by_name:
         return PlainChat()
@@ -702,7 +701,7 @@ def chat_format(
 def template_chat(
     tok: JsonTokenizer, source: ChatTemplate, date: str | None, drops_reasoning: bool
 ) -> TemplateChat:
-    """The format of one template. Raises ConfigError if it is not one."""
+    """Return the format of one template. Raises ConfigError if it is invalid."""
     import jinja2.meta
     import tokenizers
 
@@ -744,7 +743,7 @@ def template_chat(
 
 
 def parsed_date(date: str) -> datetime.datetime:
-    """Raises ConfigError if it is not year-month-day."""
+    """Parse a date. Raises ConfigError if it is not year-month-day."""
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
@@ -752,8 +751,8 @@ def parsed_date(date: str) -> datetime.datetime:
 
 
 def invitation(chat: TemplateChat) -> str:
-    """The text of the template before the assistant speaks; empty if it does not invite it. Reasoning that it
-    opens there is said by the assistant."""
+    """Return the generation prompt of the template, empty if it has none.
+    Reasoning that it opens counts as the assistant's."""
     for silent in probes(chat, "user"):
         inviting = chat.render([TracedMessage(message, 0) for message in silent.messages], invites=True)
         if inviting.text.startswith(silent.made.text):
@@ -766,7 +765,7 @@ def invitation(chat: TemplateChat) -> str:
 
 
 def ends_turns(chat: TemplateChat) -> bool:
-    """Does the template write anything after what the assistant says, and before what comes next?"""
+    """Return whether the template writes anything between the assistant's text and what comes next."""
     for probe in probes(chat, "user", ASSISTANT):
         said = [probe.made.text[piece.start:piece.stop] for piece in probe.made.pieces if piece.message == 1]
         return not said or not "".join(said).rstrip().endswith(PROBE)
@@ -774,13 +773,13 @@ def ends_turns(chat: TemplateChat) -> bool:
 
 
 class Probe(NamedTuple):
-    """A small conversation that the template writes."""
+    """A small conversation rendered by the template."""
     messages: list[Message]
     made: TracedRender
 
 
 def probes(chat: TemplateChat, *roles: str) -> Iterator[Probe]:
-    """A conversation of these roles in each form that the template takes."""
+    """Render a conversation of these roles in each form that the template accepts."""
     for content in (PROBE, [{"type": "text", "text": PROBE}]):
         messages = [{"role": role, "content": content} for role in roles]
         try:
@@ -792,10 +791,10 @@ def probes(chat: TemplateChat, *roles: str) -> Iterator[Probe]:
 
 
 def special_names(files: dict[str, bytes]) -> dict[str, str]:
-    """{bos_token: "<s>", image_token: "<img>", ...}: what transformers gives to a template.
+    """Return {bos_token: "<s>", image_token: "<img>", ...}, as transformers passes to a template.
 
-    It reads special_tokens_map.json, too, where the settings do not list the added tokens; that says what the
-    usual names stand for, and the settings what names of the model's own do.
+    If the settings do not list the added tokens, special_tokens_map.json defines the standard names, and the
+    settings define the model's custom names.
     """
     settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     of_map: Tree = {}

@@ -1,13 +1,13 @@
-"""The meaning of token ids, for all that write and read them: prepare_data, runs, evaluation, generation.
+"""Meaning of token ids, for all code that writes or reads them: prepare_data, runs, evaluation, generation.
 
-    TokenizerContract   of a tokenizer: its fingerprint, how many ids it has, what ends a document and which
-                        files say so, which ids no text makes
-    FileContract        of token files: dtype, documents, and the tokenizer that made them
+    TokenizerContract   describes a tokenizer: fingerprint, number of ids, end-of-document token and the files
+                        that name it, ids that text never produces
+    FileContract        describes token files: dtype, documents, and the tokenizer that made them
 
-The files of a published tokenizer name its end in several places: tokenizer_config.json and
-special_tokens_map.json by its text, config.json and generation_config.json by its id, or by a list of all ids
-at which a generation stops (Llama 3, Qwen, Gemma, Phi). Files agree if one id is in what each of them names;
-else the user chooses (prepare_data --eod, data.eod).
+A published tokenizer names its end token in several files: tokenizer_config.json and special_tokens_map.json
+by its text, config.json and generation_config.json by its id, or by a list of all ids that stop generation
+(Llama 3, Qwen, Gemma, Phi). Files agree if they all name a common id; otherwise the user chooses
+(prepare_data --eod, data.eod).
 """
 import json
 import pathlib
@@ -21,12 +21,12 @@ import numpy as np
 from config import ConfigError, Tree
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# name special tokens; the first that names one has its say where several agree
+# files that name special tokens; if several agree, the first one is cited
 SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", "config.json", "generation_config.json")
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # of a tokenizer.json without such a file
 CHOOSE = "choose with --eod TOKEN_OR_ID (of a run: data.eod)"
-DIGEST_SHOWN = 12  # characters of a fingerprint in messages
-WIDEST_U16 = 1 << 16  # ids that two bytes can tell apart
+DIGEST_SHOWN = 12  # fingerprint characters shown in messages
+WIDEST_U16 = 1 << 16  # number of ids that fit in two bytes
 # written in angle or square brackets, as in <|user|>, <think>, [INST], "▁<PRE>"
 MARKUP = re.compile(r"[\s▁]*(<\S.*>|\[\S.*\])[\s▁]*", re.DOTALL)
 # which Gemma's tokenizers have as words
@@ -36,7 +36,7 @@ HTML = re.compile(r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquo
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """A token with a meaning of its own, and the files that name it."""
+    """A token with a special meaning, and the files that name it."""
     id: int
     text: str
     named_by: tuple[str, ...]
@@ -49,9 +49,10 @@ class SpecialToken:
 class TokenizerContract:
     """The meaning of a tokenizer's ids.
 
-    vocab: ids are below it. end: ends a document. start, pad: as the files name them; they decide nothing.
-    unknown: the id of text that has no other, None where every text has one. control: ids that no text makes.
-    model_vocab: vocab_size of a config.json beside the tokenizer, which is of a model and not followed.
+    vocab: ids are below it. end: ends a document. start, pad: as named in the files; informative only.
+    unknown: the id for text without another id, or None if all text has ids. control: ids text never
+    produces.
+    model_vocab: vocab_size of a config.json next to the tokenizer, which describes a model and is ignored.
     """
     name: str
     fingerprint: str
@@ -65,11 +66,11 @@ class TokenizerContract:
 
     @property
     def label(self) -> str:
-        """Its name and the beginning of its fingerprint, for messages."""
+        """Name and shortened fingerprint, for messages."""
         return f"{self.name} ({self.fingerprint[:DIGEST_SHOWN]})"
 
     def record(self) -> Tree:
-        """Returns the fields that PREFIX.json keeps."""
+        """Return the fields stored in PREFIX.json."""
         found: Tree = {"name": self.name, "fingerprint": self.fingerprint, "vocab": self.vocab}
         for kind, token in (("eod", self.end), ("bos", self.start), ("pad", self.pad)):
             if token is not None:
@@ -79,7 +80,7 @@ class TokenizerContract:
         return found
 
     def lines(self) -> dict[str, str]:
-        """Returns the lines that prepare_data prints, by label."""
+        """Return the lines that prepare_data prints, by label."""
         grown = ""
         if self.model_vocab is not None and self.model_vocab > self.vocab:
             grown = (f"; config.json's vocab_size of {self.model_vocab:,} is a model's, and model.vocab asks "
@@ -99,14 +100,14 @@ class TokenizerContract:
 
 @dataclass(frozen=True)
 class FileContract:
-    """The ids in a file, as it describes them. made_with: the record of their tokenizer in PREFIX.json."""
+    """The ids in a file, as it declares them. `made_with` is the tokenizer's record in PREFIX.json."""
     path: str
     dtype: np.dtype
     documents: int
     made_with: Tree | None = None
 
     def check(self, tok: TokenizerContract | None) -> None:
-        """Raises ConfigError if the tokenizer cannot have made the file."""
+        """Raise ConfigError if the tokenizer cannot have made the file."""
         if tok is None:
             return
         if self.made_with and self.made_with["fingerprint"] != tok.fingerprint:
@@ -121,12 +122,12 @@ class FileContract:
 
 
 def dtype_of(vocab: int) -> str:
-    """The dtype of ids below `vocab`: Megatron's rule, which uses i4 and never u4."""
+    """Return the dtype for ids below `vocab` by Megatron's rule, which uses i4 and never u4."""
     return "<u2" if vocab < 65500 else "<i4"
 
 
 def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]], key: str = "data.path") -> None:
-    """Raises ConfigError if two of the (name of a data set, its tokenizer) are different. key: names them."""
+    """Raise ConfigError naming `key` if two of the (data set name, tokenizer) pairs differ."""
     first_name, first = "", None
     for name, tok in known:
         first_name, first = (first_name, first) if first else (name, tok)
@@ -137,8 +138,8 @@ def check_same_tokenizer(known: Iterable[tuple[str, TokenizerContract]], key: st
 
 def check_stored(path: str, stored: TokenizerContract, wanted: TokenizerContract, *, requested: str,
                  eod: str | None, folder: str) -> None:
-    """Raises ConfigError if `wanted`, for which data.tokenizer and data.eod ask, is not the tokenizer beside
-    the data, in `folder`."""
+    """Raise ConfigError if `wanted`, selected by data.tokenizer and data.eod, differs from the tokenizer
+    stored with the data, in `folder`."""
     if wanted.fingerprint == stored.fingerprint:
         return
     if eod is not None and wanted.end.id != stored.end.id:
@@ -152,11 +153,11 @@ def check_stored(path: str, stored: TokenizerContract, wanted: TokenizerContract
 # ---- special tokens ----------------------------------------------------------------------------------------
 
 class Vocabulary(NamedTuple):
-    """The tokens of a tokenizer's own file."""
+    """The tokens in a tokenizer's native file."""
     path: pathlib.Path
     size: int  # ids are below it
     id_of: Callable[[str], int | None]
-    text_of: Callable[[int], str | None]  # None: no token has this id
+    text_of: Callable[[int], str | None]  # None if no token has this id
 
     def token(self, token_id: int, named_by: Iterable[str]) -> SpecialToken:
         return SpecialToken(token_id, self.text_of(token_id) or "", tuple(named_by))
@@ -165,13 +166,13 @@ class Vocabulary(NamedTuple):
 class Named(NamedTuple):
     """The ids that one file names for a special token."""
     file: str
-    said: str  # in its own words
+    said: str  # quoted from the file
     ids: tuple[int, ...]  # those that the tokenizer has
 
 
 def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tree]:
-    """{name: content} of those of SETTINGS among the files. Raises ConfigError naming one that is not a JSON
-    object."""
+    """Return {name: content} for the SETTINGS files that are present. Raises ConfigError naming a file that
+    is not a JSON object."""
     settings: dict[str, Tree] = {}
     for name in SETTINGS:
         if name not in files:
@@ -187,13 +188,13 @@ def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tr
 
 
 def parts_of(content: Tree) -> list[Tree]:
-    """The parts of a file that may name special tokens: text_config is of a model that reads images, too."""
+    """Return the parts of a file that may name special tokens; a vision model has a text_config."""
     inner = content.get("text_config")
     return [content, inner] if isinstance(inner, dict) else [content]
 
 
 def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> list[Named]:
-    """The tokens that each file names as special, of kind "eos", "bos" or "pad"."""
+    """Return the tokens that each file names as special, for the kind "eos", "bos" or "pad"."""
     found: list[Named] = []
     for file, content in settings.items():
         for part in parts_of(content):
@@ -213,7 +214,7 @@ def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -
 
 
 def first_named(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> SpecialToken | None:
-    """The token that the first of the files names; None if none does."""
+    """Return the special token named by the first file that names one, or None."""
     for named in named_tokens(kind, settings, vocabulary):
         if named.ids:
             return vocabulary.token(named.ids[0], [named.file])
@@ -222,10 +223,10 @@ def first_named(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) ->
 
 def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None,
               chosen: str | None) -> SpecialToken:
-    """The token that ends documents. own: that of a sentencepiece model. chosen: --eod or data.eod.
+    """Return the end-of-document token.
 
-    Raises ConfigError if the files contradict each other, name a token that the tokenizer does not have, or
-    name none.
+    `own` is the one in a sentencepiece model, `chosen` the value of --eod or data.eod. Raises ConfigError if
+    the files contradict each other, name a token that the tokenizer lacks, or name none.
     """
     path = vocabulary.path
     named = named_tokens("eos", settings, vocabulary)
@@ -255,7 +256,7 @@ def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None
 
 
 def usual_end(vocabulary: Vocabulary) -> SpecialToken:
-    """The one token of EOD_NAMES that a tokenizer has. Raises ConfigError if it has none, or several."""
+    """Return the only token of EOD_NAMES in a tokenizer. Raises ConfigError if it has none or several."""
     path = vocabulary.path
     ids = [vocabulary.id_of(name) for name in EOD_NAMES]
     known = [vocabulary.token(token_id, [path.name]) for token_id in ids if token_id is not None]
@@ -269,7 +270,7 @@ def usual_end(vocabulary: Vocabulary) -> SpecialToken:
 
 
 def chosen_id(vocabulary: Vocabulary, chosen: str) -> int:
-    """The id of the token that the user names by its text or its id. Raises ConfigError."""
+    """Return the id of a token given by its text or its id. Raises ConfigError."""
     token_id = int(chosen) if chosen.isdecimal() else vocabulary.id_of(chosen)
     if token_id is None or vocabulary.text_of(token_id) is None:
         raise ConfigError(f"--eod: {chosen!r} is none of the tokens of {vocabulary.path}, which has the ids "
@@ -278,8 +279,8 @@ def chosen_id(vocabulary: Vocabulary, chosen: str) -> int:
 
 
 def settled(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
-    """The files of a tokenizer with the user's choice in each that names an end, so that copies of them
-    agree. A list that has it stays."""
+    """Write the user's choice into each file that names an end token, so that copies agree. A list that
+    already contains it stays."""
     settings = read_settings(pathlib.Path(), files)
     settings.setdefault(TOKENIZER_CONFIG, {})
     changed = dict(files)
@@ -299,21 +300,21 @@ def settled(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
 # ---- control tokens ----------------------------------------------------------------------------------------
 
 def is_markup(text: str) -> bool:
-    """Does a token that was added to a vocabulary look like one that directs the model, and not like text?
-    Many files do not call such tokens special: <think>, <｜User｜>, <tool_call>."""
+    """Return whether an added token looks like markup that directs the model, rather than text. Many files do
+    not flag such tokens as special: <think>, <｜User｜>, <tool_call>."""
     return MARKUP.fullmatch(text) is not None and HTML.fullmatch(text) is None
 
 
 def spelled_tokens(
     control: dict[int, str], encode_batch: Callable[[list[str]], list[np.ndarray]]
 ) -> list[int]:
-    """Those of the control tokens {id: text} that text makes by spelling them."""
+    """Return the control tokens of {id: text} that ordinary text produces by spelling them."""
     encoded = encode_batch(list(control.values()))
     return [token_id for token_id, ids in zip(control, encoded) if token_id in ids]
 
 
 def check_words(place: pathlib.Path | str, words: Iterable[int], control: dict[int, str]) -> None:
-    """Raises ConfigError, which names `place`, if some of the control tokens {id: text} are plain words."""
+    """Raise ConfigError naming `place` if any of the control tokens {id: text} are plain words."""
     for token_id in sorted(words):
         raise ConfigError(f"{place}: text that spells {control[token_id]!r} makes its id {token_id}, as of "
                           "any word, so that it cannot mark the end of a document or a turn; take another "

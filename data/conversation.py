@@ -1,11 +1,11 @@
-"""Records -> conversations, in the forms in which they are published.
+"""Parse records into conversations, in the formats in which they are published.
 
-    OpenAI          messages: role, content (text, or parts of text), tool_calls, weight; and tools
-    ShareGPT        conversations: from, value; and system, tools
+    OpenAI          messages: role, content (text, or parts of text), tool_calls, weight; also tools
+    ShareGPT        conversations: from, value; also system, tools
     Hugging Face    prompt and completion, each text or messages; chosen, with or without prompt
-    Alpaca          instruction, input, output; and system, history
+    Alpaca          instruction, input, output; also system, history
 
-Images, sound and video are refused. A key that nothing here reads is named (Conversation.unread).
+Images, audio and video are refused. Keys that nothing here reads are reported (Conversation.unread).
 """
 import json
 from collections.abc import Collection, Iterable
@@ -21,33 +21,33 @@ SHAREGPT_ROLES = {
     "human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "chatgpt": ASSISTANT, "model": ASSISTANT,
     "observation": "tool", "function_response": "tool", "function_call": ASSISTANT,
 }
-MESSAGE_KEYS = ("messages", "conversations", "conversation")  # the first that a record has is read
+MESSAGE_KEYS = ("messages", "conversations", "conversation")  # the first one present is read
 WEIGHTS = ("weight", "loss", "train", "training", "train_on_turn")  # 0 or false: the message does not count
-MASKED = "masked"  # torchtune's: 1 or true: it does not count
+MASKED = "masked"  # torchtune's: 1 or true means it does not count
 CONTENTS = ("content", "value")
-REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing; a template reads one of the names
+REASONING = ("reasoning_content", "reasoning", "thinking")  # synonyms; a template reads one of them
 TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_call")
-ARGUMENTS = ("arguments", "parameters")  # of a call; parameters: Llama's word
+ARGUMENTS = ("arguments", "parameters")  # of a call; Llama says parameters
 AROUND_CALL = ("id", "type", "index")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 MESSAGE_READ = {"role", "from", *CONTENTS, "tool_call_id", *CALLS, *WEIGHTS, MASKED, *REASONING}
-RESERVED = ("messages", "tools", "add_generation_prompt")  # what a template is told of every conversation
+RESERVED = ("messages", "tools", "add_generation_prompt")  # always passed to a template
 EMPTY = (None, "", [], {})
 
 
 class BadConversation(ValueError):
-    """A conversation that cannot be written as text. The message is the reason."""
+    """A conversation that cannot be rendered as text. The message gives the reason."""
 
 
 class TwoValues(BadConversation):
-    """An object of JSON has a key twice. The message is the reason."""
+    """A JSON object has a duplicate key. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The content of a record. counts: whether the loss counts each message. settings: names that the
-    template reads, of chat_template_kwargs. unread: keys of the record that nothing reads."""
+    """The content of a record. `counts` says whether the loss counts each message. `settings` holds the
+    template variables in chat_template_kwargs. `unread` lists keys of the record that nothing reads."""
     messages: list[Message]
     counts: list[bool]
     tools: list[Tree] | None = None
@@ -56,8 +56,8 @@ class Conversation:
 
 
 def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
-    """(an object, a field of it) for each step to the field that `path` names: a.b is field b of the object
-    under a, unless the record has a field of that very name."""
+    """Return (object, field) for each step to the field named by `path`: a.b is field b of the object under
+    a, unless the record has a field with that exact name."""
     way: list[tuple[Tree, str]] = []
     while path not in record:
         outer, _, rest = path.partition(".")
@@ -70,8 +70,9 @@ def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
 
 
 def read_conversation(record: Tree, key: str | None = None) -> Conversation:
-    """The conversation of a record. key: that of its messages, or a path to them (way_to), beside which tools
-    and system are read. Without it the form says it. Raises BadConversation, which names the field."""
+    """Parse the conversation of a record. `key` names its messages, or is a path to them (way_to); tools and
+    system are read next to them. Without a key, the format is detected. Raises BadConversation naming the
+    field."""
     around: list[str] = []
     path = key
     if key is not None:
@@ -132,14 +133,14 @@ def read_conversation(record: Tree, key: str | None = None) -> Conversation:
 
 
 def unread_in(record: Tree, read: Collection[str]) -> list[str]:
-    """The fields of a record that hold something, and are not among those that are read."""
+    """Return the nonempty fields of a record that are not in `read`."""
     return [name for name, value in record.items() if name not in read and value not in EMPTY]
 
 
 # ---- forms -------------------------------------------------------------------------------------------------
 
 def parse_side(record: Tree, key: str, role: str) -> list[Message]:
-    """The messages of `prompt`, `completion` or `chosen`: text is one of `role`."""
+    """Return the messages of `prompt`, `completion` or `chosen`; plain text becomes one message of `role`."""
     value = record.get(key)
     if value in EMPTY and key == "prompt":
         return []
@@ -151,8 +152,8 @@ def parse_side(record: Tree, key: str, role: str) -> list[Message]:
 
 
 def whole_prompt_size(prompt: list[Message], answers: list[Message], key: str) -> int:
-    """How many messages of the answers are the prompt, if they repeat it, after a system message or not; else
-    0. Raises BadConversation for answers that begin with a question other than the prompt's."""
+    """Return how many leading messages of the answers repeat the prompt, with or without a system message,
+    else 0. Raises BadConversation if the answers begin with a question other than the prompt's."""
     if not prompt:
         return 0
     skipped = int(answers[0]["role"] == "system" != prompt[0]["role"])
@@ -168,7 +169,7 @@ def whole_prompt_size(prompt: list[Message], answers: list[Message], key: str) -
 
 
 def alpaca_messages(record: Tree) -> list[Message]:
-    """The messages of instruction, input and output, after those of history (pairs of texts)."""
+    """Return the messages of instruction, input and output, preceded by history (pairs of texts)."""
     messages: list[Message] = []
     history = record.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
@@ -185,7 +186,7 @@ def alpaca_messages(record: Tree) -> list[Message]:
 
 
 def parse_messages(value: object, key: str = "messages") -> list[Message]:
-    """The messages {"role", "content", ...} under `key`. Raises BadConversation."""
+    """Parse the messages {"role", "content", ...} under `key`. Raises BadConversation."""
     value = parsed_json(value)
     if not isinstance(value, list) or not value:
         raise BadConversation(f"{key!r} holds no list of messages")
@@ -193,7 +194,7 @@ def parse_messages(value: object, key: str = "messages") -> list[Message]:
 
 
 def parse_message(number: int, message: object) -> Message:
-    """One message, with its number from 1: role, content, and what else it has. Raises BadConversation."""
+    """Parse message `number` (from 1): role, content, and its other fields. Raises BadConversation."""
     if not isinstance(message, dict):
         raise BadConversation(f"message {number} is not an object with role and content")
     if message.get("role") is not None:
@@ -234,14 +235,14 @@ def parse_message(number: int, message: object) -> Message:
 
 
 def checked_text(value: object, place: str) -> str:
-    """Raises BadConversation if it is not text."""
+    """Return `value`. Raises BadConversation if it is not text."""
     if not isinstance(value, str) or "\0" in value:
         raise BadConversation(f"{place} has no text under content (or value)")
     return value
 
 
 def text_of_part(part: object, place: str) -> str:
-    """The text of one part of a content. Raises BadConversation for an image, and for sound."""
+    """Return the text of one content part. Raises BadConversation for images and audio."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -251,7 +252,7 @@ def text_of_part(part: object, place: str) -> str:
 
 
 def message_counts(number: int, message: Message) -> bool:
-    """Does the loss count the message? Raises BadConversation for a weight other than 0 and 1."""
+    """Return whether the loss counts the message. Raises BadConversation for a weight other than 0 and 1."""
     is_assistant = message["role"] == ASSISTANT
     masked = message.pop(MASKED, 0)
     if masked not in (0, 1):
@@ -274,8 +275,8 @@ def message_counts(number: int, message: Message) -> bool:
 # ---- tools -------------------------------------------------------------------------------------------------
 
 def parse_calls(value: object, place: str) -> list[Tree]:
-    """The calls of a message, each {"type": "function", "function": {"name", "arguments"}}; arguments in
-    JSON are parsed. Raises BadConversation for a call with a key that is not read."""
+    """Parse the calls of a message into {"type": "function", "function": {"name", "arguments"}}, arguments in
+    JSON included. Raises BadConversation for a call with an unsupported key."""
     value = parsed_json(value)
     calls = value if isinstance(value, list) else [value]
     parsed: list[Tree] = []
@@ -294,7 +295,7 @@ def parse_calls(value: object, place: str) -> list[Tree]:
 
 
 def check_call_is_read(call: Tree, called: Tree, place: str) -> None:
-    """Raises BadConversation for a key that is not read. called: the function of the call, or the call."""
+    """Raise BadConversation for an unsupported key. `called` is the function of the call, or the call."""
     if call is not called and (others := unread_in(call, {"function", *AROUND_CALL})):
         raise BadConversation(f"{place}: one holds {others[0]!r} beside its function, which is not read; "
                               "move it into the function, or remove it")
@@ -306,8 +307,7 @@ def check_call_is_read(call: Tree, called: Tree, place: str) -> None:
 
 
 def parse_tools(record: Tree) -> list[Tree] | None:
-    """The definitions of a record's tools, each {"type": "function", "function": {...}}; None if it has
-    none."""
+    """Parse the tool definitions of a record into {"type": "function", "function": {...}}, or None."""
     named = [name for name in TOOLS if record.get(name) not in EMPTY]
     if not named:
         return None
@@ -323,7 +323,7 @@ def parse_tools(record: Tree) -> list[Tree] | None:
 
 
 def parsed_json(value: object) -> Any:
-    """Parses a string of JSON that holds an object or a list. Returns any other value as it is."""
+    """Parse a string that holds a JSON object or list. Return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value)
@@ -335,8 +335,7 @@ def parsed_json(value: object) -> Any:
 
 
 def without_two_values(pairs: list[tuple[str, Any]]) -> Tree:
-    """An object of JSON. Raises TwoValues if it has a key twice: Python takes the last, and the other would
-    be lost."""
+    """Build a JSON object. Raises TwoValues for a duplicate key: Python would drop a value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for key, value in pairs:
@@ -350,14 +349,14 @@ JSON = json.JSONDecoder(object_pairs_hook=without_two_values)  # made once: it c
 
 
 def parse_json(text: str) -> Any:
-    """The value of JSON. Raises TwoValues as without_two_values does; ValueError if it is not JSON."""
+    """Parse JSON. Raises TwoValues like without_two_values, and ValueError if it is not JSON."""
     text = text.strip(JSON_SPACE)
     value, end = JSON.raw_decode(text)
-    return value if end == len(text) else JSON.decode(text)  # which says what is too much
+    return value if end == len(text) else JSON.decode(text)  # reports what is left over
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys that hold null: parquet gives every object the keys of all."""
+    """Drop keys that hold null: parquet gives every object the union of all keys."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -366,8 +365,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def strings_of(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
-    """(keys that lead to it, value) of each value in nested objects and lists, the keys of objects included
-    as (..., "key")."""
+    """Yield (path of keys, value) for each value in nested objects and lists. Object keys are included, as
+    (..., "key")."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield (*path, "key"), key

@@ -1,14 +1,14 @@
-"""Reads documents from inputs of every kind, in units of work that any process can read alone.
+"""Read documents from all kinds of inputs, in work units that any process can read on its own.
 
-    .jsonl, .json, .ndjson       one JSON object on each line; plain files are divided by byte range
+    .jsonl, .json, .ndjson       one JSON object per line; plain files are split by byte range
     .txt, .md, .rst, .py         each file is one document
     .gz, .zst, .bz2, .xz of these   read as a whole
-    .parquet                     divided by row group
-    hf:NAME[:CONFIG][:SPLIT]     a dataset of the Hugging Face hub, streamed, divided by shard
-    text:FILES                   each file is one document, whatever its name ends in
+    .parquet                     split by row group
+    hf:NAME[:CONFIG][:SPLIT]     a dataset on the Hugging Face hub, streamed, split by shard
+    text:FILES                   each file is one document, whatever its extension
     stdlib                       the source of Python's standard library
 
-A unit depends on the inputs alone, never on the number of workers. Memory: the longest document.
+Units depend only on the inputs, never on the number of workers. Memory: the longest document.
 """
 import bz2
 import codecs
@@ -38,20 +38,20 @@ from data.conversation import (
     without_nulls,
 )
 
-if TYPE_CHECKING:  # imported only where an input needs them
+if TYPE_CHECKING:  # imported only if an input needs them
     import datasets
     import pyarrow.parquet
     from _typeshed import WriteableBuffer
 
-UNIT_BYTES = 8 << 20  # of input in a unit: one or two seconds of work, which is what a killed run loses
+UNIT_BYTES = 8 << 20  # input bytes per unit: one or two seconds of work, lost if a run is killed
 KINDS = {
     ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text",
 }
-PROSE = (".md", ".rst", ".py")  # which hold no records
+PROSE = (".md", ".rst", ".py")  # never hold records
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-AS_TEXT = "text:"  # before files of any kind
+AS_TEXT = "text:"  # prefix that reads any file as text
 TABLE = "is a table, and its rows would be one text: write it as parquet or jsonl, as with " \
         "pandas.read_csv(FILE).to_parquet(FILE)"
 ARCHIVE = "is an archive; unpack it, and give the files"
@@ -60,7 +60,7 @@ RECORDS = f"has a JSON object on each line, and all would be one text: call it .
 PAGES = "holds pages; take their text out of it first"
 MARKUP = f"has marks that would be read as text: convert it, or give {AS_TEXT}FILE to read it as it is"
 BINARY = "is binary; write its text as jsonl"
-OTHER_FILES = {  # {end of a name: why it is not read}
+OTHER_FILES = {  # {extension: why it is not read}
     **dict.fromkeys((".csv", ".tsv"), TABLE),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar", ".warc", ".wet"), ARCHIVE),
     **dict.fromkeys((".lz4", ".lzma", ".br", ".lzo", ".z", ".sz", ".snappy"), OTHER_PACKING),
@@ -71,8 +71,8 @@ OTHER_FILES = {  # {end of a name: why it is not read}
     ".arrow": "is Arrow's format; write it as parquet",
 }
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
-MOST_OF_A_LINE = 1 << 20  # bytes of a line by which records are known
-MOST_ENDS = 5  # kinds of files that are not read, which are named
+MOST_OF_A_LINE = 1 << 20  # bytes of a line read to detect records
+MOST_ENDS = 5  # kinds of unread files listed in a message
 PARQUET_ROWS = 256  # in memory at a time
 
 
@@ -80,26 +80,26 @@ PARQUET_ROWS = 256  # in memory at a time
 class DocumentPiece:
     """A part of one input."""
     kind: str  # jsonl, text, parquet or hf
-    path: str  # of the file; of hf: NAME[:CONFIG][:SPLIT]
-    start: int  # jsonl: bytes [start, stop) of the file; parquet: its row groups [start, stop);
-    stop: int  #   hf: shard number `start` of `stop` shards; text: not used
-    size: int  # bytes of input, for the progress
+    path: str  # of the file; for hf: NAME[:CONFIG][:SPLIT]
+    start: int  # jsonl: bytes [start, stop) of the file; parquet: row groups [start, stop);
+    stop: int  # hf: shard number `start` of `stop` shards; text: unused
+    size: int  # input bytes, for the progress bar
 
 
 class DocumentRecord(NamedTuple):
-    """One document, or what is wrong with it."""
-    text: str | None  # none: it cannot be read
-    line: int  # from 1: in the file; of jsonl in the piece (see piece_location); of parquet and hf: the row
-    error: str  # why it cannot be read; else empty
-    bytes_read: int = 0  # of the piece so far, where that is known
-    chat: ChatText | None = None  # of a conversation: what counts of it
+    """One document, or the reason why it cannot be read."""
+    text: str | None  # None if it cannot be read
+    line: int  # from 1: in the file; for jsonl in the piece (see piece_location); for parquet and hf the row
+    error: str  # why it cannot be read, or empty
+    bytes_read: int = 0  # of the piece so far, if known
+    chat: ChatText | None = None  # for a conversation, the spans that count
 
 
 ReadRecord = Callable[[Tree, int], DocumentRecord]  # (fields or columns, line) -> document
 
 
 class BadDocument(ConfigError):
-    """A document that cannot be read, where --skip-bad is not given."""
+    """A document that cannot be read, without --skip-bad."""
 
 
 # ---- planning ----------------------------------------------------------------------------------------------
@@ -107,9 +107,9 @@ class BadDocument(ConfigError):
 def plan_units(
     inputs: list[str], unit_bytes: int = UNIT_BYTES, passed_over: Sequence[str] = ()
 ) -> list[list[DocumentPiece]]:
-    """The units of work, each a list of pieces, in the order of the output. A unit has at most `unit_bytes`
-    of input, or one larger piece. passed_over: files and folders that are not read where they lie in a folder
-    of the input. Raises ConfigError naming the input."""
+    """Plan the work units, each a list of pieces, in output order. A unit has at most `unit_bytes` of input,
+    or one larger piece. Files and folders in `passed_over` are skipped inside input folders. Raises
+    ConfigError naming the input."""
     units: list[list[DocumentPiece]] = []
     space_left = 0
     for name in inputs:
@@ -123,7 +123,7 @@ def plan_units(
 
 
 def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> Iterator[DocumentPiece]:
-    """The pieces of one input of the command line, in order."""
+    """Yield the pieces of one command-line input, in order."""
     if name == "stdlib":
         for path in stdlib_files():
             yield DocumentPiece(kind="text", path=path, start=0, stop=0, size=os.path.getsize(path))
@@ -132,7 +132,7 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
         name = name.removeprefix("hf:")
         num_shards = hf_dataset(name).num_shards
         for shard in range(num_shards):
-            # the size of a shard is not known: each is a unit
+            # the size of a shard is unknown, so each is a unit
             yield DocumentPiece(kind="hf", path=name, start=shard, stop=num_shards, size=unit_bytes)
         return
 
@@ -158,8 +158,9 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
 
 
 def matching_files(name: str, passed_over: Sequence[str] = (), is_text: bool = False) -> list[str]:
-    """The files of an input: one file, the readable files of a folder but for those passed over, or what a
-    glob matches, sorted. is_text: all files of a folder. Raises ConfigError if there are none."""
+    """Return the sorted files of an input: one file, the readable files of a folder except those passed over,
+    or the matches of a glob. `is_text` accepts all files of a folder. Raises ConfigError if there are
+    none."""
     path = pathlib.Path(name)
     if path.is_dir():
         files = [file for file in files_in(name, passed_over) if is_text or kind_of(file)]
@@ -176,14 +177,13 @@ def matching_files(name: str, passed_over: Sequence[str] = (), is_text: bool = F
 
 
 def files_in(folder: str, passed_over: Sequence[str]) -> list[str]:
-    """All files in a folder but for those passed over, sorted."""
+    """Return all files in a folder except those passed over, sorted."""
     files = sorted(str(file) for file in pathlib.Path(folder).rglob("*") if file.is_file())
     return without(files, passed_over, folder)
 
 
 def unread_files(name: str, passed_over: Sequence[str] = ()) -> str | None:
-    """A line that counts the files of a folder which are not read, by the ends of their names; None if there
-    are none."""
+    """Return a line that counts the unread files of a folder by extension, or None if there are none."""
     if not pathlib.Path(name).is_dir():
         return None
     ends = Counter(name_end(file) or "without an end" for file in files_in(name, passed_over)
@@ -197,7 +197,7 @@ def unread_files(name: str, passed_over: Sequence[str] = ()) -> str | None:
 
 
 def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[str]:
-    """The files that do not lie at or under one of the paths, but for those in which the folder lies."""
+    """Drop files at or under one of the paths, except for paths that contain the folder itself."""
     outer = f"{os.path.realpath(folder)}/"
     left_out = tuple(f"{os.path.realpath(path)}/" for path in passed_over)
     left_out = tuple(path for path in left_out if not outer.startswith(path))
@@ -207,41 +207,40 @@ def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[s
 
 
 def kind_of(path: str) -> str | None:
-    """The kind that the name of a file says; None if it says none."""
+    """Return the kind of a file by its name, or None if the name does not say."""
     return KINDS.get(name_end(path))
 
 
 def holds_records(path: str) -> bool:
-    """Whether the first two lines of a file are objects of JSON."""
+    """Return whether the first two lines of a file are JSON objects."""
     try:
         disk_file, stream = open_streams(path)
         with disk_file, stream:
             lines = [stream.readline(MOST_OF_A_LINE).removeprefix(codecs.BOM_UTF8) for _ in range(2)]
         return all(isinstance(json.loads(line), dict) for line in lines)
     except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError):
-        # who reads the file says what is wrong
+        # the reader of the file reports the error
         return False
 
 
 def name_end(path: str) -> str:
-    """The end of a file's name, without that of its compression, in small letters."""
+    """Return the lower-case extension of a file, without that of its compression."""
     return os.path.splitext(path[:len(path) - len(packing(path))])[1].lower()
 
 
 def packing(path: str) -> str:
-    """The end of a file's name that says how it is compressed; "" if it is not."""
+    """Return the compression extension of a file, or "" if it is not compressed."""
     end = os.path.splitext(path)[1].lower()
     return end if end in COMPRESSED else ""
 
 
 def is_plain(piece: DocumentPiece) -> bool:
-    """Whether its size is that of the file, as text or JSON."""
+    """Return whether `size` is the number of uncompressed bytes of text or JSON."""
     return piece.kind in ("jsonl", "text") and not packing(piece.path)
 
 
 def stdlib_files() -> list[str]:
-    """The files of Python's standard library, ordered by a hash of their names: any contiguous share is a
-    fair sample."""
+    """Return the standard library's files, ordered by a hash of their names: any range is a fair sample."""
     root = sysconfig.get_paths()["stdlib"]
     files: list[str] = []
     for folder, subfolders, names in os.walk(root):
@@ -251,11 +250,11 @@ def stdlib_files() -> list[str]:
 
 
 def hf_dataset(name: str) -> "datasets.IterableDataset":
-    """Opens NAME[:CONFIG][:SPLIT] for streaming. One word after NAME is a config if the dataset has one of
-    that name, else a split; the split is train by default. Raises ConfigError if the dataset cannot be
+    """Open NAME[:CONFIG][:SPLIT] for streaming. One word after NAME is a config if the dataset has one with
+    that name, else a split; the default split is train. Raises ConfigError if the dataset cannot be
     opened."""
     try:
-        import datasets  # only for an input hf:
+        import datasets  # only needed for hf: inputs
     except ImportError:
         raise ConfigError(f"--input hf:{name}: needs the package datasets; pip install datasets") from None
 
@@ -271,15 +270,15 @@ def hf_dataset(name: str) -> "datasets.IterableDataset":
         elif words:
             split = words[0]
         return datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # the hub's errors have many classes: not found, gated, no network
+    except Exception as error:  # hub errors have many classes: not found, gated, no network
         message = (str(error).splitlines() or [""])[0][:200]
         raise ConfigError(f"--input hf:{name}: {type(error).__name__}: {message}") from None
 
 
 def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
-    """Raises ConfigError if pyarrow is not installed or the file is not a parquet file."""
+    """Open a parquet file. Raises ConfigError if pyarrow is not installed or the file is not parquet."""
     try:
-        import pyarrow.parquet  # only for a .parquet
+        import pyarrow.parquet  # only needed for .parquet
         return pyarrow.parquet.ParquetFile(path)
     except ImportError:
         raise ConfigError(f"{path}: needs the package pyarrow; pip install pyarrow") from None
@@ -292,8 +291,8 @@ def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
 def read_piece(
     piece: DocumentPiece, key: str | None, chat: ChatFormat | None = None
 ) -> Iterator[DocumentRecord]:
-    """The documents of a piece in order, and those that cannot be read. key: the field or column of the text,
-    or of the messages (None: the form of the record says it). chat: how conversations are written; none: the
+    """Yield the documents of a piece in order, including those that cannot be read. `key` is the field or
+    column of the text or the messages; None detects it. `chat` renders conversations; None means that the
     piece holds text. Raises ConfigError naming a file that cannot be read to its end."""
     readers = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}
     if chat is not None and piece.kind == "text":
@@ -301,7 +300,7 @@ def read_piece(
         raise ConfigError(message)
     is_table = piece.kind in ("parquet", "hf")
     read = text_reader(key or "text") if chat is None else conversation_reader(chat, key, is_table)
-    column = key if chat is None else None  # a conversation may have more than one
+    column = key if chat is None else None  # a conversation may use several
     try:
         yield from readers[piece.kind](piece, column, read)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -327,8 +326,7 @@ def read_text(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Ite
 
 
 def read_jsonl(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
-    """Of a plain file: the lines that begin in [start, stop) of the piece. Of a compressed file: all
-    lines."""
+    """Yield the lines of a plain file that begin in [start, stop), or all lines of a compressed file."""
     disk_file, stream = open_streams(piece.path)
     is_plain = stream is disk_file
     with stream:
@@ -348,7 +346,7 @@ def read_jsonl(piece: DocumentPiece, column: str | None, read: ReadRecord) -> It
 
 
 def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
-    """The document of one line of jsonl."""
+    """Parse the document on one line of jsonl."""
     try:
         record = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -366,7 +364,7 @@ def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
 
 
 def way_out(raw: bytes) -> str:
-    """What to do about a line that is a part of a file of JSON."""
+    """Suggest what to do about a line that is part of a larger JSON file."""
     begin = raw.strip()[:1]
     if begin == b"[":
         return "; a list of JSON: write one object on each line, as jq -c '.[]' FILE does"
@@ -374,7 +372,7 @@ def way_out(raw: bytes) -> str:
 
 
 def text_reader(key: str) -> ReadRecord:
-    """Reads the text under a field, or a path of fields (way_to)."""
+    """Make a reader of the text in a field, or at a path of fields (way_to)."""
     def read(record: Tree, line: int) -> DocumentRecord:
         holder, name = (record, key) if key in record else way_to(record, key)[-1]
         return checked_text(holder.get(name), key, line)
@@ -383,7 +381,7 @@ def text_reader(key: str) -> ReadRecord:
 
 
 def checked_text(text: object, key: str, line: int) -> DocumentRecord:
-    """The document whose field `key` holds `text`."""
+    """Return the document whose field `key` holds `text`."""
     if text is None:
         return DocumentRecord(None, line, f"no text under {key!r} (see --jsonl-key)")
     if not isinstance(text, str):
@@ -396,8 +394,8 @@ def checked_text(text: object, key: str, line: int) -> DocumentRecord:
 
 
 def conversation_reader(chat: ChatFormat, key: str | None, is_table: bool) -> ReadRecord:
-    """Reads a conversation as the text that `chat` makes of it. is_table: nulls are those of a table, which
-    gives each object the keys of all."""
+    """Make a reader of conversations, rendered by `chat`. `is_table` drops nulls, since a table gives each
+    object the union of all keys."""
     def read(record: Tree, line: int) -> DocumentRecord:
         try:
             conversation = read_conversation(without_nulls(record) if is_table else record, key)
@@ -412,7 +410,7 @@ def conversation_reader(chat: ChatFormat, key: str | None, is_table: bool) -> Re
 
 
 def seek_line(file: io.BufferedIOBase, start: int) -> int:
-    """Moves `file` to the first line that begins at byte `start` or later, and returns where that is."""
+    """Move `file` to the first line that begins at byte `start` or later, and return its position."""
     if start == 0:
         return 0
     file.seek(start - 1)
@@ -420,7 +418,7 @@ def seek_line(file: io.BufferedIOBase, start: int) -> int:
 
 
 def read_parquet(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
-    """The rows of the piece's row groups; of their columns only `column`, unless that is None."""
+    """Yield the rows of the piece's row groups, reading only `column` unless it is None."""
     table = open_parquet(piece.path)
     columns = table.schema_arrow.names
     if column is not None and column not in columns:
@@ -446,7 +444,7 @@ def read_hf(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Itera
     while True:
         try:
             number, row = next(numbered_rows, (0, None))
-        except Exception as error:  # errors of the network have many classes
+        except Exception as error:  # network errors have many classes
             raise ConfigError(f"hf:{piece.path}: {type(error).__name__}: {error}; "
                               "run the same command again to continue") from None
         if row is None:
@@ -455,8 +453,8 @@ def read_hf(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Itera
 
 
 def piece_location(piece: DocumentPiece, line: int) -> str:
-    """ "file:line" of a record. A piece of a jsonl counts its own lines; this function counts those before
-    it."""
+    """Return the "file:line" of a record.
+    Records of a jsonl piece are numbered within it, so count the lines before the piece."""
     if piece.kind == "jsonl" and piece.start:
         with open(piece.path, "rb") as file:
             bytes_left = seek_line(file, piece.start)
@@ -472,7 +470,7 @@ def piece_location(piece: DocumentPiece, line: int) -> str:
 # ---- compressed files --------------------------------------------------------------------------------------
 
 def open_streams(path: str) -> tuple[io.BufferedReader, io.BufferedIOBase]:
-    """Returns the file on disk, and the stream of its content: the same object for a plain file."""
+    """Return the file on disk and the stream of its content, which are the same object for a plain file."""
     disk_file = open(path, "rb")
     end = packing(path)
     if end == ".gz":
@@ -487,17 +485,17 @@ def open_streams(path: str) -> tuple[io.BufferedReader, io.BufferedIOBase]:
 
 
 class ZstdReader(io.RawIOBase):
-    """The content of all frames of a .zst. Raises EOFError if the last frame is not complete, which the
-    stream_reader of the package zstandard does not report, and OSError if the file is not zstd."""
+    """Reader over all frames of a .zst. Raises EOFError if the last frame is truncated, which zstandard's
+    stream_reader does not report, and OSError if the file is not zstd."""
 
     def __init__(self, disk_file: io.BufferedReader) -> None:
-        import zstandard  # only for a .zst
+        import zstandard  # only needed for .zst
         self._new_frame = lambda: zstandard.ZstdDecompressor().decompressobj()
         self._zstd_error = zstandard.ZstdError
         self._disk_file = disk_file
-        self._frame: zstandard.ZstdDecompressionObj | None = None  # none: between two frames
-        self._unused = b""  # read, and not yet decompressed: the beginning of the next frame
-        self._content = memoryview(b"")  # decompressed, and not yet returned
+        self._frame: zstandard.ZstdDecompressionObj | None = None  # None between two frames
+        self._unused = b""  # read but not yet decompressed: start of the next frame
+        self._content = memoryview(b"")  # decompressed but not yet returned
 
     def readable(self) -> bool:
         return True

@@ -1,17 +1,18 @@
-"""Data in an object store: whole files, downloaded once a node into data.cache, then read as any other data.
+"""Data in an object store: whole files, downloaded once per node into data.cache, then read like local data.
 
     s3://bucket/corpora/web  ->  CACHE/s3/bucket/corpora/web.copy/web.bin, .idx, .json, .crc, ...
 
-A run reads its windows in random order, from every part of the file within the first thousands of steps. So
-ranges, fetched when they are needed, would soon be the whole file, each with the delay of a request in the
-path of a step; Megatron-LM and MosaicML's streaming put whole files, or whole shards, on the local disk, too.
-The cost: as much disk on each node as the data is long. Nothing is evicted: what is there is never fetched
-again, and whoever needs the room removes the folder.
+A run reads its windows in random order, and touches every part of the file within the first thousands of
+steps. Ranges fetched on demand would soon add up to the whole file, each with the latency of a request in the
+path of a step. Megatron-LM and MosaicML's streaming also put whole files, or whole shards, on the local disk.
+The cost is as much disk on each node as the data is long. Nothing is evicted: files that are there are never
+fetched again. Remove the folder to free the space.
 
-- One process of a node downloads (a lock), the others wait. A folder is downloaded under another name and
-  renamed: a copy is complete or not there.
-- Its checksums are compared before that: .json, .idx, and each block of the .bin and .mask.
-- The store is asked once, at the start, whether its files are still those of the copy.
+- One process per node downloads (under a lock), the others wait. A folder is downloaded under a temporary
+name
+  and renamed, so a copy is either complete or absent.
+- Checksums are verified before the rename: .json, .idx, and each block of the .bin and .mask.
+- The store is asked once, at startup, whether its files still match the copy.
 """
 import contextlib
 import fcntl
@@ -32,29 +33,30 @@ from data.blocks import BLOCK, ChecksumError
 from data.indexed import FILE_ENDS, IndexedDataset, sibling_file
 from remote.files import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, path_of_url
 
-TOKENIZER = ".tokenizer"  # the end of the name of the folder beside them
-SOURCE = "source.json"  # of a copy: what the store said of its files
+TOKENIZER = ".tokenizer"  # suffix of the tokenizer folder next to them
+SOURCE = "source.json"  # in a copy: the store's metadata of its files
 
-Files = dict[str, FileState]  # {name in the folder of the data set: ...}
-Copies = dict[str, Files]  # {URL of data.path: what the store said when it was downloaded}
+Files = dict[str, FileState]  # {name in the data set's folder: state}
+Copies = dict[str, Files]  # {URL of data.path: the store's metadata at download}
 
 
 def local_path(path: str, cache: str) -> str:
-    """Where a path of data.path lies on this machine: a URL is that of its copy, which need not be there."""
+    """Return where a path of data.path lies on this machine.
+    A URL maps to its copy, which need not exist yet."""
     if not is_url(path):
         return path
     place = path_of_url(prefix_of(path))
-    end = ".bin" if path.endswith(".bin") else ""  # a .npy keeps its end in its name
+    end = ".bin" if path.endswith(".bin") else ""  # a .npy keeps its extension
     return str(Path(cache) / place.parent / f"{place.name}.copy" / f"{place.name}{end}")
 
 
 def prefix_of(path: str) -> str:
-    """What the files of a data set begin with; of NumPy's .npy, which is alone, the whole name."""
+    """Return the common prefix of a data set's files; for a single NumPy .npy, the whole name."""
     return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
 
 
 def local_data(path: str, cache: str, key: str = "data.path") -> str:
-    """local_path, with the copy downloaded if it is not there. key: has named the path, for messages.
+    """Return local_path, downloading the copy if needed. `key` names the path in messages.
 
     Raises ConfigError, ChecksumError, OSError.
     """
@@ -64,12 +66,12 @@ def local_data(path: str, cache: str, key: str = "data.path") -> str:
 
 
 def download_sources(cfg: Config, known: Copies | None = None, after: int = 0) -> Copies:
-    """Downloads the data sets of data.path and data.valid that are in a store and not on this node, of every
-    phase of the run that is not over after the step `after`.
+    """Download the data sets in data.path and data.valid that are in a store and not on this node, for every
+    phase of the run that ends after step `after`.
 
-    known: what the first rank has. Without it this is the first rank, which asks the store.
+    `known` holds the first rank's metadata. Without it this is the first rank, which asks the store.
 
-    Raises ConfigError if a store cannot be reached, or if a copy is not what is there now; ChecksumError;
+    Raises ConfigError if a store cannot be reached, or if a copy differs from the store; ChecksumError;
     OSError.
     """
     copies: Copies = {}
@@ -85,7 +87,7 @@ def download_sources(cfg: Config, known: Copies | None = None, after: int = 0) -
 
 
 def check_same_files(named: str, folder: Path, copied: Files, wanted: Files) -> None:
-    """Raises ConfigError if a copy is of other files than those that are wanted. named: "KEY: URL"."""
+    """Raise ConfigError if a copy has other files than `wanted`. `named` is "KEY: URL"."""
     differing = sorted(name for name in {*copied, *wanted} if copied.get(name) != wanted.get(name))
     if differing:
         raise ConfigError(f"{named} has changed in the store since {folder} was downloaded "
@@ -95,13 +97,13 @@ def check_same_files(named: str, folder: Path, copied: Files, wanted: Files) -> 
 # ---- the store ---------------------------------------------------------------------------------------------
 
 def open_source(path: str, key: str) -> tuple[RemoteFolder, str]:
-    """(the folder that holds a data set, the name of the data set in it). Raises ConfigError."""
+    """Return (the folder that holds a data set, the data set's name in it). Raises ConfigError."""
     parent, _, name = prefix_of(path).rpartition("/")
     return open_folder(parent, key), name
 
 
 def stored_files(path: str, key: str) -> Files:
-    """The files of a data set in the store. Raises ConfigError if it cannot be reached, or has none."""
+    """Return the files of a data set in the store. Raises ConfigError if it is unreachable or has none."""
     folder, name = open_source(path, key)
     is_array = name.endswith(".npy")
     possible = [name] if is_array else [f"{name}{end}" for end in FILE_ENDS]
@@ -124,12 +126,12 @@ def stored_files(path: str, key: str) -> Files:
 # ---- the copy ----------------------------------------------------------------------------------------------
 
 def copy_folder(path: str, cache: str) -> Path:
-    """The folder of the copy of a URL."""
+    """Return the folder for the copy of a URL."""
     return Path(local_path(path, cache)).parent
 
 
 def read_source(folder: Path) -> Files:
-    """The states of the files of a copy in the store. Raises ConfigError for another folder."""
+    """Return the recorded store metadata of a copy. Raises ConfigError if the folder is not a copy."""
     try:
         rows = json.loads((folder / SOURCE).read_text())["files"]
         return {name: FileState(**row) for name, row in rows.items()}
@@ -138,13 +140,13 @@ def read_source(folder: Path) -> Files:
 
 
 def download(path: str, cache: str, key: str) -> None:
-    """Downloads a data set, or waits for the process of this node that does."""
+    """Download a data set, or wait for the process of this node that does."""
     final = copy_folder(path, cache)
     final.parent.mkdir(parents=True, exist_ok=True)
     with one_process(final.with_name(f".{final.name}.lock")):
         if final.is_dir():
             return
-        for left in final.parent.glob(f".{final.name}.tmp-*"):  # of a process that was killed
+        for left in final.parent.glob(f".{final.name}.tmp-*"):  # of a killed process
             shutil.rmtree(left, ignore_errors=True)
         temp = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
         try:
@@ -155,7 +157,7 @@ def download(path: str, cache: str, key: str) -> None:
 
 
 def download_files(path: str, temp: Path, key: str) -> None:
-    """Downloads all files of a data set into a new folder, and checks them. Raises as download_sources."""
+    """Download all files of a data set into a new folder and verify them. Raises like download_sources."""
     files = stored_files(path, key)
     folder, name = open_source(path, key)
     temp.mkdir()
@@ -179,7 +181,7 @@ def download_files(path: str, temp: Path, key: str) -> None:
 
 
 def commit_copy(temp: Path, final: Path) -> None:
-    """Gives a copy its name. A process of another node may have been first, on a folder that nodes share."""
+    """Rename a copy into place. On a shared folder, a process of another node may have been first."""
     try:
         os.rename(temp, final)
     except OSError:
@@ -188,7 +190,7 @@ def commit_copy(temp: Path, final: Path) -> None:
 
 
 def check_copy(path: str, prefix: Path, key: str) -> None:
-    """Raises ChecksumError or ConfigError, which name the URL, if a copy is not what was prepared."""
+    """Raise ChecksumError or ConfigError naming the URL if a copy is not what was prepared."""
     if not sibling_file(prefix, ".idx").exists():
         return  # a .bin or .npy of ids, without checksums
     try:
@@ -203,7 +205,7 @@ def check_copy(path: str, prefix: Path, key: str) -> None:
 
 
 def check_blocks(file: Path, crc_file: Path) -> None:
-    """Raises ChecksumError, which names the block, if a file is not that of its checksums."""
+    """Raise ChecksumError naming the block if a file does not match its checksums."""
     expected = np.fromfile(crc_file, "<u4").tolist()
     with open(file, "rb") as content:
         for block, crc in enumerate(expected):
@@ -213,7 +215,7 @@ def check_blocks(file: Path, crc_file: Path) -> None:
 
 @contextlib.contextmanager
 def one_process(path: Path) -> Iterator[None]:
-    """Waits until no other process of this node is inside; without locks of the file system, does not."""
+    """Hold a per-node lock, waiting for other processes. Without file-system locks, do nothing."""
     with open(path, "w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,18 +1,18 @@
-"""Fill-in-the-middle: parts of documents are cut in three, and the middle is moved to the end.
+"""Fill-in-the-middle: split parts of documents in three, and move the middle to the end.
 
     PSM    <prefix> PREFIX <suffix> SUFFIX <middle> MIDDLE
     SPM    <prefix> <suffix> SUFFIX <middle> PREFIX MIDDLE
 
-Source: arXiv 2207.14255, at the context level: what a sequence holds of a document is cut, and not the
-document before it is packed. The order of SPM is that of Megatron-LM and StarCoder. A token that begins or
-ends a document (bos, eod) stays in its place.
+Source: arXiv 2207.14255, at the context level: the part of a document in a sequence is split, not the
+document before packing. SPM uses the order of Megatron-LM and StarCoder. A token that begins or ends a
+document (bos, eod) stays in place.
 
-The two cuts are uniform among the places between characters, or between tokens (data.fim_split). Cut between
-characters, each of the three texts is tokenized again. Parts with special tokens, and those whose ends lie
-inside of a character, are cut between tokens.
+The two cuts are uniform over positions between characters, or between tokens (data.fim_split). After a cut
+between characters, each of the three texts is tokenized again. Parts with special tokens, and parts that
+begin or end inside a character, are cut between tokens.
 
-Sentinels take slots. What then does not fit is left out at the end of the sequence, before the cuts are made,
-so that every middle is whole. What is cut, how and where follows from (seed, sample, part) alone.
+Sentinels take slots. Tokens that no longer fit are dropped from the end of the sequence before the cuts are
+made, so every middle is complete. All decisions depend only on (seed, sample, part).
 """
 import itertools
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from data.sampler import derive_seed, mix_bits
 from data.tokenizer import Tokenizer, token_id
 from data.window import Part, Window, fill_slots
 
-# of the tokenizers that have such tokens: prefix, middle, suffix
+# for tokenizers that have such tokens: prefix, middle, suffix
 SENTINELS = (
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),  # StarCoder; prepare_data --fim
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),  # Qwen2.5-Coder, CodeGemma
@@ -35,21 +35,21 @@ SENTINELS = (
     ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),  # DeepSeek-Coder
     ("▁<PRE>", "▁<MID>", "▁<SUF>"),  # Code Llama
 )
-# a tokenizer must give this text back, wherever it is cut
+# a tokenizer must reproduce this text, wherever it is cut
 PROBE = "def Add(a, b):\n    return a + b  # größer 漢字 🙂\n"
-REPLACEMENT = "\ufffd"  # what decoders write for a part of a character
-DRAWS = 4  # of a part: is it cut, in which order, and at which two places?
-PURPOSE = 3  # tells these draws from the sampler's (sampler.py)
+REPLACEMENT = "\ufffd"  # decoders write it for part of a character
+DRAWS = 4  # per part: is it cut, in which order, and at which two positions?
+PURPOSE = 3  # separates these draws from the sampler's (sampler.py)
 
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """Cuts the documents of windows. open_fim makes it.
+    """Rearranges the documents of windows. Made by open_fim.
 
-    rate, spm_rate: the share of parts that are cut, and of these the share in SPM.
-    by_character: cut between characters; else between tokens.
-    prefix, middle, suffix: ids of the sentinels. start: the id that documents begin with, which stays there;
-    none: they begin with their text.
+    rate, spm_rate: the fraction of parts that are cut, and the fraction of those in SPM order.
+    by_character: cut between characters instead of tokens.
+    prefix, middle, suffix: sentinel ids. start: the id that begins a document and stays in place, or None if
+    documents begin with their text.
     """
     tokenizer: Tokenizer
     rate: float
@@ -62,12 +62,12 @@ class FillInTheMiddle:
 
     @property
     def identity(self) -> list[Any]:
-        """Everything that decides which tokens a window becomes, for a fingerprint."""
+        """Everything that determines how a window is rearranged, for a fingerprint."""
         sentinels = [self.prefix, self.middle, self.suffix]
         return ["fim", self.rate, self.spm_rate, self.by_character, sentinels]
 
     def rearrange_window(self, window: Window, seed: int) -> Window:
-        """The window with its parts rearranged. seed: of this sample."""
+        """Rearrange the parts of a window. `seed` is specific to the sample."""
         bounds = [0, *(start for start in window.starts.tolist() if start < window.filled), window.filled]
         slots = len(window.tokens)
         free = slots
@@ -83,7 +83,7 @@ class FillInTheMiddle:
         return fill_slots(parts, slots, self.tokenizer.eod)
 
     def rearrange(self, ids: np.ndarray, room: int, seed: int) -> np.ndarray:  # [n] -> int64 [at most room]
-        """The tokens of one part: those that fit, as they are or rearranged."""
+        """Return the tokens of one part that fit, rearranged or unchanged."""
         is_cut, is_spm, *cuts = uniform_draws(seed)
         ids = ids.astype(np.int64)
         begin = int(ids[0] == self.start)
@@ -105,7 +105,8 @@ class FillInTheMiddle:
         return ids[:room]
 
     def _cut(self, ids: np.ndarray, cuts: list[float]) -> list[np.ndarray]:
-        """Prefix, middle and suffix of the tokens. cuts: two places, as shares of the length."""
+        """Split tokens into prefix, middle and suffix.
+        `cuts` are two positions, as fractions of the length."""
         text = self._text(ids) if self.by_character else None
         content = ids if text is None else text
         first, second = sorted(int(cut * (len(content) + 1)) for cut in cuts)
@@ -114,7 +115,7 @@ class FillInTheMiddle:
         return self.tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
 
     def _text(self, ids: np.ndarray) -> str | None:
-        """The text of the tokens; None if tokens would be lost in it."""
+        """Decode the tokens, or return None if the text would lose any."""
         if self._is_special[ids].any():
             return None
         text = self.tokenizer.decode(ids.tolist())
@@ -127,7 +128,7 @@ class FillInTheMiddle:
 
 
 def uniform_draws(seed: int) -> list[float]:
-    """DRAWS numbers in [0, 1)."""
+    """Return DRAWS numbers in [0, 1)."""
     bits = mix_bits(np.uint64(seed) ^ np.arange(DRAWS, dtype=np.uint64))
     return ((bits >> np.uint64(11)) * 2.0**-53).tolist()  # the 53 bits of a double
 
@@ -137,8 +138,8 @@ def uniform_draws(seed: int) -> list[float]:
 def open_fim(
     data: DataConfig, tok: Tokenizer, vocab: int | None, start: int | None = None
 ) -> FillInTheMiddle:
-    """Opens what data.fim_* asks for. vocab: of the model, if it is stated. start: the id that readers put
-    before documents, if it is another than the tokenizer's files name.
+    """Set up fill-in-the-middle from data.fim_*. `vocab` is the model's, if set. `start` is the id that
+    readers put before documents, if it differs from the one in the tokenizer's files.
 
     Raises ConfigError if the tokenizer has no sentinels, or cannot tokenize the parts of a text.
     """
@@ -164,8 +165,8 @@ def open_fim(
 
 
 def sentinel_ids(names: str | None, tok: Tokenizer) -> list[int]:
-    """The ids of prefix, middle and suffix. names: "PREFIX,MIDDLE,SUFFIX", or None for the first of SENTINELS
-    that the tokenizer has. Raises ConfigError."""
+    """Return the ids of prefix, middle and suffix. `names` is "PREFIX,MIDDLE,SUFFIX"; None picks the first of
+    SENTINELS that the tokenizer has. Raises ConfigError."""
     if names is None:
         for family in SENTINELS:
             known = [token_id(tok, name) for name in family]
@@ -192,7 +193,7 @@ def sentinel_ids(names: str | None, tok: Tokenizer) -> list[int]:
 
 
 def gives_parts_back(tok: Tokenizer) -> bool:
-    """Whether the tokens of two parts of a text, one after the other, decode to the text."""
+    """Return whether the tokens of two halves of a text, concatenated, decode to the text."""
     places = range(len(PROBE) + 1)
     lefts = tok.encode_batch([PROBE[:place] for place in places])
     rights = tok.encode_batch([PROBE[place:] for place in places])

@@ -1,4 +1,4 @@
-"""Megatron-LM's .bin/.idx format, byte for byte, with sidecar files that detect every flipped bit.
+"""Megatron-LM's .bin/.idx format, byte for byte, with sidecar files that detect any flipped bit.
 
     PREFIX.bin         token ids, little-endian, no header
     PREFIX.idx         header; length i32[N] and byte offset i64[N] of each of N sequences; first sequence
@@ -6,11 +6,11 @@
     PREFIX.json        not Megatron's: counts, tokenizer, sha256 of the .idx and the .crc
     PREFIX.crc         not Megatron's: crc32 (u32) of each block of the .bin
     PREFIX.tokenizer/  not Megatron's: the tokenizer itself
-    PREFIX.mask        not Megatron's: which tokens the loss counts, where not all count (loss_mask.py)
+    PREFIX.mask        not Megatron's: which tokens the loss counts, if not all do (loss_mask.py)
 
-Opening reads the .idx in chunks (structure, then sha256) and nothing of the .bin. The first read of a block
-of the .bin checks it: crc32, and ids below the vocabulary. Files that Megatron-LM made have no sidecar files;
-only their structure is checked. Memory: one chunk, and one byte for each block.
+Opening reads the .idx in chunks (structure, then sha256) and nothing of the .bin. The first read of a .bin
+block verifies it: its crc32, and that ids are below the vocabulary. Files written by Megatron-LM have no
+sidecars, so only their structure is checked. Memory: one chunk, and one byte per block.
 
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
@@ -34,18 +34,18 @@ from data.contract import FileContract, dtype_of
 from data.loss_mask import LossMask, LossMaskBits
 from data.tokenizer import Tokenizer
 
-FILE_ENDS = (".idx", ".bin", ".json", ".crc", ".mask", ".mask.crc")  # of a data set; what may be there
+FILE_ENDS = (".idx", ".bin", ".json", ".crc", ".mask", ".mask.crc")  # files that a data set may have
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences N, number of bounds D + 1
-VERSION_OFFSET, DTYPE_OFFSET, COUNTS_OFFSET = 9, 17, 18  # of the header's fields, in bytes
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no token ids
-LENGTH_BYTES, OFFSET_BYTES, BOUND_BYTES = 4, 8, 8  # of one entry of each table of the .idx
-CHUNK = 1 << 18  # entries of a table of the .idx that are in memory at a time
-LARGEST_VOCAB = 1 << 24  # above any; larger ids were read as what they are not
-SIDECAR_KEYS = (b'"crc_sha256"', b'"idx_sha256"', b'"max_id_at"')  # that no other file has
-SIDECAR_HEAD = 1 << 12  # bytes, in which they stand
-PROBED_BLOCKS = 64  # of a file without a .json, whose ids are compared with the vocabulary at its opening
+VERSION_OFFSET, DTYPE_OFFSET, COUNTS_OFFSET = 9, 17, 18  # byte offsets of header fields
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats, not token ids
+LENGTH_BYTES, OFFSET_BYTES, BOUND_BYTES = 4, 8, 8  # size of one entry in each table of the .idx
+CHUNK = 1 << 18  # entries of an .idx table in memory at a time
+LARGEST_VOCAB = 1 << 24  # above any real one; larger ids mean a wrong dtype
+SIDECAR_KEYS = (b'"crc_sha256"', b'"idx_sha256"', b'"max_id_at"')  # present in no other file
+SIDECAR_HEAD = 1 << 12  # bytes within which they appear
+PROBED_BLOCKS = 64  # compared with the vocabulary when opening a file without a .json
 
 
 def sibling_file(prefix: pathlib.Path | str, end: str) -> pathlib.Path:
@@ -53,13 +53,13 @@ def sibling_file(prefix: pathlib.Path | str, end: str) -> pathlib.Path:
 
 
 class IndexedDataset:
-    """The tokens of PREFIX as one memory-mapped stream. Refuses ids that are not below `vocab`.
+    """The tokens of PREFIX as one memory-mapped stream. Rejects ids that are not below `vocab`.
 
     tokens, documents, sequences: counts.
-    probed: (blocks whose ids were compared with the vocabulary at the opening, all blocks), or None where the
-    .json names the largest id.
-    meta: the content of the .json; {} if there is none.
-    loss_mask: which tokens the loss counts; none: all of them.
+    probed: (blocks compared with the vocabulary at opening, all blocks), or None if the .json states the
+    largest id.
+    meta: the content of the .json, or {} if it is missing.
+    loss_mask: which tokens the loss counts, or None if it counts all of them.
     identity: a sha256 that changes with the content.
 
     Raises ConfigError, or ChecksumError if a checksum does not match: one line with file, offset and a fix.
@@ -103,14 +103,14 @@ class IndexedDataset:
             raise ConfigError(f"{self.bin}: holds no tokens; {AGAIN}")
         self.tokens = bin_bytes // self.dtype.itemsize
 
-        # plain arrays: a scalar of a np.memmap is slow to make
+        # plain arrays: scalars of a np.memmap are slow
         idx = np.asarray(np.memmap(self.idx, np.uint8, "r"))
         bounds_end = self._bounds_begin + BOUND_BYTES * num_bounds
         self._offsets = idx[self._offsets_begin:self._bounds_begin].view("<i8")  # [N], in bytes
         self._bounds = idx[self._bounds_begin:bounds_end].view("<i8")  # [D + 1], in sequences
 
     def _read_header(self) -> int:
-        """Checks the header and the size of the .idx. Returns the number of bounds."""
+        """Check the header and the size of the .idx. Return the number of bounds."""
         size = self.idx.stat().st_size
         with open(self.idx, "rb") as file:
             header = file.read(HEADER.size)
@@ -133,7 +133,7 @@ class IndexedDataset:
         self._offsets_begin = self._lengths_begin + LENGTH_BYTES * num_sequences
         self._bounds_begin = self._offsets_begin + OFFSET_BYTES * num_sequences
         expected = self._bounds_begin + BOUND_BYTES * num_bounds
-        with_modes = expected + num_sequences  # multimodal data has one byte more for each sequence
+        with_modes = expected + num_sequences  # multimodal data has one more byte per sequence
         if num_bounds < 1 or size not in (expected, with_modes):
             raise self._idx_error(COUNTS_OFFSET, f"{num_sequences} sequences and {num_bounds} bounds make "
                                                  f"{expected} bytes, the file has {size}")
@@ -143,7 +143,7 @@ class IndexedDataset:
         return num_bounds
 
     def _check_bounds(self) -> None:
-        """Raises ConfigError unless the bounds of the documents rise from 0 to the number of sequences."""
+        """Raise ConfigError unless the document bounds rise from 0 to the number of sequences."""
         previous = 0
         for begin in range(0, self.documents + 1, CHUNK):
             count = min(CHUNK, self.documents + 1 - begin)
@@ -162,8 +162,8 @@ class IndexedDataset:
                                   f"documents end at sequence {previous}, not {self.sequences}")
 
     def _check_sequences(self) -> int:
-        """Returns the bytes of all sequences. Raises ConfigError unless each offset is the sum of the lengths
-        before it; every writer makes them so."""
+        """Return the size of all sequences in bytes. Raises ConfigError unless each offset is the sum of the
+        preceding lengths, as in every known writer."""
         total = 0
         for begin in range(0, self.sequences, CHUNK):
             count = min(CHUNK, self.sequences - begin)
@@ -188,9 +188,9 @@ class IndexedDataset:
         return total
 
     def _open_sidecar(self, json_path: pathlib.Path, crc_path: pathlib.Path) -> None:
-        """Reads the .json and the .crc, where there are any, and checks the .idx against them."""
+        """Read the .json and the .crc, if present, and check the .idx against them."""
         self.meta: Tree = read_sidecar(json_path)
-        self._crc: np.ndarray | None = None  # of each block
+        self._crc: np.ndarray | None = None  # one per block
         idx_digest = file_sha256(self.idx)
         if not self.meta:
             self.identity = text_sha256(f"{idx_digest} {self.tokens}")
@@ -209,7 +209,7 @@ class IndexedDataset:
         self.identity = text_sha256(f"{idx_digest} {self.meta['crc_sha256']}")
 
     def _open_loss_mask(self, mask_path: pathlib.Path, crc_path: pathlib.Path) -> None:
-        """Opens the .mask, where there is one. A .json says whether there must be one."""
+        """Open the .mask, if present. The .json says whether it must be."""
         self.loss_mask: LossMask | None = None
         is_named = "mask_crc_sha256" in self.meta
         if not is_named and (self.meta or not mask_path.exists()):
@@ -231,10 +231,10 @@ class IndexedDataset:
         self.identity = text_sha256(f"{self.identity} {mask_digest}")
 
     def _map_bin(self, vocab: int | None, header_bytes: int = 0) -> None:
-        """Maps the .bin without its first `header_bytes`. Plain arrays: a scalar of a np.memmap is slow to
-        make."""
+        """Map the .bin without its first `header_bytes`.
+        Uses plain arrays: scalars of a np.memmap are slow."""
         self._vocab = vocab
-        self._bin_file = open(self.bin, "rb")  # what is mapped, whatever the name means later
+        self._bin_file = open(self.bin, "rb")  # keeps the mapped file, even if the name is reused
         self._bin_bytes = os.fstat(self._bin_file.fileno()).st_size
         self._raw = np.asarray(np.memmap(self._bin_file, np.uint8, "r", offset=header_bytes))
         self._token_ids = self._raw.view(self.dtype)
@@ -242,8 +242,8 @@ class IndexedDataset:
         self._block_is_checked = np.zeros(num_blocks, bool)
 
     def _probe_ids(self) -> None:
-        """Compares the ids of evenly spaced blocks, or of all if they are few, with the vocabulary: a file
-        without a .json says nothing of them. Raises ConfigError naming place and id."""
+        """Compare ids with the vocabulary in evenly spaced blocks, or in all if there are few, since a file
+        without a .json does not state its ids. Raises ConfigError naming position and id."""
         self.probed: tuple[int, int] | None = None
         if self.meta or self._vocab is None:
             return
@@ -258,14 +258,14 @@ class IndexedDataset:
 
     @property
     def contract(self) -> FileContract:
-        """The ids in the files, as these describe them."""
+        """The ids in the files, as declared there."""
         return FileContract(str(self.bin), self.dtype, self.documents, self.meta.get("tokenizer"))
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def read(self, first: int, stop: int) -> np.ndarray:  # [stop - first], in the file's dtype
-        """The ids of the tokens [first, stop). Raises ChecksumError naming the block, or ConfigError naming
-        document, token and id."""
+        """Read the ids of the tokens [first, stop). Raises ChecksumError naming the block, or ConfigError
+        naming document, token and id."""
         self._check_size()
         first_byte = first * self.dtype.itemsize
         stop_byte = stop * self.dtype.itemsize
@@ -275,24 +275,24 @@ class IndexedDataset:
         return self._token_ids[first:stop]
 
     def peek(self, places: np.ndarray) -> np.ndarray:  # int64 [n] -> [n], in the file's dtype
-        """The ids at these places, without a check: what is decided by them is checked when it is read."""
+        """Return the ids at these positions unchecked: whatever they select is checked when it is read."""
         return self._token_ids[places]
 
     def _check_size(self) -> None:
-        """Raises ChecksumError if the .bin was truncated: to read a page that is gone kills with SIGBUS."""
+        """Raise ChecksumError if the .bin was truncated: reading a missing page would kill with SIGBUS."""
         size = os.fstat(self._bin_file.fileno()).st_size
         if size < self._bin_bytes:
             raise ChecksumError(f"{self.bin}: truncated from {self._bin_bytes} to {size} bytes while the run "
                                 "read it; restore the original file, and go on from the last checkpoint")
 
     def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
-        """Does the loss count each of the tokens [first, stop) as a target? None: all of them. Raises
+        """Return whether the loss counts each of the tokens [first, stop), or None if it counts all. Raises
         ChecksumError naming the block."""
         return None if self.loss_mask is None else self.loss_mask.read(first, stop)
 
     def check_unchanged(self) -> None:
-        """Raises ChecksumError if a file was replaced or written to since it was opened: the tokens read
-        since then, or after a resume, may be others. A deleted file does no harm: the mapping keeps its
+        """Raise ChecksumError if a file was replaced or written to since it was opened: tokens read since
+        then, or after a resume, may differ. A deleted file is harmless, since the mapping keeps its
         content."""
         for path, opened in self._stamps.items():
             now = file_stamp(path)
@@ -303,39 +303,38 @@ class IndexedDataset:
                                 "restore the original file, and start again from the last checkpoint")
 
     def document(self, number: int) -> np.ndarray:  # ids [length]
-        """The ids of one document."""
+        """Return the ids of one document."""
         return self.read(self.document_start(number), self.document_start(number + 1))
 
     def document_start(self, number: int) -> int:
-        """First token of a document; for `number` = documents: the end of the stream."""
+        """Return the first token of a document, or the end of the stream if `number` = documents."""
         sequence = int(self._bounds[number])
         if sequence == self.sequences:
             return self.tokens
         return int(self._offsets[sequence]) // self.dtype.itemsize
 
     def document_firsts(self, numbers: np.ndarray) -> np.ndarray:  # int64 [n] -> int64 [n]
-        """First token of each of these documents."""
+        """Return the first token of each of these documents."""
         sequences = self._bounds[numbers]
         offsets = self._offsets[np.minimum(sequences, self.sequences - 1)]
         return np.where(sequences == self.sequences, self.tokens, offsets // self.dtype.itemsize)
 
     def document_at(self, token: int) -> int:
-        """The document that holds a token; empty documents hold none."""
-        # bisect_right passes empty sequences and documents, which begin at the same place
+        """Return the document that contains a token; empty documents contain none."""
+        # bisect_right skips empty sequences and documents, which begin at the same place
         sequence = bisect.bisect_right(self._offsets, token * self.dtype.itemsize) - 1
         return bisect.bisect_right(self._bounds, sequence) - 1
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
-        """The tokens strictly between `first` and `stop` that begin a document."""
-        first_document = self.document_at(first) + 1  # that can begin after `first`
+        """Return the tokens strictly between `first` and `stop` that begin a document."""
+        first_document = self.document_at(first) + 1  # the first that can begin after `first`
         last_document = self.document_at(stop - 1)
         sequences = self._bounds[first_document:last_document + 1]
         # unique, because an empty document begins where the next one does
         return np.unique(self._offsets[sequences]) // self.dtype.itemsize
 
     def split_point(self, part: int, whole: int) -> int:
-        """First token after part/whole of the documents, rounded half up to a document: where a split
-        begins."""
+        """Return the first token after part/whole of the documents, rounded half up to a document."""
         return self.document_start(rounded_share(self.documents, part, whole))
 
     def _check_block(self, block: int) -> None:
@@ -345,11 +344,11 @@ class IndexedDataset:
             place = f"block {block} (bytes {begin} to {begin + len(raw)})"
             raise ChecksumError(f"{self.bin}: {place} fails its crc32: damaged; restore the file or {AGAIN}")
 
-        # also where a .json names the largest id: a kernel would read beyond its table if that were not true
+        # even if a .json states the largest id: if it were wrong, a kernel would read past its table
         if self._vocab is not None:
             token_ids = raw.view(self.dtype)
             worst = int(token_ids.argmax())
-            if token_ids[worst] < self._vocab:  # no id is too large; is one below 0?
+            if token_ids[worst] < self._vocab:  # no id is too large; is one negative?
                 worst = int(token_ids.argmin())
             if not 0 <= token_ids[worst] < self._vocab:
                 self._refuse_id(begin // self.dtype.itemsize + worst, int(token_ids[worst]))
@@ -361,7 +360,7 @@ class IndexedDataset:
         raise ConfigError(f"{self.bin}: {place}: {self._of_vocabulary(value)}")
 
     def _of_vocabulary(self, value: int) -> str:
-        """The words for an id that no token has, with the way out."""
+        """Describe an id outside the vocabulary, and how to fix it."""
         if value < 0:
             return f"id {value} is below 0, and none of the vocabulary of {self._vocab}; make the file again"
         if value >= LARGEST_VOCAB:
@@ -372,14 +371,14 @@ class IndexedDataset:
 
 
 class FileStamp(NamedTuple):
-    """A value that changes when a file is replaced or written to."""
+    """Changes when a file is replaced or written to."""
     inode: int
     size: int
     modified_ns: int
 
 
 def file_stamp(path: pathlib.Path | str) -> FileStamp | None:
-    """The stamp of a file, None without a file."""
+    """Return the stamp of a file, or None if there is no file."""
     try:
         status = pathlib.Path(path).stat()
     except OSError:
@@ -388,8 +387,8 @@ def file_stamp(path: pathlib.Path | str) -> FileStamp | None:
 
 
 def read_sidecar(path: pathlib.Path | str) -> Tree:
-    """The content of PREFIX.json; {} if there is none. Raises ChecksumError if it is not what was written: it
-    holds the sha256 of its own content. Raises ConfigError if it is another file."""
+    """Read PREFIX.json, or return {} if there is none. Raises ChecksumError if it does not match the sha256
+    of its content that it contains, and ConfigError if it is some other file."""
     try:
         text = pathlib.Path(path).read_bytes()
         meta = json.loads(text)
@@ -400,7 +399,7 @@ def read_sidecar(path: pathlib.Path | str) -> Tree:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
-        pass  # damaged: not JSON, or not the object that we write
+        pass  # damaged: not JSON, or not our object
     if not is_sidecar(path):
         raise ConfigError(f"{path}: is another file, where the checksums of the data beside it have their "
                           "place; move it, or rename the data (.bin, .idx)")
@@ -409,7 +408,7 @@ def read_sidecar(path: pathlib.Path | str) -> Tree:
 
 
 def is_sidecar(path: pathlib.Path | str) -> bool:
-    """Is it a PREFIX.json that we have written, damaged or not?"""
+    """Return whether it is a PREFIX.json written by us, damaged or not."""
     try:
         with open(path, "rb") as file:
             head = file.read(SIDECAR_HEAD)
@@ -419,7 +418,7 @@ def is_sidecar(path: pathlib.Path | str) -> bool:
 
 
 def sidecar_bytes(meta: Tree) -> bytes:
-    """The content of PREFIX.json for `meta`, with its sha256 added."""
+    """Encode PREFIX.json for `meta`, with its sha256 added."""
     body = {key: value for key, value in meta.items() if key != "sha256"}
     digest = text_sha256(json.dumps(body, sort_keys=True))
     text = json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True)
@@ -447,10 +446,10 @@ class IndexedDatasetWriter:
             writer.add(ids)                          # one document with its end-of-document id
             writer.finish(tokenizer, text_bytes)
 
-    has_mask: `add` and `extend` also take which of the tokens the loss counts, and a .mask is written.
+    If `has_mask`, `add` and `extend` also take which tokens the loss counts, and write a .mask.
 
     An older PREFIX stays intact until finish. A killed writer leaves PREFIX.*.tmp, which the next one
-    overwrites. Raises OSError with the name of the file if the disk fails.
+    overwrites. Raises OSError naming the file if the disk fails.
     """
 
     def __init__(self, prefix: pathlib.Path | str, vocab: int, has_mask: bool = False) -> None:
@@ -460,12 +459,12 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self.max_id = -1
         self.max_id_at = 0  # index of the first token with the largest id
-        self.lost_bytes: int | None = None  # of the text, which its tokens do not have; None: not counted yet
+        self.lost_bytes: int | None = None  # text bytes that the tokens lack; None if not counted yet
         self.unknown_tokens: int | None = None
         self._checksums = BlockChecksums()
         self._mask = LossMaskBits() if has_mask else None
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        for end in (".mask", ".mask.crc"):  # of a killed writer
+        for end in (".mask", ".mask.crc"):  # left by a killed writer
             self._temporary(end).unlink(missing_ok=True)
         self._bin_file = open(self._temporary(".bin"), "wb")
         self._lengths_file = open(self._temporary(".len"), "wb+")
@@ -484,13 +483,13 @@ class IndexedDatasetWriter:
         return sibling_file(self.prefix, f"{end}.tmp")
 
     def add(self, ids: np.ndarray | Sequence[int], counted: Sequence[bool] | None = None) -> None:
-        """Writes one document."""
+        """Write one document."""
         self.extend(np.asarray(ids), [len(ids)], None if counted is None else np.asarray(counted, bool))
 
     def extend(self, ids: np.ndarray, lengths: np.ndarray | Sequence[int],
                counted: np.ndarray | None = None) -> None:
-        """Writes some tokens, and the lengths of some documents. Calls may give the two separately: finish
-        compares their totals. counted: bool, as long as ids; none: the loss counts all of them."""
+        """Write some tokens, and the lengths of some documents. The two may come in separate calls; finish
+        compares their totals. `counted` is bool, as long as ids; None counts every token in the loss."""
         if len(ids):
             self._write_tokens(ids)
             self._write_mask(np.ones(len(ids), bool) if counted is None else counted)
@@ -520,11 +519,11 @@ class IndexedDatasetWriter:
     def finish(self, tokenizer: Tokenizer | None = None, text_bytes: int | None = None,
                source: str | None = None, fault_point: Callable[[str], object] = lambda name: None,
                made: Tree | None = None) -> None:
-        """Writes the other files, syncs all of them to disk, and renames them into place, the .idx last.
+        """Write the other files, sync all of them to disk, and rename them into place, the .idx last.
 
-        text_bytes: UTF-8 bytes of the text. source: what the text is, for people. fault_point: called at each
-        of the named crash points (data/prepare.py). made: what made it (config/provenance.py). Raises
-        ValueError if the lengths do not sum to the tokens, or if the mask has another length.
+        text_bytes: UTF-8 bytes of the text. source: human-readable origin of the text. fault_point: called at
+        each named crash point (data/prepare.py). made: provenance (config/provenance.py). Raises ValueError
+        if the lengths do not sum to the tokens, or if the mask has another length.
         """
         self._write_crc()
         self._finish_mask()
@@ -618,7 +617,7 @@ class IndexedDatasetWriter:
             sync_file(file)
 
     def _publish(self, fault_point: Callable[[str], object]) -> None:
-        # without an .idx nothing can be opened: nobody reads a mixture of old and new files
+        # nothing can be opened without an .idx, so nobody reads a mix of old and new files
         sibling_file(self.prefix, ".idx").unlink(missing_ok=True)
         shutil.rmtree(sibling_file(self.prefix, ".tokenizer"), ignore_errors=True)
         for end in (".mask", ".mask.crc"):
@@ -637,8 +636,7 @@ class IndexedDatasetWriter:
 
 @contextlib.contextmanager
 def naming_errors(path: pathlib.Path | str) -> Iterator[None]:
-    """Adds a file name to an OSError that has none, such as that of a failed write: the message to the user
-    needs it."""
+    """Add the file name to an OSError that lacks one, such as a failed write, for the message to the user."""
     try:
         yield
     except OSError as error:
@@ -647,18 +645,18 @@ def naming_errors(path: pathlib.Path | str) -> Iterator[None]:
 
 
 def rounded_share(documents: int, part: int, whole: int) -> int:
-    """part/whole of the documents, rounded half up."""
+    """Return part/whole of the documents, rounded half up."""
     return (2 * documents * part + whole) // (2 * whole)
 
 
 def sync_file(file: IO[bytes]) -> None:
-    """Writes what is buffered to the disk, and waits until it is stored."""
+    """Flush buffered writes to disk, and wait until they are stored."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: pathlib.Path | str) -> None:
-    """Waits until the renames in a folder are stored on the disk."""
+    """Wait until the renames in a folder are stored on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,17 +1,17 @@
-"""Bytes of text that each token id stands for: the exact denominator of bits per byte, and what is compared
-with the text to find what a tokenizer loses.
+"""Text bytes of each token id: the exact denominator of bits per byte, and the basis for finding what a
+tokenizer loses.
 
 Decoding a window of tokens does not give them: a window may begin or end inside a character, for which
-decoders write a replacement character of three bytes. So they come from the vocabulary:
+decoders write a three-byte replacement character. So they are derived from the vocabulary:
 
     byte-level BPE                     one character of the token's name is one byte
     sentencepiece, its tokenizer.json  U+2581 is a space, <0x0A> is one byte
     control and unknown tokens         no text
-    others (WordPiece, WordLevel)      the id is decoded alone, which is approximate
+    others (WordPiece, WordLevel)      each id is decoded alone, which is approximate
 
-Where a tokenizer changes text (lower case, NFKC, spaces) or knows no token for it, the bytes are those that
-are left. prepare_data counts the others, PREFIX.json keeps their number, and where it is not small bits per
-byte are not known.
+If a tokenizer changes text (lower case, NFKC, spaces) or has no token for it, only the remaining bytes count.
+prepare_data counts the lost bytes and stores their number in PREFIX.json; if it is not small, bits per byte
+are unknown.
 """
 import json
 from dataclasses import dataclass
@@ -22,31 +22,32 @@ import numpy as np
 from config import Tree
 from data.tokenizer import ByteTokenizer, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
-SPACE_MARK = "\u2581"  # sentencepiece's sign for a space
-BYTE_LEVEL_SPACE_MARK = "\u0120"  # that of byte-level BPE
+SPACE_MARK = "\u2581"  # sentencepiece's mark for a space
+BYTE_LEVEL_SPACE_MARK = "\u0120"  # byte-level BPE's
 WHITE_SPACE = list(b" \t\n\v\f\r")
-EXACT_SHARE = 1e-4  # of lost bytes, up to which bits per byte are told: more digits are not printed
-# what a tokenizer of any language must give back: if it does not, data without a record may have lost as much
+EXACT_SHARE = 1e-4  # lost bytes up to which bits per byte are reported: finer digits are not printed
+# any tokenizer must reproduce this text: if it does not, data without a record may have lost as much
 PROBE = "A b  c\n\td, é 漢字 и 🙂\n"
 
 
 class TokenTexts(NamedTuple):
-    """The text and the name of each id. prefix: the mark that the tokenizer puts before a text, or None."""
+    """The text and the name of each id. `prefix` is the mark that the tokenizer puts before a text, or
+    None."""
     texts: list[bytes]
     names: list[str]
     prefix: str | None
 
 
 def token_byte_lengths(tok: Tokenizer) -> np.ndarray:  # int64 [2, vocab]
-    """UTF-8 bytes of each id inside a document, and as the first token of one. The two differ where the
-    tokenizer puts a space before a text."""
+    """Return the UTF-8 bytes of each id inside a document, and as the first token of one. The two differ if
+    the tokenizer puts a space before a text."""
     found = token_texts(tok)
     rows = found.texts, first_texts(found)
     return np.array([[len(text) for text in texts] for texts in rows], np.int64)
 
 
 def first_texts(found: TokenTexts) -> list[bytes]:
-    """The bytes of each id as the first token of a text: without the space that the tokenizer puts there."""
+    """Return the bytes of each id as the first token of a text: without the space that the tokenizer adds."""
     prefix = found.prefix
     if prefix is None:
         return found.texts
@@ -54,8 +55,8 @@ def first_texts(found: TokenTexts) -> list[bytes]:
 
 
 def token_texts(tok: Tokenizer, spells_control: bool = False) -> TokenTexts:
-    """The bytes of each id inside a document. spells_control: those of control tokens are their names, as in
-    the text of a conversation; else they are no text."""
+    """Return the bytes of each id inside a document. With `spells_control`, control tokens stand for their
+    names, as in the text of a conversation; otherwise they have no text."""
     if isinstance(tok, ByteTokenizer):
         found = TokenTexts([bytes([token_id]) for token_id in range(256)] + [b""], [""] * tok.vocab, None)
     elif isinstance(tok, SentencePieceTokenizer):
@@ -86,7 +87,7 @@ def texts_of_json(tok: JsonTokenizer) -> TokenTexts:
     spec = json.loads(tok.files["tokenizer.json"])
     decoders = steps_by_type(spec.get("decoder"))
     pre_tokenizers = steps_by_type(spec.get("pre_tokenizer"))
-    # "" is the name of an id that is not used
+    # "" is the name of an unused id
     names = [tok.processor.id_to_token(token_id) or "" for token_id in range(tok.vocab)]
 
     prefix = None
@@ -110,7 +111,7 @@ def texts_of_json(tok: JsonTokenizer) -> TokenTexts:
 
 
 def steps_by_type(part: Tree | None) -> dict[str, Tree]:
-    """{type: settings} of a decoder or pre-tokenizer; of a Sequence, those of its steps."""
+    """Return {type: settings} of a decoder or pre-tokenizer, or of each step of a Sequence."""
     if not part:
         return {}
     steps = part.get("decoders") or part.get("pretokenizers") or [part]
@@ -118,15 +119,14 @@ def steps_by_type(part: Tree | None) -> dict[str, Tree]:
 
 
 def byte_level_letters() -> dict[str, int]:
-    """{letter: byte} of GPT-2's alphabet: a byte that can be shown is itself, the others are letters from 256
-    on."""
+    """Return {letter: byte} of GPT-2's alphabet: printable bytes are unchanged, others start at 256."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 def sentencepiece_text(name: str) -> bytes:
-    """The text that a sentencepiece name spells: <0x0A> is a byte, U+2581 a space."""
+    """Decode a sentencepiece name: <0x0A> is a byte, U+2581 a space."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     return name.replace(SPACE_MARK, " ").encode()
@@ -136,11 +136,11 @@ def sentencepiece_text(name: str) -> bytes:
 
 @dataclass(frozen=True)
 class ByteCheck:
-    """Compares texts with the bytes of their tokens. byte_check makes it.
+    """Compares texts with the bytes of their tokens. Made by byte_check.
 
-    content: the bytes of all ids, one after the other, as they are inside a text and as first tokens.
-    starts, sizes: of each in it, int32 [2 * vocab]. None: a text is decoded whole, since the ids do not have
-    texts of their own. keeps_space: white space counts; conversations lose it beside control tokens.
+    content: the bytes of all ids, concatenated, first as inside a text and then as first tokens; None if ids
+    have no text of their own, and a text must be decoded whole. starts, sizes: int32 [2 * vocab], where each
+    id lies in it. keeps_space: white space counts; conversations lose it next to control tokens.
     """
     tok: Tokenizer
     content: np.ndarray | None
@@ -149,14 +149,14 @@ class ByteCheck:
     keeps_space: bool
 
     def lost(self, texts: list[bytes], pieces: list[np.ndarray]) -> int:
-        """Bytes of the texts, each encoded as one piece, that their tokens do not have."""
+        """Return how many bytes of the texts, each encoded as one piece, their tokens lack."""
         if isinstance(self.tok, ByteTokenizer):
             return 0
         if self.content is None:
             there = [self._decoded(ids.tolist()).encode() for ids in pieces]
             return sum(self._missing(text, np.frombuffer(each, np.uint8)) for text, each in zip(texts, there))
 
-        # all at once, which is enough where nothing is lost
+        # all at once, which is enough if nothing is lost
         found, bounds = self._bytes_of(self.content, pieces)
         if np.array_equal(found, np.frombuffer(b"".join(texts), np.uint8)):
             return 0
@@ -167,10 +167,11 @@ class ByteCheck:
                    for text, first, end in zip(texts, ends, ends[1:]))
 
     def characters(self, texts: list[bytes], pieces: list[np.ndarray]) -> list[np.ndarray | None]:
-        """The characters [begin, end) of its text of which each token has a byte, int64 [tokens, 2] for each
-        text; None where the text is not the bytes of its tokens, or a token has none.
+        """Return for each text the character span [begin, end) of each token, int64 [tokens, 2], or None if
+        the bytes of the tokens are not the text, or a token has no bytes. A span covers each character that
+        the token has a byte of.
 
-        With the library's own offsets (has_plain_offsets) encoding takes half as long again.
+        With the library's own offsets (has_plain_offsets) encoding takes 1.5 times as long.
         """
         if self.content is None:
             return [None] * len(texts)
@@ -190,27 +191,27 @@ class ByteCheck:
         return result
 
     def _bytes_of(self, content: np.ndarray, pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes of all tokens, uint8 [n], and where those of each begin and end, int64 [tokens + 1]."""
+        """Return the bytes of all tokens, uint8 [n], and the bounds of each token, int64 [tokens + 1]."""
         rows = np.concatenate(pieces).astype(np.int64)
         ends = np.cumsum([len(ids) for ids in pieces])
         begins = np.concatenate([[0], ends[:-1]])
         rows[begins[begins < ends]] += self.tok.vocab
         sizes = self.sizes[rows]
         bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        # where each byte lies in `content`: the place of its token, and on from there
+        # position of each byte in `content`: the start of its token, plus its offset
         places = np.repeat((self.starts[rows] - bounds[:-1]).astype(np.int32), sizes)
         places += np.arange(int(bounds[-1]), dtype=np.int32)
         return content[places], bounds
 
     def _decoded(self, ids: list[int]) -> str:
-        """The text of ids, with the names of control tokens where conversations spell them."""
+        """Decode ids, including the names of control tokens if conversations spell them."""
         if self.keeps_space or not isinstance(self.tok, JsonTokenizer):
             return self.tok.decode(ids)
         known = [token_id for token_id in ids if token_id != self.tok.contract.unknown]
         return self.tok.processor.decode(known, skip_special_tokens=False)
 
     def _missing(self, text: bytes, found: np.ndarray) -> int:
-        """Bytes of a text that are not among `found`, uint8 [n], wherever they stand."""
+        """Return how many bytes of a text are not among `found`, uint8 [n], wherever they stand."""
         wanted = np.frombuffer(text, np.uint8)
         if np.array_equal(wanted, found):
             return 0
@@ -221,7 +222,7 @@ class ByteCheck:
 
 
 def byte_check(tok: Tokenizer, is_chat: bool = False) -> ByteCheck:
-    """is_chat: the texts are conversations, in which control tokens are spelled."""
+    """Make the byte check of a tokenizer. If `is_chat`, control tokens are spelled in the texts."""
     found = token_texts(tok, spells_control=is_chat)
     sizes, starts, content = np.zeros(0, np.int32), np.zeros(0, np.int32), None
     if has_own_texts(tok):
@@ -233,7 +234,7 @@ def byte_check(tok: Tokenizer, is_chat: bool = False) -> ByteCheck:
 
 
 def has_own_texts(tok: Tokenizer) -> bool:
-    """Whether a text is the texts of its tokens, one after the other."""
+    """Return whether a text is the concatenation of its tokens' texts."""
     if not isinstance(tok, JsonTokenizer):
         return True
     decoders = steps_by_type(json.loads(tok.files["tokenizer.json"]).get("decoder"))
@@ -241,8 +242,8 @@ def has_own_texts(tok: Tokenizer) -> bool:
 
 
 def has_plain_offsets(tok: JsonTokenizer) -> bool:
-    """Whether the library says of each token all characters of which it has a byte: not without spaces at the
-    ends, and not of a text with a space before it."""
+    """Return whether the library's offsets cover every character that a token has a byte of: not if it drops
+    spaces at the ends, or puts a space before a text."""
     spec = json.loads(tok.files["tokenizer.json"])
     is_trimmed = '"trim_offsets": true' in json.dumps(spec.get("post_processor"))
     byte_level = steps_by_type(spec.get("pre_tokenizer")).get("ByteLevel", {})
@@ -251,8 +252,8 @@ def has_plain_offsets(tok: JsonTokenizer) -> bool:
 
 
 def is_exact(tok: Tokenizer, meta: Tree) -> bool:
-    """Are the bytes of tokens those of the text? meta: of the data (PREFIX.json); where that does not say
-    what was lost, the tokenizer is tried on a text."""
+    """Return whether the bytes of the tokens equal those of the text. If `meta` (PREFIX.json) does not say
+    what was lost, try the tokenizer on a text."""
     lost = meta.get("lost_bytes")
     if lost is not None:
         return lost <= EXACT_SHARE * (meta["text_bytes"] or 0) and has_own_texts(tok)

@@ -1,21 +1,21 @@
 """Batches of a run: data.path -> the microbatches of a step, as a pure function of (seed, step).
 
 The global batch of a step is a range of global sample numbers (config.sequences_seen gives the first one,
-also under train.ramp). Each global sample number passes through these files:
+with or without train.ramp). Each global sample number passes through these files:
 
     blend.py     global sample number -> dataset, and sample number in that dataset
-    sources.py   that number -> sample number in the stretch of the run that reads sequences of this length
+    sources.py   that number -> sample number in the part of the run that reads sequences of this length
     sampler.py   sample number -> first token of its window in the dataset's split
-    best_fit.py  with data.pack best_fit, in its place: sample number -> pieces of whole documents
+    best_fit.py  instead, with data.pack best_fit: sample number -> pieces of whole documents
     indexed.py   window -> seq_len + 1 token ids, from a memory-mapped file (raw.py: files without an index)
-    start_tokens.py  the same with a start token before each document, where the model has one
-    fim.py       with data.fim_rate: windows with the middle of documents at their end
+    start_tokens.py  the same with a start token before each document, if the model has one
+    fim.py       with data.fim_rate: moves the middle of documents to the end
     pack.py      windows -> Microbatch
 
-A rank reads its share of the step's samples. The loader keeps no state from step to step: a resume at any
-step, on any number of ranks, reads exactly the samples that an uninterrupted run reads. A thread reads
-data.prefetch steps ahead; an error there is raised in the caller, at the step that needs the data. For a GPU,
-it copies them too: beside the computation, from pinned memory.
+Each rank reads its share of the step's samples. The loader keeps no state between steps, so a resume at any
+step, on any number of ranks, reads exactly the samples of an uninterrupted run. A thread prefetches
+data.prefetch steps; its errors are raised in the caller, at the step that needs the data. On a GPU it also
+copies them from pinned memory, overlapped with compute.
 """
 import hashlib
 import json
@@ -58,18 +58,18 @@ from parallel.offload import CopyStream, Event
 from remote.files import is_url
 
 SPLITS = ("train", "valid", "test")
-PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the cost of attention is estimated
-UNKNOWN_BYTES = -1  # of a text whose tokenizer is not known
-OPENING_TOKENS = 64  # of a split, from which its first words are taken
-OPENING_CHARACTERS = 32  # of these words, at most
-CHAT_TOKENS = 1 << 12  # of a split, among whose conversations one is a prompt
-HELLO = {"role": "user", "content": "Hello"}  # where there is none
-FIRST_WORDS = re.compile(r"\s*(\S+(?:[ \t]+\S+){0,2})")  # of a text: up to three of its first line
+PROBE_TOKENS = 1 << 20  # from the start of the run: their documents give the estimated cost of attention
+UNKNOWN_BYTES = -1  # for a text with an unknown tokenizer
+OPENING_TOKENS = 64  # tokens of a split searched for its first words
+OPENING_CHARACTERS = 32  # maximum length of these words
+CHAT_TOKENS = 1 << 12  # tokens of a split searched for a conversation to use as a prompt
+HELLO = {"role": "user", "content": "Hello"}  # if there is none
+FIRST_WORDS = re.compile(r"\s*(\S+(?:[ \t]+\S+){0,2})")  # up to three words on the first line
 CPU = torch.device("cpu")
 
 
 class ReadHangs(RuntimeError):
-    """The thread that reads ahead does not come back: the storage hangs, as it may over a network."""
+    """The prefetch thread does not return: the storage hangs, as network storage may."""
 
     exit_code = 76
 
@@ -80,31 +80,31 @@ class BlendedDataset:
     name: str  # as in data.path
     index: Index
     tokenizer: Tokenizer | None
-    split_points: tuple[int, ...]  # first token of train, of valid, of test, and the end of the stream
+    split_points: tuple[int, ...]  # first token of train, valid and test, and the end of the stream
     note: str  # for the run's header: "made in 2.4 s", "cached" or ""
 
 
 class SampleLocation(NamedTuple):
     """Where a global sample is stored."""
     dataset: int  # index in BatchLoader.datasets
-    sample_id: int  # of the dataset's split, unique over all epochs
+    sample_id: int  # within the dataset's split, unique over all epochs
     first_token: int  # of its window in the dataset's stream, or of its first piece (data.pack best_fit)
 
 
 class StepRead(NamedTuple):
-    """The part of a step that the thread has read."""
+    """Microbatches of a step, as read by the thread."""
     batches: list[Microbatch]  # on the device
-    copied: Event | None  # when they are there; None on a CPU
+    copied: Event | None  # when the copies are done; None on a CPU
 
 
 class BatchLoader:
-    """The microbatches that one of `world` data-parallel ranks reads of one split. open_loader makes it.
+    """Reads the microbatches of one data-parallel rank out of `world`, for one split. Made by open_loader.
 
-    cfg: that of a phase. reading: what the phase reads, and where its sources stand.
-    tokens, samples: size of the split in tokens, and in samples an epoch.
-    tokenizer: that of the data; None if the files do not name theirs and data.tokenizer is not set.
-    Raises ConfigError if the split of a dataset is shorter than one sample, or if data.fim_rate asks for
-    what the data or its tokenizer cannot give.
+    cfg: the config of a phase. reading: the data that the phase reads, and where its sources start.
+    tokens, samples: size of the split in tokens, and in samples per epoch.
+    tokenizer: the data's; None if the files do not name theirs and data.tokenizer is not set.
+    Raises ConfigError if the split of a dataset is shorter than one sample, or if the data or its tokenizer
+    do not support data.fim_rate.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class BatchLoader:
         self._mix = reading.mix
         self._reading = reading
 
-        # validation reads the same samples whatever train.seed and train.ramp are
+        # validation reads the same samples for any train.seed and train.ramp
         is_train = split == "train"
         self._train = cfg.train if is_train else replace(cfg.train, ramp=None)
         seed = derive_seed(cfg.train.seed) if is_train else 0
-        self._seeds = [derive_seed(seed, start.number) for start in reading.starts]  # of each dataset
+        self._seeds = [derive_seed(seed, start.number) for start in reading.starts]  # one per dataset
 
         self._windows: list[SpanSampler | PackedSampler] = []
         for dataset, start, dataset_seed in zip(datasets, reading.starts, self._seeds):
@@ -158,7 +158,7 @@ class BatchLoader:
         )
 
     def _split_of(self, dataset: BlendedDataset) -> tuple[int, int]:
-        """The tokens [first, last) of a dataset that the split has."""
+        """Return the token range [first, last) of a dataset in this split."""
         part = SPLITS.index(self.split)
         return dataset.split_points[part], dataset.split_points[part + 1]
 
@@ -180,7 +180,7 @@ class BatchLoader:
                 raise ConfigError(f"data.pack: best_fit places whole documents, and {dataset.name} has no "
                                   ".idx that names them; make one with scripts.prepare_data, or take stream")
             documents = document_ranges(dataset.index, first, last)
-            if (documents[:, 1] - documents[:, 0]).max() < 2:  # nothing is predicted in any of them
+            if (documents[:, 1] - documents[:, 0]).max() < 2:  # none of them predicts anything
                 raise ConfigError(f"{split}, and no document of two tokens; {more}, or {larger}")
             return start.packed_sampler(documents, seed)
 
@@ -193,12 +193,12 @@ class BatchLoader:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """This rank's microbatches of a step: the step's global batch / (micro_batch * world) of
-        [micro_batch, seq_len], on the device. Steps count from 0; of valid and test, step n is the n-th fixed
-        global batch.
+        """Return this rank's microbatches of a step on the device: the step's global batch / (micro_batch *
+        world) microbatches of [micro_batch, seq_len]. Steps count from 0. For valid and test, step n is the
+        n-th fixed global batch.
 
         Raises ChecksumError if tokens of the step are damaged, ConfigError if an id is not below the
-        vocabulary, ReadHangs if the thread has not read them after parallel.timeout_s.
+        vocabulary, ReadHangs if the thread has not read them within parallel.timeout_s.
         """
         if self._thread is None:
             return self._for_compute(self._read_and_copy(step))
@@ -213,7 +213,7 @@ class BatchLoader:
         return self._for_compute(self._awaited(self._prefetched.pop(step), step))
 
     def _awaited(self, read: Future[StepRead], step: int) -> StepRead:
-        """Returns what the thread has read. Raises ReadHangs if it does not come back in time."""
+        """Wait for the thread's result. Raises ReadHangs on a timeout."""
         limit_s = self._cfg.parallel.timeout_s
         wait([read], limit_s)
         if not read.done():
@@ -224,22 +224,21 @@ class BatchLoader:
         return read.result()
 
     def sample_ids(self, step: int) -> list[int]:
-        """An id for each sample of the global batch of a step, in order; no two samples of a phase have the
-        same id."""
+        """Return an id for each sample of the global batch of a step, in order, unique within a phase."""
         locations = self._locate_samples(self._first_sequence(step), self._global_batch(step))
         return [location.sample_id * len(self.datasets) + location.dataset for location in locations]
 
     def _global_batch(self, step: int) -> int:
-        """Number of sequences in a step."""
+        """Return the number of sequences in a step."""
         return global_batch_at(self._train, step - self._reading.phase.steps_before)
 
     def _first_sequence(self, step: int) -> int:
-        """The global sample number of the first sequence of a step."""
+        """Return the global sample number of the first sequence of a step."""
         before = self._reading.sequences_before
         return before + sequences_seen(self._train, step - self._reading.phase.steps_before)
 
     def _locate_samples(self, first: int, count: int) -> list[SampleLocation]:
-        """The locations of the global samples first .. first + count - 1."""
+        """Locate the global samples first .. first + count - 1."""
         datasets, samples = self._mix.pick(first, count)
         sample_ids = np.empty(count, np.int64)
         first_tokens = np.empty(count, np.int64)
@@ -250,7 +249,7 @@ class BatchLoader:
         return list(map(SampleLocation, datasets.tolist(), sample_ids.tolist(), first_tokens.tolist()))
 
     def _read_and_copy(self, step: int) -> StepRead:
-        """Reads a step and starts its copies to the device."""
+        """Read a step and start its copies to the device."""
         batches = self._read_step(step)
         if self.device.type != "cuda":
             return StepRead([batch.to(self.device) for batch in batches], None)
@@ -259,7 +258,7 @@ class BatchLoader:
         return StepRead(batches, self._copies.record_event())
 
     def _for_compute(self, read: StepRead) -> list[Microbatch]:
-        """The microbatches, which the computation from now on finds copied."""
+        """Return the microbatches, and make compute wait for their copies."""
         self._copies.make_compute_wait(read.copied)
         for batch in read.batches:
             for tensor in batch.tensors().values():
@@ -267,12 +266,12 @@ class BatchLoader:
         return read.batches
 
     def _read_step(self, step: int) -> list[Microbatch]:
-        """This rank's microbatches of a step, in host memory."""
+        """Read this rank's microbatches of a step into host memory."""
         doc_mask = self._cfg.data.doc_mask
         micro_batch = self._train.micro_batch
         window_size = self._train.seq_len + 1
-        share = self._global_batch(step) // self.world  # sequences that this rank reads
-        offset = self.rank * share  # of this rank's sequences in the global batch
+        share = self._global_batch(step) // self.world  # sequences read by this rank
+        offset = self.rank * share  # of this rank's first sequence in the global batch
 
         # read this rank's windows
         windows: list[Window] = []
@@ -294,9 +293,9 @@ class BatchLoader:
         return batches
 
     def _read_window(self, location: SampleLocation, slots: int) -> Window:
-        """The tokens of a sample."""
+        """Read the tokens of a sample."""
         index = self.datasets[location.dataset].index
-        fim = self._fim if index.loss_mask is None else None  # conversations stay as they are
+        fim = self._fim if index.loss_mask is None else None  # conversations are never rearranged
         window = self._window_of(location, slots, index, self._cfg.data.doc_mask or fim is not None)
         if fim is None:
             return window
@@ -305,7 +304,7 @@ class BatchLoader:
     def _window_of(
         self, location: SampleLocation, slots: int, index: Index | WithoutTokens, wants_starts: bool
     ) -> Window:
-        """A sample as it stands in the data. Without wants_starts, no starts are looked up in a stream."""
+        """Read a sample as stored in the data. `wants_starts` looks up document starts in a stream."""
         sampler = self._windows[location.dataset]
         if isinstance(sampler, PackedSampler):
             pad_id = self.tokenizer.eod if self.tokenizer else 0
@@ -324,19 +323,19 @@ class BatchLoader:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """Turns texts into what a model of this data reads. Raises as required_tokenizer does."""
+        """Formats texts as prompts for a model of this data. Raises like required_tokenizer."""
         return open_prompts(self.required_tokenizer, self._cfg.data.bos)
 
     @property
     def has_start(self) -> bool:
-        """Does a document begin with a start token? Raises as `prompts` does."""
+        """Whether documents begin with a start token. Raises like `prompts`."""
         return self.prompts.start is not None
 
     def ids_by_text(self, folder: pathlib.Path, fingerprint: str) -> np.ndarray:  # int64 [vocab]
-        """For each id the one that means the same to the tokenizer in a folder (same_tokens.py).
+        """Map each id to the id with the same meaning for the tokenizer in a folder (same_tokens.py).
 
-        Raises ConfigError if the folder holds none, or not that of the fingerprint, and as required_tokenizer
-        does.
+        Raises ConfigError if the folder has no tokenizer, or one with another fingerprint, and like
+        required_tokenizer.
         """
         there = tokenizer.load_tokenizer(folder)
         if there.fingerprint != fingerprint:
@@ -346,18 +345,18 @@ class BatchLoader:
 
     @property
     def is_chat(self) -> bool:
-        """Does the largest part of the data hold conversations?"""
+        """Whether the largest part of the data holds conversations."""
         return self._largest.index.loss_mask is not None
 
     @property
     def _largest(self) -> BlendedDataset:
-        """The dataset that has the largest weight."""
+        """The dataset with the largest weight."""
         weights = self._mix.weights
         return self.datasets[weights.index(max(weights))]
 
     @property
     def vocab(self) -> int | None:
-        """Number of token ids; None if it is not known."""
+        """Number of token ids, or None if unknown."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab
         for dataset in self.datasets:
@@ -369,7 +368,7 @@ class BatchLoader:
     @property
     def fingerprint(self) -> str:
         """sha256 of the tokenizer, the content of every dataset, the weights, the split, the packing and
-        fill-in-the-middle. Loaders with equal fingerprints read equal samples where train.* is equal."""
+        fill-in-the-middle. Loaders with equal fingerprints and equal train.* read equal samples."""
         tokenizer_digest = self.tokenizer.fingerprint if self.tokenizer is not None else None
         identities = [dataset.index.identity for dataset in self.datasets]
         parts = [tokenizer_digest, identities, self._mix.weights, self._cfg.data.split]
@@ -381,9 +380,9 @@ class BatchLoader:
 
     @cached_property
     def document_lengths(self) -> list[int]:
-        """Lengths of the ranges within which tokens attend to each other: whole samples, under data.doc_mask
-        the parts of documents in them. Of the run's first PROBE_TOKENS tokens; at least one sample, at most
-        an epoch."""
+        """Lengths of the ranges within which tokens attend to each other: whole samples, or with
+        data.doc_mask the parts of documents in them. Covers the run's first PROBE_TOKENS tokens, at least one
+        sample and at most an epoch."""
         seq_len = self._cfg.train.seq_len
         count = self._reading.sequences_left(min(self.samples, max(1, PROBE_TOKENS // seq_len)))
         if not self._cfg.data.doc_mask:
@@ -403,7 +402,7 @@ class BatchLoader:
         return lengths
 
     def passes(self, last_step: int) -> list[tuple[str, float]]:
-        """(name, epochs) of each dataset, as the phase reads it. last_step: of the phase."""
+        """Return (name, epochs) for each dataset that the phase reads. `last_step` is the phase's."""
         before = self._reading.sequences_before
         steps = last_step - self._reading.phase.steps_before
         drawn_before = self._mix.drawn(before)
@@ -414,7 +413,8 @@ class BatchLoader:
         ]
 
     def count_targets(self, last_step: int) -> TargetCounts | None:
-        """See sample_targets. last_step: of the phase. Raises ConfigError, with a way out, if none counts."""
+        """Like sample_targets, up to the phase's `last_step`.
+        Raises ConfigError with a fix if none counts."""
         counts = self.sample_targets(last_step - self._reading.phase.steps_before)
         if counts is not None and counts.targets == 0:
             raise ConfigError(f"data.path: none of the {counts.looked_at:,} sequences of "
@@ -423,8 +423,8 @@ class BatchLoader:
         return counts
 
     def sample_targets(self, steps: int) -> TargetCounts | None:
-        """Counts the targets of what a number of steps reads, in its first SAMPLED_SEQUENCES sequences. None
-        where every target counts, or nothing is read."""
+        """Count the targets in the first SAMPLED_SEQUENCES sequences of a number of steps. Return None if
+        every target counts, or nothing is read."""
         is_stream = self._cfg.data.pack == "stream"
         masks = [dataset.index.loss_mask for dataset in self.datasets]
         has_starts = any(isinstance(dataset.index, StartedDocuments) for dataset in self.datasets)
@@ -460,7 +460,7 @@ class BatchLoader:
         )
 
     def _way_to_targets(self) -> str:
-        """Returns the words that say what to do where no target counts."""
+        """Suggest what to do if no target counts."""
         chats = [dataset.index for dataset in self.datasets if dataset.index.loss_mask is not None]
         if not chats:
             return "set data.doc_mask false: nothing is predicted across documents, and these are too short"
@@ -478,18 +478,18 @@ class BatchLoader:
     @cached_property
     def _byte_lengths(self) -> torch.Tensor:  # int64 [2, vocab]
         lengths = token_byte_lengths(self.required_tokenizer)
-        if self._fim is not None:  # sentinels are no text, whatever the tokenizer calls them
+        if self._fim is not None:  # sentinels have no text, whatever the tokenizer says
             lengths[:, [self._fim.prefix, self._fim.middle, self._fim.suffix]] = 0
         return torch.from_numpy(lengths)
 
     @cached_property
     def _has_true_bytes(self) -> bool:
-        """Whether the tokens have the bytes of the text, in all data sets."""
+        """Whether the tokens have the same bytes as the text, in all data sets."""
         return all(is_exact(self.required_tokenizer, dataset.index.meta) for dataset in self.datasets)
 
     def text_bytes(self, batch: Microbatch) -> torch.Tensor:
-        """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): an int64 scalar on its
-        device. UNKNOWN_BYTES without a tokenizer, or where it has lost a part of the text."""
+        """Return the UTF-8 bytes of the text of the batch's counted targets (data/lengths.py), as an int64
+        scalar on its device; UNKNOWN_BYTES without a tokenizer, or if it has lost a part of the text."""
         if self.tokenizer is None or not self._has_true_bytes:
             return torch.full((), UNKNOWN_BYTES, dtype=torch.int64, device=batch.tokens.device)
         inside, first = self._byte_lengths.to(batch.targets.device)
@@ -500,7 +500,7 @@ class BatchLoader:
         return torch.where(begins_document, first[target], inside[target]).sum()
 
     def describe(self) -> str:
-        """One line for the run's header: that of describe_datasets, and the tokenizer."""
+        """Return one line for the run's header: describe_datasets, and the tokenizer."""
         tokenizer_name = "unknown"
         if self.tokenizer:
             start = self.prompts.start
@@ -510,7 +510,7 @@ class BatchLoader:
         return f"{self.describe_datasets()}   tokenizer {tokenizer_name}{note}"
 
     def describe_datasets(self) -> str:
-        """ "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)" of each dataset."""
+        """Return "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)" for each dataset."""
         total = sum(self._mix.weights)
         texts: list[str] = []
         for dataset, weight in zip(self.datasets, self._mix.weights):
@@ -526,8 +526,8 @@ class BatchLoader:
         return " + ".join(texts)
 
     def opening_words(self) -> str:
-        """The first words of the split's first document: a prompt that suits the data. Empty if it has none.
-        Raises as microbatches does."""
+        """Return the first words of the split's first document, as a prompt that fits the data, or "" if it
+        has none. Raises like microbatches."""
         tokenizer = self.required_tokenizer
         part = SPLITS.index(self.split)
         first, last = self.datasets[0].split_points[part:part + 2]
@@ -541,8 +541,8 @@ class BatchLoader:
         return words[1][:OPENING_CHARACTERS] if words else ""
 
     def opening_chat(self) -> list[int]:
-        """The ids of a conversation of the split, up to where the assistant speaks first: the shortest of the
-        first ones. Raises as microbatches does, and ConfigError if there is none."""
+        """Return the ids of a conversation of the split, the shortest of the first ones, up to where the
+        assistant first speaks. Raises like microbatches, and ConfigError if there is none."""
         dataset = self._largest
         first, last = self._split_of(dataset)
         found: list[list[int]] = []
@@ -553,12 +553,12 @@ class BatchLoader:
         return min(filter(None, found), key=len, default=self.prompts.chat([HELLO]))
 
     def check_unchanged(self) -> None:
-        """Raises ChecksumError if a data file has changed since it was opened."""
+        """Raise ChecksumError if a data file has changed since it was opened."""
         for dataset in self.datasets:
             dataset.index.check_unchanged()
 
     def close(self) -> None:
-        """Stops the thread and waits for it. May be called twice."""
+        """Stop the thread and wait for it. May be called twice."""
         if self._thread:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -566,15 +566,15 @@ class BatchLoader:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 def check_paths(cfg: Config) -> None:
-    """Raises ConfigError if data.path or data.valid names something that holds no tokens; it says what to do.
-    Opens nothing; URLs are looked at when they are downloaded."""
+    """Raise ConfigError with a fix if data.path or data.valid names something without tokens. Opens nothing;
+    URLs are checked when they are downloaded."""
     for key, path in named_paths(cfg.data):
         check_path(path, f"--{key}", cfg.data.tokenizer)
 
 
 def check_path(path: str, option: str, made_with: str | None) -> None:
-    """Raises ConfigError if one path that `option` has named holds no tokens. made_with: the tokenizer that
-    is to make them, None to leave the choice to the user."""
+    """Raise ConfigError if a path named by `option` holds no tokens. `made_with` is the tokenizer to make
+    them with, or None to leave the choice to the user."""
     key = option.removeprefix("--") if "." in option else option
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
@@ -584,7 +584,7 @@ def check_path(path: str, option: str, made_with: str | None) -> None:
     spec = shlex.quote(str(made_with or "bpe-32000"))
     if os.path.isdir(path):
         folder = pathlib.Path(path)
-        files = [*folder.glob("*.idx"), *folder.glob("*/*.idx")]  # as stdlib's, in a folder of its own
+        files = [*folder.glob("*.idx"), *folder.glob("*/*.idx")]  # or each in a subfolder, like stdlib's
         names = sorted(file.with_suffix("") for file in files)
         if names:
             several = f" (it has {len(names)})" if len(names) > 1 else ""
@@ -609,11 +609,11 @@ def check_path(path: str, option: str, made_with: str | None) -> None:
 def open_loader(
     cfg: Config, split: str, rank: int, world: int, *, device: torch.device = CPU, phase: int = 1
 ) -> BatchLoader:
-    """Opens data.path, or data.valid for the valid split, for rank `rank` of `world` data-parallel ranks.
-    Makes the stdlib corpus first if it is asked for.
+    """Open data.path, or data.valid for the valid split, for rank `rank` of `world` data-parallel ranks.
+    Builds the stdlib corpus first if it is requested.
 
-    device: where the microbatches are wanted. phase: the number of the phase of train.phases that reads;
-    each has a loader of its own.
+    `device` is where the microbatches go. `phase` numbers the reading phase of train.phases; each phase has a
+    separate loader.
 
     Raises ConfigError (one line: the key or the file, and a fix), ChecksumError, and OSError if data.cache
     cannot be written.
@@ -627,14 +627,14 @@ def open_loader(
     cfg = config_of_split(cfg, split)
     if split == "train":
         reading = read_phases(phases)[phase - 1]
-    else:  # the same samples in every evaluation of a phase, whatever was read before
+    else:  # every evaluation of a phase reads the same samples, whatever was read before
         reading = read_phases(phases_of(replace(cfg, data=replace(cfg.data, span=None))))[0]
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
     made_with = [(each.name, each.tokenizer.contract) for each in datasets if each.tokenizer]
     check_same_tokenizer(made_with, read_key)
     unnamed = [each.name for each in datasets if not each.tokenizer]
-    if made_with and unnamed:  # else it would be read without the start token and the end that others have
+    if made_with and unnamed:  # otherwise it would lack the start token and the end token of the other data
         raise ConfigError(f"{read_key}: {unnamed[0]} does not say which tokenizer made it, and "
                           f"{made_with[0][0]} does; name it in data.tokenizer")
     return BatchLoader(
@@ -649,9 +649,10 @@ def open_loader(
 
 
 def config_of_split(cfg: Config, split: str) -> Config:
-    """The config of a phase; data.path and data.split say what the split reads, under data.valid too.
+    """Return the config of a phase with data.path and data.split set to what the split reads, even if
+    data.valid is set.
 
-    Then valid is all of data.valid, and what data.split gives to valid is train's. Raises ConfigError.
+    With data.valid, valid is all of it, and data.split's share for valid goes to train. Raises ConfigError.
     """
     if cfg.data.valid is None:
         return cfg
@@ -662,7 +663,7 @@ def config_of_split(cfg: Config, split: str) -> Config:
 
 
 def check_dtype(cfg: Config) -> None:
-    """Raises ConfigError if data.dtype is given, and every file has an index. They lie on this node."""
+    """Raise ConfigError if data.dtype is given but every file has an index. The files are on this node."""
     paths = [local_path(path, cfg.data.cache) for _, path in named_paths(cfg.data)]
     if cfg.data.dtype and not any(map(is_raw_file, paths)):
         raise ConfigError(f"data.dtype: {cfg.data.dtype} is for files without an index, and the .idx of "
@@ -670,7 +671,7 @@ def check_dtype(cfg: Config) -> None:
 
 
 def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
-    """Opens one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
+    """Open one dataset of data.path, with the shares of train, valid and test. Raises like open_loader."""
     name = path
     path = local_data(name, cfg.data.cache)
     prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx").removesuffix(".npy")
@@ -712,11 +713,11 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
 def tokenizer_of_dataset(
     path: str, prefix: pathlib.Path | str, requested: str | None, eod: str | None
 ) -> Tokenizer | None:
-    """The tokenizer that is stored beside the data, else the requested one (data.tokenizer, with documents
-    that end with data.eod), else None. Raises ConfigError if the two differ."""
+    """Return the tokenizer stored with the data, else the requested one (data.tokenizer, with documents that
+    end with data.eod), else None. Raises ConfigError if the two differ."""
     folder = f"{prefix}.tokenizer"
     stored = tokenizer.load_tokenizer(folder) if os.path.isdir(folder) else None
-    if stored is not None and requested in (None, stored.name):  # bpe-1024 asks for the one of that name
+    if stored is not None and requested in (None, stored.name):  # bpe-1024 requests the one with that name
         requested = folder
     if not requested or (requested == folder and eod is None):
         return stored
@@ -730,7 +731,7 @@ def tokenizer_of_dataset(
 
 
 def parse_shares(text: str) -> list[Fraction]:
-    """ "95,5" -> the shares of train, valid and test. Raises ConfigError if the text is not such a list."""
+    """Parse "95,5" into the shares of train, valid and test. Raises ConfigError if it is not such a list."""
     try:
         shares = [Fraction(share.strip()) for share in text.split(",")]
     except (ValueError, ZeroDivisionError):
@@ -742,8 +743,10 @@ def parse_shares(text: str) -> list[Fraction]:
 
 
 def split_shares(text: str, split: str) -> list[int]:
-    """ "95,5" -> [95, 5, 0]: whole numbers in the ratio of train, valid and test.
-    Raises ConfigError as parse_shares does, and if the text gives nothing to `split`."""
+    """Parse "95,5" into [95, 5, 0], integers in the ratio of train, valid and test.
+
+    Raises ConfigError like parse_shares, and if `split` gets nothing.
+    """
     shares = parse_shares(text)
     if split not in SPLITS or not shares[SPLITS.index(split)]:
         other_way = ", or name its data in data.valid" if split == "valid" else ""
@@ -756,8 +759,7 @@ def split_shares(text: str, split: str) -> list[int]:
 # ---- text --------------------------------------------------------------------------------------------------
 
 def describe_dataset(dataset: BlendedDataset) -> str:
-    """ "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)"; what is not known is left
-    out."""
+    """Return "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)", as far as known."""
     index = dataset.index
     text_bytes = index.meta.get("text_bytes")
     sizes: list[str] = []
@@ -777,7 +779,7 @@ def describe_dataset(dataset: BlendedDataset) -> str:
 
 
 def short_count(count: float) -> str:
-    """3,887,194 -> 3.9M"""
+    """Format a count: 3,887,194 -> 3.9M."""
     for unit in ("", "K", "M", "B"):
         if count < 999.5:
             return f"{count:.1f}{unit}" if unit else f"{count:.0f}"

@@ -1,11 +1,11 @@
-"""Which tokens of a data set the loss counts as targets: a bit for each token, beside PREFIX.bin.
+"""Per-token loss mask of a data set: one bit per token, stored next to PREFIX.bin.
 
     PREFIX.mask        bit t % 8 (from the lowest) of byte t // 8 is 1 if token t counts
     PREFIX.mask.crc    crc32 (u32) of each block of the .mask; its sha256 is in PREFIX.json
 
-scripts.prepare_data --chat writes it: what the assistant says counts, and the rest is only read. A data set
-without these files counts every token. The first read of a block checks it, as that of a .bin does. Memory:
-one byte for each block.
+scripts.prepare_data --chat writes it: what the assistant says counts, and the rest is context. In a data set
+without these files every token counts. Blocks are verified at their first read, like those of a .bin. Memory:
+one byte per block.
 """
 import pathlib
 import zlib
@@ -15,14 +15,14 @@ import numpy as np
 from config import ConfigError
 from data.blocks import AGAIN, BLOCK, BlockChecksums, ChecksumError
 
-BITS = 8  # of a byte
+BITS = 8  # per byte
 
 
 class LossMask:
-    """The bits of one data set of `tokens` tokens, memory-mapped.
+    """The memory-mapped mask of a data set of `tokens` tokens.
 
-    crc: of each block; none: they are not known, and nothing is checked.
-    Raises ConfigError if the file cannot be read, or has another size.
+    `crc` holds the crc32 of each block; if it is None, nothing is verified.
+    Raises ConfigError if the file cannot be read, or has the wrong size.
     """
 
     def __init__(self, path: pathlib.Path, tokens: int, crc: np.ndarray | None) -> None:
@@ -40,7 +40,8 @@ class LossMask:
         self._block_is_checked = np.zeros(-(-expected // BLOCK), bool)
 
     def read(self, first: int, stop: int) -> np.ndarray:  # bool [stop - first]
-        """Does the loss count each of the tokens [first, stop)? Raises ChecksumError naming the block."""
+        """Return whether the loss counts each of the tokens [first, stop).
+        Raises ChecksumError naming the block."""
         first_byte = first // BITS
         stop_byte = -(-stop // BITS)
         for block in range(first_byte // BLOCK, -(-stop_byte // BLOCK)):
@@ -59,16 +60,16 @@ class LossMask:
 
 
 class LossMaskBits:
-    """Turns bools, which come in parts of any size, into the bytes of a .mask, and counts them."""
+    """Packs and counts bools, added in chunks of any size, into the bytes of a .mask."""
 
     def __init__(self) -> None:
         self.checksums = BlockChecksums()
         self.tokens = 0
         self.counted = 0
-        self._rest = np.empty(0, bool)  # of a byte that is not full
+        self._rest = np.empty(0, bool)  # of an incomplete byte
 
     def bytes_of(self, counted: np.ndarray) -> bytes:  # bool [tokens]
-        """The bytes that are full now."""
+        """Add bools, and return the bytes that are now complete."""
         self.tokens += len(counted)
         self.counted += int(counted.sum())
         bits = np.concatenate([self._rest, counted])
@@ -77,7 +78,7 @@ class LossMaskBits:
         return self._packed(bits[:full])
 
     def last_bytes(self) -> bytes:
-        """The last byte, filled with zeros; nothing if there is none."""
+        """Return the last byte, padded with zeros, or nothing if there is none."""
         rest, self._rest = self._rest, self._rest[:0]
         return self._packed(rest)
 

@@ -1,4 +1,4 @@
-"""Packs windows of tokens into a Microbatch.
+"""Pack windows of tokens into a Microbatch.
 
 Without data.doc_mask a sequence is one stream, as in Megatron-LM: attention crosses document boundaries, and
 the end-of-document token predicts the first token of the next document.
@@ -6,7 +6,7 @@ the end-of-document token predicts the first token of the next document.
 With data.doc_mask the documents of a sequence are independent: positions restart, attention stops at the
 boundary (Microbatch.documents), and the target that would cross it is IGNORE_INDEX.
 
-A data set may name the tokens that the loss counts (loss_mask.py): the other targets are IGNORE_INDEX too.
+If a data set has a loss mask (loss_mask.py), targets that do not count are IGNORE_INDEX too.
 """
 import numpy as np
 import torch
@@ -20,13 +20,13 @@ def pack_windows(
     starts: list[np.ndarray] | None,
     counted: list[np.ndarray | None] | None = None,
 ) -> Microbatch:
-    """Packs b windows of s + 1 tokens. starts: for each window the indices (1..s) at which a document begins,
-    none without data.doc_mask. counted: for each window bool [s + 1], does the loss count the token as a
-    target? None: all of them."""
+    """Pack b windows of s + 1 tokens. `starts` holds the indices (1..s) at which a document begins in each
+    window, or None without data.doc_mask. `counted` holds a bool [s + 1] for each window, which says whether
+    the loss counts each token as a target, or None if all count."""
     token_ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
     b, s = token_ids.shape[0], token_ids.shape[1] - 1
 
-    # clone, not contiguous(): for b = 1 both slices are contiguous views of one memory, and writing
+    # clone, not contiguous(): for b = 1 both slices are contiguous views of the same memory, and writing
     # IGNORE_INDEX into the targets would change the tokens
     tokens = token_ids[:, :-1].clone()  # [b, s]
     targets = token_ids[:, 1:].clone()  # [b, s]
@@ -43,7 +43,7 @@ def pack_windows(
     targets[begins[:, 1:]] = IGNORE_INDEX
 
     begins = begins[:, :-1]  # [b, s]
-    document_start = torch.where(begins, index, 0).cummax(1).values  # of the document that holds each token
+    document_start = torch.where(begins, index, 0).cummax(1).values  # of the document containing each token
     documents = begins.cumsum(1, dtype=torch.int32)
     positions = index - document_start
     counts = DocumentCounts(number=int((positions == 0).sum()), longest=int(positions.max()) + 1)

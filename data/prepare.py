@@ -1,13 +1,14 @@
-"""Text -> PREFIX.bin/.idx: parallel, resumable, in bounded memory, the same bytes for any number of workers.
+"""Text -> PREFIX.bin/.idx: parallel, resumable, in bounded memory, byte-identical for any number of workers.
 
-    1. The inputs are divided into units of work (documents.plan_units).
-    2. Each unit becomes a shard in PREFIX.parts/: written to temporary files, renamed into place, its .json
+    1. The inputs are split into work units (documents.plan_units).
+    2. Each unit becomes a shard in PREFIX.parts/, written to temporary files and renamed into place, its
+    .json
        last. A shard with a .json is finished.
     3. When all shards are finished, one merge writes PREFIX.* to temporary files and renames them into place,
        the .idx last.
 
-So a kill at any moment loses only the unfinished units, and the same command then gives what an uninterrupted
-run would have given. Each worker has a pipe to the parent: a worker ends when its parent dies, and the parent
+So a kill at any moment only loses unfinished units, and rerunning the command gives the same result as an
+uninterrupted run. Each worker has a pipe to the parent: a worker exits if its parent dies, and the parent
 reports a worker that dies.
 """
 import contextlib
@@ -55,20 +56,20 @@ from data.tokenizer_files import is_of_a_copy
 
 Unit = list[DocumentPiece]  # the input of one shard
 Pool = dict[Connection, BaseProcess]  # our end of each worker's pipe -> the worker
-Say = Callable[[str], object]  # receives a line for the user
-Progress = Callable[[int, int], object]  # receives (bytes of input done, bytes of input in all)
-FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINTS when it is reached
+Say = Callable[[str], object]  # prints a line for the user
+Progress = Callable[[int, int], object]  # called with (input bytes done, input bytes in total)
+FaultPoint = Callable[[str], object]  # called with the name of each of FAULT_POINTS when it is reached
 
 FOLDER_ENDS = (".parts", ".tokenizer")
-STARTED = {"lock", "plan.tmp"}  # of PREFIX.parts, before it has a plan
-BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
-TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
-SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
-LONG = ("refuse", "turns", "anywhere")  # what becomes of a conversation that is longer than a sequence
-SHARD_FORMAT = "with lost bytes and lengths"  # shards of another are made again
-MAX_LOST = 1.0  # percent of the text's bytes that tokens may lose
-HASHED_BYTES = 1 << 30  # of input, that are hashed for PREFIX.json
-SHOWN = 5  # bad documents that a shard and the report name
+STARTED = {"lock", "plan.tmp"}  # in PREFIX.parts before there is a plan
+BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer
+TRAINING_CHARACTERS = 64 << 20  # text to train a bpe-N on, from evenly spaced units
+SHARD_RECORD = re.compile(r"\d{6,}\.json")  # marks a shard as finished
+LONG = ("refuse", "turns", "anywhere")  # what to do with a conversation longer than a sequence
+SHARD_FORMAT = "with lost bytes and lengths"  # shards in another format are rebuilt
+MAX_LOST = 1.0  # percent of the text bytes that tokens may lose
+HASHED_BYTES = 1 << 30  # of input, hashed for PREFIX.json
+SHOWN = 5  # bad documents named per shard and in the report
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
     "prepare.mid_shard", "prepare.pre_shard_commit", "prepare.mid_shard_commit", "prepare.post_shard",
@@ -80,22 +81,22 @@ FAULT_POINTS = (  # where the tests kill the process
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Everything that decides the bytes of the shards, and where they are written."""
+    """Everything that determines the bytes of the shards, and where they are written."""
     parts: str  # folder of the shards
-    key: str | None  # field or column of the text, or of the messages (None: the form of a record says it)
+    key: str | None  # field or column of the text, or of the messages (None: detect)
     append_eod: bool
     skip_bad: bool
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
-    has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
-    eod: str | None = None  # text or id of the token that the user wants to end documents with
-    max_lost: float = MAX_LOST  # percent of the text's bytes that tokens may lose
-    date: str | None = None  # that a chat template is told, as year-month-day
-    drops_reasoning: bool = False  # may a chat template leave reasoning out?
-    seq_len: int | None = None  # that conversations are to fit; none: it is not known
-    long: str = "anywhere"  # of LONG, for those that do not fit
+    has_fim: bool = False  # a tokenizer trained here gets the fill-in-the-middle sentinels (fim.py)
+    eod: str | None = None  # text or id of the end-of-document token chosen by the user
+    max_lost: float = MAX_LOST  # percent of the text bytes that tokens may lose
+    date: str | None = None  # year-month-day passed to a chat template
+    drops_reasoning: bool = False  # may a chat template drop reasoning?
+    seq_len: int | None = None  # sequence length that conversations must fit, if known
+    long: str = "anywhere"  # one of LONG, for those that do not fit
 
     def chat_format(self, tok: Tokenizer | None) -> ChatFormat | None:
-        """How conversations are written; None where documents are texts. Raises ConfigError."""
+        """Return the conversation format, or None if documents are plain text. Raises ConfigError."""
         return chat_format(tok, self.date, self.drops_reasoning) if self.is_chat else None
 
 
@@ -123,10 +124,10 @@ def prepare_corpus(
     progress: Progress = lambda done, whole: None,
     fault_point: FaultPoint = lambda name: None,
 ) -> Tree:
-    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
+    """Make OUT.bin, .idx, .json, .crc and OUT.tokenizer/, and for conversations OUT.mask. Return the report
     that scripts.prepare_data prints.
 
-    made: what makes it (config/provenance.py), for OUT.json, which then names the inputs, too.
+    `made` is the provenance (config/provenance.py) for OUT.json, which then also names the inputs.
 
     Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
     the disk fails.
@@ -177,7 +178,7 @@ def prepare_corpus(
         if shards_kept:
             say(f"resuming: {shards_kept} of {len(units)} shards are finished")
 
-        # make the missing shards
+        # make missing shards
         began_shards = time.monotonic()
         progress(0, sum(unit_size(units[number]) for number in todo))
         num_workers = min(workers, len(todo))
@@ -217,7 +218,7 @@ def prepare_corpus(
         "input_bytes": sum(map(unit_size, units)),
         "workers": workers,
         "seconds": time.monotonic() - started,
-        "tokenizing_seconds": shard_seconds,  # without a tokenizer's training, and the merge
+        "tokenizing_seconds": shard_seconds,  # without training the tokenizer, and without the merge
         "tokenized_bytes": shard_bytes,  # of text, in that time
         "shards": len(units),
         "shards_kept": shards_kept,
@@ -225,7 +226,7 @@ def prepare_corpus(
 
 
 def earlier_output(out: pathlib.Path) -> list[str]:
-    """The files and folders of OUT.* that an earlier start has made, as far as they look like documents."""
+    """Return the files and folders of OUT.* that an earlier run has made, if they look like documents."""
     parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
     has_plan = os.path.exists(f"{parts}/plan")
     has_sidecar = is_sidecar(f"{out}.json")
@@ -238,7 +239,7 @@ def earlier_output(out: pathlib.Path) -> list[str]:
 
 
 def check_out(out: pathlib.Path, units: list[Unit]) -> None:
-    """Raises ConfigError if OUT.* would replace or delete a file that is not of an earlier start."""
+    """Raise ConfigError if OUT.* would replace or delete a file that no earlier run has made."""
     paths = {piece.path for unit in units for piece in unit if piece.kind != "hf"}
     replaced = first_replaced(out, sorted(paths))
     if replaced is not None:
@@ -264,7 +265,7 @@ def check_out(out: pathlib.Path, units: list[Unit]) -> None:
 
 
 def names_in(folder: str, way_out: str) -> set[str]:
-    """The names in a folder, if it is there. Raises ConfigError if it is a file."""
+    """Return the names in a folder, if it exists. Raises ConfigError if it is a file."""
     if not os.path.lexists(folder):
         return set()
     if not os.path.isdir(folder):
@@ -273,15 +274,14 @@ def names_in(folder: str, way_out: str) -> set[str]:
 
 
 def others_in(folder: str) -> list[str]:
-    """The files in a folder, with their paths, that no copy of a tokenizer has."""
+    """Return the paths of files in a folder that are not part of a tokenizer copy."""
     files = [path.relative_to(folder).as_posix() for path in pathlib.Path(folder).rglob("*")
              if not path.is_dir() or path.is_symlink()]
     return sorted(name for name in files if not is_of_a_copy(name))
 
 
 def first_replaced(out: pathlib.Path | str, paths: list[str]) -> str | None:
-    """The first of these files and folders that the making of OUT.* replaces or deletes; None if it does
-    none."""
+    """Return the first of these files and folders that making OUT.* would replace or delete, or None."""
     files = {os.path.realpath(f"{out}{end}") for end in FILE_ENDS}
     folders = tuple(f"{os.path.realpath(f'{out}{end}')}/" for end in FOLDER_ENDS)
     for path in paths:
@@ -293,8 +293,8 @@ def first_replaced(out: pathlib.Path | str, paths: list[str]) -> str | None:
 
 @contextlib.contextmanager
 def locked_folder(folder: str) -> Iterator[None]:
-    """Holds the lock of PREFIX.parts. Raises ConfigError if another process holds it. The kernel releases the
-    lock of a process that dies."""
+    """Hold the lock of PREFIX.parts. Raises ConfigError if another process holds it. The kernel releases the
+    lock when a process dies."""
     with open(f"{folder}/lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,8 +305,8 @@ def locked_folder(folder: str) -> Iterator[None]:
 
 
 def input_files(units: list[Unit]) -> list[Tree]:
-    """Path, size and sha256 of each input; without the last where it is not a file, and beyond HASHED_BYTES
-    in all: they take seconds."""
+    """Return path, size and sha256 of each input. The hash takes seconds, so it is left out beyond
+    HASHED_BYTES in total, and for inputs that are not files."""
     found: list[Tree] = []
     bytes_left = HASHED_BYTES
     for path, kind in sorted({(piece.path, piece.kind) for unit in units for piece in unit}):
@@ -324,19 +324,19 @@ def input_files(units: list[Unit]) -> list[Tree]:
 
 
 def unit_size(unit: Unit) -> int:
-    """Bytes of input in a unit."""
+    """Return the input bytes of a unit."""
     return sum(piece.size for piece in unit)
 
 
 # ---- the unfinished run ------------------------------------------------------------------------------------
 
 def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list[Unit]) -> str:
-    """sha256 of all that decides the shards. skip_bad does not: a shard without bad documents is the same
-    either way."""
+    """Return the sha256 of everything that determines the shards. skip_bad is left out: a shard without bad
+    documents does not depend on it."""
     is_trained_here = bool(tokenizers.bpe_pieces(tokenizer))
     known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer, job.eod)
     tokenizer_digest = known.fingerprint if known else tokenizer
-    # of a tokenizer's other files, too: a copy of them is beside the shards
+    # including the other tokenizer files, which are copied next to the shards
     files: dict[str, bytes] = getattr(known, "files", {})
     file_digests = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
 
@@ -359,7 +359,8 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
 
 
 def drop_other_plan(job: TokenizeJob, digest: str) -> int:
-    """Empties the folder if it is of a run with another digest. Returns how many finished shards are lost."""
+    """Empty the folder if it belongs to a run with another digest.
+    Return how many finished shards are lost."""
     path = pathlib.Path(job.parts, "plan")
     old_digest = path.read_text() if path.exists() else None
     if old_digest == digest:
@@ -370,8 +371,8 @@ def drop_other_plan(job: TokenizeJob, digest: str) -> int:
 
 
 def empty_parts(job: TokenizeJob) -> int:
-    """Empties the folder but for the lock and a plan of nothing, which says after a kill that it is ours.
-    Returns how many finished shards are lost."""
+    """Empty the folder except for the lock and an empty plan, which marks it as ours after a kill. Return how
+    many finished shards are lost."""
     write_atomically(os.path.join(job.parts, "plan"), b"")
     num_finished = 0
     for name in os.listdir(job.parts):
@@ -387,14 +388,14 @@ def empty_parts(job: TokenizeJob) -> int:
 
 
 def remove_parts(job: TokenizeJob) -> None:
-    """Removes the folder, the plan after the shards."""
+    """Remove the folder, with the plan after the shards."""
     empty_parts(job)
     shutil.rmtree(job.parts)
 
 
 def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) -> Tokenizer:
-    """The tokenizer, trained if `spec` is bpe-N. It is stored beside the shards, so that workers and a later
-    run load the same one."""
+    """Return the tokenizer, trained if `spec` is bpe-N. It is stored with the shards, so that workers and
+    later runs load the same one."""
     folder = pathlib.Path(job.parts, "tokenizer")
     if not folder.exists():
         pieces = tokenizers.bpe_pieces(spec)
@@ -412,7 +413,7 @@ def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) ->
 
 
 def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
-    """Trains a BPE of `pieces` ids on the text of evenly spaced units."""
+    """Train a BPE of `pieces` ids on the text of evenly spaced units."""
     started = time.monotonic()
     chat = job.chat_format(None)
     sentinels = SENTINELS[0] if job.has_fim else ()
@@ -422,7 +423,7 @@ def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) 
 
 
 def training_texts(units: list[Unit], key: str | None, chat: ChatFormat | None) -> Iterator[str]:
-    """Documents of evenly spaced units, until they have TRAINING_CHARACTERS characters."""
+    """Yield documents of evenly spaced units, up to TRAINING_CHARACTERS characters."""
     stride = max(1, sum(map(unit_size, units)) // TRAINING_CHARACTERS)
     characters_left = TRAINING_CHARACTERS
     for unit in units[::stride]:
@@ -443,22 +444,22 @@ class ShardCounts:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
-    lost_bytes: int = 0  # of the text, which its tokens do not have
-    unknown_tokens: int = 0  # for text that has no other token
+    lost_bytes: int = 0  # text bytes that the tokens lack
+    unknown_tokens: int = 0  # for text without another token
     counted: int = 0  # tokens that the loss counts
-    longest: int = 0  # tokens of a document
-    long: int = 0  # conversations that do not fit a sequence
-    empty: int = 0  # documents without text, which are left out
-    bad: int = 0  # documents that cannot be read, which are left out
+    longest: int = 0  # tokens in a document
+    long: int = 0  # conversations that do not fit in a sequence
+    empty: int = 0  # documents without text, skipped
+    bad: int = 0  # documents that cannot be read, skipped
     # the first bad ones: piece of the unit, line, error
     shown: list[tuple[int, int, str]] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)  # of conversations: how many have it
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes of its files
+    notes: dict[str, int] = field(default_factory=dict)  # for conversations: how many have each note
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of each file
 
 
 class ShardWriter:
-    """Writes the tokens and the document lengths of one shard to temporary files, and of conversations which
-    tokens the loss counts, a byte for each; commit renames them into place."""
+    """Writes the tokens and document lengths of one shard to temporary files, and for conversations the loss
+    mask, one byte per token; commit renames them into place."""
 
     def __init__(self, job: TokenizeJob, number: int, tok: Tokenizer, fault_point: FaultPoint) -> None:
         self.counts = ShardCounts()
@@ -467,7 +468,7 @@ class ShardWriter:
         self._tok = tok
         self._fault_point = fault_point
         self._eod = [np.array([tok.eod])] if job.append_eod else []
-        self._slots = sys.maxsize if job.seq_len is None else job.seq_len + 1  # tokens that a sequence holds
+        self._slots = sys.maxsize if job.seq_len is None else job.seq_len + 1  # per sequence
         self._dtype = dtype_of(tok.vocab)
         self._chat = job.chat_format(tok)
         has_template = isinstance(self._chat, TemplateChat)
@@ -484,13 +485,13 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.ExitStack() as stack:  # closes all, even if one of them fails
+        with contextlib.ExitStack() as stack:  # closes all of them, even if one fails
             for end, file in self._files.items():
                 stack.enter_context(naming_errors(self._temporary[end]))
                 stack.enter_context(file)
 
     def write(self, records: list[DocumentRecord]) -> list[tuple[int, str]]:
-        """Encodes and writes some documents. Returns the numbers of those that are too long, and why."""
+        """Encode and write some documents. Return (number, reason) for those that are too long."""
         if not records:
             return []
         too_long: list[tuple[int, str]] = []
@@ -535,7 +536,7 @@ class ShardWriter:
         return too_long
 
     def _too_long(self, chats: list[EncodedChat]) -> list[tuple[int, str]]:
-        """Counts the conversations that do not fit. Returns (number, why) of those that the job refuses."""
+        """Count the conversations that do not fit. Return (number, reason) for those that the job refuses."""
         slots = self._slots
         long = [number for number, chat in enumerate(chats) if len(chat.ids) > slots]
         self.counts.long += len(long)
@@ -552,14 +553,14 @@ class ShardWriter:
             self._files[end].write(array.data)
 
     def sync(self) -> None:
-        """Waits until all files are stored on the disk."""
+        """Wait until all files are stored on disk."""
         for end, file in self._files.items():
             with naming_errors(self._temporary[end]):
                 sync_file(file)
         self.counts.sizes = {end: file.tell() for end, file in self._files.items()}
 
     def commit(self) -> None:
-        """Renames the files into place, then writes the .json: the shard is finished."""
+        """Rename the files into place, then write the .json, which marks the shard as finished."""
         self._fault_point("prepare.pre_shard_commit")
         for end in self._temporary:
             os.replace(self._temporary[end], shard_path(self._job, self._number, end))
@@ -573,12 +574,12 @@ def shard_path(job: TokenizeJob, number: int, end: str) -> str:
 
 
 def shard_counts(job: TokenizeJob, number: int) -> Tree:
-    """The content of a shard's .json: the fields of ShardCounts."""
+    """Read a shard's .json: the fields of ShardCounts."""
     return json.loads(pathlib.Path(shard_path(job, number, ".json")).read_bytes())
 
 
 def shard_is_finished(job: TokenizeJob, number: int) -> bool:
-    """Whether the shard is complete, and holds all documents that this run must report."""
+    """Return whether the shard is complete, without bad documents unless job.skip_bad is set."""
     try:
         counts = shard_counts(job, number)
         for end, size in counts["sizes"].items():
@@ -592,8 +593,10 @@ def shard_is_finished(job: TokenizeJob, number: int) -> bool:
 def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
                report: Callable[[int], object] = lambda done: None,
                fault_point: FaultPoint = lambda name: None) -> None:
-    """Makes shard `number` from its unit. report: receives the bytes of the unit that are done.
-    Raises BadDocument at the first one unless job.skip_bad is set."""
+    """Make shard `number` from its unit. Call `report` with the input bytes done so far.
+
+    Raises BadDocument at the first bad document unless job.skip_bad is set.
+    """
     chat = job.chat_format(tok)
     with ShardWriter(job, number, tok, fault_point) as writer:
         waiting: list[tuple[int, DocumentRecord]] = []  # with the number of their piece
@@ -637,7 +640,7 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
 
 
 def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
-    """Writes a file so that it has either its old content or all of the new one at any moment."""
+    """Replace a file atomically: at any moment it has either its old content or all of the new one."""
     temporary = f"{path}.tmp"
     with naming_errors(path):
         with open(temporary, "wb") as file:
@@ -646,13 +649,13 @@ def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
         os.replace(temporary, path)
 
 
-# ---- in this process, or in workers ------------------------------------------------------------------------
+# ---- in-process or in workers ------------------------------------------------------------------------------
 
 def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
                    progress: Progress, finished: Callable[[int], None], fault_point: FaultPoint) -> None:
-    """Makes the shards `todo` one after the other. finished: receives the number of each."""
+    """Make the shards `todo` one after the other, and call `finished` with the number of each."""
     total = sum(unit_size(units[number]) for number in todo)
-    bytes_before = 0  # of the finished units
+    bytes_before = 0  # of finished units
     for number in todo:
 
         def report(done: int, before: int = bytes_before) -> None:
@@ -665,8 +668,8 @@ def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok:
 
 def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, workers: int,
                    progress: Progress, finished: Callable[[int], None]) -> None:
-    """Makes the shards `todo` in worker processes, which get them in order. When a shard fails, those before
-    it still finish, so that the error raised is that of the first bad unit of the input, whatever the
+    """Make the shards `todo` in worker processes, handed out in order. If a shard fails, the ones before it
+    still finish, so the reported error is always that of the first bad unit in the input, whatever the
     workers' speed. Raises ConfigError if a worker dies."""
     pool: Pool = {}
     try:
@@ -682,24 +685,23 @@ def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, work
 
 
 def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
-    """Returns our end of the pipe, and the process."""
-    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+    """Start a worker. Return our end of the pipe, and the process."""
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks held by other threads
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=worker_main, args=(theirs, job), daemon=True)
     process.start()
-    theirs.close()  # only the worker holds it now: when the worker dies, ours ends
+    theirs.close()  # only the worker holds it now, so our end closes if it dies
     return ours, process
 
 
 def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
                progress: Progress, finished: Callable[[int], None]) -> None:
-    """Sends the shards to the workers and receives their messages, until all are done or the first fault is
-    known."""
+    """Send the shards to the workers and handle their messages, until all are done or one has failed."""
     total = sum(unit_size(units[number]) for number in todo)
     waiting = list(todo)
-    running: dict[Connection, int] = {}  # pipe -> the shard that its worker makes
-    bytes_done: dict[int, int] = {}  # shard -> bytes of input
-    first_failed = len(units)  # no shard after it is wanted any more
+    running: dict[Connection, int] = {}  # pipe -> the shard its worker is making
+    bytes_done: dict[int, int] = {}  # shard -> input bytes
+    first_failed = len(units)  # shards after it are not needed
     fault: Exception | None = None
 
     while True:
@@ -731,7 +733,7 @@ def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Po
 
 @contextlib.contextmanager
 def reporting_death(job: TokenizeJob, process: BaseProcess) -> Iterator[None]:
-    """Raises ConfigError if the pipe to the worker has ended."""
+    """Raise ConfigError if the worker's pipe is closed."""
     try:
         yield
     except (EOFError, ConnectionError):
@@ -741,15 +743,15 @@ def reporting_death(job: TokenizeJob, process: BaseProcess) -> Iterator[None]:
 
 
 def readable_pipes(pipes: list[Connection]) -> list[Connection]:
-    """Waits until a pipe has something to receive, or has ended; returns those that have, in their order."""
+    """Wait until a pipe is readable or closed. Return all such pipes, in order."""
     found = multiprocessing.connection.wait(pipes)
     return [pipe for pipe in pipes if pipe in found]
 
 
 def worker_main(pipe: Connection, job: TokenizeJob) -> None:
-    """A worker process: receives (shard, unit), sends ("progress", bytes), ("done", None) or ("fault",
-    error). Ends when the parent's end of the pipe does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole group; the parent ends its workers
+    """Worker loop: receive (shard, unit), send ("progress", bytes), ("done", None) or ("fault", error). Exit
+    when the parent closes its end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole group; the parent stops its workers
     tok = tokenizers.load_tokenizer(pathlib.Path(job.parts, "tokenizer"))
     try:
         while True:
@@ -769,8 +771,8 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
 
 def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pathlib.Path,
                  source: str | None, made: Tree | None, fault_point: FaultPoint) -> Tree:
-    """Writes all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
-    document is left."""
+    """Write all shards, in order, to OUT.*. Return the counts for the report. Raises ConfigError if no
+    documents are left."""
     counts = total_counts(job, units)
     if not counts["documents"]:
         remove_parts(job)
@@ -791,8 +793,8 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
 
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
-    """The counts of all shards; "bad_records" names the first SHOWN bad documents, and
-    "notes" says of how many conversations each is true."""
+    """Sum the counts of all shards. "bad_records" names the first SHOWN bad documents, and "notes" counts the
+    conversations with each note."""
     names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "long", "empty",
              "bad")
     total: Tree = dict.fromkeys(names, 0)
@@ -813,8 +815,8 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
 
 
 def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
-    """Raises ConfigError if the tokens have lost more than the allowed share of so many bytes of text. The
-    shards are kept."""
+    """Raise ConfigError if the tokens have lost more than the allowed fraction of `text_bytes`.
+    The shards are kept."""
     lost = counts["lost_bytes"]
     if 100 * lost > job.max_lost * text_bytes:
         share = f"{100 * lost / text_bytes:.3g} % of the text's bytes"
@@ -825,8 +827,9 @@ def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
 
 
 def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Callable[[int], None]:
-    """Receives the number of each finished shard, and raises as check_lost does as soon as no shard to
-    come can change that: text is not longer than the plain files that hold it. num_shards: to be made."""
+    """Return a callback for finished shards, which raises like check_lost as soon as none of the remaining
+    shards can change the outcome: text is never longer than the plain files that contain it. `num_shards` are
+    still to be made."""
     whole = 0
     for piece in itertools.chain(*units):
         if job.is_chat or not documents.is_plain(piece):
@@ -838,14 +841,14 @@ def watched_losses(job: TokenizeJob, units: list[Unit], num_shards: int) -> Call
         counts = {**shard_counts(job, number), "shards": 1}
         for key in so_far:
             so_far[key] += counts[key]
-        if so_far["shards"] < num_shards:  # after the last one, the bytes of the text are known
+        if so_far["shards"] < num_shards:  # after the last shard, the text size is known
             check_lost(job, so_far, whole)
 
     return finished
 
 
 def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:
-    """Copies a shard to the writer: all tokens, then all lengths."""
+    """Copy a shard to the writer: all tokens, then all lengths."""
     with contextlib.ExitStack() as stack:
         tokens_file = stack.enter_context(open(shard_path(job, number, ".bin"), "rb"))
         mask_file = stack.enter_context(open(shard_path(job, number, ".mask"), "rb")) if job.is_chat else None
@@ -858,16 +861,16 @@ def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) ->
             writer.extend(no_ids, lengths)
 
 
-# ---- the corpus that a run makes itself --------------------------------------------------------------------
+# ---- the stdlib corpus of a run ----------------------------------------------------------------------------
 
 def prepare_stdlib(
     cache: pathlib.Path | str, spec: str | None, eod: str | None = None
 ) -> tuple[pathlib.Path, str]:
-    """Makes the corpus of Python's standard library under `cache` if it is not there yet. spec: the
-    tokenizer, bpe-1024 by default. eod: the token that ends documents. Returns its prefix, and
-    "made in 2.4 s" or "cached".
+    """Make the corpus of Python's standard library under `cache` unless it exists. `spec` is the tokenizer,
+    bpe-1024 by default, and `eod` the token that ends documents. Return its prefix, and "made in 2.4 s" or
+    "cached".
 
-    Of two processes that start together one makes it, and the other waits. Raises ConfigError, and OSError if
+    If two processes start together, one makes it while the other waits. Raises ConfigError, and OSError if
     the disk fails.
     """
     spec = spec or "bpe-1024"
@@ -885,7 +888,7 @@ def prepare_stdlib(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (home / "text.idx").exists():
             return prefix, "cached"
-        for leftover in cache.glob("*.tmp-*"):  # of killed runs: only the holder of the lock writes here
+        for leftover in cache.glob("*.tmp-*"):  # from killed runs: only the lock holder writes here
             shutil.rmtree(leftover, ignore_errors=True)
 
         temporary = home.with_name(f"{home.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -903,7 +906,7 @@ def prepare_stdlib(
 
 
 def stdlib_digest() -> str:
-    """sha256 of the content of the standard library."""
+    """Return the sha256 of the content of the standard library."""
     content = hashlib.sha256()
     for path in documents.stdlib_files():
         content.update(hashlib.sha256(pathlib.Path(path).read_bytes()).digest())
@@ -911,8 +914,7 @@ def stdlib_digest() -> str:
 
 
 def sample_text(out: pathlib.Path | str, characters: int = 200) -> str:
-    """The beginning of the first document, decoded from its tokens: shows the user that the corpus can be
-    read back."""
+    """Decode the beginning of the first document, to show that the corpus can be read back."""
     dataset = IndexedDataset(out)
     stop = min(dataset.document_start(1), 4 * characters)  # an id is at least a quarter of a character
     ids = dataset.read(0, stop).tolist()

@@ -1,18 +1,18 @@
-"""A text and its role -> token ids, for everything that a model is asked: samples, generation, tasks.
+"""Encode texts by role, for all model inputs: samples, generation, tasks.
 
-    document    a text that begins a document: the start token, if the model has one, and the text
-    prompt      the same for a text that is continued: never empty
+    document    text that begins a document: the start token, if the model has one, and the text
+    prompt      the same for a text to be continued: never empty
     chat        messages, in the tokenizer's format (chat.py), up to where the assistant speaks
 
-The start token (BOS). The files of a tokenizer say whether one is put before a text: the post-processor of
-a tokenizer.json, as transformers 5 follows it; add_bos_token of the tokenizer_config.json beside a
-sentencepiece model. data.bos decides otherwise. Training data is read with the same token
-(start_tokens.py). A chat template writes its own.
+Start token (BOS). A tokenizer's files say whether one is prepended to text: the post-processor of a
+tokenizer.json, as transformers 5 interprets it, or add_bos_token in the tokenizer_config.json next to a
+sentencepiece model. data.bos overrides them. Training data is read with the same token (start_tokens.py). A
+chat template writes its own start token.
 
-Control tokens. Text that spells one is text, as in training data. Where `special` is asked for it is the
-control token, as in transformers. In a chat the tokens that the template writes are control tokens, and
-those that a message spells are text. An answer of the assistant keeps marks that are not special, such as
-</think>: the model has written them as tokens.
+Control tokens. Text that spells a control token is plain text, as in training data. With `special` it becomes
+the control token, as in transformers. In a chat, the template's tokens are control tokens, and those spelled
+in messages are text. Assistant answers keep marks that are not flagged special, such as </think>: the model
+has written them as tokens.
 """
 import json
 import re
@@ -29,20 +29,20 @@ from data.contract import TOKENIZER_CONFIG, SpecialToken
 from data.conversation import ASSISTANT, BadConversation, Conversation, Message
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
-if TYPE_CHECKING:  # imported only where a tokenizer.json is used
+if TYPE_CHECKING:  # imported only for a tokenizer.json
     import tokenizers
 
 USER, SYSTEM = "user", "system"
-PLAIN_STOP = f"\n{USER}: "  # what follows an answer in the plain format
+PLAIN_STOP = f"\n{USER}: "  # follows an answer in the plain format
 PROBE = "0"  # an answer that no template changes
-GUARD = "\U0010fffd"  # stands inside of a spelled control token, so that it is not taken for one
-FIRST_STAND_IN = 0xf0000  # of characters for private use, one for each control token
+GUARD = "\U0010fffd"  # inserted into a spelled control token, so that it is not parsed
+FIRST_STAND_IN = 0xf0000  # private-use characters, one for each control token
 
 
 # ---- the start token ---------------------------------------------------------------------------------------
 
 def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
-    """The token that begins a document, None if there is none. wanted: data.bos; None follows the files.
+    """Return the token that begins a document, or None. `wanted` is data.bos; None follows the files.
 
     Raises ConfigError if a start token is wanted and the tokenizer names none, or if its post-processor puts
     several tokens before a text.
@@ -54,14 +54,15 @@ def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
         return added
     if tok.contract.start is None:
         way_out = f"name it as bos_token in {TOKENIZER_CONFIG} beside the tokenizer, or leave data.bos out"
-        if not isinstance(tok, JsonTokenizer):  # no file beside it can name one
+        if not isinstance(tok, JsonTokenizer):  # no file next to it can name one
             way_out = "leave data.bos out, or prepare the data with a tokenizer that has one, such as bpe-N"
         raise ConfigError(f"data.bos: the tokenizer {tok.name} names no start token; {way_out}")
     return replace(tok.contract.start, named_by=("data.bos",))
 
 
 def added_start(tok: Tokenizer) -> SpecialToken | None:
-    """The token that the tokenizer's own files put before a text. Raises ConfigError if they put several."""
+    """Return the token that the tokenizer's files put before a text.
+    Raises ConfigError if there are several."""
     if isinstance(tok, SentencePieceTokenizer):
         start = tok.contract.start
         adds_start = json.loads(tok.files.get(TOKENIZER_CONFIG, b"{}")).get("add_bos_token")
@@ -82,31 +83,31 @@ def added_start(tok: Tokenizer) -> SpecialToken | None:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Turns texts into the ids that a model reads (open_prompts). start: begins a document, if any does."""
+    """Encodes texts for a model (open_prompts). `start` begins documents, if the model uses one."""
     tok: Tokenizer
     start: SpecialToken | None = None
 
     @property
     def before_text(self) -> int:
-        """The id that the first token of a document follows: of the start, else of the end of another."""
+        """The id that precedes the first token of a document: the start token, else the end token."""
         return self.start.id if self.start else self.tok.eod
 
     def document(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text that begins a document. special: control tokens that it spells are such; a start
-        token among them is not doubled. Raises ConfigError if the tokenizer cannot read them."""
+        """Encode a text that begins a document. With `special`, control tokens that it spells are parsed, and
+        a start token among them is not doubled. Raises ConfigError if the tokenizer cannot parse them."""
         ids = self._control.encode(text) if special else self.tok.encode(text)
         if self.start is None or (special and ids[:1] == [self.start.id]):
             return ids
         return [self.start.id, *ids]
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text that is continued: at least one. special: see document."""
+        """Encode a text to be continued, as at least one id. `special` works as in `document`."""
         return self.document(text, special) or [self.tok.eod]
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation, up to where the assistant speaks. messages: {"role", "content"}.
+        """Encode a conversation {"role", "content"} up to where the assistant speaks.
 
-        Raises ConfigError if the template refuses them.
+        Raises ConfigError if the template refuses it.
         """
         if isinstance(self.format, TemplateChat):
             guarded = [self._guarded(message) for message in messages]
@@ -116,7 +117,7 @@ class Prompts:
                 raise ConfigError(f"the conversation: {error}") from None
             return self._control.encode(text)
 
-        # the plain format, in the parts in which it is trained
+        # plain format, in the parts used for training
         try:
             chat = self.format.write(conversation_of(messages))
         except BadConversation as error:
@@ -127,29 +128,29 @@ class Prompts:
         return ids if self.start is None else [self.start.id, *ids]
 
     def shown(self, ids: list[int]) -> str:
-        """The text of ids with its control tokens, where the tokenizer has names for them."""
+        """Decode ids with their control tokens, if the tokenizer has names for them."""
         if isinstance(self.tok, JsonTokenizer):
             return self.tok.processor.decode(ids, skip_special_tokens=False)
         return self.tok.decode(ids)
 
     def spelled(self, text: str) -> list[str]:
-        """The control tokens that a text spells."""
+        """Return the control tokens spelled in a text."""
         if not isinstance(self.tok, JsonTokenizer):
             return []
         return [match[0] for match in self._control.pattern.finditer(text)]
 
     def count_unknown(self, ids: list[int]) -> int:
-        """How many of the ids stand for text that the tokenizer does not know."""
+        """Count the ids that stand for text unknown to the tokenizer."""
         unknown = self.tok.contract.unknown
         return 0 if unknown is None else ids.count(unknown)
 
     def unknown_texts(self, text: str) -> list[str]:
-        """The parts of a text, in order, that the tokenizer does not know."""
+        """Return the parts of a text, in order, that the tokenizer does not know."""
         if isinstance(self.tok, JsonTokenizer):
             encoding = self.tok.processor.encode(text, add_special_tokens=False)
             parts = zip(encoding.ids, (text[begin:end] for begin, end in encoding.offsets))
         elif isinstance(self.tok, SentencePieceTokenizer):
-            encode = self.tok.processor.encode  # a piece of text that is not known is that text
+            encode = self.tok.processor.encode  # an unknown piece is the text itself
             parts = zip(encode(text, out_type=int), encode(text, out_type=str))
         else:
             return []
@@ -159,7 +160,7 @@ class Prompts:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Ids that end a generated text: the end of a document, and those of generation_config.json."""
+        """Ids that end a generated text: end of document, and those in generation_config.json."""
         files = getattr(self.tok, "files", {})
         named = json.loads(files.get("generation_config.json", b"{}")).get("eos_token_id")
         several = named if isinstance(named, list) else [named]
@@ -167,8 +168,7 @@ class Prompts:
 
     @cached_property
     def turn_stops(self) -> frozenset[int]:
-        """Ids that end an answer in a chat: `stops`, and the control token that the template writes after
-        one."""
+        """Ids that end an answer in a chat: `stops`, and the control token that the template appends."""
         if not isinstance(self.format, TemplateChat):
             return self.stops
         try:
@@ -183,7 +183,7 @@ class Prompts:
 
     @property
     def stop_text(self) -> str | None:
-        """The text that ends an answer in a chat, None where only ids do."""
+        """The text that ends an answer in a chat, or None if only ids do."""
         return None if isinstance(self.format, TemplateChat) else PLAIN_STOP
 
     # ---- parts ---------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Prompts:
         return control_reader(self.tok)
 
     def _guarded(self, message: Message) -> Message:
-        """The message with a guard in each control token that it spells."""
+        """Return the message with a guard in each control token that it spells."""
         reader = self._control
         pattern = reader.special if message["role"] == ASSISTANT else reader.pattern
         content = pattern.sub(lambda match: f"{match[0][:1]}{GUARD}{match[0][1:]}", message["content"])
@@ -208,12 +208,12 @@ class Prompts:
 
 
 def conversation_of(messages: list[Message]) -> Conversation:
-    """Messages whose answers count."""
+    """Make a conversation in which every answer counts."""
     return Conversation(messages, counts=[message["role"] == ASSISTANT for message in messages])
 
 
 def open_prompts(tok: Tokenizer, bos: bool | None) -> Prompts:
-    """The prompts of a model. bos: data.bos. Raises ConfigError as start_token does."""
+    """Make the prompts of a model from data.bos. Raises ConfigError like start_token."""
     return Prompts(tok, start_token(tok, bos))
 
 
@@ -221,12 +221,13 @@ def open_prompts(tok: Tokenizer, bos: bool | None) -> Prompts:
 
 @dataclass(frozen=True)
 class ControlReader:
-    """Encodes a text whose control tokens are such, but for those with a guard in them.
+    """Encodes a text and parses its control tokens, except those with a guard in them.
 
-    processor: the tokenizer, to which control tokens are text; each has a stand-in, a token of one character.
-    pattern: finds all control tokens; special: those that the file calls special. stand_ins: of each.
-    ids: of the token for which each stand-in stands. cuts: text that spells a token would make it, and is cut
-    there.
+    processor: a tokenizer that treats control tokens as text; each has a one-character stand-in token
+    instead.
+    pattern: matches all control tokens; special: those flagged as special. stand_ins: of each.
+    ids: the token that each stand-in stands for. cuts: whether spelled text would produce a token, and is cut
+    at the guards.
     """
     processor: "tokenizers.Tokenizer"
     pattern: re.Pattern[str]
@@ -236,7 +237,7 @@ class ControlReader:
     cuts: bool
 
     def encode(self, text: str) -> list[int]:
-        """Raises ConfigError if the text holds a character that is used as a stand-in."""
+        """Encode a text. Raises ConfigError if it contains a character that is used as a stand-in."""
         if any(stand_in in text for stand_in in self.stand_ins.values()):
             raise ConfigError("the prompt holds a character for private use, U+F0000 or one behind it, which "
                               "stands for a control token; leave it out")
@@ -247,7 +248,7 @@ class ControlReader:
 
 
 def control_reader(tok: JsonTokenizer) -> ControlReader:
-    """The reader of a tokenizer's control tokens."""
+    """Make the reader of a tokenizer's control tokens."""
     import tokenizers
 
     processor = tokenizers.Tokenizer.from_str(tok.processor.to_str())
@@ -278,6 +279,6 @@ def control_reader(tok: JsonTokenizer) -> ControlReader:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the texts; of several at a place, the longest."""
+    """Compile a pattern that matches the texts, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,15 +1,16 @@
-"""Token files without an index. Each is known by its first bytes:
+"""Token files without an index, recognized by their first bytes:
 
     NumPy's .npy            a header with dtype and shape, then ids of 8 to 64 bits
     modded-nanogpt, llm.c   a header of 256 x i32 (magic, version, number of tokens, zeros), then ids whose
-                            width the magic tells: 20240520 (GPT-2) 16 bits, 20240801 (Llama 3) 32 bits
+                            width follows from the magic: 20240520 (GPT-2) 16 bits, 20240801 (Llama 3) 32 bits
     nanoGPT's .bin          ids of 16 bits, nothing else
 
-The last has no header. It is taken for ids of 16 bits only where the vocabulary fits into them, and where the
-file does not read as wider ids, as text or as another header; else data.dtype states what it is.
+The last has no header. It is read as 16-bit ids only if the vocabulary fits into them, and if the file does
+not look like wider ids, text or another header; otherwise data.dtype must say what it is.
 
-Documents are what end-of-document ids separate, found only where they are needed. There are no checksums; the
-ids of some blocks are compared with the vocabulary at the opening, those of every block at its first read.
+Documents are separated by end-of-document ids, which are only searched for when needed. There are no
+checksums; the ids of some blocks are compared with the vocabulary at opening, those of every block at its
+first read.
 Sources: github.com/karpathy/nanoGPT, github.com/karpathy/llm.c, github.com/KellerJordan/modded-nanogpt.
 """
 import codecs
@@ -29,37 +30,37 @@ ENDS = (".bin", ".npy")
 NPY_MAGIC = b"\x93NUMPY"
 SHARD_HEADER_BYTES = 1024
 GPT2_MAGIC = 20240520
-GPT2_EOD = 50256  # shards with this magic hold ids of GPT-2's tokenizer by definition
+GPT2_EOD = 50256  # shards with this magic hold GPT-2 ids by definition
 SHARDS = {GPT2_MAGIC: (1, "<u2"), 20240801: (7, "<u4")}  # {magic: (version, dtype of the ids)}
-OTHER_FILES = {  # {first bytes: of what}
+OTHER_FILES = {  # {first bytes: file type}
     b"\x1f\x8b\x08": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip (also torch.save's and .npz)",
     b"PAR1": "parquet",
     b"MMIDIDX": "Megatron's .idx",
 }
-PROBE = 1 << 20  # bytes of each end that the identity covers; also tokens searched for the next document
-WIDTH_SAMPLE = 1 << 16  # ids at each of three places from which the width of a file without a header is seen
+PROBE = 1 << 20  # bytes of each end covered by the identity; also tokens searched for the next document
+WIDTH_SAMPLE = 1 << 16  # ids read at each of three places to detect the width in a file without a header
 LEADING = 16  # numbers of a header before its zeros, at most
-CONTROL_BYTES = bytes({*range(32)} - set(b"\t\n\v\f\r\x1b"))  # which text does not have
-SMALL = 16  # the upper halves of wide ids are below it, in vocabularies of less than a million
+CONTROL_BYTES = bytes({*range(32)} - set(b"\t\n\v\f\r\x1b"))  # never in text
+SMALL = 16  # upper halves of wide ids are below it, if the vocabulary is under a million
 
 
 class RawLayout(NamedTuple):
-    """Where the ids of a file lie."""
+    """Position and dtype of the ids in a file."""
     dtype: np.dtype
     header_bytes: int
-    eod: int | None = None  # where the format itself says which id ends a document
+    eod: int | None = None  # if the format itself defines which id ends a document
 
 
 class RawShards(IndexedDataset):
-    """One file of ids as a stream of tokens.
+    """One file of ids as a token stream.
 
-    vocab: ids are below it. eod: the id that ends a document; none: not known. stated: data.dtype. ids: of
-    the tokenizer that made the file, which decides how wide they must be; none: as many as vocab.
+    vocab: ids are below it. eod: the id that ends a document, if known. stated: data.dtype. ids: number of
+    ids of the tokenizer that made the file, which determines their width; defaults to vocab.
 
-    `documents` is 0: their number is not known. Raises ConfigError if the file is not one of ids, or if their
-    width cannot be known.
+    `documents` is 0, since their number is unknown. Raises ConfigError if it is not a file of ids, or if
+    their width cannot be determined.
     """
 
     def __init__(self, path: pathlib.Path | str, vocab: int | None = None, eod: int | None = None, *,
@@ -82,20 +83,20 @@ class RawShards(IndexedDataset):
         parts = [str(size).encode(), self._raw[:PROBE].tobytes(), self._raw[-PROBE:].tobytes()]
         if self.dtype != np.dtype("<u2"):
             parts.append(self.dtype.str.encode())
-        # of both ends only: to read the whole file would take minutes
+        # of both ends only: reading the whole file would take minutes
         self.identity = hashlib.sha256(b"".join(parts)).hexdigest()
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
-        """The tokens strictly between `first` and `stop` that begin a document. Raises ConfigError if the
-        end-of-document id is not known."""
+        """Return the tokens strictly between `first` and `stop` that begin a document. Raises ConfigError if
+        the end-of-document id is unknown."""
         if self._eod is None:
             raise ConfigError(f"{self.bin}: data.doc_mask needs to know how documents end; "
                               "give data.tokenizer")
         return first + 1 + np.flatnonzero(self.read(first, stop - 1) == self._eod)
 
     def split_point(self, part: int, whole: int) -> int:
-        """The first start of a document at or after part/whole of the tokens; that token itself if no
-        document starts within PROBE tokens, or if the end-of-document id is not known."""
+        """Return the first document start at or after part/whole of the tokens, or that token itself if none
+        starts within PROBE tokens, or if the end-of-document id is unknown."""
         token = self.tokens * part // whole
         if token in (0, self.tokens) or self._eod is None:
             return token
@@ -103,8 +104,7 @@ class RawShards(IndexedDataset):
         return int(starts[0]) if len(starts) else token
 
     def check_ends(self, tok: TokenizerContract | None) -> None:
-        """Raises ConfigError if no id in the blocks that are looked at at the opening ends a document of the
-        tokenizer."""
+        """Raise ConfigError if no block probed at opening contains the tokenizer's end-of-document id."""
         if tok is None:
             return
         starts = 0
@@ -123,15 +123,16 @@ class RawShards(IndexedDataset):
 
 
 def is_raw_file(path: str) -> bool:
-    """Whether a path names a file of ids without an index."""
+    """Return whether a path names a file of ids without an index."""
     return path.endswith(ENDS) and os.path.isfile(path) and not os.path.exists(f"{path[:-4]}.idx")
 
 
 # ---- what a file is ----------------------------------------------------------------------------------------
 
 def layout_of(path: pathlib.Path, stated: str | None, ids: int | None) -> RawLayout:
-    """Where the ids lie, by the first bytes of a file. stated: data.dtype. ids: of the tokenizer, None if not
-    known. Raises ConfigError if it is another file, or if the width of the ids cannot be known."""
+    """Detect the layout from the first bytes of a file. `stated` is data.dtype, `ids` the number of the
+    tokenizer's ids if known. Raises ConfigError for another kind of file, or if the width of the ids cannot
+    be determined."""
     with open(path, "rb") as file:
         start = file.read(12)
     magic, version = np.frombuffer(start[:8].ljust(8, b"\0"), "<i4").tolist()
@@ -148,10 +149,10 @@ def layout_of(path: pathlib.Path, stated: str | None, ids: int | None) -> RawLay
 
 
 def npy_layout(path: pathlib.Path) -> RawLayout:
-    """The layout of NumPy's file. Raises ConfigError unless it holds one row of whole numbers."""
+    """Return the layout of a NumPy file. Raises ConfigError unless it holds one row of integers."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:  # an object array, or a file that is shorter than its header says
+    except ValueError as error:  # an object array, or a file shorter than its header says
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{path}: {path.stat().st_size} bytes are not the array that its header names "
                           f"({reason}): truncated or of another kind; restore it") from None
@@ -165,7 +166,8 @@ def npy_layout(path: pathlib.Path) -> RawLayout:
 
 
 def shard_layout(path: pathlib.Path, magic: int, version: int) -> RawLayout:
-    """The layout of a shard of llm.c or modded-nanogpt. Raises ConfigError if its size is another."""
+    """Return the layout of a shard of llm.c or modded-nanogpt.
+    Raises ConfigError if its size does not match."""
     known_version, dtype = SHARDS[magic]
     if version != known_version:
         raise ConfigError(f"{path}: begins as a shard of llm.c ({magic}), but of version {version}, where "
@@ -177,7 +179,7 @@ def shard_layout(path: pathlib.Path, magic: int, version: int) -> RawLayout:
 
 
 def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids: int | None) -> RawLayout:
-    """The layout of a file that begins with ids. Raises ConfigError as layout_of does."""
+    """Return the layout of a file that begins with ids. Raises ConfigError like layout_of."""
     state = "state it with data.dtype uint16, uint32 or uint64"
     if stated is None:
         for magic, kind in OTHER_FILES.items():
@@ -198,8 +200,8 @@ def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids:
 
 
 def check_beginning(path: pathlib.Path) -> None:
-    """Raises ConfigError if a file begins as text, or with a header of the size of SHARDS', but of none of
-    them."""
+    """Raise ConfigError if a file begins like text, or with an unknown header of the same size as those in
+    SHARDS."""
     with open(path, "rb") as file:
         start = file.read(SHARD_HEADER_BYTES)
     numbers = np.frombuffer(start[:len(start) // 4 * 4], "<i4")
@@ -217,7 +219,7 @@ def check_beginning(path: pathlib.Path) -> None:
 
 
 def check_size(path: pathlib.Path, layout: RawLayout, count: int | None) -> None:
-    """Raises ConfigError unless a file holds whole ids, `count` of them if that is known."""
+    """Raise ConfigError unless a file holds whole ids, `count` of them if known."""
     size = path.stat().st_size
     tokens, rest = divmod(size - layout.header_bytes, layout.dtype.itemsize)
     if rest or tokens < 1 or (count is not None and tokens != count):
@@ -227,8 +229,8 @@ def check_size(path: pathlib.Path, layout: RawLayout, count: int | None) -> None
 
 
 def width_shown(path: pathlib.Path) -> int:
-    """The bits of an id that a file shows if it is read as ids of 16: of wider ones, every second number, or
-    three of four, are small. Reads three places of it."""
+    """Return the width in bits that a file's ids appear to have when read as 16-bit numbers: with wider ids,
+    every second number, or three in four, are small. Reads three places of the file."""
     count = path.stat().st_size // 8  # groups of four
     groups = min(count, WIDTH_SAMPLE // 4)
     largest = np.zeros(4, int)
@@ -238,7 +240,7 @@ def width_shown(path: pathlib.Path) -> int:
         if len(sample):
             largest = np.maximum(largest, sample.reshape(-1, 4).max(0))
     is_large = (largest >= SMALL).tolist()
-    if groups < SMALL:  # too few to tell
+    if groups < SMALL:  # too few to decide
         return 16
     if sum(is_large) == 1:
         return 64

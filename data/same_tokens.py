@@ -1,8 +1,8 @@
-"""Which tokens of two tokenizers are the same, by their text: rows of an embedding that keep their meaning.
+"""Match tokens of two tokenizers by their text, to find embedding rows that keep their meaning.
 
-Tokens with a text are the same where their bytes are, whatever kind of tokenizer has them: "▁the" of
-sentencepiece and "Ġthe" of a byte-level BPE. Control tokens are the same by their name; without one of that
-name, as what ends a document, begins one or fills one up.
+Tokens with text match if their bytes are equal, across kinds of tokenizers: "▁the" in sentencepiece and
+"Ġthe" in byte-level BPE. Control tokens match by name, or failing that, by role: end of document, start of
+document, padding.
 """
 import numpy as np
 
@@ -14,15 +14,15 @@ FEW = 0.05  # of the ids that both have
 
 
 def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [vocab of here]
-    """For each id of `here` the id of `there` that means the same; NONE where there is none.
+    """Map each id of `here` to the id of `there` with the same meaning, or NONE.
 
-    Where several have one text, as a byte and a letter of sentencepiece, the last is taken: the letter, which
-    is what texts are made of.
+    If several ids have the same text, such as a byte and a letter in sentencepiece, take the last: the
+    letter, which is used to encode texts.
     """
     of_text = {meaning: token_id for token_id, meaning in enumerate(meanings(there)) if meaning is not None}
     same = [of_text.get(meaning, NONE) if meaning is not None else NONE for meaning in meanings(here)]
     found = np.array(same, np.int64)
-    for own, other in (  # one token may be several of them: it ends documents before all else
+    for own, other in (  # one token may have several roles: end of document takes precedence
         (here.contract.end, there.contract.end),
         (here.contract.start, there.contract.start),
         (here.contract.pad, there.contract.pad),
@@ -33,8 +33,8 @@ def ids_by_text(there: Tokenizer, here: Tokenizer) -> np.ndarray:  # int64 [voca
 
 
 def another_text(there: Tokenizer, here: Tokenizer) -> tuple[int, str, str] | None:
-    """(an id, its text there, its text here) where the two differ. None if at most FEW of the ids differ:
-    files spell white space in several ways."""
+    """Return (an id, its text there, its text here) if the two differ. Return None if at most FEW of the ids
+    differ, since files spell white space in several ways."""
     compared = [(token_id, theirs[1], ours[1])
                 for token_id, (theirs, ours) in enumerate(zip(meanings(there), meanings(here)))
                 if theirs and ours and theirs[1] and ours[1]]
@@ -47,7 +47,7 @@ def another_text(there: Tokenizer, here: Tokenizer) -> tuple[int, str, str] | No
 
 
 def meanings(tok: Tokenizer) -> list[tuple[str, bytes] | None]:
-    """The meaning of each id: ("text", its bytes), ("control", its name), or None without either."""
+    """Return the meaning of each id: ("text", its bytes), ("control", its name), or None without either."""
     found = token_texts(tok)
     of_ids: list[tuple[str, bytes] | None] = []
     for token_id, (text, name) in enumerate(zip(found.texts, found.names)):

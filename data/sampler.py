@@ -1,15 +1,15 @@
-"""Which window of tokens is sample k of a split: arithmetic on (seed, k), without a table.
+"""Map sample k of a split to a window of tokens: arithmetic on (seed, k), without a table.
 
-A sample is seq_len + 1 consecutive tokens of the split's stream. Neighbouring windows share one token, so
-that an epoch predicts every token but the first exactly once.
+A sample is seq_len + 1 consecutive tokens of the split's stream. Neighboring windows share one token, so an
+epoch predicts every token but the first exactly once.
 
-A run whose phases have sequences of several lengths (train.phases) shuffles spans, each of which holds one
-or more windows of every length. A phase takes the next unread spans and shuffles the windows in them.
+If the phases of a run use several sequence lengths (train.phases), spans are shuffled instead. A span
+holds one or more windows of every length. A phase takes the next unread spans and shuffles their windows.
 
 Each epoch visits its windows in the order of a keyed permutation: a Feistel network (Luby and Rackoff 1988)
-with cycle walking (Black and Rogaway 2002). The tokens that do not fill a window are left over; each epoch
-shifts all windows by a keyed share of them. This costs no memory, and microseconds in each step, for any
-number of windows up to 2**62.
+with cycle walking (Black and Rogaway 2002). Tokens that do not fill a window are left over; each epoch shifts
+all windows by a keyed part of them. This needs no memory, and microseconds per step, for any number of
+windows up to 2**62.
 """
 from dataclasses import dataclass
 
@@ -28,11 +28,11 @@ class WindowSampler:
 
     @property
     def count(self) -> int:
-        """Number of samples of an epoch."""
+        """Number of samples per epoch."""
         return (self.last - self.first - 1) // self.seq_len
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # int64 [n] -> 2 x int64 [n]
-        """Sample numbers -> ids (epoch * count + number of the window) and the first token of each window."""
+        """Map sample numbers to ids (epoch * count + window number) and the first token of each window."""
         samples = np.asarray(samples, np.int64)
         left_over = self.last - self.first - 1 - self.count * self.seq_len
         ids = np.empty_like(samples)
@@ -51,10 +51,10 @@ class WindowSampler:
 
 @dataclass(frozen=True)
 class SpanSampler:
-    """The samples of seq_len tokens in consecutive spans of the order of another sampler.
+    """Samples of seq_len tokens within consecutive spans, in the span order of another sampler.
 
-    spans: the sampler of whole spans, whose seq_len is the span's. first, last: of the spans, counted over
-    all epochs; last: None: all from the first on.
+    `spans` samples whole spans: its seq_len is the span's. `first` and `last` count spans over all epochs; if
+    `last` is None, the samples cover all spans from `first` on.
     """
     spans: WindowSampler
     seq_len: int
@@ -63,19 +63,19 @@ class SpanSampler:
 
     @property
     def in_span(self) -> int:
-        """Number of samples in a span."""
+        """Number of samples per span."""
         return self.spans.seq_len // self.seq_len
 
     @property
     def count(self) -> int:
-        """Number of samples of an epoch."""
+        """Number of samples per epoch."""
         return self.spans.count * self.in_span
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # int64 [n] -> 2 x int64 [n]
-        """Sample numbers, from 0 at the first span -> ids and the first token of each window.
+        """Map sample numbers (0 is in the first span) to ids and the first token of each window.
 
-        The windows of an epoch's spans are shuffled together, so that neighbouring samples come from
-        different spans.
+        The windows of an epoch's spans are shuffled together, so neighboring samples come from different
+        spans.
         """
         places = self.first * self.in_span + np.asarray(samples, np.int64)  # windows, counted over all epochs
         if self.in_span > 1:
@@ -85,7 +85,7 @@ class SpanSampler:
         return span_ids * self.in_span + parts, first_tokens + parts * self.seq_len
 
     def _shuffled(self, places: np.ndarray) -> np.ndarray:  # int64 [n] -> int64 [n]
-        """Permutes the windows [first span .. last span) of each epoch among themselves."""
+        """Permute the windows [first span .. last span) within each epoch."""
         shuffled = np.empty_like(places)
         epochs = places // self.count
         for epoch in np.unique(epochs).tolist():
@@ -102,7 +102,7 @@ class SpanSampler:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 64-bit seed from whole numbers; the same in every version of Python and numpy."""
+    """Derive a 64-bit seed from integers, the same in every version of Python and numpy."""
     state = 0
     for part in parts:
         mixed = mix_bits(np.array([(state ^ part) % 2**64], np.uint64))
@@ -111,7 +111,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def mix_bits(x: np.ndarray) -> np.ndarray:  # uint64 [n] -> uint64 [n]
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit changes every output bit."""
+    """Finalize as in splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -119,15 +119,15 @@ def mix_bits(x: np.ndarray) -> np.ndarray:  # uint64 [n] -> uint64 [n]
 
 
 def permute(indices: np.ndarray, size: int, seed: int) -> np.ndarray:  # int64 [n] -> int64 [n]
-    """Where the permutation of range(size) that `seed` selects sends each index."""
+    """Apply the permutation of range(size) selected by `seed` to each index."""
     num_bits = (size - 1).bit_length()
-    half_bits = np.uint64(max(1, -(-num_bits // 2)))  # of each half of the network: domain below 4 size
+    half_bits = np.uint64(max(1, -(-num_bits // 2)))  # in each half of the network: domain below 4 size
     half_mask = (np.uint64(1) << half_bits) - np.uint64(1)
     round_keys = mix_bits(np.uint64(seed % 2**64) ^ np.arange(ROUNDS, dtype=np.uint64))
 
     x = np.asarray(indices).astype(np.uint64)
     outside = np.ones(len(x), bool)
-    while outside.any():  # cycle walking: encrypt again what is not below size; that keeps it a permutation
+    while outside.any():  # cycle walking: encrypt values not below size again; keeps it a permutation
         left = x[outside] >> half_bits
         right = x[outside] & half_mask
         for round_key in round_keys:

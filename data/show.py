@@ -1,4 +1,4 @@
-"""Prepared documents as text again, with what the loss counts: to look at a mask before it is trained."""
+"""Decode prepared documents with their loss mask, to inspect it before training."""
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class ShownPart(NamedTuple):
 
 
 class ShownDocument(NamedTuple):
-    """A document. number: from 1, of `documents`."""
+    """A document. `number` counts from 1, out of `documents`."""
     number: int
     documents: int
     tokens: int
@@ -27,7 +27,7 @@ class ShownDocument(NamedTuple):
 
 
 def shown_documents(prefix: pathlib.Path | str, count: int) -> Iterator[ShownDocument]:
-    """The first documents of PREFIX. Raises ConfigError if it cannot be read."""
+    """Yield the first documents of PREFIX. Raises ConfigError if it cannot be read."""
     if not pathlib.Path(f"{prefix}.idx").exists():
         raise ConfigError(f"{prefix}.idx: No such file; --show prints what was prepared as --out")
     dataset = IndexedDataset(prefix)
@@ -45,7 +45,7 @@ def shown_documents(prefix: pathlib.Path | str, count: int) -> Iterator[ShownDoc
 
 
 def visible_text(tok: Tokenizer, ids: list[int]) -> str:
-    """The text of ids, control tokens by their names."""
+    """Decode ids, with control tokens shown by name."""
     shown = ""
     waiting: list[int] = []
     for token_id in ids:
@@ -58,7 +58,7 @@ def visible_text(tok: Tokenizer, ids: list[int]) -> str:
 
 
 def control_name(tok: Tokenizer, token_id: int) -> str:
-    """The text that stands for a control token."""
+    """Return the name of a control token."""
     if isinstance(tok, ByteTokenizer):
         return tok.contract.end.text
     if isinstance(tok, JsonTokenizer):

@@ -1,17 +1,17 @@
-"""Where each source stands when a phase of the run begins: arithmetic on train.phases, without a table.
+"""Where each source starts when a phase of the run begins: arithmetic on train.phases, without a table.
 
-A source is a path of data.path (if a blend names it twice, the first and the second are two sources). It
-keeps its order of samples from phase to phase, under whatever weights and beside whatever other sources:
+A source is a path in data.path (a path that a blend names twice is two sources). It keeps its sample order
+across phases, whatever its weight and whatever other sources there are:
 
-- A phase with sequences of the same length goes on with the next sample. None is lost, none comes twice.
-- A phase with another length, of the same span (data.span), goes on with the next span that is wholly
-  unread. Nothing comes twice before the epoch ends. What the last phase has not read of its spans is left out
-  of this epoch: less than one span in all, for each source and change of length.
-- A phase with another span begins the source's next epoch.
-- With data.pack best_fit there are no spans: a phase with another length packs the unread rest of the
-  epoch (best_fit.py). Nothing is lost, none comes twice.
+- A phase with the same sequence length continues with the next sample. None is lost or repeated.
+- A phase with another length but the same span (data.span) continues with the next completely unread span.
+  Nothing repeats within the epoch. The unread rest of the previous phase's spans is skipped in this epoch:
+  less than one span in total, for each source and change of length.
+- A phase with another span starts the source's next epoch.
+- With data.pack best_fit there are no spans: a phase with another length packs the unread rest of the epoch
+  (best_fit.py). Nothing is lost or repeated.
 
-A source that comes back after phases without it stands where it was.
+A source that returns after phases without it resumes where it stopped.
 """
 from dataclasses import dataclass, replace
 
@@ -23,15 +23,15 @@ from data import blend
 from data.best_fit import PackedSampler, pack_ranges
 from data.sampler import SpanSampler, WindowSampler
 
-Source = tuple[str, int]  # a path of data.path, and how often the blend has named it before
+Source = tuple[str, int]  # a path in data.path, and how many times the blend has named it before
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """The part of one source that consecutive phases read in sequences of one length.
+    """The part of one source that consecutive phases read in sequences of the same length.
 
-    segment: the number of these phases' turn. span: tokens that stay together. samples: how many are read;
-    None: the source is read so to the end.
+    `segment` numbers these phases. `span` is how many tokens stay together. `samples` is how many are read;
+    None reads to the end of the run.
     """
     segment: int
     span: int
@@ -45,10 +45,11 @@ class Stretch:
 
 @dataclass(frozen=True)
 class SourceStart:
-    """Where a source stands when a phase begins.
+    """Position of a source when a phase begins.
 
-    number: of the source in the run, in the order in which phases name them; its order of samples depends on
-    it. before: what was read of it. now: what is read in this phase, and others like it. offset: a sample's
+    number: index of the source in the run, in the order in which phases name them; it selects the sample
+    order.
+    before: stretches already read. now: the stretch read in this phase and others like it. offset: a sample's
     number in the blend + offset is its number in `now`.
     """
     number: int
@@ -61,11 +62,11 @@ class SourceStart:
         return max(stretch.span for stretch in (*self.before, self.now))
 
     def sampler(self, first: int, last: int, seed: int) -> SpanSampler:
-        """The sampler of this stretch of the tokens [first, last). seed: of the source's order."""
-        next_span = 0  # to read, counted over all epochs
+        """Make the sampler of this stretch for the tokens [first, last), with the source's seed."""
+        next_span = 0  # next span to read, counted over all epochs
         span = (self.before or (self.now,))[0].span
         for stretch in (*self.before, self.now):
-            if stretch.span != span:  # another order: the next epoch begins
+            if stretch.span != span:  # another order: start the next epoch
                 epochs = -(-next_span // WindowSampler(first, last, span, seed).count)
                 span = stretch.span
                 next_span = epochs * WindowSampler(first, last, span, seed).count
@@ -76,8 +77,8 @@ class SourceStart:
         return SpanSampler(WindowSampler(first, last, span, seed), self.now.seq_len, begin, end)
 
     def packed_sampler(self, documents: np.ndarray, seed: int) -> PackedSampler:
-        """The sampler of this stretch with data.pack best_fit. documents: those of the split, int64 [n, 2].
-        seed: of the source's order."""
+        """Make the sampler of this stretch with data.pack best_fit. `documents` int64 [n, 2] are the split's,
+        and `seed` is the source's."""
         def sampler_of(stretch: Stretch) -> PackedSampler:
             whole = pack_ranges(documents, stretch.seq_len)
             rest = whole if unread is None else pack_ranges(unread, stretch.seq_len)
@@ -92,10 +93,10 @@ class SourceStart:
 
 @dataclass(frozen=True)
 class PhaseReading:
-    """The data of a phase.
+    """The data that a phase reads.
 
-    sequences_before: of this blend, in the phases right before with the same data.path. last_step: of the
-    phase, None for the last.
+    `sequences_before` counts the sequences of this blend in the directly preceding phases with the same
+    data.path. `last_step` is the phase's last step, or None for the last phase.
     """
     phase: Phase
     mix: blend.Blend
@@ -105,18 +106,18 @@ class PhaseReading:
     last_step: int | None
 
     def steps_from(self, step: int, count: int) -> range:
-        """At most `count` steps of the phase from `step` (from 0) on."""
+        """Return at most `count` steps of the phase, starting at `step` (from 0)."""
         return range(step, step + count if self.last_step is None else min(step + count, self.last_step))
 
     def sequences_left(self, count: int) -> int:
-        """`count`, or what the phase reads if that is less."""
+        """Return `count`, or the number of sequences that the phase reads if that is less."""
         if self.last_step is None:
             return count
         return min(count, sequences_seen(self.phase.cfg.train, self.last_step - self.phase.steps_before))
 
 
 def read_phases(phases: Phases) -> list[PhaseReading]:
-    """The data of each phase of a run. Raises ConfigError for a data.path that cannot be parsed."""
+    """Return the data of each phase of a run. Raises ConfigError if a data.path cannot be parsed."""
     blends = [blend.parse_blend(phase.cfg.data.path) for phase in phases.all]
     sources_of = [named_sources(paths) for _, paths in blends]
     numbers: dict[Source, int] = {}
@@ -127,7 +128,7 @@ def read_phases(phases: Phases) -> list[PhaseReading]:
     before = sequences_before_phases(phases)
     segments = segments_of(phases)
     stretches: dict[Source, list[Stretch]] = {source: [] for source in numbers}
-    places: list[dict[Source, tuple[int, int]]] = []  # of each phase: {source: (stretch, samples before)}
+    places: list[dict[Source, tuple[int, int]]] = []  # for each phase: {source: (stretch, samples before)}
     for phase, (mix, _), sources in zip(phases.all, blends, sources_of):
         places.append({})
         first = before[phase.number - 1]
@@ -166,21 +167,21 @@ def named_sources(paths: list[str]) -> list[Source]:
 
 
 def extend(stretches: list[Stretch], here: Stretch) -> tuple[int, int]:
-    """Adds what a phase reads to the stretches of a source.
+    """Add what a phase reads to the stretches of a source.
 
-    Returns (the index of the stretch, the samples in it before the phase).
+    Return (the index of the stretch, the samples in it before the phase).
     """
     last = stretches[-1] if stretches else None
     if last is None or last.segment != here.segment:
         stretches.append(here)
         return len(stretches) - 1, 0
-    assert last.samples is not None  # the phase before it has ended
+    assert last.samples is not None  # the previous phase has ended
     stretches[-1] = replace(here, samples=None if here.samples is None else last.samples + here.samples)
     return len(stretches) - 1, last.samples
 
 
 def segments_of(phases: Phases) -> list[int]:
-    """Of each phase: a number that consecutive phases with sequences of one length have in common."""
+    """Return a segment number for each phase, equal for consecutive phases with the same sequence length."""
     found = [0]
     for phase, following in zip(phases.all, phases.all[1:]):
         is_same = phase.cfg.train.seq_len == following.cfg.train.seq_len
@@ -189,7 +190,8 @@ def segments_of(phases: Phases) -> list[int]:
 
 
 def sequences_before_phases(phases: Phases) -> list[int]:
-    """Of each phase: the sequences of its blend in the phases right before it with the same data.path."""
+    """Return for each phase the sequences of its blend in directly preceding phases with the same
+    data.path."""
     found = [0]
     for phase, following in zip(phases.all, phases.all[1:]):
         steps = following.steps_before - phase.steps_before

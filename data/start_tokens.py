@@ -1,9 +1,10 @@
-"""Documents with a start token (BOS), put in front of each as it is read.
+"""Prepend a start token (BOS) to each document as it is read.
 
-Prepared files hold none, so that one file serves models with and without. A file whose documents begin with
-the token already is read as it is. Nothing predicts a start token: as a target it does not count.
+Prepared files contain none, so that one file serves models with and without it. A file whose documents
+already begin with the token is read unchanged. Start tokens are never predicted: as targets they do not
+count.
 
-    with_starts    an index -> the index that a run reads
+    with_starts    wraps an index into the index that a run reads
 """
 import bisect
 import hashlib
@@ -18,14 +19,14 @@ from data.loss_mask import LossMask
 from data.prompts import start_token
 from data.tokenizer import Tokenizer
 
-PROBED_DOCUMENTS = 16  # whose first token is looked at
-PROBED_TOKENS = 1 << 16  # of a file without an index, in which they are looked for
+PROBED_DOCUMENTS = 16  # whose first token is checked
+PROBED_TOKENS = 1 << 16  # searched for documents in a file without an index
 
 
 class StartedDocuments:
-    """An IndexedDataset to whose documents the token `start` is added, with the same interface.
+    """An IndexedDataset with the token `start` before each document, with the same interface.
 
-    Document d begins at its token in the file, plus d. files: the IndexedDataset.
+    Document d begins at its token in the file, plus d. `files` is the IndexedDataset.
     """
 
     def __init__(self, index: IndexedDataset, start: int) -> None:
@@ -55,39 +56,40 @@ class StartedDocuments:
     def check_unchanged(self) -> None:
         self.files.check_unchanged()
 
-    # ---- places --------------------------------------------------------------------------------------------
+    # ---- positions
+    # ---------------------------------------------------------------------------------------------
 
     def document_start(self, number: int) -> int:
-        """First token of a document; for `number` = documents: the end of the stream."""
+        """Return the first token of a document, or the end of the stream if `number` = documents."""
         return self.files.document_start(number) + number
 
     def document_at(self, token: int) -> int:
-        """The document that holds a token."""
+        """Return the document that contains a token."""
         return self._starts_before(token + 1) - 1
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
-        """The tokens strictly between `first` and `stop` that begin a document."""
+        """Return the tokens strictly between `first` and `stop` that begin a document."""
         numbers = np.arange(self._starts_before(first + 1), self._starts_before(stop))
         return self.files.document_firsts(numbers) + numbers
 
     def split_point(self, part: int, whole: int) -> int:
-        """As of IndexedDataset: of the same document."""
+        """Like IndexedDataset.split_point, at the same document."""
         return self.document_start((2 * self.documents * part + whole) // (2 * whole))
 
     def _starts_before(self, token: int) -> int:
-        """The number of documents that begin before a token."""
+        """Count the documents that begin before a token."""
         return bisect.bisect_left(range(self.documents), token, key=self.document_start)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def read(self, first: int, stop: int) -> np.ndarray:  # int64 [stop - first]
-        """The ids of the tokens [first, stop). Raises as IndexedDataset.read does."""
+        """Read the ids of the tokens [first, stop). Raises like IndexedDataset.read."""
         before, places = self._starts_in(first, stop)
         ids = self.files.read(first - before, stop - before - len(places))
         return np.insert(ids.astype(np.int64), places, self._start)
 
     def counted(self, first: int, stop: int) -> np.ndarray:  # bool [stop - first]
-        """Does the loss count each of the tokens [first, stop) as a target? No start token."""
+        """Return whether the loss counts each of the tokens [first, stop). Start tokens never count."""
         before, places = self._starts_in(first, stop)
         begin, end = first - before, stop - before - len(places)
         counted = self.files.counted(begin, end)
@@ -95,8 +97,8 @@ class StartedDocuments:
         return np.insert(counted, places, False)
 
     def _starts_in(self, first: int, stop: int) -> tuple[int, np.ndarray]:
-        """How many start tokens stand before `first`, and for each of those in [first, stop) the place among
-        the file's tokens in the range before which it stands."""
+        """Return how many start tokens precede `first`, and for each one in [first, stop) the index of the
+        file token that it precedes, within the range."""
         before = self._starts_before(first)
         numbers = np.arange(before, self._starts_before(stop))
         return before, self.files.document_firsts(numbers) - (first - before)
@@ -106,10 +108,11 @@ Index = IndexedDataset | StartedDocuments
 
 
 def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | None, name: str) -> Index:
-    """The index with the start tokens that a run reads. wanted: data.bos. name: as in data.path.
+    """Return the index with the start tokens that a run reads. `wanted` is data.bos; `name` is from
+    data.path.
 
-    Conversations that a chat template has written stay as they are. Raises ConfigError where the documents
-    contradict data.bos or the tokenizer, and where they cannot be found.
+    Conversations rendered by a chat template stay unchanged. Raises ConfigError if the documents contradict
+    data.bos or the tokenizer, or if they cannot be found.
     """
     if tok is None:
         if wanted:
@@ -125,7 +128,7 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
         return index
     firsts = first_ids(index)
     num_begun = int((firsts == known.id).sum())
-    ends_alike = known.id == tok.eod  # then the end of the document before stands in front, too
+    ends_alike = known.id == tok.eod  # then the previous document's end token also comes first
     if start is None:
         if num_begun and not ends_alike:
             raise ConfigError(f"data.bos: false, but documents of {name} begin with {known}; leave it out, "
@@ -143,13 +146,12 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
 
 
 def files_of(index: Index) -> IndexedDataset:
-    """The files that an index reads, as they are."""
+    """Return the underlying files of an index."""
     return index.files if isinstance(index, StartedDocuments) else index
 
 
 def first_ids(index: IndexedDataset) -> np.ndarray:  # [at most PROBED_DOCUMENTS]
-    """The first token of some documents that have one: evenly spaced, or of a file without an index the first
-    ones."""
+    """Return the first tokens of some nonempty documents: evenly spaced, or the first without an index."""
     if index.documents:
         numbers = np.linspace(0, index.documents - 1, min(index.documents, PROBED_DOCUMENTS)).round()
         places = index.document_firsts(numbers.astype(int))

@@ -1,7 +1,7 @@
-"""How much of what a run reads counts in its loss, from a bounded number of its sequences.
+"""Estimate how much of a run's data counts in its loss, from a bounded number of its sequences.
 
-The order of sequences is shuffled, so the first of a run are spread over its data. Read are the bits of the
-loss mask and where documents begin; tokens only of files without an index.
+The order of sequences is shuffled, so a run's first sequences are spread over its data. Only the loss mask
+and the document starts are read, and tokens only in files without an index.
 """
 from dataclasses import dataclass
 
@@ -10,16 +10,15 @@ import numpy as np
 from data.start_tokens import Index
 from data.window import counted_targets
 
-SAMPLED_SEQUENCES = 512  # that a start looks at, at most
+SAMPLED_SEQUENCES = 512  # maximum checked at startup
 
 
 @dataclass(frozen=True)
 class TargetCounts:
-    """The counted targets of `looked_at` out of `sequences` sequences.
+    """Counted targets in `looked_at` out of `sequences` sequences.
 
-    places: targets that they would have if all counted. targets: those that count. empty: sequences without
-    any. cut: targets in conversations that begin before their sequence; None where there are no
-    conversations.
+    places: targets if all of them counted. targets: those that count. empty: sequences without any. cut:
+    targets in conversations that begin before their sequence, or None if there are no conversations.
     """
     looked_at: int
     sequences: int
@@ -29,7 +28,7 @@ class TargetCounts:
     cut: int | None
 
     def describe(self) -> str:
-        """One line for the run's header."""
+        """Return one line for the run's header."""
         parts = [
             f"{100 * self.targets / self.places:.1f} % of targets count",
             f"{100 * self.empty / self.looked_at:.1f} % of sequences have none that does",
@@ -43,10 +42,10 @@ class TargetCounts:
 
 
 def number_of_targets(counted: np.ndarray | None, starts: np.ndarray | None, seq_len: int) -> int:
-    """The targets of a sequence that count, as data/pack.py marks them.
+    """Return how many targets of a sequence count, as data/pack.py marks them.
 
-    counted: bool [seq_len + 1], or None for all. starts: slots from 1 on that begin a document, whose first
-    token does not count then; None without data.doc_mask.
+    `counted` is bool [seq_len + 1], or None for all. `starts` are the slots from 1 on that begin a document,
+    whose first token then does not count; None without data.doc_mask.
     """
     is_target = np.ones(seq_len + 1, bool) if counted is None else counted.copy()
     is_target[0] = False
@@ -56,7 +55,7 @@ def number_of_targets(counted: np.ndarray | None, starts: np.ndarray | None, seq
 
 
 def cut_targets(index: Index, first: int, stop: int) -> int:
-    """The counted targets among the tokens (first, stop) whose document begins before `first`."""
+    """Return the counted targets among the tokens (first, stop) whose document begins before `first`."""
     if index.document_start(index.document_at(first)) == first:
         return 0
     starts = index.document_starts(first, stop)

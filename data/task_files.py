@@ -1,15 +1,15 @@
-"""Files of tasks, which score a model by how likely it finds given answers (eval.tasks, scripts.evaluate).
+"""Task files, which score a model by the likelihood of given answers (eval.tasks, scripts.evaluate).
 
-    file.jsonl    one example a line, in any layout of LAYOUTS
-    folder        all its .jsonl files; with a core.yaml, the tasks that this lists (the form of CORE)
+    file.jsonl    one example per line, in any of the LAYOUTS
+    folder        all its .jsonl files; with a core.yaml, the tasks listed there (CORE's format)
 
-A task of choices asks which of several answers the model finds the likeliest. A task of continuations asks
-whether the answer is what the model would write.
+A multiple-choice task asks which of several answers the model finds most likely. A continuation task asks
+whether the model would write the answer.
 
-CORE (arXiv 2406.11794) is a set of such tasks. Its folder has core.yaml (icl_tasks: label,
+CORE (arXiv 2406.11794) is a set of such tasks. Its folder contains core.yaml (icl_tasks: label,
 dataset_uri, num_fewshot, icl_task_type, continuation_delimiter), the files in eval_data/, and
-eval_meta_data.csv with the accuracy of guessing in percent. The order of the examples, and those that a
-prompt shows, are drawn with nanochat's seeds.
+eval_meta_data.csv with the accuracy of guessing in percent. The order of the examples, and the few-shot
+examples in a prompt, are drawn with nanochat's seeds.
 """
 import csv
 import json
@@ -22,35 +22,35 @@ from typing import Any, NamedTuple
 
 from config import ConfigError, read_yaml
 
-ORDER_SEED = 1337  # of the order of a task's examples
-SHOTS_SEED = 1234  # + index of the example: of the examples that its prompt shows
+ORDER_SEED = 1337  # for the order of a task's examples
+SHOTS_SEED = 1234  # + example index: selects the few-shot examples in its prompt
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-CHOICE_TYPES = ("multiple_choice", "schema")  # of CORE
+CHOICE_TYPES = ("multiple_choice", "schema")  # in CORE
 TEXT_TYPE = "language_modeling"
 
 
 class Option(NamedTuple):
-    """A text in two parts. The second is scored."""
+    """A text in two parts. The second part is scored."""
     context: str
     continuation: str
 
 
 @dataclass(frozen=True)
 class Example:
-    """options[answer] is right; a single one is a text that the model should write."""
+    """An example: options[answer] is correct, or a single option is the text that the model should write."""
     options: tuple[Option, ...]
     answer: int
     place: str  # file:line
-    delimiter: str | None = None  # between context and continuation; the task's without it
+    delimiter: str | None = None  # between context and continuation; defaults to the task's
 
 
 @dataclass(frozen=True)
 class ScoredTask:
     """Examples of one kind.
 
-    delimiter: between context and continuation. Without it a space, where neither has one.
-    shots: examples that each prompt shows. baseline: the accuracy of guessing.
-    in_core: whether its centered accuracy is a part of CORE.
+    delimiter: between context and continuation; defaults to a space, unless one of the two already has one.
+    shots: few-shot examples in each prompt. baseline: the accuracy of guessing.
+    in_core: whether its centered accuracy is part of CORE.
     """
     name: str
     examples: tuple[Example, ...]
@@ -64,7 +64,7 @@ class ScoredTask:
         return len(self.examples[0].options) > 1
 
     def prompt(self, index: int) -> str:
-        """The text before the context of an example: `shots` others of the task, with their answers."""
+        """Return the few-shot text before an example's context: `shots` others of the task, with answers."""
         if not self.shots:
             return ""
         others = [other for other in range(len(self.examples)) if other != index]
@@ -77,7 +77,7 @@ class ScoredTask:
         return "".join(f"{text}\n\n" for text in texts)
 
     def before(self, example: Example, option: Option) -> str:
-        """The context of an option and the delimiter."""
+        """Return the context of an option, and the delimiter."""
         delimiter = self.delimiter if example.delimiter is None else example.delimiter
         if delimiter is not None:
             return option.context + delimiter
@@ -86,13 +86,13 @@ class ScoredTask:
 
 
 # ---- layouts of a line -------------------------------------------------------------------------------------
-# Each function reads an item whose keys are there. ValueError: what is wrong, after "FILE:LINE: ".
+# Each function reads an item that has the required keys. ValueError says what is wrong, after "FILE:LINE: ".
 
 Item = dict[str, Any]
 
 
 class Content(NamedTuple):
-    """Of an example."""
+    """The parts of an example."""
     options: list[Option]
     answer: int
 
@@ -104,7 +104,7 @@ def text_of(item: Item, key: str) -> str:
 
 
 def texts_of(item: Item, key: str) -> list[str]:
-    """At least two texts."""
+    """Return a list of at least two texts."""
     value = item[key]
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) for text in value):
         raise ValueError(f"{key} must be a list of two texts or more")
@@ -112,7 +112,7 @@ def texts_of(item: Item, key: str) -> list[str]:
 
 
 def index_of(item: Item, key: str, count: int) -> int:
-    """An index into `count` choices, as a number or its digits."""
+    """Return an index into `count` choices, given as a number or its digits."""
     value = item[key]
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
@@ -155,7 +155,7 @@ def read_hellaswag(item: Item) -> Content:
 
 
 def plain_wikihow(text: str) -> str:
-    """Without the marks that HellaSwag keeps of the pages of WikiHow."""
+    """Remove the WikiHow markup that HellaSwag keeps."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -166,7 +166,7 @@ def read_piqa(item: Item) -> Content:
 
 
 def read_winogrande(item: Item) -> Content:
-    """Partial evaluation (arXiv 1806.02847): what follows the gap is scored after each name in the gap."""
+    """Partial evaluation (arXiv 1806.02847): score the text after the gap, with each name in the gap."""
     start, gap, end = text_of(item, "sentence").partition("_")
     if not gap:
         raise ValueError("sentence has no _ for the option")
@@ -185,7 +185,7 @@ def read_boolq(item: Item) -> Content:
 
 
 def read_arc(item: Item) -> Content:
-    """ARC and OpenBookQA: as published, or as exported by the package datasets."""
+    """ARC and OpenBookQA, as published or as exported by the datasets package."""
     found, asked = item.get("choices"), item["question"]
     if isinstance(asked, dict):
         found, asked = asked.get("choices"), asked.get("stem")
@@ -200,7 +200,7 @@ def read_arc(item: Item) -> Content:
 
 
 def read_mmlu(item: Item) -> Content:
-    """The answers stand in the prompt, and their letters are scored."""
+    """Put the answers in the prompt, and score their letters."""
     endings = texts_of(item, "choices")
     letters = list(LETTERS[:len(endings)])
     answer = letters.index(item["answer"]) if item["answer"] in letters else None
@@ -211,7 +211,7 @@ def read_mmlu(item: Item) -> Content:
 
 
 def read_lambada(item: Item) -> Content:
-    """The last word is to be written (arXiv 1606.06031)."""
+    """Score the last word (arXiv 1606.06031)."""
     start, _, word = text_of(item, "text").strip().rpartition(" ")
     if not start:
         raise ValueError("text has one word, and nothing before it")
@@ -223,12 +223,12 @@ def question(text: str) -> str:
 
 
 class Layout(NamedTuple):
-    """keys: an item that has all of them is read with `read`."""
+    """Items that have all of `keys` are parsed with `read`."""
     keys: str
     read: Callable[[Item], Content]
 
 
-LAYOUTS = (  # the first that fits
+LAYOUTS = (  # the first match is used
     Layout("context choices answer", read_choices),
     Layout("query choices gold", read_core_choices),
     Layout("context_options continuation gold", read_schema),
@@ -249,11 +249,11 @@ LAYOUTS = (  # the first that fits
 def read_tasks(
     key: str, paths: str, limit: int | None = None, shots: int | None = None
 ) -> list[ScoredTask]:
-    """The tasks of files and folders, PATH[,PATH...].
+    """Read the tasks of files and folders, PATH[,PATH...].
 
-    key: what the user set, for messages. limit: examples of a task, or None for all. shots: examples that a
-    prompt shows, or None for as many as core.yaml says, and none elsewhere.
-    Raises ConfigError, which names the file and the line.
+    `key` names the user's option in messages. `limit` caps the examples of a task. `shots` is the number of
+    few-shot examples, which defaults to the one in core.yaml, and to none elsewhere.
+    Raises ConfigError naming the file and the line.
     """
     tasks: list[ScoredTask] = []
     for word in paths.split(","):
@@ -286,7 +286,7 @@ def read_path(path: Path, limit: int | None, shots: int | None) -> Iterator[Scor
 
 
 def read_file(path: Path, limit: int | None, shots: int | None) -> ScoredTask:
-    """A task of the file's name. Guessing is right as often as one of equal choices is."""
+    """Read a task named after its file. Guessing picks among equal choices."""
     examples = read_examples(path)
     counts = [len(example.options) for example in examples]
     guessed = sum(1 / count for count in counts) / len(counts) if counts[0] > 1 else 0.0
@@ -303,7 +303,7 @@ def make_task(
     delimiter: str | None = None,
     in_core: bool = False,
 ) -> ScoredTask:
-    """The task with at most `limit` of the examples, in an order that depends on their number alone."""
+    """Make a task with at most `limit` of the examples, in an order that only depends on their number."""
     random.Random(ORDER_SEED).shuffle(examples)
     kept = examples[:limit]
     if shots >= len(kept):
@@ -313,7 +313,7 @@ def make_task(
 
 
 def read_examples(path: Path) -> list[Example]:
-    """The examples of a file, in their order: all with choices, or all without.
+    """Read the examples of a file in order: all with choices, or all without.
 
     Raises ConfigError, OSError.
     """
@@ -337,7 +337,7 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def read_example(line: bytes, place: str) -> Example:
-    """Raises ValueError."""
+    """Parse one line of a file. Raises ValueError."""
     try:
         item = json.loads(line)
     except UnicodeDecodeError:
@@ -366,7 +366,7 @@ def read_example(line: bytes, place: str) -> Example:
 
 
 def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[ScoredTask]:
-    """The tasks of a folder in CORE's form."""
+    """Read the tasks of a folder in CORE's format."""
     listing = folder / "core.yaml"
     entries = read_yaml(listing).get("icl_tasks")
     if not isinstance(entries, list) or not entries:
@@ -400,7 +400,7 @@ def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[Sc
 
 
 def read_baselines(path: Path) -> dict[str, float]:
-    """{task: the accuracy of guessing, from 0 to 1}; the file has percent."""
+    """Return {task: accuracy of guessing, from 0 to 1}; the file has percent."""
     baselines: dict[str, float] = {}
     with open(path, encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)

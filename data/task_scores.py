@@ -1,22 +1,22 @@
-"""Scores of tasks: texts -> rows of tokens -> log-probabilities of the answers -> accuracy and bits per byte.
+"""Task scores: texts -> rows of tokens -> log-probabilities of the answers -> accuracy and bits per byte.
 
-The tokens of an answer. Context and answer are encoded as one text, as training saw text. Scored is what
-follows the tokens that the context alone begins with, less the space at its end: so a space between context
-and answer belongs to the answer, and a token that both share is scored whole. lm-eval does the same, but for
-shared tokens: there it scores the last ones of the text. A text begins with the start token, where the model
-has one (prompts.py); else an empty context is the token that ends a document. Tokens beyond the model's
-context are dropped from the left.
+Answer tokens. Context and answer are encoded as one text, as in training. The context is also encoded alone,
+without trailing space, and the scored tokens are those after the prefix that both encodings share. So a space
+between context and answer belongs to the answer, and a token that spans both is scored whole. lm-eval does
+the same, except that it then scores the last tokens of the text. A text begins with the start token, if the
+model has one (prompts.py); otherwise an empty context is the end-of-document token. Tokens beyond the model's
+context length are dropped from the left.
 
-The metrics of a task of choices:
+Metrics of a multiple-choice task:
 
-    acc         the right answer has the largest log-probability; of equal ones, the first counts
+    acc         the correct answer has the largest log-probability; on ties, the first counts
     acc_norm    the same, per byte of the answer (lm-eval divides by characters)
     acc_token   the same, per token (CORE)
-    bpb         -log2 p(right answer) per byte of it, the mean over examples: smooth where accuracy is not
+    bpb         -log2 p(correct answer) per byte of it, averaged over examples: smooth where accuracy is not
     centered    (accuracy - baseline) / (1 - baseline), with acc_token
 
-Of continuations: acc (each token is the likeliest), bpb and centered (of acc). CORE is the mean of `centered`
-over its tasks (arXiv 2406.11794). The bytes are those of the answer in UTF-8, without space before it.
+A continuation task has acc (each token is the most likely one), bpb and centered (from acc). CORE is the mean
+of `centered` over its tasks (arXiv 2406.11794). Bytes are the answer's in UTF-8, without leading space.
 """
 import math
 import time
@@ -34,40 +34,40 @@ from kernels.cross_entropy import IGNORE_INDEX
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
-LENGTH_UNIT = 16  # tokens: rows are padded to a multiple of it (fp8 needs it; fewer shapes to compile for)
+LENGTH_UNIT = 16  # tokens: rows are padded to a multiple of it (for fp8, and for fewer shapes to compile)
 
-# (tokens [b, s], targets [b, s]) -> [2, n] of the n counted targets, row by row: log-probability in nats, and
-# 1 where it is the likeliest, else 0. None on ranks that do not have the last layers.
+# (tokens [b, s], targets [b, s]) -> [2, n] for the n counted targets, row by row: log-probability in nats,
+# and 1 for the most likely token, else 0. None on ranks without the last layers.
 Forward = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class TextRow(NamedTuple):
-    """A text: its ids [n]. The last of them are scored."""
+    """The ids [n] of a text. The last `num_scored` are scored."""
     ids: Tensor
     num_scored: int
 
 
 class Score(NamedTuple):
-    """Of the scored ids of a row: the sum of log-probabilities (nats), and whether each is the likeliest."""
+    """Sum of log-probabilities (nats) of a row's scored ids, and whether each is the most likely token."""
     log_prob: float
     is_likeliest: bool
 
 
 @dataclass(frozen=True)
 class Round:
-    """The rows that all ranks compute at the same time, in batches of the same shape."""
-    indices: list[int]  # of rows; rank r of n has every n-th from the r-th on
-    rows: int  # of a rank; those that are left over are empty
-    length: int  # tokens of a row
+    """The rows that all ranks compute at the same time, in batches of equal shape."""
+    indices: list[int]  # of rows; rank r of n takes every n-th, starting at r
+    rows: int  # per rank; surplus rows are empty
+    length: int  # tokens per row
 
 
 @dataclass(frozen=True)
 class EncodedTasks:
-    """Tasks as rows of tokens: those of a task follow each other, and so do those of an example."""
+    """Tasks as rows of tokens. The rows of a task are consecutive, and so are those of an example."""
     tasks: list[ScoredTask]
     rows: list[TextRow]
-    num_cut: int = 0  # rows that had more tokens than the model sees
-    num_unknown: int = 0  # tokens of text that the tokenizer does not know
+    num_cut: int = 0  # rows with more tokens than the context length
+    num_unknown: int = 0  # tokens of text unknown to the tokenizer
 
     @property
     def num_examples(self) -> int:
@@ -75,7 +75,7 @@ class EncodedTasks:
 
     @property
     def lost(self) -> str:
-        """What the model does not see of the texts; "" if it sees all."""
+        """Describes the text that the model does not see, or "" if it sees all."""
         parts = [f"{self.num_cut:,} cut at their beginning to model.context"] if self.num_cut else []
         parts += [f"{self.num_unknown:,} tokens unknown to the tokenizer"] if self.num_unknown else []
         return ", ".join(parts)
@@ -94,10 +94,10 @@ class EncodedTasks:
 def encode_tasks(
     key: str, tasks: list[ScoredTask], prompts: Prompts, context: int, special: bool = False
 ) -> EncodedTasks:
-    """context: tokens that the model sees at most. key: what the user set, for messages. special: control
-    tokens that a text spells are such.
+    """Encode tasks. `context` is the model's context length in tokens; `key` names the user's option in
+    messages. With `special`, control tokens spelled in a text are parsed.
 
-    Raises ConfigError, which names file and line, for an answer that has more tokens than that, or none.
+    Raises ConfigError naming file and line for an answer with more tokens than that, or with none.
     """
     rows: list[TextRow] = []
     num_cut = num_unknown = 0
@@ -117,7 +117,7 @@ def encode_tasks(
 
 
 def encode(before: str, continuation: str, prompts: Prompts, special: bool = False) -> TextRow:
-    """A text whose end, from `before` on, is scored. special: see encode_tasks."""
+    """Encode a text and score its end, after `before`. `special` is as in encode_tasks."""
     whole = prompts.document(before + continuation, special)
     known = prompts.document(before.rstrip(), special)
     shared = 0
@@ -132,9 +132,10 @@ def encode(before: str, continuation: str, prompts: Prompts, special: bool = Fal
 
 
 def divide_rows(rows: Sequence[TextRow], ranks: int, batch_tokens: int, multiple: int) -> list[Round]:
-    """Rounds of rows of similar length, the longest first.
+    """Group rows of similar length into rounds, the longest first.
 
-    batch_tokens: of one rank, with padding; a single row may have more. multiple: a length is one of it.
+    A rank has at most `batch_tokens` tokens including padding, unless a single row is longer. Lengths are
+    multiples of `multiple`.
     """
     unit = math.lcm(LENGTH_UNIT, multiple)
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
@@ -161,11 +162,11 @@ def score_rows(
     replicas: Group | None = None,
     stages: Group | None = None,
 ) -> list[Score]:
-    """The score of each row, the same on every rank.
+    """Return the score of each row, the same on every rank.
 
-    replicas: ranks that divide the rows among them; stages: ranks that divide the layers. None stands for one
-    rank. multiple: the length of a row is a multiple of it. Collective: one all-reduce of two numbers a row
-    over each of the groups, beside what `forward` exchanges.
+    `replicas` divide the rows, `stages` divide the layers; None means a single rank. Row lengths are
+    multiples of `multiple`. Collective: one all-reduce of two numbers per row over each group, in addition to
+    the communication in `forward`.
     """
     rank, ranks = (replicas.index, replicas.size) if replicas else (0, 1)
     dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -178,7 +179,7 @@ def score_rows(
             ids, num_scored = rows[index]
             end = len(ids) - 1
             tokens[place, :end] = ids[:-1]
-            targets[place, end - num_scored:end] = ids[-num_scored:]  # padding comes after what is scored
+            targets[place, end - num_scored:end] = ids[-num_scored:]  # padding comes after the scored ids
         found = forward(tokens.to(device), targets.to(device))
         if found is None:
             continue
@@ -197,15 +198,14 @@ def score_rows(
 
 
 class TaskReport(NamedTuple):
-    """metrics: {task: {metric: value}}; core: the mean of CORE's tasks, None without one; seconds: of it
-    all."""
+    """metrics: {task: {metric: value}}. core: mean over CORE's tasks, or None. seconds: total time."""
     metrics: dict[str, dict[str, float]]
     core: float | None
     examples: int
     seconds: float
 
     def flat(self) -> dict[str, float]:
-        """{tasks/NAME/METRIC: value}, and tasks/core, for metrics.jsonl and W&B."""
+        """Return {tasks/NAME/METRIC: value} and tasks/core, for metrics.jsonl and W&B."""
         values = {
             f"tasks/{name}/{metric}": value
             for name, found in self.metrics.items()
@@ -214,7 +214,7 @@ class TaskReport(NamedTuple):
         return values if self.core is None else values | {"tasks/core": self.core}
 
     def lines(self) -> list[str]:
-        """For a person: a line for each task, and one for all."""
+        """Return a readable line for each task, and one for the total."""
         width = max(len(name) for name in self.metrics)
         lines = [f"{name:<{width}}  {metrics_text(found)}" for name, found in self.metrics.items()]
         core = "" if self.core is None else f"CORE {self.core:.4f} over its tasks, "
@@ -226,7 +226,7 @@ def metrics_text(metrics: dict[str, float]) -> str:
 
 
 def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[TextRow]], list[Score]]) -> TaskReport:
-    """The metrics of all tasks. score: rows -> their scores."""
+    """Compute the metrics of all tasks. `score` maps rows to scores."""
     started = time.perf_counter()
     scores = score(encoded.rows)
     metrics: dict[str, dict[str, float]] = {}
@@ -241,7 +241,7 @@ def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[TextRow]], list
 
 
 def task_metrics(task: ScoredTask, rows: Sequence[TextRow], scores: Sequence[Score]) -> dict[str, float]:
-    """The means over the examples of a task; rows and scores are those of its options."""
+    """Average over the examples of a task, given the rows and scores of its options."""
     sums = dict.fromkeys(("acc", "acc_norm", "acc_token", "bpb") if task.has_choices else ("acc", "bpb"), 0.0)
     start = 0
     for example in task.examples:
@@ -263,7 +263,7 @@ def task_metrics(task: ScoredTask, rows: Sequence[TextRow], scores: Sequence[Sco
 
 
 def num_bytes(continuation: str) -> int:
-    """Of the answer, without space before it."""
+    """Count the bytes of an answer without leading space."""
     return len(continuation.lstrip().encode())
 
 
@@ -272,5 +272,5 @@ def divided(values: Sequence[float], counts: Sequence[int]) -> list[float]:
 
 
 def likeliest(log_probs: Sequence[float]) -> int:
-    """The index of the largest; of equal ones the first."""
+    """Return the index of the largest value; on ties the first."""
     return max(range(len(log_probs)), key=log_probs.__getitem__)

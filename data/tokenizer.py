@@ -1,16 +1,15 @@
-"""Tokenizers: sentencepiece models, Hugging Face's tokenizer.json, raw bytes. All three have the same
-interface.
+"""Tokenizers with one interface: sentencepiece models, Hugging Face's tokenizer.json, raw bytes.
 
     tokenizer = load_tokenizer("bytes" | "x.model" | "tokenizer.json" | a folder that holds one of them)
     tokenizer.encode(text)           ids
     tokenizer.encode_batch(texts)    one array of ids for each text
     tokenizer.decode(ids)            text
     tokenizer.save(folder)
-    tokenizer.contract               what its ids mean (contract.py)
-    tokenizer.name, .vocab, .bos, .eod, .fingerprint: of the contract
+    tokenizer.contract               the meaning of its ids (contract.py)
+    tokenizer.name, .vocab, .bos, .eod, .fingerprint: from the contract
 
-Control tokens that a text spells ("</s>", "<|endoftext|>", "<think>") are encoded as plain text, whether or
-not their file calls them special: a page that quotes one must not end a document, or write a turn.
+Control tokens spelled in a text ("</s>", "<|endoftext|>", "<think>") are encoded as plain text, whether or
+not their file flags them as special: a page that quotes one must not end a document or start a turn.
 """
 import hashlib
 import io
@@ -31,11 +30,11 @@ from data import contract
 from data.contract import SpecialToken, TokenizerContract, Vocabulary
 from data.tokenizer_files import OWN_FILES, read_files, without_ids, write_files
 
-if TYPE_CHECKING:  # imported only where a tokenizer.json is used
+if TYPE_CHECKING:  # imported only for a tokenizer.json
     import tokenizers
 
-MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
-OTHER_TOKENIZERS = {  # {the beginning of a file: what it is}
+MAX_LINE_BYTES = 65536  # sentencepiece's trainer silently drops longer lines: see split_long_line
+OTHER_TOKENIZERS = {  # {first bytes of a file: its type}
     re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"): "tiktoken's list of tokens",
     re.compile(rb"\d+ b?['\"].*['\"] \d+\r?\n"): "RWKV's list of tokens",
     re.compile(rb"\{\s*\"config\":\s*\{\s*\"pattern\":"): "Mistral's tekken.json",
@@ -44,12 +43,12 @@ OTHER_TOKENIZERS = {  # {the beginning of a file: what it is}
     re.compile(rb"\{\s*\"(\\.|[^\"\\])*\"\s*:\s*\d"): "a vocabulary without its merges",
     re.compile(rb"\[PAD\]\r?\n"): "a list of words, as of WordPiece",
 }
-HUB_NAME = re.compile(r"([\w-]+/)?[\w-]+(\.\d[\w-]*)*")  # not a path, and without the end of a file's name
-CONTROL, USER_DEFINED = 3, 4  # types of pieces, in sentencepiece_model.proto
-BY_LENGTH = 2  # the kind of a field of protobuf that its length precedes
-PIECES, PIECE_TYPE = 1 << 3 | BY_LENGTH, 3 << 3  # fields of a model and of a piece, with their kinds
+HUB_NAME = re.compile(r"([\w-]+/)?[\w-]+(\.\d[\w-]*)*")  # not a path, and without a file extension
+CONTROL, USER_DEFINED = 3, 4  # piece types in sentencepiece_model.proto
+BY_LENGTH = 2  # protobuf wire type of length-delimited fields
+PIECES, PIECE_TYPE = 1 << 3 | BY_LENGTH, 3 << 3  # tags of fields in a model and in a piece
 BYTE_PIECES = 256
-MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
+MIN_PIECES = BYTE_PIECES + 5  # for a BPE: the bytes, newline, unk, bos, eos, and one character
 BYTES_CONTRACT = TokenizerContract(
     name="bytes",
     fingerprint=hashlib.sha256(b"bytes, eod 256").hexdigest(),
@@ -60,7 +59,7 @@ BYTES_CONTRACT = TokenizerContract(
 
 
 class Contracted:
-    """The parts of a tokenizer's contract that are asked for most."""
+    """Shortcuts to the most used parts of a tokenizer's contract."""
     contract: TokenizerContract
 
     @property
@@ -69,12 +68,12 @@ class Contracted:
 
     @property
     def vocab(self) -> int:
-        """Ids are below it."""
+        """Upper bound of the ids, exclusive."""
         return self.contract.vocab
 
     @property
     def eod(self) -> int:
-        """The id that ends a document."""
+        """The end-of-document id."""
         return self.contract.end.id
 
     @property
@@ -83,13 +82,13 @@ class Contracted:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all that decides the ids."""
+        """sha256 of everything that determines the ids."""
         return self.contract.fingerprint
 
 
 @dataclass(frozen=True)
 class ByteTokenizer(Contracted):
-    """UTF-8 bytes are the ids 0..255; 256 ends a document. files: those beside a tokenizer.bytes."""
+    """UTF-8 bytes are ids 0..255; 256 ends a document. `files` are those next to a tokenizer.bytes."""
     contract: TokenizerContract = BYTES_CONTRACT
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -109,9 +108,9 @@ class ByteTokenizer(Contracted):
 
 @dataclass(frozen=True)
 class SentencePieceTokenizer(Contracted):
-    """A sentencepiece model. files: those beside it that name special tokens or hold templates."""
+    """A sentencepiece model. `files` are those next to it that name special tokens or hold templates."""
     contract: TokenizerContract
-    model: bytes  # content of the .model file
+    model: bytes  # content of the .model
     processor: sentencepiece.SentencePieceProcessor
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -119,7 +118,7 @@ class SentencePieceTokenizer(Contracted):
         return self.processor.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:  # each int32 [tokens]
-        if hasattr(self.processor, "encode_as_numpy"):  # sentencepiece >= 0.2.2: without a Python list of ids
+        if hasattr(self.processor, "encode_as_numpy"):  # sentencepiece >= 0.2.2: avoids a Python list of ids
             return self.processor.encode(texts, out_type="numpy", num_threads=1)
         return [np.array(ids, np.int32) for ids in self.processor.encode(texts, num_threads=1)]
 
@@ -134,9 +133,9 @@ class SentencePieceTokenizer(Contracted):
 class JsonTokenizer(Contracted):
     """A tokenizer.json of Hugging Face's tokenizers.
 
-    files: tokenizer.json, and those of read_files beside it. hidden: ids that decoding leaves
-    out, as transformers does with those that the file calls special. words: finds control tokens that are
-    words of the vocabulary, too; text is cut in them. None if there are no such words.
+    files: tokenizer.json, and those that read_files finds next to it. hidden: ids skipped in decoding, as in
+    transformers for ids flagged as special. words: matches control tokens that are also words of the
+    vocabulary, where text is cut; None if there are none.
     """
     contract: TokenizerContract
     files: dict[str, bytes]
@@ -154,7 +153,7 @@ class JsonTokenizer(Contracted):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _encode_cut(self, text: str, words: re.Pattern[str]) -> np.ndarray:
-        """Encodes the parts of a text between cuts after the first character of each control token."""
+        """Encode the parts of a text, cut after the first character of each control token."""
         cuts = [0, *(match.start() + 1 for match in words.finditer(text)), len(text)]
         parts = [text[first:stop] for first, stop in itertools.pairwise(cuts)]
         encodings = self.processor.encode_batch_fast(parts, add_special_tokens=False)
@@ -172,18 +171,18 @@ Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
 
 
 def continuation(tok: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of ids that continue others. Decoded alone they would lose the space at their beginning, with
-    tokenizers that put one in front of a text and drop it again.
+    """Decode ids that continue others. Decoded alone they would lose their leading space, if the tokenizer
+    prepends one to a text and drops it again.
     """
     head = tok.decode(before)
     whole = tok.decode([*before, *ids])
     if whole.startswith(head):
         return whole.removeprefix(head)
-    return tok.decode(ids)  # `before` ends within a letter
+    return tok.decode(ids)  # `before` ends inside a character
 
 
 def token_id(tok: Tokenizer, name: str) -> int | None:
-    """The id of the token of this name; None if there is none."""
+    """Return the id of the token with this name, or None."""
     if isinstance(tok, ByteTokenizer):
         return None
     if isinstance(tok, JsonTokenizer):
@@ -200,9 +199,8 @@ def piece_id(processor: sentencepiece.SentencePieceProcessor, name: str) -> int 
 # ---- loading -----------------------------------------------------------------------------------------------
 
 def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenizer:
-    """Loads "bytes", a .model, a tokenizer.json, or a folder that holds one. eod: text or id of the token
-    that the user wants to end documents with; none: what the files say. Raises ConfigError naming the
-    file."""
+    """Load "bytes", a .model, a tokenizer.json, or a folder that holds one. `eod` is the text or id of the
+    end-of-document token, which defaults to the one in the files. Raises ConfigError naming the file."""
     path = pathlib.Path(spec)
     if path.is_dir():
         found = [path / name for name in OWN_FILES if (path / name).exists()]
@@ -230,7 +228,7 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
 
 
 def way_to_tokenizer(spec: str) -> str:
-    """What to give in the place of a tokenizer that is not there."""
+    """Suggest what to use instead of a missing tokenizer."""
     if bpe_pieces(spec):
         return "bpe-N is for data.path stdlib and for prepare_data"
     if spec.startswith("bpe"):
@@ -245,7 +243,7 @@ def way_to_tokenizer(spec: str) -> str:
 
 
 def way_to_json(folder: pathlib.Path) -> str:
-    """How a folder with a vocabulary and merges gets a tokenizer.json; "" if it has none."""
+    """Suggest how to get a tokenizer.json for a folder with a vocabulary and merges, or "" if it has none."""
     files = [folder / "vocab.json", folder / "merges.txt"]
     if not all(file.exists() for file in files):
         return ""
@@ -260,15 +258,16 @@ def way_to_json(folder: pathlib.Path) -> str:
 
 def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
                        eod: str | None = None) -> SentencePieceTokenizer:
-    """Loads the content of a .model. `path` is for messages. beside: the files that may name its special
-    tokens, too. Raises ConfigError if it is none, or has no end of sentence, or if a file contradicts it."""
+    """Load the content of a .model; `path` is for messages. `beside` are the files that may also name its
+    special tokens. Raises ConfigError if it is not a model, lacks an end of sentence, or contradicts a
+    file."""
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         vocab = processor.vocab_size()
         if not vocab:
             raise ValueError("it is empty")
-    except Exception as error:  # RuntimeError, ValueError or a class of the library: the version decides
-        reason = "" if "INTERNAL" in str(error) else f" ({first_line(error)})"  # a line of the library's code
+    except Exception as error:  # RuntimeError, ValueError or a library class, depending on the version
+        reason = "" if "INTERNAL" in str(error) else f" ({first_line(error)})"  # quotes the library's source
         raise ConfigError(f"{path}: not a sentencepiece model{reason}; give one, a tokenizer.json or a "
                           "folder that holds one of them, or use bpe-N") from None
     if processor.eos_id() < 0:
@@ -290,7 +289,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
 
     files = without_ids(beside)
     has_newline = processor.piece_to_id("\n") != processor.unk_id()
-    is_ours = has_newline and processor.get_score(vocab - 1).is_integer()  # ranks, as BPE's scores are
+    is_ours = has_newline and processor.get_score(vocab - 1).is_integer()  # ranks, like BPE scores
     return SentencePieceTokenizer(
         contract=TokenizerContract(
             name=f"bpe-{vocab}" if is_ours else f"sentencepiece-{vocab}",
@@ -309,11 +308,11 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
 
 
 def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcessor) -> bytes:
-    """The content of a .model in which the pieces that direct a model are control pieces, which no text
-    makes. Gemma's <start_of_turn> is a symbol of the user's, and as such found in every text."""
+    """Turn markup pieces of a .model into control pieces, which text never produces. Gemma's <start_of_turn>
+    is a user-defined symbol, which would be matched in any text."""
     changed = bytearray(content)
     for number, end in enumerate(piece_ends(content)):
-        # the type of a piece ends its message
+        # the type of a piece comes last in its message
         is_symbol = content[end - 2:end] == bytes([PIECE_TYPE, USER_DEFINED])
         if is_symbol and contract.is_markup(processor.id_to_piece(number)):
             changed[end - 1] = CONTROL
@@ -321,19 +320,19 @@ def without_marks(content: bytes, processor: sentencepiece.SentencePieceProcesso
 
 
 def piece_ends(content: bytes) -> Iterator[int]:
-    """Where each piece of a .model ends: the messages of its field 1, in the order of their ids."""
+    """Yield where each piece of a .model ends: the messages of field 1, in the order of their ids."""
     place = 0
     while place < len(content):
         field_and_kind = content[place]
         number, place = read_varint(content, place + 1)
-        if field_and_kind & 7 == BY_LENGTH:  # else the number itself is the value
+        if field_and_kind & 7 == BY_LENGTH:  # otherwise the number is the value itself
             place += number
         if field_and_kind == PIECES:
             yield place
 
 
 def read_varint(content: bytes, place: int) -> tuple[int, int]:
-    """A number of protobuf, and where it ends."""
+    """Read a protobuf varint. Return it, and the position after it."""
     number = shift = 0
     while True:
         number |= (content[place] & 127) << shift
@@ -344,10 +343,10 @@ def read_varint(content: bytes, place: int) -> tuple[int, int]:
 
 def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
               eod: str | None = None) -> JsonTokenizer:
-    """Loads the content of a tokenizer.json. `path` is for messages. beside: the files that name its special
-    tokens. Raises ConfigError if one of them cannot be read, or if they do not agree on the end of a
-    document."""
-    import tokenizers  # only where a tokenizer.json is used
+    """Load the content of a tokenizer.json; `path` is for messages. `beside` are the files that name its
+    special tokens. Raises ConfigError if one of them cannot be read, or if they disagree on the
+    end-of-document token."""
+    import tokenizers  # only for a tokenizer.json
 
     try:
         processor = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -358,13 +357,13 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
         raise ConfigError(f"{path}: its model has dropout {dropout}, with which the same text has other "
                           "tokens each time, drawn at random; set it to null")
     processor.no_padding()
-    processor.no_truncation()  # some files of the hub truncate to 512 tokens silently
+    processor.no_truncation()  # some files on the hub silently truncate to 512 tokens
 
     # special ids
     ids = processor.get_vocab(with_added_tokens=True).values()
     vocabulary = Vocabulary(
         path=path,
-        size=max(ids, default=-1) + 1,  # some files leave ids out, so that their number is less
+        size=max(ids, default=-1) + 1,  # some files skip ids, so there are fewer
         id_of=processor.token_to_id,
         text_of=lambda number: processor.id_to_token(number) if number >= 0 else None,
     )
@@ -372,17 +371,17 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
     end = contract.end_token(vocabulary, settings, None, eod)
     added = processor.get_added_tokens_decoder()
     named = [contract.first_named(kind, settings, vocabulary) for kind in ("bos", "pad")]
-    # an id that is a plain word here is of another model's config.json
+    # an id that is a plain word here comes from another model's config.json
     start, pad = (token if token and token.id in added else None for token in named)
 
-    # no text makes them
+    # ids that text never produces
     hidden = frozenset({number for number, token in added.items() if token.special} | {end.id})
     marked = {number for number, token in added.items() if contract.is_markup(token.content)}
     control = hidden | marked | {token.id for token in (end, start, pad) if token}
     processor.add_special_tokens([added[number] for number in sorted(control & added.keys())])
-    processor.encode_special_tokens = True  # those that a text spells are plain text
+    processor.encode_special_tokens = True  # encode spelled ones as plain text
 
-    # config.json holds much that does not change the ids, so it is not part of the fingerprint
+    # config.json holds much that does not affect the ids, so it is left out of the fingerprint
     decides_ids = json.dumps([hashlib.sha256(content).hexdigest(), end.id])
     files = {"tokenizer.json": content, **beside}
     tok = JsonTokenizer(
@@ -410,7 +409,7 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
 
 
 def unknown_id(processor: "tokenizers.Tokenizer", content: bytes) -> int | None:
-    """The id of text that has no other, of a tokenizer.json; None if it names none."""
+    """Return the id for unknown text in a tokenizer.json, or None if it names none."""
     if hasattr(processor.model, "unk_token"):
         name = processor.model.unk_token
         return processor.token_to_id(name) if name else None
@@ -418,7 +417,7 @@ def unknown_id(processor: "tokenizers.Tokenizer", content: bytes) -> int | None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, at most 200 characters; the name of its class if it has none."""
+    """Return the first line of an error's message, up to 200 characters, or its class name if empty."""
     lines = str(error).strip().splitlines()
     return (lines or [type(error).__name__])[0][:200]
 
@@ -426,7 +425,7 @@ def first_line(error: Exception) -> str:
 # ---- training ----------------------------------------------------------------------------------------------
 
 def bpe_pieces(spec: pathlib.Path | str) -> int | None:
-    """ "bpe-1024" -> 1024; None for any other tokenizer."""
+    """Parse "bpe-1024" into 1024. Return None for any other tokenizer."""
     match = re.fullmatch(r"bpe-(\d+)", str(spec))
     return int(match[1]) if match else None
 
@@ -437,10 +436,10 @@ def train_bpe(
     out: pathlib.Path | str | None = None,
     sentinels: Sequence[str] = (),
 ) -> SentencePieceTokenizer:
-    """Trains a sentencepiece BPE of `pieces` ids whose decoding gives the text back exactly: no
-    normalization; spaces, digits and newlines are kept; unknown characters become bytes. Writes it to `out`,
-    a .model path, if that is given. sentinels: special tokens, which no text spells.
-    Raises ConfigError if the text is too short for so many pieces, or has more characters than pieces."""
+    """Train a sentencepiece BPE of `pieces` ids that decodes exactly: no normalization, spaces, digits and
+    newlines are kept, unknown characters become bytes. Write it to `out`, a .model path, if given.
+    `sentinels` are special tokens, never spelled by text. Raises ConfigError if the text is too short for
+    that many pieces, or has more characters than pieces."""
     model = io.BytesIO()
     num_lines = 0
 
@@ -484,7 +483,7 @@ def train_bpe(
 
 
 def training_error(error: Exception, pieces: int, has_text: bool) -> str:
-    """Returns the words that tell the user why sentencepiece's trainer failed."""
+    """Explain why sentencepiece's trainer failed."""
     most = re.search(r"value <= (\d+)", str(error))
     least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
     if not has_text:
@@ -498,8 +497,8 @@ def training_error(error: Exception, pieces: int, has_text: bool) -> str:
 
 
 def split_long_line(line: str) -> list[str]:
-    """Splits a line into parts of at most MAX_LINE_BYTES bytes, between characters; NUL becomes a space. An
-    empty line gives none."""
+    """Split a line between characters into parts of at most MAX_LINE_BYTES bytes; NUL becomes a space. An
+    empty line has no parts."""
     step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
     parts = [line[begin:begin + step] for begin in range(0, len(line), step)]
     return [part.replace("\0", " ") for part in parts]

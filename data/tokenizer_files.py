@@ -1,11 +1,11 @@
-"""The files of a tokenizer's folder: names, copies, and the chat template that transformers takes.
+"""Files of a tokenizer folder: names, copies, and the chat templates that transformers loads.
 
     chat_template.jinja                      the template called default
     additional_chat_templates/NAME.jinja     others; tool_use is for conversations with tools
-    tokenizer_config.json                    chat_template: text, or a list of names and templates; it is not
-                                             read where there is a file of the two kinds above
-    processor_config.json, chat_template.json    chat_template, of models that read images, too: AutoProcessor
-                                             takes the first of the two, and AutoTokenizer none
+    tokenizer_config.json                    chat_template: text, or a list of names and templates; ignored if
+                                             a file of the two kinds above exists
+    processor_config.json, chat_template.json    chat_template, also for vision models: AutoProcessor takes
+                                             the first of the two, AutoTokenizer neither
 """
 import io
 import json
@@ -17,27 +17,27 @@ from typing import Any, NamedTuple
 from config import ConfigError
 from data.contract import SETTINGS, TOKENIZER_CONFIG
 
-OWN_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
-COPIED = (  # beside the templates
+OWN_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first one in a folder is read
+COPIED = (  # in addition to the templates
     *OWN_FILES[:2],
-    *(name for name in SETTINGS if name != "config.json"),  # which is of a model
-    "added_tokens.json", "vocab.json", "merges.txt",  # transformers may read them
+    *(name for name in SETTINGS if name != "config.json"),  # which belongs to a model
+    "added_tokens.json", "vocab.json", "merges.txt",  # read by transformers, if present
 )
 CHAT_TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
-OF_PROCESSORS = ("processor_config.json", "chat_template.json")  # the first that has one is taken
+OF_PROCESSORS = ("processor_config.json", "chat_template.json")  # the first that has one is used
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-SAME_AS_DEFAULT = (DEFAULT, "file")  # names in MORE_TEMPLATES that AutoTokenizer takes for CHAT_TEMPLATE
+SAME_AS_DEFAULT = (DEFAULT, "file")  # names in MORE_TEMPLATES that AutoTokenizer treats as CHAT_TEMPLATE
 
 
 class ChatTemplate(NamedTuple):
-    """A template, and the file that holds it."""
+    """A template, and the file that contains it."""
     source: str
     place: str
 
 
 class ChatTemplates(NamedTuple):
-    """The templates that transformers takes, by name. passed_over: places of others, which it does not."""
+    """The templates that transformers loads, by name. `passed_over` lists files with templates it ignores."""
     by_name: dict[str, ChatTemplate]
     passed_over: tuple[str, ...] = ()
 
@@ -45,13 +45,13 @@ class ChatTemplates(NamedTuple):
 # ---- files -------------------------------------------------------------------------------------------------
 
 def read_files(folder: pathlib.Path) -> dict[str, bytes]:
-    """{name: content} of the files in a folder that say more of its tokenizer: special tokens, templates."""
+    """Return {name: content} of the tokenizer's other files in a folder: special tokens, templates."""
     names = [*SETTINGS, *template_files(folder)]
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def without_ids(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files without those that are of a model, or repeat what a tokenizer's own file says."""
+    """Drop files that belong to a model, or repeat the tokenizer's main file."""
     return {name: content for name, content in files.items()
             if name == TOKENIZER_CONFIG or name not in SETTINGS}
 
@@ -64,8 +64,8 @@ def write_files(folder: pathlib.Path | str, files: dict[str, bytes]) -> None:
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path, with_templates: bool = True) -> None:
-    """Copies the files of a tokenizer that the folder `source` has and the folder `target` lacks; templates,
-    if they are wanted, only where the target has none, since they would take the place of its own."""
+    """Copy the tokenizer files that `target` lacks from `source`. Templates are only copied on request, and
+    only if the target has none, since they would override its templates."""
     lacks_template = with_templates and not has_template(read_files(target))
     for name in (*COPIED, *(template_files(source) if lacks_template else ())):
         if (source / name).is_file() and not (target / name).exists():
@@ -80,7 +80,7 @@ def copy_files(source: pathlib.Path, target: pathlib.Path, with_templates: bool 
 
 
 def is_of_a_copy(name: str) -> bool:
-    """Whether write_files, for a tokenizer, writes a file of this name."""
+    """Return whether write_files writes a file of this name for a tokenizer."""
     inner = name.removeprefix(f"{MORE_TEMPLATES}/")
     is_template = name in (CHAT_TEMPLATE, *OF_PROCESSORS) or inner != name and inner.endswith(".jinja")
     return is_template or name in (*OWN_FILES, *SETTINGS)
@@ -89,19 +89,19 @@ def is_of_a_copy(name: str) -> bool:
 # ---- templates ---------------------------------------------------------------------------------------------
 
 def template_files(folder: pathlib.Path) -> list[str]:
-    """The names of the files in a folder that hold templates, apart from tokenizer_config.json."""
+    """Return the names of the template files in a folder, apart from tokenizer_config.json."""
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     paths = [*(folder / name for name in (CHAT_TEMPLATE, *OF_PROCESSORS)), *more]
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def has_template(files: dict[str, bytes]) -> bool:
-    """Whether a folder with these files says how conversations are written, be it well or not."""
+    """Return whether these files include a chat template, valid or not."""
     return templates_of(files) != {}
 
 
 def templates_of(files: dict[str, bytes]) -> dict[str, str] | None:
-    """{name: template} of find_templates; None for files that are refused."""
+    """Return {name: template} from find_templates, or None if the files are rejected."""
     try:
         return {name: template.source for name, template in find_templates(files).by_name.items()}
     except ConfigError:
@@ -109,8 +109,8 @@ def templates_of(files: dict[str, bytes]) -> dict[str, str] | None:
 
 
 def find_templates(files: dict[str, bytes]) -> ChatTemplates:
-    """The templates among the files of a tokenizer. Raises ConfigError for a file that cannot be read, and
-    for files that contradict each other."""
+    """Find the templates in a tokenizer's files. Raises ConfigError for an unreadable file, and for files
+    that contradict each other."""
     written = of_jinja_files(files)
     named = of_json(TOKENIZER_CONFIG, files)
     of_processor = [found for found in (of_json(name, files) for name in OF_PROCESSORS) if found]
@@ -132,7 +132,7 @@ def find_templates(files: dict[str, bytes]) -> ChatTemplates:
 
 
 def of_jinja_files(files: dict[str, bytes]) -> dict[str, ChatTemplate]:
-    """The templates that have a file each."""
+    """Return the templates in separate files."""
     found: list[tuple[str, ChatTemplate]] = []
     for file in sorted(files, reverse=True):
         folder, _, name = file.rpartition("/")
@@ -146,7 +146,7 @@ def of_jinja_files(files: dict[str, bytes]) -> dict[str, ChatTemplate]:
 
 
 def of_json(file: str, files: dict[str, bytes]) -> dict[str, ChatTemplate]:
-    """The templates under chat_template in a file of JSON."""
+    """Return the templates under chat_template in a JSON file."""
     if file not in files:
         return {}
     try:
@@ -173,7 +173,7 @@ def of_json(file: str, files: dict[str, bytes]) -> dict[str, ChatTemplate]:
 
 
 def by_name(found: Iterable[tuple[str, ChatTemplate]]) -> dict[str, ChatTemplate]:
-    """The templates by their names. Raises ConfigError for two that differ."""
+    """Return the templates by name. Raises ConfigError if two with the same name differ."""
     named: dict[str, ChatTemplate] = {}
     for name, template in found:
         other = named.setdefault(name, template)
@@ -184,7 +184,7 @@ def by_name(found: Iterable[tuple[str, ChatTemplate]]) -> dict[str, ChatTemplate
 
 
 def text_of(content: bytes, file: str) -> str:
-    """The text of a file, with the ends of lines that Python's open gives. Raises ConfigError."""
+    """Decode a file, with universal newlines like Python's open. Raises ConfigError."""
     try:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except UnicodeDecodeError:

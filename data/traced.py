@@ -1,17 +1,17 @@
-"""Text that knows which string of a record each of its characters comes from.
+"""Strings that track which string of a record each character comes from.
 
-A chat template rearranges the strings of a conversation: it trims them, splits reasoning off, writes them as
-JSON, leaves some out. TracedText is a str, so that a template decides and writes as it always does, and its
-methods carry the source of each character along. traced_environment is transformers' environment of
-templates, with three additions that change no text:
+A chat template rearranges the strings of a conversation: it trims them, splits off reasoning, encodes them as
+JSON, drops some. TracedText is a str, so a template branches and writes as usual, while its methods propagate
+the source of each character. traced_environment is transformers' template environment with three additions
+that do not change the text:
 
     ~, join, tojson        keep the sources
     loops over messages    mark which message the text inside belongs to
-    {% generation %}       marks what is inside
+    {% generation %}       marks its content
 
-Marks stand between two NUL in the text, which strings of a record may not hold.
+Marks are enclosed in two NULs in the text, which strings of a record may not contain.
 
-Source: transformers, utils/chat_template_utils.py, for the environment of a template.
+Source: transformers, utils/chat_template_utils.py, for the template environment.
 """
 import json
 import re
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     import jinja2
 
 MARK = re.compile("\0([^\0]*)\0")
-TEMPLATE = "\0"  # the source of a character that the template wrote
-MARKS = "_traced_marks"  # of a template's variables: {name: mark} of the marks so far
+TEMPLATE = "\0"  # source of a character written by the template itself
+MARKS = "_traced_marks"  # template variable {name: mark} with the marks so far
 MAX_SOURCES = 0x10FFFF  # a source is one character
-PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001|\\\\ue000([0-9]+)\\\\ue001")  # plain, or as JSON in ASCII
-STR_METHODS = ("join", "replace")  # of a template's string, which may take traced ones
+PLACEHOLDER = re.compile("\ue000([0-9]+)\ue001|\\\\ue000([0-9]+)\\\\ue001")  # plain, or in ASCII JSON
+STR_METHODS = ("join", "replace")  # methods of template strings that may take traced ones
 
 
 class TracedText(str):
-    """A string; sources: of each character, TEMPLATE or source_mark(number of the string)."""
+    """A string with `sources`, one per character: TEMPLATE or source_mark(number of the string)."""
     sources: str
 
     def __new__(cls, text: str, sources: str) -> "TracedText":
@@ -105,7 +105,7 @@ class TracedText(str):
         return TracedText(new, sources_of(new)).join(self.split(old, count))
 
     def _located(self, parts: Iterable[str], separator: str | None) -> list[str]:
-        """The parts of this text, in order, with their sources. separator: between two; None: white space."""
+        """Return the parts of this text with their sources, split at `separator` or at white space."""
         place = 0
         found: list[str] = []
         for part in parts:
@@ -130,22 +130,22 @@ class TracedText(str):
         return self._rewritten(super().title())
 
     def _rewritten(self, text: str) -> "TracedText":
-        """This text in other letters; where their number changes, all have the first one's source."""
+        """Return this text with changed characters. If its length changes, all get the first one's source."""
         return TracedText(text, self.sources if len(text) == len(self) else self.sources[:1] * len(text))
 
 
 def source_mark(number: int) -> str:
-    """The source of the characters of string `number` of a record."""
+    """Return the source of characters in string `number` of a record."""
     return chr(number + 1)
 
 
 def sources_of(text: str) -> str:
-    """The source of each character."""
+    """Return the source of each character."""
     return text.sources if isinstance(text, TracedText) else TEMPLATE * len(text)
 
 
 def joined(parts: Iterable[object]) -> str:
-    """The parts one after the other, with their sources where one has any."""
+    """Concatenate the parts, with the sources of traced ones."""
     texts = [str(part) for part in parts]
     whole = "".join(texts)
     if not any(isinstance(text, TracedText) for text in texts):
@@ -154,7 +154,7 @@ def joined(parts: Iterable[object]) -> str:
 
 
 def traced_json(value: object, **options: Any) -> str:
-    """JSON of a value, with the sources of its strings."""
+    """Encode a value as JSON, with the sources of its strings."""
     strings: list[TracedText] = []
     if options.get("sort_keys"):
         options = {**options, "sort_keys": False}
@@ -170,7 +170,7 @@ def traced_json(value: object, **options: Any) -> str:
 
 
 def json_letters(text: TracedText, options: dict[str, Any]) -> str:
-    """The letters that JSON writes between the quotes of a string."""
+    """Return the characters that JSON writes between the quotes of a string."""
     in_ascii = options.get("ensure_ascii", True)
     whole = json.dumps(str.__str__(text), ensure_ascii=in_ascii)[1:-1]
     if len(whole) == len(text):
@@ -181,7 +181,7 @@ def json_letters(text: TracedText, options: dict[str, Any]) -> str:
 
 
 def hidden(value: object, strings: list[TracedText]) -> object:
-    """The value with placeholders for its traced strings, which are added to `strings`."""
+    """Replace the traced strings in a value by placeholders, and append them to `strings`."""
     if isinstance(value, TracedText):
         strings.append(value)
         return f"\ue000{len(strings) - 1}\ue001"
@@ -193,7 +193,7 @@ def hidden(value: object, strings: list[TracedText]) -> object:
 
 
 def with_sorted_keys(value: object) -> object:
-    """The value with the keys of all objects in order."""
+    """Sort the keys of all objects in a value."""
     if isinstance(value, dict):
         return {key: with_sorted_keys(value[key]) for key in sorted(value)}
     if isinstance(value, (list, tuple)):
@@ -204,7 +204,7 @@ def with_sorted_keys(value: object) -> object:
 # ---- templates ---------------------------------------------------------------------------------------------
 
 class TracedMessage(dict):
-    """A message that a template sees; number: from 0."""
+    """A message as seen by a template. `number` counts from 0."""
 
     def __init__(self, message: dict[str, Any], number: int) -> None:
         super().__init__(message)
@@ -212,43 +212,43 @@ class TracedMessage(dict):
 
 
 class Piece(NamedTuple):
-    """A part of a text that one message wrote."""
+    """A part of a text written by one message."""
     start: int
     stop: int
-    message: int | None  # the message whose turn of a loop wrote it; None outside of loops
+    message: int | None  # message of the loop iteration that wrote it; None outside of loops
     is_marked: bool  # is it inside {% generation %}?
 
 
 class TracedRender(NamedTuple):
-    """The text that a template wrote, and where each part comes from."""
+    """The text written by a template, and where each part comes from."""
     text: str
-    sources: str  # of each character
-    pieces: tuple[Piece, ...]  # of the text, in order; none is empty
-    has_marks: bool  # is there a {% generation %}, be it an empty one?
+    sources: str  # one per character
+    pieces: tuple[Piece, ...]  # nonempty, in order
+    has_marks: bool  # is there a {% generation %}, even if empty?
 
 
 class Mark(NamedTuple):
-    """What stands between two NUL in a text."""
-    loop: int | None = None  # over messages; None: a {% generation %}
-    message: int | None = None  # whose turn begins; None: the loop ends
-    opens: int = 0  # generations
+    """The meaning of a mark between two NULs in a text."""
+    loop: int | None = None  # over messages; None for a {% generation %}
+    message: int | None = None  # whose iteration begins; None if the loop ends
+    opens: int = 0  # change in open generations
 
 
 def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRender:
-    """Writes a template. Raises what it raises."""
-    marks = {"[": Mark(opens=1), "]": Mark(opens=-1)}  # those of loops are added as they begin
+    """Render a template. Raises whatever it raises."""
+    marks = {"[": Mark(opens=1), "]": Mark(opens=-1)}  # marks of loops are added as they begin
     context = template.new_context({**variables, MARKS: marks})
     texts: list[str] = []
     sources: list[str] = []
     pieces: list[Piece] = []
-    owners: dict[int, int] = {}  # {loop: message} of the loops that are open, the innermost last
-    message: int | None = None  # of the innermost
+    owners: dict[int, int] = {}  # {loop: message} of open loops, innermost last
+    message: int | None = None  # of the innermost loop
     open_marks = 0
     has_marks = False
-    begin = length = 0  # of the piece that is written, and of the text
+    begin = length = 0  # of the current piece, and of the text
 
     def end_piece(piece_sources: str | None = None) -> None:
-        """piece_sources: None for what the template wrote."""
+        """End a piece; `piece_sources` is None for text of the template."""
         nonlocal begin
         if length > begin:
             sources.append(piece_sources or TEMPLATE * (length - begin))
@@ -256,7 +256,7 @@ def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRend
             begin = length
 
     for chunk in template.root_render_func(context):
-        if type(chunk) is str and "\0" not in chunk:  # most are the template's
+        if type(chunk) is str and "\0" not in chunk:  # most chunks are the template's
             texts.append(chunk)
             length += len(chunk)
             continue
@@ -272,7 +272,7 @@ def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRend
                     has_marks = True
                     open_marks += mark.opens
                     continue
-                while mark.loop in owners:  # with the loops inside of it
+                while mark.loop in owners:  # along with the loops inside it
                     owners.popitem()
                 if mark.message is not None:
                     owners[mark.loop] = mark.message
@@ -288,7 +288,7 @@ def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRend
 
 
 def loop_begins(context: "jinja2.runtime.Context", item: object, loop: int) -> str:
-    """The mark at the begin of a loop's turn, if it is one over messages."""
+    """Return the mark for the start of an iteration, if the loop is over messages."""
     if not isinstance(item, TracedMessage):
         return ""
     name = f"{loop} {item.number}"
@@ -297,12 +297,12 @@ def loop_begins(context: "jinja2.runtime.Context", item: object, loop: int) -> s
 
 
 def loop_ends(context: "jinja2.runtime.Context", loop: int) -> str:
-    """The mark behind a loop over messages."""
+    """Return the mark for the end of a loop over messages."""
     return f"\0{loop}\0" if f"{loop}" in context.parent[MARKS] else ""
 
 
 def traced_environment() -> "jinja2.Environment":
-    """Where a template runs: without access to Python, and with the functions that templates expect."""
+    """Make the environment of templates: without access to Python, with the functions they expect."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -311,7 +311,7 @@ def traced_environment() -> "jinja2.Environment":
     from jinja2.visitor import NodeTransformer
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}, with marks around it."""
+        """{% generation %} ... {% endgeneration %}, marked in the text."""
         tags = {"generation"}
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
@@ -321,7 +321,7 @@ def traced_environment() -> "jinja2.Environment":
             return [marks[0], *body, marks[1]]
 
     class Tracing(NodeTransformer):
-        """Writes a loop's marks, and ~ so that it keeps sources."""
+        """Adds marks to loops, and makes ~ keep sources."""
         loops = 0
 
         def visit_Concat(self, node: nodes.Concat) -> nodes.Node:

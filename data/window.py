@@ -1,7 +1,7 @@
-"""A sample as the loader reads it: seq_len + 1 slots of tokens, where documents begin in them, what counts.
+"""A sample as read by the loader: seq_len + 1 token slots, document starts, and which targets count.
 
-    read_stream    consecutive tokens of the stream, as sampler.py locates them
-    read_pieces    pieces of documents one after the other and padding, as best_fit.py places them
+    read_stream    consecutive tokens of the stream, as located by sampler.py
+    read_pieces    concatenated pieces of documents and padding, as placed by best_fit.py
 """
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ NO_STARTS = np.empty(0, np.int64)
 class Window(NamedTuple):
     """The slots of one sample."""
     tokens: np.ndarray  # [seq_len + 1]
-    starts: np.ndarray  # int64: slots from 1 on that begin a document, or the padding
-    counted: np.ndarray | None  # bool [seq_len + 1]: does the loss count the token as a target? None: all
+    starts: np.ndarray  # int64: slots from 1 on that begin a document or the padding
+    counted: np.ndarray | None  # bool [seq_len + 1]: targets that the loss counts; None if all count
     filled: int  # slots before the padding
 
 
 class WithoutTokens(NamedTuple):
-    """A data set whose tokens are not read: they are 0."""
+    """A data set whose tokens are not read; all are 0."""
     index: Index
 
     @property
@@ -40,13 +40,13 @@ class WithoutTokens(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The part of one document in a window."""
+    """Part of one document in a window."""
     tokens: np.ndarray  # [n]
     counted: np.ndarray  # bool [n]: does the loss count the token as a target?
 
 
 def read_stream(index: Index | WithoutTokens, first: int, slots: int, wants_starts: bool) -> Window:
-    """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
+    """Read the tokens [first, first + slots). `wants_starts` looks up document starts."""
     stop = first + slots
     starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
     return Window(index.read(first, stop), starts, counted_targets(index, first, stop), slots)
@@ -55,8 +55,9 @@ def read_stream(index: Index | WithoutTokens, first: int, slots: int, wants_star
 def counted_targets(
     index: Index | WithoutTokens, first: int, stop: int
 ) -> np.ndarray | None:  # bool [stop - first]
-    """Does the loss count each of the tokens [first, stop)? Where they begin inside a conversation, its first
-    answer there does not: the question is cut away, or a part of it. None: all count."""
+    """Return whether the loss counts each of the tokens [first, stop), or None if all count. If they begin
+    inside a conversation, its first answer there does not count, since at least part of the question is cut
+    off."""
     counted = index.counted(first, stop)
     if counted is None or index.loss_mask is None:
         return counted
@@ -74,8 +75,7 @@ def counted_targets(
 def read_pieces(
     index: Index | WithoutTokens, pieces: list[tuple[int, int]], slots: int, pad_id: int
 ) -> Window:
-    """The tokens of the pieces [first, stop), then padding. Neither the first token of a piece nor padding
-    counts."""
+    """Read the pieces [first, stop), then padding. The first token of a piece and padding do not count."""
     parts: list[Part] = []
     for first, stop in pieces:
         counted = counted_targets(index, first, stop)
@@ -87,7 +87,7 @@ def read_pieces(
 
 
 def fill_slots(parts: list[Part], slots: int, pad_id: int) -> Window:
-    """The parts one after the other, then padding, which does not count."""
+    """Concatenate the parts, then pad; padding does not count."""
     tokens = np.full(slots, pad_id, np.int64)
     counted = np.zeros(slots, bool)
     starts: list[int] = []

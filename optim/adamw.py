@@ -1,8 +1,8 @@
 """AdamW (arXiv 1711.05101) over the owned ranges of the flat buckets (parallel/sharding/bucket.py).
 
-The code is the same whatever ZeRO shards, and wherever the state is stored (parallel/offload.py). State in
-bf16 is updated one tensor at a time, because the position of an element in its tensor decides how it is
-rounded (kernels/rounding.py).
+The code is the same for every ZeRO stage, and wherever the state is stored (parallel/offload.py). State in
+bf16 is updated one tensor at a time, because stochastic rounding depends on the position of an element in its
+tensor (kernels/rounding.py).
 """
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,21 +21,21 @@ from parallel.topology.mesh import Mesh
 
 
 class AdamW(Optimizer):
-    """AdamW for all buckets. Its moments are the first (exp_avg) and the second (exp_avg_sq)."""
+    """AdamW for all buckets, with a first moment (exp_avg) and a second moment (exp_avg_sq)."""
     MOMENTS = ("adam_m", "adam_v")
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
         self.element_indices = [tensor_indices(bucket) for bucket in buckets]
-        self.copy_stream: CopyStream | None = None  # set where masters and moments are in host memory
+        self.copy_stream: CopyStream | None = None  # set if masters and moments are in host memory
         if buckets and buckets[0].sharding.offload_master:
             self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)
 
     @torch.no_grad()
     def step(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
-        """Update number `step` (from 1), with the gradients multiplied by `grad_scale`.
+        """Apply update number `step` (from 1) with the gradients scaled by `grad_scale`.
 
-        is_good: a bool scalar. Where it is False the step is skipped, and nothing changes.
+        `is_good` is a bool scalar. If it is False, skip the step and leave everything unchanged.
         """
         if is_good.device.type == "cpu" and not is_good:
             return
@@ -55,7 +55,7 @@ class AdamW(Optimizer):
                 self.update_range(index, run, numbers)
 
     def update_range(self, index: int, run: slice, numbers: AdamWStep) -> None:
-        """Updates the elements `run` of the owned share of bucket number `index`, and their moments."""
+        """Update the elements `run` of the owned shard of bucket `index`, and their moments."""
         bucket = self.buckets[index]
         grad = bucket.grads.local[run]
         weight_copy = None
@@ -81,7 +81,7 @@ class AdamW(Optimizer):
                 )
 
     def chunks(self, state: list[Tensor], device: torch.device) -> Iterable[tuple[slice, list[Tensor]]]:
-        """[(range, its state on the device)]: a single range, unless the state is in host memory."""
+        """Return [(range, its state on the device)], a single range unless the state is in host memory."""
         if self.copy_stream is None:
             return [(slice(None), state)]
         return staged_chunks(state, device, self.copy_stream)
@@ -89,9 +89,10 @@ class AdamW(Optimizer):
     def tensor_parts(
         self, index: int, start: int, end: int, step: int
     ) -> Sequence[tuple[slice, ElementIndex | None]]:
-        """Elements start .. end - 1 of the owned share of bucket `index`: ranges that are updated together.
+        """Split elements start .. end - 1 of the owned shard of bucket `index` into ranges updated together.
 
-        Returns [(all of them, None)]; where the state is in bf16, [(range, its elements)] of each tensor.
+        Return [(everything, None)], or [(range, its elements)] with one entry per tensor if the state is in
+        bf16.
         """
         indices = self.element_indices[index]
         if indices is None:
@@ -101,29 +102,29 @@ class AdamW(Optimizer):
 
 
 def part_of(values: Tensor | None, part: slice) -> Tensor | None:
-    """values[part]; None if there are none."""
+    """Return values[part], or None if `values` is None."""
     return None if values is None else values[part]
 
 
 def tensor_indices(bucket: Bucket) -> list[TensorRange] | None:
-    """Which elements of which tensors the owned share holds, if the state is in bf16; else None."""
+    """Return the tensor ranges in the owned shard if the state is in bf16, else None."""
     return tensor_ranges(bucket) if bucket.sharding.bf16_master else None
 
 
 def element_ranges(
     indices: list[TensorRange], start: int, end: int, *, seed: int, step: int
 ) -> list[tuple[slice, ElementIndex]]:
-    """Elements start .. end - 1 of an owned share, tensor by tensor. Padding belongs to no tensor.
+    """Split elements start .. end - 1 of an owned shard by tensor, leaving out padding.
 
-    indices: of tensor_ranges. Returns [(range, its elements)]: ranges count from `start`, and the
-    elements have the salt of this step.
+    `indices` comes from tensor_ranges. Return [(range, its elements)]: ranges are relative to `start`, and
+    the elements are salted for this step.
     """
     ranges: list[tuple[slice, ElementIndex]] = []
     for tensor_start, tensor_end, key, element_index in indices:
         if tensor_start >= end or tensor_end <= start:
             continue
         inside = slice(max(tensor_start, start) - start, min(tensor_end, end) - start)
-        skip = max(start - tensor_start, 0)  # elements of the tensor's part that are before `start`
+        skip = max(start - tensor_start, 0)  # elements of this tensor that precede `start`
         salted = replace(element_index, salt=salt(seed, step, key), skip=skip)
         ranges.append((inside, salted))
     return ranges

@@ -1,4 +1,4 @@
-"""The global gradient norm and the factor that clips it, as scalars on the device: without a host sync."""
+"""The global gradient norm and its clipping factor, as device scalars without a host sync."""
 import torch
 from torch import Tensor
 
@@ -10,10 +10,10 @@ from parallel.wire import comm
 
 @torch.no_grad()
 def grad_norm(buckets: list[Bucket], mesh: Mesh, has_experts: bool = False) -> Tensor:
-    """L2 norm of all gradients of the model. Each element counts once in every layout (Slot.counted_in_norm).
+    """Return the L2 norm of all gradients; each element counts once in every layout (Slot.counted_in_norm).
 
-    has_experts: whether the model has experts, on any pipeline stage. Their gradients are summed over groups
-    of their own, so all ranks take part in these sums.
+    `has_experts` says whether any pipeline stage has experts. Their gradients are summed over separate
+    groups, so all ranks must join these all-reduces.
     """
     # dense parameters and experts: (is_expert, group that ZeRO shards over, group of the other model shards)
     kinds = [(False, mesh.fsdp, mesh.model_parallel)]
@@ -30,7 +30,7 @@ def grad_norm(buckets: list[Bucket], mesh: Mesh, has_experts: bool = False) -> T
 
 
 def local_sum_of_squares(buckets: list[Bucket], is_expert: bool) -> Tensor:
-    """The sum of squares of the gradients that this rank counts: of experts, or of all other parameters."""
+    """Sum the squares of the gradients counted on this rank: either the experts' or all others'."""
     norms: list[Tensor] = []
     for bucket in buckets:
         if bucket.is_expert != is_expert:
@@ -44,8 +44,8 @@ def local_sum_of_squares(buckets: list[Bucket], is_expert: bool) -> Tensor:
 
 
 def clip_factor(norm: Tensor, clip: float | None) -> Tensor:
-    """The factor that limits a gradient norm to `clip`: min(1, clip / (norm + 1e-6)), as torch's
-    clip_grad_norm_. It is 1 if clip is None.
+    """Return the factor that limits a gradient norm to `clip`: min(1, clip / (norm + 1e-6)), as in torch's
+    clip_grad_norm_, or 1 if clip is None.
     """
     if clip is None:
         return torch.ones_like(norm)

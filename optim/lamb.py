@@ -1,8 +1,8 @@
 """LAMB (arXiv 1904.00962, algorithm 2) and LARS (arXiv 1708.03888): steps in proportion to a tensor's norm.
 
-The norms are those of the whole stored tensors, wherever their elements are. Every rank sums the squares of
-the elements that it counts, and one all-reduce of two numbers per tensor completes the sums. Norm weights and
-biases, which have no weight decay, have no trust ratio either.
+The norms are over whole stored tensors, however they are sharded. Every rank sums the squares of the elements
+that it counts, and one all-reduce of two numbers per tensor completes the sums. Norm weights and biases,
+which are not decayed, have no trust ratio either.
 """
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from parallel.sharding.views import boxes_of, update_ranges
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
-LARS_TRUST = 0.001  # LARS: eta of the paper
+LARS_TRUST = 0.001  # LARS: eta in the paper
 
 
 class TrustRatioOptimizer(Optimizer):
-    """What LAMB and LARS share: the trust ratio |weight| / |direction| of each stored tensor.
+    """Base of LAMB and LARS: the trust ratio |weight| / |direction| of each stored tensor.
 
-    tensor_index: {key: row in the vector of trust ratios}, of the tensors that have one.
+    `tensor_index` maps the key of each tensor with a trust ratio to its row in the vector of ratios.
     """
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
@@ -36,11 +36,11 @@ class TrustRatioOptimizer(Optimizer):
         self.tensor_index = {key: index for index, key in enumerate(all_keys)}
 
     def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
-        """The direction of the owned elements of bucket `index`, with weight decay, before the ratio."""
+        """Return the direction of the owned elements of bucket `index`, decay included, before the ratio."""
         raise NotImplementedError
 
     def trust_ratios(self, step: int, grad_scale: Tensor) -> Tensor:
-        """[tensors]: |weight| / |direction|; 1 where either is zero."""
+        """Return |weight| / |direction| of each tensor, [tensors]; 1 where either norm is zero."""
         num_tensors = len(self.tensor_index)
         squares = self.buckets[0].weights.master.new_zeros(num_tensors, 2)
         for index, bucket in enumerate(self.buckets):
@@ -53,7 +53,7 @@ class TrustRatioOptimizer(Optimizer):
         return torch.where(both_positive, weight_norm / direction_norm, 1.0)
 
     def add_squares(self, squares: Tensor, bucket: Bucket, flat: Tensor) -> None:
-        """Adds the squares of flat [owned elements] to squares [tensors]; each element counts on one rank."""
+        """Add the squares of flat [owned elements] to squares [tensors]; each element counts on one rank."""
         for box, values in boxes_of(bucket, flat, each_once=True):
             row = self.tensor_index.get(box.key)
             if row is not None:
@@ -68,7 +68,7 @@ class TrustRatioOptimizer(Optimizer):
         ratios: Tensor,
         trust: float = 1.0,
     ) -> Tensor:
-        """The direction of bucket `index`, times trust * ratio in tensors that have a ratio."""
+        """Return the direction of bucket `index`, times trust * ratio in tensors that have a ratio."""
         direction = self.direction(index, step, grad_scale)
         for box, values in boxes_of(self.buckets[index], direction):
             row = self.tensor_index.get(box.key)
@@ -77,7 +77,7 @@ class TrustRatioOptimizer(Optimizer):
         return direction
 
     def weight_decay_term(self, index: int) -> Tensor:
-        """cfg.weight_decay times the masters of bucket `index`; 0 where an element has no weight decay."""
+        """Return cfg.weight_decay * master for bucket `index`, 0 for elements without weight decay."""
         bucket = self.buckets[index]
         term = torch.zeros_like(bucket.weights.master)
         for run, has_decay, *_ in update_ranges(bucket):
@@ -105,7 +105,7 @@ class LAMB(TrustRatioOptimizer):
             copy_where([master], (new_master,), is_good)
 
     def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
-        """From the moments, which hold the gradients already."""
+        """Compute the direction from the moments, which already include this step's gradients."""
         exp_avg, exp_avg_sq = self.moments_of(index)
         bias_correction1 = 1 - self.cfg.beta1**step
         bias_correction2 = 1 - self.cfg.beta2**step

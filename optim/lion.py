@@ -1,6 +1,6 @@
 """Lion (arXiv 2302.06675, algorithm 2): the update is the sign of an interpolated momentum.
 
-It has one moment. Its learning rates are a tenth to a third of AdamW's.
+It has one moment. Its learning rates are three to ten times smaller than AdamW's.
 """
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a pure function of the step."""
+"""Learning-rate schedules, as pure functions of the step."""
 import math
 from dataclasses import dataclass
 
@@ -8,10 +8,11 @@ from config.reading import Phases
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """The learning rate from one step of the run to another.
+    """Learning-rate schedule for a span of the run's steps.
 
-    cfg: its peak and shape. first, last: steps of the run, before the first update and of the last one. end:
-    of its shape: after it the rate stays, and a schedule that is over before it has not decayed to its end.
+    `cfg` holds the peak and the shape. Updates first + 1 .. last follow this schedule. The shape ends at step
+    `end`, and the rate is constant after it; a schedule with last < end is cut off before it has fully
+    decayed.
     """
     cfg: OptimConfig
     first: int
@@ -20,9 +21,9 @@ class RateSchedule:
 
 
 def schedules_of(phases: Phases, steps: int) -> list[RateSchedule]:
-    """The schedules of a run of `steps` steps, in order.
+    """Return the schedules of a run of `steps` steps, in order.
 
-    One reaches from the phase that states a key of it to the next phase that does, or to the end of the run.
+    A schedule spans from a phase that sets one of its keys to the next such phase, or to the end of the run.
     """
     beginning = [phase for phase in phases.all if phase.begins_schedule]
     lasts = [phase.steps_before for phase in beginning[1:]] + [steps]
@@ -34,9 +35,9 @@ def schedules_of(phases: Phases, steps: int) -> list[RateSchedule]:
 
 
 def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
-    """The learning rate of update `step` (from 1) of a run.
+    """Return the learning rate of update `step` (from 1) of a run.
 
-    The warmup of a later schedule begins at the rate of the step before it.
+    The warmup of a later schedule starts from the rate of the step before it.
     """
     rate = 0.0
     for schedule in schedules:
@@ -49,15 +50,15 @@ def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
 
 
 def warmup_steps(cfg: OptimConfig, steps: int) -> int:
-    """The warmup of a schedule of `steps` steps: at most a tenth of them."""
+    """Return the warmup of a schedule of `steps` steps, capped at a tenth of them."""
     return min(cfg.warmup, steps // 10)
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int, rate_before: float = 0.0) -> float:
-    """The learning rate of update `step` (from 1) of `steps`.
+    """Return the learning rate of update `step` (from 1) of `steps`.
 
-    After a linear warmup from rate_before, cfg.decay gives the shape: cosine, wsd (arXiv 2404.06395), linear
-    or constant. Beyond `steps` the rate stays.
+    After a linear warmup from `rate_before`, cfg.decay selects the shape: cosine, wsd (arXiv 2404.06395),
+    linear or constant. The rate is constant beyond `steps`.
     """
     warmup = warmup_steps(cfg, steps)
     if step <= warmup:
@@ -65,9 +66,9 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int, rate_before: float = 
     if cfg.decay == "constant":
         return cfg.lr
 
-    # how much of the decay is done, in [0, 1]
+    # fraction of the decay that is done, in [0, 1]
     done = (step - warmup) / max(1, steps - warmup)
-    if cfg.decay == "wsd":  # the decay is the last fraction of the whole run, warmup included
+    if cfg.decay == "wsd":  # decay over the last fraction of the whole run, warmup included
         decay_start = max(warmup, (1 - cfg.decay_fraction) * steps)
         done = max(0.0, (step - decay_start) / (steps - decay_start))
 

@@ -1,15 +1,15 @@
-"""Muon (Keller Jordan 2024; at scale: arXiv 2502.16982): a matrix is updated by its orthogonalized momentum.
+"""Muon (Keller Jordan 2024; at scale: arXiv 2502.16982): update a matrix by its orthogonalized momentum.
 
-This holds for hidden matrices. Embeddings, the head, routers, norms and biases are updated by AdamW. The
-update of a matrix is scaled by 0.2 sqrt(max(m, n)), so that both can use one learning rate (2502.16982,
-section 2.2). muP requires an update whose spectral norm is the same at every width (arXiv 2310.17813), and
-this scale grows as the square root of the width: so under muP the learning rate of hidden matrices falls as
-the square root of the width (mup_power in config/optimizers.py). Of a matrix with one side that stays, the
-spectral norm that muP requires is that of the scale where it widens, and falls 1 / width behind it where it
-narrows: the rates that AdamW has, too (ParameterSpec.with_mup).
+Muon updates hidden matrices; AdamW updates embeddings, the head, routers, norms and biases. The update of a
+matrix is scaled by 0.2 sqrt(max(m, n)), so that both can share one learning rate (2502.16982, section 2.2).
+muP requires an update whose spectral norm is the same at every width (arXiv 2310.17813), and this scale grows
+with the square root of the width, so under muP the learning rate of hidden matrices falls with the square
+root of the width (mup_power in config/optimizers.py). If only one side of a matrix grows with the width, the
+spectral norm that muP requires grows like this scale where the matrix widens, and is smaller by 1 / width
+where it narrows. These are the same rates as AdamW's (ParameterSpec.with_mup).
 
-Orthogonalization needs whole matrices, whatever shards them: optim/muon_exchange.py brings each to one rank
-of the pipeline stage, and the results back.
+Orthogonalization needs whole matrices, however they are sharded: optim/muon_exchange.py gathers each matrix
+on one rank of the pipeline stage and sends back the results.
 """
 import torch
 from torch import Tensor
@@ -35,16 +35,16 @@ SCALE = 0.2  # times sqrt(max(m, n)): about the RMS of AdamW's updates
 
 
 class Muon(Optimizer):
-    """Muon for the buckets of hidden matrices; it holds an AdamW, which updates all others.
+    """Muon for the buckets of hidden matrices, with an inner AdamW for all others.
 
-    adamw: the optimizer of the other buckets, with their moments. momentum: {index of a bucket of hidden
-    matrices: its flat momentum, in the dtype of its master}.
+    `adamw` holds the moments of the other buckets. `momentum` maps the index of each hidden bucket to its
+    flat momentum, in the dtype of its master.
     """
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
 
-        # the state: of AdamW, and the momentum of the hidden matrices
+        # optimizer state: AdamW's, and the momentum of the hidden matrices
         others = [bucket for bucket in buckets if not bucket.is_hidden]
         self.adamw = AdamW(cfg, others, mesh)
         self.hidden_buckets = [index for index, bucket in enumerate(buckets) if bucket.is_hidden]
@@ -52,7 +52,7 @@ class Muon(Optimizer):
         for index in self.hidden_buckets:
             self.momentum[index] = zeros_like_master(buckets[index])
 
-        # which rank orthogonalizes which matrix
+        # assign matrices to ranks
         self.group = mesh.pipeline_stage
         held = self.hidden_boxes(each_once=False)
         counted = self.hidden_boxes(each_once=True)
@@ -62,7 +62,7 @@ class Muon(Optimizer):
         self.plan = plan_matrix_exchange(held_by_rank, counted_by_rank, self.group.index)
 
     def hidden_boxes(self, each_once: bool) -> list[Box]:
-        """The boxes of hidden matrices that this rank holds. each_once: see boxes_of."""
+        """Return the boxes of hidden matrices on this rank; `each_once` is passed to boxes_of."""
         boxes: list[Box] = []
         for index in self.hidden_buckets:
             bucket = self.buckets[index]
@@ -70,25 +70,25 @@ class Muon(Optimizer):
         return boxes
 
     def state(self) -> Moments:
-        """What a checkpoint stores beside the master weights."""
+        """Return the state that a checkpoint stores in addition to the master weights."""
         state: dict[str, list[Tensor | None]] = {
             "muon_m": [self.momentum.get(index) for index in range(len(self.buckets))],
         }
         for name, flats in self.adamw.state().items():
-            remaining = iter(flats)  # those of the buckets that are not hidden, in order
+            remaining = iter(flats)  # one for each bucket that is not hidden, in order
             state[name] = [None if bucket.is_hidden else next(remaining) for bucket in self.buckets]
         return state
 
     @torch.no_grad()
     def step(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
-        """Update number `step` (from 1), with the gradients multiplied by `grad_scale`.
+        """Apply update number `step` (from 1) with the gradients scaled by `grad_scale`.
 
-        is_good: a bool scalar. Where it is False the step is skipped, and nothing changes.
+        `is_good` is a bool scalar. If it is False, skip the step and leave everything unchanged.
         """
-        # is_good is the same on every rank, so no rank waits for another in the exchange
+        # is_good is the same on every rank, so no rank waits for another in the all-to-all
         if is_good.device.type == "cpu" and not is_good:
             return
-        # all but the hidden matrices
+        # everything but the hidden matrices
         self.adamw.step(step, lr, grad_scale, is_good)
 
         # the hidden matrices
@@ -101,7 +101,7 @@ class Muon(Optimizer):
             self.update_weights(self.buckets[index], updates[index], lr, is_good)
 
     def update_momentum(self, grad_scale: Tensor, is_good: Tensor) -> dict[int, Tensor]:
-        """Updates the momentum. Returns {bucket index: update, not orthogonalized yet}."""
+        """Update the momentum. Return {bucket index: update before orthogonalization}."""
         updates: dict[int, Tensor] = {}
         decay = self.cfg.momentum
         for index in self.hidden_buckets:
@@ -112,7 +112,7 @@ class Muon(Optimizer):
         return updates
 
     def update_weights(self, bucket: Bucket, update: Tensor, lr: float, is_good: Tensor) -> None:
-        """update: flat, over the owned share of the bucket."""
+        """Apply a flat update [owned shard] to the masters of the bucket."""
         for run, _, lr_factor, _ in update_ranges(bucket):
             weight = bucket.weights.master[run]
             decayed = weight * (1 - lr * self.cfg.weight_decay)
@@ -121,14 +121,14 @@ class Muon(Optimizer):
         bucket.weights.copy_master_to_local()
 
     def orthogonalize(self, views: list[BoxValues]) -> None:
-        """Replaces parts of matrices by the parts of the orthogonalized matrices, in place.
+        """Replace parts of matrices by parts of the orthogonalized matrices, in place.
 
-        views: [(box, its values)], all that this rank holds of the stage's hidden matrices.
+        `views` lists (box, its values) for all parts of the stage's hidden matrices on this rank.
         """
         plan = self.plan
         like = self.buckets[0].weights.master
 
-        # the owner assembles its matrices
+        # gather each matrix on its owner
         outgoing = [extract_boxes(views, boxes) for boxes in plan.send_to]
         received = exchange_boxes(outgoing, plan.receive_from, self.group, like)
         received += zip(plan.kept_here, extract_boxes(views, plan.kept_here))
@@ -141,7 +141,7 @@ class Muon(Optimizer):
             scale = SCALE * max(matrix.shape)**0.5
             matrix.copy_(newton_schulz(matrix) * scale)
 
-        # the results go to all ranks that hold a part
+        # send the results to all ranks that hold a part
         results: list[BoxValues] = []
         for key, matrix in matrices.items():
             results.append((Box.whole(key, matrix.shape), matrix))

@@ -1,9 +1,9 @@
-"""How Muon gets whole matrices, whatever shards them (optim/muon.py).
+"""Gather whole matrices for Muon, however they are sharded (optim/muon.py).
 
-The ranks of a pipeline stage divide the matrices of the stage among themselves, balanced by FLOPs. One
-all-to-all sends the momentum of each matrix to its owner, another sends the results to all ranks that hold a
-part of it. What the owner holds itself is not sent: so a matrix of n elements costs at most n elements on the
-way to the owner, and n for each copy on the way back.
+The ranks of a pipeline stage divide its matrices among themselves, balanced by FLOPs. One all-to-all sends
+the momentum of each matrix to its owner, and another sends the results to all ranks that hold a part. Parts
+already on the owner are not sent, so a matrix of n elements costs at most n elements on the way to the owner,
+and n per copy on the way back.
 """
 from dataclasses import dataclass
 from math import prod
@@ -15,20 +15,20 @@ from parallel.sharding.boxes import Box
 from parallel.wire import comm
 
 Shapes = dict[str, tuple[int, ...]]  # {key: (m, n)} of matrices
-BoxesByRank = list[list[Box]]  # for each rank of the group
+BoxesByRank = list[list[Box]]  # one list for each rank of the group
 BoxValues = tuple[Box, Tensor]  # a box, and the values of its elements
 
 
 @dataclass(frozen=True)
 class MatrixExchange:
-    """What one rank sends and receives around the orthogonalization.
+    """Send and receive lists of one rank around the orthogonalization.
 
     Sender and receiver list their boxes in the same order.
 
-    shapes: {key: (m, n)} of the matrices that this rank owns, which it orthogonalizes.
-    kept_here: parts of these matrices that this rank holds itself.
-    send_to, receive_from: for each rank of the group, the parts of the momentum on their way to the owners.
-    return_to, return_from: for each rank of the group, the parts of the results on their way back.
+    shapes: {key: (m, n)} of the matrices that this rank owns and orthogonalizes.
+    kept_here: parts of these matrices that are already on this rank.
+    send_to, receive_from: for each rank of the group, the parts of the momentum sent to their owners.
+    return_to, return_from: for each rank of the group, the parts of the results sent back.
     """
     shapes: Shapes
     kept_here: list[Box]
@@ -39,12 +39,12 @@ class MatrixExchange:
 
 
 def orthogonalization_cost(shape: tuple[int, ...]) -> int:
-    """Proportional to the FLOPs of Newton-Schulz: m n min(m, n)."""
+    """Return a number proportional to the FLOPs of Newton-Schulz: m n min(m, n)."""
     return prod(shape) * min(shape)
 
 
 def assign_owners(shapes: Shapes, ranks: int) -> dict[str, int]:
-    """{key: rank} of the owners: the most expensive matrix first, each to the rank with the least load."""
+    """Return {key: owner}: the most expensive matrix first, each to the least loaded rank."""
     cost = {key: orthogonalization_cost(shape) for key, shape in shapes.items()}
     load = [0] * ranks
     owner: dict[str, int] = {}
@@ -56,16 +56,16 @@ def assign_owners(shapes: Shapes, ranks: int) -> dict[str, int]:
 
 
 def plan_matrix_exchange(held_by_rank: BoxesByRank, counted_by_rank: BoxesByRank, me: int) -> MatrixExchange:
-    """The exchange of rank `me`.
+    """Plan the exchange for rank `me`.
 
     held_by_rank: for each rank of the group, the boxes that it holds.
-    counted_by_rank: those of them that it counts, so that all ranks together have each element once.
+    counted_by_rank: the subset of them that it counts, so that each element is counted on exactly one rank.
     """
     shapes = {box.key: box.shape for boxes in held_by_rank for box in boxes}
     owner = assign_owners(shapes, len(held_by_rank))
 
     def boxes_to_owner(rank: int, to: int) -> list[Box]:
-        """What `rank` sends to the owner `to`: boxes that it counts, less what the owner holds itself."""
+        """Return the boxes that `rank` counts and sends to the owner `to`, less what `to` already holds."""
         if rank == to:
             return []
         parts = [box for box in counted_by_rank[rank] if owner[box.key] == to]
@@ -74,7 +74,7 @@ def plan_matrix_exchange(held_by_rank: BoxesByRank, counted_by_rank: BoxesByRank
         return parts
 
     def boxes_to_holder(rank: int, to: int) -> list[Box]:
-        """What the owner `rank` returns: all boxes that `to` holds of its matrices."""
+        """Return the parts of the matrices owned by `rank` that `to` holds."""
         if rank == to:
             return []
         return [box for box in held_by_rank[to] if owner[box.key] == rank]
@@ -91,7 +91,7 @@ def plan_matrix_exchange(held_by_rank: BoxesByRank, counted_by_rank: BoxesByRank
 
 
 def subtract_box(parts: list[Box], held: Box) -> list[Box]:
-    """What `held` does not cover of the parts, which may be of several tensors."""
+    """Remove `held` from the parts, which may belong to several tensors."""
     rest: list[Box] = []
     for part in parts:
         rest += part.difference(held) if part.key == held.key else [part]
@@ -101,9 +101,9 @@ def subtract_box(parts: list[Box], held: Box) -> list[Box]:
 def exchange_boxes(
     parts: list[list[Tensor]], incoming: BoxesByRank, group: comm.Group, like: Tensor
 ) -> list[BoxValues]:
-    """One all-to-all: parts[r] go to rank r, and the boxes incoming[r] come from rank r.
+    """Send parts[r] to rank r and receive the boxes incoming[r] from rank r, in one all-to-all.
 
-    Returns [(box, its values)] of all incoming boxes. like: gives the dtype and the device.
+    Return [(box, its values)] for all incoming boxes. `like` sets the dtype and the device.
     """
     sent = [sum(part.numel() for part in to_rank) for to_rank in parts]
     received = [sum(box.volume for box in from_rank) for from_rank in incoming]
@@ -124,7 +124,10 @@ def extract_boxes(views: list[BoxValues], wanted: list[Box]) -> list[Tensor]:
 
 
 def extract_box(views: list[BoxValues], wanted: Box) -> Tensor:
-    """The values of `wanted`, as a part of the first of the views that covers it."""
+    """Return the values of `wanted` as a slice of the first view that covers it.
+
+    Raises LookupError if no view does.
+    """
     for box, values in views:
         if box.key == wanted.key and box.intersection(wanted) == wanted:
             return values[wanted.slices_in(box)]

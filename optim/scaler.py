@@ -1,10 +1,10 @@
 """Dynamic loss scaling for fp16 (arXiv 1710.03740, section 3.2), without a host sync.
 
-The loss is multiplied by `scale` before the backward, so that small gradients stay above the smallest numbers
-of fp16. The gradient norm and the update divide by it. A step that overflows is skipped (runtime/guard.py
-decides that), and halves the scale. `window` good steps in a row double it, up to MAX_LOSS_SCALE. The scale
-is a power of two, so it changes no bit of a number that neither overflows nor underflows. In other dtypes it
-is always 1.
+The loss is multiplied by `scale` before the backward pass, so that small gradients stay above the smallest
+fp16 numbers. The gradient norm and the update divide by it. A step that overflows is skipped (see
+runtime/guard.py) and halves the scale; `window` good steps in a row double it, up to MAX_LOSS_SCALE. The
+scale is a power of two, so numbers that neither overflow nor underflow keep every bit. In other dtypes the
+scale is always 1.
 """
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from config import MAX_LOSS_SCALE
 
 
 class LossScaler:
-    """scale: a scalar on the device. good_steps: good steps since the scale changed.
+    """Loss scale of a run. `scale` is a device scalar; `good_steps` counts good steps since it last changed.
 
-    first, window: the keys train.loss_scale and train.loss_scale_window.
+    `first` and `window` are the keys train.loss_scale and train.loss_scale_window.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class LossScaler:
     ) -> None:
         self.dynamic = dtype == torch.float16
         self.window = window
-        scale_dtype = torch.promote_types(dtype, torch.float32)  # scale / tokens is as exact as the gradients
+        scale_dtype = torch.promote_types(dtype, torch.float32)  # scale / tokens as exact as gradients
         self.scale = torch.tensor(first if self.dynamic else 1.0, dtype=scale_dtype, device=device)
         self.good_steps = torch.zeros((), device=device)
 
     @torch.no_grad()
     def adapt(self, is_good: Tensor, has_targets: Tensor) -> None:
-        """Adapts the scale after a step. A step without targets changes nothing.
+        """Adapt the scale after a step. A step without targets changes nothing.
 
-        is_good: a bool scalar, False if the step overflowed. has_targets: a bool scalar.
+        `is_good` and `has_targets` are bool scalars; `is_good` is False if the step overflowed.
         """
         if not self.dynamic:
             return
@@ -50,11 +50,11 @@ class LossScaler:
         self.good_steps = torch.where(has_targets, good_steps, self.good_steps)
 
     def state(self) -> list[float]:
-        """What `load` takes, for a checkpoint's meta.json. Reads the device."""
+        """Return the state that `load` takes, for a checkpoint's meta.json. Synchronizes with the device."""
         return [float(self.scale), float(self.good_steps)]
 
     def load(self, state: list[float] | None) -> None:
-        """Restores `state`. If the saved run had no loss scaling, the first scale stays."""
+        """Restore `state`. If the saved run had no loss scaling, keep the initial scale."""
         if self.dynamic and state:
             scale, good_steps = state
             self.scale.fill_(scale)

@@ -1,4 +1,4 @@
-"""SGD with momentum (Polyak 1964), as torch.optim.SGD: weight decay is a part of the gradient."""
+"""SGD with momentum (Polyak 1964), as in torch.optim.SGD: weight decay is added to the gradient."""
 from torch import Tensor
 
 from optim.base import Optimizer

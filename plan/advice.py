@@ -1,7 +1,7 @@
-"""After an out-of-memory: what a rank holds, and settings under which it would hold less.
+"""After an out-of-memory: the memory held by a rank, and settings that would reduce it.
 
-All by the planner's own count (plan/memory.py), of the rank that holds most. `python -m plan.advice` answers
-a rank that has no memory left: it reads the arguments of memory_advice from its standard input, pickled.
+All figures are the planner's (plan/memory.py), for the fullest rank. `python -m plan.advice` runs the advice
+for a rank without memory left: it reads the pickled arguments of memory_advice from standard input.
 """
 import math
 import pickle
@@ -20,13 +20,13 @@ from plan.search import TRANSIENT_BYTES, job_of
 
 MIB = 2**20
 GIB = 2**30
-NUM_ADVISED = 3  # settings that a message names
+NUM_ADVISED = 3  # settings named in a message
 COMMUNICATORS = "buffers of NCCL's communicators"  # plan/communicators.py
-LEAST_SAVING = 0.02  # of what is held: a setting that saves less is not named
+LEAST_SAVING = 0.02  # fraction of the total: settings that save less are not named
 
 
 class Holdings(NamedTuple):
-    """Bytes of the fullest rank. parts: {what: bytes}, the largest first."""
+    """Bytes held by the fullest rank, as {category: bytes}, the largest first."""
     parts: dict[str, int]
 
     @property
@@ -35,7 +35,7 @@ class Holdings(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """A setting, and what the fullest rank would hold under it."""
+    """A setting, and the bytes that the fullest rank would hold with it."""
     values: Values  # {section.key: value}
     total: int
 
@@ -51,16 +51,16 @@ def size_text(num_bytes: float) -> str:
 
 
 def holdings(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
-    """The holdings of the fullest of `world` ranks, in the phase (train.phases) in which it holds most.
+    """Return the holdings of the fullest of `world` ranks, in its fullest phase (train.phases).
 
-    gpu: None if the job runs on CPUs. Raises ConfigError if train.py refuses the job.
+    `gpu` is None if the job runs on CPUs. Raises ConfigError if train.py refuses the job.
     """
     of_phases = [holdings_of_phase(phase.cfg, world, gpu) for phase in phases_of(cfg).all]
     return max(of_phases, key=lambda held: held.total)
 
 
 def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
-    """The holdings of the fullest rank in one phase."""
+    """Return the holdings of the fullest rank in one phase."""
     job, _ = job_of(cfg, world)
     communicators = 0 if gpu is None else communicator_bytes(job, gpu)
     ranks: list[Holdings] = []
@@ -75,7 +75,7 @@ def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
 
 
 def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
-    """Changes that may take less memory, those that slow a step down least first."""
+    """Yield changes that may take less memory, those with the least slowdown first."""
     parallel = cfg.parallel
     if parallel.zero == 0:
         yield {"parallel.zero": 1}
@@ -99,7 +99,7 @@ def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
 
 
 def find_savings(cfg: Config, world: int, gpu: Gpu | None) -> list[Saving]:
-    """The settings that save memory, in the order of cheaper_settings; without what train.py would refuse."""
+    """Return the settings that save memory and that train.py accepts, in the order of cheaper_settings."""
     now = holdings(cfg, world, gpu).total
     savings: list[Saving] = []
     for values in cheaper_settings(cfg, is_on_gpu=gpu is not None):
@@ -113,9 +113,9 @@ def find_savings(cfg: Config, world: int, gpu: Gpu | None) -> list[Saving]:
 
 
 def choose_savings(cfg: Config, world: int, gpu: Gpu | None, usable: float) -> list[Saving]:
-    """At most NUM_ADVISED: the cheapest settings that fit into `usable` bytes of a GPU.
+    """Return at most NUM_ADVISED savings: the cheapest settings that fit into `usable` bytes of a GPU.
 
-    If none fits alone: several that fit together, then those that save most.
+    If none fits alone, return several that fit together, followed by those that save most.
     """
     savings = find_savings(cfg, world, gpu)
     most = sorted(savings, key=lambda saving: saving.total)
@@ -128,7 +128,7 @@ def choose_savings(cfg: Config, world: int, gpu: Gpu | None, usable: float) -> l
 
 
 def settings_together(cfg: Config, world: int, gpu: Gpu, usable: float) -> list[Saving]:
-    """[settings that fit together]: always the one that saves most is added. Empty if that does not end."""
+    """Combine settings, adding the one that saves most until they fit: [saving], or [] if none do."""
     together: Values = {}
     while True:
         savings = find_savings(with_values(cfg, together), world, gpu)
@@ -141,9 +141,10 @@ def settings_together(cfg: Config, world: int, gpu: Gpu, usable: float) -> list[
 
 
 def memory_advice(cfg: Config, world: int, capacity: float | None, gpu: Gpu = Gpu()) -> str:
-    """One line: what the fullest rank holds, and settings under which it would hold less.
+    """Return one line: what the fullest rank holds, and settings with which it would hold less.
 
-    capacity: bytes of a GPU, or None if the job runs on CPUs. Raises ConfigError if train.py refuses the job.
+    `capacity` is the memory of a GPU in bytes, or None if the job runs on CPUs. Raises ConfigError if
+    train.py refuses the job.
     """
     on_gpu = None if capacity is None else gpu
     held = holdings(cfg, world, on_gpu)
@@ -171,5 +172,5 @@ if __name__ == "__main__":
     try:
         cfg, world, capacity, gpu = pickle.load(sys.stdin.buffer)
         print(memory_advice(cfg, world, capacity, Gpu(gpu)))
-    except ConfigError as refusal:  # the planner takes fewer jobs than train.py
+    except ConfigError as refusal:  # the planner accepts fewer jobs than train.py
         print(f"the planner has no advice ({refusal})")

@@ -1,8 +1,8 @@
-"""The planner's best layout of a job: for `parallel.auto`, and what scripts.plan recommends.
+"""The planner's best layout of a job, for `parallel.auto` and for the recommendation of scripts.plan.
 
-What is stated stays. A run of several phases (train.phases) has one layout, that of the phase with the
-longest sequences. Where no layout fits, the refusal names the nearest settings and numbers of GPUs with which
-one does.
+Stated settings are fixed. A run with several phases (train.phases) has one layout, that of the phase with the
+longest sequences. If no layout fits, the error names the nearest settings and numbers of GPUs with which one
+does.
 """
 import math
 from collections.abc import Collection
@@ -24,23 +24,23 @@ from plan.search import LAYOUT_KEYS, SearchResult, Target, price, search
 from plan.search_processes import best_layouts
 
 KEY = "parallel.auto"
-TOP = 10  # layouts among which the simplest of equally fast ones is looked for
+TOP = 10  # layouts considered when looking for the simplest of equally fast ones
 GIB = 2**30
 
-# where nothing fits: settings that hold less, the cheapest first, and how many GPUs more
+# if nothing fits: settings that need less memory, the cheapest first, and multiples of the GPUs
 SMALLER = (
     {"optim.states": "bf16"},
     {"parallel.offload": "optimizer"},
     {"parallel.offload": "both", "optim.states": "bf16"},
 )
 HOLDS_LEAST = {"train.micro_batch": 1, "parallel.recompute": "full"}
-MOST_SAVED = 4.0  # times: such settings save less
+MOST_SAVED = 4.0  # factor: such settings save less than this
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class AutoLayout(NamedTuple):
-    """values: {section.key: value} of every key that is searched. text: one line, which layout it is and how
-    long its step takes by the planner."""
+    """The layout as {section.key: value} of every searched key, and one line of text that describes it with
+    its forecast step time."""
 
     values: Values
     text: str
@@ -50,7 +50,7 @@ class AutoLayout(NamedTuple):
 
 
 def fixed_values(cfg: Config, stated: Collection[str]) -> Values:
-    """{section.key: value} of the searched keys that are stated."""
+    """Return {section.key: value} of the searched keys that are stated."""
     fixed = {key: value_at(cfg, key) for key in LAYOUT_KEYS if key in stated}
     if cfg.parallel.recompute_stages is not None:  # which replaces it
         fixed["parallel.recompute"] = cfg.parallel.recompute
@@ -58,7 +58,7 @@ def fixed_values(cfg: Config, stated: Collection[str]) -> Values:
 
 
 def check_dtype(cfg: Config, hardware: Cluster) -> None:
-    """Raises ConfigError if the cluster has no figures for the dtype."""
+    """Raise ConfigError if the cluster has no figures for the dtype."""
     dtype = cfg.train.dtype
     if dtype not in hardware.flops:
         raise ConfigError(
@@ -68,9 +68,9 @@ def check_dtype(cfg: Config, hardware: Cluster) -> None:
 
 
 def longest_phase(cfg: Config, after: int = 0) -> Phase:
-    """The phase with the longest sequences, of those that are not over after so many steps.
+    """Return the phase with the longest sequences, among those not over after `after` steps.
 
-    A layout that fits it fits the others, if they have at most its tokens in a microbatch.
+    A layout that fits it fits the others, if their microbatches have at most as many tokens.
     """
     return max(phases_of(cfg).from_step(after), key=lambda phase: phase.cfg.train.seq_len)
 
@@ -79,7 +79,7 @@ def longest_phase(cfg: Config, after: int = 0) -> Phase:
 
 
 def no_layout_text(cfg: Config, target: Target, fixed: Values, result: SearchResult, name: str) -> str:
-    """That no layout of the job fits, why, and what would. name: of the job."""
+    """Say that no layout of the job `name` fits, why, and what would help."""
     counts, memory = result.counts, target.cluster.memory
     return (
         f"no layout of {name} on {gpu_count(target.world)} of {memory / GIB:.0f} GiB fits "
@@ -89,9 +89,10 @@ def no_layout_text(cfg: Config, target: Target, fixed: Values, result: SearchRes
 
 
 def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) -> str:
-    """How much is missing, and the nearest changes with which a layout fits: of the settings, of the GPUs.
+    """Say how much memory is missing, and the smallest changes to the settings or the number of GPUs that
+    help.
 
-    smallest: bytes that the smallest layout needs at least, infinite if none is too large.
+    `smallest` is a lower bound in bytes for the smallest layout, infinite if no layout is too large.
     """
 
     def fits(cfg: Config, target: Target) -> bool:
@@ -122,9 +123,9 @@ def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) 
 
 
 def machine_of(cfg: Config, device: RankDevice) -> Cluster:
-    """The cluster that parallel.auto names, with the memory of this machine's GPU.
+    """Return the cluster that parallel.auto names, with the memory of this machine's GPU.
 
-    Raises ConfigError if there is none of this name, or its GPU is another one.
+    Raises ConfigError if the name is unknown, or if the cluster has another GPU.
     """
     assert cfg.parallel.auto is not None
     hardware = cluster(cfg.parallel.auto, asker=KEY)
@@ -143,9 +144,9 @@ def machine_of(cfg: Config, device: RankDevice) -> Cluster:
 def best_layout(
     cfg: Config, world: int, device: RankDevice, stated: Collection[str], after: int = 0
 ) -> AutoLayout:
-    """The best layout of a run on so many ranks, in the phases that are not over after so many steps.
+    """Return the best layout of a run on `world` ranks, for the phases not over after `after` steps.
 
-    stated: keys (section.key), which stay. Raises ConfigError where there is none.
+    `stated` keys (section.key) are fixed. Raises ConfigError if no layout fits.
     """
     hardware = check_asked(cfg, device, after)
     heaviest = elastic.with_any_vocab(longest_phase(cfg, after).cfg)
@@ -175,7 +176,7 @@ def best_layout(
 def layout_as_saved(
     cfg: Config, world: int, device: RankDevice, saved: Config, after: int
 ) -> AutoLayout:
-    """The layout with which a run has begun, without a search. saved: its config."""
+    """Return the layout of the saved config `saved`, without a search."""
     hardware = machine_of(cfg, device)
     values = {key: value_at(saved, key) for key in LAYOUT_KEYS}
     heaviest = elastic.with_any_vocab(with_values(longest_phase(cfg, after).cfg, values))
@@ -193,10 +194,10 @@ def layout_of_run(
     after: int = 0,
     saved: tuple[Config, int] | None = None,
 ) -> AutoLayout:
-    """The layout of a run: the one that it has begun with, unless other keys are stated now; else the best.
+    """Return the layout of a run: the saved one, unless other keys are stated now; else the best.
 
-    stated: keys (section.key), which stay. after: steps that are done. saved: the config with which the run
-    was trained, and on how many ranks. Raises ConfigError where none fits, or the run had other ranks.
+    `stated` keys (section.key) are fixed. `after` steps are done. `saved` is the run's saved config and its
+    number of ranks. Raises ConfigError if no layout fits, or if the run had another number of ranks.
     """
     if saved is None or saved[0].parallel.auto != cfg.parallel.auto:
         return best_layout(cfg, world, device, stated, after)
@@ -216,7 +217,7 @@ def layout_of_run(
 
 
 def check_asked(cfg: Config, device: RankDevice, after: int) -> Cluster:
-    """The cluster to search for. Raises ConfigError if other keys choose the layout, too."""
+    """Return the cluster to search for. Raises ConfigError if other keys choose the layout, too."""
     if cfg.parallel.elastic:
         raise ConfigError(
             f"{KEY}: takes a layout for one number of ranks, and parallel.elastic one for each start; "
@@ -237,7 +238,7 @@ def check_asked(cfg: Config, device: RankDevice, after: int) -> Cluster:
 
 
 def gpu_count(number: int) -> str:
-    """In words: 1 GPU, 1,024 GPUs."""
+    """Format as 1 GPU, 1,024 GPUs."""
     return "1 GPU" if number == 1 else f"{number:,} GPUs"
 
 
@@ -246,13 +247,13 @@ def ranks_text(world: int) -> str:
 
 
 def described(cfg: Config, world: int, why: str, step: float | None) -> str:
-    """The layout in words. step: seconds by the planner, or None without a forecast."""
+    """Describe the layout, with its forecast step time in seconds unless `step` is None."""
     forecast = "no forecast" if step is None else f"forecast {step:.3g} s a step"
     return f"{layout_text(cfg, world)}, {why}, {forecast} ({arguments(cfg)})"
 
 
 def layout_text(cfg: Config, world: int) -> str:
-    """For example "tp8 pp16 dp8 zero1 interleaved vpp4 mb1 selective"."""
+    """Format as "tp8 pp16 dp8 zero1 interleaved vpp4 mb1 selective"."""
     parallel, degrees = cfg.parallel, axis_degrees(cfg.parallel)
     named = {axis.word: degrees[axis.key] for axis in AXES} | {"dp": world // ranks_of_layout(degrees)}
     words = [f"{name}{degree}" for name, degree in named.items() if degree > 1]
@@ -270,7 +271,7 @@ def layout_text(cfg: Config, world: int) -> str:
 
 
 def arguments(cfg: Config) -> str:
-    """The arguments of train.py that select this layout."""
+    """Return the arguments of train.py that select this layout."""
     usual = defaults()
     words: list[str] = []
     for path in LAYOUT_KEYS:

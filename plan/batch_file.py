@@ -1,23 +1,23 @@
-"""The batch file of SLURM that `scripts.plan --sbatch` writes: one job of scripts/slurm/train.sbatch, with
-its nodes, the GPUs of a node, and train.py's words."""
+"""The Slurm batch file that `scripts.plan --sbatch` writes: a job of scripts/slurm/train.sbatch with its
+nodes, GPUs per node, and arguments of train.py."""
 from pathlib import Path
 from typing import NamedTuple
 
 from config import ConfigError
 
-SCRIPT = Path("scripts") / "slurm" / "train.sbatch"  # which starts the ranks, saves in time and requeues
+SCRIPT = Path("scripts") / "slurm" / "train.sbatch"  # launches the ranks, saves in time and requeues
 SCRIPT_FILE = Path(__file__).resolve().parent.parent / SCRIPT
 DIRECTIVES = ("#SBATCH", "##SBATCH")
 
 
 class NodeShape(NamedTuple):
-    """nodes of a job; gpus: of each."""
+    """Number of nodes of a job, and GPUs per node."""
     nodes: int
     gpus: int
 
 
 def node_shape(gpus: int, node: int) -> NodeShape:
-    """The nodes of a job. gpus: of the job. node: GPUs of a whole node.
+    """Divide the GPUs of a job among nodes of `node` GPUs.
 
     Raises ConfigError if the last node would have fewer than the others.
     """
@@ -31,7 +31,7 @@ def node_shape(gpus: int, node: int) -> NodeShape:
 
 
 def check_writable(file: Path) -> None:
-    """Raises ConfigError if the file is there already, or cannot be written, or what it starts is missing."""
+    """Raise ConfigError if the file exists or cannot be written, or if its launch script is missing."""
     if not SCRIPT_FILE.exists():
         raise ConfigError(f"--sbatch: {SCRIPT} is not there; plan in a checkout")
     if file.exists():
@@ -41,7 +41,7 @@ def check_writable(file: Path) -> None:
 
 
 def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: str) -> str:
-    """The file. title: what it runs. name: of the job. words: train.py's, quoted for a shell."""
+    """Return the batch file: `title` is a comment, `name` the job's, `words` train.py's quoted arguments."""
     lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
     directives = [line for line in lines if line.startswith(DIRECTIVES) and "--job-name" not in line]
     return "\n".join([
@@ -65,7 +65,7 @@ def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: st
 
 
 def write_batch_file(file: Path, text: str) -> None:
-    """Raises ConfigError if it has come into being meanwhile, or cannot be written."""
+    """Write the file. Raises ConfigError if it has been created meanwhile, or cannot be written."""
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -1,5 +1,5 @@
-"""The buckets of one rank, without storage: parallel/sharding/ divides the parameters that the real modules
-declare (model/describe.py)."""
+"""The buckets of one rank, without storage: parallel/sharding/ applied to the parameters that the real
+modules declare (model/describe.py)."""
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,7 @@ from plan.job import Job
 
 @dataclass(frozen=True, eq=False)
 class PlannedBucket:
-    """specs: of its parameters. num_users: parts of this rank that use it: a shared table may have two."""
+    """A bucket's parameter specs. `num_users` parts of this rank use it; a shared table may have two."""
     specs: tuple[ParameterSpec, ...]
     layout: BucketLayout
     is_hidden: bool = False
@@ -33,7 +33,7 @@ class PlannedBucket:
 
     @property
     def size(self) -> int:
-        """Elements, with padding."""
+        """Elements, including padding."""
         return self.layout.size
 
     @property
@@ -59,8 +59,8 @@ class PlannedBucket:
         return elements
 
     def powersgd_elements(self, rank: int) -> tuple[int, int]:
-        """Elements of the two exchanges of PowerSGD (parallel/sharding/powersgd.py); without a matrix the
-        second has none."""
+        """Return the elements of PowerSGD's two exchanges (parallel/sharding/powersgd.py); the second has
+        none if there are no matrices."""
         first = second = 0
         for spec in self.specs:
             if not is_matrix(spec):
@@ -73,7 +73,7 @@ class PlannedBucket:
         return first, second
 
 
-BucketsOfParts = list[list[PlannedBucket]]  # of a stage
+BucketsOfParts = list[list[PlannedBucket]]  # for each part of a stage
 
 
 class Sharers(NamedTuple):
@@ -84,7 +84,7 @@ class Sharers(NamedTuple):
 
 
 def buckets(job: Job) -> dict[int, BucketsOfParts]:
-    """{stage of this rank: the buckets of each of its parts}. Blocks of one kind have the same objects; a
+    """Return {stage of this rank: buckets of each of its parts}. Blocks of one kind share the same objects; a
     shared table is one object in all parts that use it."""
     sharding = sharding_config(job.cfg)
     dense, experts = sharers(job, expert=False), sharers(job, expert=True)
@@ -103,8 +103,7 @@ def buckets(job: Job) -> dict[int, BucketsOfParts]:
 
 
 def unique_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:
-    """Every bucket of the rank, in the order in which build.py makes them: a shared table once, those of a
-    block as often as there are such blocks."""
+    """Return every bucket of the rank, in build.py's order: a shared table once, a block's for each block."""
     found: list[PlannedBucket] = []
     for parts in planned.values():
         for part in parts:
@@ -118,7 +117,7 @@ def sharers(job: Job, expert: bool) -> Sharers:
 
 def shared_table_bucket(stages: Iterable[tuple[PartDescription, ...]], sharding: ShardingConfig,
                         ranks: Sharers) -> PlannedBucket | None:
-    """Of the table that several parts of the model need; None if this rank has none."""
+    """Return the bucket of a table used by several parts of the model, or None if it is elsewhere."""
     tables: list[ShardedParameter] = []
     for parts in stages:
         tables += [part.shared_table for part in parts if part.shared_table is not None]
@@ -130,7 +129,7 @@ def shared_table_bucket(stages: Iterable[tuple[PartDescription, ...]], sharding:
 @lru_cache(maxsize=1 << 14)
 def buckets_of_part(part: PartDescription, sharding: ShardingConfig, dense: Sharers,
                     experts: Sharers) -> tuple[PlannedBucket, ...]:
-    """Without that of a shared table."""
+    """Return the buckets of a part, without a shared table's."""
     planned: list[PlannedBucket] = []
     for params in split_into_buckets(list(part.params), sharding):
         ranks = experts if params[0].spec.is_expert else dense
@@ -140,7 +139,7 @@ def buckets_of_part(part: PartDescription, sharding: ShardingConfig, dense: Shar
 
 def plan_bucket(params: list[ShardedParameter], sharding: ShardingConfig, ranks: Sharers,
                 num_users: int = 1) -> PlannedBucket:
-    """As parallel.sharding.bucket.Bucket, without storage."""
+    """Lay out a bucket like parallel.sharding.bucket.Bucket, without storage."""
     layout = bucket_layout(
         [param.spec.numel for param in params],
         zero=sharding.zero,

@@ -1,32 +1,33 @@
 """Calls and bytes on the wire of one training step, by process group and verb.
 
-They equal what parallel/wire/comm.py's ledger counts, exactly, for every layout
-(tests/parallel/wire/test_ledger.py): the payload of the exchange's larger side. On a ring an all-reduce sends
-that twice, a reduce-scatter or an all-gather once (`ring_bytes`). What the modules exchange in a microbatch
-is recorded (plan/parts.py); this file adds what sharding, the pipeline and the loop exchange.
+They exactly equal the counts of the ledger in parallel/wire/comm.py, for every layout
+(tests/parallel/wire/test_ledger.py): the payload of the larger side of each exchange. On a ring an all-reduce
+sends it twice, a reduce-scatter or an all-gather once (`ring_bytes`). What modules exchange in a microbatch
+is recorded (plan/parts.py); this file adds the communication of sharding, the pipeline and the loop.
 
     n gradient bytes, w weight bytes of a bucket; A = b s d activation bytes; m microbatches
     data parallel     all-reduce n                                     weight 2 n
     ZeRO-1            reduce-scatter n + all-gather w                  n + w <= 2 n
     ZeRO-2            m reduce-scatters n + all-gather w
-    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding, the head and, where a
-                      backward follows, a stage's last block once; m = 1: <= 3 n = 1.5 x 2 n
-    int8, fp8         compress: all-to-all n' for a reduce-scatter, all-to-all + all-gather n' for an
-                      all-reduce; compress_weights: all-gather w'; n', w': elements x (1 + 4/block) bytes
-    powersgd          2 all-reduces: r m a matrix [m, n] and all else whole; r n a matrix
-    tensor            4 all-reduces A a block and microbatch           weight 8 A
+    ZeRO-3            m (reduce-scatter n + 2 all-gathers w); w once for the embedding, the head and, if a
+                      backward follows, a stage's last block; m = 1: <= 3 n = 1.5 x 2 n
+    int8, fp8         compress: all-to-all n' instead of a reduce-scatter, all-to-all + all-gather n'
+                      instead of an all-reduce; compress_weights: all-gather w'; n', w': elements x
+                      (1 + 4/block) bytes
+    powersgd          2 all-reduces: r m for a matrix [m, n] and all else whole; r n for a matrix
+    tensor            4 all-reduces A per block and microbatch         weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
-    + async_tp        6 of them (all but the reduce-scatters of inputs' gradients) as tp - 1 sends A / tp
-    pipeline          A (sp: A / tp) a boundary, direction and microbatch
-    + latent          q_rank: 6 A + 2 A' a block (A': of the latents), else 8 A + 2 A'
-    context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients
+    + async_tp        6 of them (all but the reduce-scatters of input gradients) as tp - 1 sends A / tp
+    pipeline          A (sp: A / tp) per boundary, direction and microbatch
+    + latent          q_rank: 6 A + 2 A' per block (A': of the latents), else 8 A + 2 A'
+    context, ring     (n-1) (4 K + 2 K') per layer and microbatch: keys and values both ways, their gradients
                       once; K: bytes of a rank's keys, K': the same in fp32
-    context, ulysses  4 Q + 4 K a layer and microbatch; Q: bytes of a rank's queries
-    experts           4 k etp A / tp, and counts, a mixture layer and microbatch; 2 A over tp without sp
-    + ep_chunks       the same; the exchanges of rows in so many messages
-    recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after
+    context, ulysses  4 Q + 4 K per layer and microbatch; Q: bytes of a rank's queries
+    experts           4 k etp A / tp, and counts, per MoE layer and microbatch; 2 A over tp without sp
+    + ep_chunks       the same bytes, with the row exchanges split into that many messages
+    recompute full    repeats the communication of a block's forward, except for its last sum if nothing after
                       it is kept
-    recompute norm    with sp, 2 all-gathers A more a block and microbatch
+    recompute norm    with sp, 2 more all-gathers A per block and microbatch
 
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
@@ -47,11 +48,11 @@ from plan.parts import records_of_stage
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)
 
-COUNTER_BYTES = 8  # of a counted token, a router's statistic
+COUNTER_BYTES = 8  # of a counted token, or a router statistic
 
 
 def ring_bytes(ledger: Ledger) -> int:
-    """Bytes that a rank sends per (N-1)/N on a ring: an all-reduce counts twice."""
+    """Return the bytes that a rank sends per (N-1)/N on a ring: an all-reduce counts twice."""
     total = 0
     for (_, verb), (_, nbytes) in ledger.items():
         total += nbytes * (2 if verb == "all_reduce" else 1)
@@ -59,7 +60,7 @@ def ring_bytes(ledger: Ledger) -> int:
 
 
 def group_size(layout: ParallelDims, group: str) -> int:
-    """Ranks of a group of the mesh."""
+    """Return the number of ranks in a group of the mesh."""
     if group == "embedding_ends":
         return min(layout.pp, 2)
     return layout.group_size(*GROUP_AXES[group])
@@ -67,12 +68,12 @@ def group_size(layout: ParallelDims, group: str) -> int:
 
 @dataclass(frozen=True)
 class StepLedger:
-    """The exchanges of one rank in a step, as they are added up."""
+    """Accumulates the exchanges of one rank in a step."""
     job: Job
     counts: Ledger = field(default_factory=dict)
 
     def add(self, group: str, verb: str, nbytes: int, calls: int = 1) -> None:
-        """`calls` exchanges of nbytes each; none in a group of one rank."""
+        """Add `calls` exchanges of nbytes each. A group of one rank has none."""
         if calls and group_size(self.job.layout, group) > 1:
             calls_before, bytes_before = self.counts.get((group, verb), (0, 0))
             bytes_now = bytes_before + calls * nbytes
@@ -82,22 +83,22 @@ class StepLedger:
 
     @property
     def grad_bytes(self) -> int:
-        """Of an element."""
+        """Bytes per gradient element."""
         return accumulation_bytes(self.job.cfg.train.dtype)
 
     def coded_bytes(self, elements: int) -> int:
-        """In 8 bits with their scales (parallel/wire/compress.py)."""
+        """Return the bytes of elements coded in 8 bits with their scales (parallel/wire/compress.py)."""
         return elements + elements // self.job.cfg.parallel.compress_block * SCALE_BYTES
 
     def weight_bytes(self, bucket: PlannedBucket) -> int:
-        """Of a bucket's weights in an all-gather."""
+        """Return the bytes of a bucket's weights in an all-gather."""
         if self.job.cfg.parallel.compress_weights != "none":
             return self.coded_bytes(bucket.size)
         return bucket.size * compute_bytes(self.job.cfg.train.dtype)
 
 
 def step_bytes(job: Job) -> Ledger:
-    """One step of one rank (train.train_step), scalars included."""
+    """Count one step of one rank (train.train_step), scalars included."""
     ledger = StepLedger(job)
     planned = buckets(job)
     add_scalars(ledger)
@@ -117,12 +118,12 @@ def step_bytes(job: Job) -> Ledger:
 
 
 def add_scalars(ledger: StepLedger) -> None:
-    """Counted tokens, the loss, the gradient norm, and what the routers report."""
+    """Add the counted tokens, the loss, the gradient norm, and the router statistics."""
     cfg = ledger.job.cfg
     model = cfg.model
     ledger.add("dp_cp", "all_reduce", COUNTER_BYTES)
 
-    groups = ["dp_cp", "pp", "model_parallel"]  # the loss over the first two; the norm
+    groups = ["dp_cp", "pp", "model_parallel"]  # the loss is summed over the first two; the norm
     if cfg.parallel.zero:
         groups.append("fsdp")
     experts = mixture(model)
@@ -141,7 +142,7 @@ def add_scalars(ledger: StepLedger) -> None:
 
 
 def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
-    """Adds what the modules of a stage exchange."""
+    """Add the exchanges of a stage's modules."""
     job = ledger.job
     for record, repeats in Counter(records_of_stage(job, stage)).items():
         first = min(1, microbatches)
@@ -159,20 +160,20 @@ def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
 
 
 def boundary_bytes(job: Job) -> list[int]:
-    """Of what travels into each stage for a microbatch, on one rank: hidden states, and keys that layers on
-    both sides share (model/shared_keys.py). Nothing travels into the first."""
+    """Return the bytes received by each stage for a microbatch, on one rank: hidden states, and keys shared
+    by layers on both sides (model/shared_keys.py). The first stage receives nothing."""
     widths = widths_between_stages(job.cfg, job.cuts)
     return [0, *(width * bytes_of_channel(job.cfg) for width in widths[1:])]
 
 
 def shared_key_bytes(job: Job, stage: int) -> int:
-    """Of boundary_bytes, those of keys that a stage shares with earlier ones."""
+    """Return the part of boundary_bytes for keys that a stage shares with earlier ones."""
     hidden = job.cfg.model.hidden * bytes_of_channel(job.cfg)
     return max(0, boundary_bytes(job)[stage] - hidden)
 
 
 def bytes_of_channel(cfg: Config) -> int:
-    """Of one channel of a microbatch's hidden states, on one rank."""
+    """Return the bytes of one channel of a microbatch's hidden states, on one rank."""
     tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.parallel.cp
     if cfg.parallel.sp:
         tokens //= cfg.parallel.tp
@@ -187,8 +188,8 @@ def add_pipeline(ledger: StepLedger) -> None:
 
 
 def sends_by_reader(ops: Iterable[Op], rank_of_stage: StagePlacement) -> Counter[int]:
-    """{stage: sends of one rank over the boundary before it}: as many as add_transfers adds, which needs the
-    order of all ranks."""
+    """Return {stage: sends of one rank over the boundary before it}. Their number equals that of
+    add_transfers, which needs the order of all ranks."""
     ops_of_stage = Counter((op.kind, op.stage) for op in ops)
     sends: Counter[int] = Counter()
     for (kind, stage), repeats in ops_of_stage.items():
@@ -202,8 +203,8 @@ def sends_by_reader(ops: Iterable[Op], rank_of_stage: StagePlacement) -> Counter
 
 
 def add_sharding(ledger: StepLedger, parts: BucketsOfParts, stage: int, kinds: list[str]) -> None:
-    """Of one stage under ZeRO: gradients are scattered, and weights gathered under ZeRO-3. kinds: of its ops,
-    in order."""
+    """Add one stage under ZeRO: reduce-scatters of gradients, and under ZeRO-3 all-gathers of weights.
+    `kinds` are its ops, in order."""
     job = ledger.job
     zero = job.cfg.parallel.zero
     first, last = job.cuts[stage]
@@ -216,7 +217,7 @@ def add_sharding(ledger: StepLedger, parts: BucketsOfParts, stage: int, kinds: l
         gathers = count_gathers(kinds, is_lookup=is_lookup, is_head=index == head,
                                 is_last_block=index == last_block)
         for bucket in part:
-            is_shared = bucket.num_users > 1  # a table, at its first part: once a step
+            is_shared = bucket.num_users > 1  # a table, gathered at its first part: once per step
             if is_shared and not is_lookup:
                 continue
             once = zero == 1 or is_shared
@@ -244,10 +245,10 @@ def add_reduce_scatter(ledger: StepLedger, bucket: PlannedBucket, calls: int) ->
 
 
 def count_gathers(kinds: list[str], *, is_lookup: bool, is_head: bool, is_last_block: bool) -> int:
-    """How often ZeRO-3 gathers a part's weights in a step (parallel/sharding/zero.py).
+    """Return how often ZeRO-3 gathers a part's weights in a step (parallel/sharding/zero.py).
 
-    After a forward the head's stay full, and the last block's if its backward follows; after an I those of
-    any part. The backward of a lookup reads none.
+    After a forward, the head's weights stay full, and the last block's if its backward follows; after an I
+    any part's do. The backward of a lookup reads none.
     """
     count = 0
     is_full = False
@@ -266,8 +267,8 @@ def count_gathers(kinds: list[str], *, is_lookup: bool, is_head: bool, is_last_b
 
 
 def add_end_of_step(ledger: StepLedger, bucket: PlannedBucket, repeats: int) -> None:
-    """Sums over replicas, or over all data-parallel ranks without ZeRO; updated weights are gathered.
-    repeats: how many such buckets there are."""
+    """Add the sum over replicas, or over all data-parallel ranks without ZeRO, and the all-gather of updated
+    weights, for `repeats` such buckets."""
     parallel = ledger.job.cfg.parallel
     if parallel.zero in (1, 2):
         ledger.add(shard_group(bucket), "all_gather", ledger.weight_bytes(bucket), repeats)
@@ -286,7 +287,7 @@ def add_end_of_step(ledger: StepLedger, bucket: PlannedBucket, repeats: int) -> 
 
 
 def add_all_reduce(ledger: StepLedger, group: str, elements: int, repeats: int) -> None:
-    """The sum of gradients over a data-parallel group, as parallel/wire/algorithms.py computes it."""
+    """Add a sum of gradients over a data-parallel group, as in parallel/wire/algorithms.py."""
     job = ledger.job
     parallel = job.cfg.parallel
     if parallel.compress in CODECS:
@@ -304,7 +305,7 @@ def add_all_reduce(ledger: StepLedger, group: str, elements: int, repeats: int) 
     elif parallel.reduce == "server":
         is_server = job.rank == ranks[0]
         ledger.add(group, "send", nbytes, repeats * (size - 1) if is_server else repeats)
-    else:  # hierarchy: a ring in the node, then one over the nodes
+    else:  # hierarchy: a ring within the node, then one across nodes
         in_node = size
         if parallel.node:
             node = job.rank // parallel.node
@@ -315,7 +316,7 @@ def add_all_reduce(ledger: StepLedger, group: str, elements: int, repeats: int) 
 
 
 def add_partial_grads(ledger: StepLedger, every: list[PlannedBucket]) -> None:
-    """Gradients that are partial over tp, and those of a table at both ends of the pipeline."""
+    """Add gradients that are partial over tp, and those of a table at both ends of the pipeline."""
     for axis in ("tp", "embedding_ends"):
         elements = sum(bucket.partial_elements(axis) for bucket in every)
         if elements:

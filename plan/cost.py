@@ -1,19 +1,18 @@
-"""How long a step takes on a cluster: what its parts do in a microbatch (plan/parts.py) by a roofline, what a
-rank exchanges (plan/bytes.py) by its links, and the very schedule that would run, simulated.
+"""Step time on a cluster: the work of a microbatch (plan/parts.py) by a roofline, the communication of a rank
+(plan/bytes.py) by its links, and a simulation of the actual pipeline schedule.
 
     products, attention              FLOPs / (peak x gemm, gemm8 or core)
-    all that a kernel reads, writes  bytes / (hbm x stream), beside its FLOPs
-    a kernel, a value of the device  op, route: the host's and the gap between kernels
-    an exchange of n bytes           at a share of the link's bandwidth x N / (N - 1), + a hop's time x log2 N
-                                     a call
-    what parallel.offload moves      bytes / host each way: activations beside the stage's compute, the state
-                                     of the optimizer beside its update
+    all that a kernel reads, writes  bytes / (hbm x stream), in addition to its FLOPs
+    a kernel, a device value         op, route: host time, and the gap between kernels
+    an exchange of n bytes           at a fraction of the link's bandwidth x N / (N - 1), + hop time x log2 N
+                                     per call
+    transfers of parallel.offload    bytes / host each way: activations overlap the stage's compute, the
+                                     optimizer state overlaps its update
 
-The record says what hides an exchange: the work between its start and the wait for it. ZeRO's gathers and
-sums hide behind the whole stage's compute, or behind that of one microbatch where a step has one such
-exchange.
-`Efficiency` is fitted to what others have published (plan/published.py), for each class of chip and framework
-(plan/efficiency.py). Not in it: experts of unequal load, other jobs on the links, stragglers.
+The record says what overlaps an exchange: the work between its start and its wait. ZeRO's gathers and sums
+overlap the whole stage's compute, or that of one microbatch if a step has one such exchange per microbatch.
+`Efficiency` is fitted to published results (plan/published.py), for each class of chip and framework
+(plan/efficiency.py). Not modeled: expert imbalance, other jobs on the links, stragglers.
 """
 import math
 from collections import Counter
@@ -37,18 +36,19 @@ from plan.simulate import simulate
 # Groups over which gradients are summed and weights gathered.
 DATA_GROUPS = ("fsdp", "dp_cp", "dp_replicate", "expert_fsdp", "expert_dp")
 EXPERT_GROUP = "ep_etp"  # over which tokens are exchanged with experts
-HOST = "host"  # in the place of a group: waits for copies of parallel.offload
+HOST = "host"  # pseudo-group: waits for copies of parallel.offload
 TRANSFERS = ("send", "receive")  # between two ranks; all other exchanges are collectives
-# Times the pipeline's ranks: microbatches that are simulated. Each further one takes what the busiest rank
-# computes.
+# Times the pipeline's ranks: number of simulated microbatches. Each further one takes the compute time of the
+# busiest rank.
 STEADY = 2
 
 
 @dataclass(frozen=True)
 class Cluster:
     """flops: {train.dtype: FLOP/s}. memory: bytes of a GPU. hbm, inside, between: bytes/s of a GPU's memory,
-    and of its links in a node of `node` GPUs and to other nodes, one way. gpu: its name in
-    configs/clusters.yaml. watts: the limit of its board, 0 if not known."""
+    and of its links within a node of `node` GPUs and to other nodes, one way. gpu: its name in
+    configs/clusters.yaml.
+    watts: the limit of its board, 0 if unknown."""
     name: str
     flops: dict[str, float] = field(hash=False)
     memory: float
@@ -62,25 +62,25 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of what a data sheet says, and seconds."""
+    """Fractions of data-sheet values, and seconds."""
     gemm: float = 0.69
     gemm8: float = 0.90
     core: float = 0.28
     stream: float = 0.63
     inside: float = 0.37  # of the links within a node
-    between: float = 0.39  # and to others
-    hop: float = 4.3e-6  # of a message to another rank
-    op: float = 1.2e-6  # of a kernel: the GPU waits for the host and between kernels
-    route: float = 0.26e-3  # of a value that the host waits for
-    micro: float = 0.0  # of a microbatch in a stage, forward or backward
-    hidden: float = 1.0  # of what can hide behind compute
-    host: float = 20e9  # bytes/s to or from the host's memory, while all GPUs of a node copy: assumed
-    relayed: bool = False  # an all-to-all of tokens sends each to a node once
+    between: float = 0.39  # and across nodes
+    hop: float = 4.3e-6  # per message to another rank
+    op: float = 1.2e-6  # per kernel: waiting for the host, and between kernels
+    route: float = 0.26e-3  # per value that the host waits for
+    micro: float = 0.0  # per microbatch in a stage, forward or backward
+    hidden: float = 1.0  # of what can overlap compute
+    host: float = 20e9  # bytes/s to or from host memory, while all GPUs of a node copy: assumed
+    relayed: bool = False  # an all-to-all of tokens sends each one to a node only once
 
 
 @lru_cache
 def cluster(name: str, asker: str = "--cluster") -> Cluster:
-    """One of configs/clusters.yaml. asker: for messages. Raises ConfigError."""
+    """Return a cluster of configs/clusters.yaml. `asker` names the option in messages. Raises ConfigError."""
     table = read_yaml(CONFIG_FOLDER / "clusters.yaml")
     if name not in table["clusters"]:
         raise ConfigError(f"{asker}: no such cluster {name!r}; "
@@ -104,21 +104,21 @@ def cluster(name: str, asker: str = "--cluster") -> Cluster:
 
 
 class Seconds(NamedTuple):
-    """In the forward and in the backward of a microbatch."""
+    """Seconds in the forward and in the backward of a microbatch."""
     forward: float = 0.0
     backward: float = 0.0
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """How long one GPU takes. dtype: train.dtype."""
+    """Roofline of one GPU, for train.dtype `dtype`."""
     cluster: Cluster
     efficiency: Efficiency
     dtype: str
 
     @property
     def stream(self) -> float:
-        """Bytes/s through memory."""
+        """Memory bandwidth in bytes/s."""
         return self.cluster.hbm * self.efficiency.stream
 
     @property
@@ -127,7 +127,7 @@ class Roofline:
         return self.cluster.flops["bf16" if self.dtype == "fp8" else self.dtype]
 
     def seconds(self, work: Amount) -> float:
-        """Seconds of work between two exchanges."""
+        """Return the seconds of work between two exchanges."""
         products = work.products / (self.flops * self.efficiency.gemm)
         if work.products8:
             products += work.products8 / (self.cluster.flops["fp8"] * self.efficiency.gemm8)
@@ -142,7 +142,8 @@ class Roofline:
 def crossing(
     layout: ParallelDims, cluster: Cluster, *, group: str, verb: str, nbytes: float
 ) -> tuple[float, float]:
-    """The bytes that a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to others)."""
+    """Return the bytes that a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to
+    others)."""
     ranks = layout.group(0, *GROUP_AXES[group])
     if verb in TRANSFERS:
         ranks = ranks[:2]
@@ -151,10 +152,11 @@ def crossing(
 
 
 def sent_bytes(verb: str, *, size: int, near: int, nbytes: float) -> tuple[float, float]:
-    """The bytes that one of `size` ranks sends: (within its node, to others). near: ranks of its node.
+    """Return the bytes that one of `size` ranks sends: (within its node, to others). `near` ranks are in its
+    node.
 
-    A ring over several nodes leaves each node once, over the links of all the group's ranks there; a part of
-    an all-to-all goes straight to its rank.
+    A ring across nodes leaves each node once, over the links of all the group's ranks there; a part of an
+    all-to-all goes straight to its rank.
     """
     if verb in TRANSFERS:
         return (nbytes, 0.0) if near == size else (0.0, nbytes)
@@ -171,21 +173,22 @@ def sent_bytes(verb: str, *, size: int, near: int, nbytes: float) -> tuple[float
 def seconds_on_links(
     cluster: Cluster, efficiency: Efficiency, sent: tuple[float, float], *, hops: float
 ) -> float:
-    """sent: bytes of a rank (within its node, to others). hops: messages that follow each other."""
+    """Return the seconds to send bytes (within the node, to others) in `hops` consecutive messages."""
     inside = sent[0] / (cluster.inside * efficiency.inside)
     between = sent[1] / (cluster.between * efficiency.between)
     return hops * efficiency.hop + max(inside, between)
 
 
 def hops_of(verb: str, size: int) -> float:
-    """Messages that follow each other in one exchange of `size` ranks."""
+    """Return the number of consecutive messages in one exchange of `size` ranks."""
     return 1.0 if verb in TRANSFERS else math.log2(size)
 
 
 class Links(NamedTuple):
     """The links of a job.
 
-    copies: of each token in an all-to-all, if a node receives a token once and passes it on; else 1.
+    `copies` is the number of copies per token in an all-to-all if each node receives a token once and relays
+    it, else 1.
     """
     layout: ParallelDims
     cluster: Cluster
@@ -201,7 +204,7 @@ def links_of(job: Job, cluster: Cluster, efficiency: Efficiency) -> Links:
 
 @lru_cache(maxsize=1 << 14)
 def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes: float) -> float:
-    """Of `calls` exchanges with nbytes in all; nothing in a group of one rank."""
+    """Return the seconds of `calls` exchanges with nbytes in total; 0 in a group of one rank."""
     size = group_size(links.layout, group)
     if size == 1 or not calls:
         return 0.0
@@ -212,11 +215,11 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
 
 
 def relayed_bytes(sent: tuple[float, float], *, nbytes: float, copies: int) -> tuple[float, float]:
-    """What an all-to-all of nbytes sends (within its node, to others) where a token crosses to each node of
-    its experts once, which passes it on. Experts are drawn evenly."""
+    """Return what an all-to-all of nbytes sends (within its node, to others) if each node receives a token
+    once and relays it to its experts. Assumes evenly drawn experts."""
     inside, between = sent
     nodes = nbytes / (nbytes - between)
-    of_token = nodes * (1 - (1 - 1 / nodes) ** copies)  # nodes of its experts
+    of_token = nodes * (1 - (1 - 1 / nodes) ** copies)  # nodes with its experts
     return inside + between, between * of_token / copies
 
 
@@ -224,8 +227,8 @@ def relayed_bytes(sent: tuple[float, float], *, nbytes: float, copies: int) -> t
 
 
 class PhaseSeconds(NamedTuple):
-    """computes: without waits. waits: {group: seconds in which the rank only waits for its exchanges}.
-    among_experts: what it computes between the first and the last exchange of tokens with experts.
+    """computes: without waits. waits: {group: seconds spent only waiting for its exchanges}. among_experts:
+    compute between the first and the last exchange of tokens with experts.
     """
     computes: float
     waits: dict[str, float]
@@ -237,19 +240,19 @@ class PhaseSeconds(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Seconds, if exchanges of tokens with experts hid behind all that is computed among them."""
+        """Lower bound in seconds, if expert exchanges fully overlap the compute among them."""
         return self.seconds - min(self.waits.get(EXPERT_GROUP, 0.0), self.among_experts)
 
 
 @lru_cache(maxsize=1 << 15)
 def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> PhaseSeconds:
-    """Walks through what a rank does. A group's exchanges follow each other, and run beside its work."""
+    """Walk through a rank's record. Exchanges of a group are sequential, and overlap its work."""
     hidden = roofline.efficiency.hidden
     clock = computes = 0.0
     waits: dict[str, float] = {}
-    idle_from: dict[str, float] = {}  # {group: when its last exchange ends}
-    posted: dict[str, tuple[str, float, float]] = {}  # {number: (group, seconds, when it ends)}
-    before_experts: float | None = None  # seconds that it has computed
+    idle_from: dict[str, float] = {}  # {group: end of its last exchange}
+    posted: dict[str, tuple[str, float, float]] = {}  # {number: (group, seconds, end)}
+    before_experts: float | None = None  # seconds computed so far
     among_experts = 0.0
     for event in phase.events:
         if isinstance(event, Amount):
@@ -276,9 +279,9 @@ def phase_seconds(phase: PhaseRecord, roofline: Roofline, links: Links) -> Phase
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one microbatch. f: forward; i: gradients of inputs, with what is computed again; w:
-    gradients of weights. waits: those of f and i in which the rank only waits, by group. least: of all three
-    with exchanges of experts in chunks, however many."""
+    """Seconds of one microbatch. f: forward; i: input gradients, including recompute; w: weight gradients.
+    waits: time of f and i spent only waiting, by group. least: lower bound for all three with chunked expert
+    exchanges, however many chunks."""
     f: float = 0.0
     i: float = 0.0
     w: float = 0.0
@@ -286,7 +289,7 @@ class Times:
     least: float = 0.0
 
     def plus(self, part: "Times", repeats: int) -> "Times":
-        """With a part that is there `repeats` times."""
+        """Add a part that occurs `repeats` times."""
         waits = Counter(self.waits)
         for group, seconds in part.waits.items():
             waits[group] += repeats * seconds
@@ -299,7 +302,8 @@ class Times:
 def part_times(
     record: PartRecord, roofline: Roofline, links: Links, *, microbatches: int, is_split: bool
 ) -> Times:
-    """microbatches: of a step. is_split: the backward runs in two parts."""
+    """Return the times of a part.
+    A step has `microbatches`. If `is_split`, the backward runs in two parts."""
     forward = phase_seconds(record.forward, roofline, links)
     first = phase_seconds(record.first, roofline, links)
     backward = phase_seconds(record.inputs if is_split else record.backward, roofline, links)
@@ -321,7 +325,7 @@ def part_times(
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of a step, and of that on the rank that computes longest: compute, exposed ({group: seconds;
+    """Seconds of a step, split up for the rank that computes longest: compute, exposed ({group: seconds;
     "data": of gradients and weights}), bubble, optimizer. sent: bytes of that rank within its node and to
     others."""
     step: float = math.inf
@@ -335,7 +339,7 @@ class Forecast:
 def stage_times(
     job: Job, stage: int, microbatches: int, cluster: Cluster, efficiency: Efficiency
 ) -> Times:
-    """Of one microbatch in one stage. microbatches: of a step."""
+    """Return the times of one microbatch in one stage. A step has `microbatches`."""
     roofline = Roofline(cluster, efficiency, job.cfg.train.dtype)
     links = links_of(job, cluster, efficiency)
     is_split = job.schedule.splits_backward
@@ -346,7 +350,7 @@ def stage_times(
     micro = efficiency.micro
     total = replace(total, f=total.f + micro, i=total.i + micro, least=total.least + 2 * micro)
 
-    # activations that go to the host in the forward, and come back in the backward
+    # activations that go to the host in the forward, and return in the backward
     copies = offloaded_bytes(job, stage) / efficiency.host
     hidden = efficiency.hidden
     out = exposed_seconds(copies, total.f, hidden)
@@ -358,7 +362,7 @@ def stage_times(
 
 
 def offloaded_bytes(job: Job, stage: int) -> float:
-    """Of one microbatch, that the blocks of a stage keep in host memory (parallel.offload)."""
+    """Return the bytes per microbatch that a stage's blocks keep in host memory (parallel.offload)."""
     cfg = job.cfg
     if cfg.parallel.offload not in ("activations", "both"):
         return 0.0
@@ -369,7 +373,7 @@ def offloaded_bytes(job: Job, stage: int) -> float:
 
 
 def exposed_seconds(seconds: float, behind: float, hidden: float) -> float:
-    """Of an exchange beside so much work. hidden: the share that hides at best."""
+    """Return the exposed seconds of an exchange, if at most a fraction `hidden` overlaps `behind`."""
     return max(seconds - behind, (1 - hidden) * seconds)
 
 
@@ -380,7 +384,7 @@ class StageSeconds(NamedTuple):
     w: tuple[float, ...]
 
     def of_stages(self, stages: list[int]) -> "Seconds":
-        """Of these stages together."""
+        """Return the sum over these stages."""
         forward = sum(self.f[stage] for stage in stages)
         backward = sum(self.i[stage] + self.w[stage] for stage in stages)
         return Seconds(forward, backward)
@@ -390,14 +394,15 @@ class StageSeconds(NamedTuple):
 def makespan(
     kind: str, *, ranks: int, microbatches: int, chunks: int, seconds: StageSeconds, hop: float
 ) -> float:
-    """Seconds of a schedule from its first op to its last; layouts that differ in ZeRO alone share it."""
+    """Return the seconds of a schedule from its first op to its last. Cached, for layouts that only differ in
+    ZeRO."""
     schedule = make_schedule(kind, ranks, microbatches, chunks)
     op_seconds = {"F": seconds.f, "I": seconds.i, "W": seconds.w}
     return simulate(schedule.order, schedule.n_stages, op_seconds, hop).makespan
 
 
 def slower(cluster: Cluster, efficiency: Efficiency, times: float) -> tuple[Cluster, Efficiency]:
-    """GPUs that take `times` as long to compute, on the same links."""
+    """Scale the compute time of the GPUs by `times`; the links stay the same."""
     if times == 1:
         return cluster, efficiency
     flops = {dtype: rate / times for dtype, rate in cluster.flops.items()}
@@ -413,15 +418,15 @@ def slower(cluster: Cluster, efficiency: Efficiency, times: float) -> tuple[Clus
 def forecast(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...] = ()
 ) -> Forecast:
-    """A step of so many microbatches; job.schedule has STEADY times the ranks of them, or all, where these
-    are fewer. slowdown: how many times as long each place of the pipeline computes, 1 by default."""
+    """Forecast a step of `microbatches`. job.schedule has STEADY times its ranks, or all if there are fewer.
+    `slowdown` is a factor for each place of the pipeline, 1 by default."""
     schedule = job.schedule
     slowdown = slowdown or (1.0,) * job.layout.pp
     links = links_of(job, cluster, efficiency)
     seconds, waits = times_of_stages(job, microbatches, cluster, efficiency, slowdown)
     rank = busiest_rank(job, links, seconds, microbatches=microbatches, slowdown=slowdown)
 
-    # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
+    # pipeline: microbatches beyond those of the schedule take the compute time of the busiest rank
     hop = exchange_seconds(links, "pp", "send", calls=1, nbytes=max(boundary_bytes(job)))
     span = makespan(
         schedule.kind,
@@ -445,8 +450,8 @@ def forecast(
 
 
 class BusiestRank(NamedTuple):
-    """Of a step, the rank that computes longest. seconds: of its ops. data_wait: those in which it only waits
-    for gradients and weights. update: those of the optimizer. traffic: what it exchanges."""
+    """The rank that computes longest in a step. seconds: of its ops. data_wait: time spent only waiting for
+    gradients and weights. update: time of the optimizer. traffic: its exchanges."""
     stages: list[int]
     seconds: float
     data_wait: float
@@ -457,7 +462,7 @@ class BusiestRank(NamedTuple):
 def busiest_rank(
     job: Job, links: Links, seconds: StageSeconds, *, microbatches: int, slowdown: tuple[float, ...]
 ) -> BusiestRank:
-    """seconds, slowdown: see times_of_stages."""
+    """Find the busiest rank. `seconds` and `slowdown` are those of times_of_stages."""
     schedule, efficiency = job.schedule, links.efficiency
     stages_of_places = job.stages_of_places()
     computes = [sum(seconds.of_stages(stages)) for stages in stages_of_places]
@@ -488,9 +493,9 @@ def busiest_rank(
 def times_of_stages(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, slowdown: tuple[float, ...]
 ) -> tuple[StageSeconds, list[Counter[str]]]:
-    """(seconds of a microbatch's ops; of each stage, {group: seconds that it only waits}).
+    """Return (seconds of a microbatch's ops; for each stage, {group: seconds spent only waiting}).
 
-    The waits are in the seconds, too. slowdown: see forecast.
+    The seconds include the waits. `slowdown` is as in forecast.
     """
     stages: list[Times] = []
     for stage, rank in enumerate(job.schedule.rank_of_stage):
@@ -505,8 +510,7 @@ def times_of_stages(
 
 
 def waits_by_group(waits: list[Counter[str]], microbatches: int) -> dict[str, float]:
-    """{group, or HOST: seconds of a step}, where a rank waits at all. waits: of a microbatch, for each
-    stage."""
+    """Return {group, or HOST: seconds per step} of waits, given those of a microbatch in each stage."""
     total: dict[str, float] = {}
     for group in (*GROUP_AXES, HOST):
         waited = sum(of_stage[group] for of_stage in waits)
@@ -516,8 +520,7 @@ def waits_by_group(waits: list[Counter[str]], microbatches: int) -> dict[str, fl
 
 
 class StepTraffic(NamedTuple):
-    """Of a step of one rank: bytes sent in its node and to others; seconds of sums of gradients, and of
-    gathers of weights."""
+    """One rank's bytes sent within its node and to others; seconds of gradient sums and weight gathers."""
     inside: float
     between: float
     sums: float
@@ -525,11 +528,11 @@ class StepTraffic(NamedTuple):
 
 
 def step_traffic(job: Job, links: Links, repeats: float) -> StepTraffic:
-    """repeats: how often what a microbatch exchanges takes place, for each microbatch of job.schedule."""
+    """Return the traffic. A microbatch's exchanges occur `repeats` times per microbatch of job.schedule."""
     zero = job.cfg.parallel.zero
     inside = between = sums = gathers = 0.0
     for (group, verb), (calls, nbytes) in step_bytes(job).items():
-        least_zero = 3 if verb == "all_gather" else 2  # from which on each microbatch exchanges
+        least_zero = 3 if verb == "all_gather" else 2  # from this stage on, each microbatch exchanges
         times = repeats if group not in DATA_GROUPS or zero >= least_zero else 1
         near, far = (0.0, float(nbytes))
         if group in GROUP_AXES:
@@ -548,10 +551,10 @@ def step_traffic(job: Job, links: Links, repeats: float) -> StepTraffic:
 
 def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, num_buckets: int,
                          compute: Seconds, hidden: float) -> float:
-    """Seconds of sums and gathers that no compute hides. compute: of a microbatch. hidden: the share that
-    hides at best.
+    """Return the seconds of sums and gathers that are not overlapped. `compute` is a microbatch's, and
+    `hidden` the largest fraction that overlaps.
 
-    The last bucket's sum has nothing to hide behind, nor has the first one's gathering.
+    The last bucket's sum and the first one's gather have nothing to overlap with.
     """
     sums_in_step = microbatches if zero >= 2 else 1
     gathers_in_step = 2 * microbatches if zero == 3 else 1
@@ -566,9 +569,10 @@ def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, 
 
 
 def update_seconds(cfg: Config, every: list[PlannedBucket], stream: float, host: float) -> float:
-    """Of the optimizer: it reads and writes masters and moments, reads gradients and writes weights. With the
-    moving average of train.ema. What stands in host memory (parallel.offload) comes and goes at the same
-    time, beside that. stream, host: bytes/s of the GPU's memory, and of copies each way."""
+    """Return the seconds of the optimizer: it reads and writes masters and moments, reads gradients and
+    writes weights, plus the moving average of train.ema. State in host memory (parallel.offload) is copied
+    both ways at the same time, overlapped with it. `stream` and `host` are bytes/s of the GPU's memory, and
+    of copies each way."""
     optimizer = OPTIMIZERS[cfg.optim.name]
     wide_bytes = accumulation_bytes(cfg.train.dtype)
     nbytes = copied = 0

@@ -1,4 +1,4 @@
-"""How large a model is and what a token costs: sums over its parameters (model/describe.py)."""
+"""Model size and cost per token, summed over the model's parameters (model/describe.py)."""
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from model.flops import flops_of_parts
 from model.router import mixture
 from parallel.sharding.spec import ParameterSpec, ShardedParameter
 
-LOOKUP_ROLES = ("embedding", "positions", "head")  # of the parameters of embedding and output head
+LOOKUP_ROLES = ("embedding", "positions", "head")  # of the embedding and the output head
 
 
 Condition = Callable[[ParameterSpec], bool]
@@ -23,11 +23,11 @@ def always(spec: ParameterSpec) -> bool:
 
 @lru_cache(maxsize=1024)
 def parameters(model: ModelConfig) -> Mapping[str, int]:
-    """{"total", "active": used by one token, "embedding": tables, and the head if it is not tied, "experts":
-    all routed ones, "ahead": the modules of multi-token prediction}.
+    """Return {"total", "active": used by one token, "embedding": tables, and the head if it is not tied,
+    "experts": all routed ones, "ahead": the modules of multi-token prediction}.
 
-    Modules of multi-token prediction are for training alone, and are in none of the others. The vocabulary
-    counts as published, without padding.
+    Modules of multi-token prediction are only used in training, and not included in the others. The
+    vocabulary counts as published, without padding.
     """
     main = replace(model, mtp=None)
     total = count_elements(main)
@@ -44,7 +44,7 @@ def parameters(model: ModelConfig) -> Mapping[str, int]:
 
 
 def count_elements(model: ModelConfig, is_counted: Condition = always) -> int:
-    """Elements of the parameters that are counted; of all by default."""
+    """Count the elements of the selected parameters, all by default."""
     parts = describe_model(model).parts
     shared_table = parts[0].shared_table
     elements = 0
@@ -60,11 +60,11 @@ def size_of(params: Iterable[ShardedParameter], is_counted: Condition) -> int:
 
 @lru_cache(maxsize=1024)
 def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...] = ()) -> float:
-    """Model FLOPs of the forward and backward of one token: three times those of the forward.
+    """Return the model FLOPs per token of forward and backward: three times those of the forward.
 
-    Softmax attention counts the keys that a causal query sees, a mixture the experts that a token uses.
-    Multi-token prediction counts, recompute and padding of the vocabulary do not. documents: lengths of the
-    runs of tokens that attend to each other (data.doc_mask), by default full sequences.
+    Softmax attention counts the keys visible to a causal query, MoE the experts used by a token. Multi-token
+    prediction counts; recompute and vocabulary padding do not. `documents` are the lengths of the ranges that
+    attend to each other (data.doc_mask), by default full sequences.
     """
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
     forward = sum(flops_of_parts(counted, documents or (seq_len,), seq_len))
@@ -75,8 +75,8 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
 
 
 def table(configs: Mapping[str, Config], width: int | None = None) -> str:
-    """The table of `train.py --list`: a line for each recipe. A vocabulary that the tokenizer decides counts
-    as 0 rows here. width: columns of the terminal, or None for any."""
+    """Return the table of `train.py --list`, one line per recipe. A vocabulary size left to the tokenizer
+    counts as 0 rows here. `width` is the terminal's columns, or None for unlimited."""
     rows: list[dict[str, str]] = []
     for name, cfg in configs.items():
         model = cfg.model
@@ -97,19 +97,19 @@ def table(configs: Mapping[str, Config], width: int | None = None) -> str:
 
 
 def heads_text(model: ModelConfig) -> str:
-    """32/8: heads, and those of keys or groups that several share; "-" without heads."""
+    """Format as 32/8: heads, and key heads or groups shared by several; "-" without heads."""
     heads = [*model.mixer.heads_over_tp().values()]
     return f"{heads[0]}/{heads[-1]}" if heads else "-"
 
 
 def context_text(tokens: int) -> str:
-    """131072; 10M of whole millions (2^20)."""
+    """Format as 131072, or 10M for whole millions (2^20)."""
     millions, rest = divmod(tokens, 2**20)
     return str(tokens) if rest else f"{millions}M"
 
 
 def size_text(count: int) -> str:
-    """1.24B, 12.88B, 124.4M."""
+    """Format as 1.24B, 12.88B, 124.4M."""
     unit, divisor = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
     size = count / divisor
     return f"{size:.{1 if size >= 100 else 2}f}{unit}"

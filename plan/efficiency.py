@@ -1,8 +1,8 @@
-"""What runs get of their chips and links, by the chip's generation and the kind of framework.
+"""Achieved fractions of chip and link peaks, by generation of the chip and kind of framework.
 
-The constants are fitted to the rows of plan/published.csv whose use is "fit", each class to its own, by
-`python -m scripts.plan --published --fit`. Steps of our own code are forecast as Megatron's on the same chip,
-but an all-to-all sends all copies of a token. Chips without rows have the constants that all share.
+The constants are fitted to the rows of plan/published.csv whose use is "fit", separately for each class, by
+`python -m scripts.plan --published --fit`. Steps of our own code are forecast like Megatron's on the same
+chip, except that an all-to-all sends all copies of a token. Chips without rows use the shared constants.
 """
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SHARED = Efficiency()
 
 
 class Class(NamedTuple):
-    """A chip's generation, and a kind of framework."""
+    """Generation of a chip, and kind of framework."""
     generation: str
     kind: str
 
@@ -22,27 +22,27 @@ class Class(NamedTuple):
 
 
 class StepRange(NamedTuple):
-    """Measured / forecast of 80 % of some runs: from `low` to `high`. of: those runs, in words."""
+    """Measured / forecast of 80 % of some runs, from `low` to `high`. `of` describes those runs."""
     low: float
     high: float
     of: str
 
 
 class Fitted(NamedTuple):
-    """range: of measured / forecast, that of 80 % of the class's judged rows (10th and 90th percentile).
-    rows: how many those are."""
+    """range: measured / forecast of 80 % of the class's judged rows (10th and 90th percentile). rows: their
+    number."""
     efficiency: Efficiency
     range: tuple[float, float]
     rows: int
 
 
-GENERATIONS = {  # of a GPU in configs/clusters.yaml; boards with less power are others
+GENERATIONS = {  # by GPU in configs/clusters.yaml; boards with less power are separate
     "a100": "ampere", "a800": "ampere",
     "h100": "hopper", "h800": "hopper", "h200": "hopper", "gh200": "hopper",
     "b200": "blackwell", "gb200": "blackwell",
 }
 OURS = "megatron"  # kind of framework
-KINDS = {  # of a framework in plan/published.csv; all others are Megatron's
+KINDS = {  # by framework in plan/published.csv; all others count as Megatron's
     "DeepSpeed ZeRO-3": "zero3",
     "Megatron-DeepSpeed": "deepspeed",
     "llm-foundry/Composer FSDP": "composer",
@@ -83,24 +83,24 @@ CLASSES: dict[Class, Fitted] = {
     )),
 }
 
-# Measured / forecast of a judged run, where another of its model and source has set the proportion
+# Measured / forecast of a judged run, calibrated by another run of the same model and source
 # (plan/measured.py).
 MEASURED_PAIRS = 236
 MEASURED_RANGE = StepRange(0.82, 1.21, f"{MEASURED_PAIRS} pairs of published runs of one model and source")
 
 
 def class_of(gpu: str, framework: str = "") -> Class:
-    """gpu: see Cluster.gpu. framework: of plan/published.csv, or "" for our own code."""
+    """Return the class of a GPU (Cluster.gpu) and a published framework, or "" for our own code."""
     return Class(GENERATIONS.get(gpu, gpu), KINDS.get(framework, OURS))
 
 
 def range_of(cluster: Cluster) -> StepRange | None:
-    """Of forecasts for a cluster; None where no published run on such chips is judged."""
+    """Return the range of forecasts for a cluster, or None if no published run on such chips is judged."""
     fitted = CLASSES.get(class_of(cluster.gpu))
     return fitted and StepRange(*fitted.range, f"{fitted.rows} published runs on such chips")
 
 
 def efficiency_of(cluster: Cluster) -> Efficiency:
-    """Of our own code on a cluster."""
+    """Return the efficiency of our own code on a cluster."""
     fitted = CLASSES.get(class_of(cluster.gpu))
     return SHARED if fitted is None else replace(fitted.efficiency, relayed=False)

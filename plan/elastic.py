@@ -1,17 +1,17 @@
 """The layout of a run on another number of ranks than its settings were made for (parallel.elastic).
 
-The global batch, the samples of each step and their order stay as they are; only who computes what changes.
-In this order:
-1. The settings as they are: the data-parallel axis is what is left of the world, so it follows by itself.
-2. The same tp, pp, cp and ep, with fewer replicas (parallel.dp_rep) or a smaller train.micro_batch, where the
-   global batch is not a multiple of the given micro-batch on so many ranks.
-3. Where the fullest rank would hold more than its GPU by the planner's count, as fewer ranks do under ZeRO:
-   the fastest layout by the planner (plan/search.py) with those degrees, which may recompute, shard more or
-   take a smaller micro-batch.
-4. The fastest layout by the planner with any degrees.
+The global batch, the samples of each step and their order are unchanged; only their placement changes. In
+this order:
+1. The settings as they are: the data-parallel axis is derived from the world size.
+2. The same tp, pp, cp and ep, with fewer replicas (parallel.dp_rep) or a smaller train.micro_batch, if the
+   global batch is not a multiple of the given micro-batch on that many ranks.
+3. If the fullest rank would exceed its GPU by the planner's count, as may happen with fewer ranks under ZeRO:
+   the planner's fastest layout (plan/search.py) with those degrees, which may recompute, shard more or use a
+   smaller micro-batch.
+4. The planner's fastest layout with any degrees.
 
-A function of the config, the world, the kind of GPU and the steps that are done (of phases that are past no
-layout is asked) alone: all ranks choose the same.
+The result only depends on the config, the world, the kind of GPU and the number of steps done (phases in the
+past need no layout), so all ranks choose the same.
 """
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -35,10 +35,10 @@ from plan.job import UNBOUNDED_MEMORY, RankDevice
 from plan.machine import Machine
 from plan.search import Target, held_bytes, job_of, search
 
-NOMINAL_VOCAB = 32768  # tokens, for the count of bytes where the vocabulary is still to be read from the data
-NUM_TRIED = 16  # layouts of the planner, where later phases have a word
-NUM_SIZES = 4  # numbers of ranks that a refusal names
-# A machine that nobody has measured: what its rates are to each other orders the layouts, not what they are.
+NOMINAL_VOCAB = 32768  # used for memory if the vocabulary still has to be read from the data
+NUM_TRIED = 16  # of the planner, if later phases constrain the choice
+NUM_SIZES = 4  # numbers of ranks named in an error
+# A machine without measurements: only the ratios of its rates matter for the order of layouts.
 UNKNOWN_RATES = {
     "flops": 1e12,
     "attention_flops": 5e11,
@@ -47,14 +47,14 @@ UNKNOWN_RATES = {
     "hop": 2e-5,
     "operation": 1e-5,
 }
-OF_STAGES: Values = dict.fromkeys(KEYS_OF_STAGES)  # none of them
+OF_STAGES: Values = dict.fromkeys(KEYS_OF_STAGES)  # all unset
 
 
 class ElasticLayout(NamedTuple):
-    """cfg: with the layout. changed: {section.key: value} where it differs from the given settings, from the
-    phase on that comes next; phase: its config, with the layout. by_planner: whether its degrees are the
-    planner's. too_large: bytes that the fullest rank would hold with the given ones, if that is more than a
-    GPU has; else 0."""
+    """cfg: with the layout. changed: {section.key: value} that differ from the given settings, from the next
+    phase on; phase: its config, with the layout. by_planner: whether the planner chose the degrees.
+    too_large: bytes that the fullest rank would hold with the given degrees, if that exceeds a GPU; else
+    0."""
 
     cfg: Config
     phase: Config
@@ -64,7 +64,7 @@ class ElasticLayout(NamedTuple):
 
 
 def fits(cfg: Config, world: int, after: int = 0) -> bool:
-    """Whether train.py accepts the config on so many ranks, after so many steps."""
+    """Return whether train.py accepts the config on `world` ranks, after `after` steps."""
     try:
         plan_pipeline(cfg, world, advise=False, after=after)
     except ConfigError:
@@ -73,7 +73,7 @@ def fits(cfg: Config, world: int, after: int = 0) -> bool:
 
 
 def next_phase_of(cfg: Config, after: int) -> Phase:
-    """The phase in which a run goes on after so many steps: its layout is the given one."""
+    """Return the phase in which a run continues after `after` steps: its layout is the given one."""
     return phases_of(cfg).from_step(after)[0]
 
 
@@ -81,7 +81,7 @@ def next_phase_of(cfg: Config, after: int) -> Phase:
 
 
 def same_axes(cfg: Config, world: int, after: int = 0) -> ElasticLayout | None:
-    """The layout with the given tp, pp, cp and ep; None if there is none on so many ranks."""
+    """Return the layout with the given tp, pp, cp and ep, or None if there is none on that many ranks."""
     phase = next_phase_of(cfg, after)
     for changed in same_axes_changes(phase.cfg):
         changed_cfg = with_values_from(cfg, phase.number, changed)
@@ -91,7 +91,7 @@ def same_axes(cfg: Config, world: int, after: int = 0) -> ElasticLayout | None:
 
 
 def same_axes_changes(cfg: Config) -> Iterator[Values]:
-    """The values that may be set to less, the least change first; {} changes nothing."""
+    """Yield the values that may be reduced, the smallest change first; {} changes nothing."""
     for micro_batch in reversed(divisors(cfg.train.micro_batch)):
         for dp_rep in reversed(divisors(cfg.parallel.dp_rep)):
             values = {"train.micro_batch": micro_batch, "parallel.dp_rep": dp_rep}
@@ -105,7 +105,7 @@ def same_axes_changes(cfg: Config) -> Iterator[Values]:
 def planned(
     cfg: Config, world: int, device: RankDevice, fixed: Sequence[str] = (), *, after: int = 0
 ) -> ElasticLayout | None:
-    """The planner's fastest layout that fits into memory; None if there is none. fixed: keys that stay."""
+    """Return the planner's fastest layout that fits into memory, or None. `fixed` keys are kept."""
     target = target_of(cfg, world, device)
     phase = next_phase_of(cfg, after)
     given = cfg if phase.number == 1 else phase.cfg  # with its phases, the search finds what suits all
@@ -118,16 +118,17 @@ def planned(
         changed_cfg = with_values_from(cfg, phase.number, changed)
         if fits(changed_cfg, world, after) and not bytes_too_many(changed_cfg, world, device, after):
             return ElasticLayout(changed_cfg, with_values(phase.cfg, changed), changed, by_planner=not fixed)
-    return None  # train.py refuses it, or a later phase (train.phases) holds more
+    return None  # train.py refuses it, or a later phase (train.phases) needs more
 
 
 def with_any_vocab(cfg: Config) -> Config:
-    """The config with a vocabulary, as the planner needs: a usual one where the data is still to be read."""
+    """Return the config with a vocabulary size, which the planner needs: a typical one if it still has to be
+    read from the data."""
     return replace(cfg, model=replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB))
 
 
 def held_by_fullest(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
-    """Bytes of the fullest rank in its fullest phase, by the planner; 0 for a job that it does not take."""
+    """Return the planner's bytes of the fullest rank in its fullest phase, or 0 for an unsupported job."""
     gpu = target_of(cfg, world, device).gpu
     most = 0
     for phase in phases_of(with_any_vocab(cfg)).from_step(after):
@@ -138,7 +139,7 @@ def held_by_fullest(cfg: Config, world: int, device: RankDevice, after: int = 0)
 
 
 def bytes_too_many(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
-    """The bytes that the fullest rank would hold, as the planner counts, if its GPU has fewer; else 0."""
+    """Return the planner's bytes of the fullest rank if its GPU has fewer, else 0."""
     if device.memory >= UNBOUNDED_MEMORY:
         return 0
     held = held_by_fullest(cfg, world, device, after)
@@ -146,7 +147,7 @@ def bytes_too_many(cfg: Config, world: int, device: RankDevice, after: int = 0) 
 
 
 def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
-    """The target of the planner: a cluster of these GPUs where configs/clusters.yaml has one."""
+    """Return the planner's target: a cluster of these GPUs, from configs/clusters.yaml if it has one."""
     known = known_cluster(device)
     if known is not None and cfg.train.dtype in known.flops:
         return Target(world, replace(known, memory=device.memory), efficiency_of(known))
@@ -155,14 +156,14 @@ def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
 
 
 def known_cluster(device: RankDevice) -> Cluster | None:
-    """Of those with this GPU the one whose memory is nearest; None if there is none."""
+    """Return the cluster with this GPU whose memory is closest, or None."""
     clusters = [cluster(name) for name in read_yaml(CONFIG_FOLDER / "clusters.yaml")["clusters"]]
     alike = [each for each in clusters if each.gpu in device.gpu.lower()]
     return min(alike, key=lambda each: abs(each.memory - device.memory), default=None)
 
 
 def check_phases(cfg: Config, after: int) -> None:
-    """Raises ConfigError if a later phase sets what the number of ranks is to decide."""
+    """Raise ConfigError if a later phase sets what the number of ranks determines."""
     first, *later = phases_of(cfg).from_step(after)
     for phase in later:
         for key in ELASTIC_KEYS:
@@ -177,9 +178,9 @@ def check_phases(cfg: Config, after: int) -> None:
 
 
 def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> ElasticLayout:
-    """The layout of the run on so many ranks, in the phases that are not over after so many steps.
+    """Return the layout of the run on `world` ranks, for the phases not over after `after` steps.
 
-    Raises ConfigError, as without parallel.elastic, with the numbers of ranks that would do.
+    Raises ConfigError, as without parallel.elastic, naming the numbers of ranks that would work.
     """
     given = same_axes(cfg, world, after)
     too_large = 0 if given is None else bytes_too_many(given.cfg, world, device, after)
@@ -191,7 +192,7 @@ def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> E
     if layout is not None:
         return layout._replace(too_large=too_large)
 
-    # why there is none
+    # explain why there is none
     check_phases(cfg, after)
     sizes = ", ".join(map(str, legal_sizes(cfg, world, device, after)))
     if given is not None:
@@ -211,7 +212,7 @@ def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> E
 
 
 def degrees_of(cfg: Config) -> list[str]:
-    """The keys that stay where the given axes do; of a pipeline also how it runs."""
+    """Return the keys that are kept with the given axes; for a pipeline also its schedule."""
     degrees = [f"parallel.{axis.key}" for axis in AXES if axis.key != "dp_rep"] + ["parallel.sp"]
     return [*degrees, "parallel.schedule", "parallel.vpp"] if cfg.parallel.pp > 1 else degrees
 
@@ -219,10 +220,10 @@ def degrees_of(cfg: Config) -> list[str]:
 def legal_sizes(
     cfg: Config, world: int, device: RankDevice = RankDevice(), after: int = 0
 ) -> list[int]:
-    """Numbers of ranks near `world` that the given axes run on, in the device's memory, in order."""
+    """Return numbers of ranks near `world` on which the given axes run and fit in memory, in order."""
     phase = next_phase_of(cfg, after).cfg
     unit = ranks_of_microbatch(axis_degrees(phase.parallel))
-    last = max(world, unit * phase.train.global_batch)  # more ranks have no sequence of their own
+    last = max(world, unit * phase.train.global_batch)  # any more ranks have no sequence
     sizes = range(unit, min(last, 2 * max(world, unit)) + 1, unit)
     nearest_first = sorted(sizes, key=lambda size: abs(size - world))
     found: list[int] = []
@@ -236,8 +237,8 @@ def legal_sizes(
 
 
 def most_ranks(cfg: Config, least: int, most: int, after: int = 0) -> int | None:
-    """Of least to most ranks, how many a start takes: as many as the given axes can use, or else as many as
-    any layout can, whatever it holds in memory. None if there is no layout for any of them."""
+    """Return how many of least to most ranks a launch can use: as many as the given axes can use, or else as
+    many as any layout can, regardless of memory. None if no layout exists for any of them."""
     downwards = range(most, least - 1, -1)
     any_layout = partial(planned, device=RankDevice())
     for layout_of in (same_axes, any_layout):
@@ -251,7 +252,7 @@ def most_ranks(cfg: Config, least: int, most: int, after: int = 0) -> int | None
 
 
 def in_words(cfg: Config, world: int, after: int = 0) -> str:
-    """For example "4 ranks (dp2 tp2)": the given axes on so many ranks; else that the planner chooses."""
+    """Format as "4 ranks (dp2 tp2)" for the given axes, or say that the planner chooses."""
     layout = same_axes(cfg, world, after)
     if layout is None:
         return f"{world} rank{'s' if world > 1 else ''} (the planner's layout)"
@@ -259,7 +260,7 @@ def in_words(cfg: Config, world: int, after: int = 0) -> str:
 
 
 def describe(layout: ElasticLayout, world: int) -> str:
-    """One line: what was chosen, and what differs from the settings that were given; "" if nothing does."""
+    """Return one line with the choice and its differences from the given settings, or "" without any."""
     if not layout.changed:
         return ""
     settings = " ".join(f"--{key} {str(value).lower()}" for key, value in layout.changed.items())

@@ -1,19 +1,21 @@
-"""The bytes that a rank of another framework holds, for the comparison with runs that others have published.
+"""The bytes held by a rank of another framework, for comparison with published runs.
 
-Shards, stages and schedules are those of the planner. What differs is taken from the frameworks' own
-descriptions, and no number is fitted:
+Shards, stages and schedules are the planner's. The differences come from the frameworks' own documentation,
+and no number is fitted:
 
 - Megatron-LM without flash attention keeps sbh (10 + 24/t + 5as/(ht)) bytes per layer and microbatch, with
-  sequence parallelism sbh (34/t + 5as/(ht)); selective recompute keeps no 5as/(ht), full recompute keeps the
-  layer's input 2sbh (arXiv 2205.05198, table 2). The last stage keeps the input of its norm and of the output
-  layer, and logits in fp32 (section 4.3).
-- Megatron-DeepSpeed stores fp16 gradients in fp16. Its bf16 optimizer adds 4 bytes a parameter, which are not
+  sequence parallelism sbh (34/t + 5as/(ht)); selective recompute drops 5as/(ht), full recompute only keeps
+  the layer's input 2sbh (arXiv 2205.05198, table 2). The last stage keeps the input of its norm and of the
+  output layer, and logits in fp32 (section 4.3).
+- Megatron-DeepSpeed stores fp16 gradients in fp16. Its bf16 optimizer adds 4 bytes per parameter, which are
+not
   sharded (bigscience tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers"). Its pipeline keeps the output
   of each stage for the backward (deepspeed/runtime/pipe/engine.py).
-- DeepSpeed ZeRO-3 shards fp16 weights and gradients and fp32 masters and moments: 16 bytes. Of full weights
-  at most 1e9 elements exist at a time, of gradients 5e8 (stage3_max_live_parameters, reduce_bucket_size).
-- PyTorch FSDP shards fp32 weights, gradients and moments, 16 bytes, and gathers the next block while one
-  computes; a block's gradient exists in the compute dtype until it is reduced.
+- DeepSpeed ZeRO-3 shards fp16 weights and gradients and fp32 masters and moments: 16 bytes. At most 1e9
+elements
+  of full weights exist at a time, and 5e8 of gradients (stage3_max_live_parameters, reduce_bucket_size).
+- PyTorch FSDP shards fp32 weights, gradients and moments, 16 bytes, and gathers the next block during compute
+  of the current one; a block's gradient exists in the compute dtype until it is reduced.
 """
 from dataclasses import dataclass, replace
 
@@ -37,11 +39,11 @@ HALF = 2  # bytes of fp16 and bf16
 
 @dataclass(frozen=True)
 class Framework:
-    """How a framework stores a job, where it does not store it as we do.
+    """Differences in how a framework stores a job.
 
-    grad_bytes: (train.dtype, bytes of a gradient's element); other dtypes: as ours.
+    grad_bytes: (train.dtype, bytes of a gradient's element); other dtypes are as ours.
     shards_16_bytes: ZeRO-3 holds 16 bytes of each owned element, whatever the dtype.
-    live_weights, live_grads: full elements at a time under ZeRO-3; 0: those of two blocks and of one.
+    live_weights, live_grads: full elements at a time under ZeRO-3; 0 means those of two blocks and of one.
     keeps_outputs: each stage keeps its output for the backward.
     """
     grad_bytes: tuple[tuple[str, int], ...] = ()
@@ -52,12 +54,12 @@ class Framework:
 
 
 MEGATRON = Framework()
-# Of a GPU, beside tensors: its context, communicators (whose groups we do not know), the allocator's gaps.
+# GPU memory beyond tensors: context, communicators (of unknown groups), the allocator's gaps.
 RESERVED_BYTES = 3e9
 MEGATRON_DEEPSPEED = Framework(grad_bytes=(("fp16", HALF), ("bf16", HALF + 4)), keeps_outputs=True)
 DEEPSPEED_ZERO3 = Framework(shards_16_bytes=True, live_weights=10**9, live_grads=5 * 10**8)
 FSDP = Framework(shards_16_bytes=True)
-# All others store as Megatron-LM: 18 bytes a parameter, masters and moments sharded under ZeRO.
+# All others store like Megatron-LM: 18 bytes per parameter, masters and moments sharded under ZeRO.
 FRAMEWORKS = {
     "Megatron-DeepSpeed": MEGATRON_DEEPSPEED,
     "DeepSpeed ZeRO-3": DEEPSPEED_ZERO3,
@@ -67,7 +69,7 @@ FRAMEWORKS = {
 
 
 def held_bytes(job: Job, framework: str) -> float:
-    """The bytes that the fullest rank holds, with those that a GPU needs beside them."""
+    """Return the bytes that the fullest rank holds, including the GPU's overhead."""
     how = FRAMEWORKS.get(framework, MEGATRON)
     stride = job.layout.world // job.layout.pp
     fullest = 0
@@ -83,7 +85,7 @@ def held_bytes(job: Job, framework: str) -> float:
 
 
 def framework_state_bytes(job: Job, how: Framework) -> int:
-    """Weights, gradients, masters and moments, with the full ones that exist for a moment."""
+    """Return the bytes of weights, gradients, masters and moments, including temporary full ones."""
     grad_bytes = dict(how.grad_bytes).get(job.cfg.train.dtype)
     every = unique_buckets(buckets(job))
     owned = sum(bucket.shard_size for bucket in every)
@@ -96,11 +98,11 @@ def framework_state_bytes(job: Job, how: Framework) -> int:
 
 
 def live_bytes(job: Job, every: list[PlannedBucket], how: Framework) -> int:
-    """Full weights and gradients under ZeRO-3."""
+    """Return the bytes of full weights and gradients under ZeRO-3."""
     element_bytes = compute_bytes(job.cfg.train.dtype)
     if how.live_weights:
         total = sum(bucket.size for bucket in every)
-        largest = max(spec.numel for bucket in every for spec in bucket.specs)  # used as a whole
+        largest = max(spec.numel for bucket in every for spec in bucket.specs)  # gathered as a whole
         weights = min(total, max(how.live_weights, largest))
         grads = min(total, max(how.live_grads, largest))
         return element_bytes * (weights + grads)
@@ -112,7 +114,7 @@ def live_bytes(job: Job, every: list[PlannedBucket], how: Framework) -> int:
 
 
 def framework_activation_bytes(job: Job, how: Framework) -> int:
-    """With flash attention as ours; without, as Megatron-LM's."""
+    """Return the activation bytes: like ours with flash attention, otherwise like Megatron-LM's."""
     cfg = job.cfg
     if getattr(cfg.model.mixer, "kernel", None) != "reference":
         return peak_activation_bytes(job)
@@ -121,7 +123,7 @@ def framework_activation_bytes(job: Job, how: Framework) -> int:
 
 
 def megatron_stage(job: Job, number: int, how: Framework) -> StageActivations:
-    """Of one microbatch in one stage."""
+    """Return the activations of one microbatch in one stage."""
     cfg = job.cfg
     first, last = job.cuts[number]
     of_block = megatron_block_bytes(cfg, cfg.parallel.recompute)
@@ -135,12 +137,12 @@ def megatron_stage(job: Job, number: int, how: Framework) -> StageActivations:
 
 
 def hidden_elements(cfg: Config) -> int:
-    """sbh: elements of the hidden states of one microbatch."""
+    """Return sbh: elements of the hidden states of one microbatch."""
     return cfg.train.seq_len * cfg.train.micro_batch * cfg.model.hidden
 
 
 def megatron_block_bytes(cfg: Config, recompute: str) -> int:
-    """The bytes that a layer keeps of one microbatch (arXiv 2205.05198, table 2)."""
+    """Return the bytes that a layer keeps per microbatch (arXiv 2205.05198, table 2)."""
     sbh = hidden_elements(cfg)
     if recompute == "full":
         return HALF * sbh
@@ -155,7 +157,8 @@ def megatron_block_bytes(cfg: Config, recompute: str) -> int:
 
 
 def megatron_head_bytes(cfg: Config) -> int:
-    """The inputs of the last norm and of the output layer, and the logits (section 4.3)."""
+    """Return the bytes of the inputs of the last norm and of the output layer, and of the logits (section
+    4.3)."""
     tp = cfg.parallel.tp
     inputs = 4 * hidden_elements(cfg) // (tp if cfg.parallel.sp else 1)
     logits = 4 * cfg.train.seq_len * cfg.train.micro_batch * (cfg.model.vocab or 0) // tp

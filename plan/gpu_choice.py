@@ -1,4 +1,4 @@
-"""The number of GPUs that `scripts.plan` finds for a run within days or dollars, and why that one."""
+"""Choose the number of GPUs for a run within days or dollars, and explain the choice (`scripts.plan`)."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from plan.search import SearchResult
 
 
 class GpuChoice(NamedTuple):
-    """gpus: the number that was found. text: why this one. priced: for --json, of each that was looked at."""
+    """The chosen number of GPUs, the reason, and for --json all numbers that were priced."""
 
     gpus: int
     text: str
@@ -30,10 +30,11 @@ def choose_gpus(
     hardware: Cluster,
     say: Callable[[str], None],
 ) -> GpuChoice:
-    """The number of GPUs by the limit of a run: the fewest within its days, the soonest within its budget.
+    """Choose the number of GPUs by the limit of a run: the fewest within its days, the soonest end within its
+    budget.
 
-    numbers: that are tried; they rise. search_on: for layouts on some GPUs; it keeps what it has found.
-    say: is told of each number that is priced. Raises ConfigError if none is within the limit.
+    `numbers` are the candidates, ascending. `search_on` caches the search for layouts on some GPUs. `say`
+    receives a line for each priced number. Raises ConfigError if none is within the limit.
     """
     assert question.tokens is not None
     priced: dict[int, PricedRun] = {}
@@ -44,12 +45,12 @@ def choose_gpus(
             say(f"priced   {priced_text(priced[gpus], question)}")
         return priced[gpus]
 
-    # what no layout can do
+    # numbers that even the peak rate rules out
     flops = question.tokens * flops_per_token(cfg.model, cfg.train.seq_len)
     at_peak = least_gpu_hours(flops, hardware.flops[cfg.train.dtype])
     possible = [number for number in numbers if at_peak <= question.gpu_hours(number)]
 
-    # what a layout does
+    # price actual layouts
     chosen = None
     if possible and question.days is not None:
         chosen = fewest_gpus(possible, price_run, question.days)
@@ -59,7 +60,7 @@ def choose_gpus(
     if chosen is None:
         raise ConfigError(none_text(question, runs, numbers[-1], at_peak))
 
-    # beside the next one, which is not within the limit, or no sooner
+    # compare with the next one, which is not within the limit, or no sooner
     index = numbers.index(chosen.gpus) + (-1 if question.days is not None else 1)
     beside = priced.get(numbers[index]) if 0 <= index < len(numbers) else None
     text = f"{gpu_count(chosen.gpus)}, {why_text(question)} by the forecast"
@@ -69,7 +70,7 @@ def choose_gpus(
 
 
 def run_on(gpus: int, result: SearchResult, question: RunQuestion, hardware: Cluster) -> PricedRun:
-    """The run with the best layout that was found on these GPUs."""
+    """Return the run with the best layout found on these GPUs."""
     if not result.found:
         is_too_large = result.counts["too large"] > 0
         return PricedRun(gpus, None, result.smallest / hardware.memory if is_too_large else 1.0)
@@ -88,7 +89,7 @@ def why_text(question: RunQuestion) -> str:
 
 
 def priced_text(priced: PricedRun, question: RunQuestion) -> str:
-    """For example: 48 GPUs: 36.1 days, $91,234."""
+    """Format as 48 GPUs: 36.1 days, $91,234."""
     if priced.run is None:
         return f"{gpu_count(priced.gpus)}: no layout fits"
     dollars = f", ${priced.gpu_hours * question.price:,.0f}" if question.price else ""
@@ -96,7 +97,7 @@ def priced_text(priced: PricedRun, question: RunQuestion) -> str:
 
 
 def numbers_of(priced: PricedRun, question: RunQuestion) -> dict:
-    """For --json; without days where no layout fits."""
+    """Return the numbers for --json, without days if no layout fits."""
     if priced.run is None:
         return {"gpus": priced.gpus}
     numbers = {"gpus": priced.gpus, "days": priced.days, "gpu_hours": priced.gpu_hours}
@@ -106,7 +107,7 @@ def numbers_of(priced: PricedRun, question: RunQuestion) -> dict:
 
 
 def none_text(question: RunQuestion, runs: Sequence[PricedRun], most: int, at_peak: float) -> str:
-    """That no number of GPUs is within the limit, and what is nearest to it. at_peak: GPU-hours."""
+    """Say that no number of GPUs is within the limit, and what comes closest. `at_peak` is GPU-hours."""
     option, way = "--days", "raise --days or --most-gpus"
     if question.days is None:
         option, way = "--budget", "raise --budget"

@@ -1,4 +1,4 @@
-"""One rank of a run, and its device, as the planner sees them."""
+"""One rank of a run, and its device, as seen by the planner."""
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ from model.split import layers_of_stages
 from parallel.pipeline.schedule import Schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 
-UNBOUNDED_MEMORY = 2.0**60  # bytes: a forecast of time asks for no room
+UNBOUNDED_MEMORY = 2.0**60  # bytes: for forecasts of time, which ignore memory
 
 
 class RankDevice(NamedTuple):
-    """The device to plan for. gpu: its name as torch has it, or "" for CPUs. memory: bytes of a GPU."""
+    """The device to plan for. `gpu` is torch's name, or "" for CPUs; `memory` is the bytes of a GPU."""
 
     gpu: str = ""
     memory: float = UNBOUNDED_MEMORY
@@ -24,7 +24,7 @@ class RankDevice(NamedTuple):
 @dataclass(frozen=True)
 class Job:
     """schedule: of a step. cuts: [(first, last)] blocks of each stage (model/split.py). parts: of each stage,
-    without storage, in the order of the forward."""
+    without storage, in forward order."""
     cfg: Config
     layout: ParallelDims
     rank: int
@@ -34,35 +34,35 @@ class Job:
 
     @property
     def pp(self) -> int:
-        """Its place in the pipeline."""
+        """Position in the pipeline."""
         return self.layout.coordinates(self.rank)["pp"]
 
     def of_pipeline_ranks(self) -> list["Job"]:
-        """The job as one rank of each place in the pipeline sees it."""
+        """Return the job as seen by one rank at each position of the pipeline."""
         return [self.at_place(place) for place in range(self.layout.pp)]
 
     def at_place(self, place: int) -> "Job":
-        """The job as the first rank of a place in the pipeline sees it."""
+        """Return the job as seen by the first rank at a position of the pipeline."""
         ranks_of_place = self.layout.world // self.layout.pp
         return replace(self, rank=place * ranks_of_place)
 
     def stages(self) -> list[int]:
-        """Those of this rank."""
+        """Return the stages of this rank."""
         return self.stages_of_places()[self.pp]
 
     def stages_of_places(self) -> list[list[int]]:
-        """Of each place in the pipeline."""
+        """Return the stages at each position of the pipeline."""
         found: list[list[int]] = [[] for _ in range(self.layout.pp)]
         for stage, place in enumerate(self.schedule.rank_of_stage):
             found[place].append(stage)
         return found
 
     def shards(self, expert: bool = False) -> int:
-        """Ranks that share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""
+        """Return how many ranks share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""
         return self.layout.group_size(*sharding_axes(expert))
 
     def place(self, expert: bool = False) -> int:
-        """This rank's place among them."""
+        """Return this rank's index among them."""
         return self.layout.place(self.rank, *sharding_axes(expert))
 
 
@@ -71,7 +71,7 @@ def sharding_axes(expert: bool) -> tuple[str, ...]:
 
 
 def check_routing(cfg: Config) -> None:
-    """Raises ConfigError where no plan can assume what routers decide."""
+    """Raise ConfigError if the plan would depend on the decisions of routers."""
     experts = mixture(cfg.model)
     capacity = experts.capacity if experts else None
     if capacity is not None and capacity.factor < 1 and not capacity.pad:
@@ -83,9 +83,9 @@ def check_routing(cfg: Config) -> None:
 
 
 def job_of_rank(cfg: Config, world: int, rank: int, advise: bool = True) -> Job:
-    """One rank of the run of a config on `world` ranks.
+    """Plan one rank of a config on `world` ranks.
 
-    advise: whether an error looks for layouts that would do. Raises ConfigError if train.py refuses the run.
+    `advise` lets an error suggest layouts that work. Raises ConfigError if train.py refuses the run.
     """
     schedule = plan_pipeline(cfg, world, advise)
     cuts = layers_of_stages(cfg, schedule.n_stages)

@@ -1,15 +1,15 @@
-"""Laws of the loss of a model with N parameters that was trained on D tokens, and their fit.
+"""Scaling laws: the loss of a model with N parameters trained on D tokens, and their fit.
 
     chinchilla   E + A / N^alpha + B / D^beta                          (arXiv 2203.15556, equation 2)
     kaplan       ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D     (arXiv 2001.08361, equation 1.5)
 
-N counts all parameters in the first, and those without embeddings in the second, as in the two papers; where
-the points do not say how many these are, all as well.
+N counts all parameters in the first, and those without embeddings in the second, as in the two papers, or all
+if the points do not say how many those are.
 
-Fitted as in arXiv 2203.15556, section 3.3: the least sum of Huber losses, delta 1e-3, of the differences of
-logarithms of losses, from a grid of starts. The minimizer is not stopped too early, which is what arXiv
-2404.10102 found in the published fit. Intervals are percentiles over fits to runs that were drawn again with
-replacement, as there.
+The fit follows arXiv 2203.15556, section 3.3: minimize the sum of Huber losses, delta 1e-3, of the
+differences of log losses, from a grid of starts. The minimizer does not stop too early, which arXiv
+2404.10102 found to be the problem of the published fit. Intervals are percentiles over bootstrap fits,
+resampled with replacement as there.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from scipy.optimize import least_squares
 
 from plan.points import Array, Points
 
-HUBER_DELTA = 1e-3  # of logarithms of losses
-TOLERANCE = 1e-12  # relative, of the sum and of the numbers
-DIFFERENCE = 1e-6  # of a number, for its derivative
+HUBER_DELTA = 1e-3  # for log losses
+TOLERANCE = 1e-12  # relative, for the sum and the parameters
+DIFFERENCE = 1e-6  # step of a parameter for its derivative
 INTERVAL = (2.5, 97.5)  # percentiles: 95 %
 MAX_EXPONENT = 709.0  # of e, in a float
 
@@ -33,9 +33,9 @@ class Law:
     """A law in its minimized form.
 
     log_loss(theta [.., k], log N [n], log D [n]) -> log of the loss [.., n].
-    numbers(theta [k]) -> {name: value} as papers print them.
-    grid: values at which each number of theta starts.
-    without_embeddings: what N counts, where the points know it.
+    numbers(theta [k]) -> {name: value} as printed in papers.
+    grid: start values for each element of theta.
+    without_embeddings: whether N leaves out embeddings, if the points know their number.
     """
     name: str
     formula: str
@@ -48,7 +48,7 @@ class Law:
         return self.without_embeddings and points.non_embedding is not None
 
     def sizes(self, points: Points) -> Array:
-        """N of each run, as this law counts: [n]."""
+        """Return N of each run, as counted by this law: [n]."""
         if self.without_embeddings and points.non_embedding is not None:
             return points.non_embedding
         return points.parameters
@@ -56,7 +56,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with its numbers. theta [k]; draws [bootstraps, k]: those of the fits to runs drawn again."""
+    """A fitted law. theta [k]; draws [bootstraps, k]: fits to resampled runs."""
     law: Law
     theta: Array
     draws: Array
@@ -66,7 +66,7 @@ class Fit:
         return self.law.numbers(self.theta)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """{name: (low, high)}, of 95 % of the draws."""
+        """Return {name: (low, high)}, which covers 95 % of the draws."""
         drawn = [self.law.numbers(theta) for theta in self.draws]
         found: dict[str, tuple[float, float]] = {}
         for name in self.numbers:
@@ -75,16 +75,16 @@ class Fit:
         return found
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Predicted loss, nats a token."""
+        """Predict the loss in nats per token."""
         return float(np.exp(self.predict(self.theta, parameters, tokens)))
 
     def loss_interval(self, parameters: float, tokens: float) -> tuple[float, float]:
-        """95 % of what the draws predict. It holds the uncertainty of the law, not the noise of a run."""
+        """Return the 95 % interval of the draws' predictions, which excludes the noise of a run."""
         low, high = np.percentile(np.exp(self.predict(self.draws, parameters, tokens)), INTERVAL)
         return float(low), float(high)
 
     def predict(self, theta: Array, parameters: float, tokens: float) -> Array:
-        """theta [.., k] -> log of the loss [..]."""
+        """Map theta [.., k] to the log of the loss [..]."""
         log_n, log_d = np.log([parameters]), np.log([tokens])
         return self.law.log_loss(theta, log_n, log_d)[..., 0]
 
@@ -93,7 +93,7 @@ class Fit:
 
 
 def chinchilla_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
-    """theta: log A, log B, log E, alpha, beta."""
+    """Return the log of the loss; theta is log A, log B, log E, alpha, beta."""
     log_a, log_b, log_e, alpha, beta = np.moveaxis(theta[..., None], -2, 0)  # [.., 1] each
     by_size = log_a - alpha * log_n
     by_tokens = log_b - beta * log_d
@@ -101,7 +101,7 @@ def chinchilla_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
 
 
 def exp_or_inf(exponent: float) -> float:
-    """inf where no float holds its exp: a fit goes there with a number that the runs do not show."""
+    """Return exp, or inf on overflow: a fit diverges there for a number that the runs do not determine."""
     return exp(exponent) if exponent < MAX_EXPONENT else inf
 
 
@@ -117,7 +117,7 @@ def chinchilla_numbers(theta: Array) -> dict[str, float]:
 
 
 def kaplan_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
-    """theta: log N_c, log D_c, alpha_N, alpha_D."""
+    """Return the log of the loss; theta is log N_c, log D_c, alpha_N, alpha_D."""
     log_nc, log_dc, alpha_n, alpha_d = np.moveaxis(theta[..., None], -2, 0)
     by_size = alpha_n / alpha_d * (log_nc - log_n)
     return alpha_d * np.logaddexp(by_size, log_dc - log_d)
@@ -133,7 +133,7 @@ CHINCHILLA = Law(
     "E + A / N^alpha + B / D^beta",
     chinchilla_log_loss,
     chinchilla_numbers,
-    grid=(  # that of arXiv 2203.15556, appendix D.2
+    grid=(  # as in arXiv 2203.15556, appendix D.2
         (0.0, 5.0, 10.0, 15.0, 20.0, 25.0),
         (0.0, 5.0, 10.0, 15.0, 20.0, 25.0),
         (-1.0, -0.5, 0.0, 0.5, 1.0),
@@ -166,9 +166,10 @@ def fit_law(
     seed: int = 0,
     tell: Callable[[int], object] = lambda done: None,
 ) -> Fit:
-    """The law whose sum of Huber losses over the points is least. bootstraps: fits to runs drawn again.
+    """Fit the law by the least sum of Huber losses over the points, and to `bootstraps` resampled sets of
+    runs.
 
-    tell: called before each of these with the number of those that are done.
+    `tell` is called before each resampled fit with the number of finished ones.
     """
     ends = [minimize_from(start, law, points) for start in best_starts(law, points)]
     theta = min(ends, key=lambda end: float(huber_sum(law, end, points)))
@@ -182,9 +183,9 @@ def fit_law(
 
 
 def best_starts(law: Law, points: Points) -> Array:
-    """For each pair of exponents, the last two numbers, the point of the grid with the least sum: [.., k].
+    """Return the grid point with the least sum for each pair of exponents, the last two numbers: [.., k].
 
-    Of all points the best ones lie close together, and would end in the same minimum.
+    The best points overall lie close together, and would end in the same minimum.
     """
     starts: list[Array] = []
     for exponents in product(*law.grid[-2:]):
@@ -194,14 +195,14 @@ def best_starts(law: Law, points: Points) -> Array:
 
 
 def huber_sum(law: Law, theta: Array, points: Points) -> Array:
-    """theta [.., k] -> the sum of Huber losses [..]."""
+    """Return the sum of Huber losses [..] for theta [.., k]."""
     distance = np.abs(residuals(theta, law, points))
     linear = HUBER_DELTA * (distance - HUBER_DELTA / 2)
     return np.where(distance <= HUBER_DELTA, distance**2 / 2, linear).sum(-1)
 
 
 def minimize_from(start: Array, law: Law, points: Points) -> Array:
-    """Where the minimizer of huber_sum ends: [k].
+    """Minimize huber_sum from a start, and return theta: [k].
 
     Residuals are in units of delta: the minimizer stops at an absolute size of the gradient.
     """
@@ -219,13 +220,13 @@ def minimize_from(start: Array, law: Law, points: Points) -> Array:
 
 
 def residuals(theta: Array, law: Law, points: Points) -> Array:
-    """Predicted less measured logarithms of the loss: theta [.., k] -> [.., n]."""
+    """Return predicted minus measured log losses: theta [.., k] -> [.., n]."""
     predicted = law.log_loss(theta, np.log(law.sizes(points)), np.log(points.tokens))
     return predicted - np.log(points.loss)
 
 
 def jacobian(theta: Array, law: Law, points: Points) -> Array:
-    """Of residuals, by central differences, since a law is smooth: [n, k]."""
+    """Return the derivatives of the residuals, by central differences, since a law is smooth: [n, k]."""
     shifts = DIFFERENCE * np.eye(len(theta))
     above, below = residuals(theta + shifts, law, points), residuals(theta - shifts, law, points)
     return ((above - below) / (2 * DIFFERENCE)).T

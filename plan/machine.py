@@ -1,5 +1,5 @@
-"""A machine that was measured (lab/benchmarks/machine.py), as a cluster: for forecasts where
-configs/clusters.yaml has no row, as for a laptop."""
+"""A measured machine (lab/benchmarks/machine.py) as a cluster, for forecasts on hardware that is not in
+configs/clusters.yaml, such as a laptop."""
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +7,13 @@ from pathlib import Path
 from plan.cost import Cluster, Efficiency
 from plan.job import UNBOUNDED_MEMORY
 
-OPERATIONS_OF_BLOCK = 40  # of torch, in the forward of a block
+OPERATIONS_OF_BLOCK = 40  # torch operations in the forward of a block
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Of a rank, while all work. flops, attention_flops: FLOP/s; stream, link: bytes/s; hop, operation: s."""
+    """Rates per rank while all ranks work. flops, attention_flops: FLOP/s; stream, link: bytes/s; hop,
+    operation: s."""
     ranks: int
     dtype: str
     flops: float
@@ -23,7 +24,7 @@ class Machine:
     operation: float
 
     def as_cluster(self) -> Cluster:
-        """All ranks on one node."""
+        """Return a cluster with all ranks on one node."""
         return Cluster(
             "this machine",
             flops={self.dtype: self.flops},
@@ -35,7 +36,7 @@ class Machine:
         )
 
     def as_efficiency(self) -> Efficiency:
-        """The rates are measured: all of each is had."""
+        """Return an efficiency of 1, since the rates are already measured."""
         host = OPERATIONS_OF_BLOCK * self.operation
         return Efficiency(
             gemm=1.0,

@@ -1,7 +1,7 @@
-"""A step that a run has measured on a cluster: forecasts for that cluster, in its proportion.
+"""Calibrate forecasts for a cluster by a step that a run has measured on it.
 
-What a forecast leaves out (kernels of this version, the host, the links as they are) is in the measured step.
-All times are multiplied by the one number measured / forecast; so which layout is the fastest stays.
+The measured step includes what a forecast leaves out (kernels of this version, the host, the real links). All
+times are multiplied by the single ratio measured / forecast, so the fastest layout does not change.
 """
 import json
 from dataclasses import fields, replace
@@ -18,21 +18,21 @@ from plan.job import check_routing
 from plan.search import job_of
 
 KEY = "--measured"
-MOST = 5.0  # times the forecast, or a part of it: more is another machine
+MOST = 5.0  # ratio to the forecast, or its inverse: anything beyond is a different machine
 SECONDS = ("hop", "op", "route", "micro")  # fields of Efficiency
-AS_IT_IS = ("hidden", "relayed")  # all others are rates, or shares of what a data sheet says
+AS_IT_IS = ("hidden", "relayed")  # all others are rates, or fractions of data-sheet values
 
 
 class CostRates(NamedTuple):
-    """What forecasts for a cluster rest on. range: of what runs take, None where that is not known. note: of
-    the measured step, "" without one."""
+    """Basis of forecasts for a cluster. range: that of real runs, or None if unknown. note: describes the
+    measured step, or ""."""
     efficiency: Efficiency
     range: StepRange | None
     note: str = ""
 
 
 class MeasuredStep(NamedTuple):
-    """run: its folder. world: number of GPUs. seconds: of a step, the median."""
+    """run: its folder. world: number of GPUs. seconds: median step time."""
     run: Path
     cfg: Config
     world: int
@@ -40,7 +40,7 @@ class MeasuredStep(NamedTuple):
 
 
 def rates_of(hardware: Cluster, run: Path | None = None) -> CostRates:
-    """run: the folder of a run on such GPUs, which sets the proportion. Raises ConfigError."""
+    """Return the rates, calibrated by `run`, the folder of a run on such GPUs. Raises ConfigError."""
     efficiency = efficiency_of(hardware)
     if run is None:
         return CostRates(efficiency, range_of(hardware))
@@ -52,7 +52,7 @@ def rates_of(hardware: Cluster, run: Path | None = None) -> CostRates:
 
 
 def read_measured(run: Path) -> MeasuredStep:
-    """From config.yaml and summary.json of a run folder. Raises ConfigError."""
+    """Read config.yaml and summary.json of a run folder. Raises ConfigError."""
     try:
         cfg = from_tree(current_tree(config.read_yaml(run / "config.yaml")))
         summary = json.loads((run / "summary.json").read_text())
@@ -68,7 +68,7 @@ def read_measured(run: Path) -> MeasuredStep:
 
 
 def times_the_forecast(measured: MeasuredStep, hardware: Cluster, efficiency: Efficiency) -> float:
-    """Measured / forecast. Raises ConfigError if the run was not on such GPUs."""
+    """Return measured / forecast. Raises ConfigError if the run was not on such GPUs."""
     check_routing(measured.cfg)
     if measured.cfg.train.dtype not in hardware.flops:
         raise ConfigError(f"{KEY}: {measured.run}: trained in {measured.cfg.train.dtype}, for which "
@@ -84,7 +84,7 @@ def times_the_forecast(measured: MeasuredStep, hardware: Cluster, efficiency: Ef
 
 
 def scaled(efficiency: Efficiency, ratio: float) -> Efficiency:
-    """With which every forecast takes `ratio` times as long."""
+    """Scale the efficiency such that every forecast takes `ratio` times as long."""
     values: dict[str, float] = {}
     for name in (field.name for field in fields(efficiency)):
         if name not in AS_IT_IS:

@@ -1,7 +1,7 @@
-"""The bytes that one rank holds: its state, and the activations along the ops of its schedule.
+"""The bytes held by one rank: its state, and the activations along the ops of its schedule.
 
-P: elements of the rank's buckets with padding. N: ranks that share them. c, g: bytes of an element of the
-compute dtype and of the accumulation dtype.
+P: elements of the rank's buckets with padding. N: number of ranks that share them. c, g: bytes per element of
+the compute dtype and the accumulation dtype.
 
     zero   weights   masters (bf16)   gradients   moments of AdamW
     0      P c       P g              P g         2 P g
@@ -10,13 +10,12 @@ compute dtype and of the accumulation dtype.
     3      P c / N   P g / N          P g / N     2 P g / N     + the full weights of at most 3 parts
 
 Compressed weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype. With optim.states
-bf16, an element of masters and moments has 2 bytes in place of g, and weights in bf16 are their own masters.
-PowerSGD keeps its errors, P g, beside the gradients; train.ema an average, of g bytes an element, beside each
-master. config/optimizers.py says how many moments an optimizer has.
+bf16, masters and moments have 2 bytes per element instead of g, and bf16 weights are their own masters.
+PowerSGD keeps its errors, P g, in addition to the gradients; train.ema keeps an average with g bytes per
+element for each master. config/optimizers.py says how many moments an optimizer has.
 
-What a microbatch holds in each part of a stage is recorded (plan/parts.py).
-tests/plan/test_memory.py holds the state against what a rank really holds, the activations against the record
-of a whole step.
+What a microbatch holds in each part of a stage is recorded (plan/parts.py). tests/plan/test_memory.py
+compares the state with a real rank, and the activations with the record of a whole step.
 """
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -38,7 +37,7 @@ FULL_PARTS = 3  # parts whose full gradients (ZeRO-2, 3) or weights (ZeRO-3) exi
 
 
 def state_bytes(job: Job) -> dict[str, int]:
-    """{"weights", "masters", "gradients", "optimizer"}: on the device, between two steps."""
+    """Return {"weights", "masters", "gradients", "optimizer"}: bytes on the device, between two steps."""
     parallel = job.cfg.parallel
     weight_bytes = compute_bytes(job.cfg.train.dtype)
     grad_bytes = accumulation_bytes(job.cfg.train.dtype)
@@ -62,26 +61,26 @@ def state_bytes(job: Job) -> dict[str, int]:
 
 
 def host_bytes(job: Job) -> int:
-    """Masters, moments and the average of the masters in host memory (parallel.offload)."""
+    """Return the bytes of masters, moments and their average in host memory (parallel.offload)."""
     if job.cfg.parallel.offload not in ("optimizer", "both"):
         return 0
     return kept_bytes(job)
 
 
 def kept_bytes(job: Job) -> int:
-    """Masters, moments and the average of the masters, wherever they are: what a checkpoint holds."""
+    """Return the bytes of masters, moments and their average, wherever stored: a checkpoint's content."""
     every = unique_buckets(buckets(job))
     owned = sum(bucket.shard_size for bucket in every)
     return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job, every)
 
 
 def master_bytes(job: Job) -> int:
-    """Bytes of an element of masters and moments."""
+    """Return the bytes per element of masters and moments."""
     return 2 if job.cfg.optim.states == "bf16" else accumulation_bytes(job.cfg.train.dtype)
 
 
 def ema_bytes(job: Job, every: Iterable[PlannedBucket]) -> int:
-    """The moving average of the masters (train.ema), in fp32 whatever optim.states is."""
+    """Return the bytes of the moving average of the masters (train.ema), in fp32 for any optim.states."""
     if job.cfg.train.ema is None:
         return 0
     owned = sum(bucket.shard_size for bucket in every)
@@ -94,7 +93,7 @@ def moment_elements(job: Job, every: Iterable[PlannedBucket]) -> int:
 
 
 def has_separate_master(job: Job, bucket: PlannedBucket) -> bool:
-    """Whether the masters of a bucket are stored beside the weights that compute."""
+    """Return whether a bucket's masters are stored separately from the compute weights."""
     dtype, parallel = job.cfg.train.dtype, job.cfg.parallel
     if job.cfg.optim.states == "bf16":
         other_dtype = dtype != "bf16"
@@ -106,7 +105,7 @@ def has_separate_master(job: Job, bucket: PlannedBucket) -> bool:
 
 
 def powersgd_errors(job: Job, every: Iterable[PlannedBucket]) -> int:
-    """Elements of what PowerSGD has not sent yet."""
+    """Return the number of elements of PowerSGD's unsent error."""
     return sum(bucket.size for bucket in every if has_powersgd_error(job, bucket))
 
 
@@ -119,8 +118,8 @@ def has_powersgd_error(job: Job, bucket: PlannedBucket) -> bool:
 
 
 def passing_bytes(job: Job) -> int:
-    """The most that full gradients (ZeRO-2, 3), full weights (ZeRO-3), weights in 8 bits (fp8) and what a
-    rerun begins with add during a step."""
+    """Return the peak of temporary memory in a step: full gradients (ZeRO-2, 3), full weights (ZeRO-3), 8-bit
+    weights (fp8) and the starting state of a rerun."""
     zero, dtype = job.cfg.parallel.zero, job.cfg.train.dtype
     of_element = 0
     if zero >= 2:
@@ -135,7 +134,7 @@ def passing_bytes(job: Job) -> int:
 
 
 def rerun_bytes(job: Job) -> int:
-    """The copy of PowerSGD's errors in a step that may be computed again (runtime/rerun.py)."""
+    """Return the bytes of the copy of PowerSGD's errors, if a step may be rerun (runtime/rerun.py)."""
     train = job.cfg.train
     if train.rerun_every is None and not train.rerun_suspects:
         return 0
@@ -143,7 +142,8 @@ def rerun_bytes(job: Job) -> int:
 
 
 def quantized_weight_bytes(job: Job) -> int:
-    """Weights in 8 bits (kernels/fp8_weight.py): of all parts; under ZeRO-3 of those with full weights."""
+    """Return the bytes of 8-bit weights (kernels/fp8_weight.py): of all parts, or under ZeRO-3 of those with
+    full weights."""
     if job.cfg.train.dtype != "fp8":
         return 0
     of_stages: list[list[float]] = []
@@ -155,7 +155,7 @@ def quantized_weight_bytes(job: Job) -> int:
 
 
 def most_together(sizes: Sequence[float], num_parts: int) -> float:
-    """The sum of the largest `num_parts` parts that follow one another in a stage."""
+    """Return the largest sum of `num_parts` consecutive parts of a stage."""
     most = 0.0
     for first in range(len(sizes)):
         together = sizes[first:first + num_parts]
@@ -169,9 +169,9 @@ def most_together(sizes: Sequence[float], num_parts: int) -> float:
 class StageActivations(NamedTuple):
     """Bytes of one microbatch in one stage.
 
-    kept: from its forward to its backward. kept_for_weights: of a backward in two parts, from the gradients
-    of the inputs (I) to those of the weights (W). forward, backward, inputs: what a forward, a backward or an
-    I holds at most beyond what is held when it begins.
+    kept: from its forward to its backward. kept_for_weights: with a split backward, from the input gradients
+    (I) to the weight gradients (W). forward, backward, inputs: the most that a forward, a backward or an I
+    adds to what is held when it begins.
     """
     kept: float
     forward: float = 0
@@ -181,7 +181,7 @@ class StageActivations(NamedTuple):
 
 
 def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> int:
-    """The most that a rank holds at once while it runs its ops. stages: those of the rank."""
+    """Return the peak over a rank's ops, given the activations of its stages."""
     held = peak = 0.0
     for op in ops:
         stage = stages[op.stage]
@@ -203,7 +203,7 @@ def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> in
 
 
 def peak_activation_bytes(job: Job) -> int:
-    """The most that a rank holds for its microbatches, with the two hidden states that are on their way."""
+    """Return the peak of a rank's activations, plus the two hidden states in transit."""
     stages: dict[int, StageActivations] = {}
     for number in job.stages():
         records = tuple(records_of_stage(job, number))
@@ -214,7 +214,8 @@ def peak_activation_bytes(job: Job) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def activations_of(records: tuple[PartRecord, ...], keys: int = 0) -> StageActivations:
-    """records: of the parts of a stage. keys: bytes of those that it shares with earlier stages."""
+    """Sum up a stage from the records of its parts.
+    `keys` are the bytes that it shares with earlier stages."""
     shared = max(record.context for record in records) + keys
 
     held = forward = shared
@@ -222,7 +223,7 @@ def activations_of(records: tuple[PartRecord, ...], keys: int = 0) -> StageActiv
         forward = max(forward, held + record.forward.peak)
         held += record.kept
 
-    # the backward begins with the last part, and frees what each has kept
+    # the backward begins with the last part, and frees each part's kept activations
     freed = backward = 0.0
     freed_by_inputs = inputs = 0.0
     for record in reversed(records):

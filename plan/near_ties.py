@@ -1,22 +1,23 @@
-"""Layouts whose forecasts are too near to each other to tell which is faster, and how two layouts differ."""
+"""Layouts whose forecasts are too close to say which is faster, and how two layouts differ."""
 from dataclasses import dataclass
 
 from config.tree import value_at
 from plan.cost import Forecast
 from plan.search import LAYOUT_KEYS, Found, rounded, simplicity
 
-# Share of a step within which two forecasts of one job are taken as equal. Most of the model's error is that
-# of rates, which all layouts of a job share; how much of it they do not share is not measured.
+# Fraction of a step within which two forecasts of one job count as equal. Most of the model's error is in
+# rates shared by all layouts of a job; the part that they do not share has not been measured.
 NEAR = 0.02
-MOST_PARTS = 3  # of a step that one line names
+MOST_PARTS = 3  # parts of a step named in one line
 LEAST_SHOWN = 0.5e-3  # seconds
 GIB = 2**30
 
 
 def near_groups(found: list[Found]) -> list[list[Found]]:
-    """The fastest group first: all within NEAR of its fastest layout. In a group the simplest comes first."""
+    """Group layouts, the fastest first: all within NEAR of the group's fastest layout.
+    A group starts with its simplest."""
     groups: list[list[Found]] = []
-    fastest = 0.0  # seconds of the group's fastest
+    fastest = 0.0  # of the group's fastest
     for one in sorted(found, key=lambda one: one.forecast.step):
         if groups and one.forecast.step <= fastest * (1 + NEAR):
             groups[-1].append(one)
@@ -27,15 +28,15 @@ def near_groups(found: list[Found]) -> list[list[Found]]:
 
 
 def simplest_first(found: Found) -> tuple[float, ...]:
-    """The key of a sort. Of layouts of the same kinds the faster comes first, then the smaller."""
+    """Return a sort key. Among layouts of the same kinds the faster comes first, then the smaller."""
     return *simplicity(found.cfg), rounded(found.forecast.step), found.held.total
 
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """What a layout has, and what the first one has. keys: {section.key: (its value, the first's)}. seconds:
-    of a step, that it takes more; parts: {part of the step: those of it}, the largest first. memory: bytes
-    that its fullest rank holds more."""
+    """How a layout differs from the first one. keys: {section.key: (its value, the first's)}. seconds: extra
+    time per step; parts: {part of the step: extra seconds}, the largest first. memory: extra bytes on its
+    fullest rank."""
     keys: dict[str, tuple]
     seconds: float
     parts: dict[str, float]
@@ -55,7 +56,7 @@ class LayoutDifference:
 
 
 def difference(one: Found, first: Found) -> LayoutDifference:
-    """Between two layouts of a job."""
+    """Compare two layouts of a job."""
     keys: dict[str, tuple] = {}
     for path in LAYOUT_KEYS:
         own, other = (value_at(layout.cfg, path) for layout in (one, first))
@@ -72,12 +73,12 @@ def difference(one: Found, first: Found) -> LayoutDifference:
 
 
 def step_parts(forecast: Forecast) -> dict[str, float]:
-    """{part: seconds}: together the step."""
+    """Return {part: seconds}, which add up to the step."""
     exposed = {f"exposed {group}": seconds for group, seconds in forecast.exposed.items()}
     own = {"compute": forecast.compute, "bubble": forecast.bubble, "optimizer": forecast.optimizer}
     return own | exposed
 
 
 def word(value: object) -> str:
-    """A value as the command line has it."""
+    """Format a value as on the command line."""
     return "unset" if value is None else str(value).lower()

@@ -1,7 +1,7 @@
-"""What the parts of a stage do in a microbatch, as they are recorded (plan/record/part.py).
+"""Records of what the parts of a stage do in a microbatch (plan/record/part.py).
 
-All take the paths that our code takes on one chip, an H100: those of others differ in few kernels, and in
-nothing that is exchanged.
+All records follow the code paths of one chip, an H100: other chips differ in few kernels, and not in their
+communication.
 """
 from functools import lru_cache
 
@@ -18,13 +18,13 @@ CHIP = CHIPS["h100"]
 def records_of_part(
     part: PartDescription, micro_batch: int, is_split: bool = False
 ) -> tuple[PartRecord, ...]:
-    """In the order of the forward: of an output head first the blocks of multi-token prediction, which keep
-    what they keep while the losses are computed.
+    """Return the records of a part in forward order. An output head starts with the blocks of multi-token
+    prediction, which hold their activations while the losses are computed.
 
-    micro_batch: sequences of a microbatch. is_split: some backwards run in two parts.
+    A microbatch has `micro_batch` sequences. If `is_split`, some backwards run in two parts.
     """
     cfg = with_keys(part.cfg, "train", micro_batch=micro_batch)
-    chip = None if cfg.train.dtype == "fp64" else CHIP  # of proofs, on CPUs
+    chip = None if cfg.train.dtype == "fp64" else CHIP  # fp64 is for proofs on CPUs
     layers: list[int | str] = []
     if part.layer == "head":
         first = cfg.model.layers
@@ -33,7 +33,7 @@ def records_of_part(
 
 
 def records_of_stage(job: Job, number: int) -> list[PartRecord]:
-    """In the order of the forward; those of blocks of one kind are the same object."""
+    """Return the records of a stage in forward order; blocks of one kind share the same object."""
     is_split = job.schedule.splits_backward
     records: list[PartRecord] = []
     for part in job.parts[number]:

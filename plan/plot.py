@@ -1,7 +1,7 @@
-"""Draws a pipeline's timeline, simulated or measured: as text for a terminal, or as a picture (matplotlib,
-which is imported only when it is needed).
+"""Draw a pipeline's timeline, simulated or measured: as text for a terminal, or as a picture with matplotlib,
+which is only imported when needed.
 
-A later chunk of a rank has a lighter shade in the picture, and lower case in the text. Ops that overlap share
+Later chunks of a rank have a lighter shade in the picture, and lower case in the text. Overlapping ops share
 their row.
 """
 import textwrap
@@ -22,28 +22,28 @@ Colour = tuple[float, float, float]  # red, green, blue, from 0 to 1
 COLOURS = {"F": "#2f6db3", "B": "#d9742b", "I": "#c2497a", "W": "#2e9384"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 EMPTY = "#f1f1f1"
-FIRST_RANK: Colour = (0.13, 0.17, 0.35)  # of the memory curves
+FIRST_RANK: Colour = (0.13, 0.17, 0.35)  # for the memory curves
 LAST_RANK: Colour = (0.75, 0.68, 0.80)
-ROW_HEIGHT = 0.86  # of the distance between two ranks
+ROW_HEIGHT = 0.86  # relative to the distance between two ranks
 LEGEND_STYLE = {"frameon": False, "fontsize": 8, "labelcolor": INK}
 
-MOST_NUMBERS = 6000  # ops whose microbatch number is drawn; nobody reads more
-LEAST_NUMBER_SIZE = 4  # points; smaller numbers are left out
-DIGIT_WIDTH = 0.62  # of the font size
+MOST_NUMBERS = 6000  # maximum ops with a drawn microbatch number; nobody reads more
+LEAST_NUMBER_SIZE = 4  # points; smaller numbers are omitted
+DIGIT_WIDTH = 0.62  # relative to the font size
 POINTS_OF_INCH = 72
-TITLE_PAD = 24  # points above the rows, where the legend stands
-TITLE_LETTERS_OF_INCH = 10  # of a title's line; a title is 1 to 1.5 inches narrower than the picture
+TITLE_PAD = 24  # points above the rows, for the legend
+TITLE_LETTERS_OF_INCH = 10  # per line of a title, which is 1 to 1.5 inches narrower than the picture
 
 
 class Lane(NamedTuple):
-    """A span's part of its row: spans that start together share it."""
+    """A span's part of its row, which spans that start together share."""
     span: Span
     index: int
     lanes: int
 
 
 def lanes_of(spans: list[Span]) -> Iterator[Lane]:
-    """The spans with their lanes, in order."""
+    """Yield the spans with their lanes, in order."""
     for _, group in groupby(spans, lambda span: span.start):
         together = list(group)
         for index, span in enumerate(together):
@@ -51,7 +51,7 @@ def lanes_of(spans: list[Span]) -> Iterator[Lane]:
 
 
 def chunks_of(spans: list[Span]) -> dict[int, int]:
-    """{stage: its number among the chunks of the rank}."""
+    """Return {stage: its index among the chunks of the rank}."""
     stages = sorted({span.op.stage for span in spans})
     return {stage: chunk for chunk, stage in enumerate(stages)}
 
@@ -60,7 +60,7 @@ def chunks_of(spans: list[Span]) -> dict[int, int]:
 
 
 class TextScale(NamedTuple):
-    """start: the time of column 0. unit: time of `cell` columns."""
+    """start: the time of column 0. unit: the time of `cell` columns."""
     start: float
     unit: float
     cell: int
@@ -70,10 +70,10 @@ class TextScale(NamedTuple):
 
 
 def text(timeline: Timeline, width: int) -> list[str]:
-    """One line for each rank, at most `width` characters.
+    """Return one line for each rank, at most `width` characters long.
 
-    `F3` starts a forward of microbatch 3, `-` continues it, `.` is idle. Numbers are left out where they do
-    not fit; a line that still does not fit ends in `>`.
+    `F3` starts a forward of microbatch 3, `-` continues it, `.` is idle. Numbers that do not fit are omitted;
+    a line that still does not fit ends in `>`.
     """
     labels = [f"rank {rank} " for rank in range(len(timeline.ranks))]
     margin = max(map(len, labels))
@@ -89,8 +89,7 @@ def text(timeline: Timeline, width: int) -> list[str]:
 
 
 def text_scale(timeline: Timeline, available: int) -> TextScale:
-    """The widest cells with which all ops fit into `available` columns, at most as wide as the longest
-    label."""
+    """Return the widest cells with which all ops fit into `available` columns, up to the longest label."""
     durations: list[float] = []
     longest_number = 0
     for spans in timeline.ranks:
@@ -123,7 +122,7 @@ def text_row(spans: list[Span], scale: TextScale, columns: int) -> str:
 
 
 def text_of_op(span: Span, columns: int) -> str:
-    """Exactly so many characters, with a blank at the end if there is space for one."""
+    """Return exactly `columns` characters, with a blank at the end if it fits."""
     number = str(span.op.microbatch)
     word = span.op.kind if columns else ""
     if len(number) < columns:
@@ -136,10 +135,9 @@ def text_of_op(span: Span, columns: int) -> str:
 
 
 def draw(timelines: list[tuple[str, Timeline]], out: Path, unit: str) -> Path:
-    """One picture of [(title, timeline)] under one time axis: a row for each rank, and below them the
-    activations that are held.
+    """Draw [(title, timeline)] with one time axis: a row for each rank, and its activations below.
 
-    unit: of time, for the axis. The format is out's suffix (png, svg, pdf); out is replaced atomically.
+    `unit` labels the time axis. The format is out's suffix (png, svg, pdf); out is replaced atomically.
     Raises OSError.
     """
     save_figure(make_figure(timelines, unit), out)
@@ -147,7 +145,7 @@ def draw(timelines: list[tuple[str, Timeline]], out: Path, unit: str) -> Path:
 
 
 def make_figure(timelines: list[tuple[str, Timeline]], unit: str) -> "Figure":
-    """The picture of `draw`."""
+    """Make the picture of `draw`."""
     heights: list[float] = []
     most_ops = 0
     for _, timeline in timelines:
@@ -169,7 +167,7 @@ def make_figure(timelines: list[tuple[str, Timeline]], unit: str) -> "Figure":
     axes[-1].set_xlim(0, span)
     axes[-1].set_xlabel(f"time in {unit}", color=INK)
 
-    figure.canvas.draw()  # computes the layout, which decides what fits into a rectangle
+    figure.canvas.draw()  # computes the layout, which determines what fits into a rectangle
     for (_, timeline), rows in zip(timelines, axes[::2]):
         inches = rows.get_window_extent().width / figure.dpi
         draw_numbers(rows, timeline, inches * POINTS_OF_INCH / span)
@@ -177,7 +175,7 @@ def make_figure(timelines: list[tuple[str, Timeline]], unit: str) -> "Figure":
 
 
 class Rectangle(NamedTuple):
-    """A span in the picture. x, width: time. y, height: in ranks; the row of rank r is around y = r."""
+    """A span in the picture. x, width: time. y, height: in ranks; the row of rank r is centered on y = r."""
     span: Span
     colour: Colour
     x: float
@@ -213,25 +211,25 @@ def rectangles_of(timeline: Timeline) -> Iterator[Rectangle]:
 
 
 def shade(kind: str, chunk: int, chunks: int) -> Colour:
-    """The colour of a kind, the lighter the later the chunk."""
+    """Return the color of a kind, lighter for later chunks."""
     white = 0.5 * chunk / (chunks - 1) if chunks > 1 else 0.0
     red, green, blue = bytes.fromhex(COLOURS[kind].removeprefix("#"))
     return lighter(red, white), lighter(green, white), lighter(blue, white)
 
 
 def lighter(value: int, white: float) -> float:
-    """value: from 0 to 255. white: from 0, the same colour, to 1."""
+    """Mix a channel `value` (0 to 255) with white, from 0 (unchanged) to 1."""
     share = value / 255
     return share + (1 - share) * white
 
 
 def draw_rows(axes: "Axes", title: str, timeline: Timeline) -> None:
-    """The ops of each rank."""
+    """Draw the ops of each rank."""
     from matplotlib.collections import PolyCollection
 
     ranks = range(len(timeline.ranks))
     makespan = float(timeline.makespan)
-    axes.barh(ranks, makespan, height=ROW_HEIGHT, color=EMPTY, lw=0)  # what stays visible is idle
+    axes.barh(ranks, makespan, height=ROW_HEIGHT, color=EMPTY, lw=0)  # uncovered parts are idle
     rectangles = list(rectangles_of(timeline))
     axes.add_collection(PolyCollection(
         [rectangle.corners for rectangle in rectangles],
@@ -246,7 +244,7 @@ def draw_rows(axes: "Axes", title: str, timeline: Timeline) -> None:
 
 
 def draw_legend(axes: "Axes", timeline: Timeline) -> None:
-    """The kinds of ops that occur."""
+    """Draw a legend of the kinds of ops that occur."""
     from matplotlib.patches import Patch
 
     present = {span.op.kind for spans in timeline.ranks for span in spans}
@@ -270,7 +268,7 @@ def draw_legend(axes: "Axes", timeline: Timeline) -> None:
 
 
 def draw_numbers(axes: "Axes", timeline: Timeline, points: float) -> None:
-    """Microbatch numbers in the rectangles that have space for them. points: of a unit of time."""
+    """Draw microbatch numbers in rectangles with enough space. `points` is the size of a unit of time."""
     if sum(map(len, timeline.ranks)) > MOST_NUMBERS:
         return
     for rectangle in rectangles_of(timeline):
@@ -290,7 +288,8 @@ def draw_numbers(axes: "Axes", timeline: Timeline, points: float) -> None:
 
 
 def draw_memory(axes: "Axes", timeline: Timeline) -> None:
-    """Activations that each rank holds over time, in microbatches of its whole share (a chunk counts 1/v)."""
+    """Draw the activations of each rank over time, in microbatches of its whole share (a chunk counts
+    1/v)."""
     last = len(timeline.ranks) - 1
     for rank, spans in enumerate(timeline.ranks):
         chunks = len(chunks_of(spans))
@@ -312,6 +311,6 @@ def draw_memory(axes: "Axes", timeline: Timeline) -> None:
 
 
 def colour_of_rank(position: float) -> Colour:
-    """position: from 0, the first rank, to 1."""
+    """Return the color at a position from 0, the first rank, to 1."""
     red, green, blue = (first + (last - first) * position for first, last in zip(FIRST_RANK, LAST_RANK))
     return red, green, blue

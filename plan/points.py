@@ -10,14 +10,14 @@ from config import ConfigError
 
 Array = NDArray[np.float64]
 COLUMNS = ("run", "parameters", "tokens", "flops", "loss")  # of a table of points
-NON_EMBEDDING = "parameters_without_embeddings"  # one more column, which a table may have
+NON_EMBEDDING = "parameters_without_embeddings"  # an optional column
 
 
 @dataclass(frozen=True)
 class Points:
-    """n runs. parameters, tokens, flops (of the whole run) and loss (nats a token, at its end): [n].
+    """n runs. parameters, tokens, flops (of the whole run) and final loss (nats per token): [n].
 
-    non_embedding: parameters outside of embedding and output head, [n]; None where the table does not say.
+    non_embedding: parameters outside of the embedding and the output head, [n], or None if unknown.
     """
     runs: tuple[str, ...]
     parameters: Array
@@ -30,7 +30,7 @@ class Points:
         return len(self.runs)
 
     def take(self, rows: NDArray[np.intp]) -> "Points":
-        """Some of the runs, by their numbers; one may be taken several times."""
+        """Select runs by index; repeats are allowed."""
         return Points(
             tuple(self.runs[row] for row in rows),
             parameters=self.parameters[rows],
@@ -42,21 +42,21 @@ class Points:
 
     @property
     def sizes(self) -> Array:
-        """The different numbers of parameters, the smallest first."""
+        """The distinct numbers of parameters, ascending."""
         return np.unique(self.parameters)
 
     @property
     def flops_factor(self) -> float:
-        """FLOPs of a parameter and token: 6 by the usual rule, more in small models, for their attention."""
+        """FLOPs per parameter and token: 6 by the usual rule, more in small models because of attention."""
         return float(np.median(self.flops / (self.parameters * self.tokens)))
 
 
 def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
-    """Points from rows with the keys of COLUMNS, and of NON_EMBEDDING where all have it.
+    """Make points from rows with the keys of COLUMNS, and of NON_EMBEDDING if all rows have it.
 
-    source: named in errors.
+    `source` is named in errors.
 
-    Raises ConfigError, which names the run, for a number that no law can take.
+    Raises ConfigError naming the run if a number is invalid for a law.
     """
     has_non_embedding = all(NON_EMBEDDING in row for row in rows)
     columns = [*COLUMNS[1:], *([NON_EMBEDDING] if has_non_embedding else [])]
@@ -74,7 +74,7 @@ def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
 
 
 def read_points(path: Path) -> Points:
-    """The points of a CSV file with the columns of COLUMNS, and maybe NON_EMBEDDING. Raises ConfigError."""
+    """Read a CSV file with the columns of COLUMNS, and optionally NON_EMBEDDING. Raises ConfigError."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
@@ -97,7 +97,7 @@ def read_points(path: Path) -> Points:
 
 
 def write_points(points: Points, path: Path) -> None:
-    """Writes what read_points reads."""
+    """Write a file for read_points."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS if points.non_embedding is None else (*COLUMNS, NON_EMBEDDING))
@@ -109,7 +109,7 @@ def write_points(points: Points, path: Path) -> None:
 
 
 def check_enough(points: Points) -> None:
-    """Raises ConfigError where no law can be fitted: fewer than three sizes, or as many runs as numbers."""
+    """Raise ConfigError if no law can be fitted: fewer than three sizes, or as many runs as parameters."""
     if len(points.sizes) < 3:
         raise ConfigError(f"fit: {len(points.sizes)} different sizes, and three are the least from which a "
                           "law can be seen; run more of the ladder")

@@ -1,14 +1,14 @@
-"""Runs that others have measured and published (published.csv), beside what the planner says of them.
+"""Measured runs published by others (published.csv), compared with the planner's forecasts.
 
-Each row has a source, our keys for the job, and what was measured. use:
+Each row has a source, our keys for the job, and the measurement. use:
 
-    fit      seconds of a step; these rows chose the constants of Efficiency
-    judge    seconds of a step; these rows chose none
+    fit      seconds per step; these rows determine the constants of Efficiency
+    judge    seconds per step; not used in the fit
     memory   no seconds: the run did not fit its GPUs, or only its memory is known
 
 outcome: "ran", "out of memory", or "computed" (a figure of the paper's own formula). recompute_stated: "yes"
-if the source says which activations it recomputes. The frameworks are others, with other overlap and other
-kernels; plan/frameworks.py says what they hold.
+if the source says which activations it recomputes. The frameworks differ from ours in overlap and kernels;
+plan/frameworks.py models their memory.
 """
 import csv
 import itertools
@@ -36,14 +36,14 @@ from plan.search import job_of
 
 Row = dict[str, str]  # of published.csv
 
-TIMED = ("fit", "judge")  # values of `use` of rows with seconds
-LARGE_ERROR = 0.08  # of a row; larger ones count less than by their square
-PULL = 0.3  # of a constant towards what all classes share: e times as much counts as this error of a row
-PULL_ADDED = 0.09  # the same of ADDED
-LAYOUTS = "BLOOM-TUNE"  # the group of rows with many layouts of one job
-EVALUATIONS = 12  # of the rows' derivatives
+TIMED = ("fit", "judge")  # values of `use` for rows with seconds
+LARGE_ERROR = 0.08  # of a row; larger ones count less than quadratically
+PULL = 0.3  # pull of a constant to the shared one: a factor of e counts as much as this error of a row
+PULL_ADDED = 0.09  # the same for ADDED
+LAYOUTS = "BLOOM-TUNE"  # group of rows with many layouts of one job
+EVALUATIONS = 12  # maximum evaluations of the rows' derivatives
 
-# What a chip can do: bounds of the constants of Efficiency.
+# Physical limits of a chip, as bounds on the constants of Efficiency.
 BOUNDS = {
     "gemm": (0.45, 0.95),
     "gemm8": (0.35, 0.9),
@@ -60,7 +60,7 @@ ADDED = {"micro": 20.0, "hidden": 1.0}  # bounds of micro / MICRO_UNIT, and of 1
 
 
 class Measured(NamedTuple):
-    """A row with seconds. microbatches: of a step, for each pipeline. step: measured seconds."""
+    """A row with seconds. microbatches: per step, for each pipeline. step: measured seconds."""
     use: str
     group: str
     of: Class
@@ -70,16 +70,16 @@ class Measured(NamedTuple):
     step: float
 
     def seconds(self, efficiency: Efficiency) -> float:
-        """The forecast of its step."""
+        """Forecast the seconds of its step."""
         return forecast(self.job, self.microbatches, self.cluster, efficiency).step
 
     def error(self, efficiency: Efficiency) -> float:
-        """The natural logarithm of forecast / measured."""
+        """Return the natural logarithm of forecast / measured."""
         return math.log(self.seconds(efficiency) / self.step)
 
 
 class MemoryOfRun(NamedTuple):
-    """A row whose recompute is known. held: bytes that the planner foresees; gpu: bytes of a GPU."""
+    """A row with known recompute. held: bytes by the planner; gpu: bytes of a GPU."""
     row: str
     outcome: str
     held: float
@@ -104,7 +104,7 @@ def config_of(row: Row) -> Config:
 
 
 def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
-    """The rows with seconds."""
+    """Return the rows with seconds."""
     measured: list[Measured] = []
     for row in read_rows():
         if row["use"] in uses:
@@ -122,13 +122,13 @@ def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
 
 
 def with_fused_attention(cfg: Config) -> Config:
-    """Without a fused kernel for all of attention these frameworks have one for its softmax, which ours has
-    not: their constant for attention's core says how much slower it is."""
+    """Set a fused softmax: without a fully fused attention kernel these frameworks have one, unlike our code.
+    Their constant for the attention core accounts for its lower speed."""
     return with_values(cfg, {"model.mixer.kernel": "auto"})
 
 
 def memory_of_runs() -> Iterator[MemoryOfRun]:
-    """The rows whose source says what is recomputed."""
+    """Yield the rows whose source states the recompute."""
     for row in read_rows():
         if row["recompute_stated"]:
             job, _ = job_of(config_of(row), int(row["gpus"]))
@@ -140,7 +140,7 @@ def memory_of_runs() -> Iterator[MemoryOfRun]:
 
 
 def table(every: list[Measured], constants: dict[Class, Efficiency]) -> list[str]:
-    """Markdown: the error of forecasts with the constants that all classes share, then with their own."""
+    """Return a Markdown table of forecast errors, with the shared and with each class's constants."""
     columns = "number | shared: median error | 90th percentile | classes: median error | 90th percentile"
     lines = [f"| rows | {columns} | smallest ratio | largest |", "|---|---|---|---|---|---|---|---|"]
     errors = {id(row): row.error(constants.get(row.of, SHARED)) for row in every}
@@ -157,7 +157,7 @@ def table(every: list[Measured], constants: dict[Class, Efficiency]) -> list[str
 
 
 def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
-    """{what: rows}: of each class, and of all by kind of model."""
+    """Return {label: rows}: by class, and over all classes by kind of model."""
     groups: defaultdict[str, list[Measured]] = defaultdict(list)
     for row in sorted(every, key=lambda one: (one.of, one.use)):
         groups[f"{row.of}, {row.use}"].append(row)
@@ -170,22 +170,22 @@ def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
 
 
 def rank_correlation(rows: list[Measured], constants: dict[Class, Efficiency]) -> float:
-    """Spearman's, of forecast and measured seconds."""
+    """Return Spearman's rank correlation of forecast and measured seconds."""
     forecasts = [row.seconds(constants.get(row.of, SHARED)) for row in rows]
     measured = [row.step for row in rows]
     return float(spearmanr(forecasts, measured).statistic)
 
 
 def judged_range(rows: list[Measured], efficiency: Efficiency) -> tuple[float, float]:
-    """The 10th and 90th percentile of measured / forecast."""
+    """Return the 10th and 90th percentile of measured / forecast."""
     logarithms = [-row.error(efficiency) for row in rows]
     low, high = np.quantile(logarithms, [0.1, 0.9])
     return math.exp(low), math.exp(high)
 
 
 def paired_range(rows: list[Measured], constants: Mapping[Class, Efficiency]) -> tuple[float, float, int]:
-    """The 10th and 90th percentile of measured / forecast where another run of the same model and source, on
-    such chips, has set the proportion of the forecast (plan/measured.py); how many pairs these are of."""
+    """Return the 10th and 90th percentile of measured / forecast after calibration by another run of the same
+    model and source, on such chips (plan/measured.py), and the number of pairs."""
     alike: defaultdict[tuple, list[float]] = defaultdict(list)
     for row in rows:
         model = parameters(row.job.cfg.model)["total"]
@@ -197,7 +197,7 @@ def paired_range(rows: list[Measured], constants: Mapping[Class, Efficiency]) ->
 
 
 def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:
-    """The constants of each class, fitted to its own rows to fit."""
+    """Fit the constants of each class to its rows with use "fit"."""
     rows_of: defaultdict[Class, list[Measured]] = defaultdict(list)
     for row in every:
         if row.use == "fit":
@@ -206,7 +206,7 @@ def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:
 
 
 def fit(rows: list[Measured]) -> Efficiency:
-    """The constants of a class with the least errors of its rows, and near those that all classes share.
+    """Fit the constants of a class to its rows, while staying near the shared constants.
 
     Least squares of the logarithms of forecast / measured.
     """
@@ -234,7 +234,7 @@ def fit(rows: list[Measured]) -> Efficiency:
 
 
 def with_constants(start: Efficiency, names: list[str], x: np.ndarray) -> Efficiency:
-    """x: the logarithm of a constant by that of `start`; micro / MICRO_UNIT; 1 - hidden."""
+    """Apply x: the log ratio of a constant to that of `start`; micro / MICRO_UNIT; 1 - hidden."""
     values: dict[str, float] = {}
     for name, value in zip(names, map(float, x)):
         if name == "micro":

@@ -1,8 +1,8 @@
-"""How many GPUs, or how many steps, keep a run within some days or GPU-hours.
+"""The number of GPUs, or of steps, that keeps a run within given days or GPU-hours.
 
-What a number of GPUs takes is known from a search for its best layout, which costs seconds to minutes, so few
-numbers are priced. More GPUs are taken to shorten a run by at most their share, and of powers of two to cost
-no fewer GPU-hours, but for those near the least that hold the job: there less recompute may save more.
+Pricing a number of GPUs takes a search for its best layout, seconds to minutes, so few numbers are priced.
+More GPUs are assumed to shorten a run at most in proportion, and powers of two not to reduce the GPU-hours,
+except near the smallest number that fits the job, where less recompute may save more.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from plan.whole_run import HOUR, WholeRun
 
-LESS_RECOMPUTE = 1.5  # times as fast are GPUs at most that have room to keep what others compute again
-MOST_RISES = 2  # numbers of GPUs, one after the other, that cost no less than fewer do: more are not priced
+LESS_RECOMPUTE = 1.5  # maximum speedup of GPUs with enough memory to avoid recompute
+MOST_RISES = 2  # stop after this many consecutive numbers that do not reduce the cost
 
 
 class PricedRun(NamedTuple):
-    """A run on a number of GPUs. run: None where no layout fits. times_memory: then how many times the memory
-    of a GPU the smallest layout takes at least; 1 where the rules refuse all of them."""
+    """A run on a number of GPUs. `run` is None if no layout fits; `times_memory` is then the smallest
+    layout's memory relative to a GPU, at least, or 1 if the rules refuse all layouts."""
 
     gpus: int
     run: WholeRun | None
@@ -26,18 +26,18 @@ class PricedRun(NamedTuple):
 
     @property
     def days(self) -> float:
-        """Infinite where no layout fits."""
+        """Days of the run, infinite if no layout fits."""
         return self.run.days if self.run is not None else math.inf
 
     @property
     def gpu_hours(self) -> float:
-        """Infinite where no layout fits."""
+        """GPU-hours of the run, infinite if no layout fits."""
         return self.run.gpu_hours if self.run is not None else math.inf
 
 
 def numbers_of_gpus(node: int, most: int) -> list[int]:
-    """Those that are tried, up to `most`: powers of two of GPUs below a node, then of whole nodes, and three
-    times these. node: GPUs of one."""
+    """Return the candidates up to `most`: powers of two of GPUs below a node of `node` GPUs, then of whole
+    nodes, and three times these."""
     powers = [2**power for power in range(max(node, most).bit_length())]
     whole_nodes = sorted({factor * power * node for power in powers for factor in (1, 3)})
     numbers = [power for power in powers if power < node] + whole_nodes
@@ -45,19 +45,19 @@ def numbers_of_gpus(node: int, most: int) -> list[int]:
 
 
 def least_gpu_hours(flops: float, peak: float) -> float:
-    """Of a run at the peak of a GPU, in FLOP/s: no layout takes fewer. flops: of the run."""
+    """Return the GPU-hours of a run of `flops` at a GPU's peak in FLOP/s: a lower bound for any layout."""
     return flops / peak / HOUR
 
 
 def fewest_gpus(numbers: Sequence[int], price: Callable[[int], PricedRun], days: float) -> PricedRun | None:
-    """The fewest of the numbers, which rise, with a run of at most `days`; None if none has one.
+    """Return the fewest of the ascending numbers with a run of at most `days`, or None.
 
-    price: is called more than once with a number. Three times a power of two may suit the batch less, so one
-    of those is priced last.
+    `price` may be called repeatedly with the same number. Three times a power of two may divide the batch
+    less well, so one of those is priced last.
     """
     doubled = [number for number in numbers if not is_between(number, numbers)]
 
-    # from below, by the least that a run which is too long could do with
+    # ascending, skipping numbers that cannot be enough given the time of a run that is too long
     index = 0
     while index < len(doubled) and (priced := price(doubled[index])).days > days:
         times = priced.times_memory if priced.run is None else priced.days / days / LESS_RECOMPUTE
@@ -65,7 +65,7 @@ def fewest_gpus(numbers: Sequence[int], price: Callable[[int], PricedRun], days:
             return None
         index = following(doubled, index, times)
 
-    # one that is between, and those that were passed over
+    # one in between, and those that were skipped
     found = numbers.index(doubled[index]) if index < len(doubled) else len(numbers)
     while found > 0:
         fewer = found - 1
@@ -80,14 +80,14 @@ def fewest_gpus(numbers: Sequence[int], price: Callable[[int], PricedRun], days:
 def soonest_gpus(
     numbers: Sequence[int], price: Callable[[int], PricedRun], gpu_hours: float
 ) -> PricedRun | None:
-    """Of the numbers, which rise, that whose run ends soonest within `gpu_hours`; None if none does.
+    """Return the one of the ascending numbers whose run ends soonest within `gpu_hours`, or None.
 
-    price: is called more than once with a number. Three times a power of two may suit the batch less, so one
-    of those is priced last.
+    `price` may be called repeatedly with the same number. Three times a power of two may divide the batch
+    less well, so one of those is priced last.
     """
     doubled = [number for number in numbers if not is_between(number, numbers)]
 
-    # the fewest that are within
+    # the fewest within the limit
     low = rises = 0
     least = math.inf  # GPU-hours
     while (priced := price(doubled[low])).gpu_hours > gpu_hours:
@@ -107,7 +107,7 @@ def soonest_gpus(
         else:
             high = middle
 
-    # past what the batch can use, fewer GPUs are as soon
+    # beyond what the batch can use, fewer GPUs are as fast
     most = doubled[low]
     beside = [doubled[max(0, low - 1)], *(number for number in numbers if 2 * number == 3 * most)]
     within = [price(number) for number in (most, *beside) if price(number).gpu_hours <= gpu_hours]
@@ -115,19 +115,19 @@ def soonest_gpus(
 
 
 def is_between(number: int, numbers: Sequence[int]) -> bool:
-    """Whether it is half as large again as another one."""
+    """Return whether a number is 1.5 times another one."""
     return any(3 * other == 2 * number for other in numbers)
 
 
 def following(numbers: Sequence[int], index: int, times: float) -> int:
-    """The index of the next number that is at least `times` as large."""
+    """Return the index of the next number that is at least `times` as large."""
     return max(index + 1, bisect_left(numbers, numbers[index] * times))
 
 
 def most_steps(seconds: float, run_of: Callable[[int], WholeRun]) -> int:
-    """The most steps whose run takes at most `seconds`; 0 if one step takes longer.
+    """Return the most steps whose run takes at most `seconds`, or 0 if one step takes longer.
 
-    run_of: the run of a number of steps.
+    `run_of` returns the run with a number of steps.
     """
     low, high = 0, 1
     while run_of(high).wall <= seconds:

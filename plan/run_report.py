@@ -1,7 +1,7 @@
-"""What `scripts.plan --tokens` says of a whole run: its numbers, and the lines that show them.
+"""The report of `scripts.plan --tokens` on a whole run: its numbers, and the lines that show them.
 
-Each number that is assumed stands in the line that follows from it. Beside a number that follows from the
-step's time stands its range, where published runs say one of the step's (plan/efficiency.py).
+Every assumed number is shown on the line that depends on it. Numbers derived from the step time have a range,
+if published runs provide one for the step (plan/efficiency.py).
 """
 
 import argparse
@@ -27,15 +27,15 @@ from plan.whole_run import (
     whole_run,
 )
 
-STORAGE_OF_NODE = 2e9  # bytes/s into shared storage, where --storage does not say it
-MOST_GPUS = 16_384  # that are tried where --gpus is left open
-BATCH_TOO_LARGE = 2.0  # times the noise scale, from where more tokens buy few steps
+STORAGE_OF_NODE = 2e9  # bytes/s to shared storage, unless --storage is given
+MOST_GPUS = 16_384  # tried if --gpus is not given
+BATCH_TOO_LARGE = 2.0  # times the noise scale, above which more tokens save few steps
 
 
 @dataclass(frozen=True)
 class LossLaw:
-    """loss(parameters, tokens) -> nats a token, and the ends of its interval of 95 %. largest_size,
-    most_tokens: of the runs that it was fitted to."""
+    """loss(parameters, tokens) -> nats per token, with its 95 % interval. largest_size, most_tokens: of the
+    runs that it was fitted to."""
 
     loss: Callable[[float, float], tuple[float, float, float]]
     largest_size: float
@@ -70,9 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class RunQuestion:
-    """What is asked of a run. Of tokens, days and budget (dollars) those are None that are left open or not
-    limited. price: dollars of a GPU-hour; law, noise_scale: None where not given. mtbf: GPU-hours. storage:
-    bytes/s, None for STORAGE_OF_NODE. checkpoint: bytes. node: GPUs of one."""
+    """A question about a run. tokens, days and budget (dollars) are None if open or unlimited. price: dollars
+    per GPU-hour; law, noise_scale: None if not given. mtbf: GPU-hours. storage: bytes/s, None for
+    STORAGE_OF_NODE.
+    checkpoint: bytes. node: GPUs per node."""
 
     tokens: float | None
     days: float | None
@@ -96,37 +97,37 @@ class RunQuestion:
 
     @property
     def limit(self) -> str:
-        """In words; "" without one."""
+        """The limit in words, or ""."""
         if self.days is not None:
             return "1 day" if self.days == 1 else f"{self.days:g} days"
         return f"${self.budget:,.0f}" if self.budget is not None else ""
 
     def seconds(self, gpus: int) -> float:
-        """That the limit gives a run on these GPUs."""
+        """Return the seconds that the limit allows a run on these GPUs."""
         if self.days is not None:
             return self.days * DAY
         assert self.budget is not None and self.price is not None
         return self.budget / self.price * HOUR / gpus
 
     def gpu_hours(self, gpus: int) -> float:
-        """That the limit gives these GPUs: those of a budget are the same for any number."""
+        """Return the GPU-hours allowed by the limit; a budget's do not depend on the number of GPUs."""
         return gpus * self.seconds(gpus) / HOUR
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether a whole run is."""
+    """Return whether the arguments ask about a whole run."""
     return any(value is not None for value in (args.tokens, args.days, args.budget))
 
 
 def check_asked(args: argparse.Namespace) -> None:
-    """Raises ConfigError if what is given of a run contradicts itself, or leaves more than one thing open."""
+    """Raise ConfigError if the arguments about the run contradict each other, or leave several unknowns."""
     limits = [name for name in ("days", "budget") if getattr(args, name) is not None]
     if len(limits) == 2:
         raise ConfigError("--days and --budget: a run has one limit; leave one of them out")
     limit = f"--{limits[0]}" if limits else ""
     has_gpus, has_tokens = args.gpus is not None, args.tokens is not None
 
-    # what there is to find
+    # unknowns to solve for
     if limit and has_gpus and has_tokens:
         raise ConfigError(f"{limit}: --gpus and --tokens decide it; leave out --gpus for their number, or "
                           "--tokens for how many fit")
@@ -139,7 +140,7 @@ def check_asked(args: argparse.Namespace) -> None:
     if args.budget is not None and args.price is None:
         raise ConfigError("--budget: needs --price, the dollars of a GPU-hour")
 
-    # what is of another question
+    # arguments of another question
     given = [name for name in ("price", "storage", "law", "noise_scale") if getattr(args, name) is not None]
     if not has_tokens and not limit and given:
         raise ConfigError(f"--{given[0].replace('_', '-')}: is of a whole run; give its --tokens, as 1.5e12")
@@ -152,7 +153,7 @@ def check_asked(args: argparse.Namespace) -> None:
 
 
 def question_of(args: argparse.Namespace, cfg: Config, hardware: Cluster, law: LossLaw | None) -> RunQuestion:
-    """Raises ConfigError for a number that means nothing."""
+    """Make the question from the arguments. Raises ConfigError for an invalid number."""
     for name in ("tokens", "days", "budget", "price", "pue", "mtbf", "storage", "noise_scale"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
@@ -177,15 +178,15 @@ def question_of(args: argparse.Namespace, cfg: Config, hardware: Cluster, law: L
 
 
 def checkpoint_bytes(cfg: Config) -> int:
-    """Of all ranks together, as one process would hold them."""
+    """Return the checkpoint size summed over all ranks, as one process would hold it."""
     one_process = replace(cfg, parallel=ParallelConfig(), train=replace(cfg.train, phases=None))
     return kept_bytes(job_of_rank(one_process, 1, rank=0, advise=False))
 
 
 class RunForecast(NamedTuple):
-    """likely: the run with the step as forecast. ends: those with the shortest and the longest step that 80 %
-    of published runs on such chips let expect; None where none are judged. tokens: of all of them. bought:
-    where tokens are left open, the fewest and the most that the ends have room for."""
+    """likely: the run with the forecast step time. ends: the runs with the shortest and longest step time
+    within the 80 % range of published runs on such chips, or None if none are judged. tokens: total. bought:
+    if tokens are open, the fewest and the most that the ends allow."""
 
     likely: WholeRun
     ends: tuple[WholeRun, WholeRun] | None
@@ -196,9 +197,9 @@ class RunForecast(NamedTuple):
 def run_of(
     question: RunQuestion, cfg: Config, step: float, gpus: int, step_range: StepRange | None
 ) -> RunForecast:
-    """step: seconds. Each of its runs saves where it loses least.
+    """Forecast the run from the seconds per step, with the checkpoint interval that loses least.
 
-    Raises ConfigError if the limit has no room for a step.
+    Raises ConfigError if the limit is shorter than a step.
     """
     tokens_of_step = cfg.train.global_batch * cfg.train.seq_len
     reliability = question.reliability(gpus)
@@ -222,7 +223,7 @@ def run_of(
 
 
 def costs_of(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[str, float | None]:
-    """What follows from the step's time; None: what it is counted by is not known."""
+    """Return the costs that follow from the step time, None for those with unknown prices."""
     return {
         "days": run.days,
         "gpu_hours": run.gpu_hours,
@@ -233,7 +234,7 @@ def costs_of(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[st
 
 
 def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster) -> dict:
-    """For --json. X_interval: (least, most) of X by the range of the step."""
+    """Return the numbers for --json. X_interval is (least, most) of X over the range of the step time."""
     run = forecast.likely
     numbers: dict = {
         "tokens": forecast.tokens,
@@ -261,7 +262,7 @@ def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardwa
 def lines_of(
     forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster
 ) -> dict[str, str]:
-    """The run in words: {what: a line of it}."""
+    """Describe the run as {label: line}."""
     run = forecast.likely
     told = numbers_of(forecast, question, cfg, hardware)
     reliability = question.reliability(run.gpus)
@@ -283,7 +284,7 @@ def lines_of(
             f" {question.limit} by the forecast · {ratio(share)} a parameter"
         )
 
-    # what is known only if it is given
+    # lines that depend on optional arguments
     costs: list[str] = []
     if question.price:
         costs.append(f"${ranged(told, 'dollars', ',.0f')} at ${question.price:g} a GPU-hour")
@@ -305,7 +306,7 @@ def lines_of(
 
 
 def ranged(told: dict, name: str, spec: str, unit: str = "") -> str:
-    """A number of the report and its range: 12.3 days (11.4 to 14.9). spec: of format."""
+    """Format a number of the report with its range: 12.3 days (11.4 to 14.9). `spec` is a format spec."""
     interval = told.get(f"{name}_interval")
     return f"{told[name]:{spec}}{unit}{in_brackets(interval, lambda end: format(end, spec))}"
 
@@ -315,7 +316,7 @@ def in_brackets(interval: tuple[float, float] | None, text_of: Callable[[float],
 
 
 def loss_line(told: dict, law: LossLaw, cfg: Config) -> str:
-    """The loss, and how far the law is stretched."""
+    """Format the loss, and how far the law is extrapolated."""
     low, high = told["loss_interval"]
     times_size = parameters(cfg.model)["total"] / law.largest_size
     times_tokens = told["tokens"] / law.most_tokens
@@ -326,7 +327,7 @@ def loss_line(told: dict, law: LossLaw, cfg: Config) -> str:
 
 
 def tokens_text(told: dict) -> str:
-    """Of the report: 1,590B (1,026B to 2,524B)."""
+    """Format the tokens of the report: 1,590B (1,026B to 2,524B)."""
     return billions(told["tokens"]) + in_brackets(told.get("tokens_interval"), billions)
 
 
@@ -339,7 +340,7 @@ def ratio(x: float) -> str:
 
 
 def advice(batch: float, noise_scale: float) -> str:
-    """What a batch of so many tokens buys (arXiv 1812.06162)."""
+    """Say what a batch of `batch` tokens costs or saves (arXiv 1812.06162)."""
     if batch > BATCH_TOO_LARGE * noise_scale:
         return "a smaller one takes fewer tokens to the same loss"
     if batch < noise_scale / BATCH_TOO_LARGE:

@@ -1,8 +1,8 @@
-"""The fastest layouts of a job on a cluster that fit into its memory.
+"""Find the fastest layouts of a job that fit into a cluster's memory.
 
-What a layout computes bounds its step from below. Layouts come best bound first, and one is priced in full
-(plan/cost.py) only while its bound, with the schedule's bubble for equal stages (plan/simulate.py), is below
-the steps of the best that were found.
+The compute of a layout is a lower bound on its step time. Layouts are visited in the order of their bounds,
+and fully priced (plan/cost.py) only while the bound, including the schedule's bubble for equal stages
+(plan/simulate.py), is below the step times of the best layouts so far.
 """
 import math
 from collections.abc import Iterator, MutableSequence
@@ -30,15 +30,15 @@ from plan.what_if import WhatIf, forecast_under, least_step, slowdown_of, waitin
 
 Axes = dict[str, tuple]  # {section.key: values}
 
-# that a search decides
+# searched keys
 LAYOUT_KEYS = tuple(key for key in ELASTIC_KEYS if key not in KEYS_OF_STAGES)
-TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
-MARGIN = 0.02  # of the bytes of tensors: activations are counted up to 1.5 % short (docs/parallelism.md)
+TRANSIENT_BYTES = 2**29  # logits and other temporary tensors
+MARGIN = 0.02  # of tensor bytes: activations are undercounted by up to 1.5 % (docs/parallelism.md)
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
-EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
-WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")  # schedules that do not divide it
-RECORDED_APART = ("parallel.tp", "parallel.cp", "parallel.recompute")  # no record serves two of their choices
-TOKENS_OF_CP_RANK = 2048  # at least; fewer are not worth a context-parallel rank
+EP_CHUNKS = (1, 2, 4)  # candidate numbers of chunks
+WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")  # schedules that do not split the backward
+RECORDED_APART = ("parallel.tp", "parallel.cp", "parallel.recompute")  # their choices never share a record
+TOKENS_OF_CP_RANK = 2048  # minimum; fewer do not justify a context-parallel rank
 
 
 class Held(NamedTuple):
@@ -54,12 +54,12 @@ class Held(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """Bytes by which the tensors may be more than was counted."""
+        """Bytes by which tensors may exceed the count."""
         return MARGIN * (self.state + self.activations)
 
 
 class Found(NamedTuple):
-    """A layout that fits. microbatches: of a step, for each pipeline."""
+    """A layout that fits. microbatches: per step, for each pipeline."""
     cfg: Config
     microbatches: int
     forecast: Forecast
@@ -68,9 +68,10 @@ class Found(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """found: the fastest first. counts: layouts that were "priced", "too large", "refused" by the rules.
-    smallest: bytes that the smallest of those that are too large needs at least. passed_over: layouts that
-    could not lead the near ties of what was the fastest then."""
+    """found: the fastest first. counts: numbers of layouts that were "priced", "too large", or "refused" by
+    the rules.
+    smallest: lower bound in bytes for the smallest layout that is too large. passed_over: layouts that could
+    not lead the near ties of the fastest at that time."""
     found: list[Found] = field(default_factory=list[Found])
     counts: dict[str, int] = field(default_factory=lambda: {"priced": 0, "too large": 0, "refused": 0})
     smallest: float = math.inf
@@ -78,15 +79,15 @@ class SearchResult:
 
 
 class SearchShare(NamedTuple):
-    """Of a search that several processes make (plan/search_processes.py): that of process `index` of `count`.
-    seconds: of the fastest step that each process has found, and of its top-th; shared by all, each writes
-    its two."""
+    """One process's share of a search by several (plan/search_processes.py): index out of count. seconds:
+    times of the fastest and the top-th fastest step of each process, in shared memory; each process writes
+    its own two."""
     index: int
     count: int
     seconds: MutableSequence[float]
 
     def has(self, number: int) -> bool:
-        """Whether a choice of the compute axes is looked at here."""
+        """Return whether this process searches the given choice of the compute axes."""
         return number % self.count == self.index
 
     def tell(self, fastest: float, last: float) -> None:
@@ -98,8 +99,8 @@ NO_SHARE = SearchShare(0, 1, (math.inf, math.inf))
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that layouts are searched for. world: number of GPUs. what_if: its slow rank and jitter.
-    leaves_margin: a layout fits only if it does with the margin of what is counted, too."""
+    """The machine to search layouts for. world: number of GPUs. what_if: its slow rank and jitter.
+    leaves_margin: a layout must fit with the margin for uncounted bytes."""
     world: int
     cluster: Cluster
     efficiency: Efficiency
@@ -111,7 +112,7 @@ class Target:
         return Gpu(self.cluster.gpu, self.cluster.node)
 
     def has_room(self, held: Held) -> bool:
-        """For the bytes of its fullest rank."""
+        """Return whether the fullest rank's bytes fit."""
         return held.total + (held.margin if self.leaves_margin else 0.0) <= self.cluster.memory
 
 
@@ -119,7 +120,7 @@ class Target:
 
 
 def compute_axes(cfg: Config, world: int, cluster: Cluster) -> Axes:
-    """Keys that decide how long a microbatch computes."""
+    """Return the keys that determine the compute time of a microbatch, with their choices."""
     model, seq_len = cfg.model, cfg.train.seq_len
     degrees = divisors(world)
     most_cp = max(1, seq_len // TOKENS_OF_CP_RANK)
@@ -135,13 +136,13 @@ def compute_axes(cfg: Config, world: int, cluster: Cluster) -> Axes:
 
 
 def recompute_modes(cfg: Config) -> tuple[str, ...]:
-    """Without the selective one where it is as none: a fused kernel keeps nothing of attention's core."""
+    """Return the modes, without "selective" if it equals "none", as with a fused attention kernel."""
     has_other_parts = cfg.parallel.recompute_parts != "core"
     return tuple(mode for mode in RECOMPUTE_MODES if mode != "selective" or has_other_parts)
 
 
 def layout_axes(cfg: Config, world: int) -> Axes:
-    """All other keys. dp_rep "node": the ranks of ZeRO are those of a node."""
+    """Return all other keys with their choices. With dp_rep "node", ZeRO shards within a node."""
     return {
         "parallel.pp": tuple(degree for degree in divisors(world) if degree <= cfg.model.layers),
         "parallel.zero": (1, 2, 3),
@@ -152,7 +153,7 @@ def layout_axes(cfg: Config, world: int) -> Axes:
 
 
 def with_fixed(axes: Axes, fixed: Values) -> Axes:
-    """The axes, with one value for each that is fixed."""
+    """Restrict the axes to the fixed values."""
     return {path: (fixed[path],) if path in fixed else values for path, values in axes.items()}
 
 
@@ -160,7 +161,8 @@ def with_fixed(axes: Axes, fixed: Values) -> Axes:
 
 
 def job_of(cfg: Config, world: int) -> tuple[Job, int]:
-    """(the job with at most STEADY microbatches for each pipeline rank; how many it has).
+    """Return (the job with at most STEADY microbatches for each pipeline rank, its real number of
+    microbatches).
 
     Raises ConfigError if train.py refuses the job.
     """
@@ -169,25 +171,25 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
     if world % ranks_of_layout(degrees):
         raise ConfigError("parallel.pp: does not divide")
 
-    sequences = train.micro_batch * (world // ranks_of_microbatch(degrees))  # of a microbatch, on all ranks
+    sequences = train.micro_batch * (world // ranks_of_microbatch(degrees))  # per microbatch, over all ranks
     microbatches, rest = divmod(train.global_batch, sequences)
     if rest or (parallel.schedule == "interleaved" and microbatches % parallel.pp):
         raise ConfigError("train.global_batch: does not divide")
 
-    # the pipeline is steady after so many; GPipe holds all microbatches at once
+    # the pipeline is steady after this many; GPipe holds all microbatches at once
     simulated = microbatches if parallel.schedule == "gpipe" else min(microbatches, STEADY * parallel.pp)
     shorter = replace(cfg, train=replace(train, global_batch=simulated * sequences, ramp=None))
     return job_of_rank(shorter, world, rank=0, advise=False), microbatches
 
 
 def held_bytes(job: Job, gpu: Gpu) -> Held:
-    """Of the fullest pipeline rank. Its communicators are taken to be those of the first rank, which is in
-    every group that any rank is in."""
+    """Return the bytes of the fullest pipeline rank. Its communicators are assumed to be the first rank's,
+    which is in every kind of group."""
     return bytes_of_tensors(job, gpu)._replace(communicators=communicator_bytes(job, gpu))
 
 
 def bytes_of_tensors(job: Job, gpu: Gpu) -> Held:
-    """held_bytes without the communicators. The stages of a rank decide its state."""
+    """Return held_bytes without the communicators. The stages of a rank determine its state."""
     state_of_stages: dict[tuple[tuple[PartDescription, ...], ...], int] = {}
     ranks: list[tuple[int, int]] = []
     for here in job.of_pipeline_ranks():
@@ -199,13 +201,14 @@ def bytes_of_tensors(job: Job, gpu: Gpu) -> Held:
 
 
 def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
-    """A layout with its forecast and its bytes. None if it is refused or too large, which `result` notes."""
+    """Price a layout by its forecast and its bytes. Return None if it is refused or too large, and count that
+    in `result`."""
     planned = possible_job(cfg, target, result)
     return None if planned is None else price_job(cfg, planned, target, result)
 
 
 def possible_job(cfg: Config, target: Target, result: SearchResult) -> tuple[Job, int] | None:
-    """job_of. None if it is refused, which `result` notes."""
+    """Return job_of. Return None if it is refused, and count that in `result`."""
     try:
         return job_of(cfg, target.world)
     except ConfigError:
@@ -214,7 +217,7 @@ def possible_job(cfg: Config, target: Target, result: SearchResult) -> tuple[Job
 
 
 def price_job(cfg: Config, planned: tuple[Job, int], target: Target, result: SearchResult) -> Found | None:
-    """planned: job_of the layout. None if it is too large, which `result` notes."""
+    """Price `planned`, the layout's job_of. Return None if it is too large, and count that in `result`."""
     job, microbatches = planned
     counts = result.counts
     held = bytes_of_tensors(job, target.gpu)
@@ -233,14 +236,14 @@ def price_job(cfg: Config, planned: tuple[Job, int], target: Target, result: Sea
 
 
 class Bound(NamedTuple):
-    """Of a choice of compute axes, for the whole model on one stage.
+    """Lower bounds for a choice of compute axes, with the whole model on one stage.
 
-    f, i, w: seconds of a microbatch's forward, and of its gradients of inputs and of weights. waits: those of
-    them in which it only waits for an exchange. least: of all three with exchanges of experts in chunks,
-    however many. microbatches: of a step, on a rank. kept: bytes that the blocks keep of one microbatch.
-    Whatever pp is, the first rank keeps about as much: of 1 / pp of the blocks, pp times. Under
-    Target.what_if: slowdown: how many times as long what it computes takes; coupled: ranks that wait for each
-    other at each op.
+    f, i, w: seconds of a microbatch's forward, input gradients and weight gradients. waits: the part of them
+    spent only waiting for an exchange. least: bound for all three with chunked expert exchanges, however many
+    chunks.
+    microbatches: per step, on a rank. kept: bytes that the blocks keep per microbatch. The first rank keeps
+    about as much for any pp: 1 / pp of the blocks, pp times. With Target.what_if: slowdown: factor on the
+    compute time; coupled: ranks that wait for each other at each op.
     """
     f: float
     i: float
@@ -255,7 +258,7 @@ class Bound(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds of a step in which every stage is busy all the time."""
+        """Seconds of a step in which every stage is always busy."""
         return self.microbatches * (self.f + self.i + self.w)
 
     @property
@@ -268,7 +271,7 @@ class Bound(NamedTuple):
 
 
 def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
-    """values: of the compute axes, and parallel.ep_chunks. None if they are not possible together."""
+    """Bound the compute axes `values`, and parallel.ep_chunks. Return None for an invalid combination."""
     one_stage = {
         "parallel.sp": values["parallel.tp"] > 1,
         "parallel.pp": 1,
@@ -287,12 +290,12 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
     except ConfigError:
         return None
 
-    # the most microbatches that can share what a step exchanges once
+    # the most microbatches that can share the exchanges made once per step
     coupled = waiting_ranks(job.layout, zero=1).ranks
     slowdown = slowdown_of(target.what_if, coupled)
     machine = slower(target.cluster, target.efficiency, slowdown)
     times = stage_times(job, 0, cfg.train.global_batch, *machine)
-    blocks = job.parts[0][2:-2]  # without the ends of the model and their blocks
+    blocks = job.parts[0][2:-2]  # without the model's ends and their blocks
     kept = sum(records_of_part(part, whole.train.micro_batch)[0].kept for part in blocks)
     microbatches = cfg.train.global_batch / sequences
     return Bound(
@@ -310,8 +313,8 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
 
 
 def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
-    """The least seconds of a step under a schedule; infinite if the schedule is another one's equal, or not
-    possible. layout: values of the layout axes."""
+    """Return a lower bound in seconds for a step under the schedule of `layout`, or infinity if the schedule
+    is invalid or equals another one."""
     ranks, kind, vpp = layout["parallel.pp"], layout["parallel.schedule"], layout["parallel.vpp"]
     is_interleaved = kind == "interleaved"
     chunks = vpp or SCHEDULES[kind].chunks or 1
@@ -328,19 +331,19 @@ def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
         return math.inf
     if ranks == 1:
         return bound.step
-    # the other places may be as fast as ever; in what a slow one leaves, gradients of weights fit better
+    # the other positions may run at full speed; weight gradients fit better into a slow one's gaps
     f, i, w = (part / ranks / bound.slowdown for part in (bound.f, bound.i, bound.w))
     known = closed_form(kind, ranks, microbatches, chunks, f=f, i=i, w=w)
     is_filled = bound.slowdown > 1 and kind not in WHOLE_BACKWARD
     with_bubble = bound.step + (known[1] if known and not is_filled else 0.0)
 
-    # the last microbatch begins after all others, and goes through all stages and back
+    # the last microbatch starts after all others, and passes through all stages and back
     last_begins = (microbatches - 1) * f / chunks
     return max(with_bubble, last_begins + ranks * (f + i) + w / chunks)
 
 
 def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
-    """Bytes that a rank holds at least. Cheaper than held_bytes, and enough to refuse most layouts."""
+    """Return a lower bound on a rank's bytes: cheaper than held_bytes, and enough to refuse most layouts."""
     parallel, counted = cfg.parallel, parameters(cfg.model)
     total = counted["total"] + counted["ahead"]
     dense = total - counted["experts"]
@@ -357,7 +360,7 @@ def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
 
 
 class Candidate(NamedTuple):
-    """A layout that is yet to be priced. least: seconds of its step at least."""
+    """A layout that has not been priced yet. least: lower bound on its step in seconds."""
     cfg: Config
     bound: Bound
     least: float
@@ -373,11 +376,11 @@ def search(
     is_any_enough: bool = False,
     share: SearchShare = NO_SHARE,
 ) -> SearchResult:
-    """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched.
+    """Return the `top` fastest layouts that fit. `fixed` {section.key: value} is not searched.
 
-    near: share of a step within which layouts are taken as equally fast. Finds, beyond the `top` fastest, the
-    simplest of those that are as fast as the first. is_any_enough: it is only asked whether one fits. share:
-    of the choices, where other processes search the others.
+    `near` is the fraction of a step within which layouts count as equally fast: beyond the `top` fastest,
+    find the simplest of those as fast as the first. `is_any_enough` stops as soon as one fits. `share` is
+    this process's part of the choices, if others search the rest.
     """
     best = Best(top, near, share)
     for bound in bounds_of(cfg, target, fixed, share):
@@ -395,7 +398,8 @@ def search(
 
 
 def settled(best: "Best", target: Target) -> SearchResult:
-    """The result, with those that were passed over for a layout that is no near tie of the fastest."""
+    """Return the result.
+    Price the layouts that were passed over for one that is not a near tie of the fastest."""
     for candidate in best.take_passed_over():
         consider(candidate, target, best)
     return best.result
@@ -404,7 +408,7 @@ def settled(best: "Best", target: Target) -> SearchResult:
 def candidate_of(
     cfg: Config, bound: Bound, layout: Values, least: float, target: Target, fixed: Values
 ) -> Candidate | None:
-    """layout: values of the layout axes. None if a node's ranks cannot be those of ZeRO."""
+    """Make a candidate from values of the layout axes. Return None if ZeRO cannot shard within a node."""
     values = bound.values | layout
     if "parallel.sp" not in fixed:
         values["parallel.sp"] = values["parallel.tp"] > 1
@@ -417,7 +421,7 @@ def candidate_of(
 
 
 def consider(candidate: Candidate, target: Target, best: "Best") -> None:
-    """Prices a layout if it may count, and fits."""
+    """Price a layout if it may count, and keep it if it fits."""
     cfg, bound, least = candidate
     result = best.result
     if not best.could_take(candidate):
@@ -448,7 +452,7 @@ class Best:
         self.result = SearchResult()
 
     def add(self, found: Found) -> None:
-        """Keeps the `top` fastest, and those within `near` of the fastest."""
+        """Keep the `top` fastest, and those within `near` of the fastest."""
         result = self.result
         result.found.append(found)
         result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one.cfg), one.held.total))
@@ -460,24 +464,24 @@ class Best:
             self.share.tell(result.found[0].forecast.step, last)
 
     def fastest(self) -> float:
-        """Seconds of the fastest step that any process has found; infinite without one."""
+        """Return the seconds of the fastest step found by any process, or infinity."""
         found = self.result.found
         return min([*self.share.seconds[::2], *(one.forecast.step for one in found[:1])])
 
     def last(self) -> float:
-        """Seconds that the `top` fastest take at most; infinite until as many are found."""
+        """Return the seconds of the slowest of the `top` fastest, or infinity until there are enough."""
         found = self.result.found
         own = found[self.top - 1].forecast.step if len(found) >= self.top else math.inf
         return min([*self.share.seconds[1::2], own])
 
     def longest(self) -> float:
-        """Seconds that a step has to be shorter than to count."""
+        """Return the seconds that a step must beat to count."""
         last = self.last()
         return last if math.isinf(last) else max(last, self.fastest() * (1 + self.near))
 
     def could_take(self, candidate: Candidate) -> bool:
-        """Whether a layout may be among the fastest, or the simplest of the near ties of the first. Keeps
-        those in mind that a simpler near tie stands before."""
+        """Return whether a layout may be among the fastest, or the simplest of the near ties of the first.
+        Remember those that are passed over for a simpler near tie."""
         if candidate.least < self.last():
             return True
         if candidate.least >= self.longest():
@@ -488,7 +492,7 @@ class Best:
         return True
 
     def could_lead(self, candidate: Candidate) -> bool:
-        """Whether a layout may be the simplest of the near ties of the fastest."""
+        """Return whether a layout may be the simplest of the near ties of the fastest."""
         longest = self.fastest() * (1 + self.near)
         near_ties = [
             (simplicity(one.cfg), rounded(one.forecast.step))
@@ -499,18 +503,18 @@ class Best:
         return not near_ties or own <= min(near_ties)
 
     def take_passed_over(self) -> list[Candidate]:
-        """Those that were passed over, the fastest first; forgets them."""
+        """Remove and return the layouts that were passed over, the fastest first."""
         passed_over, self.result.passed_over = self.result.passed_over, []
         return sorted(passed_over, key=lambda one: one.least)
 
 
 def rounded(seconds: float) -> float:
-    """To four digits: the model of the times is no finer."""
+    """Round to four digits: the time model is not more precise."""
     return float(f"{seconds:.4g}")
 
 
 def simplicity(cfg: Config) -> tuple[int, ...]:
-    """The smaller, the simpler: fewer kinds of parallelism, less recompute, lower ZeRO."""
+    """Return a key, smaller for simpler layouts: fewer kinds of parallelism, less recompute, lower ZeRO."""
     parallel = cfg.parallel
     degrees = axis_degrees(parallel).values()
     return (
@@ -523,11 +527,11 @@ def simplicity(cfg: Config) -> tuple[int, ...]:
 def bounds_of(
     cfg: Config, target: Target, fixed: Values, share: SearchShare = NO_SHARE
 ) -> Iterator[Bound]:
-    """Yields the bound of every possible choice of the compute axes, the least first.
+    """Yield the bound of every valid choice of the compute axes, in ascending order.
 
-    It is that of the fastest number of chunks of experts: nothing else depends on them. Exchanges in chunks
-    hide at best behind all that is computed among them. So other numbers than the first are tried once the
-    choice with so few seconds comes first.
+    Each choice has the fastest number of expert chunks, on which nothing else depends. Chunked exchanges at
+    best fully overlap the compute among them, so other numbers than the first are only tried once the choice
+    with that bound is next.
     """
     queue: list[tuple[float, int, Bound, list[Values]]] = []  # [(seconds, index, bound, chunks to try)]
     axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
@@ -536,7 +540,7 @@ def bounds_of(
             continue
         first, *others = [values | {"parallel.ep_chunks": n} for n in chunks_of_experts(cfg, values, fixed)]
         bound = bound_of(cfg, first, target)
-        if bound is None:  # what one chunk cannot do, several cannot
+        if bound is None:  # if one chunk is invalid, several are, too
             continue
         seconds = bound.least_step if others else bound.step
         heappush(queue, (seconds, index, bound, others))
@@ -552,7 +556,7 @@ def bounds_of(
 
 
 def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, ...]:
-    """The choices of parallel.ep_chunks. values: of the compute axes."""
+    """Return the choices of parallel.ep_chunks, given the values of the compute axes."""
     if "parallel.ep_chunks" in fixed:
         return (fixed["parallel.ep_chunks"],)
     is_exchanged = values["parallel.ep"] * cfg.parallel.etp > 1
@@ -560,7 +564,7 @@ def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, 
 
 
 def ranks_that_wait(bound: Bound, layout: Values, target: Target) -> int:
-    """For each other at each op (plan/what_if.py), at least. layout: values of the layout axes."""
+    """Return a lower bound on the ranks that wait for each other at each op (plan/what_if.py)."""
     ranks = layout["parallel.pp"]
     if layout["parallel.zero"] < 2:
         return bound.coupled * ranks
@@ -571,7 +575,7 @@ def ranks_that_wait(bound: Bound, layout: Values, target: Target) -> int:
 
 
 def layouts_of(bound: Bound, cfg: Config, target: Target, fixed: Values) -> list[tuple[float, Values]]:
-    """[(the least seconds of its step, values of the layout axes)], the least first."""
+    """Return [(lower bound on the step in seconds, values of the layout axes)], in ascending order."""
     layouts: list[tuple[float, Values]] = []
     for layout in combinations(with_fixed(layout_axes(cfg, target.world), fixed)):
         least = step_with_bubble(bound, layout, cfg.model.layers)

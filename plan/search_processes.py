@@ -1,7 +1,6 @@
-"""The search for layouts by two processes, each with a share of the choices.
+"""The search for layouts in two processes, each with a share of the choices.
 
-They tell each other the steps of the best that they have found, so that both turn down what is slower, and
-find what one process finds.
+They share the step times of their best layouts, so both skip slower ones, and find the same as one process.
 """
 import math
 import multiprocessing
@@ -24,14 +23,14 @@ from plan.search import (
 )
 
 PROCESSES = 2
-MANY = 400  # choices of the compute axes, from where a second process is worth its start
+MANY = 400  # choices of the compute axes that justify starting a second process
 
 
 def best_layouts(
     cfg: Config, target: Target, fixed: Values, top: int, *, near: float = 0.0
 ) -> tuple[SearchResult, Target]:
-    """The search for layouts that leave the margin; where none does, for all that fit. (The result, and the
-    target that it is for.)"""
+    """Search for layouts that leave the margin, or if there are none, for all that fit. Return (the result,
+    and its target)."""
     with_margin = replace(target, leaves_margin=True)
     for each in (with_margin, target):
         result = search_on_cores(cfg, each, fixed, top, near=near)
@@ -41,7 +40,7 @@ def best_layouts(
 
 
 def search_on_cores(cfg: Config, target: Target, fixed: Values, top: int, *, near: float) -> SearchResult:
-    """plan.search.search, by two processes where it is long and there are cores."""
+    """Run plan.search.search, in two processes if it is long and there are enough cores."""
     axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
     choices = math.prod(map(len, axes.values()))
     if choices < MANY or usable_cores() < PROCESSES:
@@ -50,7 +49,7 @@ def search_on_cores(cfg: Config, target: Target, fixed: Values, top: int, *, nea
 
 
 def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *, near: float) -> SearchResult:
-    """plan.search.search, by PROCESSES processes."""
+    """Run plan.search.search in PROCESSES processes."""
     context = multiprocessing.get_context("spawn")
     seconds = context.RawArray("d", [math.inf] * 2 * PROCESSES)
     others: list[tuple[BaseProcess, Connection]] = []
@@ -61,7 +60,7 @@ def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *,
             target=send_found, args=(sending, cfg, target, fixed, top, near, share), daemon=True
         )
         other.start()
-        sending.close()  # here: a process that fails ends the pipe
+        sending.close()  # our copy, so that the pipe closes if the process fails
         others.append((other, receiving))
 
     results = [search(cfg, target, fixed, top, near=near, share=SearchShare(0, PROCESSES, seconds))]
@@ -72,7 +71,8 @@ def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *,
 
 
 def result_of(receiving: Connection) -> SearchResult:
-    """What another process has found. Raises RuntimeError if it has failed; its traceback is on stderr."""
+    """Receive the result of another process.
+    Raises RuntimeError if it has failed; its traceback is on stderr."""
     try:
         return receiving.recv()
     except EOFError:
@@ -82,12 +82,12 @@ def result_of(receiving: Connection) -> SearchResult:
 def send_found(
     sending: Connection, cfg: Config, target: Target, fixed: Values, top: int, near: float, share: SearchShare
 ) -> None:
-    """Of another process: searches its share."""
+    """Search a share in a child process, and send the result."""
     sending.send(search(cfg, target, fixed, top, near=near, share=share))
 
 
 def merged(results: list[SearchResult], target: Target, top: int, near: float) -> SearchResult:
-    """The results of all shares as one."""
+    """Merge the results of all shares."""
     best = Best(top, near)
     for result in results:
         for name, count in result.counts.items():

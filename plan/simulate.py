@@ -1,9 +1,9 @@
-"""The time of a pipeline schedule: an event simulation over the very lists that the runtime executes
+"""Simulate a pipeline schedule event by event, on the same op lists that the runtime executes
 (parallel/pipeline/schedule.py).
 
-A rank computes one op at a time. Transfers run beside the computation and delay only the op that waits for
-them. Times are in any unit, and exact where they are given as ints or Fractions. The closed forms of the
-papers are here too, with their sources (`closed_form`); tests hold that simulation and formula agree exactly.
+A rank computes one op at a time. Transfers overlap compute, and only delay the op that waits for them. Times
+are in any unit, and exact if given as ints or Fractions. The papers' closed forms are included with their
+sources (`closed_form`); tests check that simulation and formula agree exactly.
 """
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ OpTimes = Mapping[str, float | Sequence[float]]  # kind -> time of one op, or on
 
 
 class Span(NamedTuple):
-    """When an op ran."""
+    """The time span of an op."""
     op: Op
     start: float
     end: float
@@ -37,7 +37,7 @@ class Timeline:
         return max(spans[-1].end for spans in self.ranks) - self.start
 
     def busy(self, rank: int) -> float:
-        """Time in which the rank computes. Overlapped ops count once."""
+        """Return the time in which the rank computes. Overlapping ops count once."""
         computed: float = 0
         computed_until = self.ranks[rank][0].start
         for span in self.ranks[rank]:
@@ -46,24 +46,21 @@ class Timeline:
         return computed
 
     def wall(self, rank: int) -> float:
-        """From the rank's first start to its last end."""
+        """Return the time from the rank's first start to its last end."""
         spans = self.ranks[rank]
         return spans[-1].end - spans[0].start
 
     @property
     def bubble(self) -> float:
-        """The papers' bubble, in time: how long the most idle rank waits between its first op and its
-        last."""
+        """The papers' bubble as a time: the longest idle time of a rank between its first and its last op."""
         return max(self.wall(rank) - self.busy(rank) for rank in range(len(self.ranks)))
 
     def idle(self, rank: int) -> float:
-        """Time of the whole step in which the rank computes nothing, its late start and early end
-        included."""
+        """Return the rank's idle time in the whole step, including its late start and early end."""
         return self.makespan - self.busy(rank)
 
     def memory(self, rank: int) -> list[tuple[float, int]]:
-        """[(time, chunks of activations held from then on)]: held from the start of F to the end of B or
-        W."""
+        """Return [(time, activation chunks held from then on)]: from the start of F to the end of B or W."""
         changes: list[tuple[float, int]] = []
         for span in self.ranks[rank]:
             if span.op.kind == "F":
@@ -71,11 +68,11 @@ class Timeline:
             elif span.op.kind in "BW":
                 changes.append((span.end, -1))
 
-        changes.sort()  # at equal times the freed come first
+        changes.sort()  # at equal times, frees come first
         held = accumulate(change for _, change in changes)
         curve: dict[float, int] = {}
         for (time, _), chunks in zip(changes, held):
-            curve[time] = chunks  # the last entry of a time stands
+            curve[time] = chunks  # the last entry at a time wins
         return list(curve.items())
 
 
@@ -84,11 +81,11 @@ class Timeline:
 
 def simulate(order: Order, n_stages: int, times: OpTimes, hop: float = 0,
              overlap: float | None = None) -> Timeline:
-    """The timeline of `order`.
+    """Return the timeline of `order`.
 
     times: of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and
-    a B of another chunk right after it start together and take this share of the sum of their times
-    (DualPipe's F&B), or None for one after the other. Raises ValueError for a list that cannot finish.
+    a directly following B of another chunk start together and take this fraction of the sum of their times
+    (DualPipe's F&B), or None to run them one after the other. Raises ValueError for a list that deadlocks.
     """
     steps = single_or_paired_steps(order, overlap is not None)
     rank_of_stage = {op.stage: rank for rank, ops in enumerate(order) for op in ops}
@@ -111,13 +108,13 @@ def simulate(order: Order, n_stages: int, times: OpTimes, hop: float = 0,
         for op in step:
             spans[rank].append(Span(op, start, start + seconds))
             end[op] = start + seconds
-            if op.kind == "I":  # it is all that the stage before waits for
+            if op.kind == "I":  # the previous stage only waits for this
                 end[op._replace(kind="B")] = start + seconds
     return Timeline(spans)
 
 
 def op_time(op: Op, times: OpTimes) -> float:
-    """Of one op, alone."""
+    """Return the time of one op alone."""
     if op.kind == "B" and "B" not in times:
         parts = (op._replace(kind="I"), op._replace(kind="W"))
         return sum(op_time(part, times) for part in parts)
@@ -126,14 +123,14 @@ def op_time(op: Op, times: OpTimes) -> float:
 
 
 def single_or_paired_steps(order: Order, overlaps: bool) -> list[list[tuple[Op, ...]]]:
-    """The steps of each rank: the ops that start together."""
+    """Return the steps of each rank: ops that start together."""
     if overlaps:
         return [paired(ops) for ops in order]
     return [[(op,) for op in ops] for ops in order]
 
 
 def paired(ops: list[Op]) -> list[tuple[Op, ...]]:
-    """One rank's ops as steps, in which an F and a B of another chunk right after it are one."""
+    """Group a rank's ops into steps: an F and a directly following B of another chunk form one."""
     steps: list[tuple[Op, ...]] = []
     before: Op | None = None
     for op in ops:
@@ -147,14 +144,14 @@ def paired(ops: list[Op]) -> list[tuple[Op, ...]]:
 
 
 def share(schedule: Schedule, f: float, i: float, w: float) -> dict[str, float]:
-    """The time of one op, if F, I and W of all the chunks of a rank take f, i and w."""
+    """Return the time of one op, if F, I and W of all the chunks of a rank take f, i and w."""
     chunks = schedule.chunks
     return {"F": f / chunks, "I": i / chunks, "W": w / chunks, "B": (i + w) / chunks}
 
 
 # ---- closed forms ------------------------------------------------------------------------------------------
 
-PEAKS = {  # the most activations that a rank holds, in microbatches of its whole share
+PEAKS = {  # peak activations of a rank, in microbatches of its whole share
     "gpipe": "m",
     "1f1b": "min(p-r, m) on rank r",
     "interleaved": "p+(p-1)/v",
@@ -174,7 +171,8 @@ def closed_form(
     w: float,
     overlap: float | None = None,
 ) -> tuple[str, float] | None:
-    """(formula, value) of `Timeline.bubble`, in the units of `share`; None where no exact one is known.
+    """Return (formula, value) of `Timeline.bubble`, in the units of `share`, or None if no exact one is
+    known.
 
     p: ranks; m: microbatches; v: chunks of a rank; f, i, w: of all its chunks; B = I + W.
 
@@ -182,11 +180,11 @@ def closed_form(
     zb-h1                      arXiv 2401.10241, table 2, for W <= F, I. With fewer microbatches than ranks
                                fewer W fill it.
     zb-v                       arXiv 2401.10241, section 6: zero for F = I = W. For W <= F <= I, and for fewer
-                               than 2p - 1 microbatches, it is what our simulation shows.
+                               than 2p - 1 microbatches, it is the result of our simulation.
     dualpipe-v                 github.com/deepseek-ai/DualPipe, README: (PP/2-1)(F&B+B-3W) of chunks, PP = 2p
                                of them, for F = I >= W and B <= F&B <= F + B. It counts the idle time of the
                                last rank, which has the most pairs, in the whole step. Without overlap an F
-                               does not wait until the B beside it can start: half of ZB-H1's (our
+                               does not wait until its paired B can start: half of ZB-H1's (our
                                simulation).
     """
     b = i + w
@@ -203,7 +201,7 @@ def closed_form(
         return "(p-1)(F+I)-(m-1)W", waits - (m - 1) * w
 
     if kind == "zb-v":
-        missing = 2 * p - 1 - m  # microbatches
+        missing = 2 * p - 1 - m  # missing microbatches
         if missing <= 0 and w <= f <= i:
             return "(p-1)(I-W)", (p - 1) * (i - w)
         if f == i == w:

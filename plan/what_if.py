@@ -1,15 +1,15 @@
-"""A forecast under other links, with one slow rank, or with times that vary: `scripts.plan --what-if`.
+"""A forecast with other links, one slow rank, or variable times: `scripts.plan --what-if`.
 
-    links=0.5        all links have this share of their bandwidth; a hop takes as long as before
+    links=0.5        all links have this fraction of their bandwidth; the time of a hop is unchanged
     slow-rank=1.2    one rank computes this many times as long. A step is synchronous, so all wait for it. It
-                     is at the place of the pipeline where that costs most.
+                     is at the most expensive position of the pipeline.
     jitter=0.05      the time of each op (a forward or a backward of a microbatch in a stage) is normal and
-                     independent, with this standard deviation as a share of it; sigma below
+                     independent, with a standard deviation of this fraction; sigma below
 
-Of n such times the expected largest is about sigma sqrt(2 ln n) above the mean, and never more. n ranks wait
-for each other at each op: those of tp, cp, pp and ep, from ZeRO 2 on also those that share a copy of the
-state. So each op takes 1 + sigma sqrt(2 ln n) times as long. The others, m groups of them, meet once a step,
-when the k ops of a step have averaged: sigma sqrt(2 ln m / k) of the compute more.
+The expected maximum of n such times is about sigma sqrt(2 ln n) above the mean, and never more. n ranks wait
+for each other at each op: those of tp, cp, pp and ep, and from ZeRO 2 on those that share a copy of the
+state. So each op takes 1 + sigma sqrt(2 ln n) times as long. The other ranks, m such groups, meet once per
+step, after the k ops of a step have averaged out: sigma sqrt(2 ln m / k) times the compute is added.
 """
 import math
 from dataclasses import dataclass, replace
@@ -28,20 +28,20 @@ from plan.cost import (
 )
 from plan.job import Job
 
-OPS_OF_MICROBATCH = 2  # of a stage: its forward and its backward
+OPS_OF_MICROBATCH = 2  # of a stage: forward and backward
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """links: share of their bandwidth; slow_rank: times that one rank computes; jitter: share of an op."""
+    """links: fraction of bandwidth; slow_rank: compute factor of one rank; jitter: fraction of an op."""
     links: float = 1.0
     slow_rank: float = 1.0
     jitter: float = 0.0
 
 
 class Question(NamedTuple):
-    """key: of WhatIf. least: the least value; at_least: whether it is possible. assumed: what is taken for
-    given, with the value for {}."""
+    """key: of WhatIf. least: lower limit; at_least: whether the limit itself is allowed. assumed: the
+    assumption, with the value for {}."""
     key: str
     least: float
     at_least: bool
@@ -71,7 +71,7 @@ QUESTIONS = {
 
 
 def parse_what_if(text: str) -> tuple[WhatIf, str]:
-    """("links=0.5") -> it, and what it assumes. Raises ConfigError."""
+    """Parse "links=0.5" into the what-if and its assumption. Raises ConfigError."""
     name, _, value = text.partition("=")
     if name not in QUESTIONS:
         raise ConfigError(f"--what-if: no {name!r}; there are links=0.5, slow-rank=1.2 and jitter=0.05")
@@ -88,25 +88,25 @@ def parse_what_if(text: str) -> tuple[WhatIf, str]:
 
 
 def cluster_under(cluster: Cluster, what_if: WhatIf) -> Cluster:
-    """With its links."""
+    """Return the cluster with the what-if's links."""
     return replace(
         cluster, inside=cluster.inside * what_if.links, between=cluster.between * what_if.links
     )
 
 
 def expected_largest(sigma: float, n: int) -> float:
-    """How far the largest of n normal values is expected above their mean; never less than it is."""
+    """Return an upper bound on how far the largest of n normal values is expected above their mean."""
     return sigma * math.sqrt(2 * math.log(n))
 
 
 class Waiting(NamedTuple):
-    """Ranks that wait for each other at each op; and groups of such ranks, which meet once a step."""
+    """Ranks that wait for each other at each op, and groups of such ranks, which meet once per step."""
     ranks: int
     groups: int
 
 
 def waiting_ranks(layout: ParallelDims, zero: int) -> Waiting:
-    """Of a layout. The ranks of tp and cp, and those of ep and etp, are blocks of neighbours."""
+    """Return the waiting ranks of a layout. Those of tp and cp, and of ep and etp, are contiguous blocks."""
     of_stage = least_world(layout.degrees() | {"pp": 1, "dp_replicate": 1})
     if zero >= 2:
         of_stage = layout.group_size("dp_shard", "cp", "tp")
@@ -115,16 +115,15 @@ def waiting_ranks(layout: ParallelDims, zero: int) -> Waiting:
 
 
 def slowdown_of(what_if: WhatIf, ranks: int) -> float:
-    """How many times as long the slow rank computes, and those that wait for it. ranks: that wait for each
-    other at each op."""
+    """Return the compute factor of the slow rank and its peers, if `ranks` wait for each other at each op."""
     return what_if.slow_rank * (1 + expected_largest(what_if.jitter, ranks))
 
 
 def least_step(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, what_if: WhatIf, span: float
 ) -> float:
-    """Seconds that forecast_under's step takes at least; nothing is simulated. span: of its pipeline, at
-    least."""
+    """Return a lower bound on forecast_under's step in seconds without simulation.
+    `span` bounds the pipeline's."""
     if what_if.slow_rank > 1:
         return span
     at_each_op = 1 + expected_largest(what_if.jitter, waiting_ranks(job.layout, job.cfg.parallel.zero).ranks)
@@ -138,8 +137,8 @@ def least_step(
 def forecast_under(
     job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency, what_if: WhatIf
 ) -> Forecast:
-    """plan.cost.forecast with its slow rank and its jitter; the links are those of the cluster
-    (cluster_under). What groups of ranks wait for once a step is part of the bubble."""
+    """Like plan.cost.forecast, with the what-if's slow rank and jitter; the links are those of the cluster
+    (cluster_under). The wait between groups once per step counts as bubble."""
     waiting = waiting_ranks(job.layout, job.cfg.parallel.zero)
     at_each_op = 1 + expected_largest(what_if.jitter, waiting.ranks)
     places = job.layout.pp

@@ -1,14 +1,14 @@
-"""A whole run, from the time of its step: days, GPU-hours, failures, what is lost to them, money and energy.
+"""A whole run, from its step time: days, GPU-hours, failures and the time lost to them, money and energy.
 
-The time between failures of a job of n GPUs is that of one GPU divided by n, and failures come independently
-of each other (exponential gaps). With M seconds between failures, R to be back in training, d that a save
-holds up the steps, and t of training between saves, a run of T seconds of training takes
+The time between failures of a job on n GPUs is that of one GPU divided by n, with independent failures
+(exponential gaps). With M seconds between failures, R to resume training, d of training blocked per save, and
+t of training between saves, a run with T seconds of training takes
 
     M exp(R / M) (exp((t + d) / M) - 1) T / t
 
 (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22, 2006,
-equation 13). The t that makes it least is near sqrt(2 d M) (J. W. Young, CACM 17, 1974), with Daly's terms
-(equation 37) closer. ETTR is productive time divided by all of it (arXiv 2410.21680).
+equation 13). The optimal t is near sqrt(2 d M) (J. W. Young, CACM 17, 1974), and closer with Daly's terms
+(equation 37). ETTR is productive time divided by total time (arXiv 2410.21680).
 """
 
 import math
@@ -23,9 +23,9 @@ GPU_HOURS_BETWEEN_FAILURES = 16_384 * 54 * 24 / 419
 
 @dataclass(frozen=True)
 class Reliability:
-    """gpu_hours: between failures of one GPU, with what stands around it. restart: seconds from a failure
-    until training goes on. blocking, writing: seconds that a save holds up the steps, and that it takes in
-    the background until it is safe."""
+    """gpu_hours: between failures of one GPU, including its share of the rest of the system. restart: seconds
+    from a failure until training resumes. blocking, writing: seconds for which a save blocks training, and
+    for which it then writes in the background until it is safe."""
 
     gpu_hours: float = GPU_HOURS_BETWEEN_FAILURES
     restart: float = 600.0
@@ -33,14 +33,15 @@ class Reliability:
     writing: float = 60.0
 
     def between_failures(self, gpus: int) -> float:
-        """Seconds, of a job of so many GPUs."""
+        """Return the seconds between failures of a job on `gpus` GPUs."""
         return self.gpu_hours * HOUR / gpus
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """steps; seconds: of training alone, and of the wall clock with failures and saves. every: steps between
-    saves. failures: how many are expected. ettr: training / wall clock."""
+    """steps; seconds: of training alone, and of wall-clock time with failures and saves. every: steps between
+    saves.
+    failures: expected number. ettr: training / wall-clock time."""
 
     gpus: int
     steps: int
@@ -62,21 +63,21 @@ class WholeRun:
         return self.training / self.wall
 
     def megawatt_hours(self, watts: float, pue: float) -> float:
-        """watts: of a GPU. pue: what the building takes for each watt of them."""
+        """Return the energy for a power per GPU in watts, with the building's PUE."""
         return self.gpu_hours * watts * pue / 1e6
 
 
 def wall_seconds(training: float, interval: float, blocking: float, restart: float, between: float) -> float:
-    """Expected seconds of a run (see above). interval: seconds of training between two saves."""
+    """Return the expected seconds of a run (see above). `interval` is the training time between two saves."""
     exponents = (interval + blocking) / between, restart / between
-    if max(exponents) > 700:  # beyond a float: it never ends
+    if max(exponents) > 700:  # overflows a float: it never ends
         return math.inf
     segment = between * math.exp(exponents[1]) * math.expm1(exponents[0])
     return segment * training / interval
 
 
 def best_interval(blocking: float, between: float) -> float:
-    """Seconds of training between two saves (Daly's higher order estimate)."""
+    """Return the optimal seconds of training between two saves (Daly's higher order estimate)."""
     if blocking >= 2 * between:
         return between
     ratio = blocking / (2 * between)
@@ -86,9 +87,9 @@ def best_interval(blocking: float, between: float) -> float:
 def whole_run(
     tokens: float, tokens_of_step: int, step: float, gpus: int, reliability: Reliability
 ) -> WholeRun:
-    """The run of so many tokens, with saves where they lose least. step: seconds of one.
+    """Return the run for `tokens`, given the seconds per step, with the checkpoint interval that loses least.
 
-    A save begins after the one before it is written.
+    A save starts after the previous one is written.
     """
     steps = math.ceil(tokens / tokens_of_step)
     training = steps * step
@@ -96,7 +97,7 @@ def whole_run(
     interval = max(best_interval(reliability.blocking, between), reliability.writing)
     every = min(max(1, round(interval / step)), steps)
 
-    # what is being written when a failure comes is lost as well
+    # a failure also loses the save that is being written
     unwritten = reliability.writing - reliability.blocking
     wall = wall_seconds(
         training,
@@ -112,7 +113,8 @@ def whole_run(
 
 
 def batch_costs(batch_tokens: float, noise_scale: float) -> tuple[float, float]:
-    """(steps of this batch / the fewest steps of any, its tokens / the fewest of any) to the same loss.
+    """Return (steps of this batch / the fewest steps of any, its tokens / the fewest of any) to the same
+    loss.
 
     noise_scale: tokens (log.noise_scale). arXiv 1812.06162, equation 2.11.
     """

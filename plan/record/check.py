@@ -1,13 +1,13 @@
-"""Do the exchanges of the ranks meet? Found before any of them starts.
+"""Check that the ranks' exchanges match, before any of them starts.
 
-`check` runs what each rank posts and awaits under the rules of a transport, without time:
+`check` runs everything that each rank posts and awaits under the rules of a transport, without time:
 
     nccl    exchanges of a lane (plan/record/events.py) run one after the other, in the order in which a rank
-            posted them; those that are posted together run together. A send ends with its receive.
-    gloo    a send is buffered: it ends at once. Receives of one pair of ranks come in the order of its sends.
+            posted them; those posted together run together. A send ends with its receive.
+    gloo    a send is buffered and ends at once. Receives between two ranks complete in send order.
 
-On both, a collective needs all ranks of its lane, and a wait holds back what the rank does after it. A GPU's
-host does not wait there, but what it posts starts behind the wait on the stream that computes.
+On both, a collective needs all ranks of its lane, and a wait blocks whatever the rank does after it. A GPU's
+host does not block there, but anything it posts is queued behind the wait on the compute stream.
 """
 
 from collections import defaultdict, deque
@@ -19,14 +19,14 @@ from plan.record.events import Event, PostedExchange, Wait, without_collection
 
 TRANSPORTS = ("nccl", "gloo")
 TRANSFERS = ("send", "receive")
-MAX_NAMED = 8  # ranks that a finding names
+MAX_NAMED = 8  # ranks named in a message
 
 
 @without_collection()
 def check(events: Mapping[int, Sequence[Event]], transport: str) -> list[str]:
-    """What is wrong with the exchanges of these ranks; [] if all end.
+    """Return the errors in the exchanges of these ranks, [] if all complete.
 
-    events: of each rank that is looked at. Ranks that are not there do what is expected of them.
+    `events` holds those of each checked rank. Missing ranks are assumed to do what is expected of them.
     """
     job = Exchanges({rank: deque(own) for rank, own in events.items()}, transport)
     while job.advance():
@@ -36,8 +36,8 @@ def check(events: Mapping[int, Sequence[Event]], transport: str) -> list[str]:
 
 @dataclass
 class Exchanges:
-    """events: of each rank, that it has not come to. under_way: of each lane and rank, what was posted there
-    and has not ended, in batches. unread: messages that gloo keeps, of each lane, source and target."""
+    """events: of each rank, not reached yet. under_way: for each lane and rank, unfinished batches that were
+    posted there. unread: messages buffered by gloo, for each lane, source and target."""
 
     events: dict[int, deque[Event]]
     transport: str
@@ -47,11 +47,11 @@ class Exchanges:
     unread: dict[tuple[Connection, int, int], deque[PostedExchange]] = field(
         default_factory=lambda: defaultdict(deque)
     )
-    pending: set[tuple[int, int]] = field(default_factory=set)  # (rank, number) that has not ended
+    pending: set[tuple[int, int]] = field(default_factory=set)  # unfinished (rank, number)
     findings: list[str] = field(default_factory=list)
 
     def advance(self) -> bool:
-        """Does what can be done now. Returns whether that was anything."""
+        """Advance whatever can proceed now. Return whether anything did."""
         if self.findings:
             return False
         moved = [self.advance_rank(rank) for rank in self.events]
@@ -59,7 +59,7 @@ class Exchanges:
         return any(moved)
 
     def advance_rank(self, rank: int) -> bool:
-        """Posts up to the first wait for what has not ended."""
+        """Post up to the first wait for something unfinished."""
         own = self.events[rank]
         before = len(own)
         while own:
@@ -96,7 +96,7 @@ class Exchanges:
         return moved
 
     def meet_collectives(self, lane: Connection, queues: dict[int, deque[list[PostedExchange]]]) -> bool:
-        """A collective that every rank of the lane has come to ends."""
+        """End a collective that every rank of the lane has reached."""
         _, ranks = lane
         members = [rank for rank in ranks if rank in self.events]
         firsts = {rank: self.first_collective(queues[rank]) for rank in members}
@@ -116,7 +116,8 @@ class Exchanges:
         return True
 
     def first_collective(self, batches: deque[list[PostedExchange]]) -> PostedExchange | None:
-        """The collective that is next on a rank; None if a transfer is before it (on gloo it may be)."""
+        """Return the next collective on a rank, or None if it is preceded by a transfer (which gloo may
+        allow)."""
         for batch in batches:
             if batch[0].verb not in TRANSFERS:
                 return batch[0]
@@ -125,7 +126,7 @@ class Exchanges:
         return None
 
     def meets(self, lane: Connection, rank: int, exchange: PostedExchange) -> bool:
-        """Ends a transfer whose other side is there."""
+        """End a transfer if its other side has been posted."""
         peer = exchange.peer
         if peer not in self.events:
             self.end(rank, exchange)
@@ -170,10 +171,10 @@ class Exchanges:
         if not batch:
             batches.remove(batch)
 
-    # ---- what does not end
+    # ---- deadlocks
 
     def stuck(self) -> list[str]:
-        """Where each rank stands that does not come to its end, and what nobody receives."""
+        """Return where each unfinished rank is stuck, and which messages nobody receives."""
         lines: list[str] = []
         for rank, own in self.events.items():
             if own:
@@ -190,7 +191,7 @@ class Exchanges:
         return lines[:MAX_NAMED]
 
     def why(self, rank: int, event: Event) -> str:
-        """What holds back the exchange that a rank waits for."""
+        """Explain what blocks the exchange that a rank waits for."""
         for lane, queues in self.under_way.items():
             for place, batch in enumerate(queues[rank]):
                 for exchange in batch:
@@ -202,12 +203,12 @@ class Exchanges:
 
 
 def same_size(one: PostedExchange, other: PostedExchange) -> bool:
-    """Ranks of an all-to-all have messages of their own sizes."""
+    """Return whether two sizes match. The ranks of an all-to-all have different message sizes."""
     return one.verb == "all_to_all" or one.nbytes == other.nbytes
 
 
 def in_words(lane: Connection) -> str:
-    """ranks 0, 1 (backward)"""
+    """Format as "ranks 0, 1 (backward)"."""
     channel, ranks = lane
     shown = [*ranks[:4], "..."] if len(ranks) > 5 else ranks
     return f"ranks {', '.join(map(str, shown))}" + (f" ({channel})" if channel else "")

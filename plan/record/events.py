@@ -1,4 +1,4 @@
-"""What a rank does in a step beside its launches, in order: exchanges, waits, begins and ends of ops."""
+"""A rank's events in a step other than launches, in order: exchanges, waits, begins and ends of ops."""
 
 import contextlib
 import gc
@@ -11,12 +11,13 @@ from parallel.wire.connection import Connection
 
 
 class PostedExchange(NamedTuple):
-    """One exchange that a rank posts.
+    """An exchange posted by a rank.
 
-    number: on this rank, from 0. batch: the number of the first of those that are posted with it. lane: its
-    ranks share connections, and what they exchange there runs in the order of posting. group: its name.
-    nbytes: of the larger side. peer: the other global rank of a send or a receive, None of a collective.
-    time: launches before it.
+    number: on this rank, from 0. batch: the number of the first exchange posted together with it. lane: its
+    ranks share connections, and run their exchanges in the order of posting. group: its name. nbytes: of the
+    larger side.
+    peer: the other global rank of a send or a receive, None for a collective. time: number of preceding
+    launches.
     """
 
     number: int
@@ -30,29 +31,29 @@ class PostedExchange(NamedTuple):
     time: int
 
     def __str__(self) -> str:
-        """send of 4,096 bytes to rank 3 in group pp"""
+        """Format as "send of 4,096 bytes to rank 3 in group pp"."""
         direction = {"send": " to", "receive": " from"}.get(self.verb, "")
         peer = f"{direction} rank {self.peer}" if self.peer is not None else ""
         return f"{self.verb} of {self.nbytes:,} bytes{peer} in group {self.group}"
 
 
 class Wait(NamedTuple):
-    """The rank waits until exchange number `number` has ended."""
+    """The rank waits until exchange `number` has ended."""
 
     number: int
     time: int
 
 
 class HostRead(NamedTuple):
-    """The host waits for the device, to read a value of it. place: (file, function) that does so."""
+    """The host synchronizes with the device, to read a value. place: the (file, function) that does so."""
 
     place: tuple[str, str]
     time: int
 
 
 class StreamWait(NamedTuple):
-    """What a stream starts after this waits for the first `until` launches of the step, as far as they are
-    of stream `other`. stream: "" for the host itself."""
+    """Work queued on a stream after this waits for those of the first `until` launches of the step that are
+    on stream `other`. stream: "" for the host itself."""
 
     stream: str
     other: str
@@ -61,7 +62,7 @@ class StreamWait(NamedTuple):
 
 
 class OpBegins(NamedTuple):
-    """An op of the pipeline begins. name: "F", "B", "I", "W" of a stage and a microbatch, or "optimizer"."""
+    """A pipeline op begins. name: "F", "B", "I", "W" with a stage and a microbatch, or "optimizer"."""
 
     name: str
     time: int
@@ -78,8 +79,8 @@ Event = PostedExchange | Wait | HostRead | StreamWait | OpBegins | OpEnds
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Inside, Python does not look for cycles: there are none among the millions of tuples of a record, which
-    it would go through again and again."""
+    """Disable Python's garbage collector: the millions of tuples of a record contain no cycles, but it would
+    scan them again and again."""
     is_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,9 @@
-"""Which of its tensors a Triton kernel reads and which it writes, found in its source.
+"""Determine which tensors a Triton kernel reads and writes from its source.
 
-`tensors_used` follows the pointers of a launch through the kernel and its helpers: from the parameters over
-arithmetic, assignments and calls to `tl.load`, `tl.store`, descriptors and atomics. A branch on a number that
-the launch fixes (a tl.constexpr) is followed as it goes in this launch; every other branch both ways. So the
-result is exact where the source does not choose among tensors by values on the device.
+`tensors_used` tracks the pointers of a launch through the kernel and its helpers: from the parameters through
+arithmetic, assignments and calls to `tl.load`, `tl.store`, descriptors and atomics. A branch on a number
+fixed by the launch (a tl.constexpr) is taken as in this launch; for other branches both sides are followed.
+So the result is exact unless the source selects tensors by values on the device.
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import Any
 
 LOADS = {"load", "gather"}
 STORES = {"store", "scatter"}
-NO_POINTERS = {"dtype", "element_ty", "shape", "type", "strides", "block_shape"}  # attributes of a pointer
+NO_POINTERS = {"dtype", "element_ty", "shape", "type", "strides", "block_shape"}  # of a pointer
 UNKNOWN = object()
 
 Names = frozenset[str]
@@ -26,17 +26,17 @@ NONE: Names = frozenset()
 
 @dataclass
 class TensorUse:
-    """Parameters of a kernel whose tensors it loads from, and those that it stores to."""
+    """The kernel parameters whose tensors it loads from, and those that it stores to."""
 
     read: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
 
 
 def tensors_used(kernel: Any, numbers: Mapping[str, Any], pointers: Iterable[str]) -> TensorUse:
-    """Returns what a launch reads and writes.
+    """Return what a launch reads and writes.
 
-    numbers: what is compiled into it (fixed_numbers). pointers: parameters that are tensors, or descriptors
-    of tensors.
+    `numbers` are compiled into it (fixed_numbers). `pointers` are the parameters that are tensors, or
+    descriptors of tensors.
     """
     use = TensorUse()
     origins = {name: frozenset([name]) for name in pointers}
@@ -45,7 +45,7 @@ def tensors_used(kernel: Any, numbers: Mapping[str, Any], pointers: Iterable[str
 
 
 def plain_function(kernel: Any) -> FunctionType:
-    """The Python function of a kernel or of a helper under `triton.jit`, compiled or interpreted."""
+    """Return the Python function of a kernel or a helper under `triton.jit`, compiled or interpreted."""
     function = getattr(kernel, "fn", kernel)
     while not isinstance(function, FunctionType):
         function = function.fn
@@ -53,7 +53,7 @@ def plain_function(kernel: Any) -> FunctionType:
 
 
 def is_our_function(value: Any) -> bool:
-    """Whether it is a helper under `triton.jit`, and not one of Triton's own, which get no pointers."""
+    """Return whether it is a `triton.jit` helper, other than Triton's own, which receive no pointers."""
     function = getattr(value, "fn", None)
     return isinstance(function, FunctionType) and not function.__module__.startswith("triton.")
 
@@ -66,7 +66,7 @@ def syntax_of(function: FunctionType) -> ast.FunctionDef:
 
 
 def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that the statements assign."""
+    """Return the names assigned by the statements."""
     names: set[str] = set()
     for node in nodes:
         for part in ast.walk(node):
@@ -76,7 +76,7 @@ def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 class KernelWalk:
-    """One function with the pointers that each name may come from, and the numbers that are known."""
+    """One function, with the pointers that each name may come from, and known numbers."""
 
     def __init__(
         self, function: FunctionType, origins: dict[str, Names], numbers: dict[str, Any], use: TensorUse
@@ -90,7 +90,7 @@ class KernelWalk:
         self.returned: Names = NONE
 
     def run(self) -> Names:
-        """Returns the pointers that the function's result may come from."""
+        """Return the pointers that the function's result may come from."""
         self.block(self.tree.body)
         return self.returned
 
@@ -139,11 +139,11 @@ class KernelWalk:
             self.numbers[target.id] = number
 
     def loop(self, node: ast.For | ast.While) -> None:
-        for name in assigned_names([node]):  # another value in each turn
+        for name in assigned_names([node]):  # its value changes in each iteration
             self.numbers.pop(name, None)
         self.expression(node.iter if isinstance(node, ast.For) else node.test)
         self.block(node.body)
-        self.block(node.body)  # pointers that the first turn has moved
+        self.block(node.body)  # includes pointers advanced by the first iteration
 
     def branch(self, node: ast.If) -> None:
         self.expression(node.test)
@@ -190,7 +190,7 @@ class KernelWalk:
 
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        through = self.expression(owner)  # of a descriptor's own load and store
+        through = self.expression(owner)  # a descriptor's load and store methods
         pointers = through or (positional[0] if positional else keywords.get("pointer", NONE))
         if method in LOADS or method in STORES or method.startswith("atomic"):
             if method not in STORES:
@@ -203,7 +203,7 @@ class KernelWalk:
     def helper(
         self, helper: Any, node: ast.Call, positional: list[Names], keywords: dict[str, Names]
     ) -> Names:
-        """A call of another function under triton.jit: followed with what is known of its arguments."""
+        """Follow a call of another function under triton.jit, with everything known about its arguments."""
         function = plain_function(helper)
         names = [arg.arg for arg in syntax_of(function).args.args]
         given = {**dict(zip(names, positional)), **keywords}
@@ -217,10 +217,10 @@ class KernelWalk:
                 numbers[name] = number
         return KernelWalk(function, given, numbers, self.use).run()
 
-    # ---- numbers that the launch fixes
+    # ---- numbers fixed by the launch
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression, or UNKNOWN."""
+        """Return the value of an expression, or UNKNOWN."""
         for part in ast.walk(node):
             if isinstance(part, ast.Name):
                 is_known = part.id in self.numbers or part.id not in self.local_names
@@ -231,12 +231,12 @@ class KernelWalk:
         try:
             code = compile(ast.Expression(node), "<kernel>", "eval")
             return plain_value(eval(code, self.globals, self.numbers))
-        except Exception:  # what only the compiler of kernels can evaluate
+        except Exception:  # only the kernel compiler can evaluate it
             return UNKNOWN
 
 
 def plain_value(value: Any) -> Any:
-    """The number inside a tl.constexpr."""
+    """Unwrap the number in a tl.constexpr."""
     return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
 
 
@@ -246,7 +246,7 @@ def signature_of(function: FunctionType) -> inspect.Signature:
 
 
 def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a launch by the names of the kernel's parameters, without launch options."""
+    """Bind the arguments of a launch to the kernel's parameter names, without launch options."""
     signature = signature_of(plain_function(kernel))
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
     bound = signature.bind_partial(*args, **known)
@@ -255,7 +255,7 @@ def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 
 
 def fixed_numbers(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are compiled into the kernel: its tl.constexpr, and None for a tensor."""
+    """Return the arguments that are compiled into the kernel: tl.constexpr, and None for a missing tensor."""
     fixed = {}
     for name, parameter in signature_of(plain_function(kernel)).parameters.items():
         is_constexpr = "constexpr" in str(parameter.annotation)

@@ -1,12 +1,12 @@
-"""Every launch of a GPU's step, recorded without a GPU.
+"""Record every launch of a GPU's step without a GPU.
 
-The real train_step runs on tensors without storage (torch's meta device). Inside `claimed_gpu` they tell
-Python code that they are on a GPU, and torch.cuda answers for a Chip. So the code takes the paths that it
-takes there. A `Recorder` keeps each Triton kernel and each operation of torch that would start, with what it
-reads and writes. Nothing is computed. A value that the host asks for cannot be known: it is made up (True),
-and the recorder keeps who asked, because on a GPU the host would wait.
+The real train_step runs on tensors without storage (torch's meta device). Inside `claimed_gpu` the tensors
+report a GPU as their device, and torch.cuda answers for a Chip, so the code takes the same paths as on the
+GPU. A `Recorder` keeps each Triton kernel and each torch operation that would be launched, with its reads and
+writes. Nothing is computed. If the host asks for a value, the recorder makes it up (True) and keeps the
+caller, because on a GPU the host would wait.
 
-The same Recorder records a run on real tensors. tests/lab/benchmarks/test_step_model.py compares both,
+The same Recorder can record a run on real tensors. tests/lab/benchmarks/test_step_model.py compares both,
 launch by launch.
 """
 
@@ -47,7 +47,7 @@ OUTSIDE = ("outside", "")
 
 @dataclass(frozen=True)
 class Chip:
-    """What the code asks of a GPU."""
+    """GPU properties that the code asks for."""
 
     name: str
     capability: tuple[int, int]
@@ -55,7 +55,7 @@ class Chip:
     memory_bytes: int
 
 
-CHIPS = {  # by their name in configs/clusters.yaml
+CHIPS = {  # by name in configs/clusters.yaml
     "a100": Chip("NVIDIA A100-SXM4-80GB", (8, 0), processors=108, memory_bytes=79 * 2**30),
     "a800": Chip("NVIDIA A800-SXM4-80GB", (8, 0), processors=108, memory_bytes=79 * 2**30),
     "h100": Chip("NVIDIA H100 80GB HBM3", (9, 0), processors=132, memory_bytes=79 * 2**30),
@@ -64,7 +64,7 @@ CHIPS = {  # by their name in configs/clusters.yaml
     "b200": Chip("NVIDIA B200", (10, 0), processors=148, memory_bytes=178 * 2**30),
     "gb200": Chip("NVIDIA GB200", (10, 0), processors=152, memory_bytes=184 * 2**30),
 }
-SHARED_BYTES = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}  # of a multiprocessor
+SHARED_BYTES = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}  # per multiprocessor
 HOPPER = (9, 0)
 
 
@@ -73,13 +73,13 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, or one operation of torch.
+    """One kernel, or one torch operation.
 
     kernel: "norm.forward_kernel", or "aten.mm" for an operation. phase: forward, backward or optimizer.
-    file, function: of ours, that asked for it; of the backward of a torch operation, those of the forward.
-    read, written, updated: bytes; updated: of tensors that are both read and written. launches: kernels that
-    start; 0: a view, which costs the host alone. arguments: of a Triton kernel, with a RecordedTensor in the
-    place of a tensor; of an operation, its tensors under "in" and "out". stream: that it runs on.
+    file, function: our code that called it; in the backward of a torch operation, the caller of its forward.
+    read, written, updated: bytes; updated: of tensors that are both read and written. launches: number of
+    kernels; 0 is a view, which only costs host time. arguments: of a Triton kernel, with tensors as
+    RecordedTensor; for an operation, its tensors under "in" and "out". stream: the stream that it runs on.
     """
 
     kernel: str
@@ -105,7 +105,7 @@ class RecordedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int  # of its elements; one that is expanded counts once
+    nbytes: int  # of its elements; an expanded one counts once
 
     @staticmethod
     def of(x: Tensor) -> "RecordedTensor":
@@ -121,16 +121,16 @@ def recorded_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: tor
 
 
 def as_meta(value: Any) -> Any:
-    """A RecordedTensor in the place of a tensor, or of the tensor of a descriptor."""
+    """Replace a tensor, or the tensor of a descriptor, by a RecordedTensor."""
     base = getattr(value, "base", None) if isinstance(value, triton_.TensorDescriptor) else value
     return RecordedTensor.of(base) if isinstance(base, Tensor) else value
 
 
-# ---- what the code asks of the GPU -------------------------------------------------------------------------
+# ---- emulating the GPU -------------------------------------------------------------------------------------
 
 
 class ClaimedDevice(TorchFunctionMode):
-    """RecordedTensor tensors say that they are on `device`, and what is made there is made on meta."""
+    """Makes RecordedTensor tensors report `device`, and redirects tensors created there to meta."""
 
     def __init__(self, device: torch.device, recorder: "Recorder") -> None:
         super().__init__()
@@ -162,12 +162,12 @@ class ClaimedDevice(TorchFunctionMode):
         if is_meta and ("pin_memory" in kwargs or is_host(kwargs.get("device"))):
             return self.like_on_host(function, args, kwargs)
         result = function(*args, **kwargs)
-        if function is torch.tensor and result.is_meta:  # no operation makes it
+        if function is torch.tensor and result.is_meta:  # created without an operation
             self.recorder.add_tensor(result)
         return result
 
     def like_on_host(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Tensor:
-        """A tensor like another, maybe in pinned memory of the host, which has no storage either."""
+        """Create a tensor like another, possibly in pinned host memory, also without storage."""
         is_pinned = kwargs.pop("pin_memory", False)
         on_host = self.device.type != "cpu" and (is_pinned or is_host(kwargs.get("device")))
         with self.recorder.making_on_host(on_host):
@@ -182,7 +182,7 @@ class ClaimedDevice(TorchFunctionMode):
         return function(*args)
 
     def real(self, value: Any) -> Any:
-        """meta in the place of the device."""
+        """Replace the device by meta."""
         if self.device.type == "cpu":
             return META if isinstance(value, torch.device) and value == self.device else value
         if isinstance(value, str) and value.split(":")[0] == self.device.type:
@@ -192,13 +192,13 @@ class ClaimedDevice(TorchFunctionMode):
 
 
 def made_up_address(storage: torch.UntypedStorage) -> int:
-    """Of a storage without memory: as far from all others as its bytes need."""
+    """Return an address for a storage without memory, as far from all others as its bytes require."""
     return storage._cdata << 44
 
 
 @contextlib.contextmanager
 def claimed_addresses() -> Iterator[None]:
-    """Inside, storages without memory have addresses: code compares them, to know what is one tensor."""
+    """Give storages without memory distinct addresses, which code compares to identify tensors."""
     real_address = torch.UntypedStorage.data_ptr
 
     def address(storage: torch.UntypedStorage) -> int:
@@ -210,8 +210,8 @@ def claimed_addresses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_recomputation() -> Iterator[None]:
-    """Inside, torch's checkpoint does not compare devices of what is computed again: a tensor that an
-    operation in C++ saves does not claim one."""
+    """Skip the device comparison in torch's checkpoint recompute: a tensor saved by a C++ operation does not
+    report the claimed device."""
 
     def facts(x: Tensor) -> dict[str, Any]:
         return {"shape": x.shape, "dtype": x.dtype}
@@ -226,9 +226,9 @@ def is_host(device: Any) -> bool:
 
 @contextlib.contextmanager
 def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterator[torch.device]:
-    """Inside, torch answers as on a machine with the chip. Its value: the device that tensors claim.
+    """Make torch behave like on a machine with the chip. Yields the device that tensors claim.
 
-    cudnn: whether cuDNN takes packed documents there (kernels/attention_cudnn.py).
+    `cudnn` says whether cuDNN supports packed documents there (kernels/attention_cudnn.py).
     """
     properties = SimpleNamespace(
         name=chip.name,
@@ -266,9 +266,9 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def claimed_libraries() -> Iterator[None]:
-    """Inside, the libraries of torch are installed and flash-attn is not, and what is tried works.
+    """Pretend that torch's libraries are installed and flash-attn is not, and that trial runs pass.
 
-    A trial compares values, which meta tensors have not.
+    A trial compares values, which meta tensors do not have.
     """
     real_function = attention_libraries.installed_function
 
@@ -289,9 +289,9 @@ def claimed_libraries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_cudnn() -> Iterator[None]:
-    """Inside, packed documents go to torch's operation of cuDNN, as from torch 2.14 on, with cuDNN 9.25.
+    """Route packed documents to torch's cuDNN operation, as in torch 2.14 and later with cuDNN 9.25.
 
-    Until then torch knows it for tensors with storage alone.
+    Earlier versions of torch only support it for tensors with storage.
     """
     known_function = attention_libraries.installed_function
 
@@ -332,8 +332,7 @@ def claimed_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
-    """Inside, meta tensors say that they are on the CPU, number 0: without a number it is the host, where
-    tensors have values."""
+    """Make meta tensors report CPU index 0: without an index it is the host, where tensors have values."""
     device = torch.device("cpu", 0)
     recorder.counts_host = True
     with fresh_caches(), claimed_addresses(), claimed_recomputation(), ClaimedDevice(device, recorder):
@@ -342,7 +341,7 @@ def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
 
 @contextlib.contextmanager
 def fresh_caches() -> Iterator[None]:
-    """What the kernels' modules remember of a device is forgotten, before and after."""
+    """Clear what kernel modules cache about a device, before and after."""
 
     def forget() -> None:
         for module in pkgutil.iter_modules(kernels.__path__):
@@ -360,19 +359,19 @@ def fresh_caches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_initial_weights() -> Iterator[None]:
-    """Weights are not drawn: meta tensors have no values, and the host would take minutes."""
+    """Skip weight initialization: meta tensors have no values, and the host would take minutes."""
     with mock.patch.object(spec, "draw_normal", lambda *_, **__: None):
         yield
 
 
-# ---- attention of the library ------------------------------------------------------------------------------
+# ---- library attention -------------------------------------------------------------------------------------
 
 def cudnn_takes(d: int, e: int) -> bool:
     """Head dims of latent attention need cuDNN 9.11, and Hopper or later."""
     return max(d, e) <= 128 or ((d, e) == (192, 128) and torch.cuda.get_device_capability() >= HOPPER)
 
 
-# Which head dims (of keys: d, of values: e) each kernel of torch takes; all want 16-bit operands and
+# Head dims (of keys: d, of values: e) supported by each torch kernel; all require 16-bit operands and
 # multiples of 8.
 LIBRARY_HEAD_DIMS: dict[SDPBackend, Callable[[int, int], bool]] = {
     SDPBackend.CUDNN_ATTENTION: cudnn_takes,
@@ -391,8 +390,8 @@ def library_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The operation that scaled_dot_product_attention becomes on a GPU: the first enabled kernel that takes
-    the call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
+    """Run the operation that scaled_dot_product_attention becomes on a GPU: the first enabled kernel that
+    supports the call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
     """
     aten = torch.ops.aten
     backend = library_backend(query, value, attn_mask)
@@ -410,10 +409,10 @@ def library_attention(
 
 
 def library_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> SDPBackend:
-    """The first kernel in torch's order that is enabled and takes the call."""
+    """Return the first kernel in torch's order that is enabled and supports the call."""
     flags = torch.backends.cuda
     is_enabled = {
-        # torch refuses it where results must be the same every time
+        # torch refuses it if results must be deterministic
         SDPBackend.CUDNN_ATTENTION: flags.cudnn_sdp_enabled()
         and not torch.are_deterministic_algorithms_enabled(),
         SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled() and mask is None,
@@ -428,8 +427,8 @@ def library_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> SDPBac
 
 
 def scaled_product_into(*args: Tensor, out: Tensor, **kwargs: Any) -> Tensor:
-    """torch._scaled_mm(..., out=out): without `out` it reads and writes as much, and meta tensors have only
-    that. Raises RuntimeError for another dtype or shape of `out`, as on a GPU.
+    """Emulate torch._scaled_mm(..., out=out): the form without `out` has the same reads and writes, and meta
+    tensors only support that. Raises RuntimeError for another dtype or shape of `out`, as on a GPU.
     """
     product = torch._scaled_mm(*args, **kwargs)
     if (product.dtype, product.shape) != (out.dtype, out.shape):
@@ -439,7 +438,7 @@ def scaled_product_into(*args: Tensor, out: Tensor, **kwargs: Any) -> Tensor:
 
 # ---- the recorder ------------------------------------------------------------------------------------------
 
-# Operations that start several kernels on a GPU, about as many as CUB, ATen and cuDNN do; others start one.
+# Operations that launch several kernels on a GPU, approximately as in CUB, ATen and cuDNN; others launch one.
 KERNELS_OF = {
     "aten.sort": 4,
     "aten.topk": 2,
@@ -454,7 +453,7 @@ KERNELS_OF = {
     "torch_attn._varlen_attn": 2,
     "torch_attn._varlen_attn_backward": 6,  # with sums over the query heads of a group
 }
-# Operations that start none, beside views and those of no tensor.
+# Operations without kernels, other than views and operations without tensors.
 NOTHING_STARTS = {
     "aten.empty",
     "aten.empty_like",
@@ -469,8 +468,8 @@ NOTHING_STARTS = {
     "aten.resize_",
     "aten._local_scalar_dense",
 }
-FACTORIES = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like")  # read no values
-WRITE_ALL = {"aten.copy_", "aten.fill_", "aten.zero_", "aten.uniform_", "aten.normal_"}  # read no target
+FACTORIES = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like")  # do not read values
+WRITE_ALL = {"aten.copy_", "aten.fill_", "aten.zero_", "aten.uniform_", "aten.normal_"}  # do not read it
 GATHERS = {"aten.index", "aten.index_select", "aten.embedding", "aten.gather"}  # read as much as they return
 SCATTERS = {"aten.index_add_", "aten.scatter_add_", "aten.index_put_", "aten.scatter_"}  # see scatter_bytes
 
@@ -478,11 +477,11 @@ SCATTERS = {"aten.index_add_", "aten.scatter_add_", "aten.index_put_", "aten.sca
 class Recorder:
     """Collects launches in a `with recorder.recording():`.
 
-    with_views: operations that start no kernel are launches, too: they cost the host alone. executes: the
-    kernels run too (through Triton's interpreter, or on a GPU). launches: in their order.
-    events: what happens between them; host_reads: (file, function) of ours that asked for a value of the
-    device. stream: that launches now go to. memory: the bytes of all tensors of the device, host_memory: of
-    those that offloading keeps on the host; both outlive clear().
+    with_views: operations without kernels are also launches, which only cost host time. executes: kernels
+    really run (in Triton's interpreter, or on a GPU). launches: in order. events: what happens between them.
+    host_reads: our (file, function) that read a value of the device. stream: destination of new launches.
+    memory: bytes of all device tensors; host_memory: bytes of tensors offloaded to the host; both survive
+    clear().
     """
 
     def __init__(self, executes: bool = False, with_views: bool = True) -> None:
@@ -490,23 +489,23 @@ class Recorder:
         self.with_views = with_views
         self.memory = LiveBytes(clock=self.now)
         self.host_memory = LiveBytes(clock=self.now)
-        self.events: list[Event] = []  # always this list: the wire adds to it
+        self.events: list[Event] = []  # the same list throughout: the wire appends to it
         self.is_making_on_host = False
         self.counts_host = False  # the device is the host
         self.is_build = False
-        self.modules: list[str] = []  # classes of the parts of the model whose forward runs now, outside in
+        self.modules: list[str] = []  # classes of the model parts whose forward is running, outermost first
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Drop everything recorded."""
         self.launches: list[Launch] = []
         self.events.clear()
         self.stream = COMPUTE
         self.is_optimizer = False
-        self.callers: dict[int, tuple[str, str]] = {}  # who ran an operation, by autograd's number of it
+        self.callers: dict[int, tuple[str, str]] = {}  # caller of each operation, by its autograd number
 
     def now(self) -> int:
-        """How many launches there were."""
+        """Return the number of launches so far."""
         return len(self.launches)
 
     @property
@@ -518,7 +517,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def op(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to an op of the pipeline."""
+        """Attribute everything inside to an op of the pipeline."""
         self.events.append(OpBegins(name, self.now()))
         yield
         self.events.append(OpEnds(self.now()))
@@ -545,7 +544,7 @@ class Recorder:
             yield self
 
     def begin_optimizer(self) -> None:
-        """The launches from here on are those of the optimizer."""
+        """Attribute all following launches to the optimizer."""
         self.is_optimizer = True
         self.events.append(OpBegins("optimizer", self.now()))
 
@@ -582,21 +581,21 @@ class Recorder:
         )
 
     def add_tensor(self, x: Tensor) -> None:
-        """Counts the bytes of a tensor of the host's numbers."""
+        """Count the bytes of a tensor with host numbers."""
         file, caller = caller_of(sys._getframe(2))
         self.memory.see([x], self.holder(f"{file}:{caller}"))
 
     def holder(self, place: str) -> Holder:
-        """What memory that is asked for now belongs to."""
+        """Return the holder that memory allocated now is attributed to."""
         return Holder(self.phase, place, self.modules[-1] if self.modules else "")
 
     def is_on_host(self, x: Tensor) -> bool:
-        """Whether a tensor without storage stands for one in the host's memory."""
+        """Return whether a tensor without storage stands for one in host memory."""
         return self.host_memory.now > 0 and self.host_memory.has(x)
 
     @contextlib.contextmanager
     def making_on_host(self, is_on_host: bool) -> Iterator[None]:
-        """What is made inside stands for tensors of the host."""
+        """Let tensors created inside stand for host tensors."""
         self.is_making_on_host = is_on_host
         try:
             yield
@@ -604,7 +603,7 @@ class Recorder:
             self.is_making_on_host = False
 
     def count_bytes(self, tensors: list[Tensor], holder: Holder) -> None:
-        """Counts the storages of tensors that an operation has returned."""
+        """Count the storages of tensors that an operation has returned."""
         if self.is_making_on_host:
             self.host_memory.see(tensors, holder)
         elif self.host_memory.now:
@@ -622,7 +621,7 @@ class Recorder:
             return
         file, caller = self.origin()
         is_view = function.is_view or name in NOTHING_STARTS or not any(x.numel() for x in outputs)
-        # not x.device, which tells here what it tells to the code
+        # not x.device, which reports the claimed device here
         is_on_host = not self.executes and not any(x.is_meta for x in (*inputs, *outputs))
         if self.counts_host or not is_on_host:
             self.count_bytes(outputs, self.holder(f"{file}:{caller}"))
@@ -652,9 +651,9 @@ class Recorder:
         )
 
     def origin(self) -> tuple[str, str]:
-        """(file, function) of ours behind the operation that runs now.
+        """Return our (file, function) behind the current operation.
 
-        The backward of torch's own operations runs in C++: its node has the number that the forward's had.
+        The backward of torch's operations runs in C++: its node has the same number as the forward.
         """
         caller = caller_of(sys._getframe(3))
         number = torch._C._autograd._get_sequence_nr() if not in_backward() else None
@@ -670,19 +669,18 @@ class Recorder:
 def use_of(
     function: FunctionType, pointers: tuple[str, ...], fixed: tuple[tuple[str, Any], ...]
 ) -> TensorUse:
-    """What a launch of a kernel reads and writes; see tensors_used."""
+    """Return the reads and writes of a kernel launch; see tensors_used."""
     return tensors_used(function, dict(fixed), pointers)
 
 
 @functools.cache
 def name_of(function: Any) -> str:
-    """aten.mm, of any overload."""
+    """Return a name such as aten.mm for any overload."""
     return str(function.overloadpacket)
 
 
 def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of an operation that are no tensors, by the names of its schema: torch hands most of them
-    on without one."""
+    """Return an operation's non-tensor arguments by schema name; torch passes most of them unnamed."""
     names = [argument.name for argument, _ in arguments_of(function)]
     given = {**dict(zip(names, args)), **kwargs}
     return {name: value for name, value in given.items() if not tensors_in(value)}
@@ -690,17 +688,17 @@ def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 @functools.cache
 def arguments_of(function: Any) -> list[tuple[Any, bool]]:
-    """The arguments of an operation's schema, and whether each is written."""
+    """Return the arguments in an operation's schema, and whether each is written."""
     arguments = function._schema.arguments
     return [(one, one.alias_info is not None and one.alias_info.is_write) for one in arguments]
 
 
-# Products of 16 bits into fp32. On meta tensors they raise TypeError in torch 2.11 (pytorch issue 163880).
+# 16-bit products into fp32. On meta tensors they raise TypeError in torch 2.11 (pytorch issue 163880).
 PRODUCTS_INTO = (torch.ops.aten.addmm.dtype_out, torch.ops.aten.mm.dtype_out)
 
 
 def product_into(args: tuple, out: Tensor) -> Tensor:
-    """`out`, of such a product on meta tensors. args: as the operation has them, out_dtype the last.
+    """Fill `out` of such a product on meta tensors. `args` are the operation's, with out_dtype last.
 
     Raises RuntimeError for another dtype or shape of `out`, as on a GPU.
     """
@@ -711,7 +709,7 @@ def product_into(args: tuple, out: Tensor) -> Tensor:
 
 
 class Operations(TorchDispatchMode):
-    """Hands the operations of torch to a recorder."""
+    """Passes torch operations to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -719,7 +717,7 @@ class Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch then does not wrap each operation in what keeps its compiler away."""
+        """Return False, so that torch does not wrap each operation to hide it from its compiler."""
         return False
 
     def __torch_dispatch__(
@@ -730,14 +728,14 @@ class Operations(TorchDispatchMode):
             result = product_into(args, kwargs["out"])
         else:
             result = function(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # what a recorder asks of tensors, the code has not asked
+        with torch._C.DisableTorchFunction():  # hide the recorder's own queries
             self.recorder.add_operation(function, args, kwargs, result)
         return result
 
 
 @contextlib.contextmanager
 def without_recording() -> Iterator[None]:
-    """Inside, operations are not seen: those of Triton's interpreter are no launches."""
+    """Hide operations: those of Triton's interpreter are not launches."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -746,8 +744,8 @@ def without_recording() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_modules(running: list[str]) -> Iterator[None]:
-    """Inside, `running` has the classes of the parts of the model whose forward runs. The layers of torch and
-    of parallel/ belong to the part that calls them."""
+    """Keep the classes of the model parts whose forward is running in `running`. Layers of torch and of
+    parallel/ belong to the part that calls them."""
 
     def is_part(module: nn.Module) -> bool:
         return not type(module).__module__.startswith(("torch.", "parallel."))
@@ -776,13 +774,13 @@ def in_backward() -> bool:
 
 
 def caller_of(frame: FrameType | None) -> tuple[str, str]:
-    """(file, function) of the innermost frame of the code that is recorded.
+    """Return (file, function) of the innermost frame in the recorded code.
 
-    OUTSIDE where the backward of an operation of torch comes first.
+    Return OUTSIDE if the backward of a torch operation comes first.
     """
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.endswith("torch/autograd/graph.py"):  # it starts the backward: nothing of ours is inside
+        if path.endswith("torch/autograd/graph.py"):  # starts the backward, with none of our frames inside
             return OUTSIDE
         file = file_of_ours(path)
         if file is not None:
@@ -793,7 +791,7 @@ def caller_of(frame: FrameType | None) -> tuple[str, str]:
 
 @functools.cache
 def file_of_ours(path: str) -> str | None:
-    """The path below the root of the repository; None of other code, this recorder's included."""
+    """Return the path relative to the repository, or None for other code, including this recorder."""
     full = Path(path)
     if not full.is_relative_to(ROOT) or "site-packages" in path:
         return None
@@ -802,7 +800,7 @@ def file_of_ours(path: str) -> str | None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Return all tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -824,9 +822,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 def operation_bytes(
     function: Any, name: str, args: tuple, kwargs: dict, outputs: list[Tensor]
 ) -> tuple[int, int, int]:
-    """Returns (bytes read, bytes written, bytes of what is both): each input once, each result once.
+    """Return (bytes read, bytes written, bytes both read and written), each input and each result once.
 
-    A result that is also an input, as in an operation in place, is read too, unless it is only overwritten.
+    A result that is also an input, as in an in-place operation, counts as read, unless it is only
+    overwritten.
     """
     reads, writes = [], []
     schema = arguments_of(function)
@@ -856,7 +855,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 
 def scatter_bytes(name: str, reads: list[Tensor]) -> tuple[int, int, int]:
-    """Of what is written to places of the first tensor: the places alone are touched."""
+    """Count writes to positions of the first tensor, which only touch those positions."""
     sources = [RecordedTensor.of(x).nbytes for x in reads[1:]]
     largest = max(sources, default=0)
     touched = min(largest, RecordedTensor.of(reads[0]).nbytes)
@@ -865,7 +864,7 @@ def scatter_bytes(name: str, reads: list[Tensor]) -> tuple[int, int, int]:
 
 
 def distinct(tensors: list[Tensor]) -> list[Tensor]:
-    """Each tensor object once: x * x reads x once."""
+    """Drop repeated tensor objects: x * x reads x once."""
     found: dict[int, Tensor] = {}
     for x in tensors:
         found.setdefault(id(x), x)

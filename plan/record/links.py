@@ -1,4 +1,4 @@
-"""How long an exchange takes on the links of a cluster, from the ranks that take part (plan/cost.py)."""
+"""Time of an exchange on a cluster's links, given the participating ranks (plan/cost.py)."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class ClusterLinks(NamedTuple):
 
 
 def seconds_of_exchange(links: ClusterLinks, rank: int, exchange: PostedExchange) -> float:
-    """Seconds from when all ranks are there. Others do not use the links meanwhile."""
+    """Return the seconds from when all ranks are ready. Assumes that nothing else uses the links."""
     _, ranks = exchange.lane
     if exchange.peer is not None:
         ranks = (rank, exchange.peer)

@@ -1,8 +1,8 @@
-"""Which bytes are alive while a program runs, and what holds them.
+"""Track which bytes are alive while a program runs, and what holds them.
 
-Every storage that an operation of torch returns counts from then until nothing refers to it. It works alike
-on real tensors and on those without storage, so a record can be held against a run. What an allocator adds
-(blocks of 512 bytes and more, and pieces that nothing fits into) is not in it.
+Every storage returned by a torch operation counts until nothing refers to it. This works alike for real
+tensors and those without storage, so a record can be compared with a run. Allocator overhead (blocks of at
+least 512 bytes, and fragmentation) is not included.
 """
 
 import weakref
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class Holder(NamedTuple):
-    """The code that asked for memory.
+    """The code that allocated memory.
 
     phase: build, forward, backward or optimizer. place: file and function of this repository. module: the
-    class of the innermost part of the model whose forward ran, "" outside of them.
+    class of the innermost model part whose forward was running, or "".
     """
 
     phase: str
@@ -28,15 +28,15 @@ class Holder(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Bytes that are alive after an allocation or a release. time: launches before it."""
+    """Bytes alive after an allocation or a release. time: number of preceding launches."""
 
     time: int
     nbytes: int
 
 
 class Change(NamedTuple):
-    """An allocation, or a release: its bytes are below zero. time: launches before it. storage: two that are
-    alive together have different ones."""
+    """An allocation, or a release with negative bytes. time: number of preceding launches. storage: unique
+    among the storages alive at the same time."""
 
     time: int
     storage: int
@@ -46,10 +46,10 @@ class Change(NamedTuple):
 
 @dataclass
 class LiveBytes:
-    """now, peak: bytes. held: those of now, by what holds them. at_peak: those of the peak.
+    """now, peak: bytes. held: the current bytes by holder. at_peak: the same at the peak.
 
-    clock: how many launches there were so far. storages: {storage: its bytes and holder}. is_rising: nothing
-    was released since the peak. begun_with: the storages that were alive at begin(). changes: since then.
+    clock: number of launches so far. storages: {storage: its bytes and holder}. is_rising: nothing was
+    released since the peak. begun_with: the storages alive at begin(). changes: since then.
     """
 
     clock: Callable[[], int] = lambda: 0
@@ -63,23 +63,23 @@ class LiveBytes:
     is_rising: bool = False
 
     def begin(self) -> None:
-        """Forgets the peak and the changes: what is alive now is where they begin."""
+        """Reset the peak and the changes to what is alive now."""
         self.peak, self.at_peak = self.now, self.held.copy()
         self.begun_with = [Change(0, key, *of_storage) for key, of_storage in self.storages.items()]
         self.changes = []
         self.is_rising = False
 
     def copy(self) -> "LiveBytes":
-        """Of the bytes so far; those of the tensors that are alive are not released in it."""
+        """Copy the current bytes. Releases of tensors that are alive now do not affect the copy."""
         own = {name: copy(value) for name, value in vars(self).items() if name != "clock"}
         return LiveBytes(self.clock, **own)
 
     def has(self, x: Tensor) -> bool:
-        """Whether the storage of a tensor is counted here."""
+        """Return whether the storage of a tensor is counted here."""
         return x.untyped_storage()._cdata in self.storages
 
     def see(self, tensors: Iterable[Tensor], holder: Holder) -> None:
-        """Counts the storages of tensors that were not there before."""
+        """Count the storages of tensors that are not counted yet."""
         for x in tensors:
             storage = x.untyped_storage()
             key = storage._cdata
@@ -109,19 +109,19 @@ class LiveBytes:
         self.changes.append(Change(self.clock(), key, nbytes, holder))
 
     def leave_peak(self) -> None:
-        """What holds the peak is looked at once, when the first of it is released."""
+        """Save the holders of the peak, once, at the first release after it."""
         self.at_peak = +self.held
         self.is_rising = False
 
     def holders_of_peak(self) -> Counter[Holder]:
-        """What holds the most bytes that were alive since begin()."""
+        """Return the holders at the peak since begin()."""
         if self.is_rising:
             self.leave_peak()
         return self.at_peak
 
 
 def curve_of(begun_with: Iterable[Change], changes: Iterable[Change]) -> list[Point]:
-    """The bytes over time."""
+    """Return the bytes over time."""
     now = sum(change.nbytes for change in begun_with)
     curve = [Point(0, now)]
     for change in changes:

@@ -1,9 +1,10 @@
-"""What a part of the model does in a microbatch: the real module, recorded once for each form that it takes.
+"""A microbatch in one part of the model: the real module, recorded once for each form that it takes.
 
-A part is what a stage runs as a whole: the embedding, a block, the output head with multi-token prediction.
-Its forward and backward run on tensors without storage (plan/record/launches.py) and on a made-up mesh
-(model/describe.py), down the paths of a chip or of a CPU. Nothing has to describe it. Routers give each
-expert equal shares, every target counts, and under data.doc_mask a sequence is one document.
+A part is a unit run by a stage: the embedding, a block, or the output head with multi-token prediction. Its
+forward and backward run on tensors without storage (plan/record/launches.py) and on a made-up mesh
+(model/describe.py), along the code paths of a chip or of a CPU, so it needs no separate description. Routers
+are assumed to give each expert an equal share, every target counts, and with data.doc_mask a sequence is one
+document.
 """
 
 import contextlib
@@ -50,21 +51,21 @@ from plan.record.role import microbatch
 from plan.record.wire import RecordingWire
 from plan.record.work import BACKWARD, FORWARD, Facts, judge
 
-ATTENTION_FILES = ("kernels/attention.py", "kernels/partial_attention.py")  # its products on a CPU
+ATTENTION_FILES = ("kernels/attention.py", "kernels/partial_attention.py")  # attention products on a CPU
 SEQUENCES_ON_THE_LINE = (2, 4)
-RANKS_ON_THE_LINE = (4, 8)  # expert-parallel; fewer may have too many experts for a kernel
+RANKS_ON_THE_LINE = (4, 8)  # expert-parallel; with fewer, a kernel may have too many experts
 
 
-# ---- what a record is made of ------------------------------------------------------------------------------
+# ---- records -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Amount:
-    """What runs between two exchanges.
+    """Work between two exchanges.
 
-    products, products8, attention: FLOPs of matrix products, of those with operands of 8 bits, and of
-    attention's own. nbytes: read and written. launches: kernels that start. host_reads: values of the device
-    that the host waits for.
+    products, products8, attention: FLOPs of matrix products, of those with 8-bit operands, and of the
+    attention core.
+    nbytes: read and written. launches: number of kernels. host_reads: device values that the host waits for.
     """
 
     products: float = 0.0
@@ -83,7 +84,7 @@ class Amount:
 
 
 class Post(NamedTuple):
-    """An exchange starts. number: "0", "1", ... of its phase. nbytes: of the larger side."""
+    """An exchange starts. number: "0", "1", ... within its phase. nbytes: of the larger side."""
 
     number: str
     group: str
@@ -104,9 +105,8 @@ Event = Amount | Post | Await
 class PhaseRecord:
     """A forward or a backward of one microbatch.
 
-    events: in their order. weights: the share of the work that computes gradients of weights.
-    peak: bytes that it adds for a moment, at most, to those that are alive when it begins. What the part
-    beside it hands over counts among them.
+    events: in order. weights: the fraction of the work spent on weight gradients. peak: the most temporary
+    bytes in addition to those alive at its start. This includes the input from the neighboring part.
     """
 
     events: tuple[Event, ...]
@@ -126,12 +126,12 @@ class PhaseRecord:
 class PartRecord:
     """One microbatch of a part on one rank.
 
-    first: the forward of a step's first microbatch, which makes the weights in 8 bits for all. inputs: the
-    first of a backward in two parts, which leaves the gradients of weights to the second; the whole backward
-    where none is in two.
-    kept: bytes between forward and backward, beside parameters and context. What the part before made counts
-    here, if it is kept. context: bytes that the blocks of a stage share: rotary tables, the mask.
-    kept_for_weights: bytes between the two parts of a backward. kept_in_step: bytes of weights in 8 bits.
+    first: the forward of a step's first microbatch, which quantizes the weights to 8 bits for the whole step.
+    inputs: the first part of a split backward, which leaves weight gradients to the second; without split
+    backwards, the whole backward. kept: bytes between forward and backward, other than parameters and
+    context. The previous part's output counts here, if it is kept. context: bytes shared by the blocks of a
+    stage: rotary tables, the mask.
+    kept_for_weights: bytes between the two parts of a split backward. kept_in_step: bytes of 8-bit weights.
     """
 
     forward: PhaseRecord
@@ -148,9 +148,9 @@ class PartRecord:
 
 
 class PartForm(NamedTuple):
-    """What decides a record. layer: of a block; "embedding" or "head": that part, without the blocks of
-    multi-token prediction. chip: whose paths the code takes, without one a CPU's. is_split: some backwards
-    run in two parts."""
+    """Everything that determines a record. layer: of a block, or "embedding" or "head", then without the
+    blocks of multi-token prediction. chip: whose code paths are taken; None is a CPU. is_split: some
+    backwards run in two parts."""
 
     cfg: Config
     layer: int | str
@@ -160,12 +160,13 @@ class PartForm(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def record_of(form: PartForm) -> PartRecord:
-    """The record of a part, where it can be from those of few sequences and few expert-parallel ranks.
+    """Return the record of a part, derived if possible from those of few sequences and few expert-parallel
+    ranks.
 
-    From two sequences on, a block's is on the line through those of two and of four; parts of a single
-    sequence need no copies. An output head divides its tokens into chunks, and an embedding's gradient has no
-    more rows than its table. From two expert-parallel ranks on, it is on the line through those of four and
-    of eight, by the experts of a rank, while ranks have several (tests/plan/test_part.py).
+    From two sequences on, a block's record is linear, through those of two and of four; parts of a single
+    sequence avoid copies. An output head splits its tokens into chunks, and an embedding's gradient has at
+    most as many rows as its table. From two expert-parallel ranks on, it is linear in the experts per rank,
+    through those of four and of eight ranks, while ranks have several experts (tests/plan/test_part.py).
     """
     cfg = form.cfg
     if isinstance(form.layer, str) or not has_experts(cfg.model, form.layer):
@@ -186,19 +187,20 @@ def record_of(form: PartForm) -> PartRecord:
 
 
 def has_several_experts(cfg: Config, ep: int) -> bool:
-    """Whether each of `ep` ranks has several experts in each chunk: one alone needs no order of its rows."""
+    """Return whether all `ep` ranks have several experts per chunk: a single one needs no row order."""
     mlp = mixture(cfg.model)
     experts, rest = divmod(mlp.experts if mlp else 0, ep)
     return rest == 0 and experts >= 2 * cfg.parallel.ep_chunks
 
 
 def with_keys(cfg: Config, section: str, **values: Any) -> Config:
-    """The config with other values in one section."""
+    """Return the config with other values in one section."""
     return replace(cfg, **{section: replace(getattr(cfg, section), **values)})
 
 
 def on_the_line(one: Any, two: Any, steps: float) -> Any:
-    """one + steps * (two - one), of every number of two records. Raises ValueError where they are unlike."""
+    """Return one + steps * (two - one) for every number of two records.
+    Raises ValueError if they differ in structure."""
     if type(one) is not type(two):
         raise ValueError(f"records of different microbatches are unlike: {one} and {two}")
     if isinstance(one, (int, float)):
@@ -215,20 +217,20 @@ def on_the_line(one: Any, two: Any, steps: float) -> Any:
 
 
 def record_part(form: PartForm) -> PartRecord:
-    """Runs a microbatch of the part; then, where backwards are split, one with its backward in two parts.
+    """Record a microbatch of the part; then, if backwards are split, one with a split backward.
 
-    Where the first makes weights in 8 bits for a step, another comes before the last.
+    If the first microbatch quantizes weights for the step, record another before the last.
     """
     recorder = Recorder(with_views=False)
     wire = RecordingWire(recorder.now, recorder.events)
     mesh = mesh_of_one_stage(form.cfg, Activity(wire=wire))
     claimed = claimed_cpu(recorder) if form.chip is None else claimed_gpu(form.chip, recorder)
-    notes = contextlib.redirect_stderr(io.StringIO())  # of kernels that do not run on a chip
+    notes = contextlib.redirect_stderr(io.StringIO())  # from kernels that do not run on a chip
     with notes, claimed as device, without_initial_weights(), recorder.recording(), noted_reads(recorder):
         with META:
             runner = PartRunner(form, mesh, device, recorder)
         first = second = runner.run()
-        if first.left:  # weights in 8 bits, which are made once
+        if first.left:  # 8-bit weights, made once
             second = runner.run()
         split = runner.run(is_split=True) if form.is_split else second
     return PartRecord(
@@ -245,7 +247,7 @@ def record_part(form: PartForm) -> PartRecord:
 
 @contextlib.contextmanager
 def noted_reads(recorder: Recorder) -> Iterator[None]:
-    """Inside, a router's counts that the host reads are noted: they are made up, and nothing is asked."""
+    """Note when the host reads a router's counts: they are made up, without asking for a value."""
     real = dispatch.with_values
 
     def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
@@ -258,7 +260,7 @@ def noted_reads(recorder: Recorder) -> Iterator[None]:
 
 
 class NoBlock(nn.Module):
-    """In the place of a block that has a record of its own."""
+    """Stands for a block that has a separate record."""
 
     def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         return x, residual, None
@@ -268,7 +270,7 @@ class NoBlock(nn.Module):
 
 
 class MicrobatchRun(NamedTuple):
-    """One microbatch. left: bytes that are alive after it and were not before."""
+    """One microbatch. left: bytes alive after it that were not alive before."""
 
     forward: PhaseRecord
     backward: PhaseRecord
@@ -301,7 +303,7 @@ class PartRunner:
         for weight in sharded_parameters(part):
             weight.weight_grad_store = self.store
 
-        # a microbatch, and the hidden states before and after
+        # a microbatch, and the hidden states around it
         lengths = (cfg.train.seq_len,) if cfg.data.doc_mask else ()
         whole = microbatch(cfg, device, 1, lengths).with_tokens_ahead(modules_ahead(cfg.model))
         self.microbatch = shard_batch(whole, mesh.cp)
@@ -316,7 +318,8 @@ class PartRunner:
         self.context_bytes = recorder.memory.now - before
 
     def run(self, is_split: bool = False) -> MicrobatchRun:
-        """Forward and backward of a microbatch. is_split: gradients of weights wait until it has ended."""
+        """Run forward and backward of a microbatch.
+        If `is_split`, weight gradients wait until it has ended."""
         memory = self.recorder.memory
         shared = self.context.shared_keys
         self.lend_keys()
@@ -349,7 +352,7 @@ class PartRunner:
         return MicrobatchRun(forward, backward, kept, kept_for_weights, memory.now - before)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """(x, residual) as the part before makes them; of the embedding none."""
+        """Return (x, residual) as made by the previous part, or () for the embedding."""
         if self.layer == "embedding":
             return ()
         if self.has_residual:
@@ -368,7 +371,7 @@ class PartRunner:
         return (y,) if residual is None else (y, residual)
 
     def lend_keys(self) -> None:
-        """Gives the block the keys and values of an earlier one, if it reads any."""
+        """Provide a block with the keys and values of an earlier one, if it reads any."""
         keys, like = self.context.shared_keys, layer_model(self.stage.cfg.model, self.stage.first)
         if self.stage.first in keys.sources:
             shape, (b, s) = head_shape(like), self.microbatch.tokens.shape
@@ -382,8 +385,8 @@ class PartRunner:
         self.recorder.memory.begin()
 
     def end_phase(self, begin: int, weight_spans: list[tuple[int, int]]) -> PhaseRecord:
-        """begin: bytes that its peak is more than. weight_spans: (first, last) launches that compute
-        gradients of weights."""
+        """Record a phase. `begin` are the bytes at its start. `weight_spans` (first, last) are launches that
+        compute weight gradients."""
         recorder = self.recorder
         works = [work_of(launch, self.facts) for launch in recorder.launches]
         weights = sum((one for first, last in weight_spans for one in works[first:last]), Amount())
@@ -394,7 +397,7 @@ class PartRunner:
 
 
 def make_buckets(part: nn.Module, cfg: Config, mesh: Mesh, device: torch.device) -> list[Bucket]:
-    """Gives storage to a part's weights, and to their gradients in a step."""
+    """Allocate storage for a part's weights, and for their gradients in a step."""
     sharding, dtype = sharding_config(cfg), DTYPES[cfg.train.dtype]
     buckets: list[Bucket] = []
     for members in split_into_buckets(list(sharded_parameters(part)), sharding):
@@ -405,7 +408,7 @@ def make_buckets(part: nn.Module, cfg: Config, mesh: Mesh, device: torch.device)
 
 
 def layers_of_part(cfg: Config, layer: int | str) -> tuple[int, int]:
-    """(first, last) of a stage that has this part alone."""
+    """Return (first, last) of a stage that only has this part."""
     if layer == "embedding":
         return 0, 0
     if layer == "head":
@@ -415,7 +418,7 @@ def layers_of_part(cfg: Config, layer: int | str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def noted_weight_grads(recorder: Recorder, spans: list[tuple[int, int]]) -> Iterator[None]:
-    """Notes which launches compute gradients of weights: (first, last), last excluded."""
+    """Note the launches that compute weight gradients: (first, last), last excluded."""
     real = kernels.grad.write_grad
 
     def write_grad(*args: Any) -> None:
@@ -440,7 +443,7 @@ def work_of(launch: Launch, facts: Facts) -> Amount:
 
 
 def events_of(posted: Iterable[RecordedEvent], works: list[Amount]) -> Iterator[Event]:
-    """What is posted and awaited, with the work between."""
+    """Yield what is posted and awaited, with the work in between."""
     numbers: dict[int, str] = {}
     done = 0
     for event in posted:

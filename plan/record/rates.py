@@ -1,12 +1,12 @@
-"""How long a launch takes: rates, assumed or measured, and what a GPU's data sheet makes of them.
+"""Time of a launch: rates, assumed or measured, and scaled to another GPU by its data sheet.
 
 A launch takes
 
     max(bytes / bandwidth, FLOPs / rate, launches * shortest)
 
-(a weight gradient: its FLOPs, and then the bytes of its fp32 result). The rates are those of one H200, low,
-middle and high ones, with where they come from. `rates_of` has those of another GPU: by the ratio of the data
-sheets, an assumption that nobody has measured. lab/benchmarks/measured.py makes rates of measurements.
+(for a weight gradient, its FLOPs plus the bytes of its fp32 result). The rates are those of one H200, as low,
+middle and high values with their sources. `rates_of` scales them to another GPU by the ratio of the data
+sheets, an assumption that has not been measured. lab/benchmarks/measured.py derives rates from measurements.
 """
 
 import math
@@ -26,7 +26,7 @@ TERA = 1e12
 
 
 class Rate(NamedTuple):
-    """low, middle, high: what is expected; perfect: the best that anybody has reported. From: why."""
+    """low, middle, high: expected values; perfect: the best reported by anyone. source: the reason."""
 
     low: float
     middle: float
@@ -61,7 +61,7 @@ RATES = {
 BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
 SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")
 HOST_READ = Rate(250, 150, 80, 0, "microseconds that the GPU idles when the host waits for a value of it")
-HOST = {  # microseconds of the host
+HOST = {  # microseconds of host time
     "triton": Rate(25, 18, 12, 0, "a Triton kernel, with the Python around it"),
     "operation": Rate(12, 9, 6, 0, "an operation of torch that starts a kernel, autograd included"),
     "view": Rate(2, 1.5, 1, 0, "one that starts none"),
@@ -70,13 +70,13 @@ HOST = {  # microseconds of the host
 Points = tuple[tuple[float, float], ...]
 
 
-# Of what a single GPU does not have; middle values alone count.
+# Values beyond a single GPU; only the middle ones are used.
 HOST_EXCHANGE = Rate(40, 25, 15, 0, "microseconds of the host to post an exchange through torch.distributed")
 HOST_LINK = Rate(40, 48, 54, 0, "GB/s of a copy to or from pinned memory of the host, PCIe of generation 5")
 
 
 class Sheet(NamedTuple):
-    """What a data sheet says of a GPU: FLOP/s without sparsity, bytes/s of its memory. 0: it has none."""
+    """Data-sheet values of a GPU: FLOP/s without sparsity, memory bandwidth in bytes/s. 0 if unsupported."""
 
     gpu: str
     bf16: float
@@ -87,11 +87,11 @@ class Sheet(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchRates:
-    """What bounds a launch. Products by name, in TFLOP/s; the rest as the tables above.
+    """Limits of a launch. Products by name, in TFLOP/s; the rest as in the tables above.
 
-    points: measured, ((FLOPs or bytes of a launch, TFLOP/s or TB/s), ...) in rising order, by the name of a
-    product's rate, by that name with ", weights" for weight gradients, by kernel for what memory bounds, and
-    "memory" for every other kernel. They come before the tables.
+    points: measurements ((FLOPs or bytes of a launch, TFLOP/s or TB/s), ...) in ascending order, which
+    override the tables. Keys: the name of a product's rate, the same with ", weights" for weight gradients, a
+    memory-bound kernel, or "memory" for all other kernels.
     """
 
     products: Mapping[str, Rate]
@@ -102,19 +102,19 @@ class LaunchRates:
     points: Mapping[str, Points] = field(default_factory=dict)
 
     def computing(self, work: "Work", level: str) -> float:
-        """Seconds for the FLOPs; of a weight gradient with its ends of tiles, which hide behind nothing."""
+        """Return the seconds for the FLOPs, plus the exposed tile epilogues of a weight gradient."""
         if not work.rate:
             return 0.0
         weights = f"{work.rate}, weights"
         is_weights = work.part == "weight gradients"
         points = self.points.get(weights if is_weights and weights in self.points else work.rate)
-        if points:  # what is measured has the ends of tiles in it
+        if points:  # measurements include the epilogues
             return work.flops / (TERA * interpolated(points, work.flops))
         ends = work.ends / (TERA * getattr(self.bandwidth, level)) if is_weights else 0.0
         return work.flops / (TERA * getattr(self.products[work.rate], level)) + ends
 
     def moving(self, work: "Work", level: str) -> float:
-        """Seconds for the bytes."""
+        """Return the seconds for the bytes."""
         points = self.points.get(work.kernel) or self.points.get("memory")
         rate = interpolated(points, work.nbytes) if points else getattr(self.bandwidth, level)
         return work.nbytes / (TERA * rate)
@@ -125,8 +125,7 @@ ASSUMED_OF = Sheet("h200", bf16=989e12, fp8=1979e12, fp32=67e12, hbm=4800e9)
 
 
 def rates_of(sheet: Sheet) -> LaunchRates:
-    """ASSUMED for another GPU: by the ratio of the data sheets. What a launch costs beside its FLOPs and
-    bytes stays."""
+    """Scale ASSUMED to another GPU by the ratio of the data sheets. Launch overhead is unchanged."""
 
     def scaled(rate: Rate, ratio: float) -> Rate:
         low, middle, high, perfect, source = rate
@@ -140,7 +139,7 @@ def rates_of(sheet: Sheet) -> LaunchRates:
 
 
 def ratios(sheet: Sheet) -> str:
-    """What the rates of a GPU are multiplied by, in words; "" of the one that they are assumed of.
+    """Describe the factors on a GPU's rates, or return "" for the GPU that they are assumed for.
 
     products x 0.32, memory x 0.42
     """
@@ -149,7 +148,7 @@ def ratios(sheet: Sheet) -> str:
 
 
 def interpolated(points: Points, size: float) -> float:
-    """The rate at a size: linear in its logarithm between two points, that of the nearest one beyond them."""
+    """Return the rate at a size: linear in log(size) between points, constant beyond them."""
     sizes, rates = zip(*points)
     return float(numpy.interp(math.log(max(size, 1.0)), [math.log(one) for one in sizes], rates))
 
@@ -158,7 +157,7 @@ def interpolated(points: Points, size: float) -> float:
 
 
 class Work(NamedTuple):
-    """What a launch costs. launches: kernels that start. ends: bytes that it reads of its result, and writes.
+    """Cost of a launch. launches: number of kernels. ends: bytes of its result that it reads and writes.
     """
 
     part: str
@@ -179,13 +178,13 @@ class Work(NamedTuple):
 
 
 def seconds(work: Work, level: str, rates: LaunchRates = ASSUMED) -> float:
-    """On the GPU, with the rates of a level."""
+    """Return the seconds on the GPU, with the rates of a level."""
     shortest = 1e-6 * getattr(rates.shortest, level) * work.launches
     return max(shortest, rates.moving(work, level), rates.computing(work, level))
 
 
 def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
-    """{kind of HOST: how many}."""
+    """Return {kind of HOST: count}."""
     counts = dict.fromkeys(HOST, 0)
     for launch in launches:
         counts[host_kind(launch)] += 1
@@ -193,7 +192,7 @@ def host_counts(launches: Iterable[Launch]) -> dict[str, int]:
 
 
 def host_kind(launch: Launch) -> str:
-    """The key of HOST."""
+    """Return the key in HOST."""
     return "triton" if launch.is_triton else "operation" if launch.launches else "view"
 
 

@@ -1,7 +1,7 @@
-"""One rank of a job, recorded without the job: the program's own build_run and train_step.
+"""Record one rank of a job without running the job: the program's actual build_run and train_step.
 
-Tensors have no storage (plan/record/launches.py), and the wire answers at once (plan/record/wire.py). What
-depends on values is assumed: every target counts, experts get equal shares of the tokens, and under
+Tensors have no storage (plan/record/launches.py), and the wire answers at once (plan/record/wire.py).
+Assumptions replace values: every target counts, experts get equal shares of the tokens, and with
 data.doc_mask each sequence is one document.
 """
 
@@ -39,14 +39,14 @@ from plan.record.memory import Change, Holder
 from plan.record.splice import Splicer, Unlike, name_of
 from plan.record.wire import AskingWire, RecordingWire, Said
 
-STEP = 2  # the step that is kept: the first makes what later ones reuse
-HORIZON = 1000  # steps of the run: no schedule of a learning rate changes what a step costs
+STEP = 2  # the recorded step: the first one makes what later ones reuse
+HORIZON = 1000  # steps of the run: learning-rate schedules do not affect the cost of a step
 
 
 class Program(NamedTuple):
-    """What is recorded. build(mesh, device) -> a run, which has a schedule of few microbatches, too;
-    step(run, number, microbatches, grads_ready): a step of it, which calls grads_ready() when the gradients
-    are summed."""
+    """The program to record. build(mesh, device) -> a run, whose schedule may have few microbatches;
+    step(run, number, microbatches, grads_ready): runs a step and calls grads_ready() when the gradients are
+    summed."""
 
     build: Callable[[Mesh, torch.device], Any]
     step: Callable[[Any, int, list[Microbatch], Callable[[], None]], object]
@@ -55,12 +55,12 @@ class Program(NamedTuple):
 def training_program(
     cfg: Config, build_run: Callable[..., Any], train_step: Callable[..., object], guard: object
 ) -> Program:
-    """The program of a config. build_run and train_step: those of build.py and train.py, which plan/ does not
-    import; guard: a runtime.guard.NonFiniteGuard."""
+    """Return the program of a config, given build.py's build_run and train.py's train_step, which plan/ does
+    not import, and `guard`, a runtime.guard.NonFiniteGuard."""
 
     def build(mesh: Mesh, device: torch.device) -> Any:
         run = build_run(cfg, mesh, device, None, HORIZON)
-        if not cfg.train.cuda_graphs:  # graphs are of one number of microbatches
+        if not cfg.train.cuda_graphs:  # graphs are captured for one number of microbatches
             short = shortest_schedule(cfg.parallel, max(run.schedules))
             run.schedules.setdefault(short.microbatches, short.with_transfers[mesh.pp.index])
         return run
@@ -72,11 +72,11 @@ def training_program(
 
 
 def shortest_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    """The schedule of as few microbatches as one of `microbatches` may have."""
+    """Return the schedule with the fewest microbatches allowed instead of `microbatches`."""
     for number in range(1, microbatches):
         try:
             return schedule_of(parallel.schedule, parallel.pp, number, parallel.vpp)
-        except ValueError:  # interleaved: a multiple of the ranks
+        except ValueError:  # interleaved needs a multiple of the ranks
             continue
     return schedule_of(parallel.schedule, parallel.pp, microbatches, parallel.vpp)
 
@@ -85,10 +85,12 @@ def shortest_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
 class RoleRecord:
     """A step of one rank.
 
-    state: bytes between two steps: weights, gradients, optimizer, and whatever else stays. peak: the most
-    that are alive in the step, at_peak: what holds them, curve: over time. host: those that offloading keeps
-    in the host's memory. events: exchanges in their order.
-    ledger: their calls and bytes. host_reads: who asked for a value of the device. seconds: of recording.
+    state: bytes between two steps: weights, gradients, optimizer, and anything else that stays. peak: maximum
+    bytes alive in the step; at_peak: what holds them; curve: over time. host: those that offloading keeps in
+    host memory.
+    events: exchanges in order. ledger: their calls and bytes. host_reads: callers that read a value of the
+    device.
+    seconds: spent recording.
     """
 
     rank: int
@@ -115,10 +117,10 @@ def record_role(
     answers: Mapping[int, object] | None = None,
     traces_all: bool = False,
 ) -> RoleRecord:
-    """Records step STEP of rank number `rank`. The code takes the paths of the chip, without one a CPU's.
+    """Record step STEP of rank `rank`. The code takes the paths of the chip, or of a CPU if it is None.
 
-    answers: see answers_of. None: nobody says anything else than this rank. traces_all: microbatches that are
-    like others are traced, too (plan/record/splice.py): the record is the same.
+    `answers` come from answers_of; None means that every rank says the same as this one. `traces_all` also
+    traces microbatches that are like others (plan/record/splice.py), which gives the same record.
     """
     record = functools.partial(recorded_role, cfg, dims, rank, chip, program=program, answers=answers)
     try:
@@ -137,7 +139,7 @@ def recorded_role(
     answers: Mapping[int, object] | None,
     traces_all: bool,
 ) -> RoleRecord:
-    """record_role, tried once. Raises Unlike."""
+    """Try record_role once. Raises Unlike."""
     recorder = Recorder()
     wire = RecordingWire(recorder.now, recorder.events, answers or {})
     mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))
@@ -151,7 +153,7 @@ def recorded_role(
 def answers_of(
     dims: ParallelDims, ranks: Iterable[int], chip: Chip | None, program: Program
 ) -> dict[int, object]:
-    """{rank: the plain data that it says to others when the run is built}: each of them builds its own."""
+    """Return {rank: plain data that it sends to others when the run is built}, by building each of them."""
     found: dict[int, object] = {}
     for rank in ranks:
         recorder = Recorder()
@@ -174,10 +176,10 @@ def record_steps(
     batches: Callable[[int], list[Microbatch]],
     splicer: Splicer | None = None,
 ) -> RoleRecord:
-    """Builds a run and keeps its step STEP. batches(step): the microbatches of a step of this rank.
+    """Build a run and record its step STEP. batches(step) returns this rank's microbatches of a step.
 
-    The recorder may execute what it records: then this is a run of a real job, without a splicer. splicer:
-    traces few microbatches of the step; it may raise Unlike.
+    The recorder may execute what it records; then this is a run of a real job, without a splicer. `splicer`
+    traces few microbatches of the step, and may raise Unlike.
     """
     assert splicer is None or not recorder.executes
     began = time.perf_counter()
@@ -191,7 +193,7 @@ def record_steps(
         for step in range(1, STEP + 1):
             recorder.clear()
             microbatches = batches(step)
-            if step < STEP and is_recorded_alone:  # what later steps reuse is made by few as by many
+            if step < STEP and is_recorded_alone:  # few microbatches suffice to make what later steps reuse
                 microbatches = microbatches[: min(run.schedules)]
             recorder.clear()
             mesh.ledger.clear()
@@ -219,7 +221,7 @@ def record_steps(
 
 @contextlib.contextmanager
 def named_ops(recorder: Recorder) -> Iterator[None]:
-    """Inside, the recorder notes which op of the pipeline runs."""
+    """Let the recorder note which op of the pipeline runs."""
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(pipeline: Pipeline, op: Op, *args: Any) -> Any:
@@ -235,7 +237,7 @@ def named_ops(recorder: Recorder) -> Iterator[None]:
 
 
 def assumed_batch(cfg: Config, dims: ParallelDims, device: torch.device, step: int) -> list[Microbatch]:
-    """The microbatches of a rank in a full step."""
+    """Return a rank's microbatches in a full step."""
     train = cfg.train
     count = train.global_batch // (dims.dp_replicate * dims.dp_shard) // train.micro_batch
     lengths = (train.seq_len,) if cfg.data.doc_mask else ()
@@ -243,9 +245,9 @@ def assumed_batch(cfg: Config, dims: ParallelDims, device: torch.device, step: i
 
 
 def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[int]) -> Microbatch:
-    """A microbatch without values, as the loader gives it to the step.
+    """Return a microbatch without values, as passed from the loader to the step.
 
-    lengths: tokens of each document of a sequence, which the host knows; () without data.doc_mask.
+    lengths: tokens of each document in a sequence, known to the host; () without data.doc_mask.
     """
     b, s = cfg.train.micro_batch, cfg.train.seq_len
     tokens = torch.zeros(b, s, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
-"""Memory over a step in the format of torch.cuda.memory._snapshot(), which pytorch.org/memory_viz opens.
+"""Export memory over a step in the format of torch.cuda.memory._snapshot(), for pytorch.org/memory_viz.
 
-A device is a recorded rank. Addresses are made up: each allocation gets the lowest room that it fits into,
-in blocks of 512 bytes, of one segment that is as large as it must be. What an allocator adds is not known.
+A device is a recorded rank. Addresses are made up: each allocation gets the lowest free range that fits, in
+blocks of 512 bytes, in one segment that grows as needed. Allocator overhead is unknown.
 """
 
 from bisect import bisect_left
@@ -12,14 +12,14 @@ from functools import cache
 from plan.record.memory import Change, Holder
 from plan.record.summary import MemoryTrace
 
-BLOCK = 512  # bytes, to which the caching allocator rounds
+BLOCK = 512  # rounding of the caching allocator, in bytes
 FIRST_ADDRESS = 1 << 46
-OF_A_DEVICE = 1 << 44  # addresses
+OF_A_DEVICE = 1 << 44  # addresses per device
 
 
 @dataclass
 class Room:
-    """Of a device. free: [(address, bytes)] between what is allocated, in order. end: of all that was used.
+    """Address space of a device. free: [(address, bytes)] of gaps, in order. end: of all addresses used.
     taken: {storage: its address}."""
 
     end: int
@@ -39,7 +39,7 @@ class Room:
         return address
 
     def give(self, storage: int, nbytes: int) -> int:
-        """Joined with the free room on both sides."""
+        """Free a storage, and merge it with adjacent gaps. Return its address."""
         address = start = self.taken.pop(storage)
         end = address + nbytes
         place = bisect_left(self.free, (address, 0))
@@ -53,7 +53,7 @@ class Room:
 
 
 def snapshot(traces: Sequence[MemoryTrace]) -> dict:
-    """A device for each trace, in order."""
+    """Return a snapshot with a device for each trace, in order."""
     segments, entries = [], []
     for device, trace in enumerate(traces):
         segment, of_device = device_snapshot(device, trace)
@@ -63,7 +63,7 @@ def snapshot(traces: Sequence[MemoryTrace]) -> dict:
 
 
 def device_snapshot(device: int, trace: MemoryTrace) -> tuple[dict, list[dict]]:
-    """(the segment as the step leaves it, what happened)."""
+    """Return (the segment at the end of the step, the list of events)."""
     first = FIRST_ADDRESS + device * OF_A_DEVICE
     room = Room(end=first)
     entries: list[dict] = []
@@ -114,7 +114,7 @@ def rounded(nbytes: int) -> int:
 
 
 def entry(action: str, address: int, change: Change, time: int) -> dict:
-    """time: keeps the order; the host's time is not modelled."""
+    """Make a trace entry. `time` only keeps the order; host time is not modeled."""
     return {
         "action": action,
         "addr": address,
@@ -127,7 +127,7 @@ def entry(action: str, address: int, change: Change, time: int) -> dict:
 
 
 def block(address: int, size: int, change: Change | None) -> dict:
-    """change: what is allocated there, None if it is free."""
+    """Make a block. `change` is the allocation in it, or None if it is free."""
     return {
         "address": address,
         "size": size,
@@ -139,8 +139,7 @@ def block(address: int, size: int, change: Change | None) -> dict:
 
 @cache
 def frames(holder: Holder) -> list[dict]:
-    """Of the innermost function of this repository, the part of the model and the phase that it is called
-    in."""
+    """Make frames for the innermost function of this repository, its model part and its phase."""
     file, _, function = holder.place.partition(":")
     parts = [{"filename": "model", "line": 0, "name": holder.module}] if holder.module else []
     return [

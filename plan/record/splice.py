@@ -1,17 +1,16 @@
-"""A microbatch like another is not traced again: a step is recorded with a few, and the others are copied.
+"""Skip tracing similar microbatches: trace a few microbatches of a step, and copy the others.
 
-    choose     of the ops of a rank (parallel/pipeline/schedule.py), those of a few microbatches. Ops with one
-               Key are alike: of one kind and stage, their microbatches have their ops in one order on the
-               rank, and the same is true of what else matters of their place. Two of each key are traced, and
-               the last
-    trace      the real Pipeline.run with these ops alone: nothing on a wire without others needs the rest
-    compare    what one op did, a Segment, must be what all traced ops of its key did: the same launches,
-               exchanges, allocations, releases and counts. What it awaits or releases is said without numbers
-               (Ref): "the third tensor that the forward of the same microbatch made"
-    write      the record of all ops, one after the other, each from the segment of its key
+    choose     among a rank's ops (parallel/pipeline/schedule.py), those of a few microbatches. Ops with equal
+               Keys are alike: they have the same kind and stage, and their microbatches have the same op
+               order and otherwise equivalent positions on the rank. Trace two of each key, and the last
+    trace      the real Pipeline.run with only these ops: a wire without other ranks does not need the rest
+    compare    all traced ops of a key must do the same (Segment): the same launches, exchanges, allocations,
+               releases and counts. What an op awaits or releases is described without numbers (Ref): "the
+               third tensor made by the forward of the same microbatch"
+    write      the record of all ops in order, each from the segment of its key
 
-If two ops of a key differ, if a reference finds nothing, or if at the end other bytes are alive than after
-the trace, it raises Unlike, and the step is traced whole (plan/record/role.py).
+If two ops of a key differ, if a reference cannot be resolved, or if the bytes alive at the end differ from
+those after the trace, raise Unlike, and trace the whole step (plan/record/role.py).
 """
 
 import contextlib
@@ -32,19 +31,19 @@ from plan.record.launches import Launch, Recorder
 from plan.record.memory import Change, LiveBytes
 from plan.record.wire import RecordingWire
 
-SAME = 2  # ops of a key that are traced to be compared
+SAME = 2  # ops traced per key, for comparison
 
 
 class Unlike(Exception):
-    """Microbatches are not alike: the step must be traced whole."""
+    """Microbatches are not alike: the whole step must be traced."""
 
 
 # ---- which ops are traced ----------------------------------------------------------------------------------
 
 
 class Key(NamedTuple):
-    """What ops that do the same have in common. order: (kind, stage) of all ops of the microbatch, as the
-    rank runs them. place: what else matters of where it runs."""
+    """Common properties of ops that do the same. order: (kind, stage) of the microbatch's ops, in the order
+    of the rank. place: everything else that matters about its position."""
 
     kind: str
     stage: int
@@ -53,12 +52,12 @@ class Key(NamedTuple):
 
 
 def keys_of(ops: Sequence[Op], last_stage: int, is_sharded: bool) -> list[Key]:
-    """The key of each op.
+    """Return the key of each op.
 
-    The first and the last op of a kind and stage are apart: the first finds what it needs in no cache and
-    overwrites gradients, and after the last they are summed. A forward releases the loss of the one before
-    it, if that was of the last stage. is_sharded (ZeRO-2, 3): what is full when an op begins depends on the
-    ops of its stage since the last weight gradients, and what stays full on the next.
+    The first and the last op of a kind and stage differ from the rest: the first finds empty caches and
+    overwrites gradients, and after the last they are summed. A forward releases the loss of the previous
+    forward, if that was in the last stage. `is_sharded` (ZeRO-2, 3): which weights are full when an op begins
+    depends on its stage's ops since the last weight gradients, and which stay full depends on the next op.
     """
     order: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for op in ops:
@@ -90,9 +89,9 @@ def keys_of(ops: Sequence[Op], last_stage: int, is_sharded: bool) -> list[Key]:
 
 
 def chosen(ops: Sequence[Op], key_all: Callable[[Sequence[Op]], list[Key]]) -> list[Op]:
-    """The ops of the microbatches that are traced: of each key at least SAME, or all there are.
+    """Choose the ops of the microbatches to trace: at least SAME for each key, or all there are.
 
-    Among few ops an op may have another key than among all: then those around it are traced, too.
+    Among few ops, an op may have another key than among all: then the ops around it are traced, too.
     """
     indices: defaultdict[Key, list[int]] = defaultdict(list)
     for index, key in enumerate(key_all(ops)):
@@ -111,7 +110,7 @@ def chosen(ops: Sequence[Op], key_all: Callable[[Sequence[Op]], list[Key]]) -> l
 
 
 def beside(ops: Sequence[Op], index: int) -> set[int]:
-    """The microbatches of an op, of the forward before it, and of the computations of its stage around it."""
+    """Return the microbatches of an op, of the previous forward, and of its stage's adjacent computations."""
     own = ops[index]
     before = [op for op in reversed(ops[:index]) if op.kind in COMPUTE_KINDS]
     after = [op for op in ops[index + 1 :] if op.kind in COMPUTE_KINDS]
@@ -124,7 +123,7 @@ def beside(ops: Sequence[Op], index: int) -> set[int]:
 
 
 def with_ends(ops: Sequence[Op]) -> list[Op]:
-    """The ops, and the ends of the last sends, which the pipeline awaits after its ops."""
+    """Return the ops, plus the ends of the last sends, which the pipeline awaits after its ops."""
     there = set(ops)
     ends = [op._replace(kind=END_OF_SEND[op.kind]) for op in ops if op.kind in END_OF_SEND]
     return [*ops, *(end for end in ends if end not in there)]
@@ -134,7 +133,7 @@ def with_ends(ops: Sequence[Op]) -> list[Op]:
 
 
 class RecordLength(NamedTuple):
-    """Where a record stands: how many of each it has, and what the ledger says."""
+    """Position in a record: the length of each list, and the state of the ledger."""
 
     launches: int
     events: int
@@ -145,8 +144,9 @@ class RecordLength(NamedTuple):
 
 
 class MarkedOps(list[Op]):
-    """Ops that note where the record stands when each of them begins, and at the end. marks: of the last
-    iteration; memory, host_memory: as they were before it."""
+    """Ops that note the position in the record when each of them begins, and at the end. marks: of the last
+    iteration;
+    memory, host_memory: as they were before it."""
 
     def __init__(self, ops: Sequence[Op], recorder: Recorder, wire: RecordingWire, ledger: Ledger) -> None:
         super().__init__(ops)
@@ -178,7 +178,7 @@ class MarkedOps(list[Op]):
 
 
 class Trace(NamedTuple):
-    """all_ops: of a step, with their keys. ops: those that are traced, with theirs."""
+    """all_ops: of a step, with their keys. ops: the traced ones, with theirs."""
 
     all_ops: list[Op]
     all_keys: list[Key]
@@ -187,7 +187,7 @@ class Trace(NamedTuple):
 
 
 class Splicer:
-    """Traces a step with few microbatches, and makes the record of all of them."""
+    """Traces a step with few microbatches, and writes the record of all of them."""
 
     def __init__(self, recorder: Recorder, wire: RecordingWire, ledger: Ledger) -> None:
         self.recorder = recorder
@@ -197,7 +197,7 @@ class Splicer:
 
     @contextlib.contextmanager
     def tracing_few(self) -> Iterator[None]:
-        """Around a step, of which it runs few ops; then recorder and ledger hold all. Raises Unlike."""
+        """Run few ops of a step, then complete recorder and ledger. Raises Unlike."""
         real = Pipeline.run
 
         def run(pipeline: Pipeline, ops: list[Op], *args: Any) -> Tensor:
@@ -222,12 +222,12 @@ class Splicer:
 
     @without_collection()
     def expand(self, trace: Trace) -> None:
-        """Reads what the traced ops did, and writes the record of all."""
+        """Read the segments of the traced ops, and write the record of all ops."""
         recorder = self.recorder
         marks = [*trace.ops.marks, trace.ops.mark()]
         begin = marks[0]
 
-        # what each traced op did; those of a key must have done the same
+        # segments of traced ops; those of a key must be equal
         reader = SegmentReader(recorder)
         segments: dict[Key, Segment] = {}
         for number, key in enumerate(trace.keys):
@@ -236,7 +236,7 @@ class Splicer:
                 raise Unlike(f"{key.kind} of stage {key.stage}")
         after = reader.read(AFTER, marks[-2], marks[-1])
 
-        # all ops, one after the other
+        # all ops, in order
         writer = RecordWriter(
             recorder.launches[: begin.launches],
             events=recorder.events[: begin.events],
@@ -264,13 +264,13 @@ class Splicer:
 
 # ---- what an op did ----------------------------------------------------------------------------------------
 
-AFTER = Op("after", -1, -1)  # stands for what follows the ops
+AFTER = Op("after", -1, -1)  # stands for everything after the ops
 
 
 class Ref(NamedTuple):
-    """What an op made. anchor: "own": the op of this kind and stage of the same microbatch; "back": the one
-    that ran `back` ones ago; "first": the first; "before": made before the ops. label: what it is. index: the
-    place among what that op made of it; before the ops its number."""
+    """Something made by an op. anchor: "own": the op of this kind and stage in the same microbatch; "back":
+    the one `back` runs ago; "first": the first; "before": made before the ops. label: its type. index: its
+    position among the things of this type made by the op, or for "before" its number."""
 
     anchor: str
     kind: str
@@ -281,8 +281,8 @@ class Ref(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What an op did. Times and numbers of exchanges count from its begin, a storage that it makes is 0. What
-    it awaits or releases is a Ref. The name of its own begin is ""."""
+    """The effects of an op. Times and exchange numbers are relative to its begin, and storages that it makes
+    are 0. What it awaits or releases is a Ref. The name in its own begin event is ""."""
 
     launches: list[Launch]
     events: list[Event]
@@ -291,7 +291,8 @@ class Segment(NamedTuple):
     ledger: Ledger
 
     def does(self, other: "Segment") -> bool:
-        """Whether both do the same. A launch may have a NaN among its numbers: then words are compared."""
+        """Return whether both do the same.
+        Launches may have a NaN among their numbers: then compare their repr."""
         if len(self.launches) != len(other.launches) or self[1:] != other[1:]:
             return False
         pairs = zip(self.launches, other.launches)
@@ -300,8 +301,8 @@ class Segment(NamedTuple):
 
 @dataclass
 class Made:
-    """Exchanges or storages that ops have made. of: {(op, label): their numbers, in order}. by: {number: (the
-    op that made it last, label, its place)}. ran: the ops so far, by kind and stage."""
+    """Exchanges or storages made by ops. of: {(op, label): their numbers, in order}. by: {number: (the op
+    that made it last, label, its index)}. ran: the ops so far, by kind and stage."""
 
     of: defaultdict[tuple[Op, object], list[int]] = field(default_factory=lambda: defaultdict(list))
     by: dict[int, tuple[Op, object, int]] = field(default_factory=dict)
@@ -325,7 +326,7 @@ class Made:
         return Ref(anchor, maker.kind, maker.stage, back=back, label=label, index=index)
 
     def number(self, op: Op, ref: Ref) -> int:
-        """Raises LookupError if no op has made it."""
+        """Resolve a reference. Raises LookupError if no op has made it."""
         if ref.anchor == "before":
             return ref.index
         maker = Op(ref.kind, ref.stage, op.microbatch)
@@ -344,7 +345,7 @@ class SegmentReader:
     host_storages: Made = field(default_factory=Made)
 
     def read(self, op: Op, begin: RecordLength, end: RecordLength) -> Segment:
-        """What an op did between two marks."""
+        """Return the effects of an op between two marks."""
         recorder, first = self.recorder, begin.launches
         events = recorder.events[begin.events : end.events]
         changes = recorder.memory.changes[begin.changes : end.changes]
@@ -361,7 +362,7 @@ class SegmentReader:
         return segment
 
     def event(self, op: Op, event: Event, begin: RecordLength) -> Any:
-        """As a Segment has it. Raises Unlike for a wait of a stream for an op before."""
+        """Convert an event for a Segment. Raises Unlike if a stream waits for an earlier op."""
         own: dict[str, object] = {"time": event.time - begin.launches}
         if isinstance(event, PostedExchange):
             self.exchanges.add(op, event.number, label_of(event))
@@ -378,7 +379,7 @@ class SegmentReader:
 
 
 def change_of(made: Made, op: Op, change: Change, first: int) -> Any:
-    """As a Segment has it."""
+    """Convert a change for a Segment."""
     if change.nbytes < 0:
         return change._replace(time=change.time - first, storage=made.ref(op, change.storage))
     made.add(op, change.storage, (change.nbytes, change.holder))
@@ -386,12 +387,12 @@ def change_of(made: Made, op: Op, change: Change, first: int) -> Any:
 
 
 def label_of(exchange: PostedExchange) -> object:
-    """What exchanges that are alike have in common."""
+    """Return the common properties of equivalent exchanges."""
     return exchange._replace(number=0, batch=0, time=0)
 
 
 def name_of(op: Op) -> str:
-    """As the record names it."""
+    """Return the name in the record."""
     return f"{op.kind} of microbatch {op.microbatch}, stage {op.stage}"
 
 
@@ -400,7 +401,7 @@ def name_of(op: Op) -> str:
 
 @dataclass
 class RecordWriter:
-    """Adds segments to a record. num_exchanges: posted so far."""
+    """Appends segments to a record. num_exchanges: posted so far."""
 
     launches: list[Launch]
     events: list[Event]
@@ -417,7 +418,7 @@ class RecordWriter:
         self.memory.clock = self.host_memory.clock = lambda: self.time
 
     def write(self, op: Op, segment: Segment) -> None:
-        """Raises LookupError, and Unlike if it releases other bytes than the traced op."""
+        """Write a segment. Raises LookupError, and Unlike if it releases other bytes than the traced op."""
         first = len(self.launches)
         self.launches += segment.launches
         self.events += [self.event(op, event, first) for event in segment.events]
@@ -447,7 +448,7 @@ class RecordWriter:
     def change(self, memory: LiveBytes, made: Made, op: Op, change: Any, first: int) -> None:
         self.time = first + change.time
         if change.nbytes > 0:
-            storage = -1 - len(made.by)  # of no real one
+            storage = -1 - len(made.by)  # differs from all real ones
             made.add(op, storage, (change.nbytes, change.holder))
             memory.add(storage, change.nbytes, change.holder)
             return

@@ -1,5 +1,4 @@
-"""Streams and events of a GPU, without one: a recorder notes which stream a launch goes to, and who waits for
-what."""
+"""Streams and events without a GPU: a recorder notes the stream of each launch, and who waits for what."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,11 +10,11 @@ import torch
 from plan.record.events import Event, StreamWait
 
 COMPUTE = "compute"
-HOST = ""  # in the place of a stream that waits
+HOST = ""  # instead of a waiting stream
 
 
 class Notes(Protocol):
-    """What a stream needs of a recorder."""
+    """The recorder interface that streams use."""
 
     stream: str
     events: list[Event]
@@ -23,7 +22,7 @@ class Notes(Protocol):
 
 
 class ClaimedEvent(mock.MagicMock):
-    """A moment of a stream: torch.cuda.Event."""
+    """Emulates torch.cuda.Event, a point in a stream."""
 
     stream = COMPUTE
     until = 0
@@ -34,7 +33,7 @@ class ClaimedEvent(mock.MagicMock):
 
 
 class ClaimedStream:
-    """torch.cuda.Stream. name: the streams of the program beside that of the computation share one."""
+    """Emulates torch.cuda.Stream. name: all streams other than the compute stream share one."""
 
     def __init__(self, notes: Notes, name: str) -> None:
         self.notes = notes
@@ -60,7 +59,7 @@ class ClaimedStream:
 
 @contextlib.contextmanager
 def stream_context(stream: ClaimedStream | None) -> Iterator[None]:
-    """torch.cuda.stream: what is launched inside goes to the stream."""
+    """Emulate torch.cuda.stream: launches inside go to the stream."""
     if stream is None:
         yield
         return

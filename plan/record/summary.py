@@ -1,6 +1,6 @@
-"""What a record of one rank says, in numbers: FLOPs, bytes over time, exchanges, and what runs when.
+"""Summary of one rank's record: FLOPs, bytes over time, exchanges, and the order of events.
 
-A record has tens of thousands of launches, of some hundred kinds. A summary has each kind once.
+A record has tens of thousands of launches, of some hundred kinds. A summary stores each kind once.
 """
 
 from array import array
@@ -15,8 +15,8 @@ from plan.record.rates import Work, host_kind
 from plan.record.role import RoleRecord
 from plan.record.work import Facts, judge
 
-MAX_POINTS = 2000  # of the curve that is kept: the highest of each stretch of the step
-STATE = {  # {folder or file that asked for memory when the run was built: what it is}
+MAX_POINTS = 2000  # of the stored curve: the highest of each section of the step
+STATE = {  # {folder or file that allocated memory when the run was built: its category}
     "optim/": "optimizer",
     "parallel/sharding/gradients.py": "gradients",
 }
@@ -24,7 +24,7 @@ STATE = {  # {folder or file that asked for memory when the run was built: what 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """calls: of one verb in one group. nbytes: of the larger side, all together."""
+    """calls: of one verb in one group. nbytes: of the larger side, in total."""
 
     group: str
     verb: str
@@ -34,7 +34,7 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class HeldAtPeak:
-    """Bytes of the peak that one place of the code asked for, in one part of the model."""
+    """Bytes of the peak allocated at one place of the code, in one part of the model."""
 
     phase: str
     place: str
@@ -43,8 +43,8 @@ class HeldAtPeak:
 
 
 class LaunchKind(NamedTuple):
-    """Launches that cost the same. place: file:function that asked for them. host: of HOST in
-    plan/record/rates.py. stream: that they run on."""
+    """Launches with equal costs. place: file:function of the caller. host: of HOST in plan/record/rates.py.
+    stream: the stream that they run on."""
 
     work: Work
     place: str
@@ -55,8 +55,7 @@ class LaunchKind(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What a rank does in a step, in order. kinds: of its launches; order: the kind of each; events: between
-    them."""
+    """A rank's step in order. kinds: of launches; order: the kind of each; events: between launches."""
 
     kinds: list[LaunchKind]
     order: array
@@ -65,7 +64,7 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Allocations and releases of a rank: those that its step begins with, then those in it."""
+    """Allocations and releases of a rank: those at the start of its step, then those in it."""
 
     begun_with: list[Change]
     changes: list[Change]
@@ -73,9 +72,9 @@ class MemoryTrace:
 
 @dataclass(frozen=True)
 class RoleSummary:
-    """flops: of all products and attention. launches: kernels that start. unknown: {kernel: bytes that it
-    moves} of kernels without a formula. waits: {place: how often the host waits for the device there}. The
-    others as in RoleRecord.
+    """flops: of all products and attention. launches: number of kernels. unknown: {kernel: bytes moved} of
+    kernels without a formula. waits: {place: how often the host waits for the device there}. Other fields as
+    in RoleRecord.
     """
 
     rank: int
@@ -126,20 +125,20 @@ def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
 
 
 def kind_of_memory(holder: Holder) -> str:
-    """In a word: weights, gradients, optimizer; the part of the model; or the phase of the step."""
+    """Return a category: weights, gradients, optimizer; a part of the model; or the phase of the step."""
     if holder.phase == "build":
         return next((what for start, what in STATE.items() if holder.place.startswith(start)), "weights")
     return holder.module or holder.phase
 
 
 class MemoryByKind(NamedTuple):
-    """nbytes: {what holds them: those that are alive at each of `times`}."""
+    """nbytes: {holder: bytes alive at each of `times`}."""
     times: list[int]
     nbytes: dict[str, list[int]]
 
 
 def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
-    """What holds the memory over the step, at the highest point of each of `most` stretches of it."""
+    """Return the memory by holder over the step, at the highest point of each of `most` sections."""
     now: Counter[str] = Counter()
     for change in trace.begun_with:
         now[kind_of_memory(change.holder)] += change.nbytes
@@ -159,9 +158,9 @@ def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
 
 
 def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], array]:
-    """(each kind once, the kind of each launch)."""
+    """Return (each kind once, the kind of each launch)."""
     numbers: dict[LaunchKind, int] = {}
-    number_of: dict[int, int] = {}  # by the id of a launch, which may be there more than once (splice.py)
+    number_of: dict[int, int] = {}  # by the id of a launch, which may be repeated (splice.py)
     for launch in launches:
         if id(launch) not in number_of:
             place = f"{launch.file}:{launch.function}"
@@ -172,7 +171,7 @@ def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], ar
 
 
 def thinned(curve: list[Point], most: int) -> list[Point]:
-    """At most `most` points: the highest of each stretch, so that no peak is lost."""
+    """Return at most `most` points: the highest of each section, so that no peak is lost."""
     size = -(-len(curve) // most)
     stretches = [curve[start : start + size] for start in range(0, len(curve), size)]
     return [max(stretch, key=lambda point: point.nbytes) for stretch in stretches]

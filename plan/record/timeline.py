@@ -1,15 +1,15 @@
-"""When everything runs, on one clock: the recorded ranks of a job, with a time for each launch and exchange.
+"""Simulate the recorded ranks of a job on one clock, with a time for each launch and exchange.
 
-    a stream     runs what was put there one after the other, each launch after the host has started it
-    the host     takes its time to start launches and to post exchanges, runs ahead of the device, and waits
-                 for it where it reads a value
-    a lane       (a communicator) runs exchanges in the order in which a rank posted them, each after what the
-                 rank's computation was given before; of those that are posted together, sends run beside
-                 receives. A collective starts when all of its ranks that are recorded are there, a send with
-                 its receive
-    a wait       holds back what the computation starts after it
+    a stream     runs its queue in order, each launch after the host has started it
+    the host     takes time to start launches and to post exchanges, runs ahead of the device, and waits for
+                 it when it reads a value
+    a lane       (a communicator) runs exchanges in the order in which a rank posted them, each after the
+                 compute queued before it; among those posted together, sends overlap receives. A collective
+                 starts when all of its recorded ranks are ready, a send together with its receive
+    a wait       blocks the compute queued after it
 
-Ranks that are not recorded are always there. Exchanges do not share links, and do not slow the computation.
+Ranks that are not recorded are always ready. Exchanges do not compete for links, and do not slow down
+compute.
 """
 
 from array import array
@@ -33,12 +33,13 @@ from plan.record.events import (
 from plan.record.streams import COMPUTE, HOST
 from plan.record.summary import LaunchKind, RankSteps
 
-BUBBLE, BY_HOST, COPIES = "bubble", "host", "copies"  # what a computation waits for, beside groups
+BUBBLE, BY_HOST, COPIES = "bubble", "host", "copies"  # causes of waiting, other than groups
 
 
 class Costs(NamedTuple):
-    """Seconds: launch(kind) on its stream, host(kind) to start it; exchange(rank, exchange); post: of the
-    host to post one; read: until the device goes on after the host has waited for it."""
+    """Seconds: launch(kind) on its stream, host(kind) to start it; exchange(rank, exchange); post: host time
+    to post one;
+    read: until the device resumes after the host has waited for it."""
 
     launch: Callable[[LaunchKind], float]
     host: Callable[[LaunchKind], float]
@@ -48,7 +49,7 @@ class Costs(NamedTuple):
 
 
 class ExchangeSpan(NamedTuple):
-    """others: when the last of the other ranks was there. sender: of a transfer between recorded ranks,
+    """others: when the last of the other ranks was ready. sender: for a transfer between recorded ranks,
     (rank, number of the send)."""
 
     exchange: PostedExchange
@@ -66,9 +67,9 @@ class OpSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """starts, seconds: of each launch of the rank's steps. exchanges: in order of posting. busy: seconds in
-    which it computes. waits: {what for: seconds}, without overlap: the name of a group for an exchange that
-    nothing hides, BUBBLE for other ranks, BY_HOST, COPIES. Together they are the step."""
+    """starts, seconds: of each launch in the rank's steps. exchanges: in order of posting. busy: seconds of
+    compute. waits: {cause: seconds}, not overlapped: the name of a group for an exposed exchange, BUBBLE for
+    other ranks, BY_HOST, COPIES. Together they add up to the step."""
 
     steps: RankSteps
     starts: array
@@ -89,7 +90,7 @@ class JobTimeline:
 
 @without_collection()
 def timeline(ranks: Mapping[int, RankSteps], costs: Costs) -> JobTimeline:
-    """The step of these ranks. Raises ValueError if they wait for ever (plan/record/check.py says why)."""
+    """Simulate a step of these ranks. Raises ValueError on a deadlock (plan/record/check.py explains it)."""
     job = Clock(costs, {rank: RankClock(rank, steps, costs) for rank, steps in ranks.items()})
     left = deque(ranks)
     while left:
@@ -102,7 +103,7 @@ def timeline(ranks: Mapping[int, RankSteps], costs: Costs) -> JobTimeline:
 
 
 class Posted(NamedTuple):
-    """An exchange that has not started. ready: when its rank is there."""
+    """An exchange that has not started. ready: when its rank is ready."""
 
     exchange: PostedExchange
     ready: float
@@ -110,9 +111,9 @@ class Posted(NamedTuple):
 
 @dataclass
 class RankClock:
-    """host: until when it is busy. free: until when each stream is. past: of each stream, (launches, ends).
-    lanes: until when each lane is busy, batch_ends: with what is under way there; ports: of each verb there.
-    spans: of exchanges, by number."""
+    """host: when it is free. free: when each stream is free. past: for each stream, (launches, ends). lanes:
+    when each lane is free; batch_ends: including its current batch; ports: for each verb there. spans: of
+    exchanges, by number."""
 
     rank: int
     steps: RankSteps
@@ -144,7 +145,7 @@ class RankClock:
     # ---- launches
 
     def launch_until(self, count: int) -> None:
-        """The launches before number `count`."""
+        """Run the launches before number `count`."""
         kinds, order, free = self.steps.kinds, self.steps.order, self.free
         for number in range(self.num_launched, count):
             index = order[number]
@@ -164,7 +165,7 @@ class RankClock:
         self.num_launched = max(self.num_launched, count)
 
     def hold_back(self, until: float, cause: str) -> None:
-        """The computation does not go on before `until`."""
+        """Block compute before `until`."""
         now = self.free[COMPUTE]
         if until > now:
             self.waits[cause] += until - now
@@ -173,7 +174,7 @@ class RankClock:
     # ---- events
 
     def do(self, event: Event) -> None:
-        """Of what needs no other rank."""
+        """Process an event that does not depend on other ranks."""
         if isinstance(event, Wait):
             self.await_exchange(event.number)
         elif isinstance(event, HostRead):
@@ -187,7 +188,7 @@ class RankClock:
 
     def await_exchange(self, number: int) -> None:
         span = self.spans.get(number)
-        if span is None:  # of a step before
+        if span is None:  # from an earlier step
             return
         now = self.free[COMPUTE]
         self.hold_back(min(span.end, max(now, span.others)), BUBBLE)
@@ -221,12 +222,12 @@ class RankClock:
         return Posted(exchange, max(self.host, self.free[COMPUTE]))
 
     def there(self, posted: Posted) -> float:
-        """When this rank can take part."""
+        """Return when this rank can take part."""
         exchange = posted.exchange
         return max(posted.ready, self.lanes[exchange.lane], self.ports[exchange.lane, exchange.verb])
 
     def end_exchange(self, span: ExchangeSpan, is_last: bool) -> None:
-        """is_last: of those that were posted together."""
+        """Record the end of an exchange. `is_last` says whether it is the last of its batch."""
         lane = span.exchange.lane
         self.spans[span.exchange.number] = span
         self.batch_ends[lane] = max(self.batch_ends[lane], span.end)
@@ -240,7 +241,7 @@ class RankClock:
         return max([0.0, *self.free.values(), *self.lanes.values()])
 
     def result(self, step: float) -> RankTimeline:
-        """step: seconds of the job's."""
+        """Return the rank's timeline, given the job's step in seconds."""
         while self.open_ops:
             self.end_op()
         for number in self.own:
@@ -262,7 +263,7 @@ class RankClock:
 
 @dataclass
 class SharedLane:
-    """Of a communicator: what its recorded ranks have posted and not started, in batches."""
+    """The exchanges of a communicator that its recorded ranks have posted and not started, in batches."""
 
     connection: Connection
     batches: dict[int, deque[list[Posted]]]
@@ -275,7 +276,7 @@ class SharedLane:
             own.append([posted])
 
     def next(self) -> dict[int, Posted] | None:
-        """Returns what can start now, {rank: its side}, or None."""
+        """Return the exchange that can start now as {rank: its side}, or None."""
         firsts = {rank: own[0] for rank, own in self.batches.items() if own}
         are_collectives = all(batch[0].exchange.peer is None for batch in firsts.values())
         if len(firsts) == len(self.batches) and are_collectives:
@@ -293,7 +294,7 @@ class SharedLane:
         return None
 
     def take(self, rank: int, posted: Posted) -> bool:
-        """Returns whether this was the last of its batch."""
+        """Remove an exchange. Return whether it was the last of its batch."""
         batch = self.batches[rank][0]
         batch.remove(posted)
         if not batch:
@@ -310,8 +311,8 @@ class Clock:
     lanes: dict[Connection, SharedLane] = field(default_factory=dict)
 
     def advance(self, rank: int) -> set[int]:
-        """Runs a rank until it waits for an exchange that cannot start. Returns the ranks whose exchanges
-        have started."""
+        """Run a rank until it waits for an exchange that cannot start.
+        Return the ranks whose exchanges have started."""
         state = self.ranks[rank]
         events = state.steps.events
         touched: dict[Connection, SharedLane] = {}
@@ -340,7 +341,7 @@ class Clock:
         return self.lanes[connection]
 
     def start_all(self, touched: dict[Connection, SharedLane]) -> set[int]:
-        """Starts what can be started in these lanes, and forgets them."""
+        """Start everything that can start in these lanes, and clear them."""
         moved: set[int] = set()
         for lane in touched.values():
             while (sides := lane.next()) is not None:

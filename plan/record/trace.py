@@ -1,11 +1,11 @@
-"""A modelled step as a trace that Perfetto and chrome://tracing open: the trace event format.
+"""Export a modeled step in the trace event format, for Perfetto and chrome://tracing.
 
     a process    a rank
-    a thread     the ops of the pipeline; a stream; a communicator, its sends and its receives apart
+    a thread     the ops of the pipeline; a stream; a communicator, with separate sends and receives
     an arrow     from a send to its receive
     a counter    bytes of tensors on the device
 
-Times are microseconds. An allocation has the time at which the launch after it starts.
+Times are in microseconds. An allocation has the start time of the next launch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 class Thread(NamedTuple):
-    """One of a rank. key: what runs there."""
+    """A thread of a rank. key: what runs there."""
 
     number: int
     name: str
@@ -31,7 +31,7 @@ class Thread(NamedTuple):
 def trace_events(
     line: JobTimeline, titles: Mapping[int, str], curves: Mapping[int, Sequence[Point]]
 ) -> Iterator[dict]:
-    """The events, rank by rank. titles: of the ranks; curves: their bytes over launches."""
+    """Yield the events, rank by rank. `titles` name the ranks; `curves` are their bytes over launches."""
     for place, (rank, one) in enumerate(line.ranks.items()):
         threads = threads_of(one)
         yield named("process_name", rank, 0, titles[rank])
@@ -55,7 +55,7 @@ def named(what: str, rank: int, thread: int, name: str) -> dict:
 
 
 def threads_of(one: RankTimeline) -> dict[object, Thread]:
-    """{"", a stream, or what lane_key says: its thread}."""
+    """Return {"", a stream, or a lane_key: its thread}."""
     names: dict[object, str] = {"": OPS}
     for kind in sorted(one.steps.kinds, key=lambda kind: kind.stream != COMPUTE):
         names.setdefault(kind.stream, kind.stream)
@@ -79,7 +79,7 @@ def lane_key(span: ExchangeSpan) -> tuple[Connection, str]:
 def slice_of(
     name: str, category: str, rank: int, thread: Thread, start: float, end: float, **facts: object
 ) -> dict:
-    """A complete event. start, end: seconds."""
+    """Return a complete event. start, end: seconds."""
     return {
         "ph": "X",
         "name": name,
@@ -93,7 +93,7 @@ def slice_of(
 
 
 def microseconds(seconds: float) -> float:
-    """In whole nanoseconds: so that what follows at once does not overlap by a rounding."""
+    """Round to whole nanoseconds, so that consecutive events do not overlap by a rounding error."""
     return round(1e6 * seconds, 3)
 
 
@@ -134,7 +134,7 @@ def exchange_events(rank: int, one: RankTimeline, threads: Mapping[object, Threa
 
 
 def arrow(span: ExchangeSpan, rank: int, thread: Thread) -> dict:
-    """The end of an arrow that is bound to this exchange."""
+    """Return one end of an arrow, bound to this exchange."""
     assert span.sender is not None
     is_send = span.sender == (rank, span.exchange.number)
     event = {

@@ -1,7 +1,7 @@
-"""A wire that answers at once, and remembers what was asked of it.
+"""A wire that answers at once, and records every request.
 
-Nothing is sent: the result of an exchange keeps the shape that it has, and no values. What a rank posts and
-awaits is kept in the order in which it does so (`PostedExchange`, `Wait`), for plan/record/check.py.
+Nothing is sent: the result of an exchange keeps its shape, without values. What a rank posts and awaits is
+recorded in order (`PostedExchange`, `Wait`), for plan/record/check.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +20,8 @@ Data = TypeVar("Data")
 
 @dataclass
 class RecordingWire:
-    """events: in the order of this rank, with other events of it between them. now: how many launches there
-    were. answers: what other ranks say where each says something of its own; all others say what this one
-    says."""
+    """events: of this rank in order, with its other events in between. now: returns the number of launches so
+    far. answers: data of other ranks, if they differ; otherwise all others say the same as this one."""
 
     now: Callable[[], int] = lambda: 0
     events: list[Event] = field(default_factory=list)
@@ -76,7 +75,7 @@ class RecordingWire:
 
 
 class Said(Exception):
-    """Ends a program with what it says to other ranks: `data`."""
+    """Ends a program when it sends `data` to other ranks."""
 
     def __init__(self, data: object) -> None:
         super().__init__("a rank says something to others")
@@ -84,16 +83,16 @@ class Said(Exception):
 
 
 class AskingWire(RecordingWire):
-    """A wire on which the first plain data that a rank says to others ends its program."""
+    """A wire that ends its program at the first plain data sent to other ranks."""
 
     def objects(self, group: Group, x: Data) -> list[Data]:
         raise Said(x)
 
 
 class PostedHandle:
-    """The handle of an exchange: it has ended as soon as somebody waits for it.
+    """The handle of an exchange, which ends as soon as someone waits for it.
 
-    tensors: it keeps them, as torch's own handles do.
+    tensors: kept alive, as by torch's handles.
     """
 
     def __init__(self, wire: RecordingWire, number: int, tensors: list[Tensor]) -> None:

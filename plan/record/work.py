@@ -1,8 +1,8 @@
-"""What a launch is for, how many FLOPs it computes, and which rate bounds it: a row for each kernel.
+"""Purpose, FLOPs and limiting rate of each launch, with a row for each kernel.
 
-A new Triton kernel needs a row in KERNELS; tests/lab/benchmarks/test_step_model.py fails until it has one. An
-operation of torch has a row in OPERATIONS, or is small, or belongs to the part of the file that asked for it
-(FILES). What no table knows is in the part `unknown`, under its name.
+A new Triton kernel needs a row in KERNELS; tests/lab/benchmarks/test_step_model.py fails until it has one. A
+torch operation either has a row in OPERATIONS, or is small, or is assigned by the file that called it
+(FILES). Anything not in the tables goes to the part `unknown`, under its name.
 """
 
 import math
@@ -27,14 +27,14 @@ PARTS = (
     "permute",
     "quantization",
     "optimizer",
-    "gradients",  # zeroed, added, their norm
+    "gradients",  # zeroing, accumulation, norm
     "copies",
     "small",  # operations on few numbers, which take the time of a launch
     "rest",
     "unknown",
 )
 FORWARD, BACKWARD = "attention forward", "attention backward"
-FIVE_OF_SEVEN = 5 / 7  # products of attention's backward, where the probabilities are computed once
+FIVE_OF_SEVEN = 5 / 7  # products of attention's backward, if the probabilities are computed once
 SMALL_BYTES = 1 << 16
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,8 +42,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Facts:
-    """What a launch does not say. keys_seen: mean number of keys that a query attends to, of
-    all layers."""
+    """Facts not in a launch. keys_seen: mean number of keys that a query attends to, over all layers."""
 
     keys_seen: float
 
@@ -55,8 +54,8 @@ Flops = Callable[[Launch, Facts], float]
 class KernelRow:
     """part: one of PARTS; "elementwise" stands for both of its phases.
 
-    rate: of RATES in plan/record/rates.py, for the FLOPs. nbytes: where it is not each tensor once.
-    needed: the share of it that a perfect step has; 0 of what a neighbour could do on the way.
+    rate: of RATES in plan/record/rates.py, for the FLOPs. nbytes: unless each tensor counts once. needed: the
+    fraction of it in a perfect step; 0 if a neighboring kernel could do it on the way.
     """
 
     part: str
@@ -68,7 +67,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class JudgedLaunch:
-    """A launch, judged."""
+    """A launch with its assigned cost."""
 
     launch: Launch
     part: str
@@ -82,19 +81,19 @@ class JudgedLaunch:
 
 
 def of_sizes(*names: str) -> Flops:
-    """2 m n k from three arguments of the kernel."""
+    """Return 2 m n k from three arguments of the kernel."""
     return lambda launch, facts: 2.0 * math.prod(launch.arguments[name] for name in names)
 
 
 def of_rows(rows: str, *names: str) -> Flops:
-    """2 m n k, where m is the number of rows of a tensor."""
+    """Return 2 m n k, where m is the number of rows of a tensor."""
     return lambda launch, facts: 2.0 * launch.arguments[rows].shape[0] * math.prod(
         launch.arguments[name] for name in names
     )
 
 
 def of_pair(first: str, second: str) -> Flops:
-    """A product over the rows of two tensors: [t, m] and [t, n]."""
+    """Return the FLOPs of a product over the rows of two tensors: [t, m] and [t, n]."""
 
     def flops(launch: Launch, facts: Facts) -> float:
         rows, m = launch.arguments[first].shape
@@ -105,9 +104,10 @@ def of_pair(first: str, second: str) -> Flops:
 
 
 def of_attention(head_dims: int, value_dims: int) -> Flops:
-    """So many products over the channels of a query head, and of a value head.
+    """Return the FLOPs of `head_dims` products over the channels of a query head, and `value_dims` over a
+    value head's.
 
-    The forward has one of each; the backward's five are three and two, and kernels that compute the
+    The forward has one of each; the five of the backward are three and two, and kernels that compute the
     probabilities twice have seven.
     """
 
@@ -126,28 +126,28 @@ def of_attention(head_dims: int, value_dims: int) -> Flops:
 
 
 def keys_of_kernel(launch: Launch, facts: Facts) -> float:
-    """The mean number of keys that a query of the launch sees: of a whole sequence, or of a part of one that
-    another rank has (parallel/context/ring.py). Bounds of a window or of documents are not known here: then
-    that of the whole sequence, at most.
+    """Return the mean number of keys visible to a query of the launch, in a whole sequence or the part on
+    another rank (parallel/context/ring.py). Bounds of a window or of documents are unknown here: then use the
+    mean over the whole sequence as a limit.
     """
     arguments = launch.arguments
     queries, keys = arguments["s_q"], arguments["s_k"]
     if not arguments["CAUSAL"]:
         return float(keys)
-    first = arguments["offset"] + 1  # keys that query 0 sees
+    first = arguments["offset"] + 1  # keys visible to query 0
     seen = sum(min(max(first + row, 0), keys) for row in range(queries)) / queries
     return min(seen, facts.keys_seen) if arguments["BOUNDED"] else seen
 
 
 def query_and_value(launch: Launch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the queries and values of an operation: its backward has the gradient of the output first."""
+    """Return the shapes of an operation's queries and values; a backward has the output's gradient first."""
     tensors = launch.arguments["in"]
     first = 1 if "backward" in launch.kernel else 0
     return tensors[first].shape, tensors[first + 2].shape
 
 
 def of_operands(first: int) -> Flops:
-    """2 times the elements of the result times the summed dim. first: the index of the first operand."""
+    """Return 2 x elements of the result x the summed dim. first: index of the first operand."""
 
     def flops(launch: Launch, facts: Facts) -> float:
         a = launch.arguments["in"][first].shape
@@ -159,17 +159,17 @@ def of_operands(first: int) -> Flops:
     return flops
 
 
-# ---- bytes where a kernel touches some rows of a tensor ----------------------------------------------------
+# ---- bytes of kernels that only touch some rows of a tensor ------------------------------------------------
 
 
 def gathered_bytes(launch: Launch) -> float:
-    """permute.sum_kernel: as many rows are read as there are slots."""
+    """permute.sum_kernel: read as many rows as there are slots."""
     rows, slots = launch.arguments["ROWS"], launch.arguments["SLOTS"]
     return launch.nbytes - rows.nbytes + math.prod(slots.shape) * row_bytes(rows)
 
 
 def product_bytes(launch: Launch) -> float:
-    """grouped_gemm.grouped_kernel: each row of the product reads one of X, which may be that of several."""
+    """grouped_gemm.grouped_kernel: each row of the product reads one row of X, which may serve several."""
     x, y = launch.arguments["X"], launch.arguments["Y"]
     if not launch.arguments["GATHER"]:
         return launch.nbytes
@@ -177,25 +177,25 @@ def product_bytes(launch: Launch) -> float:
 
 
 def gathered_wgrad_bytes(launch: Launch) -> float:
-    """grouped_gemm.gathered_wgrad_kernel: the same, of X or of DY."""
+    """grouped_gemm.gathered_wgrad_kernel: the same, for X or for DY."""
     gathered = launch.arguments["DY" if launch.arguments["GATHER_DY"] else "X"]
     num_rows = launch.arguments["SOURCE"].shape[0]
     return launch.nbytes - gathered.nbytes + num_rows * row_bytes(gathered)
 
 
 def added_rows_bytes(launch: Launch) -> float:
-    """embedding.add_rows_kernel: of the gradient, the rows of the ids at most, read and written."""
+    """embedding.add_rows_kernel: read and write at most the gradient rows of the ids."""
     into, ids = launch.arguments["INTO"], launch.arguments["IDS"]
     touched = min(into.shape[0], math.prod(ids.shape))
     return launch.nbytes - 2 * into.nbytes + 2 * touched * row_bytes(into)
 
 
 def row_bytes(matrix: RecordedTensor) -> float:
-    """Of one row of a matrix [rows, columns]."""
+    """Return the bytes of one row of a matrix [rows, columns]."""
     return matrix.nbytes / matrix.shape[0]
 
 
-# ---- Triton's kernels --------------------------------------------------------------------------------------
+# ---- Triton kernels ----------------------------------------------------------------------------------------
 
 KERNELS = {
     # products
@@ -227,14 +227,14 @@ KERNELS = {
     "attention_backward.dkv_kernel": KernelRow(
         BACKWARD, "own attention backward", of_attention(2, 2), needed=FIVE_OF_SEVEN
     ),
-    # mixtures
+    # MoE
     "router.router_kernel": KernelRow("router"),
     "router.statistics_kernel": KernelRow("router"),
     "router.router_backward_kernel": KernelRow("router"),
     "expert_order.count_kernel": KernelRow("router"),
     "expert_order.place_kernel": KernelRow("router"),
     "grouped_gemm.row_tiles_kernel": KernelRow("router"),
-    # what memory bounds
+    # memory-bound
     "norm.forward_kernel": KernelRow("elementwise"),
     "norm.unwritten_kernel": KernelRow("elementwise"),
     "norm.backward_kernel": KernelRow("elementwise"),
@@ -256,15 +256,15 @@ KERNELS = {
     "fp8.cast_kernel": KernelRow("quantization", needed=0.0),
     "fp8.largest_kernel": KernelRow("quantization", needed=0.0),
     "fp8.maxima_kernel": KernelRow("quantization", needed=0.0),
-    "fp8_formula.formula_cast_kernel": KernelRow("quantization"),  # needed: it is the activation, too
+    "fp8_formula.formula_cast_kernel": KernelRow("quantization"),  # needed: it is also the activation
     "fp8_formula.formula_maxima_kernel": KernelRow("quantization", needed=0.0),
-    "fp8_rope.rope_cast_kernel": KernelRow("quantization"),  # needed: it turns the gradients back, too
+    "fp8_rope.rope_cast_kernel": KernelRow("quantization"),  # needed: it also rotates the gradients back
     "fp8_rope.rope_maxima_kernel": KernelRow("quantization", needed=0.0),
     "adam.adamw_kernel": KernelRow("optimizer"),
 }
 
 
-# ---- operations of torch -----------------------------------------------------------------------------------
+# ---- torch operations --------------------------------------------------------------------------------------
 
 OPERATIONS = {
     "aten.mm": KernelRow("products", "library", of_operands(0)),
@@ -294,7 +294,7 @@ OPERATIONS = {
 }
 COPIES = ("aten.copy_", "aten._to_copy", "aten.clone", "aten.cat", "aten.constant_pad_nd")
 
-# The part of an operation that the code of a file asks for; the longest beginning of its path counts.
+# The part of an operation by the calling file; the longest matching path prefix counts.
 FILES = {
     "kernels/": "elementwise",
     "kernels/attention": "elementwise",
@@ -305,7 +305,7 @@ FILES = {
     "kernels/grouped_gemm.py": "permute",
     "kernels/permute.py": "permute",
     "kernels/router.py": "router",
-    "kernels/linear.py": "gradients",  # what is no product: a gradient that is added
+    "kernels/linear.py": "gradients",  # other than products: accumulation of a gradient
     "kernels/adam.py": "optimizer",
     "kernels/rounding.py": "optimizer",
     "kernels/newton_schulz.py": "optimizer",
@@ -322,15 +322,15 @@ FILES = {
     "optim/noise.py": "gradients",
     "runtime/": "rest",
     "train.py": "rest",
-    OUTSIDE[0]: "elementwise",  # autograd adds the gradients of what is used twice
+    OUTSIDE[0]: "elementwise",  # autograd adds the gradients of tensors used twice
 }
 ROUTER_FILES = ("model/router.py", "kernels/router.py")
-LOOKUPS = ("aten.index", "aten.embedding")  # every other operation could be a part of a kernel beside it
-NOT_NEEDED = ("gradients", "copies", "small", "rest", "quantization", "unknown")  # by a perfect step
+LOOKUPS = ("aten.index", "aten.embedding")  # every other operation could be fused into a neighboring kernel
+NOT_NEEDED = ("gradients", "copies", "small", "rest", "quantization", "unknown")  # absent in a perfect step
 
 
 def judge(launch: Launch, facts: Facts) -> JudgedLaunch:
-    """Returns what the launch is for and costs, by the tables above."""
+    """Assign a purpose and a cost to the launch, by the tables above."""
     row = KERNELS.get(launch.kernel) if launch.is_triton else OPERATIONS.get(launch.kernel)
     nbytes = launch.nbytes
     if row is None:
@@ -356,7 +356,7 @@ def with_phase(part: str, phase: str) -> str:
 def part_of_operation(launch: Launch) -> str:
     if launch.nbytes <= SMALL_BYTES:
         return "small"
-    if not launch.kernel.startswith("aten."):  # of another library: only a row can say what it computes
+    if not launch.kernel.startswith("aten."):  # from another library: only a row can say what it computes
         return "unknown"
     matching = [start for start in FILES if launch.file.startswith(start)]
     if not matching:
@@ -367,7 +367,7 @@ def part_of_operation(launch: Launch) -> str:
 
 
 def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
-    """Returns (part, rate): a product of few bits with a result in fp32 is a weight gradient."""
+    """Return (part, rate): a low-precision product with an fp32 result is a weight gradient."""
     arguments = launch.arguments
     if launch.is_triton and arguments.get("GATHER"):
         return "products", "own gathered"
@@ -377,7 +377,7 @@ def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
     first = 1 if "addmm" in launch.kernel or launch.kernel == "aten.baddbmm" else 0
     dtype = arguments["in"][first].dtype
     out = arguments["out"][0].dtype
-    if dtype not in (*HALF, *FP8):  # of all products, a router's alone are in fp32
+    if dtype not in (*HALF, *FP8):  # among all products, only a router's are in fp32
         return "router", "fp32"
     if launch.file in ROUTER_FILES:
         return "router", rate
