@@ -33,7 +33,7 @@ Axes = dict[str, tuple]  # {section.key: values}
 # that a search decides
 LAYOUT_KEYS = tuple(key for key in ELASTIC_KEYS if key not in KEYS_OF_STAGES)
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
-MARGIN = 0.02  # of the bytes of tensors: activations are counted up to 1.5 % short (docs/parallelism.md)
+MARGIN = 0.02  # of the bytes of tensors: activations are counted up to 1.5 % short (lab/docs/planner.md)
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
 EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
 WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")  # schedules that do not divide it
