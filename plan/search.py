@@ -33,7 +33,7 @@ Axes = dict[str, tuple]  # {section.key: values}
 # searched keys
 LAYOUT_KEYS = tuple(key for key in ELASTIC_KEYS if key not in KEYS_OF_STAGES)
 TRANSIENT_BYTES = 2**29  # logits and other temporary tensors
-MARGIN = 0.02  # of tensor bytes: activations are undercounted by up to 1.5 % (docs/parallelism.md)
+MARGIN = 0.02  # of tensor bytes: activations are undercounted by up to 1.5 % (lab/docs/planner.md)
 RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
 EP_CHUNKS = (1, 2, 4)  # candidate numbers of chunks
 WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved")  # schedules that do not split the backward

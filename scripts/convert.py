@@ -4,7 +4,7 @@
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
     torchrun --nproc-per-node 8 -m scripts.convert to-hf RUN DIR   the same, a tensor at a time in memory
 
-Models: those of checkpoint/hf/families/table.py, which docs/checkpoints.md names.
+Models: those of checkpoint/hf/families/table.py, which docs/families.md names.
 
 The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
 installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind. A tensor is

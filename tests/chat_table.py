@@ -1,6 +1,6 @@
 """Chat templates, what transformers and TRL make of them, and a table of what we do.
 
-    python tests/chat_table.py       prints the table of docs/chat-templates.md
+    python tests/chat_table.py       prints the table of lab/docs/chat-templates.md
 
 The published templates are those of the package trl, if it is installed (pip install --no-deps trl), by the
 names of their files; NAME_training marks with {% generation %} what counts of NAME. OWN has a template of

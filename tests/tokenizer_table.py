@@ -1,4 +1,4 @@
-"""What tokenizers that packages ship are to us: a table for docs/data.md.
+"""What tokenizers that packages ship are to us: a table for lab/docs/tokenizers.md.
 
     PYTHONPATH=.:tests python tests/tokenizer_table.py FILE[@EOD] ...
 

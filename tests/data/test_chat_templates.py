@@ -25,7 +25,7 @@ from scripts import prepare_data
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: no tokenizer.json")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-PAGE = Path(__file__).resolve().parents[2] / "docs/chat-templates.md"
+PAGE = Path(__file__).resolve().parents[2] / "lab/docs/chat-templates.md"
 NOT_INSTALLED = pytest.mark.skip("trl, an optional package, is not installed")
 PUBLISHED = published() or [pytest.param("none", marks=NOT_INSTALLED)]
 

@@ -1074,7 +1074,7 @@ LOGITS = r"logits: max \|difference\| (\S+) where the largest is (\S+), .* on (.
 @pytest.mark.parametrize("name", CASES)
 def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name):
     """Under the same names, if it goes out as the same family; and it comes back as the same weights. With
-    pytest -rP it prints a row of docs/families.md."""
+    pytest -rP it prints a row of lab/docs/families.md."""
     their_model(transformers, *CASES[name]).save_pretrained(tmp_path / "hf")
     said: list[tuple[str, ...]] = []
     for command, source, target in (

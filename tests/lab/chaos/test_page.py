@@ -1,4 +1,4 @@
-"""docs/faults.md: every fault has its row, and every test that it names exists."""
+"""lab/docs/faults.md: every fault has its row, and every test that it names exists."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from lab.benchmarks.chaos.layouts import LAYOUTS
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "faults.md").read_text()
+PAGE = (ROOT / "lab" / "docs" / "faults.md").read_text()
 HOW_MANY = {"P": 16, "C": 13, "N": 6, "D": 6, "S": 9}
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
