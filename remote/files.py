@@ -89,7 +89,7 @@ class RemoteFolder:
         return self.call(name, look, None)
 
     def names(self) -> list[str]:
-        """Return the sorted names of the files and folders directly inside, [] if the folder does not exist."""
+        """Return the sorted names of the direct files and folders, [] if the folder does not exist."""
         def look() -> list[str]:
             self.filesystem.invalidate_cache()
             found = self.filesystem.ls(self.path, detail=False)
