@@ -541,7 +541,7 @@ def phase_to_plan(cfg: Config) -> tuple[Config, str]:
 # ---- the report ------------------------------------------------------------------------------------------
 
 def report(layout: Found, world: int, hardware: Cluster) -> dict:
-    """Return a layout in plain numbers: seconds, bytes, shares of the step, MFU of the bf16 peak (fp8 too)."""
+    """Return a layout in plain numbers: seconds, bytes, shares of the step, MFU of bf16 peak (fp8 too)."""
     forecast, train = layout.forecast, layout.cfg.train
     step = forecast.step
     tokens = train.global_batch * train.seq_len
