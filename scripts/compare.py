@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def readable(names: list[Path]) -> list[Run]:
-    """Return the runs with at least one step that match a name or a pattern such as runs/*; print the others.
+    """Return the runs with at least one step, for example among runs/*, and print which are left out.
 
     Raises ConfigError for a name that matches nothing, and if no run is left.
     """

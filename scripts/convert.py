@@ -99,8 +99,9 @@ def from_hf(
     """Write the run folder `run` from the Hugging Face folder and return the report.
 
     `spec` is the tokenizer, by default that of the folder, if it has one. `eod` is the token that ends
-    documents, by default the one that the tokenizer's files name. `made` records the command
-    (config/provenance.py). Raises ConfigError; LogitsDiffer; StorageError.
+    documents, by default the one named in the tokenizer's files. `made` records the command
+    (config/provenance.py).
+    Raises ConfigError; LogitsDiffer; StorageError.
     """
     family, model = hf_config.read_hf_config(folder)
     found = hf.stored_tensors(folder, family, model.layers)

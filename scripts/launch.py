@@ -134,9 +134,11 @@ def visible_devices(places: tuple[int, ...], given: str | None) -> str:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended. code: as in subprocess, negative for a signal. killed: by the launcher, because it
-    did not exit after another rank's failure. stopped: by a forwarded signal, before it could catch one, and
-    so with nothing to save yet.
+    """How a rank ended.
+
+    code: as in subprocess, negative for a signal.
+    killed: by the launcher, because it did not exit after another rank's failure.
+    stopped: by a forwarded signal, before it could catch one, and so with nothing to save yet.
     """
 
     rank: int
@@ -152,9 +154,11 @@ class RankEnd:
 
 @dataclass
 class StartWatch:
-    """How this process controls the ranks of one start. relay: forwards signals to them. spares: processes
-    that become ranks faster than new ones, if any. stop_after: seconds until the ranks are asked to save and
-    stop, to restart with more ranks; None for never. was_stopped: whether they were asked.
+    """How this process controls the ranks of one start.
+
+    relay: forwards signals to them. spares: processes that become ranks faster than new ones, if any.
+    stop_after: seconds until the ranks are asked to save and stop, to restart with more ranks; or never.
+    was_stopped: whether they were asked.
     """
 
     relay: SignalRelay

@@ -112,7 +112,9 @@ def arguments() -> argparse.ArgumentParser:
 
 
 class AskedJob(NamedTuple):
-    """A job to plan. note: about its phase, or "". numbers: candidate numbers of GPUs, ascending.
+    """A job to plan.
+
+    note: about its phase, or "". numbers: candidate numbers of GPUs, ascending.
     fixed: keys that are not searched. question: about the whole run, if there is one.
     """
 

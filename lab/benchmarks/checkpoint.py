@@ -308,8 +308,8 @@ def steps_until(is_done: Callable[[], bool]) -> float:
 class Timing:
     """A row of the table.
 
-    of: what both sides do. base: the measurement that theirs is compared with. is_rate: shown as GB/s, where
-    a higher ratio to the base is better.
+    of: what both sides do. base: the measurement that theirs is compared with.
+    is_rate: shown as GB/s, where a higher ratio to the base is better.
     """
     what: str
     of: str

@@ -16,8 +16,8 @@ SLACK = {True: 1.5, False: 3.0}  # {beside: time limit over expected time}; a lo
 class Section:
     """Rows of one kind.
 
-    expected_s: an estimate for an H100. beside: whether jobs run concurrently. shares_pool: with the previous
-    section. model, contestant: for a step.
+    expected_s: an estimate for an H100. beside: whether jobs run concurrently.
+    shares_pool: with the previous section. model, contestant: for a step.
     """
 
     name: str

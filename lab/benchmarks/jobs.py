@@ -33,9 +33,9 @@ class ForkedJob:
     """Rows that one process reports: run(report, done).
 
     run: calls report(starting=NAME) before a row, and report(row=NAME, state=..., ...) after it. It skips the
-    rows in `done`; a job with a single row is named after it and is skipped as a whole. limit_s: the longest
-    silence. alternative: the job to run instead after running out of memory. goes_on: whether a new process
-    continues after a row that crashed or hung.
+        rows in `done`; a job with a single row is named after it and is skipped as a whole.
+    limit_s: the longest silence. alternative: the job to run instead after running out of memory.
+    goes_on: whether a new process continues after a row that crashed or hung.
     """
 
     name: str

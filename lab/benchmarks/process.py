@@ -32,8 +32,8 @@ class Task:
 class Outcome:
     """How a task ended.
 
-    messages: the JSON objects that it printed. output, errors: stdout and stderr. exit_code: negative if a
-    signal ended it.
+    messages: the JSON objects that it printed. output, errors: stdout and stderr.
+    exit_code: negative if a signal ended it.
     """
 
     messages: list[dict]

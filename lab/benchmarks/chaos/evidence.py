@@ -25,9 +25,9 @@ Row = dict[str, Any]
 class Evidence:
     """The results of a run.
 
-    steps: (step, its fields) for each step line, in order; other samples give a step another loss.
-    evaluations: (step, validation loss). checksums: {key and place: checksum} of each stored piece of weights
-    and moments after the last step.
+    steps: (step, its fields) for each step line, in order; other samples would change a step's loss.
+    evaluations: (step, validation loss).
+    checksums: {key and place: checksum} of each stored piece of weights and moments after the last step.
     """
 
     steps: list[tuple[int, Row]]

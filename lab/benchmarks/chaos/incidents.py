@@ -40,14 +40,14 @@ class Incident:
     """One start of the run, and how it is disturbed.
 
     what: a description. codes: the exit codes that are allowed. fault: the value of FAULT.
-    more: arguments for train.py.
-    layout: the layout to start with, by default that of the round.
+    more: arguments for train.py. layout: the one to start with, by default that of the round.
     send: (signal, target), sent at_s seconds after the start or when the fault point is reached; the target
-    is a rank, "all" or "launcher". prepare: damage to the run folder before the start
-    (lab/benchmarks/chaos/damage.py). stop_file: the text of a STOP file, written when the fault point is
-    reached. says: texts that the output must contain. requeue: whether exit_reason.json must ask for a
-    requeue. skipped: the step that metrics.jsonl must list as skipped. is_hang: the run needs
-    parallel.timeout_s to end. wakes: whether stopped ranks are continued.
+        is a rank, "all" or "launcher".
+    prepare: damage to the run folder before the start (lab/benchmarks/chaos/damage.py).
+    stop_file: the text of a STOP file, written when the fault point is reached.
+    says: texts that the output must contain. skipped: the step that metrics.jsonl must list as skipped.
+    requeue: whether exit_reason.json must ask for a requeue.
+    is_hang: the run needs parallel.timeout_s to end. wakes: whether stopped ranks are continued.
     """
 
     what: str

@@ -25,10 +25,11 @@ RUN = (
 class RunLayout:
     """How a run is launched.
 
-    words: arguments of train.py other than those of the model. has_replicas: whether the last rank holds a
-    replica of what the first gradient of another rank belongs to, so that comparing them finds a wrong
-    number. in_memory: whether the run also keeps checkpoints in memory. nproc: of scripts.launch, by default
-    the number of ranks.
+    words: arguments of train.py other than those of the model.
+    has_replicas: whether the last rank holds a replica of what the first gradient of another rank belongs
+        to, so that comparing them finds a wrong number.
+    in_memory: whether the run also keeps checkpoints in memory.
+    nproc: of scripts.launch, by default the number of ranks.
     """
 
     name: str

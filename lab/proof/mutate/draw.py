@@ -224,7 +224,7 @@ def sites(file: str, source: Source) -> list[Site]:
 
 
 def compile_text(text: str, file: str) -> CodeType:
-    """Raise SyntaxError or ValueError if the text does not compile."""
+    """Compile the text without warnings. Raises SyntaxError or ValueError if it does not compile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mutants cause many: `1 is x`, calling a string, ...
         return compile(text, file, "exec", dont_inherit=True)

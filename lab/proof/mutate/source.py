@@ -46,7 +46,7 @@ class Source:
 
     @staticmethod
     def parse(text: str) -> "Source":
-        """Raise SyntaxError if the text is not valid Python."""
+        """Parse a Python file. Raises SyntaxError if the text is not valid Python."""
         tree = ast.parse(text)
 
         line_starts = [0]

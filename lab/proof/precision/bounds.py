@@ -19,9 +19,9 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 class PartErrors(NamedTuple):
     """The effect of a token mixer or an MLP on errors (lab/proof/precision/__init__.py).
 
-    factors: F, by which the square of the relative error of its input grows. roundings: its forward tensors
-    in the compute dtype. inner: tensors inside its kernels, in fp32. matrices: those that a path through it
-    multiplies by. linears: its products in 8 bits.
+    factors: F, by which the square of the relative error of its input grows.
+    roundings: its forward tensors in the compute dtype. inner: tensors inside its kernels, in fp32.
+    matrices: those that a path through it multiplies by. linears: its products in 8 bits.
     """
 
     factors: int

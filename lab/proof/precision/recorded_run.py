@@ -23,10 +23,11 @@ Parts = list[tuple[list[FlatPart], Tensor]]  # (places, flat tensor) for every r
 class RecordedRun:
     """A run of train.train. State 0 is before the first step, state n after the n-th.
 
-    masters, moments ("key@name"), weights: one entry a state. grads: one a step, multiplied by the loss
-    scale. steps: for each state the step number, its loss, norm and whether it was good (ok), and the loss
-    scale (scale) and count of good steps (good) after it. largest: for each state the largest finite value in
-    fp16 of the step before it, 0 in other dtypes. wrong: outright errors.
+    masters, moments ("key@name"), weights: one entry a state. grads: one a step, times the loss scale.
+    steps: for each state the step number, its loss, norm and whether it was good (ok), and the loss scale
+        (scale) and count of good steps (good) after it.
+    largest: for each state the largest finite value in fp16 of the step before it, 0 in other dtypes.
+    wrong: outright errors.
     """
 
     cfg: Config

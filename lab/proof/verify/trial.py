@@ -75,8 +75,8 @@ SMALL_TILE = 16
 class Deviation(NamedTuple):
     """How far one value is from that of one process.
 
-    error: relative to the largest element of its tensor. step: where it occurred; n + 0.5 is after step n and
-    before step n + 1. what: the value's name.
+    error: relative to the largest element of its tensor. what: the value's name.
+    step: where it occurred; n + 0.5 is after step n and before step n + 1.
     """
 
     error: float
